@@ -1,0 +1,32 @@
+"""The axis vocabulary: every array annotation of the package uses these names (tested).
+
+Letters that stand for a size in a formula appear in the docstring of the function, never in an annotation.
+"""
+
+from __future__ import annotations
+
+AXES: dict[str, str] = {
+    "state": "residual stream states: 0 the embedding output, l the input of block l, n_layers the stream before the final norm",
+    "layer": "blocks (attention and MLP), 0 to n_layers - 1",
+    "context": "sequences of a corpus",
+    "batch": "sequences of one forward pass or of one prompt set",
+    "position": "columns of a sequence (absolute, or rows of a window where the docstring says so)",
+    "d_model": "coordinates of the residual stream",
+    "d_head": "coordinates of one head",
+    "d_vocab": "token ids of the vocabulary",
+    "head": "attention heads of one layer, or of a selection of (layer, head) pairs",
+    "query": "query positions",
+    "key": "key positions",
+    "group": "disjoint groups of contexts (context index modulo the number of groups)",
+    "label": "document labels",
+    "part": "additive parts of the residual stream",
+    "term": "pairs of parts: terms of an attention score",
+    "rank": "singular directions, strongest first",
+    "trajectory": "token trajectories through the layers",
+    "sample": "draws of a random quantity",
+    "row": "rows of a general matrix",
+    "column": "columns of a general matrix",
+    "time": "times of a flow, in layers",
+    "symbol": "characters of a small alphabet",
+    "vocab": "token ids of a model that is trained here",
+}

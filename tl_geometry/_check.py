@@ -1,0 +1,116 @@
+"""Argument checks with one message template: what it is, what was expected, what came, what to call instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tl_geometry.errors import GeometryError
+
+Head = tuple[int, int] | str
+"""A head as ``(layer, head)`` or ``"L5H1"``."""
+
+
+def message(what: str, *, expected: object, got: object, instead: str | None = None) -> str:
+    """The one error text of the package.
+
+    >>> message("window", expected="0 <= start < end <= 8", got="(3, 12)", instead="window=(3, 8)")
+    'window: expected 0 <= start < end <= 8, got (3, 12). Use window=(3, 8).'
+    """
+    tail = f" Use {instead.rstrip('.')}." if instead else ""
+    return f"{what}: expected {expected}, got {got}.{tail}"
+
+
+def fail(what: str, *, expected: object, got: object, instead: str | None = None, error: type[GeometryError] = GeometryError) -> NoReturn:
+    """Raise ``error`` with the text of :func:`message`."""
+    raise error(message(what, expected=expected, got=got, instead=instead))
+
+
+def require(
+    condition: object, what: str, *, expected: object, got: object, instead: str | None = None, error: type[GeometryError] = GeometryError
+) -> None:
+    """Raise ``error`` unless ``condition`` holds."""
+    if not condition:
+        fail(what, expected=expected, got=got, instead=instead, error=error)
+
+
+def describe(value: object) -> str:
+    """A tensor as its dtype and shape, anything else as a short repr.
+
+    >>> describe(torch.zeros(2, 3))
+    'float32 tensor of shape (2, 3)'
+    """
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
+
+
+def choice(value: str, options: Sequence[str], what: str) -> str:
+    """``value`` if it is one of ``options``, else an error that lists them."""
+    require(value in options, what, expected=f"one of {', '.join(map(repr, options))}", got=repr(value))
+    return value
+
+
+def finite(values: Tensor, what: str) -> Tensor:
+    """``values`` if none is NaN or infinite, else an error that counts them."""
+    if not bool(torch.isfinite(values.sum())):  # a finite sum proves all finite; only otherwise look cell by cell
+        bad = int((~torch.isfinite(values)).sum())
+        require(bad == 0, what, expected="finite numbers", got=f"{bad} NaN or infinite of {values.numel()}", instead="inputs without NaN")
+    return values
+
+
+def index(value: int, size: int, what: str) -> int:
+    """``value`` if 0 <= value < size (negative indices are refused)."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+    require(ok, what, expected=f"an index from 0 to {size - 1}", got=repr(value))
+    return value
+
+
+def indices(values: Iterable[int] | int | None, size: int, what: str) -> tuple[int, ...]:
+    """All indices for ``None``, else the given ones, each checked, in the given order, without repeats."""
+    if values is None:
+        return tuple(range(size))
+    chosen = (values,) if isinstance(values, int) else tuple(values)
+    require(len(chosen) > 0, what, expected="at least one index", got="none")
+    require(len(set(chosen)) == len(chosen), what, expected="each index once", got=repr(chosen))
+    return tuple(index(v, size, what) for v in chosen)
+
+
+def heads(
+    values: Iterable[Head] | Head | None, n_layers: int, n_heads: int, layers: Iterable[int] | int | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Heads as (layer, head) pairs: those named in ``values`` (pairs or ``"L5H1"``), or all heads of ``layers`` (all layers for ``None``).
+
+    >>> heads(["L1H0", (0, 1)], n_layers=2, n_heads=2)
+    ((1, 0), (0, 1))
+    """
+    if values is None:
+        return tuple((layer, head) for layer in indices(layers, n_layers, "layers") for head in range(n_heads))
+    single = isinstance(values, str) or (isinstance(values, tuple) and len(values) == 2 and all(isinstance(v, int) for v in values))
+    chosen: list[Any] = [values] if single else list(values)
+    out: list[tuple[int, int]] = []
+    for value in chosen:
+        match = re.fullmatch(r"L(\d+)H(\d+)", value) if isinstance(value, str) else None
+        pair = (int(match[1]), int(match[2])) if match else value
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            fail("heads", expected='(layer, head) pairs or "L5H1"', got=repr(value))
+        out.append((index(pair[0], n_layers, f"layer of head {value!r}"), index(pair[1], n_heads, f"head {value!r}")))
+    require(len(out) > 0, "heads", expected="at least one head", got="none")
+    allowed = None if layers is None else set(indices(layers, n_layers, "layers"))
+    outside = [p for p in out if allowed is not None and p[0] not in allowed]
+    require(not outside, "heads", expected=f"heads of layers {sorted(allowed or ())}", got=outside, instead="either heads= or layers=")
+    return tuple(dict.fromkeys(out))
+
+
+def window(value: tuple[int, int] | None, columns: int, default_start: int) -> tuple[int, int]:
+    """A half-open window inside ``columns``; ``(default_start, columns)`` for ``None`` (all columns if that is empty)."""
+    if value is None:
+        return (default_start if columns > default_start else 0, columns)
+    start, end = value
+    require(0 <= start < end <= columns, "window", expected=f"0 <= start < end <= {columns} (columns of the input)", got=repr(value))
+    return (start, end)

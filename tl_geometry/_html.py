@@ -1,0 +1,57 @@
+"""The little HTML that results show in a notebook: escaped tables, no script, no network."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+STYLE = (
+    "border-collapse:collapse;font:12px/1.4 ui-monospace,monospace;color:inherit",
+    "padding:1px 8px;text-align:right;border-bottom:1px solid #8884",
+    "padding:1px 8px;text-align:left;border-bottom:1px solid #8884;font-weight:600",
+)
+
+
+def escape(text: object) -> str:
+    """Text as HTML: ``<``, ``>``, ``&`` and quotes escaped, so that token strings and file names stay data.
+
+    >>> escape("</script>")
+    '&lt;/script&gt;'
+    """
+    return html.escape(str(text), quote=True)
+
+
+def number(value: object) -> str:
+    """A short reading of a cell: four significant digits for floats, a dash for None and NaN.
+
+    >>> [number(v) for v in (0.123456, 3, float("nan"), None, "a<b")]
+    ['0.1235', '3', '–', '–', 'a<b']
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def token_text(token: str) -> str:
+    """A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control and direction marks as ``\\uXXXX``.
+
+    >>> token_text(" the\\n")
+    '␣the⏎'
+    """
+    shown = {" ": "␣", "\n": "⏎", "\t": "⇥", "\u0120": "␣", "\u010a": "⏎"}
+    return "".join(shown.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in token) or "∅"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 40) -> str:
+    """An escaped HTML table of at most ``limit`` rows (the caption says how many were left out)."""
+    rows = list(rows)
+    whole, cell, head = STYLE
+    note = f" (first {limit} of {len(rows)} rows)" if len(rows) > limit else ""
+    parts = [f'<table style="{whole}"><caption style="caption-side:top;text-align:left">{escape(caption + note)}</caption><tr>']
+    parts += [f'<th style="{head}">{escape(c)}</th>' for c in columns]
+    parts.append("</tr>")
+    for row in rows[:limit]:
+        parts.append("<tr>" + "".join(f'<td style="{cell}">{escape(number(v))}</td>' for v in row) + "</tr>")
+    parts.append("</table>")
+    return "".join(parts)

@@ -1,0 +1,186 @@
+"""Frozen results: one base class that saves, loads, tabulates and shows itself, and one list of provenance fields.
+
+Files are safetensors with a JSON header (``schema``, then every field that is not a tensor); nothing is pickled. A file is
+written next to its place and moved there, so that a reader sees the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tl_geometry import _html
+from tl_geometry._check import fail, require
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SOURCES = {
+    "song2023": "Song & Zhong 2023, Uncovering hidden geometry in Transformers via disentangling position and context, arXiv:2310.04861",
+    "sarfati2025": "Sarfati et al. 2025, Lines of Thought in Large Language Models, arXiv:2410.01545",
+    "molina2023": "Molina 2023, Traveling Words: A Geometric Interpretation of Transformers, arXiv:2309.07315",
+}
+"""The works that results cite, by key."""
+
+
+R = TypeVar("R", bound="Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What a result was computed from. ``None`` where a field does not apply (an activation tensor has no model).
+
+    ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``processed`` says whether weights were
+    folded or centred by TransformerLens, ``window`` is half-open in absolute columns, ``flags`` are remarks for the reader.
+    """
+
+    model: str | None = None
+    fingerprint: str | None = None
+    library: str | None = None
+    processed: bool | None = None
+    corpus: str | None = None
+    token_hash: str | None = None
+    has_bos: bool | None = None
+    window: tuple[int, int] | None = None
+    contexts: int | None = None
+    preset: str = "exact"
+    seed: int | None = None
+    dtype: str = "float32"
+    sources: tuple[str, ...] = ("song2023",)
+    flags: tuple[str, ...] = ()
+
+    def flagged(self, *flags: str) -> Provenance:
+        """The same provenance with more flags (each once)."""
+        return dataclasses.replace(self, flags=tuple(dict.fromkeys([*self.flags, *flags])))
+
+    def line(self) -> str:
+        """One line for captions."""
+        shown = [self.model, self.library, "processed" if self.processed else None, self.corpus]
+        shown += [f"{self.contexts} contexts" if self.contexts else None, f"window {self.window}" if self.window else None]
+        shown += [f"preset {self.preset}" if self.preset != "exact" else None, self.dtype, *self.flags]
+        return ", ".join(s for s in shown if s)
+
+
+def hash_tokens(tokens: Tensor) -> str:
+    """First 16 hex digits of the sha256 of token ids as int64, row after row."""
+    return hashlib.sha256(tokens.detach().to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour, synced, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, part, metadata=dict(header))
+        with open(part, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_file(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header (JSON-decoded) and tensors of a file written by :func:`write_atomically`, if its schema is ``schema``."""
+    path = Path(path)
+    require(path.is_file(), "file", expected="an existing safetensors file", got=str(path))
+    try:
+        with safe_open(path, framework="pt") as handle:
+            header = {k: json.loads(v) for k, v in (handle.metadata() or {}).items()}
+            tensors = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, json.JSONDecodeError, OSError) as error:
+        fail(str(path), expected="a whole file written by tl_geometry", got=f"{type(error).__name__}: {error}")
+    require(header.get("schema") == schema, str(path), expected=f"schema {schema}", got=f"{header.get('schema')!r}")
+    return header, tensors
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result:
+    """Base of every result. Fields are tensors (or ``None``), mappings from strings to tensors, JSON values, and ``provenance``."""
+
+    provenance: Provenance
+    version: ClassVar[int] = 1
+
+    @classmethod
+    def schema(cls) -> str:
+        """Identifier of the file format: class name and version."""
+        return f"tl_geometry/{cls.__name__}/{cls.version}"
+
+    def columns(self) -> Sequence[str]:
+        """Column names of the table."""
+        return ("field", "value")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table, in the order of :meth:`columns`."""
+        fields = [f for f in dataclasses.fields(self) if f.name != "provenance"]
+        return [(f.name, _brief(getattr(self, f.name))) for f in fields]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """The table as a pandas DataFrame (pandas is imported here and nowhere else)."""
+        import pandas as pd
+
+        return pd.DataFrame.from_records([tuple(r) for r in self.rows()], columns=list(self.columns()))
+
+    def save(self, path: str | Path) -> Path:
+        """Write to one safetensors file and return its path."""
+        tensors: dict[str, Tensor] = {}
+        header = {"schema": json.dumps(self.schema())}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                tensors[field.name] = value
+            elif isinstance(value, Mapping) and value and all(isinstance(v, Tensor) for v in value.values()):
+                tensors |= {f"{field.name}|{k}": v for k, v in value.items()}
+            else:
+                header[field.name] = json.dumps(dataclasses.asdict(value) if isinstance(value, Provenance) else value)
+        write_atomically(Path(path), tensors, header)
+        return Path(path)
+
+    @classmethod
+    def load(cls: type[R], path: str | Path) -> R:
+        """Read a file that :meth:`save` wrote."""
+        header, tensors = read_file(path, cls.schema())
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            prefix = f"{field.name}|"
+            if field.name in tensors:
+                values[field.name] = tensors[field.name]
+            elif any(k.startswith(prefix) for k in tensors):
+                values[field.name] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            elif field.name in header:
+                values[field.name] = _tuples(header[field.name])
+        values["provenance"] = Provenance(**{k: _tuples(v) for k, v in header["provenance"].items()})
+        return cls(**values)
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__}({self.provenance.line()})"]
+        rows = [[_html.number(v) for v in row] for row in self.rows()]
+        lines += ["  " + "  ".join(r) for r in ([list(self.columns()), *rows[:12]] if rows else [])]
+        return "\n".join([*lines, f"  ... {len(rows) - 12} more rows"] if len(rows) > 12 else lines)
+
+    def _repr_html_(self) -> str:
+        return _html.table(self.columns(), self.rows(), caption=f"{type(self).__name__}: {self.provenance.line()}")
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        nans = int(torch.isnan(value).sum()) if value.is_floating_point() else 0
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" + (f", {nans} NaN" if nans else "")
+    if isinstance(value, Mapping):
+        return ", ".join(str(k) for k in value)
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

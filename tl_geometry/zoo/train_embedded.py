@@ -1,0 +1,192 @@
+"""Train the embedded model: ``python -m tl_geometry.zoo.train_embedded --out DIR``.
+
+A GPT-2 of 4 layers, 128 dimensions and 4 heads, context 128, with a byte-level BPE of 2,048 tokens, on Python source that
+is already on disk (:mod:`tl_geometry.zoo.corpus`). Two phases share one schedule:
+
+1. windows of 64 that repeat random tokens with a random period (6 to 32), at first over 64 symbols, then over the whole
+   vocabulary: the previous-token and induction heads form here, from the ordinary initialisation;
+2. windows of 128 that begin with the BOS id: 20 rows of natural text, 6 rows of repeated random tokens and 6 rows of
+   repeated natural snippets (random periods of 8 to 60; a fixed period would teach a positional shortcut).
+
+Everything is a function of :data:`SEED` and of the files on disk, whose hash is written into the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tl_geometry.zoo import corpus
+from tl_geometry.zoo.trainer import Batch, TrainSettings, train
+
+log = logging.getLogger(__name__)
+SEED = 0
+VOCABULARY, CONTEXT, BOS = 2048, 128, 0
+SYMBOL_STEPS, REPEAT_STEPS = 800, 1000
+SETTINGS = TrainSettings(
+    steps=4400,
+    learning_rate=2.5e-3,
+    final_learning_rate=1e-4,
+    warmup=100,
+    weight_decay=0.1,
+    betas=(0.9, 0.98),
+    seed=SEED,
+    checkpoint_every=200,
+)
+CONFIG = GPT2Config(
+    vocab_size=VOCABULARY,
+    n_positions=CONTEXT,
+    n_embd=128,
+    n_layer=4,
+    n_head=4,
+    n_inner=512,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    initializer_range=0.06,
+    bos_token_id=BOS,
+    eos_token_id=BOS,
+)
+
+
+def new_model(seed: int = SEED) -> GPT2LMHeadModel:
+    """The model before training: the ordinary GPT-2 initialisation (standard deviation 0.06) under ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(CONFIG).eval()
+
+
+def train_tokenizer(texts: Iterable[str], path: Path) -> None:
+    """Train the byte-level BPE (id 0 is the BOS token) and write it to ``path``."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, min_frequency=2, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save(str(path))
+
+
+def encode(texts: list[str], path: Path) -> Tensor:
+    """Token ids of all texts, one after the other, each followed by the BOS id."""
+    from tokenizers import Tokenizer
+
+    encoded = Tokenizer.from_file(str(path)).encode_batch(texts)
+    return torch.from_numpy(np.concatenate([np.asarray([*e.ids, BOS], dtype=np.int32) for e in encoded])).long()
+
+
+def _repeat(unit: Tensor, length: int) -> Tensor:
+    return unit.repeat(-(-length // len(unit)))[:length]
+
+
+def batches(stream: Tensor) -> Callable[[int], Batch]:
+    """``batch_at(step)`` of the mixture described at the top of this module, over a token stream."""
+
+    def integer(generator: torch.Generator, low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    def row(generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]) -> Tensor:
+        start = integer(generator, 0, len(stream) - length)
+        if kind == "natural":
+            return stream[start : start + length]
+        period = integer(generator, periods[0], periods[1] + 1)
+        if kind == "snippet":
+            return _repeat(stream[start : start + period], length)
+        return _repeat(torch.randint(1, symbols + 1, (period,), generator=generator), length)
+
+    def batch_at(step: int) -> Batch:
+        generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
+        if step < REPEAT_STEPS:
+            symbols = 64 if step < SYMBOL_STEPS else VOCABULARY - 1
+            rows = torch.stack([row(generator, "random", 64, symbols, (6, 32)) for _ in range(64)])
+        else:
+            kinds = ["natural"] * 20 + ["random"] * 6 + ["snippet"] * 6
+            rows = torch.stack([row(generator, kind, CONTEXT, VOCABULARY - 1, (8, 60)) for kind in kinds])
+        inputs = torch.cat([torch.full((len(rows), 1), BOS), rows[:, :-1]], dim=1)
+        return inputs, rows
+
+    return batch_at
+
+
+def natural_loss(model: GPT2LMHeadModel, stream: Tensor) -> float:
+    """Cross-entropy (nats per token) over non-overlapping windows of a token stream, each begun with the BOS id."""
+    rows = stream[: len(stream) // (CONTEXT - 1) * (CONTEXT - 1)].view(-1, CONTEXT - 1)
+    total = 0.0
+    with torch.inference_mode():
+        for part in rows.split(64):
+            inputs = torch.cat([torch.full((len(part), 1), BOS), part], dim=1)
+            logits = model(inputs).logits[:, :-1]
+            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten(), reduction="sum").item()
+    return total / rows.numel()
+
+
+def ngram_losses(training: Tensor, held_out: Tensor) -> dict[str, float]:
+    """Held-out cross-entropy of a unigram model and of a bigram model interpolated with it (weight 0.9 on the bigram)."""
+    unigram = (torch.bincount(training, minlength=VOCABULARY).double() + 1) / (len(training) + VOCABULARY)
+    pairs = torch.bincount(training[:-1] * VOCABULARY + training[1:], minlength=VOCABULARY**2).double().view(VOCABULARY, VOCABULARY)
+    bigram = pairs / pairs.sum(1, keepdim=True).clamp(min=1)
+    mixed = 0.9 * bigram[held_out[:-1], held_out[1:]] + 0.1 * unigram[held_out[1:]]
+    return {"unigram": -unigram[held_out].log().mean().item(), "bigram": -mixed.log().mean().item()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and write ``model.safetensors``, ``tokenizer.json``, ``config.json`` and ``card.json`` into ``--out``."""
+    from safetensors.torch import save_file
+
+    parser = argparse.ArgumentParser(description="Train the embedded model from the Python sources on this machine.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="stop early after this many steps (a trial)")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args(argv)
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    torch.set_num_threads(arguments.threads)
+    texts = corpus.training_texts()
+    if not (out / "tokenizer.json").exists():
+        train_tokenizer(texts, out / "tokenizer.json")
+    stream = encode(texts, out / "tokenizer.json")
+    documents = corpus.held_out_documents()
+    held_out = encode(list(documents.texts), out / "tokenizer.json")
+    log.info("%d training files, %d tokens; %d held-out modules, %d tokens", len(texts), len(stream), len(documents.texts), len(held_out))
+    model = new_model()
+    batch_at = batches(stream)
+
+    def on_step(step: int, _: object) -> None:
+        if (step + 1) % 200 == 0:
+            log.info("step %d: held-out loss %.3f", step + 1, natural_loss(model, held_out[:40_000]))
+
+    losses = train(model, batch_at, SETTINGS, checkpoint=out / "training.safetensors", on_step=on_step, progress=False)
+    save_file({k: v.detach().clone().contiguous() for k, v in model.named_parameters()}, out / "model.safetensors")
+    model.config.to_json_file(out / "config.json")
+    card = {
+        "data": {
+            "training_files": len(texts),
+            "training_tokens_available": len(stream),
+            "sha256": hashlib.sha256(stream.numpy().tobytes()).hexdigest(),
+            "held_out_modules": list(documents.names),
+            "held_out_tokens": len(held_out),
+        },
+        "steps": len(losses),
+        "tokens_seen": len(losses) * 4096,
+        "final_training_loss": math.fsum(losses[-100:]) / len(losses[-100:]),
+        "held_out_loss": natural_loss(model, held_out),
+        "untrained_loss": natural_loss(new_model(), held_out[:40_000]),
+        **{f"{k}_loss": v for k, v in ngram_losses(stream, held_out).items()},
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
+    log.info("%s", json.dumps(card))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
