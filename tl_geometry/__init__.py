@@ -1,0 +1,54 @@
+"""Geometry of transformer activations, attention scores and weights, exactly, for TransformerLens models.
+
+Import cost is that of torch: TransformerLens, circuitsvis, matplotlib and pandas are imported where they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tl_geometry.decomposition import Anova, Parts, PositionContext, decompose_tensor
+from tl_geometry.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.records import ModelView, TokenWindows
+from tl_geometry.results import Provenance, Result
+from tl_geometry.verbs.decompose import decompose, glue, windows
+
+if TYPE_CHECKING:
+    from tl_geometry.adapters import view
+
+__version__ = "0.1.0"
+__all__ = [
+    "Anova",
+    "BudgetError",
+    "ClosingError",
+    "GeometryError",
+    "ModelView",
+    "Parts",
+    "PositionContext",
+    "Provenance",
+    "Result",
+    "TokenWindows",
+    "UnsupportedModelError",
+    "decompose",
+    "decompose_tensor",
+    "glue",
+    "view",
+    "windows",
+]
+_LAZY = {"view": "tl_geometry.adapters"}
+"""Public names that live in a room which imports TransformerLens or a drawing library."""
+_ROOMS = ("adapters", "interventions", "render", "zoo", "experiments", "report", "reproduce")
+"""Subpackages that load on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"tl_geometry.{name}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'tl_geometry' has no attribute {name!r}. Public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

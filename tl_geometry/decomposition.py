@@ -14,6 +14,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from tl_geometry import _check
 from tl_geometry._check import describe, fail, require
-from tl_geometry.moments import Moments, Reservoir
+from tl_geometry.moments import Moments, Reservoir, half_width
 from tl_geometry.records import ModelView
 from tl_geometry.results import Provenance, Result, read_file, write_atomically
 
@@ -175,12 +176,12 @@ class PositionContext:
         """Token ids of each sample."""
         return None if self.reservoir is None else self.reservoir.tokens
 
-    @property
+    @cached_property
     def mean(self) -> Float[Tensor, "state d_model"]:
         """Mean of h over contexts and window columns."""
         return self.moments.window_sum() / (self.contexts * (self.window[1] - self.window[0]))
 
-    @property
+    @cached_property
     def pos_columns(self) -> Float[Tensor, "state column d_model"]:
         """Mean over contexts of h - mean, for every column seen."""
         return self.moments.sums.sum(0) / self.contexts - self.mean.unsqueeze(1)
@@ -273,9 +274,7 @@ class PositionContext:
         return torch.nan_to_num(torch.cosine_similarity(*halves, dim=-1), nan=0.0).mean(-1)
 
     def _agreement(self) -> Float[Tensor, " state"]:
-        """Correlation over contexts of the two halves' means: ``<a - E a, b - E b> / sqrt(|a - E a|^2 |b - E b|^2)``, summed over coordinates."""
-        from tl_geometry.moments import half_width
-
+        """Correlation over contexts of the means of the window's two ends, summed over coordinates."""
         start, end = self.window
         part, c = half_width(end - start), self.contexts
         sums = self.moments.sums.sum(0)
@@ -408,10 +407,9 @@ class PositionContext:
     def of(header: dict[str, Any], tensors: dict[str, Tensor]) -> PositionContext:
         """A basis from :meth:`header` and :meth:`tensors`."""
         moments = {k.removeprefix("moments|"): v for k, v in tensors.items() if k.startswith("moments|")}
-        sample = {k.removeprefix("reservoir|"): v for k, v in tensors.items() if k.startswith("reservoir|")}
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in header["provenance"].items()}
+        sample: dict[str, Any] = {k.removeprefix("reservoir|"): v for k, v in tensors.items() if k.startswith("reservoir|")}
         return PositionContext(
-            provenance=Provenance(**fields),
+            provenance=Provenance.of(header["provenance"]),
             states=tuple(header["states"]),
             moments=Moments.of(header["window"], moments),
             context_means=tensors.get("context_means"),
@@ -423,9 +421,10 @@ class PositionContext:
     def __repr__(self) -> str:
         kept = [name for name, there in (("second moments", self.has_second_moments), ("ctx", self.ctx is not None)) if there]
         kept += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
-        left = f"columns {[c for c in range(self.columns) if not self.window[0] <= c < self.window[1]][:4]} left out of the statistics"
-        note = left if self.window != (0, self.columns) else "all columns in the statistics"
-        return f"PositionContext({self.provenance.line()}; states {self.states[0]}..{self.states[-1]}; {note}; kept: {', '.join(kept) or 'sums'})"
+        outside = [c for c in range(self.columns) if not self.window[0] <= c < self.window[1]]
+        note = f"columns {', '.join(map(str, outside[:4]))} left out of the statistics" if outside else "all columns in the statistics"
+        states = f"states {self.states[0]}..{self.states[-1]}"
+        return f"PositionContext({self.provenance.line()}; {states}; {note}; kept: {', '.join(kept) or 'sums'})"
 
     def _repr_html_(self) -> str:
         return self.anova()._repr_html_()

@@ -84,6 +84,7 @@ class Moments:
             counts=torch.zeros(groups, dtype=torch.int64),
             product_dtype=product_dtype,
             second=zeros(states, d_model, d_model) if second else None,
+            pilot=zeros(states, d_model) if second else None,
             label_sums=zeros(labels, states, d_model) if labels else None,
             label_counts=torch.zeros(labels, dtype=torch.int64) if labels else None,
         )
@@ -139,8 +140,7 @@ class Moments:
 
     def _add_second(self, state: int, h: Float[Tensor, "batch position d_model"]) -> None:
         assert self.second is not None
-        if self.pilot is None:
-            self.pilot = torch.zeros(len(self.second), h.shape[-1], dtype=torch.float64, device=h.device)
+        assert self.pilot is not None
         if not self.counts.any():  # nothing counted yet: this is the first batch
             self.pilot[state] = h.double().mean((0, 1)).float()
         rows = (h.to(self.product_dtype) - self.pilot[state].to(self.product_dtype)).flatten(0, 1)

@@ -60,6 +60,11 @@ class Provenance:
     sources: tuple[str, ...] = ("song2023",)
     flags: tuple[str, ...] = ()
 
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Provenance:
+        """Provenance from the fields of a file's header."""
+        return Provenance(**{k: _tuples(v) for k, v in fields.items()})
+
     def flagged(self, *flags: str) -> Provenance:
         """The same provenance with more flags (each once)."""
         return dataclasses.replace(self, flags=tuple(dict.fromkeys([*self.flags, *flags])))
@@ -72,9 +77,16 @@ class Provenance:
         return ", ".join(s for s in shown if s)
 
 
-def hash_tokens(tokens: Tensor) -> str:
-    """First 16 hex digits of the sha256 of token ids as int64, row after row."""
-    return hashlib.sha256(tokens.detach().to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest()[:16]
+def hash_tokens(tokens: Tensor, previous: str = "") -> str:
+    """16 hex digits that identify token ids in their order: a sha256 chained over the rows, so that batches can be hashed one by one.
+
+    >>> rows = torch.arange(6).view(3, 2)
+    >>> hash_tokens(rows) == hash_tokens(rows[2:], hash_tokens(rows[:2]))
+    True
+    """
+    for row in tokens.detach().to("cpu", torch.int64).contiguous().numpy():
+        previous = hashlib.sha256(previous.encode() + row.tobytes()).hexdigest()[:16]
+    return previous
 
 
 def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
@@ -163,7 +175,7 @@ class Result:
                 values[field.name] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             elif field.name in header:
                 values[field.name] = _tuples(header[field.name])
-        values["provenance"] = Provenance(**{k: _tuples(v) for k, v in header["provenance"].items()})
+        values["provenance"] = Provenance.of(header["provenance"])
         return cls(**values)
 
     def __repr__(self) -> str:
