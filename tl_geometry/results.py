@@ -127,6 +127,10 @@ class Result:
     provenance: Provenance
     version: ClassVar[int] = 1
 
+    def __init_subclass__(cls) -> None:
+        if "__repr__" not in cls.__dict__:  # keeps the dataclass decorator from writing one that prints whole tensors
+            cls.__repr__ = Result.__repr__
+
     @classmethod
     def schema(cls) -> str:
         """Identifier of the file format: class name and version."""

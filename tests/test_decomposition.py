@@ -1,0 +1,323 @@
+"""Laws of the mean decomposition (SPEC-level identities): reconstruction, orthogonality, equivariance, streaming, files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.fixtures import additive, random_states
+from tl_geometry.decomposition import PositionContext, decompose_tensor
+from tl_geometry.moments import Moments, half_width
+
+SIZES = {"contexts": st.integers(2, 9), "positions": st.integers(2, 8), "d_model": st.integers(1, 6), "seed": st.integers(0, 99)}
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
+    """Equal to ``tolerance`` relative to the largest entry of ``b``."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-30))
+
+
+def basis_of(h: Tensor, **options: object) -> PositionContext:
+    return tlg.decompose(h, progress=False, **options)  # type: ignore[arg-type]
+
+
+@given(**SIZES)
+def test_reconstruction_is_exact(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(2, contexts, positions, d_model, seed=seed)
+    assert close(basis_of(h).transform(h).total(), h)
+
+
+@given(**SIZES)
+def test_parts_sum_to_zero(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(1, contexts, positions, d_model, seed=seed)
+    parts = basis_of(h).transform(h)
+    scale = 1e-10 * h.abs().max()
+    for total in (parts.pos.sum(-2), parts.ctx.sum(-2), parts.resid.sum(-2), parts.resid.sum(-3)):
+        assert total.abs().max() < scale * max(contexts, positions)
+
+
+@given(**SIZES)
+def test_scalar_anova(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(2, contexts, positions, d_model, seed=seed)
+    table = basis_of(h).anova()
+    brute = (h - h.mean((1, 2), keepdim=True)).square().sum((1, 2, 3))
+    assert close(table.total, brute, 1e-9)
+    assert close(table.pos + table.ctx + table.resid, table.total)
+    parts = decompose_tensor(h)
+    assert close(table.ctx, positions * parts.ctx.square().sum((1, 2)), 1e-8)
+    assert close(table.resid, parts.resid.square().sum((1, 2, 3)), 1e-8)
+    assert close(sum(table.shares.values(), torch.zeros(2)), torch.ones(2, dtype=torch.float64))
+
+
+@given(**SIZES)
+def test_matrix_anova(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(1, contexts, positions, d_model, seed=seed)
+    basis = basis_of(h, moments_dtype=torch.float64)
+    parts = decompose_tensor(h[0])
+    within = parts.resid.flatten(0, 1)
+    expected = contexts * parts.pos.T @ parts.pos + positions * parts.ctx.T @ parts.ctx + within.T @ within
+    assert close(basis.second_moment(0), expected, 1e-8)
+    cvec = parts.cvec.flatten(0, 1)
+    assert close(cvec.T @ cvec, positions * parts.ctx.T @ parts.ctx + within.T @ within, 1e-8)
+    raw = h[0].flatten(0, 1)
+    assert close(basis.second_moment(0, centred=False), raw.T @ raw, 1e-8)
+
+
+@given(**SIZES)
+def test_equivariance(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(1, contexts, positions, d_model, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(d_model, d_model, generator=generator, dtype=torch.float64)
+    b = torch.randn(d_model, generator=generator, dtype=torch.float64)
+    before, after = basis_of(h), basis_of(h @ q + b)
+    scale = h.abs().max() * q.abs().max() * d_model
+    assert (after.pos - before.pos @ q).abs().max() < 1e-11 * scale
+    assert after.ctx is not None
+    assert before.ctx is not None
+    assert (after.ctx - before.ctx @ q).abs().max() < 1e-11 * scale
+    assert (after.mean - (before.mean @ q + b)).abs().max() < 1e-11 * scale
+
+
+@given(**SIZES)
+def test_permuted_contexts_permute_ctx_only(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(1, contexts, positions, d_model, seed=seed)
+    order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
+    before, after = basis_of(h), basis_of(h[:, order])
+    assert before.ctx is not None
+    assert after.ctx is not None
+    assert close(after.pos, before.pos, 1e-9)
+    assert close(after.ctx, before.ctx[:, order], 1e-9)
+
+
+def test_idempotence_and_additive_data() -> None:
+    h, known = additive(7, 5, 4)
+    parts = decompose_tensor(h)
+    for name, value in known.items():
+        assert close(getattr(parts, name), value)
+    assert parts.resid.abs().max() < 1e-12
+    again = decompose_tensor((parts.mean + parts.pos).expand(7, 5, 4))
+    assert close(again.pos, parts.pos)
+    assert again.ctx.abs().max() < 1e-12
+    table = basis_of(h).anova()
+    assert table.resid[0] < 1e-9 * table.total[0]
+    noisy = basis_of(additive(7, 5, 4, noise=1.0)[0]).anova()
+    assert noisy.resid[0] > 0.1 * noisy.total[0]  # the twin: with noise the residual is seen
+
+
+@given(**SIZES, sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), groups=st.integers(1, 9))
+def test_streaming_equals_memory_under_every_partition(
+    contexts: int, positions: int, d_model: int, seed: int, sizes: list[int], groups: int
+) -> None:
+    h = random_states(2, contexts, positions, d_model, seed=seed)
+    whole = decompose_tensor(h)
+    cuts = [c for c in torch.tensor(sizes).cumsum(0).tolist() if c < contexts]
+    shards = torch.tensor_split(h, cuts, dim=1)
+    pieces = [basis_of(shard, batch_size=sizes[0], groups=groups, moments_dtype=torch.float64) for shard in shards]
+    merged = PositionContext.merge(pieces)
+    streamed = basis_of(h, batch_size=sizes[-1], groups=groups, moments_dtype=torch.float64)
+    for basis in (merged, streamed):
+        assert basis.ctx is not None
+        assert close(basis.mean, whole.mean)
+        assert close(basis.pos + basis.mean.unsqueeze(1), whole.pos + whole.mean.unsqueeze(1))
+        assert close(basis.ctx + basis.mean.unsqueeze(1), whole.ctx + whole.mean.unsqueeze(1))
+        assert basis.contexts == contexts
+    a, b = merged.second_moment(1), streamed.second_moment(1)
+    assert (a - b).abs().max() <= 1e-10 * streamed.second_moment(1, centred=False).trace()
+    assert (merged.anova().total - streamed.anova().total).abs().max() <= 1e-10 * h.square().sum()
+
+
+def test_pilot_keeps_float32_products_accurate_where_plain_ones_fail() -> None:
+    generator = torch.Generator().manual_seed(1)
+    h = torch.randn(1, 64, 16, 8, generator=generator)
+    h[..., 3] += 3000
+    exact = basis_of(h, moments_dtype=torch.float64).second_moment(0)
+    ours = basis_of(h, batch_size=8).second_moment(0)
+    assert (ours - exact).abs().max() < 1e-6 * exact.trace()
+    rows = h[0].flatten(0, 1)
+    plain = (rows.T @ rows).double() - len(rows) * torch.outer(rows.double().mean(0), rows.double().mean(0))
+    assert (plain - exact).abs().max() > 1e-3 * exact.trace()
+
+
+def test_window_and_columns_outside_it() -> None:
+    h = random_states(2, 6, 7, 3)
+    basis = basis_of(h, window=(2, 6))
+    inside = decompose_tensor(h[:, :, 2:6])
+    assert close(basis.pos, inside.pos)
+    assert close(basis.mean, inside.mean)
+    for t in range(7):
+        assert close(basis.pos_at(t), h[:, :, t].mean(1) - inside.mean)
+    assert close(basis.second_moment(0), basis_of(h[:, :, 2:6]).second_moment(0), 1e-5)
+    with pytest.raises(tlg.GeometryError, match="position: expected an index from 0 to 6, got 7"):
+        basis.pos_at(7)
+
+
+def test_transform_of_parts_of_a_window_is_exact_on_additive_data() -> None:
+    h, known = additive(6, 8, 5)
+    basis = basis_of(h)
+    parts = basis.transform(h[:, :2], positions=range(2))
+    assert (parts.ctx - known["ctx"]).abs().max() < 1e-10
+    textbook = h[:, :2].mean(1) - basis.mean[0]
+    assert (textbook - known["ctx"]).abs().max() > 0.1  # the textbook form is wrong on a part of a window
+
+
+def test_groups_labels_and_samples() -> None:
+    h = random_states(2, 11, 4, 3)
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1])
+    basis = basis_of(h, groups=4, keep=5, labels=labels, batch_size=3)
+    assert basis.group_counts.tolist() == [3, 3, 3, 2]
+    assert close(basis.group_sums[1], h[:, 1::4].sum(1))
+    assert basis.label_sums is not None
+    assert basis.label_counts is not None
+    assert basis.label_counts.tolist() == [4, 4, 3]
+    assert close(basis.label_sums[2], h[:, labels == 2].sum((1, 2)))
+    assert basis.samples is not None
+    assert basis.sample_contexts is not None
+    assert close(basis.samples.double(), h[:, basis.sample_contexts].transpose(0, 1), 1e-6)
+    other = basis_of(h, keep=5, batch_size=11)
+    assert other.sample_contexts is not None
+    assert sorted(other.sample_contexts.tolist()) == sorted(basis.sample_contexts.tolist())  # whatever the batches
+    seeds = {tuple(sorted(basis_of(h, keep=5, seed=s).sample_contexts.tolist())) for s in range(6)}  # type: ignore[union-attr]
+    assert len(seeds) > 1
+
+
+def test_debiased_share_and_reliability_tell_signal_from_noise() -> None:
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(1, 200, 12, 16, generator=generator, dtype=torch.float64)
+    table = basis_of(noise).anova()
+    assert 0.5 / 200 < table.shares["pos"][0] < 2.0 / 200  # noise leaves 1/C in the plain share
+    assert table.pos_debiased[0] < 0.2 / 200
+    assert abs(table.pos_reliability[0]) < 0.3
+    curve = torch.randn(12, 16, generator=generator, dtype=torch.float64)
+    signal = basis_of(noise + curve).anova()
+    assert signal.pos_reliability[0] > 0.95
+    assert abs(signal.pos_debiased[0] - 0.5) < 0.08
+    assert signal.degrees_of_freedom == {"pos": 11, "ctx": 199, "resid": 199 * 11, "total": 200 * 12 - 1}
+
+
+def test_half_window_agreement_sees_a_common_context_and_not_a_slow_drift() -> None:
+    generator = torch.Generator().manual_seed(4)
+    contexts, positions = 150, 32
+    innovation = torch.randn(contexts, positions, 8, generator=generator, dtype=torch.float64)
+    drift = innovation.clone()
+    for t in range(1, positions):
+        drift[:, t] = 0.9 * drift[:, t - 1] + 0.19**0.5 * innovation[:, t]
+    slow = basis_of(drift.unsqueeze(0)).anova()
+    common = basis_of((drift + torch.randn(contexts, 1, 8, generator=generator, dtype=torch.float64)).unsqueeze(0)).anova()
+    assert slow.shares["ctx"][0] > 0.25  # no context effect at all, and yet a large share
+    assert slow.ctx_agreement[0] < 0.3
+    assert common.ctx_agreement[0] > 0.6
+    part = half_width(positions)
+    a, b = drift[:, :part].mean(1), drift[:, -part:].mean(1)
+    a, b = a - a.mean(0), b - b.mean(0)
+    assert torch.isclose(slow.ctx_agreement[0], (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt(), atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("h", "zero", "identifiable"),
+    [
+        (random_states(1, 1, 5, 3), ("ctx", "resid"), False),
+        (random_states(1, 5, 1, 3), ("pos", "resid"), True),
+        (random_states(1, 1, 5, 3).expand(1, 4, 5, 3), ("ctx", "resid"), True),
+    ],
+)
+def test_degenerate_designs_have_defined_values(h: Tensor, zero: tuple[str, ...], identifiable: bool) -> None:
+    table = basis_of(h).anova()
+    for name in zero:
+        assert getattr(table, name)[0] <= 1e-12 * h.square().sum()
+    assert table.identifiable is identifiable
+    assert torch.isfinite(table.total).all()
+    assert bool(torch.isfinite(basis_of(torch.zeros(1, 3, 4, 2)).anova().total).all())
+
+
+def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
+    h = random_states(2, 6, 5, 3)
+    basis = basis_of(h, labels=torch.tensor([0, 1, 0, 1, 0, 1]), keep=3)
+    again = PositionContext.load(basis.save(tmp_path / "basis.safetensors"))
+    assert again.provenance == basis.provenance
+    assert again.tensors().keys() == basis.tensors().keys()
+    for name, value in basis.tensors().items():
+        assert torch.equal(again.tensors()[name], value), name
+    table = basis.anova()
+    loaded = tlg.Anova.load(table.save(tmp_path / "anova.safetensors"))
+    assert torch.equal(loaded.pos, table.pos)
+    assert loaded.states == table.states
+    assert list(loaded.to_dataframe().columns) == list(table.columns())
+    with pytest.raises(tlg.GeometryError, match="expected schema tl_geometry/PositionContext/1, got 'tl_geometry/Anova/1'"):
+        PositionContext.load(tmp_path / "anova.safetensors")
+    whole = (tmp_path / "basis.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(tlg.GeometryError, match="expected a whole file written by tl_geometry, got SafetensorError"):
+        PositionContext.load(tmp_path / "cut.safetensors")
+    with pytest.raises(tlg.GeometryError, match="expected an existing safetensors file"):
+        PositionContext.load(tmp_path / "absent.safetensors")
+
+
+def test_merge_refuses_what_does_not_belong_together() -> None:
+    h = random_states(1, 6, 5, 3)
+    a = basis_of(h)
+    with pytest.raises(tlg.GeometryError, match=r"merge: expected window \(0, 5\)"):
+        PositionContext.merge([a, basis_of(h, window=(1, 4))])
+    other = dataclasses.replace(a, provenance=dataclasses.replace(a.provenance, fingerprint="0" * 16))
+    with pytest.raises(tlg.GeometryError, match="merge: fingerprint"):
+        PositionContext.merge([a, other])
+    with pytest.raises(tlg.GeometryError, match="second moments in both or in neither"):
+        PositionContext.merge([a, basis_of(h, second_moments=False)])
+    with pytest.raises(tlg.GeometryError, match="merge: expected at least one basis, got none"):
+        PositionContext.merge([])
+
+
+def test_moments_are_a_monoid() -> None:
+    h = random_states(1, 9, 4, 3)[0]
+
+    def of(part: Tensor) -> Moments:
+        m = Moments.zeros(states=1, columns=4, d_model=3, window=(0, 4), groups=2, second=True, product_dtype=torch.float64)
+        group_of = torch.arange(len(part)) % 2
+        m.add(0, part, group_of)
+        m.count(group_of, None)
+        return m
+
+    a, b, c = of(h[:2]), of(h[2:5]), of(h[5:])
+    left, right = Moments.merge(Moments.merge(a, b), c), Moments.merge(a, Moments.merge(b, c))
+    nothing = Moments.zeros(states=1, columns=4, d_model=3, window=(0, 4), groups=2, second=True)
+    assert close(left.sums, right.sums)
+    centre = torch.zeros(3, dtype=torch.float64)
+    assert close(left.centred_second(0, centre), right.centred_second(0, centre), 1e-9)
+    assert torch.equal(Moments.merge(a, nothing).sums, a.sums)
+    assert torch.equal(Moments.merge(nothing, a).sums, a.sums)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: basis_of(torch.zeros(3, 4)), r"activations: expected floating \[context position d_model\]"),
+        (lambda: basis_of(torch.zeros(1, 2, 3, dtype=torch.int64)), "got int64 tensor of shape"),
+        (lambda: basis_of(torch.full((2, 3, 4), torch.nan)), "activations: expected finite numbers, got NaN or infinite in states"),
+        (lambda: basis_of(torch.full((2, 3, 4), torch.inf)), "contexts 0 to 1"),
+        (
+            lambda: basis_of(torch.zeros(2, 3, 4), window=(1, 9)),
+            r"window: expected 0 <= start < end <= 3 \(columns of the input\), got \(1, 9\)",
+        ),
+        (lambda: basis_of(torch.zeros(2, 3, 4), window=(2, 2)), "window: expected"),
+        (lambda: basis_of(torch.zeros(2, 3, 4), states=[-1]), "states: expected an index from 0 to 0, got -1"),
+        (lambda: basis_of(torch.zeros(2, 3, 4), groups=0), "groups: expected at least 1, got 0"),
+        (lambda: basis_of(torch.zeros(2, 3, 4), second_moments="yes"), "second moments: expected True, False or"),
+        (lambda: basis_of(torch.zeros(2, 3, 4), second_moments=False).second_moment(0), r"Use decompose\(\.\.\., second_moments=True\)"),
+        (lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.zeros(2, 3, 5)), "activations: expected"),
+        (lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.full((2, 3, 4), torch.nan)), "24 NaN or infinite of 24"),
+        (
+            lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.zeros(2, 3, 4), positions=[0, 1, 3]),
+            "positions: expected 3 columns from 0 to 2",
+        ),
+        (lambda: basis_of(torch.zeros(2, 3, 4)).index(1), r"state: expected one of \(0,\), got 1"),
+    ],
+)
+def test_errors_say_what_to_do(call, text: str) -> None:
+    with pytest.raises(tlg.GeometryError, match=text):
+        call()
