@@ -48,13 +48,44 @@ def svd(matrix: Float[Tensor, "*batch row column"]) -> SVD:
 def product_svd(left: Float[Tensor, "*batch row rank"], right: Float[Tensor, "*batch column rank"]) -> SVD:
     """SVD of ``left @ right.mT`` from its factors, without forming the product (rank at most the factors' width).
 
-    Two thin QR factorisations and one small SVD: cost row * rank^2 + rank^3 in place of row^3.
+    Two thin orthonormalisations and one small SVD: cost row * rank^2 + rank^3 in place of row^3. In float64 the triangular
+    factors come from Cholesky factors of the Gram matrices, about twice as fast as QR; where a factor's condition number (in
+    Frobenius norm) is above 2000, so that vectors would not be orthonormal to 1e-9, and in lower precision, from Householder QR.
     """
+    if left.dtype == torch.float64 and left.shape[-1] < min(left.shape[-2], right.shape[-2]):
+        result, bad = _product_svd_cholesky(left, right)
+        if not bool(bad.any()):
+            return result
+        if bad.dim() > 0:
+            for mine, theirs in zip(result, _product_svd_qr(left[bad], right[bad]), strict=True):
+                mine[bad] = theirs
+            return result
+    return _product_svd_qr(left, right)
+
+
+def _product_svd_qr(left: Tensor, right: Tensor) -> SVD:
     q_left, r_left = torch.linalg.qr(left)
     q_right, r_right = torch.linalg.qr(right)
-    u, s, v = svd(r_left @ r_right.mT)
-    U, V = fix_signs(q_left @ u, q_right @ v)
+    u, s, vh = torch.linalg.svd(r_left @ r_right.mT)
+    U, V = fix_signs(q_left @ u, q_right @ vh.mT)
     return SVD(U, s, V)
+
+
+def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor, "..."]]:
+    """The same from Cholesky factors, and a mask of the products that this is not accurate for (their content is undefined)."""
+    eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
+    bad = torch.zeros(left.shape[:-2], dtype=torch.bool, device=left.device)
+    triangles: list[Tensor] = []
+    for factor in (left, right):
+        triangle, info = torch.linalg.cholesky_ex(factor.mT @ factor, upper=True)
+        triangle = torch.where((info != 0)[..., None, None], eye, triangle)
+        inverse = torch.linalg.solve_triangular(triangle, eye, upper=True)
+        bad = bad | (info != 0) | (torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse) > 2000)
+        triangles += [triangle, inverse]
+    u, s, vh = torch.linalg.svd(triangles[0] @ triangles[2].mT)
+    V = right @ (triangles[3] @ vh.mT)
+    sign = torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(V.dtype)
+    return SVD(left @ (triangles[1] @ (u * sign)), s, V.mul_(sign)), bad
 
 
 def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
