@@ -95,12 +95,120 @@ class NormWeights:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class ClosingReport:
+    """How far sums of parts are from what the model computed, each as (largest error, largest error allowed).
+
+    ``checks`` has ``q`` and ``k`` (against ``hook_q``, ``hook_k``), ``pattern`` (row-centred logarithm of ``hook_pattern``)
+    and ``scores`` (where the hook holds scores). ``scale`` is A, the largest sum over terms of |X| on allowed cells.
+    """
+
+    checks: Mapping[str, tuple[float, float]]
+    scale: float
+
+    @property
+    def closes(self) -> bool:
+        """Whether every error is within its bound (NaN is not)."""
+        return all(error <= bound for error, bound in self.checks.values())
+
+    @property
+    def worst(self) -> float:
+        """The largest error as a fraction of its bound."""
+        return max((error / bound if bound > 0 else float(error > 0) for error, bound in self.checks.values()), default=0.0)
+
+
+LinearMap = Callable[[Tensor], Tensor]
+"""A linear map of additive parts of the stream, ``[*part position d_model] -> [*part position head d_head]``."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerView:
+    """One attention layer of one forward pass, with every scale frozen, so that scores are bilinear in parts of the stream.
+
+    For any additive split ``h = sum_a p_a`` of the layer's input (all tensors have the full position axis, column = index)::
+
+        q_a = q_map(p_a) * q_scale[..., None]            [batch position head d_head]   (k_a likewise)
+        q   = sum_a q_a + q_constant
+        score[b, h, i, j] = scale * <q[b, i, h], k[b, j, h]> + bias[h, i, j]      before any soft cap, where allowed
+        pattern = softmax over allowed keys (and one more logit, ``sinks[h]``, where there are sinks) of
+                  score, or of softcap * tanh(score / softcap)
+
+    ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q, the linear part of QK-norm, the rotation by the
+    column; ``q_scale`` the frozen scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
+    projection, scaled and rotated alike. Grouped keys are expanded to all heads. ``bias`` is ALiBi, analytic or measured
+    (``bias_source``), else ``None``. ``allowed`` is the mask (causal, sliding window, bidirectional). ``pattern`` and
+    ``scores`` are the model's own (``scores`` is ``None`` where the hook holds the pattern; it is masked and after the soft
+    cap). Tensors have ``dtype`` float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the
+    model's values (expanded) and its mixed values ``[batch position head d_head]``, ``v_map`` and ``v_constant`` the
+    values of a part (``v_scale`` is one over the norm scale). ``closing`` is the report of the checks that were made.
+    """
+
+    layer: int
+    h: Float[Tensor, "batch position d_model"]
+    norm: NormWeights
+    norm_scale: Float[Tensor, "batch position"]
+    scale: float
+    softcap: float | None
+    sinks: Float[Tensor, " head"] | None
+    bias: Float[Tensor, "head query key"] | None
+    bias_source: str
+    allowed: Bool[Tensor, "query key"]
+    q_map: LinearMap
+    k_map: LinearMap
+    v_map: LinearMap
+    q_scale: Float[Tensor, "batch position head"]
+    k_scale: Float[Tensor, "batch position head"]
+    v_scale: Float[Tensor, "batch position head"]
+    q_constant: Float[Tensor, "batch position head d_head"]
+    k_constant: Float[Tensor, "batch position head d_head"]
+    v_constant: Float[Tensor, "batch position head d_head"]
+    q: Float[Tensor, "batch position head d_head"]
+    k: Float[Tensor, "batch position head d_head"]
+    pattern: Float[Tensor, "batch head query key"] | None
+    scores: Float[Tensor, "batch head query key"] | None
+    v: Float[Tensor, "batch position head d_head"] | None
+    z: Float[Tensor, "batch position head d_head"] | None
+    roundoff: float
+    closing: ClosingReport
+
+    def project_q(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+        """Queries of additive parts (without the constant)."""
+        return self.q_map(parts) * self.q_scale.unsqueeze(-1)
+
+    def project_k(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+        """Keys of additive parts (without the constant)."""
+        return self.k_map(parts) * self.k_scale.unsqueeze(-1)
+
+    def project_v(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+        """Values of additive parts (without the constant)."""
+        return self.v_map(parts) * self.v_scale.unsqueeze(-1)
+
+
+LayerHook = Callable[[LayerView], None]
+"""Receives the view of a layer as soon as the forward pass has finished that layer."""
+
+
+@runtime_checkable
+class RunLayers(Protocol):
+    """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order, holding one layer at a time.
+
+    With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared, and a layer that does not close
+    raises ``ClosingError``; without it only queries and keys are.
+    """
+
+    def __call__(
+        self, tokens: Int[Tensor, "batch position"], layers: Sequence[int], on_layer: LayerHook, *, verify: bool = True
+    ) -> None: ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ModelView:
     """What the package knows about a model, read from the model object and verified against its own activations.
 
     ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the output head was newly
     initialised, so that no output-based measure is given. ``layer(l, cache)`` builds the verified view of attention layer
-    ``l`` from a cache that holds ``layer_hooks(l)``.
+    ``l`` from a mapping that holds ``layer_hooks(l)`` (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams
+    them through one forward pass. ``final_norm`` is the norm before the unembedding ``unembed [d_model d_vocab]``, ``None``
+    where there is none or the output is not a linear readout of the last state.
     """
 
     model: Any
@@ -128,6 +236,11 @@ class ModelView:
     decode: Callable[[Sequence[int]], list[str]]
     weights: Callable[[int], HeadWeights]
     attention_norm: Callable[[int], NormWeights]
+    layer: Callable[[int, Mapping[str, Tensor]], LayerView]
+    layer_hooks: Callable[[int], tuple[str, ...]]
+    run_layers: RunLayers
+    final_norm: Callable[[], NormWeights | None]
+    unembed: Callable[[], Float[Tensor, "d_model d_vocab"]]
     notes: tuple[str, ...] = ()
 
     @property
