@@ -1,0 +1,291 @@
+"""Shares of the terms of attention scores: contraction against matrices against numpy, laws, degenerate heads, and the score shapes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import log_softmax
+from torch import Tensor
+
+from tl_geometry import attention, score_shapes
+from tl_geometry.attention import ShareSums, bootstrap, causal_mask, row_center, share_sums, share_sums_dense, term_names, terms
+from tl_geometry.errors import GeometryError
+from tl_geometry.results import Provenance
+from tl_geometry.verbs.shares import ShareTable, dominant
+
+PARTS = ("bias", "pos", "cvec")
+
+
+def draw(*shape: int, seed: int = 0, offset: float = 2.0) -> Tensor:
+    """Correlated float64 numbers with a mean, so that centring has something to do."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x + offset * torch.randn(shape[-1], generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+
+
+def numpy_shares(q: np.ndarray, k: np.ndarray, mask: np.ndarray, drop: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """cs and es of one head, cell by cell, from the definitions. q, k [part context position d_head]."""
+    parts, contexts, length, _ = q.shape
+    numerator, energy, total = np.zeros((parts, parts)), np.zeros((parts, parts)), 0.0
+    for c, i in itertools.product(range(contexts), range(drop, length)):
+        keys = [j for j in range(drop, length) if mask[i, j]]
+        rows = {(a, b): np.array([q[a, c, i] @ k[b, c, j] for j in keys]) for a in range(parts) for b in range(parts)}
+        rows = {n: r - r.mean() for n, r in rows.items()} if keys else {}
+        score = sum(rows.values(), np.zeros(len(keys)))
+        total += float(score @ score)
+        for (a, b), row in rows.items():
+            numerator[a, b] += row @ score
+            energy[a, b] += row @ row
+    return numerator.ravel() / total, energy.ravel() / energy.sum()
+
+
+def masks(length: int) -> dict[str, Tensor]:
+    causal = causal_mask(length)
+    sliding = causal & ~causal.roll(5, 0).tril(-5)
+    scattered = torch.rand(2, length, length, generator=torch.Generator().manual_seed(3)) < 0.4
+    return {"causal": causal, "full": torch.ones_like(causal), "sliding": sliding, "scattered": scattered}
+
+
+@pytest.mark.parametrize("name", ["causal", "full", "sliding", "scattered"])
+@pytest.mark.parametrize("drop", [0, 3])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_contraction_equals_matrices(name: str, drop: int, with_bias: bool) -> None:
+    length = attention.BLOCK + 21
+    q, k, mask = draw(3, 2, length, 3, 5), draw(3, 2, length, 3, 5, seed=7), masks(length)[name]
+    bias = draw(3, length, length, seed=9) if with_bias else None
+    matrices = terms(q, k).flatten(0, 1)
+    if bias is not None:
+        matrices = torch.cat([matrices, bias.expand(1, 2, -1, -1, -1)])
+    dense = share_sums_dense(matrices, mask if mask.dim() == 2 else mask.unsqueeze(1), drop=drop)
+    fast = share_sums(q, k, mask, bias=bias, drop=drop)
+    for field in ("numerators", "energies", "total", "rows", "cells"):
+        ours, expected = getattr(fast, field), getattr(dense, field)
+        assert torch.allclose(ours, expected, rtol=1e-11, atol=1e-11 * float(expected.abs().max())), field
+
+
+def test_shares_equal_numpy_cell_by_cell() -> None:
+    q, k = draw(3, 2, 11, 1, 4), draw(3, 2, 11, 1, 4, seed=5)
+    sums = share_sums(q, k, drop=2).pooled()
+    cs, es = numpy_shares(q[..., 0, :].numpy(), k[..., 0, :].numpy(), causal_mask(11).numpy(), drop=2)
+    assert np.allclose(sums.cs[0], cs, atol=1e-12)
+    assert np.allclose(sums.es[0], es, atol=1e-12)
+    uncentred = np.einsum("acie,bcje->abij", q[:, :, 2:, 0].numpy(), k[:, :, 2:, 0].numpy()).reshape(9, -1)
+    assert not np.allclose((uncentred * uncentred.sum(0)).sum(1) / (uncentred.sum(0) ** 2).sum(), cs, atol=0.01), "centring matters here"
+
+
+@given(seed=st.integers(0, 1000), parts=st.integers(1, 4), drop=st.integers(0, 4), name=st.sampled_from(["causal", "full", "sliding"]))
+def test_shares_sum_to_one_and_energies_are_shares(seed: int, parts: int, drop: int, name: str) -> None:
+    sums = share_sums(draw(parts, 2, 9, 2, 3, seed=seed), draw(parts, 2, 9, 2, 3, seed=seed + 50), masks(9)[name], drop=drop).pooled()
+    assert torch.allclose(sums.cs.sum(-1), torch.ones(2, dtype=torch.float64), atol=1e-10)
+    assert torch.allclose(sums.es.sum(-1), torch.ones(2, dtype=torch.float64), atol=1e-10)
+    assert (sums.es >= -1e-12).all()
+
+
+@given(seed=st.integers(0, 1000))
+def test_what_softmax_ignores_the_shares_ignore(seed: int) -> None:
+    q, k = draw(3, 2, 8, 2, 4, seed=seed), draw(3, 2, 8, 2, 4, seed=seed + 50)
+    shifted = share_sums(q, k + draw(3, 2, 1, 2, 4, seed=seed + 9)).pooled()
+    assert torch.allclose(shifted.cs, share_sums(q, k).pooled().cs, atol=1e-10)
+    changed = share_sums(q + draw(3, 2, 1, 2, 4, seed=seed + 9), k).pooled()
+    assert not torch.allclose(changed.cs, share_sums(q, k).pooled().cs, atol=1e-3), "the same shift of the queries is not a gauge"
+
+
+def test_sums_merge_in_any_partition() -> None:
+    q, k = draw(3, 5, 12, 2, 4), draw(3, 5, 12, 2, 4, seed=3)
+    whole = share_sums(q, k).pooled()
+    halves = share_sums(q[:, :2], k[:, :2]) + share_sums(q[:, 2:], k[:, 2:])
+    tight = share_sums(q, k, working_set=1).pooled()
+    glued = ShareSums.cat([share_sums(q[:, :1], k[:, :1]), share_sums(q[:, 1:], k[:, 1:])]).pooled()
+    for other in (halves, tight, glued):
+        assert torch.allclose(other.cs, whole.cs, atol=1e-12)
+        assert torch.allclose(other.energies, whole.energies, rtol=1e-12)
+        assert float(other.rows) == float(whole.rows) == 5 * 11
+    average = torch.stack([share_sums(q[:, c : c + 1], k[:, c : c + 1]).pooled().cs for c in range(5)]).mean(0)
+    assert not torch.allclose(average, whole.cs, atol=1e-4), "a mean of ratios is not the ratio of sums"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_lower_precision_stays_close(dtype: torch.dtype) -> None:
+    q, k = draw(3, 2, 100, 2, 8).to(dtype), draw(3, 2, 100, 2, 8, seed=4, offset=30).to(dtype)
+    exact = share_sums(q.double(), k.double()).pooled()
+    ours = share_sums(q, k).pooled()
+    assert (ours.cs - exact.cs).abs().max() < 1e-5
+    assert (ours.es / exact.es - 1).abs().max() < 1e-4
+    assert ours.numerators.dtype == torch.float64
+
+
+def test_a_planted_dominant_term_is_found() -> None:
+    torch.manual_seed(0)
+    q, k = 0.1 * torch.randn(3, 4, 30, 2, 8), 0.1 * torch.randn(3, 4, 30, 2, 8)
+    q[1, :, :, 0], k[1, :, :, 0] = torch.randn(30, 8), torch.randn(30, 8)  # head 0: position to position
+    q[2, :, :, 1], k[2, :, :, 1] = torch.randn(4, 30, 8), torch.randn(4, 30, 8)  # head 1: content to content
+    table = table_of(share_sums(q, k))
+    assert table.dominant == ("pos-pos", "cvec-cvec")
+    assert table.by_group.labels == ("position", "content")
+    assert (table.margin > 0.8).all()
+
+
+def table_of(sums: ShareSums, **fields: object) -> ShareTable:
+    heads = [(0, h) for h in range(sums.total.shape[-1])]
+    return ShareTable.of(sums, heads, term_names(PARTS), **{"provenance": Provenance(), **fields})
+
+
+def test_uniform_heads_are_nan_and_labelled_and_others_are_not() -> None:
+    q, k = draw(3, 2, 20, 2, 4).float(), draw(3, 2, 20, 2, 4, seed=2).float()
+    k[:, :, :, 0] = k[:, :, :1, 0]  # the same key everywhere: nothing to choose between
+    table = table_of(share_sums(q, k))
+    assert table.dominant[0] == "uniform"
+    assert table.dominant[1] != "uniform"
+    assert torch.isnan(table.cs[0]).all()
+    assert torch.isnan(table.margin[0])
+    assert not torch.isnan(table.cs[1]).any()
+    assert table_of(share_sums(torch.zeros_like(q), k)).dominant == ("uniform", "uniform")
+
+
+def test_groups_partition_the_terms() -> None:
+    names = term_names(("bias", "pos", "ctx", "resid"), alibi=True)
+    groups = {g: [n for n in names if attention.group_of(n) == g] for g in attention.GROUPS}
+    assert sorted(itertools.chain(*groups.values())) == sorted(names)
+    assert groups["position"] == ["bias-bias", "bias-pos", "pos-bias", "pos-pos", "alibi-alibi"]
+    assert groups["content"] == ["ctx-ctx", "ctx-resid", "resid-ctx", "resid-resid"]
+    table = table_of(share_sums(draw(3, 2, 9, 2, 4), draw(3, 2, 9, 2, 4, seed=3)))
+    assert torch.allclose(table.group_cs.sum(-1), torch.ones(2, dtype=torch.float64))
+    position = [table.cs[:, table.terms.index(t)] for t in ("bias-bias", "bias-pos", "pos-bias", "pos-pos")]
+    assert torch.allclose(table.group_cs[:, 0], torch.stack(position).sum(0))
+
+
+def test_dominance_needs_share_and_margin() -> None:
+    shares = torch.tensor([[0.6, 0.3, 0.1], [0.55, 0.5, -0.05], [0.45, 0.2, 0.35], [torch.nan] * 3])
+    found = dominant(shares, ["a", "b", "c"])
+    assert found.labels == ("a", "mixed", "mixed", "uniform")
+    assert found.margin[:3].tolist() == pytest.approx([0.3, 0.05, 0.1])
+
+
+def test_table_round_trip_and_dataframe(tmp_path: Path) -> None:
+    sums = share_sums(draw(3, 4, 9, 2, 4), draw(3, 4, 9, 2, 4, seed=3))
+    low, high = bootstrap(sums)
+    table = table_of(sums, low=low, high=high, dropped_mass=torch.tensor([0.25, 0.5]), drop=1)
+    frame = table.to_dataframe()
+    assert len(frame) == 2 * (9 + 3)
+    assert frame[frame.term.notna()].groupby("head").cs.sum().tolist() == pytest.approx([1, 1])
+    assert frame[frame.group.notna()].groupby("head").cs.sum().tolist() == pytest.approx([1, 1])
+    assert float(frame[(frame.term == "pos-cvec") & (frame["head"] == 1)].cs.iloc[0]) == pytest.approx(float(table.cs[1, 5]))
+    again = ShareTable.load(table.save(tmp_path / "shares.safetensors"))
+    assert again.terms == table.terms
+    assert again.heads == table.heads
+    assert torch.equal(again.cs, table.cs)
+    assert again.dominant == table.dominant
+
+
+def test_bootstrap_interval_holds_the_estimate_and_shrinks() -> None:
+    q, k = draw(3, 32, 9, 2, 4, offset=0.3), draw(3, 32, 9, 2, 4, seed=3, offset=0.3)
+    sums = share_sums(q, k)
+    low, high = bootstrap(sums)
+    few = bootstrap(share_sums(q[:, :6], k[:, :6]))
+    assert ((low <= sums.pooled().cs) & (sums.pooled().cs <= high)).all()
+    assert (high - low).mean() < (few[1] - few[0]).mean()
+    assert torch.equal(low, bootstrap(sums)[0])
+    with pytest.raises(GeometryError, match=r"sums: expected per-context sums, got pooled ones"):
+        bootstrap(sums.pooled())
+
+
+def test_dropped_mass_is_the_attention_left_out() -> None:
+    pattern = draw(2, 3, 6, 6).masked_fill(~causal_mask(6), -torch.inf).softmax(-1)
+    expected = pattern[:, :, 2:, :2].sum(-1).mean(-1)
+    assert torch.allclose(attention.dropped_mass(pattern, 2).double(), expected, atol=1e-6)
+
+
+def test_errors_say_what_came() -> None:
+    q = draw(3, 2, 9, 2, 4)
+    with pytest.raises(GeometryError, match=r"drop: expected 0 to 8 of 9 positions, got 9"):
+        share_sums(q, q, drop=9)
+    with pytest.raises(GeometryError, match=r"allowed: expected bool \[query key\] or \[batch query key\] of 9 positions, got bool tensor"):
+        share_sums(q, q, causal_mask(8))
+
+
+def test_row_centring_keeps_the_pattern_and_zeroes_rows() -> None:
+    scores = draw(2, 7, 7).masked_fill(~causal_mask(7), -torch.inf)
+    centred = row_center(scores, causal_mask(7))
+    assert torch.allclose(centred.sum(-1), torch.zeros(2, 7, dtype=torch.float64), atol=1e-12)
+    allowed = causal_mask(7)
+    assert torch.allclose(score_shapes.pattern_of(centred, allowed), scores.softmax(-1))
+
+
+# ---- shapes
+
+
+def test_ablation_effect_equals_numpy() -> None:
+    scores, term, allowed = draw(2, 8, 8), draw(2, 8, 8, seed=5), causal_mask(8)
+    effect = score_shapes.ablation_effect(scores, term, allowed)
+    tv, kl = np.zeros((2, 7)), np.zeros((2, 7))
+    for h, i in itertools.product(range(2), range(1, 8)):
+        p = log_softmax(scores[h, i, : i + 1].numpy())
+        r = log_softmax((scores - term)[h, i, : i + 1].numpy())
+        tv[h, i - 1] = np.abs(np.exp(p) - np.exp(r)).sum() / 2
+        kl[h, i - 1] = (np.exp(p) * (p - r)).sum()
+    assert np.allclose(effect.tv, tv.mean(1), atol=1e-12)
+    assert np.allclose(effect.kl, kl.mean(1), atol=1e-12)
+
+
+def test_ablating_what_softmax_ignores_does_nothing() -> None:
+    scores, allowed = draw(1, 8, 8), causal_mask(8)
+    rows = draw(1, 8, 1, seed=2).expand(1, 8, 8)
+    assert score_shapes.ablation_effect(scores, rows, allowed).tv.item() == pytest.approx(0, abs=1e-12)
+    assert score_shapes.ablation_effect(scores, scores, allowed).tv.item() > 0.1
+
+
+def test_toeplitz_r2_is_a_regression_on_offsets_and_rows() -> None:
+    allowed = causal_mask(7)
+    x = row_center(draw(2, 2, 7, 7), allowed)
+    rows, columns = np.nonzero(allowed.numpy())
+    dummies = np.concatenate([np.eye(7)[rows - columns], np.eye(7)[rows]], axis=1)
+    for h in range(2):
+        y = np.concatenate([x[c, h][allowed].numpy() for c in range(2)])
+        one = np.linalg.lstsq(np.concatenate([dummies, dummies]), y, rcond=None)[0]
+        expected = 1 - ((y - np.concatenate([dummies, dummies]) @ one) ** 2).sum() / (y**2).sum()
+        assert score_shapes.offset_sums(x, allowed).toeplitz_r2[h].item() == pytest.approx(expected, abs=1e-10)
+    parts = score_shapes.offset_sums(x[:1], allowed) + score_shapes.offset_sums(x[1:], allowed)
+    assert torch.allclose(parts.toeplitz_r2, score_shapes.offset_sums(x, allowed).toeplitz_r2)
+
+
+def test_an_exactly_toeplitz_term_scores_one_only_with_row_means() -> None:
+    allowed = causal_mask(9)
+    offset = torch.arange(9.0, dtype=torch.float64).unsqueeze(1) - torch.arange(9.0)
+    x = row_center(torch.exp(-offset.abs()), allowed)[None, None]
+    sums = score_shapes.offset_sums(x, allowed)
+    assert sums.toeplitz_r2.item() == pytest.approx(1)
+    plain = (sums.counts * sums.profile.nan_to_num().square()).sum(-1) / sums.energy
+    assert plain.item() < 0.95
+    noise = score_shapes.offset_sums(row_center(draw(40, 1, 9, 9, offset=0), allowed), allowed)
+    assert noise.toeplitz_r2.item() < 0.1
+
+
+def test_offset_profile_equals_a_loop() -> None:
+    allowed = causal_mask(6)
+    x = row_center(draw(3, 2, 6, 6), allowed)
+    profile = score_shapes.offset_sums(x, allowed).profile
+    for d in range(6):
+        assert torch.allclose(profile[:, 5 + d], x.diagonal(-d, -2, -1).mean((0, 2)))
+    assert torch.isnan(profile[:, :5]).all()
+
+
+def test_contrast_equals_a_loop_and_finds_matching_heads() -> None:
+    tokens = torch.randint(0, 4, (3, 12), generator=torch.Generator().manual_seed(0))
+    allowed = causal_mask(12)
+    x = row_center(draw(3, 2, 12, 12), allowed)
+    x[:, 1] += row_center((tokens.unsqueeze(2) == tokens.unsqueeze(1)).double() * 5, allowed)
+    found = score_shapes.contrast_sums(x, tokens, allowed).contrast
+    for h in range(2):
+        same, other = [], []
+        for c, i in itertools.product(range(3), range(12)):
+            for j in range(i):
+                (same if tokens[c, i] == tokens[c, j] else other).append(float(x[c, h, i, j]))
+        s, o = np.array(same), np.array(other)
+        pooled = np.sqrt((s.var() * len(s) + o.var() * len(o)) / (len(s) + len(o) - 2))
+        assert found[h].item() == pytest.approx((s.mean() - o.mean()) / pooled)
+    assert found[1] > found[0].abs() + 1

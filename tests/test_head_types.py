@@ -1,0 +1,140 @@
+"""Head types: the published input, scores against brute force and against TransformerLens's head detector, baselines, bounds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tl_geometry.errors import GeometryError
+from tl_geometry.head_types import HEAD_TYPES, detection_patterns, head_type_scores, period_for, repeated_random_tokens, token_range
+
+PUBLISHED = [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625]
+
+
+def random_pattern(batch: int, heads: int, length: int) -> torch.Tensor:
+    scores = torch.randn(batch, heads, length, length, dtype=torch.float64).masked_fill(
+        ~torch.ones(length, length).bool().tril(), -torch.inf
+    )
+    return scores.softmax(-1)
+
+
+def brute_force(pattern: np.ndarray, tokens: list[int], name: str, width: int = 3) -> float:
+    """One head, one row of tokens, straight from the definitions."""
+    n, values = len(tokens), []
+    for i in range(n):
+        came_before = tokens[i] in tokens[:i]
+        if name == "previous" and i >= 1:
+            values.append(pattern[i, i - 1])
+        if name == "neighbourhood" and i >= 1:
+            values.append(sum(pattern[i, j] for j in range(i) if 1 <= i - j <= width))
+        if name == "same":
+            values.append(sum(pattern[i, j] for j in range(i + 1) if tokens[j] == tokens[i]))
+        if name == "duplicate" and came_before:
+            values.append(sum(pattern[i, j] for j in range(i) if tokens[j] == tokens[i]))
+        if name == "induction" and came_before:
+            values.append(sum(pattern[i, j] for j in range(1, i + 1) if tokens[j - 1] == tokens[i]))
+    return float(np.mean(values))
+
+
+def test_the_published_sequence() -> None:
+    tokens = repeated_random_tokens()
+    assert tokens.tolist() == [PUBLISHED * 3]
+    torch.manual_seed(1234)
+    assert torch.randint(1000, 10000, (8,)).tolist() == PUBLISHED
+
+
+@given(period=st.integers(1, 12), copies=st.integers(1, 4), batch=st.integers(1, 5), seed=st.integers(0, 100), wide=st.booleans())
+def test_generated_tokens_repeat_and_are_distinct(period: int, copies: int, batch: int, seed: int, wide: bool) -> None:
+    tokens = repeated_random_tokens(period, copies, batch, low=5, high=5000 if wide else 5 + period, seed=seed, bos_id=0)
+    assert tokens.shape == (batch, 1 + period * copies)
+    assert (tokens[:, 0] == 0).all()
+    copies_of = tokens[:, 1:].view(batch, copies, period)
+    assert torch.equal(copies_of, copies_of[:, :1].expand_as(copies_of))
+    assert all(len(set(row)) == period for row in copies_of[:, 0].tolist())
+    assert torch.equal(tokens, repeated_random_tokens(period, copies, batch, low=5, high=5000 if wide else 5 + period, seed=seed, bos_id=0))
+
+
+@pytest.mark.parametrize("name", HEAD_TYPES)
+def test_scores_equal_brute_force_over_queries(name: str) -> None:
+    tokens = repeated_random_tokens(5, 3, 2, low=0, high=50)
+    pattern = random_pattern(2, 3, 15)
+    ours = head_type_scores(pattern, tokens).scores[name]
+    expected = [[brute_force(pattern[b, h].numpy(), tokens[b].tolist(), name) for b in range(2)] for h in range(3)]
+    assert torch.allclose(ours, torch.tensor(expected, dtype=torch.float64).mean(1), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", HEAD_TYPES)
+def test_baseline_is_the_score_of_uniform_attention(name: str) -> None:
+    tokens = repeated_random_tokens(6, 2)
+    uniform = torch.ones(12, 12, dtype=torch.float64).tril() / torch.arange(1, 13).unsqueeze(1)
+    found = head_type_scores(uniform[None, None], tokens)
+    assert found.scores[name].item() == pytest.approx(found.baselines[name])
+    assert found.baselines[name] == pytest.approx(brute_force(uniform.numpy(), tokens[0].tolist(), name))
+
+
+@pytest.mark.parametrize("name", ["previous", "duplicate", "induction"])
+def test_a_perfect_head_scores_one_and_is_labelled(name: str) -> None:
+    tokens = repeated_random_tokens(6, 2)
+    keys = detection_patterns(tokens)[name][0].double()
+    seen = keys.sum(-1, keepdim=True)
+    pattern = torch.where(seen > 0, keys / seen.clamp(min=1), torch.eye(12, dtype=torch.float64))
+    found = head_type_scores(pattern[None, None], tokens)
+    assert found.scores[name].item() == pytest.approx(1)
+    assert found.labels() == (name,)
+    assert head_type_scores(torch.eye(12)[None, None], tokens).labels() == ("",)
+
+
+@given(period=st.integers(3, 8), copies=st.integers(2, 3), seed=st.integers(0, 50))
+def test_on_common_queries_the_three_types_share_one_unit_of_attention(period: int, copies: int, seed: int) -> None:
+    tokens = repeated_random_tokens(period, copies, seed=seed)
+    torch.manual_seed(seed)
+    found = head_type_scores(random_pattern(1, 4, period * copies), tokens, common=True)
+    assert set(found.queries.values()) == {period * (copies - 1)}
+    total = found.scores["previous"] + found.scores["duplicate"] + found.scores["induction"]
+    assert (total <= 1 + 1e-12).all()
+    assert all(((v >= 0) & (v <= 1 + 1e-12)).all() for v in found.scores.values())
+
+
+def test_types_without_a_query_are_nan() -> None:
+    found = head_type_scores(random_pattern(1, 2, 6), repeated_random_tokens(6, 1))
+    assert torch.isnan(found.scores["induction"]).all()
+    assert not torch.isnan(found.scores["previous"]).any()
+    assert found.queries["duplicate"] == 0
+
+
+def test_agrees_with_the_head_detector_of_transformerlens() -> None:
+    from transformer_lens.head_detector import detect_head
+
+    tokens = repeated_random_tokens(7, 3, bos_id=11)
+    pattern = random_pattern(1, 4, 22).view(2, 2, 22, 22)  # two layers of two heads
+    model = SimpleNamespace(
+        cfg=SimpleNamespace(n_layers=2, n_heads=2, n_ctx=64, device="cpu", dtype=torch.float64),
+        to_tokens=lambda _: tokens,
+        run_with_cache=lambda *_, **__: (None, {("pattern", layer, "attn"): pattern[layer] for layer in range(2)}),
+    )
+    ours = head_type_scores(pattern.unsqueeze(1), tokens, method="mul").scores
+    for name in ("previous", "duplicate", "induction"):
+        theirs = detect_head(model, "", f"{name}_{'token_' if name != 'induction' else ''}head")  # pyright: ignore[reportArgumentType]
+        assert torch.allclose(ours[name], theirs.double(), atol=1e-6), name
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(GeometryError, match=r"low, high: expected at least 8 ids, got 3 from 0 to 2\. Use a wider range\."):
+        repeated_random_tokens(low=0, high=3)
+    with pytest.raises(GeometryError, match=r"method: expected one of 'mean', 'mul', got 'abs'"):
+        head_type_scores(random_pattern(1, 1, 24), repeated_random_tokens(), method="abs")
+    with pytest.raises(GeometryError, match=r"pattern: expected \[... batch head query key\] for tokens \(1, 24\)"):
+        head_type_scores(random_pattern(1, 1, 23), repeated_random_tokens())
+
+
+def test_ranges_fit_the_model() -> None:
+    assert token_range(50257, [50256]) == (1000, 10000)
+    assert token_range(2048, [0]) == (1, 2048)
+    assert token_range(40, [None, 39]) == (0, 40)
+    assert period_for(16, 50) == 8
+    assert period_for(17, 50, bos=True) == 8

@@ -1,0 +1,355 @@
+"""Which term of an attention score makes the pattern: covariance and energy shares of the terms, exactly, per head.
+
+A score is a sum of terms, ``S = sum_ab X_ab`` with ``X_ab[i, j] = q_a[i] . k_b[j]`` over the parts a of the query stream and b of
+the key stream (plus a bias such as ALiBi). Softmax ignores a constant added to a row, so terms are compared row-centred over
+the allowed keys, ``X~ = X - (mean of the row)``. Then
+
+    covariance share  cs_X = sum X~ . S~ / sum S~^2     (sums to one over the terms; may be negative)
+    energy share      es_X = sum X~^2 / sum_Y sum Y~^2  (between 0 and 1; sums to one)
+
+with both sums over all contexts and rows. No term is needed as a matrix: with ``S~`` formed once, ``sum X~_ab . S~`` is
+``sum_i q_a[i] . (S~ k_b)[i]`` (rows of S~ sum to zero, so X need not be centred), and ``sum X~^2`` is a quadratic form of the
+queries in the moments of the keys seen so far, taken in blocks of query rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry._check import describe, require
+from tl_geometry.linalg import unit_roundoff
+
+ALIBI = "alibi"
+"""Part name of a bias that is added to the scores and depends on positions only."""
+CONTEXT_PARTS = ("cvec", "ctx", "resid")
+"""Parts of the stream that depend on the context."""
+POSITION_PARTS = ("bias", "mean", "const", "pos", ALIBI)
+"""Parts of the stream that do not."""
+GROUPS = ("position", "content", "mixed")
+"""Groups of terms: no context part on either side, on both sides, on one side."""
+BLOCK = 64
+"""Query rows handled at a time."""
+
+
+def term_names(parts: Sequence[str], *, alibi: bool = False) -> tuple[str, ...]:
+    """Names of the terms, query part first, in the order of the flattened ``[query part, key part]`` table.
+
+    >>> term_names(("pos", "cvec"), alibi=True)
+    ('pos-pos', 'pos-cvec', 'cvec-pos', 'cvec-cvec', 'alibi-alibi')
+    """
+    return (*(f"{a}-{b}" for a in parts for b in parts), *([f"{ALIBI}-{ALIBI}"] if alibi else []))
+
+
+def group_of(term: str) -> str | None:
+    """The group of a term: ``position``, ``content`` or ``mixed``; ``None`` for parts that the user named.
+
+    >>> [group_of(t) for t in ("bias-pos", "cvec-cvec", "ctx-bias", "alibi-alibi", "mlp-attn")]
+    ['position', 'content', 'mixed', 'position', None]
+    """
+    known = POSITION_PARTS + CONTEXT_PARTS
+    query, _, key = term.partition("-")
+    if query not in known or key not in known:
+        return None
+    return GROUPS[{0: 0, 1: 2, 2: 1}[(query in CONTEXT_PARTS) + (key in CONTEXT_PARTS)]]
+
+
+def causal_mask(queries: int, *, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
+    """Keys up to and including the query's own position."""
+    return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+
+
+def row_center(scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]) -> Float[Tensor, "*batch query key"]:
+    """Scores minus the mean of their row over the allowed keys; zero elsewhere. Softmax over the allowed keys does not change.
+
+    ``allowed [... query key]`` broadcasts against the scores, which may be infinite outside it.
+
+    >>> row_center(torch.tensor([[5.0, 9.0], [1.0, 3.0]]), causal_mask(2)).tolist()
+    [[0.0, 0.0], [-1.0, 1.0]]
+    """
+    inside = torch.where(allowed, scores, 0)
+    mean = inside.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(allowed, inside - mean, 0)
+
+
+def terms(
+    q: Float[Tensor, "part batch query head d_head"], k: Float[Tensor, "part batch key head d_head"]
+) -> Float[Tensor, "part part batch head query key"]:
+    """All terms as matrices, ``X_ab[i, j] = q_a[i] . k_b[j]`` (Song & Zhong 2023, Eq. 7, with the scale inside ``q``).
+
+    ``q`` and ``k`` are the projected parts after any rotation, keys expanded to the heads, ``q`` divided by the attention scale.
+    For tests and small inputs: :func:`share_sums` needs no term as a matrix.
+    """
+    return einsum(q, k, "a batch query head e, b batch key head e -> a b batch head query key")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShareSums:
+    """Sums behind the shares, per context or pooled; they add up over contexts, prompts and processes (``+``, :meth:`pooled`).
+
+    ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``total`` is ``sum S~^2``, all in float64; ``floor`` is the total
+    that rounding alone could leave; ``rows`` counts query rows with at least two allowed keys, ``cells`` the keys of those rows.
+    """
+
+    numerators: Float[Tensor, "*context head term"]
+    energies: Float[Tensor, "*context head term"]
+    total: Float[Tensor, "*context head"]
+    floor: Float[Tensor, "*context head"]
+    rows: Float[Tensor, "*context"]
+    cells: Float[Tensor, "*context"]
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return (self.numerators, self.energies, self.total, self.floor, self.rows, self.cells)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> ShareSums:
+        """From the six tensors in the order of the fields."""
+        n, e, t, f, r, c = tensors
+        return ShareSums(numerators=n, energies=e, total=t, floor=f, rows=r, cells=c)
+
+    def pooled(self) -> ShareSums:
+        """Summed over contexts."""
+        return self if self.rows.dim() == 0 else ShareSums.of([t.sum(0) for t in self._tensors()])
+
+    def __add__(self, other: ShareSums) -> ShareSums:
+        return ShareSums.of([a + b for a, b in zip(self.pooled()._tensors(), other.pooled()._tensors(), strict=True)])
+
+    @staticmethod
+    def cat(sums: Sequence[ShareSums]) -> ShareSums:
+        """Per-context sums of several calls, one after another."""
+        return ShareSums.of([torch.cat(t) for t in zip(*(s._tensors() for s in sums), strict=True)])
+
+    @staticmethod
+    def beside(sums: Sequence[ShareSums]) -> ShareSums:
+        """Pooled sums of several layers side by side, their heads in order."""
+        pooled = [s.pooled()._tensors() for s in sums]
+        return ShareSums.of([*(torch.cat([p[i] for p in pooled]) for i in range(4)), pooled[0][4], pooled[0][5]])
+
+    def to(self, device: torch.device | str) -> ShareSums:
+        """The same sums on another device."""
+        return ShareSums.of([t.to(device) for t in self._tensors()])
+
+    @property
+    def cs(self) -> Float[Tensor, "*context head term"]:
+        """Covariance shares; NaN where a head is uniform."""
+        return self.numerators / torch.where(self.uniform, torch.nan, self.total).unsqueeze(-1)
+
+    @property
+    def es(self) -> Float[Tensor, "*context head term"]:
+        """Energy shares; NaN where a head is uniform."""
+        return self.energies / torch.where(self.uniform, torch.nan, self.energies.sum(-1)).unsqueeze(-1)
+
+    @property
+    def uniform(self) -> Bool[Tensor, "*context head"]:
+        """Heads whose row-centred scores are zero within rounding: they attend uniformly."""
+        return self.total <= self.floor
+
+
+def share_sums(
+    q: Float[Tensor, "part batch query head d_head"],
+    k: Float[Tensor, "part batch query head d_head"],
+    allowed: Bool[Tensor, "..."] | None = None,
+    *,
+    bias: Float[Tensor, "..."] | None = None,
+    drop: int = 0,
+    energy: bool = True,
+    working_set: int = 2**24,
+) -> ShareSums:
+    """Numerators and energies of all terms per context, without a term as a matrix.
+
+    ``q``, ``k`` as in :func:`terms`; ``allowed [query key]`` or ``[batch query key]`` (causal for ``None``); ``bias [... head query
+    key]`` is added to the scores and becomes the last term. The first ``drop`` queries and keys are left out. ``energy=False``
+    leaves the energies NaN. ``working_set`` bounds the bytes held at a time. Half precision is computed in float32; sums are float64.
+
+    Cost per head and token over one product of all queries with all keys: about parts + 1 such products for the numerators,
+    parts (parts + BLOCK / d_head) d_head / keys for the energies.
+
+    >>> q = torch.randn(3, 2, 9, 4, 8); k = torch.randn(3, 2, 9, 4, 8)
+    >>> sums = share_sums(q, k).pooled()
+    >>> sums.cs.shape, bool(torch.allclose(sums.cs.sum(-1), torch.ones(4).double(), atol=1e-4))
+    (torch.Size([4, 9]), True)
+    """
+    ok = q.dim() == 5 and q.shape == k.shape
+    require(ok, "q, k", expected="two tensors [part batch position head d_head] of one shape", got=f"{describe(q)} and {describe(k)}")
+    length = q.shape[2]
+    require(0 <= drop < length, "drop", expected=f"0 to {length - 1} of {length} positions", got=drop)
+    mask = _mask(allowed, q)[..., drop:, drop:]
+    q, k = (x[:, :, drop:] if x.element_size() > 2 else x[:, :, drop:].float() for x in (q, k))
+    scale = einsum(q.square(), "a b i h e -> b h").double() * einsum(k.square(), "a b i h e -> b h").double()
+    floor = scale * (32 * unit_roundoff(q.dtype)) ** 2
+    if bias is not None:
+        bias = bias[..., drop:, drop:].to(q)
+        bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
+        bias = row_center(bias.expand(max(len(bias), len(mask)), -1, -1, -1), mask.unsqueeze(1))
+        floor = floor + bias.double().square().sum((-2, -1)) * (32 * unit_roundoff(q.dtype)) ** 2
+    parts, batch, queries, heads, width = q.shape
+    per_context = q.element_size() * heads * (queries * (min(BLOCK, queries) + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2)
+    step = max(1, working_set // per_context)
+    found: list[ShareSums] = []
+    for at in range(0, batch, step):
+        part = slice(at, at + step)
+        some = mask if len(mask) == 1 else mask[part]
+        added = bias if bias is None or len(bias) == 1 else bias[part]
+        found.append(_sums(q[:, part], k[:, part], some, added, floor[part], energy))
+    return ShareSums.cat(found)
+
+
+def _mask(allowed: Tensor | None, q: Tensor) -> Bool[Tensor, "batch query key"]:
+    batch, length = q.shape[1:3]
+    allowed = causal_mask(length, device=q.device) if allowed is None else allowed
+    mask = allowed if allowed.dim() == 3 else allowed.unsqueeze(0)
+    ok = mask.dim() == 3 and mask.shape[1:] == (length, length) and len(mask) in (1, batch) and mask.dtype == torch.bool
+    require(ok, "allowed", expected=f"bool [query key] or [batch query key] of {length} positions", got=describe(allowed))
+    return mask.to(q.device)
+
+
+class _Block(NamedTuple):
+    """Query rows ``start`` to ``stop``: all of them see keys 0 to ``full``, ``mask`` says which of ``full`` to ``end`` each one sees."""
+
+    start: int
+    stop: int
+    full: int
+    end: int
+    mask: Float[Tensor, "batch head query key"]
+
+
+def _blocks(mask: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
+    """Blocks of query rows; causal and unmasked attention share the keys before the block, any other mask is taken as it comes."""
+    length = mask.shape[-1]
+    causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
+    everything = len(mask) == 1 and bool(mask.all())
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        full = start if causal else length if everything else 0
+        end = stop if causal else length
+        yield _Block(start, stop, full, end, mask[:, None, start:stop, full:end].to(dtype))
+
+
+def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, floor: Tensor, energy: bool) -> ShareSums:
+    """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring does not see it, rounding does."""
+    parts, batch, _, heads, _ = q.shape
+    queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
+    keys = rearrange(k - k.mean(2, keepdim=True), "c b j h e -> b h c j e").contiguous()
+    tables = rearrange(keys, "b h c j e -> b h j (c e)").contiguous()  # all key parts side by side
+    query, key = queries.sum(2), keys.sum(2)
+    n = parts**2 + (bias is not None)
+    shape = {"dtype": torch.float64, "device": q.device}
+    numerators, energies = torch.zeros(batch, heads, n, **shape), torch.zeros(batch, heads, n, **shape)
+    total = torch.zeros(batch, heads, **shape)
+    seen = _Moments(keys)
+    for block in _blocks(mask, q.dtype):
+        seen.extend(block.full)
+        count = (block.full + block.mask.sum(-1, keepdim=True)).clamp(min=1)
+        rows = query[:, :, block.start : block.stop]
+        prefix = key[:, :, : block.full].sum(2, keepdim=True) + block.mask @ key[:, :, block.full : block.end]
+        mean = (rows * prefix).sum(-1, keepdim=True) / count
+        centred = torch.baddbmm(
+            mean.expand(-1, -1, -1, block.end).flatten(0, 1), rows.flatten(0, 1), key[:, :, : block.end].mT.flatten(0, 1), beta=-1
+        )
+        centred = centred.unflatten(0, (batch, heads))
+        if block.end > block.full:
+            centred[..., block.full :] *= block.mask
+        if bias is not None:
+            extra = bias[:, :, block.start : block.stop, : block.end]
+            centred = centred + extra
+            numerators[..., -1] += (centred * extra).sum((-2, -1), dtype=torch.float64)
+            energies[..., -1] += extra.square().sum((-2, -1), dtype=torch.float64)
+        total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
+        weighted = rearrange(centred @ tables[:, :, : block.end], "b h i (c e) -> b h c (i e)", c=parts)
+        rows = queries[:, :, :, block.start : block.stop]
+        numerators[..., : parts**2] += (rows.flatten(3) @ weighted.mT).flatten(2)
+        if energy:
+            energies[..., : parts**2] += _energies(rows, keys, block, count, seen).flatten(2)
+    many = mask.sum(-1)  # allowed keys of each row
+    several = torch.where(many > 1, many, 0)
+    ones = torch.ones(batch, **shape)
+    if not energy:
+        energies.fill_(torch.nan)
+    return ShareSums(
+        numerators=numerators, energies=energies, total=total, floor=floor, rows=ones * (several > 0).sum(-1), cells=ones * several.sum(-1)
+    )
+
+
+class _Moments:
+    """Sum and second moment of the keys before a block, in float64 (float32 loses three digits on small terms)."""
+
+    def __init__(self, keys: Float[Tensor, "batch head part key d_head"]) -> None:
+        self.keys, self.end = keys, 0
+        self.sums: Tensor | None = None
+        self.squares: Tensor | None = None
+
+    def extend(self, end: int) -> None:
+        """Take in the keys up to ``end``."""
+        if end <= self.end:
+            return
+        new = self.keys[..., self.end : end, :].double()
+        sums, squares = new.sum(-2), (new.mT @ new).flatten(-2)
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.squares = squares if self.squares is None else self.squares + squares
+        self.end = end
+
+
+def _energies(rows: Tensor, keys: Tensor, block: _Block, count: Tensor, seen: _Moments) -> Float[Tensor, "batch head part part"]:
+    """``sum_ij X~^2`` of all pairs for the rows of one block: moments of the shared keys, the others cell by cell, minus the means."""
+    wide = rows.double()
+    energy = torch.zeros(*rows.shape[:3], rows.shape[2], dtype=torch.float64, device=rows.device)
+    sums = torch.zeros(*rows.shape[:3], rows.shape[2], rows.shape[3], dtype=torch.float64, device=rows.device)  # row sums of each term
+    if seen.sums is not None and seen.squares is not None:
+        energy += (wide.mT @ wide).flatten(-2) @ seen.squares.mT
+        sums += rearrange(wide.flatten(2, 3) @ seen.sums.mT, "b h (a i) c -> b h a c i", a=rows.shape[2])
+    if block.end > block.full:
+        cells = rows.unsqueeze(3) @ keys[:, :, None, :, block.full : block.end].mT
+        cells *= block.mask[:, :, None, None]
+        energy += torch.linalg.vector_norm(cells, dim=(-2, -1)).double().square()
+        sums += cells.sum(-1)
+    return energy - (sums.square() / count[:, :, None, None, :, 0]).sum(-1)
+
+
+def share_sums_dense(terms: Float[Tensor, "term batch head query key"], allowed: Bool[Tensor, "..."], *, drop: int = 0) -> ShareSums:
+    """The sums of :func:`share_sums` from terms held as matrices, ``allowed`` broadcasting to ``[batch head query key]``; float64."""
+    allowed = allowed.expand(terms.shape[1:])[..., drop:, drop:]
+    centred = row_center(terms[..., drop:, drop:].double(), allowed)
+    scores = centred.sum(0)
+    many = allowed[:, 0].sum(-1)
+    several = torch.where(many > 1, many, 0)
+    energies = centred.square().sum((-2, -1))
+    unit = 32 * unit_roundoff(terms.dtype)
+    size = torch.where(allowed, terms[..., drop:, drop:].double(), 0).square().sum((0, -2, -1))
+    return ShareSums(
+        numerators=rearrange((centred * scores).sum((-2, -1)), "term batch head -> batch head term"),
+        energies=rearrange(energies, "term batch head -> batch head term"),
+        total=scores.square().sum((-2, -1)),
+        floor=size * unit**2,
+        rows=(several > 0).sum(-1).double(),
+        cells=several.sum(-1).double(),
+    )
+
+
+def dropped_mass(pattern: Float[Tensor, "batch head query key"], drop: int) -> Float[Tensor, "batch head"]:
+    """Attention that the kept queries pay to the first ``drop`` keys, which the shares leave out: mean over queries.
+
+    >>> dropped_mass(torch.tensor([[[[1.0, 0.0], [0.8, 0.2]]]]), 1)
+    tensor([[0.8000]])
+    """
+    return pattern[..., drop:, :drop].sum(-1, dtype=torch.float32).mean(-1)
+
+
+def bootstrap(sums: ShareSums, *, draws: int = 200, level: float = 0.95, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Percentile interval of the covariance shares ``[head term]`` over contexts drawn with replacement (ratio of sums in each draw)."""
+    require(sums.rows.dim() == 1, "sums", expected="per-context sums", got="pooled ones", instead="share_sums(...) before .pooled()")
+    contexts = len(sums.rows)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(contexts, (draws, contexts), generator=generator)
+    weight = torch.zeros(draws, contexts, dtype=torch.float64).scatter_add_(1, chosen, torch.ones(draws, contexts, dtype=torch.float64))
+    weight = weight.to(sums.total.device)
+    drawn = einsum(weight, sums.numerators, "draw context, context head term -> draw head term")
+    total = (weight @ sums.total).unsqueeze(-1)
+    cs = torch.where(sums.pooled().uniform.unsqueeze(-1), torch.nan, drawn / total)
+    tail = (1 - level) / 2
+    return torch.quantile(cs, tail, dim=0), torch.quantile(cs, 1 - tail, dim=0)
