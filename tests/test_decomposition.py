@@ -151,6 +151,9 @@ def test_window_and_columns_outside_it() -> None:
     inside = decompose_tensor(h[:, :, 2:6])
     assert close(basis.pos, inside.pos)
     assert close(basis.mean, inside.mean)
+    assert basis.ctx is not None
+    assert close(basis.ctx, inside.ctx)
+    assert close(basis.anova().ctx, 4 * inside.ctx.square().sum((1, 2)), 1e-8)
     for t in range(7):
         assert close(basis.pos_at(t), h[:, :, t].mean(1) - inside.mean)
     assert close(basis.second_moment(0), basis_of(h[:, :, 2:6]).second_moment(0), 1e-5)

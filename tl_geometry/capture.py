@@ -379,8 +379,6 @@ def run_corpus(
         work.set_labels(int(source.labels.max()) + 1)
     if path is not None and path.exists():
         work.resume(path)
-    last = max(plan.states) + 1
-    stop_at = last if last < view.n_layers else None
     done, seen, cost, saved = work.done, "", 0.0, -1
     bar = tqdm(total=source.contexts, initial=done, unit="ctx", disable=not progress, desc=view.name)
     clock = time.monotonic()
@@ -414,11 +412,11 @@ def run_corpus(
     return work.finish(source.labels, source.names)
 
 
-def _forward(view: ModelView, states: Sequence[int], tokens: Tensor, on_state: OnState, stop_at: int | None) -> None:
+def _forward(view: ModelView, states: Sequence[int], tokens: Tensor, on_state: OnState) -> None:
     def hook(row: int) -> Callable[[Tensor], None]:
         return lambda h: on_state(row, h)
 
-    view.run(tokens, {view.state_hooks[s]: hook(row) for row, s in enumerate(states)}, stop_at=stop_at)
+    view.run(tokens, {view.state_hooks[s]: hook(row) for row, s in enumerate(states)})
 
 
 def run_tensor(

@@ -1,0 +1,63 @@
+"""The embedded model: a small GPT-2 trained on Python source, its untrained twin, and the corpus to look at it with.
+
+It demonstrates and is evidence for nothing: see its card (:func:`card`), and look at the twin beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import as_file, files
+from typing import Any
+
+from tl_geometry.records import TokenWindows
+from tl_geometry.zoo import corpus
+
+NAME = "tl-geometry-embedded"
+
+
+def card() -> dict[str, Any]:
+    """The model card: data, mixture, steps, losses, head scores, hashes."""
+    return json.loads(files("tl_geometry.zoo").joinpath("assets", "card.json").read_text(encoding="utf-8"))
+
+
+def tokenizer() -> Any:
+    """The byte-level BPE tokenizer of the embedded model (``<|endoftext|>``, id 0, is its BOS token)."""
+    from transformers import PreTrainedTokenizerFast
+
+    with as_file(files("tl_geometry.zoo").joinpath("assets", "tokenizer.json")) as path:
+        return PreTrainedTokenizerFast(
+            tokenizer_file=str(path), bos_token="<|endoftext|>", eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        )
+
+
+def hugging_face(*, trained: bool = True) -> Any:
+    """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its untrained twin (same seed)."""
+    from safetensors.torch import load_file
+
+    from tl_geometry.zoo.train_embedded import new_model
+
+    model = new_model()
+    if trained:
+        with as_file(files("tl_geometry.zoo").joinpath("assets", "model.safetensors")) as path:
+            missing = model.load_state_dict(load_file(path), strict=False).missing_keys
+        assert set(missing) <= {"lm_head.weight"}, missing
+    return model.eval()
+
+
+def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
+    """The embedded model as a TransformerBridge (``kind="bridge"``) or HookedTransformer (``"hooked"``, TransformerLens 3.9)."""
+    from tl_geometry.adapters import from_hf
+
+    return from_hf(
+        hugging_face(trained=trained), tokenizer(), kind=kind, processed=processed, name=NAME + ("" if trained else "-untrained")
+    )
+
+
+def default_windows(model: Any, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0) -> TokenWindows:
+    """Windows of the held-out standard-library modules, labelled by module, for any model."""
+    from tl_geometry.verbs.decompose import windows
+
+    documents = corpus.held_out_documents()
+    return windows(
+        model, documents.texts, length, n=n, prepend_bos=prepend_bos, labels=documents.names, seed=seed, corpus="held-out stdlib"
+    )

@@ -5,8 +5,11 @@ is already on disk (:mod:`tl_geometry.zoo.corpus`). Two phases share one schedul
 
 1. windows of 64 that repeat random tokens with a random period (6 to 32), at first over 64 symbols, then over the whole
    vocabulary: the previous-token and induction heads form here, from the ordinary initialisation;
-2. windows of 128 that begin with the BOS id: 20 rows of natural text, 6 rows of repeated random tokens and 6 rows of
-   repeated natural snippets (random periods of 8 to 60; a fixed period would teach a positional shortcut).
+2. windows of 128: 20 rows of natural text, 6 rows of repeated random tokens and 6 rows of repeated natural snippets
+   (random periods of 8 to 60; a fixed period would teach a positional shortcut).
+
+Every window begins with the BOS id. The first copy of random tokens cannot be predicted and takes no part in the loss: with
+it in, no induction head had formed after 3,000 steps; without it the loss on the repeats falls from step 150 on.
 
 Everything is a function of :data:`SEED` and of the files on disk, whose hash is written into the card.
 """
@@ -28,14 +31,14 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tl_geometry.zoo import corpus
-from tl_geometry.zoo.trainer import Batch, TrainSettings, train
+from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
 
 log = logging.getLogger(__name__)
 SEED = 0
 VOCABULARY, CONTEXT, BOS = 2048, 128, 0
-SYMBOL_STEPS, REPEAT_STEPS = 800, 1000
+SYMBOL_STEPS, REPEAT_STEPS = 400, 700
 SETTINGS = TrainSettings(
-    steps=4400,
+    steps=3600,
     learning_rate=2.5e-3,
     final_learning_rate=1e-4,
     warmup=100,
@@ -94,25 +97,26 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
     def integer(generator: torch.Generator, low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    def row(generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]) -> Tensor:
+    def row(generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]) -> Batch:
         start = integer(generator, 0, len(stream) - length)
         if kind == "natural":
-            return stream[start : start + length]
+            return (tokens := stream[start : start + length]), tokens
         period = integer(generator, periods[0], periods[1] + 1)
         if kind == "snippet":
-            return _repeat(stream[start : start + period], length)
-        return _repeat(torch.randint(1, symbols + 1, (period,), generator=generator), length)
+            return (tokens := _repeat(stream[start : start + period], length)), tokens
+        tokens = _repeat(torch.randint(1, symbols + 1, (period,), generator=generator), length)
+        return tokens, torch.where(torch.arange(length) < period, IGNORE, tokens)
 
     def batch_at(step: int) -> Batch:
         generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
         if step < REPEAT_STEPS:
             symbols = 64 if step < SYMBOL_STEPS else VOCABULARY - 1
-            rows = torch.stack([row(generator, "random", 64, symbols, (6, 32)) for _ in range(64)])
+            rows = [row(generator, "random", 64, symbols, (6, 32)) for _ in range(64)]
         else:
             kinds = ["natural"] * 20 + ["random"] * 6 + ["snippet"] * 6
-            rows = torch.stack([row(generator, kind, CONTEXT, VOCABULARY - 1, (8, 60)) for kind in kinds])
-        inputs = torch.cat([torch.full((len(rows), 1), BOS), rows[:, :-1]], dim=1)
-        return inputs, rows
+            rows = [row(generator, kind, CONTEXT, VOCABULARY - 1, (8, 60)) for kind in kinds]
+        tokens, targets = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
+        return torch.cat([torch.full((len(rows), 1), BOS), tokens[:, :-1]], dim=1), targets
 
     return batch_at
 
@@ -144,7 +148,6 @@ def main(argv: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description="Train the embedded model from the Python sources on this machine.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="stop early after this many steps (a trial)")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args(argv)
     out: Path = arguments.out

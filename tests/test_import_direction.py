@@ -1,0 +1,168 @@
+"""Rooms import from lower ranks only, and importing the package is light. Each detector has a twin that proves it detects."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tl_geometry
+
+PACKAGE = Path(tl_geometry.__file__).parent
+RANKS: dict[str, int] = {
+    **dict.fromkeys(("errors", "_axes"), 0),
+    **dict.fromkeys(("_check", "linalg", "results", "_html"), 1),
+    **dict.fromkeys(("moments", "records", "frames"), 2),
+    **dict.fromkeys(("decomposition", "tokens", "attention", "head_types", "weights", "readout", "kernels", "sphere"), 3),
+    **dict.fromkeys(("positional", "differences", "rank_estimation", "contextual"), 3),
+    **dict.fromkeys(("ensembles", "residuals", "noise", "langevin"), 3),
+    **dict.fromkeys(("capture", "adapters"), 4),
+    **dict.fromkeys(("verbs", "interventions"), 5),
+    **dict.fromkeys(("render", "zoo"), 6),
+    **dict.fromkeys(("experiments", "report", "reproduce"), 7),
+    **dict.fromkeys(("cli", "__main__"), 8),
+}
+"""Room -> rank. A room may import from lower ranks; rooms of rank 3 never from each other; others of one rank only within their folder."""
+WITHIN = {0, 1, 2, 4, 5, 6, 7, 8}
+"""Ranks whose rooms may import from rooms of the same rank."""
+EXEMPT = {("capture", "adapters")}
+"""The one lazy call into the adapter."""
+HEAVY = ("transformer_lens", "circuitsvis", "matplotlib", "pandas", "transformers", "sklearn", "plotly")
+ONLY = {"transformer_lens": {"adapters"}, "circuitsvis": {"render"}, "matplotlib": {"render"}}
+"""Libraries that only these rooms may import."""
+
+
+def imports(source: str) -> list[tuple[str, bool]]:
+    """(dotted module, at import time) of every import in a module, names of ``from a import b`` as ``a.b`` too."""
+    tree = ast.parse(source)
+    lazy: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or typing_only:
+            lazy.update(ast.walk(node))
+    found: list[tuple[str, bool]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node not in lazy) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(f"{node.module}.{alias.name}", node not in lazy) for alias in node.names]
+    return found
+
+
+def room(dotted: str) -> str:
+    """Room of a module of this package."""
+    return dotted.split(".")[1] if "." in dotted else "__init__"
+
+
+def violations(name: str, source: str) -> list[str]:
+    """What a module named ``tl_geometry.<name>`` must not import."""
+    mine = room(f"tl_geometry.{name}")
+    wrong = []
+    for dotted, eager in imports(source):
+        top = dotted.split(".")[0]
+        if top in ONLY and mine not in ONLY[top]:
+            wrong.append(f"{name} imports {top}")
+        if top in HEAVY and eager:
+            wrong.append(f"{name} imports {top} at import time")
+        if top != "tl_geometry" or mine == "__init__":
+            continue
+        other = room(dotted)
+        if other not in RANKS or other == mine or (mine, other) in EXEMPT:
+            continue
+        if RANKS[other] > RANKS[mine] or (RANKS[other] == RANKS[mine] and RANKS[mine] not in WITHIN):
+            wrong.append(f"{name} (rank {RANKS[mine]}) imports {other} (rank {RANKS[other]})")
+    return wrong
+
+
+def modules() -> dict[str, str]:
+    return {
+        ".".join(p.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): p.read_text(encoding="utf-8")
+        for p in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def test_every_room_has_a_rank() -> None:
+    assert {name.split(".")[0] for name in modules()} - {"__init__"} <= set(RANKS)
+
+
+def test_rooms_import_from_lower_ranks_only() -> None:
+    wrong = [line for name, source in modules().items() if name != "__init__" for line in violations(name, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("linalg", "from tl_geometry.records import ModelView"),
+        ("decomposition", "from tl_geometry.tokens import cut"),
+        ("decomposition", "def f():\n    from tl_geometry import capture"),
+        ("verbs.decompose", "import transformer_lens"),
+        ("render.basis", "import matplotlib.pyplot as plt"),
+        ("adapters", "import transformer_lens"),
+        ("capture", "from tl_geometry.render import basis"),
+    ],
+)
+def test_a_planted_import_is_caught(name: str, planted: str) -> None:
+    assert violations(name, planted)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("decomposition", "from tl_geometry.moments import Moments"),
+        ("render.basis", "def f():\n    import matplotlib"),
+        ("adapters", "def f():\n    import transformer_lens"),
+        ("capture", "def f():\n    from tl_geometry.adapters import view"),
+    ],
+)
+def test_an_allowed_import_is_let_through(name: str, planted: str) -> None:
+    assert not violations(name, planted)
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_is_light() -> None:
+    assert loaded_by("import tl_geometry; dir(tl_geometry); tl_geometry.decompose") == set()
+
+
+def test_the_light_import_detector_detects() -> None:
+    assert "matplotlib" in loaded_by("import tl_geometry, matplotlib")
+
+
+def test_public_names_exist_and_differ_from_submodules() -> None:
+    submodules = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    for name in tl_geometry.__all__:
+        if name != "view":
+            assert getattr(tl_geometry, name) is not None
+    assert not submodules & {n for n in tl_geometry.__all__ if callable(getattr(tl_geometry, n, None))}
+    with pytest.raises(AttributeError, match=r"has no attribute 'decompse'\. Public names: Anova"):
+        tl_geometry.decompse  # noqa: B018
+
+
+def test_axis_names_come_from_the_vocabulary() -> None:
+    import re
+
+    from tl_geometry._axes import AXES
+
+    pattern = re.compile(r"\b(?:Float|Int|Bool|Num|Shaped|Complex)\[Tensor, \"([^\"]*)\"\]")
+    used = {(n, axis) for n, source in modules().items() for text in pattern.findall(source) for axis in text.split()}
+    unknown = {
+        (n, a) for n, a in used if not a.isdigit() and a != "..." and a.lstrip("*").split("+")[0].split("-")[0].split("*")[-1] not in AXES
+    }
+    assert not unknown, sorted(unknown)
+
+
+def test_sizes_stay_readable() -> None:
+    for name, source in modules().items():
+        assert source.count("\n") <= 500, name
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                assert (node.end_lineno or 0) - (body[0].lineno if body else node.lineno) < 62, f"{name}.{node.name}"

@@ -1,0 +1,108 @@
+"""Views of a positional and context basis: shares, norms, the positional curves, the normalised Gram matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tl_geometry import linalg
+from tl_geometry.decomposition import Anova, PositionContext
+from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def shares(table: Anova, *, twin: Anova | None = None, ax: Axes | None = None) -> View:
+    """Share of each state's variance that is position, context and neither, as stacked bars; an untrained twin beside it.
+
+    The dashed line is the context share of glued windows (no common context), where the table holds one.
+    """
+    tables = [t for t in (table, twin) if t is not None]
+    figure, axes = canvas(len(tables), ax=ax, size=(4.4, 2.8), sharey=True)
+    for axis, current, name in zip(axes, tables, ("trained", "untrained twin"), strict=False):
+        bottom = torch.zeros(len(current.states), dtype=torch.float64)
+        for part, value in current.shares.items():
+            axis.bar(current.states, value, bottom=bottom, color=PARTS[part], label=part, width=0.8)
+            bottom = bottom + torch.nan_to_num(value)
+        if current.ctx_null is not None:
+            axis.plot(current.states, current.shares["pos"] + current.ctx_null, "k--", lw=1, label="ctx of glued windows")
+        axis.set_xlabel("state")
+        axis.set_title(name if twin is not None else "")
+    axes[0].set_ylabel("share of variance")
+    axes[0].legend(loc="upper right", fontsize=7, framealpha=0.9)
+    return View(figure, title="Variance of each state", caption=f"position, context and neither, per state; {table.provenance.line()}")
+
+
+def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
+    """Root-mean-square norms per state: of the mean, of a positional vector, of a context vector, of the residual."""
+    figure, axes = canvas(ax=ax, size=(4.4, 2.8))
+    table, t = basis.anova(), basis.window[1] - basis.window[0]
+    n = basis.contexts * t
+    values = {"mean": linalg_norm(basis), "pos": (table.pos / n).sqrt(), "ctx": (table.ctx / n).sqrt(), "resid": (table.resid / n).sqrt()}
+    for name, value in values.items():
+        axes[0].semilogy(basis.states, value.clamp(min=1e-12), "o-", ms=3, color=PARTS[name], label=name)
+    axes[0].set_xlabel("state")
+    axes[0].set_ylabel("root mean square norm")
+    axes[0].legend(fontsize=7)
+    return View(figure, title="Norms of the parts", caption=f"root mean square over contexts and positions; {basis.provenance.line()}")
+
+
+def linalg_norm(basis: PositionContext) -> torch.Tensor:
+    """Euclidean norm of each state's mean."""
+    return torch.linalg.vector_norm(basis.mean, dim=-1)
+
+
+def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, twin: PositionContext | None = None) -> View:
+    """The positional basis of each state on its first two principal directions, shaded by position (Song & Zhong 2023, Fig. 1).
+
+    A second row shows the untrained twin on its own directions. Axes are scaled per panel; the share of |pos|^2 that the two
+    directions hold stands above it.
+    """
+    chosen = states or basis.states
+    rows = [b for b in (basis, twin) if b is not None]
+    figure, axes = canvas(len(chosen), len(rows), size=(1.9, 2.0))
+    for r, current in enumerate(rows):
+        for c, state in enumerate(chosen):
+            axis = axes[r * len(chosen) + c]
+            pos = current.pos[current.index(state)]
+            found = linalg.svd(pos)
+            points = pos @ found.V[:, :2]
+            axis.plot(points[:, 0], points[:, -1], color="#8888", lw=0.6, zorder=1)
+            shade = axis.scatter(points[:, 0], points[:, -1], c=range(*current.window), cmap=SEQUENTIAL, s=7, zorder=2)
+            held = found.S[:2].square().sum() / found.S.square().sum().clamp(min=1e-300)
+            axis.set_title(f"state {state}: {float(held):.0%}", fontsize=8)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if c == 0 and twin is not None:
+                axis.set_ylabel(("trained", "untrained twin")[r])
+            if c == len(chosen) - 1:
+                figure.colorbar(shade, ax=axis, label="position", shrink=0.8)
+    caption = "two leading principal directions of pos, colour by position; the percentage is their share of |pos|^2"
+    return View(figure, title="Positional basis of each state", caption=f"{caption}; {basis.provenance.line()}")
+
+
+def gram(basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | None = None) -> View:
+    """Cosines between all positional vectors and (ordered by document) context vectors of one state (Song & Zhong 2023, Fig. 2)."""
+    row = basis.index(state)
+    pos, _ = linalg.normalize_rows(basis.pos[row])
+    blocks = [pos]
+    if basis.ctx is not None:
+        order = torch.arange(basis.contexts) if basis.labels is None else torch.argsort(basis.labels, stable=True)
+        picked = order[torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()]
+        blocks.append(linalg.normalize_rows(basis.ctx[row, picked])[0])
+    rows = torch.cat(blocks)
+    figure, axes = canvas(ax=ax, size=(4.2, 3.6))
+    image = axes[0].imshow(rows @ rows.T, cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
+    for edge in (len(pos) - 0.5,):
+        axes[0].axhline(edge, color="k", lw=0.6)
+        axes[0].axvline(edge, color="k", lw=0.6)
+    ticks = [len(pos) / 2, len(pos) + (len(rows) - len(pos)) / 2][: len(blocks)]
+    axes[0].set_xticks(ticks, ["positions", "contexts"][: len(blocks)])
+    axes[0].set_yticks(ticks, ["positions", "contexts"][: len(blocks)], rotation=90, va="center")
+    figure.colorbar(image, ax=axes[0], label="cosine", shrink=0.8)
+    axes[0].set_title(f"state {state}", fontsize=9)
+    return View(
+        figure, title=f"Normalised Gram matrix, state {state}", caption=f"cosines; contexts ordered by document; {basis.provenance.line()}"
+    )

@@ -1,0 +1,88 @@
+"""The figure object that every static view returns, and the drawing settings they share."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tl_geometry import _html
+from tl_geometry._check import fail
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
+"""Colour maps that stay readable for colour-blind readers and in print."""
+PARTS = {"pos": "#0072b2", "ctx": "#d55e00", "resid": "#999999", "bias": "#cc79a7", "cvec": "#e69f00", "mean": "#009e73"}
+"""One colour for each part in every figure (Okabe-Ito)."""
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "white",
+}
+
+
+class View:
+    """A drawn figure: shows itself in a notebook, ``save`` writes HTML, PNG, SVG or PDF by the suffix, ``figure`` is matplotlib's own.
+
+    The HTML is one self-contained image with its caption: no script, no network.
+    """
+
+    def __init__(self, figure: Figure, *, title: str, caption: str = "") -> None:
+        self.figure = figure
+        self.title = title
+        self.caption = caption
+
+    def bytes(self, form: str) -> bytes:
+        """The image as ``"png"``, ``"svg"`` or ``"pdf"`` (fonts embedded)."""
+        import matplotlib
+
+        buffer = io.BytesIO()
+        stamp: dict[str, Any] = {"Date": None} if form == "svg" else ({"CreationDate": None} if form == "pdf" else {})
+        with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": "tl_geometry"}):
+            self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
+        return buffer.getvalue()
+
+    def html(self) -> str:
+        """The figure as an HTML fragment."""
+        data = base64.b64encode(self.bytes("svg")).decode()
+        image = f'<img alt="{_html.escape(self.title)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%;background:white">'
+        return f"<figure style='margin:0'>{image}<figcaption>{_html.escape(self.caption)}</figcaption></figure>"
+
+    def save(self, path: str | Path) -> Path:
+        """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""
+        path = Path(path)
+        form = path.suffix.lower().removeprefix(".")
+        if form not in ("html", "png", "svg", "pdf"):
+            fail("path", expected="a name ending in .html, .png, .svg or .pdf", got=str(path))
+        page = f'<!doctype html><meta charset="utf-8"><title>{_html.escape(self.title)}</title>{self.html()}'
+        path.write_bytes(page.encode() if form == "html" else self.bytes(form))
+        return path
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/html": self.html(), "image/png": base64.b64encode(self.bytes("png")).decode(), "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        width, height = (int(v * 100) for v in self.figure.get_size_inches())
+        return f"{self.title} ({width} x {height} px): {self.caption}"
+
+
+def canvas(
+    columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (3.2, 2.6), ax: Axes | None = None, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """A new figure with a grid of axes, outside pyplot's global state; or the figure of ``ax``, for drawing into one's own."""
+    if ax is not None:
+        return ax.figure, [ax]  # type: ignore[return-value]
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False, **options)
+        return figure, [a for row in grid for a in row]

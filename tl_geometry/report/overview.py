@@ -1,0 +1,59 @@
+"""What was analysed, and what the numbers do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tl_geometry.report import Analysis, Section
+from tl_geometry.results import Result
+
+LIMITS = (
+    "What these numbers do not say: a share of variance is not a share of computation; large means and outlier coordinates can carry little "
+    "information. The positional basis is an average over this corpus and these positions, and its noise falls only as one over the number of "
+    "contexts. A large context share alone is no evidence for topics: any slowly varying text has one (see the glued-window null). Nothing here is causal."
+)
+EMBEDDED = (
+    "The embedded model is a small language model of Python source. It demonstrates the library and is evidence for nothing; its untrained twin "
+    "(same initialisation, no training) stands beside it."
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Facts(Result):
+    """A table of what was analysed."""
+
+    facts: tuple[tuple[str, str], ...]
+
+    def columns(self) -> Sequence[str]:
+        return ("property", "value")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.facts
+
+
+def section(analysis: Analysis) -> Section:
+    """Model, corpus, window and cautions."""
+    view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
+    start, end = basis.window
+    left_out = (
+        f"columns 0 to {start - 1} left out of the statistics (attention sink), their sums kept"
+        if start
+        else "all columns in the statistics"
+    )
+    facts = (
+        ("model", f"{view.name} ({view.kind}, {view.library}{', processed weights' if view.processed else ''})"),
+        ("size", f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, vocabulary {view.d_vocab}"),
+        ("weights", f"fingerprint {view.fingerprint}, computed in {p.dtype}"),
+        ("corpus", f"{p.corpus}: {basis.contexts} windows of {basis.columns} tokens, hash {p.token_hash}"),
+        (
+            "documents",
+            f"{len(analysis.windows.names)}: {', '.join(analysis.windows.names[:12])}{' ...' if len(analysis.windows.names) > 12 else ''}",
+        ),
+        ("first token", "BOS" if p.has_bos else "text (no BOS)"),
+        ("window", f"columns {start} to {end - 1}; {left_out}"),
+        ("kept", repr(basis).split("kept: ")[1].rstrip(")")),
+        ("remarks", "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none"),
+    )
+    text = [LIMITS] if analysis.twin is None else [EMBEDDED, LIMITS]
+    return Section(title="What was analysed", text=text, tables={"overview": Facts(provenance=p, facts=facts)})

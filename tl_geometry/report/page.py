@@ -1,0 +1,37 @@
+"""The page that a report is written on: one self-contained HTML document, readable in light and dark, without script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tl_geometry import _html
+
+STYLE = """
+:root{color-scheme:light dark;--line:#8884;--soft:#8881}
+body{font:15px/1.55 system-ui,sans-serif;max-width:1020px;margin:0 auto;padding:24px 20px 80px;background:Canvas;color:CanvasText}
+h1{font-size:26px;margin:8px 0 4px}h2{font-size:19px;margin:36px 0 8px;border-top:1px solid var(--line);padding-top:16px}
+nav{font-size:14px;margin:12px 0 0}nav a{margin-right:14px;color:LinkText}
+p{max-width:78ch}.card{background:#fff;color:#222;border:1px solid var(--line);border-radius:8px;padding:10px;margin:14px 0;overflow-x:auto}
+.card figcaption{font-size:12.5px;color:#444;margin-top:6px;max-width:100ch}.scroll{overflow-x:auto;margin:14px 0}
+table{font-size:12.5px}footer{margin-top:48px;font-size:13px;border-top:1px solid var(--line);padding-top:12px}
+"""
+
+
+def anchor(title: str) -> str:
+    """A title as an element id.
+
+    >>> anchor("What was analysed?")
+    'what-was-analysed'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def document(title: str, bodies: Sequence[str], titles: Sequence[str], sources: Sequence[str]) -> str:
+    """The whole page from section fragments (already escaped), their titles, and the works to cite."""
+    links = "".join(f'<a href="#{anchor(t)}">{_html.escape(t)}</a>' for t in titles)
+    placed = [f'<div id="{anchor(t)}">{b}</div>' for t, b in zip(titles, bodies, strict=True)]
+    cited = "".join(f"<li>{_html.escape(s)}</li>" for s in sources)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_html.escape(title)}</title><style>{STYLE}</style>'
+    footer = f"<footer>Made with tl_geometry. Cite:<ul>{cited}</ul></footer>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{_html.escape(title)}</h1><nav>{links}</nav>{"".join(placed)}{footer}</body></html>'
