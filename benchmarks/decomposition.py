@@ -1,0 +1,84 @@
+"""Streamed decomposition against the bare forward pass, and peak memory against the number of contexts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import tl_geometry as tlg
+from benchmarks.harness import Row, interleave
+from tl_geometry.adapters import from_hf
+from tl_geometry.decomposition import decompose_tensor
+
+SIZES = {"smoke": (2, 64, 32, 4), "cpu": (12, 768, 256, 16), "gpu": (12, 768, 512, 128)}
+"""Layers, d_model, length, contexts."""
+
+
+def gpt2(layers: int, width: int, length: int) -> Any:
+    """A GPT-2 of this size with random weights, as a bridge."""
+    heads = max(1, width // 64)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=50257 if width >= 768 else 512)
+    torch.manual_seed(0)
+    return from_hf(GPT2LMHeadModel(config).eval(), None, kind="bridge", name="random-gpt2")
+
+
+def run(size: str) -> list[Row]:
+    """Ratios of the streamed decomposition to the bare forward pass over the same tokens (in batches of the same size)."""
+    layers, width, length, contexts = SIZES[size]
+    model = gpt2(layers, width, length)
+    view = tlg.view(model)
+    tokens = torch.randint(0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0))
+    batch = max(1, 2048 // length)
+
+    def bare() -> None:
+        with torch.inference_mode():
+            for part in tokens.split(batch):
+                model(part, return_type=None)
+
+    def states() -> torch.Tensor:
+        found: dict[int, torch.Tensor] = {}
+        for s in range(layers + 1):
+            view.run(tokens[:batch], {view.state_hooks[s]: lambda h, s=s: found.__setitem__(s, h.clone())})
+        return torch.stack([found[s] for s in range(layers + 1)])
+
+    options: dict[str, Any] = {"batch_size": batch, "progress": False}
+    exact, ours = decompose_tensor(states()[:, :, 1:]), tlg.decompose(view, tokens[:batch], **options)
+    assert (exact.pos - ours.pos).abs().max() < 1e-4, "the routes disagree"
+    routes = {
+        "bare forward, no logits": bare,
+        "decompose, no second moments": lambda: tlg.decompose(view, tokens, second_moments=False, **options),
+        "decompose, second moments": lambda: tlg.decompose(view, tokens, second_moments=True, **options),
+    }
+    return interleave(f"decompose {layers}x{width}x{length}", routes, rounds=5 if size != "smoke" else 2) + memory(size)
+
+
+CHILD = """
+import resource, sys, torch
+from benchmarks.decomposition import gpt2
+import tl_geometry as tlg
+layers, width, length, contexts = (int(v) for v in sys.argv[1:])
+torch.set_num_threads(1)
+model = gpt2(layers, width, length)
+tokens = (torch.randint(0, 500, (8, length), generator=torch.Generator().manual_seed(i)) for i in range(contexts // 8))
+tlg.decompose(model, tokens, keep_ctx=False, progress=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def memory(size: str) -> list[Row]:
+    """Peak memory of whole processes over 256 and 4,096 contexts (64 in the smoke size): the ratio should be one."""
+    layers, width, length, counts = (2, 64, 32, (32, 64)) if size == "smoke" else (4, 256, 64, (256, 4096))
+    peak = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", CHILD, *map(str, (layers, width, length, n))], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for n in counts
+    ]
+    name = f"peak memory {layers}x{width}x{length}"
+    return [Row(name, f"{n} contexts", float("nan"), p / peak[0], f"{p / 1024:.0f} MiB") for n, p in zip(counts, peak, strict=True)]

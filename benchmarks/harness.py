@@ -1,0 +1,79 @@
+"""Interleaved timing: every route runs in turn, and a ratio is the median of the ratios round by round."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One route of one benchmark: median seconds, and the median ratio to the baseline (NaN for what is not a ratio of times)."""
+
+    benchmark: str
+    route: str
+    seconds: float
+    ratio: float
+    note: str = ""
+
+
+def interleave(
+    benchmark: str, routes: Mapping[str, Callable[[], object]], *, rounds: int = 5, notes: Mapping[str, str] | None = None
+) -> list[Row]:
+    """Time every route ``rounds`` times in turn after one warm-up; ratios are to the first route, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in routes}
+    for name, route in routes.items():
+        route()
+    for _ in range(rounds):
+        for name, route in routes.items():
+            synchronize()
+            start = time.perf_counter()
+            route()
+            synchronize()
+            times[name].append(time.perf_counter() - start)
+    base = times[next(iter(routes))]
+    return [
+        Row(
+            benchmark,
+            name,
+            statistics.median(t),
+            statistics.median([a / b for a, b in zip(t, base, strict=True)]),
+            (notes or {}).get(name, ""),
+        )
+        for name, t in times.items()
+    ]
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def machine() -> dict[str, object]:
+    """What the numbers were measured on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "device": device,
+    }
+
+
+def show(rows: list[Row], *, as_json: bool = False) -> None:
+    """Print the rows as a table, or as JSON with the machine."""
+    if as_json:
+        sys.stdout.write(json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows]}) + "\n")
+        return
+    for row in rows:
+        sys.stdout.write(f"{row.benchmark:28} {row.route:34} {row.seconds:9.4f} s  x{row.ratio:8.3f}  {row.note}\n")

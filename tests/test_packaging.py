@@ -1,0 +1,66 @@
+"""The wheel carries the embedded model, pins are plain, and the README's commands are the ones that CI runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
+    build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    wheel = tmp_path / done.stdout.strip().splitlines()[-1]
+    target = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(command, check=True, capture_output=True)
+    assets = target / "tl_geometry" / "zoo" / "assets"
+    sizes = {p.name: p.stat().st_size for p in assets.iterdir()}
+    assert {"model.safetensors", "tokenizer.json", "config.json", "card.json"} <= set(sizes)
+    assert sum(sizes.values()) <= 6_000_000
+    assert (target / "tl_geometry" / "py.typed").exists()
+    read = "import tl_geometry, tl_geometry.zoo as z; print(tl_geometry.__file__); print(z.card()['held_out_loss'] < 9)"
+    out = subprocess.run(
+        [sys.executable, "-c", read], cwd=tmp_path, env={"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True
+    )
+    assert str(target) in out.stdout
+    assert "True" in out.stdout
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-tl4.txt", "requirements-dev.txt"])
+def test_pins_are_exact_and_carry_no_local_version(name: str) -> None:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    assert lines
+    loose = [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line)]
+    assert not loose
+
+
+def test_the_pin_detector_detects() -> None:
+    assert not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", "torch==2.13.0+cpu")
+    assert not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", "torch>=2")
+
+
+def test_readme_begins_with_the_two_commands() -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 2
+    for block in blocks[:2]:
+        assert "python3 -m venv" in block
+        assert "requirements.txt" in block
+    assert blocks[0].strip().splitlines()[-1].startswith("tl-geometry report")
+    assert "python -m tests" in blocks[1]
+    assert (ROOT / "notebooks" / "positional_basis.png").exists()
+
+
+def test_only_the_agreed_files_stand_at_the_top() -> None:
+    allowed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", ".ci", ".gitignore", ".git"}
+    allowed |= {"tl_geometry", "tests", "notebooks", "benchmarks", "requirements.txt", "requirements-tl4.txt", "requirements-dev.txt"}
+    ignored = {
+        p.name for p in ROOT.iterdir() if p.name.startswith(".") or p.name.endswith(".egg-info") or p.name in ("build", "dist", "shared")
+    }
+    assert {p.name for p in ROOT.iterdir()} - ignored - {"tl-geometry-report", "__pycache__"} <= allowed
