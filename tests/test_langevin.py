@@ -1,0 +1,303 @@
+"""Laws of the stochastic flow: closed form, integrators, planted ensembles, determinants, and the inconsistency it reports."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.integrate import solve_ivp
+from torch import Tensor
+
+from tl_geometry import GeometryError
+from tl_geometry.frames import fit_frames
+from tl_geometry.langevin import LangevinModel, proper_rotations
+from tl_geometry.linalg import rotation_exp
+from tl_geometry.residuals import flow_map
+
+LAWS = settings(deadline=None, max_examples=20)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def planted(
+    d: int, states: int, *, alpha: float = 0.5, rate: float = 0.2, stretch: float = 0.3, turn: float = 0.3, vary: float = 0.2, seed: int = 0
+):
+    """A model with known rotations and stretches."""
+    U = [torch.linalg.qr(noise(d, d, seed=seed)).Q]
+    for k in range(1, states):
+        a = noise(d, d, seed=seed + k)
+        U.append(U[-1] @ rotation_exp(turn * (a - a.mT) / (2 * d) ** 0.5))
+    gap = torch.linspace(1.5, 0.0, d).double().exp()
+    S = torch.stack([gap * torch.exp(stretch * k * (1 + vary * noise(d, seed=99))) for k in range(states)])
+    times = torch.arange(1, states + 1).double()
+    return LangevinModel(
+        basis=torch.eye(d).double(), U=torch.stack(U), S=S, observed=S, times=times, outside=torch.zeros(states).double(),
+        alpha=alpha, rate=rate, trajectories=100,
+    )  # fmt: skip
+
+
+SMALL = st.fixed_dictionaries({
+    "d": st.integers(2, 6), "states": st.integers(2, 5), "alpha": st.floats(0.1, 2), "rate": st.floats(0.05, 0.6),
+    "seed": st.integers(0, 10**5),
+})  # fmt: skip
+
+
+@LAWS
+@given(SMALL, st.floats(0, 1))
+def test_rotations_are_orthogonal_and_continuous(chosen, where):
+    model = planted(**chosen)
+    first, last = float(model.times[0]), float(model.times[-1])
+    t = first + where * (last - first)
+    R = model.rotation(t)
+    assert torch.allclose(R.mT @ R, torch.eye(len(R)).double(), atol=1e-10)
+    for k, time in enumerate(model.times):
+        assert torch.allclose(model.rotation(float(time)), model.U[k], atol=1e-12)
+        for side in (-1e-7, 1e-7):
+            if first <= float(time) + side <= last:
+                assert torch.allclose(model.rotation(float(time) + side), model.U[k], atol=1e-5)
+                assert torch.allclose(model.sigma(float(time) + side), model.S[k], rtol=1e-5)
+    assert bool((model.sigma(t) > 0).all())
+
+
+@LAWS
+@given(SMALL)
+def test_moments_solve_the_fokker_planck_equations(chosen):
+    model = planted(**chosen)
+    d = model.S.shape[1]
+    mean, root = noise(d, seed=1), noise(d, d, seed=2)
+    covariance = root @ root.mT
+
+    def rates(t: float, y: np.ndarray) -> np.ndarray:
+        m, C = y[:d], y[d:].reshape(d, d)
+        A = model.drift(t).numpy()
+        return np.concatenate([A @ m, (A @ C + C @ A.T + model.diffusion(t) ** 2 * np.eye(d)).ravel()])
+
+    y, s = np.concatenate([mean.numpy(), covariance.numpy().ravel()]), float(model.times[0])
+    for k in range(min(2, len(model.times) - 1)):  # interval by interval: the drift jumps at the states
+        a, b = float(model.times[k]), float(model.times[k + 1])
+        y = solve_ivp(rates, (a, b - 1e-12), y, rtol=1e-9, atol=1e-11).y[:, -1]
+        m, C = model.moments(mean, covariance, s, b)
+        assert np.abs(m.numpy() - y[:d]).max() <= 1e-5 * max(1, np.abs(y[:d]).max())
+        assert np.abs(C.numpy().ravel() - y[d:]).max() <= 1e-5 * np.abs(y[d:]).max()
+
+
+def test_the_density_of_the_moments_solves_the_fokker_planck_equation_in_the_plane():
+    model = planted(2, 3)
+    m0, C0, t, h = torch.tensor([0.5, -0.2]).double(), torch.eye(2).double(), 1.6, 1e-3
+
+    def density(time: float, x: Tensor) -> Tensor:
+        m, C = model.moments(m0, C0, 1.0, time)
+        z = x - m
+        return torch.exp(-0.5 * (z @ torch.linalg.inv(C) * z).sum(-1)) / (2 * math.pi * torch.det(C).sqrt())
+
+    x = noise(20, 2, seed=3)
+    A, D, e = model.drift(t), model.diffusion(t) ** 2, torch.eye(2).double() * h
+    left = (density(t + h, x) - density(t - h, x)) / (2 * h)
+    flux, spread = torch.zeros(20).double(), torch.zeros(20).double()
+    for i in range(2):
+        ahead, behind = density(t, x + e[i]), density(t, x - e[i])
+        flux += (((x + e[i]) @ A.mT)[:, i] * ahead - ((x - e[i]) @ A.mT)[:, i] * behind) / (2 * h)
+        spread += (ahead - 2 * density(t, x) + behind) / h**2
+    assert torch.allclose(left, -flux + D / 2 * spread, atol=1e-5)
+    assert float(left.abs().max()) > 1e-3
+
+
+@LAWS
+@given(SMALL)
+def test_transitions_compose_and_noise_adds_up(chosen):
+    model = planted(**chosen)
+    s, u, t = float(model.times[0]), float(model.times[0]) + 0.4, float(model.times[-1])
+    assert torch.allclose(model.transition(u, t) @ model.transition(s, u), model.transition(s, t), atol=1e-9)
+    inner, phi = model.noise_covariance(s, u), model.transition(u, t)
+    whole = phi @ inner @ phi.mT + model.noise_covariance(u, t)
+    assert torch.allclose(whole, model.noise_covariance(s, t), rtol=1e-6, atol=1e-9)
+
+
+def test_the_noise_integral_has_its_closed_form_without_stretching():
+    model = planted(3, 4, stretch=0.0)
+    expected = 0.5 * (math.exp(0.2 * 3.5) - math.exp(0.2 * 1.25)) / model.S[0].square()
+    assert torch.allclose(model.noise_integral(1.25, 3.5), expected, rtol=1e-12)
+    C = model.noise_covariance(1.25, 3.5)  # then the increment law holds exactly, in every direction
+    assert torch.allclose(C, 0.5 * (math.exp(0.7) - math.exp(0.25)) * torch.eye(3).double(), atol=1e-12)
+
+
+def test_integrators_converge_at_their_orders_without_noise():
+    model = planted(4, 3, turn=0.6).with_noise(0.0, 0.0)
+    x = noise(5, 4, seed=1)
+    true = model.simulate(x, [2.5, 3.0])
+
+    def error(method: str, dt: float) -> float:
+        return float((model.simulate(x, [2.5, 3.0], method=method, dt=dt) - true).abs().max())
+
+    for method, order in (("euler", 1), ("heun", 2)):
+        ratio = error(method, 0.05) / error(method, 0.025)
+        assert abs(math.log2(ratio) - order) < 0.25
+
+
+def test_the_published_drift_is_wrong_unless_splines_hold_variances():
+    model = planted(3, 3).with_noise(0.0, 0.0)
+    x = noise(4, 3, seed=1)
+    true = model.simulate(x, [3.0])
+    right = model.simulate(x, [3.0], method="euler", dt=0.005)
+    halved = model.with_preset("reference").simulate(x, [3.0], method="euler", dt=0.005)
+    assert float((right - true).norm() / true.norm()) < 0.02
+    assert float((halved - true).norm() / true.norm()) > 0.1
+    with pytest.raises(GeometryError, match=r'expected "euler" with preset="reference"'):
+        model.with_preset("reference").simulate(x, [3.0])
+
+
+@pytest.mark.parametrize("method", ["exact", "euler", "heun"])
+def test_simulated_moments_approach_the_closed_form(method):
+    model = planted(3, 3, alpha=2.0, rate=0.4)
+    x = torch.tensor([[1.0, -2.0, 0.5]]).double()
+    found = model.simulate(x, [1.7, 3.0], method=method, samples=40000, dt=0.02, seed=3)
+    assert found.shape == (40000, 1, 2, 3)
+    for i, t in enumerate((1.7, 3.0)):
+        mean, C = model.moments(x[0], torch.zeros(3, 3).double(), 1.0, t)
+        rows = found[:, 0, i]
+        assert float((rows.mean(0) - mean).abs().max()) < 5 * float(C.diagonal().max().sqrt()) / 200 + 0.02 * float(mean.abs().max())
+        assert float((rows.mT.cov() - C).abs().max() / C.abs().max()) < 0.06
+
+
+def test_exact_steps_through_more_times_have_the_same_law_and_seeds_decide():
+    model = planted(2, 4)
+    x = noise(1, 2)
+    a = model.simulate(x, [4.0], samples=30000, seed=1)[:, 0, 0]
+    b = model.simulate(x, [2.0, 2.5, 4.0], samples=30000, seed=2)[:, 0, -1]
+    assert float((a.mT.cov() - b.mT.cov()).abs().max() / a.mT.cov().abs().max()) < 0.06
+    assert torch.equal(model.simulate(x, [2.0], seed=5), model.simulate(x, [2.0], seed=5))
+    assert not torch.equal(model.simulate(x, [2.0], seed=5), model.simulate(x, [2.0], seed=6))
+    assert model.simulate(x, [2.0], dtype=torch.float32).dtype == torch.float32
+
+
+# fitting
+
+
+@cache
+def ensemble(alpha: float, n: int = 20000) -> tuple[LangevinModel, Tensor]:
+    """Paths of a planted model; starts have exactly orthogonal coordinates, so that its directions are the frames' own."""
+    model = planted(5, 9, alpha=alpha, rate=0.25, stretch=0.15, turn=0.15, vary=0.05)
+    y = torch.linalg.qr(noise(n, 5, seed=11)).Q * n**0.5
+    x = (y * model.S[0]) @ model.U[0].mT
+    later = model.simulate(x, model.times.tolist(), seed=4)[0]
+    return model, later
+
+
+@pytest.mark.parametrize(("stretch", "alpha"), [("regression", 0.3), ("regression", 0.02), ("spectral", 0.02)])
+def test_a_planted_equation_is_recovered_within_five_percent(stretch, alpha):
+    model, X = ensemble(alpha)
+    fitted = LangevinModel.fit(X, stretch=stretch)
+    cosine = (fitted.U * model.U).sum(1).abs()
+    assert float(cosine.min()) > 0.95
+    growth, planted_growth = fitted.S[1:] / fitted.S[:-1], model.S[1:] / model.S[:-1]
+    assert float((growth / planted_growth - 1).abs().max()) < 0.05
+    assert abs(fitted.rate / model.rate - 1) < 0.05
+    assert abs(fitted.alpha * fitted.rate / (model.alpha * model.rate) - 1) < 0.05
+    assert abs(fitted.alpha / model.alpha - 1) < 0.05
+
+
+def test_a_spectral_stretch_already_contains_the_noise_and_the_model_says_so():
+    _, X = ensemble(0.3)
+    spectral, regression = LangevinModel.fit(X), LangevinModel.fit(X, stretch="regression")
+    far = spectral.consistency().energy_ratio[0, -1]
+    assert float(far) > 1.05
+    assert abs(float(regression.consistency().energy_ratio[0, -1]) - 1) < 0.02
+    again = spectral.simulate(X[:, 0], [float(spectral.times[-1])])[0, :, 0]
+    assert abs(float(again.square().sum() / X[:, -1].square().sum()) / float(far) - 1) < 0.02
+
+
+def test_the_equations_own_noise_disagrees_with_both_published_laws_where_it_stretches():
+    stretched, plain = planted(5, 4, stretch=0.4).consistency(), planted(5, 4, stretch=0.0).consistency()
+    upper = torch.ones(4, 4).triu(1).bool()
+    assert torch.allclose(plain.sde_log_variance[upper], plain.increment[upper], atol=1e-9)
+    assert torch.allclose(plain.anisotropy[upper], torch.ones(6).double())
+    assert float((stretched.sde_log_variance - stretched.increment)[0, 3]) > 0.5
+    assert float((plain.sde_log_variance - plain.asymptotic)[0, 1]) < -0.5
+    assert float(stretched.anisotropy[0, 3]) > 1.2
+    assert bool(torch.isnan(plain.increment[~upper]).all())
+
+
+def test_exact_flow_without_noise_is_the_linear_extrapolation():
+    X = noise(30, 4, 5, seed=2) @ torch.diag(torch.tensor([5.0, 4, 3, 2, 1]).double()) + 0.5
+    frames, _ = proper_rotations(fit_frames(X))
+    model = LangevinModel.fit(X, noise=(0.0, 0.0))
+    expected = flow_map(frames, 1, 3)(X[:, 1])
+    assert torch.allclose(model.simulate(X[:, 1], [4.0], start=2.0)[0, :, 0], expected, atol=1e-9)
+    assert torch.allclose(expected.mT @ expected, X[:, 3].mT @ X[:, 3], atol=1e-8)
+
+
+@LAWS
+@given(st.integers(2, 5), st.integers(2, 6), st.integers(0, 10**6))
+def test_reflections_become_rotations_without_touching_alignment_or_moments(d, states, seed):
+    X = noise(d + 4, states, d, seed=seed)
+    before = fit_frames(X)
+    after, flips = proper_rotations(before)
+    for k in range(states - 1):
+        assert float(torch.det(after.U[k].mT @ after.U[k + 1])) > 0
+    assert torch.equal((after.U * before.U).sum(1).abs().round(decimals=6), torch.ones(states, d).double())
+    assert torch.allclose(after.overlap.abs(), before.overlap.abs())
+    signs = torch.det(before.U[:-1].mT @ before.U[1:]) < 0
+    assert flips == int(signs.sum())
+    changed = (after.U * before.U).sum(1).sign().diff(dim=0).abs().sum(1) / 2
+    assert torch.equal(changed > 0, signs)
+
+
+def test_fewer_trajectories_than_coordinates_live_in_a_common_basis():
+    X = noise(6, 1, 12, seed=1) @ torch.diag(torch.linspace(3, 1, 12).double()) * torch.linspace(1, 2, 4).double().view(1, 4, 1)
+    X = X + 0.01 * noise(6, 4, 12, seed=2)
+    model = LangevinModel.fit(X, noise=(0.1, 0.2))
+    assert model.basis.shape == (12, 6)
+    assert float(model.outside.max()) < 0.01
+    R = model.rotation(2.3)
+    assert torch.allclose(R.mT @ R, torch.eye(6).double(), atol=1e-10)
+    inside = X[:, 0] @ model.basis @ model.basis.mT
+    assert torch.allclose(model.simulate(X[:, 0], [1.0])[0, :, 0], inside, atol=1e-10)
+    with pytest.raises(GeometryError, match=r"rank: expected at most 6 \(trajectories\), got 9"):
+        LangevinModel.fit(X, rank=9)
+
+
+def test_interpolation_passes_through_all_states():
+    X = noise(20, 4, 5, seed=3)
+    model = LangevinModel.fit(X, noise=(0.0, 0.0))
+    for s in range(4):
+        assert torch.allclose(model.interpolate(X, s + 1.0), X[:, s], atol=1e-9)
+    near = model.interpolate(X, 2.0 + 1e-6)
+    assert torch.allclose(near, X[:, 1], atol=1e-3)
+    assert not torch.allclose(model.interpolate(X, 2.5), X[:, 1], atol=1e-2)
+
+
+def test_a_state_without_energy_in_a_direction_is_clamped_and_flagged():
+    X = noise(20, 3, 4, seed=4)
+    X[:, 1, 3] = 0
+    model = LangevinModel.fit(X, noise=(0.1, 0.1))
+    assert model.clamped == 1
+    assert model.provenance.flags == ("1 stretches clamped",)
+    assert bool(torch.isfinite(model.simulate(X[:, 0], [3.0])).all())
+
+
+def test_models_survive_a_file(tmp_path):
+    model = planted(3, 3)
+    again = LangevinModel.load(model.save(tmp_path / "flow.safetensors"))
+    assert torch.equal(again.transition(1.0, 2.7), model.transition(1.0, 2.7))
+    assert again.alpha == model.alpha
+
+
+def test_errors_name_what_was_expected():
+    model = planted(3, 3)
+    with pytest.raises(GeometryError, match=r"time: expected 1 to 3 \(layers\), got 3.5"):
+        model.rotation(3.5)
+    with pytest.raises(GeometryError, match="times: expected start <= end, got 3 and 2"):
+        model.transition(3.0, 2.0)
+    with pytest.raises(GeometryError, match=r"times: expected increasing times from 1, got \[2.0, 1.5\]"):
+        model.simulate(noise(1, 3), [2.0, 1.5])
+    with pytest.raises(GeometryError, match=r"noise: expected alpha . lambda >= 0"):
+        model.with_noise(0.5, -0.1)
+    with pytest.raises(GeometryError, match="method: expected one of 'exact', 'euler', 'heun', got 'rk4'"):
+        model.simulate(noise(1, 3), [2.0], method="rk4")
