@@ -63,9 +63,13 @@ def smoothness(pos: Float[Tensor, "*batch position d_model"], m: int = 1) -> Flo
     >>> round(float(smoothness(torch.cos(torch.pi * t)[:, None].double())), 2)
     9.87
     """
-    largest = pos.square().sum(-1).amax(-1)
-    size = finite_difference(pos, m).square().sum(-1).amax(-1)
-    return torch.where(largest > 0, size / largest, torch.nan)
+    require(m >= 0, "m", expected="0 or more differences", got=m)
+    largest = torch.linalg.vector_norm(pos, dim=-1).amax(-1)
+    # by symmetry the rows of X repeat beyond the first T + m, up to sign
+    rows = torch.cat([pos[..., :m, :].flip(-2), pos, pos[..., pos.shape[-2] - m :, :].flip(-2)], dim=-2)
+    size = rows.diff(n=m, dim=-2) if m <= pos.shape[-2] else _halved_difference(pos, m) * 2.0**m
+    ratio = torch.linalg.vector_norm(size, dim=-1).amax(-1) / largest * float(pos.shape[-2]) ** m
+    return torch.where(largest > 0, ratio.square(), torch.nan)
 
 
 def dct_vectors(positions: int, k: int, *, printed: bool = False) -> Float[Tensor, "position rank"]:

@@ -261,7 +261,7 @@ def roughness(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*
 
 
 def pca_view(
-    rows: Float[Tensor, "*batch row d_model"], V: Float[Tensor, "*batch d_model rank"], dims: int = 2
+    rows: Float[Tensor, "*batch row d_model"], V: Float[Tensor, "... d_model rank"], dims: int = 2
 ) -> Float[Tensor, "*batch row column"]:
     """Coordinates on the leading right singular vectors of P, without further centring: pos is centred, cvec is not centred again.
 

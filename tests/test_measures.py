@@ -1,0 +1,320 @@
+"""Laws of the reports: planted answers, jackknife by brute force, nulls that have lost the effect, floors, degenerate bases."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tl_geometry import contextual, decompose, decompose_tensor, linalg, positional
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import GeometryError
+from tl_geometry.verbs import comparison, measures, resample
+
+CONTEXTS, POSITIONS, D = 24, 48, 12
+
+
+def gaussian(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def planted(*, noise: float = 0.3, seed: int = 0, contexts: int = CONTEXTS) -> Tensor:
+    """Two states [state context position d_model] with three smooth positional directions, three documents, noise and a large mean."""
+    t = torch.linspace(0, 1, POSITIONS, dtype=torch.float64)
+    curve = torch.stack([torch.cos(math.pi * j * t) for j in (1, 2, 3)], dim=1) @ gaussian(100, 3, D)
+    documents = 2 * gaussian(101, 3, D)[torch.arange(contexts) % 3]
+    h = curve + documents[:, None] + noise * gaussian(seed, 2, contexts, POSITIONS, D)
+    return h + 10 * gaussian(102, D)
+
+
+def basis_of(h: Tensor, **options: object) -> PositionContext:
+    return decompose(h, progress=False, moments_dtype=torch.float64, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def basis() -> PositionContext:
+    return basis_of(planted())
+
+
+@pytest.fixture(scope="module")
+def report(basis: PositionContext) -> measures.PositionalReport:
+    return measures.positional_report(basis, k=4)
+
+
+def test_values_are_those_of_the_whole_basis(report: measures.PositionalReport) -> None:
+    h = planted()
+    for i in range(2):
+        M = (h[i] - h[i].mean((0, 1))).numpy()
+        P = M.mean(0)
+        s = np.linalg.svd(P, compute_uv=False)
+        assert np.allclose(report.singular_values[i], s)
+        assert float(report["stable_rank"][i]) == pytest.approx((s**2).sum() / s[0] ** 2)
+        paper = math.sqrt(CONTEXTS) * s[0] / np.linalg.norm(M.reshape(-1, D), 2)
+        assert float(report["relative_norm"][i]) == pytest.approx(paper)
+        raw = math.sqrt(CONTEXTS) * s[0] / np.linalg.norm(h[i].reshape(-1, D).numpy(), 2)
+        assert float(report["relative_norm_reference"][i]) == pytest.approx(raw)
+        assert float(report["roughness"][i]) == pytest.approx((np.diff(P, axis=0) ** 2).sum() / (P**2).sum())
+    assert report["rank"].tolist() == [3, 3]
+    assert (report["low_frequency"] > 0.9).all()
+    assert report.fourier.shape == (2, 10, 10)
+
+
+def test_jackknife_is_that_of_the_decomposition_without_each_group(report: measures.PositionalReport) -> None:
+    h, left_out = planted(), []
+    for g in range(8):
+        kept = torch.arange(CONTEXTS) % 8 != g
+        P = decompose_tensor(h[:, kept]).pos
+        left_out.append(torch.stack([linalg.stable_rank(torch.linalg.svdvals(P)), positional.roughness(P)]))
+    for name, values in zip(("stable_rank", "roughness"), torch.stack(left_out, dim=1), strict=True):
+        expected = np.sqrt(7 / 8 * ((values.numpy() - values.numpy().mean(0)) ** 2).sum(0))
+        assert np.allclose(report.errors[name], expected, rtol=1e-6)
+
+
+def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(report: measures.PositionalReport) -> None:
+    assert report.curve_contexts == (3, 6, 12, 24)
+    h, group = planted(), torch.arange(CONTEXTS) % 8
+    halves = [linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, part]).pos)) for part in (group < 4, group >= 4)]
+    assert torch.allclose(report.curve["stable_rank"][2], (halves[0] + halves[1]) / 2)
+    for name, values in report.curve.items():
+        assert torch.equal(values[-1], report[name])
+    rough = report.curve["roughness"]
+    assert (rough[0] > rough[1]).all()  # sampling noise falls with C
+    assert (rough[1] > rough[2]).all()
+    rows = report.learning_curve()
+    assert ("rank", 24, 0, float(report["rank"][0])) in rows
+    assert len(rows) == 4 * 2 * len(report.curve)
+
+
+def test_jackknife_error_covers_the_truth_and_shrinks_with_the_corpus() -> None:
+    """The error of roughness over fresh corpora is what the jackknife says, within a factor of two; four times C halves it."""
+    values, errors = [], []
+    for seed in range(24):
+        found = measures.positional_report(basis_of(planted(seed=1000 + seed)), k=4, nulls=False)
+        values.append(float(found["stable_rank"][0]))
+        errors.append(float(found.errors["stable_rank"][0]))
+    assert 0.5 < np.mean(errors) / np.std(values) < 2
+    more = measures.positional_report(basis_of(planted(seed=5, contexts=4 * CONTEXTS)), k=4, nulls=False)
+    assert float(more.errors["stable_rank"][0]) < 0.75 * np.mean(errors)
+
+
+def test_nulls_have_lost_the_effect(report: measures.PositionalReport) -> None:
+    for i in range(2):
+        assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency|shuffled"][i]
+        assert report["smoothness"][i] < 0.2 * report.nulls["smoothness|shuffled"][i]
+        assert report["roughness"][i] < 0.2 * report.nulls["roughness|noise"][i]
+        assert report["relative_norm"][i] > 5 * report.nulls["relative_norm|noise"][i]
+        assert report["stable_rank"][i] < report.nulls["stable_rank|isotropic"][i]
+        assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency|isotropic"][i]
+    assert (report["split_half"] > 0.98).all()
+    nothing = measures.positional_report(basis_of(gaussian(7, 1, CONTEXTS, POSITIONS, D)), k=4)
+    assert float(nothing["relative_norm"]) == pytest.approx(float(nothing.nulls["relative_norm|noise"]), rel=0.3)
+    assert abs(float(nothing["low_frequency"]) - float(nothing.nulls["low_frequency|shuffled"])) < 0.15
+    assert abs(float(nothing["split_half"])) < 0.2
+
+
+def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
+    """E|P_null|^2 is what averages over C contexts of independent noise leave: (1 - 1/T) T d / C."""
+    bare = basis_of(gaussian(3, 1, 64, POSITIONS, D) + 20 * gaussian(4, POSITIONS, D))
+    noise = resample.window_means(bare, 0, resample.noise_weights(bare, 30, seed=0))
+    noise = noise - noise.mean(1, keepdim=True)
+    assert float(noise.square().sum((1, 2)).mean()) == pytest.approx((POSITIONS - 1) * D / 64, rel=0.1)
+    whole = resample.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
+    assert float(whole.square().sum()) > 100 * float(noise[0].square().sum())
+
+
+def test_report_is_deterministic_saved_and_tabulated(basis: PositionContext, report: measures.PositionalReport, tmp_path: Path) -> None:
+    again = measures.positional_report(basis, k=4)
+    assert all(torch.equal(again.nulls[n], report.nulls[n]) for n in report.nulls)
+    loaded = measures.PositionalReport.load(report.save(tmp_path / "r.safetensors"))
+    assert torch.equal(loaded["rank"], report["rank"])
+    assert loaded.nulls.keys() == report.nulls.keys()
+    frame = report.to_dataframe()
+    assert list(frame["state"]) == [0, 1]
+    assert {"rank", "rank_se", "rank_noise", "low_frequency_shuffled", "fracture_at"} <= set(frame.columns)
+    bare = measures.positional_report(basis, jackknife=False, nulls=False)
+    assert not bare.errors
+    assert not bare.nulls
+    assert not bare.curve
+    assert torch.equal(bare["roughness"], report["roughness"])
+    with pytest.raises(GeometryError, match="one of rank, threshold"):
+        report["ranks"]
+
+
+def test_fracture_is_given_in_absolute_columns() -> None:
+    h = planted(noise=0.01)
+    h[:, :, 20:] = h[:, :, 20:] @ torch.linalg.qr(gaussian(9, D, D)).Q
+    found = measures.positional_report(basis_of(h, window=(5, POSITIONS)), k=4)
+    assert found["fracture_at"].tolist() == [19, 19]
+    assert (found["fracture"] > 10).all()
+
+
+def test_short_windows_and_missing_moments_are_flagged() -> None:
+    short = measures.positional_report(basis_of(gaussian(0, 1, 8, 3, 6), second_moments=False))
+    assert short["rank"].isnan().all()
+    assert short["relative_norm"].isnan().all()
+    assert "rank bound k=0 of 20 (short window)" in short.provenance.flags
+    assert "no second moments: no relative norm" in short.provenance.flags
+    single = measures.positional_report(basis_of(gaussian(0, 1, 1, 10, 6)), k=2)
+    assert not single.errors
+    assert single["split_half"].isnan().all()
+    assert not any("noise" in n for n in single.nulls)
+    constant = measures.positional_report(basis_of(torch.ones(1, 8, 10, 6)), k=2)
+    assert constant["rank"].tolist() == [0]
+    assert constant["stable_rank"].isnan().all()
+
+
+# --- Context --------------------------------------------------------------------------------------------------------
+
+
+LABELS = torch.arange(CONTEXTS) % 3
+
+
+def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: PositionContext) -> None:
+    found = measures.contextual_report(basis, LABELS, rank=3)
+    parts = decompose_tensor(planted())
+    incoherent = contextual.incoherence(parts.pos, parts.ctx)
+    similar = contextual.cluster_similarity(parts.ctx, LABELS)
+    rows = LABELS.repeat_interleave(POSITIONS)
+    for name, expected in {
+        "incoherence_max": incoherent.max,
+        "incoherence_avg": incoherent.avg,
+        "intra": similar.intra,
+        "inter": similar.inter,
+        "intra_reference": contextual.cluster_similarity(parts.ctx, LABELS, preset="reference").intra,
+        "overlap": contextual.subspace_overlap(parts.pos, parts.ctx, 3).overlap,
+        "compactness_raw": contextual.cluster_compactness(planted().flatten(1, 2), rows),
+        "compactness_cvec": contextual.cluster_compactness(parts.cvec.flatten(1, 2), rows),
+    }.items():
+        assert torch.allclose(found[name], expected, rtol=1e-6), name
+    assert found.similarity is not None
+    assert torch.allclose(found.similarity, similar.table)
+    assert (found["compactness_cvec"] >= found["compactness_raw"]).all()
+    assert (found["intra"] > 1.3 * found.nulls["intra|shuffled"]).all()
+    assert (found["compactness_raw"] > 5 * found.nulls["compactness_raw|shuffled"]).all()
+    assert found.nulls["incoherence_rms|random"].tolist() == [1 / math.sqrt(D)] * 2
+
+
+def test_contextual_jackknife_leaves_whole_groups_out(basis: PositionContext) -> None:
+    found = measures.contextual_report(basis, LABELS, rank=3, nulls=False)
+    h, values = planted(), []
+    for g in range(8):
+        kept = torch.arange(CONTEXTS) % 8 != g
+        parts = decompose_tensor(h[:, kept])
+        similar = contextual.cluster_similarity(parts.ctx, LABELS[kept])
+        values.append(torch.stack([contextual.incoherence(parts.pos, parts.ctx).avg, similar.inter]))
+    expected = torch.stack(values).numpy()
+    expected = np.sqrt(7 / 8 * ((expected - expected.mean(0)) ** 2).sum(0))
+    assert np.allclose(found.errors["incoherence_avg"], expected[0], rtol=1e-6)
+    assert np.allclose(found.errors["inter"], expected[1], rtol=1e-6)
+    assert found.curve_contexts == (3, 6, 12, 24)
+
+
+def test_flipped_signs_keep_outlier_coordinates_and_lose_alignment() -> None:
+    h = gaussian(0, 1, CONTEXTS, POSITIONS, D)
+    shared = gaussian(1, D)
+    h = h + 5 * gaussian(2, CONTEXTS, 1, 1) * shared + 5 * gaussian(3, POSITIONS, 1) * shared
+    aligned = measures.contextual_report(basis_of(h), jackknife=False)
+    assert aligned["incoherence_avg"] > 1.5 * aligned.nulls["incoherence_avg|flipped"]
+    outlier = torch.zeros(D, dtype=torch.float64)
+    outlier[0] = 1
+    h = gaussian(0, 1, CONTEXTS, POSITIONS, D) + 5 * gaussian(2, CONTEXTS, 1, 1) * outlier + 5 * gaussian(3, POSITIONS, 1) * outlier
+    spiked = measures.contextual_report(basis_of(h), jackknife=False)
+    assert spiked["incoherence_avg"] > 2 * spiked.nulls["incoherence_avg|random"]
+    assert float(spiked.nulls["incoherence_avg|flipped"]) == pytest.approx(float(spiked["incoherence_avg"]), rel=0.1)
+
+
+def test_contextual_report_without_documents_and_its_refusals(basis: PositionContext) -> None:
+    bare = measures.contextual_report(basis, jackknife=False)
+    assert "intra" not in bare.values
+    assert bare.similarity is None
+    with pytest.raises(GeometryError, match=r"a label >= 0 for each of 24 contexts, got int64 tensor of shape \(3,\)"):
+        measures.contextual_report(basis, [0, 1, 2])
+    with pytest.raises(GeometryError, match="keep_ctx=True"):
+        measures.contextual_report(basis_of(planted(), keep_ctx=False))
+    hyperplane = planted() @ (torch.eye(D, dtype=torch.float64) - 1 / D)
+    flagged = measures.contextual_report(basis_of(hyperplane), LABELS, jackknife=False)
+    assert flagged["compactness_raw"].isnan().all()
+    assert any("covariance singular at states [0, 1]" in f for f in flagged.provenance.flags)
+    projected = measures.contextual_report(basis_of(hyperplane), LABELS, jackknife=False, space=("pca", 4))
+    assert (projected["compactness_raw"] > 0).all()
+
+
+def test_merged_basis_has_no_known_groups_and_says_so() -> None:
+    h = planted()
+    parts = [basis_of(h[:, :11]), basis_of(h[:, 11:])]
+    merged = measures.contextual_report(PositionContext.merge(parts), LABELS)
+    assert "groups of contexts not known (merged basis): no errors" in merged.provenance.flags
+    whole = measures.contextual_report(basis_of(h), LABELS, jackknife=False)
+    assert torch.allclose(merged["intra"], whole["intra"])
+
+
+def test_many_contexts_are_thinned_for_similarities_and_flagged(monkeypatch: pytest.MonkeyPatch, basis: PositionContext) -> None:
+    full = measures.contextual_report(basis, LABELS, jackknife=False)
+    monkeypatch.setattr(measures, "SIMILARITY_LIMIT", 12)
+    thin = measures.contextual_report(basis, LABELS, jackknife=False)
+    assert "similarities from 12 contexts" in thin.provenance.flags
+    assert not torch.equal(thin["intra"], full["intra"])
+    assert torch.equal(thin["incoherence_avg"], full["incoherence_avg"])
+
+
+# --- Comparison -----------------------------------------------------------------------------------------------------
+
+
+def test_comparison_of_a_basis_with_itself_and_its_rotation(basis: PositionContext) -> None:
+    same = comparison.compare_bases(basis, basis)
+    assert same.rank == (3, 3)
+    assert torch.allclose(same.angle_max, torch.zeros(2).double(), atol=1e-7)
+    assert torch.allclose(same.difference, torch.zeros(2).double(), atol=1e-9)
+    Q = torch.linalg.qr(gaussian(5, D, D)).Q
+    turned = comparison.compare_bases(basis, basis_of(3 * planted() @ Q), rank=3)
+    assert torch.allclose(turned.procrustes, torch.ones(2).double())
+    assert (turned.angle_max > 0.2).all()
+    assert (turned.difference > 0.5).all()
+
+
+def test_comparison_numbers_against_scipy(basis: PositionContext) -> None:
+    import scipy.linalg
+
+    other = basis_of(planted(seed=3) @ (torch.eye(D) + 0.3 * gaussian(6, D, D)))
+    found = comparison.compare_bases(basis, other, rank=3, states=[(0, 1)])
+    A, B = basis.pos[0].numpy(), other.pos[1].numpy()
+    spans = [np.linalg.svd(x)[2][:3].T for x in (A, B)]
+    angles = scipy.linalg.subspace_angles(*spans)
+    assert float(found.angle_max) == pytest.approx(angles.max())
+    assert float(found.angle_mean) == pytest.approx(angles.mean())
+    assert float(found.overlap) == pytest.approx((np.cos(angles) ** 2).mean())
+    _, scale = scipy.linalg.orthogonal_procrustes(A, B)
+    assert float(found.procrustes) == pytest.approx(scale / np.linalg.norm(A) / np.linalg.norm(B))
+    assert float(found.difference) == pytest.approx(np.linalg.norm(A - B) / math.sqrt(np.linalg.norm(A) * np.linalg.norm(B)))
+
+
+def test_two_corpora_agree_to_the_floor_and_two_models_do_not(basis: PositionContext) -> None:
+    corpus = comparison.compare_bases(basis, basis_of(planted(seed=77)))
+    assert (corpus.difference < corpus.difference_floor).all()
+    assert (corpus.procrustes > corpus.procrustes_floor).all()
+    model = planted(seed=78)
+    model[:, :, :, :] = model.flip(-1)
+    apart = comparison.compare_bases(basis, basis_of(model))
+    assert (apart.difference > 3 * apart.difference_floor).all()
+    assert (apart.overlap < apart.overlap_floor).all()
+    assert apart.overlap_random.tolist() == [3 / D] * 2
+
+
+def test_comparison_across_sizes_and_its_refusals(basis: PositionContext) -> None:
+    wide = basis_of(torch.nn.functional.pad(planted(), (0, 3)))
+    found = comparison.compare_bases(basis, wide)
+    assert torch.allclose(found.procrustes, torch.ones(2).double())
+    assert found.angle_max.isnan().all()
+    assert found.mean_cosine.isnan().all()
+    with pytest.raises(GeometryError, match="equal lengths, 48 positions, got 40"):
+        comparison.compare_bases(basis, basis_of(planted(), window=(8, POSITIONS)))
+    with pytest.raises(GeometryError, match="1 to 12 directions"):
+        comparison.compare_bases(basis, basis, rank=13)
+    with pytest.raises(GeometryError, match="pairs of states"):
+        comparison.compare_bases(basis, basis, states=[])
+    one = basis_of(planted()[:, :1])
+    assert comparison.compare_bases(one, one, rank=2).difference_floor.isnan().all()
