@@ -1,0 +1,114 @@
+"""Tiny models of every architecture with all parameters random (gains and biases too) and real attention, built offline.
+
+A freshly initialised model has unit gains, zero biases and near-uniform attention, on which most mistakes leave no trace.
+:func:`tiny` therefore redraws every parameter and asserts that attention is real.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tl_geometry.adapters.loading import from_hf
+
+HAS_HOOKED = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
+"""Whether the installed TransformerLens has HookedTransformer and HookedEncoder (3.x)."""
+D, HEADS, VOCAB, CTX = 32, 4, 61, 64
+_PLAIN = {"vocab_size": VOCAB, "hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 64}
+_PLAIN |= {"max_position_embeddings": CTX, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": D, "n_layer": 2, "n_head": HEADS, "n_positions": CTX, "bos_token_id": 0, "eos_token_id": 1}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_GROUPED = {"num_key_value_heads": 2}
+_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", _GPT2),
+    "gpt2-inverse-layer": ("GPT2LMHeadModel", _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    "llama": ("LlamaForCausalLM", _PLAIN | _GROUPED),
+    "llama3-rope": ("LlamaForCausalLM", _PLAIN | _GROUPED | {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16}}),
+    "llama-yarn": ("LlamaForCausalLM", _PLAIN | _GROUPED | {"rope_parameters": _YARN}),
+    "bloom": ("BloomForCausalLM", {"vocab_size": VOCAB, "hidden_size": D, "n_layer": 2, "n_head": HEADS, "bos_token_id": 0}),
+    "bloom6": ("BloomForCausalLM", {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0}),
+    "mpt": ("MptForCausalLM", {"vocab_size": VOCAB, "d_model": D, "n_layers": 2, "n_heads": HEADS, "max_seq_len": CTX}),
+    "neox": ("GPTNeoXForCausalLM", _PLAIN | {"rotary_pct": 0.5, "use_parallel_residual": True}),
+    "neox-sequential": ("GPTNeoXForCausalLM", _PLAIN | {"rotary_pct": 0.5, "use_parallel_residual": False}),
+    "mistral": ("MistralForCausalLM", _PLAIN | _GROUPED | {"sliding_window": 6, "head_dim": 8}),
+    "qwen2": ("Qwen2ForCausalLM", _PLAIN | _GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", _PLAIN | _GROUPED | {"head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3ForCausalLM", _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "olmo2": ("Olmo2ForCausalLM", _PLAIN | _GROUPED),
+    "phi": ("PhiForCausalLM", _PLAIN | {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3ForCausalLM", _PLAIN | _GROUPED),
+    "cohere": ("CohereForCausalLM", _PLAIN | _GROUPED),
+    "cohere-qk-norm": ("CohereForCausalLM", _PLAIN | _GROUPED | {"use_qk_norm": True}),
+    "gpt-oss": ("GptOssForCausalLM", _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "falcon": ("FalconForCausalLM", {k: _PLAIN[k] for k in _PLAIN if k != "intermediate_size"} | {"multi_query": True}),
+    "falcon-alibi": ("FalconForCausalLM", {k: _PLAIN[k] for k in _PLAIN if k != "intermediate_size"} | {"alibi": True}),
+    "gptj": ("GPTJForCausalLM", _GPT2 | {"rotary_dim": 4}),
+    "opt": ("OPTForCausalLM", _PLAIN | {"ffn_dim": 128, "word_embed_proj_dim": D, "dropout": 0.0}),
+    "gpt-neo": (
+        "GPTNeoForCausalLM",
+        _PLAIN
+        | {"intermediate_size": 128, "num_layers": 2, "num_heads": HEADS, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+    ),
+    "bert": ("BertForMaskedLM", _PLAIN),
+    "roberta": ("RobertaForMaskedLM", _PLAIN),
+}
+"""Name -> Hugging Face class and configuration."""
+_FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
+_QUERY_KEY = ("q_proj", "k_proj", "query.", "key.", *_FUSED)
+
+
+def hf_model(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """The Hugging Face model of an architecture, every parameter redrawn."""
+    import transformers
+
+    name, settings = ARCHITECTURES[architecture]
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**settings)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = model_class(config).to(dtype).eval()
+    randomize(model, seed)
+    return model
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, seed: int = 0, sharpness: float = 2.4) -> None:
+    """Redraw every parameter: matrices at the scale of their fan-in, gains around one, biases; queries and keys enlarged."""
+    generator = torch.Generator().manual_seed(seed)
+    offset_gain = "Gemma" in type(model).__name__
+    for name, value in model.named_parameters():
+        draw = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        value.copy_(_redraw(name, value, draw, offset_gain, sharpness))
+
+
+def _redraw(name: str, value: Tensor, draw: Tensor, offset_gain: bool, sharpness: float) -> Tensor:
+    if value.dim() == 1 or "sinks" in name or ("norm" in name and value.dim() == 2):
+        if ("norm" not in name.lower() and "ln_" not in name) or name.endswith("bias"):
+            return 0.3 * draw
+        size = sharpness if any(s in name for s in ("q_norm", "k_norm")) else 1.0
+        return size * (1 + 0.3 * draw) - (1.0 if offset_gain else 0.0)
+    fan_in = value.shape[0] if "c_attn" in name or "c_proj" in name or "c_fc" in name else value.shape[-1]
+    if any(part in name for part in ("embed", "wte", "wpe")):
+        return draw
+    return draw / math.sqrt(fan_in) * (sharpness if any(part in name for part in _QUERY_KEY) else 1.0)
+
+
+def tokens(batch: int = 2, length: int = 16, seed: int = 1) -> Tensor:
+    """Random token ids ``[batch position]``."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def tiny(kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny model of ``kind`` ``"bridge"`` or ``"hooked"``, the same weights in both; cached, so do not edit it."""
+    return from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed, name=f"tiny-{architecture}", dtype=dtype)

@@ -1,0 +1,320 @@
+"""Views of attention layers: facts found once on the probe, applied to a forward pass, and verified against it every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from tl_geometry._check import describe, index, require
+from tl_geometry.adapters.facts import FactFinder, Facts, allowed_cells, centred_rows, scores_of, turn_of
+from tl_geometry.adapters.parameters import Parameters, part, upcast
+from tl_geometry.adapters.running import Runner, collect
+from tl_geometry.errors import ClosingError, UnsupportedModelError
+from tl_geometry.linalg import unit_roundoff
+from tl_geometry.records import ClosingReport, Hook, LayerHook, LayerView, NormWeights
+
+CORE = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z", "attn.hook_pattern", "attn.hook_attn_scores")
+TABLES = ("attn.hook_cos", "attn.hook_sin")
+CHUNK = 2**25
+"""Cells of scores that are checked at a time."""
+
+
+def closing_bound(roundoff: float, scale: float) -> float:
+    """The one tolerance on a model's own numbers: 32 u A in float32, 4 u A in half precision, 1e-12 A in float64."""
+    if roundoff < 2**-40:
+        return 1e-12 * scale
+    return (32 if roundoff <= 2**-24 else 4) * roundoff * scale
+
+
+@dataclass(eq=False)
+class Layers:
+    """The attention layers of one model; behind ``ModelView.layer``, ``.layer_hooks``, ``.run_layers``, ``.attention_norm``."""
+
+    parameters: Parameters
+    runner: Runner
+    probe: Mapping[str, Tensor]
+    causal: bool
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def available(runner: Runner, model: Any, layer: int) -> list[str]:
+        """Hooks of a layer that the probe records, as far as the class has them."""
+        if part(model.blocks[layer], "attn") is None:
+            return []
+        return [name for h in (*CORE, *TABLES) if runner.has(name := f"blocks.{layer}.{h}")]
+
+    def facts(self, layer: int) -> Facts:
+        """Facts of one layer, found on first use (memo lives as long as the weights stay the same)."""
+        index(layer, len(self.parameters.model.blocks), "layer")
+        if layer not in self.memo:
+            h = self.probe[f"blocks.{layer}.hook_resid_pre"]
+            finder = FactFinder(self.parameters, layer, self.probe, self.causal, h)
+            need = [f"blocks.{layer}.{name}" for name in CORE if f"blocks.{layer}.{name}" not in self.probe]
+            require(
+                not need, f"layer {layer} of {self.parameters.name}", expected="hooks of queries, keys and pattern",
+                got=f"no {', '.join(need)}", instead="a model with eager attention", error=UnsupportedModelError,
+            )  # fmt: skip
+            self.memo[layer] = replace(finder.find(), weights=None)
+        return self.memo[layer]
+
+    def norm(self, layer: int) -> NormWeights:
+        """The norm in front of the projections of one layer, as the model has it."""
+        norm = self.facts(layer).norm
+        dtype = upcast(next(iter(self.parameters.model.parameters()))).dtype
+        return replace(norm, gain=norm.gain.to(dtype), bias=norm.bias.to(dtype))
+
+    def hooks(self, layer: int) -> tuple[str, ...]:
+        """Hooks that a cache must hold for :meth:`view`."""
+        facts = self.facts(layer)
+        names = [h for h in CORE if h != "attn.hook_attn_scores" or facts.has_scores]
+        names += [h for h in TABLES if facts.rotation is not None and f"blocks.{layer}.{h}" in self.probe]
+        return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
+
+    def view(self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True, needed: Sequence[str] | None = None) -> LayerView:
+        """The layer as this forward pass went through it, verified.
+
+        Raises ``ClosingError`` where recomputed queries, keys, scores or patterns are not the model's within the closing error.
+        """
+        names = self.hooks(layer) if needed is None else needed
+        found = {name: cache[name] for name in names if name in cache}
+        missing = [name for name in names if name not in found]
+        require(
+            not missing, "cache", expected=f"hooks of layer {layer}", got=f"no {', '.join(missing)}",
+            instead="model.run_with_cache(tokens) without names_filter",
+        )  # fmt: skip
+        h = found[names[0]]
+        require(h.dim() == 3, "cache", expected="a batch dimension", got=describe(h), instead="remove_batch_dim=False")
+        return self._build(layer, found, verify)
+
+    def _build(self, layer: int, found: Mapping[str, Tensor], verify: bool) -> LayerView:
+        prefix = f"blocks.{layer}."
+        h = upcast(found[prefix + "hook_resid_pre"])
+        facts, length = self._local(layer, h), h.shape[1]
+        own = {name: found.get(f"{prefix}attn.hook_{name}") for name in ("q", "k", "v", "z", "pattern", "attn_scores")}
+        turn = turn_of(self.parameters, layer, found, length, facts.rotation)
+        turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
+        norm_scale, heads = facts.norm_scale(h), len(facts.constant("q"))
+        pre = {w: facts.linear(h, w, turn) for w in "qk"}
+        raw = {w: self._raw(facts, h, norm_scale, w, pre[w]) for w in "qk"}
+        frozen = {w: (1 / norm_scale).unsqueeze(-1).expand(*h.shape[:2], heads) for w in "qkv"}
+        constant = {w: facts.constant(w).expand(*h.shape[:2], -1, -1) for w in "qkv"}
+        if facts.qk_norm is not None:
+            for w in "qk":
+                s = facts.qk_norm.scale(raw[w])
+                frozen[w], constant[w] = frozen[w] / s, constant[w] / s.unsqueeze(-1)
+        constant = {w: facts.head_map(constant[w], w, turn) for w in "qkv"}
+        q, k = (pre[w] * frozen[w].unsqueeze(-1) + constant[w] for w in "qk")
+        pattern, scores, z = own["pattern"], own["attn_scores"] if facts.has_scores else None, own["z"]
+        bias, source = self._bias(layer, facts, length, h)
+        view = LayerView(
+            layer=layer, h=h, norm=facts.norm, norm_scale=norm_scale, scale=facts.scale, softcap=facts.softcap, sinks=facts.sinks,
+            bias=bias, bias_source=source, allowed=allowed_cells(facts, length, self.causal, scores, pattern),
+            q_map=partial(facts.linear, which="q", turn=turn), k_map=partial(facts.linear, which="k", turn=turn),
+            v_map=partial(facts.linear, which="v", turn=None),
+            q_scale=frozen["q"], k_scale=frozen["k"], v_scale=frozen["v"],
+            q_constant=constant["q"], k_constant=constant["k"], v_constant=constant["v"], q=q, k=k,
+            pattern=None if pattern is None else upcast(pattern), scores=None if scores is None else upcast(scores),
+            v=self._grouped(own["v"], facts), z=None if z is None else upcast(z),
+            roundoff=self.roundoff(layer), closing=ClosingReport(checks={}, scale=0.0),
+        )  # fmt: skip
+        report = self._check_inputs(facts, view.roundoff, raw, {w: self._grouped(own[w], facts) for w in "qk"})
+        report = report if not verify else check_scores(view, report)
+        return replace(view, closing=_closed(report, f"layer {layer} of {self.parameters.name}"))
+
+    def roundoff(self, layer: int) -> float:
+        """Unit roundoff of the arithmetic behind a layer's numbers: float32 in float64 models whose RMSNorm computes in float32."""
+        dtype = next(iter(self.parameters.model.parameters())).dtype
+        facts = self.facts(layer)
+        rms = facts.norm.kind == "RMS" or facts.qk_norm is not None or facts.rotation is not None
+        single = dtype == torch.float64 and self.parameters.bridge and rms
+        return unit_roundoff(torch.float32 if single else dtype)
+
+    def _local(self, layer: int, h: Tensor) -> Facts:
+        """Facts with the layer's weights, in the dtype and on the device of ``h``. Weights are not kept between forward passes."""
+        facts, weights = self.facts(layer), self.parameters.weights(layer)
+        norm, qk = facts.norm, facts.qk_norm
+        return replace(
+            facts,
+            norm=replace(norm, gain=norm.gain.to(h), bias=norm.bias.to(h)),
+            weights=replace(weights, **{k: v.to(h) for k, v in vars(weights).items()}),
+            qk_norm=None if qk is None else replace(qk, gain_q=qk.gain_q.to(h), gain_k=qk.gain_k.to(h)),
+            sinks=None if facts.sinks is None else facts.sinks.to(h),
+            slopes=None if facts.slopes is None else facts.slopes.to(h),
+        )
+
+    def _raw(self, facts: Facts, h: Tensor, norm_scale: Tensor, which: str, pre: Tensor) -> Tensor:
+        if facts.qk_norm is not None or facts.rotation is not None:
+            return facts.raw(h, which)
+        return pre / norm_scale[..., None, None] + facts.constant(which)
+
+    @staticmethod
+    def _grouped(value: Tensor | None, facts: Facts) -> Tensor | None:
+        if value is None:
+            return None
+        heads = len(facts.constant("q"))
+        return upcast(value if value.shape[-2] == heads else value.repeat_interleave(heads // value.shape[-2], -2))
+
+    def _bias(self, layer: int, facts: Facts, length: int, h: Tensor) -> tuple[Tensor | None, str]:
+        if facts.bias_form is None:
+            return None, "none"
+        if facts.bias_form != "measured":
+            return facts.bias(length), "analytic"
+        key = ("bias", layer, length)
+        if key not in self.memo:
+            self.memo[key] = self._measured_bias(layer, facts, length)
+        return self.memo[key].to(h), "measured"
+
+    def _measured_bias(self, layer: int, facts: Facts, length: int) -> Tensor:
+        """Score minus content on two random sequences of this length; used only if both give the same."""
+        ids = torch.randint(0, self.runner.d_vocab, (2, length), generator=torch.Generator().manual_seed(length))
+        found = collect(self.runner, ids, self.hooks(layer))
+        h = found[f"blocks.{layer}.hook_resid_pre"].double()
+        exact = self._local(layer, h)
+        turn = turn_of(self.parameters, layer, found, length, facts.rotation)
+        content = scores_of(exact.full(h, "q", turn), exact.full(h, "k", turn), exact.scale)
+        scores = found[f"blocks.{layer}.attn.hook_attn_scores"]
+        rest = torch.where(allowed_cells(facts, length, self.causal, scores, None), scores.double() - content, 0.0)
+        size = float(content.abs().max()) + _largest(rest)
+        spread, bound = _largest(rest - rest.mean(0)), closing_bound(self.roundoff(layer), size)
+        require(
+            spread <= bound, f"score bias of layer {layer} of {self.parameters.name}", expected=f"the same in all sequences to {bound:.1e}",
+            got=f"differences of {spread:.1e}", instead="an architecture that check_model lists", error=UnsupportedModelError,
+        )  # fmt: skip
+        return rest.mean(0)
+
+    @staticmethod
+    def _check_inputs(facts: Facts, roundoff: float, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]) -> ClosingReport:
+        checks = {}
+        for w in "qk":
+            value = hooked[w]
+            if value is not None:
+                size = raw[w].abs() + 2 * facts.constant(w).abs()  # the input's own part and the constant's
+                checks[w] = (_largest(raw[w] - value), closing_bound(roundoff, _largest(size)))
+        return ClosingReport(checks=checks, scale=0.0)
+
+    def run(self, tokens: Tensor, layers: Sequence[int], on_layer: LayerHook, *, verify: bool = True) -> None:
+        """One forward pass; each layer is handed over at its end and let go."""
+        wanted = {l: self.hooks(l) for l in layers}
+        held: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Hook:
+            return lambda value: _put(held, name, value)
+
+        hooks: dict[str, Hook] = {name: keep(name) for names in wanted.values() for name in names}
+        ends = {self.runner.state_hooks[l + 1]: l for l in layers}
+
+        def finish(layer: int, name: str) -> Hook:
+            before = hooks.get(name)
+
+            def hook(value: Tensor) -> None:
+                found = {n: held.pop(n) for n in wanted[layer]}
+                on_layer(self.view(layer, found, verify=verify, needed=wanted[layer]))
+                if before is not None:
+                    before(value)
+
+            return hook
+
+        hooks |= {name: finish(layer, name) for name, layer in ends.items()}
+        self.runner(tokens, hooks)
+
+    def final_norm(self) -> NormWeights | None:
+        """The norm before the unembedding, if logits are ``norm(h) W_U + b_U`` (before a cap on logits), else ``None``."""
+        if "final" not in self.memo:
+            self.memo["final"] = self._final_norm()
+        return self.memo["final"]
+
+    def _final_norm(self) -> NormWeights | None:
+        model = self.parameters.model
+        if self.parameters.kind == "HookedEncoder":
+            return None
+        last = self.runner.state_hooks[-1]
+        ids = torch.randint(0, self.runner.d_vocab, (1, 4), generator=torch.Generator().manual_seed(1))
+        states: dict[str, Tensor] = {}
+        logits = self.runner(ids, {last: lambda value: _put(states, last, value)}, logits=True)
+        h, W_U, b_U = states[last].double(), self.parameters.unembed().double(), self.parameters.unembed_bias()
+        if logits is None or W_U.shape[0] != h.shape[-1]:
+            return None
+        cap = part(getattr(part(model, "original_model"), "config", None), "final_logit_softcapping") or part(
+            model.cfg, "output_logits_soft_cap"
+        )
+        for norm in self.parameters.norm_candidates(part(model, "ln_final"), h):
+            facts = Facts(norm=norm)
+            x = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
+            ours = (x / facts.norm_scale(h).unsqueeze(-1) * norm.gain + norm.bias) @ W_U + (0.0 if b_U is None else b_U.double())
+            ours = cap * torch.tanh(ours / cap) if cap and float(cap) > 0 else ours
+            if _largest(ours - logits.double()) <= 1e3 * closing_bound(unit_roundoff(logits.dtype), _largest(logits.double())) + 1e-4:
+                return replace(norm, gain=norm.gain.to(upcast(logits)), bias=norm.bias.to(upcast(logits)))
+        return None
+
+
+def _put(held: dict[str, Tensor], name: str, value: Tensor) -> None:
+    held.setdefault(name, value.detach())
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max())
+
+
+def _closed(report: ClosingReport, what: str) -> ClosingReport:
+    """The report, if every check holds."""
+    bad = {name: pair for name, pair in report.checks.items() if not pair[0] <= pair[1]}
+    shown = ", ".join(f"{name} off by {error:.2g} (at most {bound:.2g})" for name, (error, bound) in bad.items())
+    require(
+        not bad, what, expected="recomputed queries, keys and scores to be the model's", got=shown,
+        instead="check_model(model), or an architecture that it supports", error=ClosingError,
+    )  # fmt: skip
+    return report
+
+
+def check_scores(view: LayerView, report: ClosingReport) -> ClosingReport:
+    """The report with ``pattern`` and ``scores``: recomputed scores against the model's, a few heads at a time."""
+    batch, length, heads = view.q.shape[:3]
+    step = max(1, CHUNK // (batch * length**2))
+    errors: dict[str, list[float]] = {"pattern": [], "scores": []}
+    scale = 0.0
+    for start in range(0, heads, step):
+        part_ = slice(start, min(start + step, heads))
+        total, size = _total_and_size(view, part_)
+        scale = max(scale, float(torch.where(view.allowed, size, 0.0).max()))
+        capped = total if view.softcap is None else view.softcap * torch.tanh(total / view.softcap)
+        if view.scores is not None:
+            errors["scores"].append(_largest(torch.where(view.allowed, capped - view.scores[:, part_], 0.0)))
+        if view.pattern is not None:
+            errors["pattern"].append(pattern_error(capped, view.pattern[:, part_], view.allowed, view.roundoff))
+    bound = closing_bound(view.roundoff, scale)
+    found = {name: (max(values), bound) for name, values in errors.items() if values}
+    return ClosingReport(checks={**report.checks, **found}, scale=scale)
+
+
+def _total_and_size(view: LayerView, heads: slice) -> tuple[Tensor, Tensor]:
+    """Scores, and the sum over the four products of input and constant of their absolute values."""
+    q0, k0 = view.q_constant[:, :, heads], view.k_constant[:, :, heads]
+    parts_q, parts_k = torch.stack([view.q[:, :, heads] - q0, q0]), torch.stack([view.k[:, :, heads] - k0, k0])
+    terms = einsum(parts_q, parts_k, "m b i h e, n b j h e -> m n b h i j") * view.scale
+    total, size = scores_of(view.q[:, :, heads], view.k[:, :, heads], view.scale), terms.abs().sum((0, 1))
+    return (total, size) if view.bias is None else (total + view.bias[heads], size + view.bias[heads].abs())
+
+
+def pattern_error(scores: Tensor, pattern: Tensor, allowed: Tensor, roundoff: float) -> float:
+    """Largest difference of row-centred scores and log patterns, on cells whose probability is well above underflow.
+
+    Infinite where the pattern has weight on a key that is not allowed.
+    """
+    dtype = {2**-11: torch.float16, 2**-8: torch.bfloat16}.get(roundoff, torch.float32)
+    smallest = 1e3 * torch.finfo(dtype).smallest_normal
+    if bool((pattern > smallest).logical_and(~allowed).any()):
+        return float("inf")
+    cells = allowed & (pattern > smallest)
+    log = torch.where(cells, pattern, 1.0).log()
+    missing = allowed & (pattern <= smallest)
+    top = torch.where(cells, scores, -torch.inf).amax(-1, keepdim=True)
+    expected = torch.where(missing, scores - top, -torch.inf).amax()  # a cell that the model leaves out must be negligible in ours too
+    if bool(expected > torch.log(torch.tensor(smallest)).to(expected) / 2):
+        return float("inf")
+    return _largest(centred_rows(scores, cells) - centred_rows(log, cells))

@@ -1,0 +1,199 @@
+"""Models from disk or memory as TransformerLens objects, offline where the files are local, the same on every version."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tl_geometry._check import choice, fail, require
+from tl_geometry.adapters.transformer_lens import remember
+from tl_geometry.errors import GeometryError, UnsupportedModelError
+
+KINDS = ("bridge", "hooked")
+ENCODERS = ("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForNextSentencePrediction")
+
+
+def load(
+    name: str | Path,
+    *,
+    kind: str = "bridge",
+    processed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """A model by a name that TransformerLens knows, or from a local Hugging Face directory (then without any network).
+
+    ``kind="bridge"`` is a TransformerBridge; ``"hooked"`` a HookedTransformer, or for BERT a HookedEncoder (TransformerLens 3
+    only). ``processed`` folds and centres weights as TransformerLens does by default. A directory of a bare BERT encoder
+    (sentence transformers) is loaded with a newly initialised output head, and marked so: only its states are of use.
+
+    Raises ``GeometryError`` where the weights cannot be had, ``UnsupportedModelError`` where the class cannot hold the model.
+    """
+    choice(kind, KINDS, "kind")
+    directory = Path(name).expanduser()
+    if (directory / "config.json").is_file():
+        hf, tokenizer = _read(directory, kind, dtype)
+        return from_hf(hf, tokenizer, kind=kind, processed=processed, name=directory.name, dtype=dtype, device=device)
+    if directory.is_dir():
+        fail("model", expected="a Hugging Face directory with config.json", got=f"{directory.name} without one")
+    try:
+        return _by_name(str(name), kind, processed, dtype, device)
+    except GeometryError:
+        raise
+    except Exception as error:  # every loader and hub raises its own kind; the reader needs one line
+        text = str(error).strip().splitlines() or [""]
+        fail("model", expected=f"weights of {name!r}", got=f"{type(error).__name__}: {text[0][:200]}", instead="a local directory")
+
+
+def from_hf(
+    hf_model: Any,
+    tokenizer: Any = None,
+    *,
+    kind: str = "bridge",
+    processed: bool = False,
+    name: str = "model",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """A TransformerLens model around a Hugging Face model in memory (a bridge instruments it in place).
+
+    ``tokenizer`` may be ``None``: the model then takes token ids only.
+    """
+    choice(kind, KINDS, "kind")
+    hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of HookedTransformer, and remarks on centring that processing makes
+        make = _bridge if kind == "bridge" else _hooked
+        model = make(hf_model, tokenizer, processed, name)
+    return remember(model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False))
+
+
+def _read(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Model and tokenizer of a directory; ``_newly_initialised`` is set where the checkpoint has no output head."""
+    import transformers
+
+    config = json.loads((directory / "config.json").read_text())
+    saved = (config.get("architectures") or [""])[0]
+    if saved in ENCODERS:
+        loader = transformers.BertForPreTraining if kind == "hooked" else transformers.BertForMaskedLM
+    else:
+        loader = getattr(transformers, saved, None) or transformers.AutoModelForCausalLM
+    try:
+        loaded: Any = loader.from_pretrained(
+            directory, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        fail("model", expected=f"weights in {directory.name}", got=str(error).strip().splitlines()[0][:200], instead="a whole directory")
+    model, info = loaded
+    heads = ("cls.predictions", "lm_head", "embed_out", "score")
+    model._newly_initialised = any(k.startswith(heads) for k in info["missing_keys"])
+    files = [f for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt") if (directory / f).is_file()]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True) if files else None
+    return model, tokenizer
+
+
+def _by_name(name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "bridge":
+            from transformer_lens.model_bridge import TransformerBridge
+
+            model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype)
+            _process(model, processed)
+            return remember(model, name=name)
+        hooked = _hooked_class("HookedTransformer")
+        make = hooked.from_pretrained if processed else hooked.from_pretrained_no_processing
+        return remember(make(name, device=str(device), dtype=dtype).eval(), name=name)
+
+
+def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    architecture = type(hf_model).__name__
+    hf_model.config._attn_implementation = "eager"
+    try:
+        model = build_bridge_from_module(hf_model, architecture, hf_config=hf_model.config, tokenizer=tokenizer)
+    except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        text = str(error).splitlines()[0][:200]
+        fail(name, expected="an architecture that TransformerBridge supports", got=f"{architecture} ({text})", error=UnsupportedModelError)
+    _process(model, processed)
+    return model
+
+
+def _process(model: Any, processed: bool) -> None:
+    if processed:
+        model.enable_compatibility_mode(disable_warnings=True)
+
+
+def _hooked_class(which: str) -> Any:
+    try:
+        module = __import__(f"transformer_lens.{which}", fromlist=[which])
+    except ImportError:
+        fail(
+            "kind",
+            expected=f"TransformerLens 3 for {which}",
+            got="a version without it",
+            instead='kind="bridge"',
+            error=UnsupportedModelError,
+        )
+    return getattr(module, which)
+
+
+def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
+    encoder = type(hf_model).__name__ in ENCODERS
+    hf_model = _with_pooler(hf_model) if encoder else hf_model
+    hooked = _hooked_class("HookedEncoder" if encoder else "HookedTransformer")
+    import transformer_lens.loading_from_pretrained as loading
+
+    architecture, dtype = type(hf_model).__name__, next(hf_model.parameters()).dtype
+    with tempfile.TemporaryDirectory() as parent:  # TransformerLens guesses from the path, so it gets a neutral one
+        directory = Path(parent, "checkpoint")
+        directory.mkdir()
+        config = hf_model.config.to_dict() | {"architectures": ["BertForMaskedLM" if encoder else architecture]}
+        config.setdefault("n_ctx", config.get("n_positions"))
+        (directory / "config.json").write_text(json.dumps(config, default=str))
+        try:
+            cfg = loading.get_pretrained_model_config(
+                str(directory), device=str(hf_model.device), fold_ln=processed and not encoder, dtype=dtype
+            )
+            cfg.model_name, cfg.tokenizer_name = name, None
+            state = loading.get_pretrained_state_dict(str(directory), cfg, hf_model=hf_model, dtype=dtype)
+            return _fill(hooked, cfg, state, tokenizer, processed, encoder)
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
+            text = f"{architecture} ({str(error).splitlines()[0][:200]})"
+            fail(
+                name,
+                expected=f"an architecture that {hooked.__name__} can hold",
+                got=text,
+                instead='kind="bridge"',
+                error=UnsupportedModelError,
+            )
+
+
+def _with_pooler(hf_model: Any) -> Any:
+    """The same encoder with the pooler and the next-sentence head that HookedEncoder wants (newly initialised, never used here)."""
+    import transformers
+
+    if type(hf_model).__name__ == "BertForPreTraining":
+        return hf_model
+    full = transformers.BertForPreTraining(hf_model.config).to(hf_model.device, next(hf_model.parameters()).dtype).eval()
+    full.load_state_dict(hf_model.state_dict(), strict=False)
+    return full
+
+
+def _fill(hooked: Any, cfg: Any, state: dict[str, Any], tokenizer: Any, processed: bool, encoder: bool) -> Any:
+    model = hooked(cfg, tokenizer=tokenizer, move_to_device=False)
+    if encoder:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        lost = [k for k in (*missing, *unexpected) if "mask" not in k and "IGNORE" not in k and "nsp" not in k and "pooler" not in k]
+        require(not lost, "model", expected="all weights of the encoder", got=f"no {', '.join(lost[:4])}", error=UnsupportedModelError)
+    else:
+        model.load_and_process_state_dict(
+            state, fold_ln=processed, center_writing_weights=processed, center_unembed=processed, fold_value_biases=processed
+        )
+    return model.to(cfg.device, print_details=False)

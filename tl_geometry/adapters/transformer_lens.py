@@ -1,0 +1,244 @@
+"""``view(model)``: one description of HookedTransformer, HookedEncoder and TransformerBridge, of TransformerLens 3.9 to 4.x.
+
+Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so everything is read from the model
+object. A bridge's ``cfg`` is not trusted beyond sizes (it reports attention scale -1, rotary base 10000, causal BERT); facts
+about attention come from modules and are verified against a probe, one forward pass over a few random tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry._check import fail, require
+from tl_geometry.adapters.layers import Layers
+from tl_geometry.adapters.parameters import Parameters, block_of
+from tl_geometry.adapters.running import Runner, collect
+from tl_geometry.errors import UnsupportedModelError
+from tl_geometry.records import ModelView
+
+KINDS = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
+PROBE_BATCH, PROBE_LENGTH = 2, 12
+"""Size of the probe. Two sequences, because a measured score bias must be the same in both."""
+_WHOLE, _SAMPLE = 2**18, 2**16
+"""Tensors up to ``_WHOLE`` elements are hashed whole, larger ones by about ``_SAMPLE`` evenly spaced elements."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Probe:
+    """What one forward pass over random tokens showed; kept for each model as long as its weights are the same."""
+
+    fingerprint: str
+    activations: Mapping[str, Tensor]
+    causal: bool
+    layers: dict[int, Any]
+
+
+_PROBES: weakref.WeakKeyDictionary[Any, Probe] = weakref.WeakKeyDictionary()
+_LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""What the loader knows about a model that it made: ``name``, ``head_trained``."""
+
+
+def remember(model: Any, **facts: Any) -> Any:
+    """Note facts about a model that only its loader can know; returns the model."""
+    _LOADED.setdefault(model, {}).update(facts)
+    return model
+
+
+def kind_of(model: Any) -> str:
+    """The TransformerLens class behind a model object, or an error that says what would help."""
+    names = {c.__name__ for c in type(model).__mro__}
+    kind = next((k for k in KINDS if k in names), None)
+    if kind is None:
+        known = hasattr(model, "config") and hasattr(model, "forward")
+        help_ = "tl_geometry.adapters.from_hf(model, tokenizer)" if known else "a model loaded with TransformerLens"
+        fail("model", expected=" or ".join(KINDS), got=type(model).__name__, instead=help_, error=UnsupportedModelError)
+    ok = hasattr(model, "blocks") and len(model.blocks) > 0
+    require(ok, type(model).__name__, expected="a stack of blocks", got="none", instead="a decoder or encoder", error=UnsupportedModelError)
+    return kind
+
+
+def fingerprint(model: Any) -> str:
+    """16 hex digits that identify the weights: sha256 over names, shapes and bytes (of large tensors evenly spaced elements).
+
+    The same weights in the same class give the same digits in every process and on every device.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if not bool(value.detach().any()):
+            continue  # an absent bias and a zero one are the same model; versions of TransformerLens differ in which they keep
+        digest.update(f"{name.replace('_original_component.', '')}|{value.dtype}|{tuple(value.shape)}".encode())
+        flat = value.detach().reshape(-1)
+        if flat.numel() > _WHOLE:
+            flat = flat[:: flat.numel() // _SAMPLE]
+        digest.update(flat.to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
+    """Hooks of states 0 to n_layers. In HookedEncoder ``hook_resid_post`` comes before the last LayerNorm of a block."""
+    last = "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post"
+    return (*(f"blocks.{l}.hook_resid_pre" for l in range(n_layers)), f"blocks.{n_layers - 1}.{last}")
+
+
+def view(model: Any) -> ModelView:
+    """The verified description of a TransformerLens model, which every function of the package that takes a model uses.
+
+    Verified once for each set of weights: all state hooks fire with the right shapes, and state l+1 is the output of block l.
+
+    Raises ``UnsupportedModelError`` by name for models that would give wrong numbers.
+    """
+    if isinstance(model, ModelView):
+        return model
+    kind = kind_of(model)
+    cfg, parameter = model.cfg, next(iter(model.parameters()))
+    facts = _LOADED.get(model, {})
+    hooks = state_hooks(kind, len(model.blocks))
+    name, mark = facts.get("name") or _name(model), fingerprint(model)
+    run = Runner(model, kind, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
+    probe = _PROBES.get(model)
+    if probe is None or probe.fingerprint != mark:
+        probe = _PROBES[model] = _probe(model, kind, name, run, mark)
+    parameters = Parameters(model, kind, name)
+    layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
+    return ModelView(
+        model=model,
+        name=name,
+        kind=kind,
+        library=f"transformer_lens {importlib.metadata.version('transformer-lens')}",
+        processed=_processed(model, kind),
+        fingerprint=mark,
+        n_layers=len(model.blocks),
+        n_heads=int(cfg.n_heads),
+        d_model=int(cfg.d_model),
+        d_head=int(cfg.d_head),
+        d_vocab=int(cfg.d_vocab),
+        n_ctx=int(cfg.n_ctx),
+        causal=probe.causal,
+        position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
+        norm=None if cfg.normalization_type is None else str(cfg.normalization_type).removesuffix("Pre"),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        head_trained=facts.get("head_trained", _head_trained(model)),
+        bos_id=_bos_id(model),
+        state_hooks=hooks,
+        run=run,
+        encode=functools.partial(_encode, model, name),
+        decode=functools.partial(_decode, model),
+        weights=parameters.weights,
+        attention_norm=layers.norm,
+        layer=layers.view,
+        layer_hooks=layers.hooks,
+        run_layers=layers.run,
+        final_norm=layers.final_norm,
+        unembed=parameters.unembed,
+        notes=_notes(model, kind),
+    )
+
+
+def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
+    """Run the model on random tokens and check what every other number relies on."""
+    states = run.state_hooks
+    length = min(PROBE_LENGTH, run.n_ctx)
+    ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0))
+    ends = [
+        h.replace("hook_resid_pre", "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post") for h in states[:-1]
+    ]
+    wanted = [*states, *ends, *(h for l in range(len(model.blocks)) for h in Layers.available(run, model, l))]
+    found = collect(run, ids, list(dict.fromkeys(wanted)))
+    shape = (PROBE_BATCH, length, int(model.cfg.d_model))
+    wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
+    require(not wrong, f"states of {name}", expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
+    broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
+    require(
+        not broken, f"states of {name}", expected="the output of block l to be the input of block l+1",
+        got=f"another stream after blocks {broken[:8]} of {type(model).__name__}", instead="a model with one residual stream",
+        error=UnsupportedModelError,
+    )  # fmt: skip
+    patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
+    return Probe(mark, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {})
+
+
+def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
+    """All residual stream states of a TransformerLens ``ActivationCache`` of any class, 0 to n_layers.
+
+    Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension was removed.
+    """
+    entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
+    model = getattr(cache, "model", None)
+    pre = [h for h in entries if h.startswith("blocks.") and h.endswith(".hook_resid_pre")]
+    n_layers = len(model.blocks) if model is not None else 1 + max((int(h.split(".")[1]) for h in pre), default=0)
+    encoder = "HookedEncoder" in {c.__name__ for c in type(model).__mro__} or f"blocks.{n_layers - 1}.hook_normalized_resid_post" in entries
+    names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
+    missing = [h for h in names if h not in entries]
+    require(
+        not missing, "cache", expected="every residual stream state", got=f"no {', '.join(missing[:4])}",
+        instead="model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)",
+    )  # fmt: skip
+    states = [entries[h] for h in names]
+    flat = states[0].dim() == 3 and getattr(cache, "has_batch_dim", True)
+    require(flat, "cache", expected="a batch dimension", got=f"states of shape {tuple(states[0].shape)}", instead="remove_batch_dim=False")
+    return torch.stack([s.to(states[0].device) for s in states])
+
+
+def _processed(model: Any, kind: str) -> bool:
+    if kind == "TransformerBridge":
+        return bool(getattr(model, "_weights_processed", False))
+    return str(model.cfg.normalization_type).endswith("Pre")
+
+
+def _name(model: Any) -> str:
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    names = [getattr(model.cfg, "model_name", None), getattr(config, "_name_or_path", None)]
+    name = next((str(n) for n in names if n and n not in ("external", "custom")), type(model).__name__)
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
+
+
+def _head_trained(model: Any) -> bool:
+    """False where the checkpoint was of a model without this output head, so that loading it made a random one."""
+    original = getattr(model, "original_model", None)
+    saved = getattr(getattr(original, "config", None), "architectures", None) or []
+    return not saved or any("For" in a or "Head" in a for a in saved)
+
+
+def _bos_id(model: Any) -> int | None:
+    tokenizer = getattr(model, "tokenizer", None)
+    found = [getattr(tokenizer, f"{which}_token_id", None) for which in ("bos", "cls")]
+    return next((int(i) for i in found if i is not None), None)
+
+
+def _encode(model: Any, name: str, text: str) -> list[int]:
+    tokenizer = getattr(model, "tokenizer", None)
+    require(tokenizer is not None, name, expected="a tokenizer to read text", got="none", instead="token ids")
+    return [int(i) for i in model.tokenizer.encode(text, add_special_tokens=False, verbose=False)]
+
+
+def _decode(model: Any, ids: Sequence[int]) -> list[str]:
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        return [f"<{i}>" for i in ids]
+    texts = tokenizer.batch_decode([[int(i)] for i in ids], clean_up_tokenization_spaces=False)
+    return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
+
+
+def _notes(model: Any, kind: str) -> tuple[str, ...]:
+    notes = []
+    if kind == "HookedTransformer" and model.cfg.positional_embedding_type == "alibi" and model.cfg.n_heads & (model.cfg.n_heads - 1):
+        notes.append("HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a power of two")
+    owners = {getattr(h.user_hook, "__module__", "") or "" for point in model.hook_dict.values() for h in point.fwd_hooks}
+    if any(not owner.startswith("transformer_lens") for owner in owners):
+        notes.append("the model carries hooks of its own, which act in every number")
+    return tuple(notes)
+
+
+__all__ = ["block_of", "fingerprint", "kind_of", "remember", "state_hooks", "states_from_cache", "view"]
