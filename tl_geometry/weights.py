@@ -99,13 +99,15 @@ def fold(
     scale: float | None = None,
     raw: bool = False,
     rotation: Float[Tensor, "d_head d_head"] | None = None,
+    centre_output: bool | None = None,
 ) -> Factors:
     """Factors of ``W_QK = W_Q R W_K^T scale`` or ``W_OV = W_V W_O`` of one layer, in the form that every loading of a model agrees on.
 
     Canonical: ``W_Q, W_K, W_V <- A diag(gain) W``, and ``W_O`` centred over its output, A the centring over d_model of a LayerNorm
     (identity for RMSNorm and for no norm). ``raw`` leaves the gain and the centring out, as the published figure does.
     ``scale`` multiplies scores (default ``1 / sqrt(d_head)``); ``rotation`` is the rotary map between a query and a key at a given
-    offset (see :func:`mean_rotation`), acting on row vectors.
+    offset (see :func:`mean_rotation`), acting on row vectors. ``centre_output`` overrides the centring of ``W_O``: in a model with its
+    LayerNorm after the attention, what is written is centred although what is read is not.
     """
     choice(kind, KINDS, "kind")
     gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
@@ -115,7 +117,8 @@ def fold(
         return centre(rearrange(gain, "d_model -> d_model 1") * matrix.double(), layer_norm)
 
     if kind == "OV":
-        return Factors(read(weights.W_V), centre(rearrange(weights.W_O.double(), "head d_head d_model -> head d_model d_head"), layer_norm))
+        written = rearrange(weights.W_O.double(), "head d_head d_model -> head d_model d_head")
+        return Factors(read(weights.W_V), centre(written, not raw and (layer_norm if centre_output is None else centre_output)))
     left = read(weights.W_Q) * (weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
     return Factors(left if rotation is None else left @ rotation.double(), read(weights.W_K))
 

@@ -1,0 +1,174 @@
+"""Paths of single tokens through the layers, on the sphere of the norm (Molina 2023): angles, updates, and the token they turn to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry import _check, _html, sphere
+from tl_geometry._check import require
+from tl_geometry.capture import as_view, token_rows
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import GeometryError
+from tl_geometry.records import ModelView
+from tl_geometry.results import Result, hash_tokens
+from tl_geometry.verbs.vocabulary import embeddings, output_rows, weight_provenance
+
+UPDATES = ("attention", "mlp")
+"""Order of the two updates of a block."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenPaths(Result):
+    """Paths of every token of a prompt set through the residual stream states, seen from the centre of the sphere (radians).
+
+    ``steps[..., l]`` is the angle between states l and l + 1; ``length`` their sum, ``net`` the angle from first to last, ``tortuosity`` their
+    ratio. ``radial``, ``tangential`` and ``turn [update layer ...]`` are those of attention and MLP, each from the stream it is added to
+    (NaN where the model's updates do not add up to its states, as in post-norm models). ``angle`` and ``rank`` say how far each state
+    points from the next token's unembedding row (1 is the nearest of all; NaN and 0 for the last token, which has no next).
+    ``coordinates`` are on three axes fitted on ``fitted_on``, which hold ``shown`` of the variance of what they were fitted on.
+    """
+
+    tokens: Int[Tensor, "batch position"]
+    str_tokens: tuple[tuple[str, ...], ...]
+    steps: Float[Tensor, "batch position layer"]
+    length: Float[Tensor, "batch position"]
+    net: Float[Tensor, "batch position"]
+    tortuosity: Float[Tensor, "batch position"]
+    radial: Float[Tensor, "2 layer batch position"]
+    tangential: Float[Tensor, "2 layer batch position"]
+    turn: Float[Tensor, "2 layer batch position"]
+    angle: Float[Tensor, "batch position state"]
+    rank: Int[Tensor, "batch position state"]
+    coordinates: Float[Tensor, "batch position state 3"]
+    shown: float
+    method: str
+    fitted_on: str
+
+    def columns(self) -> Sequence[str]:
+        updates = [f"{name}_{update}" for update in UPDATES for name in ("radial", "tangential", "turn")]
+        return ["context", "position", "token", "state", "next_angle", "next_rank", "step", *updates, "length", "net", "tortuosity"]
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        out: list[list[object]] = []
+        batch, position, states = self.angle.shape
+        fields = (self.radial, self.tangential, self.turn)
+        for b in range(batch):
+            for t in range(position):
+                whole = [v[b, t].item() for v in (self.length, self.net, self.tortuosity)]
+                for s in range(states):
+                    last = s == states - 1
+                    parts = [torch.nan if last else f[u, s, b, t].item() for u in range(2) for f in fields]
+                    step = torch.nan if last else self.steps[b, t, s].item()
+                    near = [self.angle[b, t, s].item(), int(self.rank[b, t, s])]
+                    out.append([b, t, self.str_tokens[b][t], s, *near, step, *parts, *whole])
+        return out
+
+
+def token_paths(
+    model: Any,
+    tokens: Any,
+    basis: PositionContext | None = None,
+    *,
+    prepend_bos: bool | None = None,
+    method: str = "pca",
+    seed: int = 0,
+) -> TokenPaths:
+    """Where each token travels on the sphere of the norm, layer by layer, and how near it comes to the token that follows it.
+
+    States are compared by their angles after the centring of the model's norm, so that the norm's scale drops out. The next token's
+    direction is its unembedding row (final gain folded in); models without a trained output head are read in their embedding.
+
+    Args:
+        tokens: a string, strings of equal token length (then ``prepend_bos`` is needed), ids or :class:`TokenWindows`.
+        basis: fit the three axes on this basis' sampled states instead of the token embeddings.
+        method: ``"pca"`` (deterministic) or ``"umap"`` (the published view; needs umap-learn).
+    """
+    _check.choice(method, ("pca", "umap"), "method")
+    view = as_view(model)
+    if basis is not None:
+        basis.check_model(view)
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    states, updates = _states(view, rows.tokens)
+    kind = view.norm
+    path = sphere.path_geometry(states, kind)
+    flags = [] if updates is not None else ["attention and MLP outputs do not add up to the states: no updates"]
+    if not view.head_trained:
+        flags.append("output head not trained: next tokens are sought in the embedding")
+    target = torch.cat([rows.tokens[:, 1:], torch.zeros_like(rows.tokens[:, :1])], dim=1).to(states.device)
+    near = sphere.token_approach(states, output_rows(view), target.unsqueeze(-1).expand(states.shape[:-1]), kind)
+    near.angle[:, -1], near.rank[:, -1] = torch.nan, 0
+    shares, coordinates, fitted_on = _project(view, states, basis, method, seed)
+    split = [torch.full((2, view.n_layers, *rows.tokens.shape), torch.nan).double()] * 3 if updates is None else updates
+    texts = [tuple(_html.token_text(s) for s in view.decode(row.tolist())) for row in rows.tokens]
+    return TokenPaths(
+        provenance=dataclasses.replace(
+            weight_provenance(view, sources=("molina2023",), flags=flags),
+            corpus=rows.corpus,
+            token_hash=hash_tokens(rows.tokens),
+            has_bos=rows.has_bos,
+            contexts=len(rows),
+            seed=seed,
+        ),
+        tokens=rows.tokens.cpu(),
+        str_tokens=tuple(texts),
+        steps=path.steps.cpu(),
+        length=path.length.cpu(),
+        net=path.net.cpu(),
+        tortuosity=path.tortuosity.cpu(),
+        radial=split[0].cpu(),
+        tangential=split[1].cpu(),
+        turn=split[2].cpu(),
+        angle=near.angle.cpu(),
+        rank=near.rank.cpu(),
+        coordinates=coordinates.double().cpu(),
+        shown=shares,
+        method=method,
+        fitted_on=fitted_on,
+    )
+
+
+def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
+    """States ``[batch position state d_model]`` in float64 and the split updates of attention and MLP, if they add up."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda value: found.__setitem__(name, value.detach().double())
+
+    states = {hook: keep(hook) for hook in view.state_hooks}
+    outputs = [[f"blocks.{l}.{name}" for l in range(view.n_layers)] for name in ("hook_attn_out", "hook_mlp_out")]
+    try:
+        view.run(tokens, states | {hook: keep(hook) for names in outputs for hook in names})
+    except GeometryError:  # attention-only blocks have no MLP output
+        view.run(tokens, states | {hook: keep(hook) for hook in outputs[0]})
+    h = torch.stack([found[hook] for hook in view.state_hooks], dim=2)
+    attention = torch.stack([found[hook] for hook in outputs[0]], dim=2)
+    mlp = torch.stack([found.get(hook, torch.zeros_like(attention[:, :, 0])) for hook in outputs[1]], dim=2)
+    error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
+    if float(error) > 1e-4 * float(h.abs().max()):
+        return h, None
+    parts = [sphere.update_split(h[:, :, :-1], attention, view.norm), sphere.update_split(h[:, :, :-1] + attention, mlp, view.norm)]
+    return h, [torch.stack(pair).permute(0, 3, 1, 2) for pair in zip(*parts, strict=True)]
+
+
+def _project(
+    view: ModelView, states: Tensor, basis: PositionContext | None, method: str, seed: int
+) -> tuple[float, Float[Tensor, "batch position state 3"], str]:
+    """Three coordinates of states on the unit sphere, and the share of the fitted rows' variance on the axes (NaN for UMAP)."""
+    if basis is None:
+        rows, name = embeddings(view), "token embeddings"
+    else:
+        require(basis.samples is not None, "basis", expected="sampled states", got="a basis without", instead="decompose(..., keep=32)")
+        rows, name = basis.samples.flatten(0, 2) if basis.samples is not None else torch.empty(0), "sampled states"
+    unit = torch.nn.functional.normalize(sphere.centred(rows.double(), view.norm), dim=-1)
+    points = torch.nn.functional.normalize(sphere.centred(states, view.norm), dim=-1)
+    if method == "umap":
+        return float("nan"), sphere.umap_coordinates(unit, points, seed=seed), name
+    found = sphere.principal_projection(unit.to(points.device), 3)
+    return float(found.share.sum()), found(points), name
