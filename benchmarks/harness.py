@@ -30,7 +30,7 @@ def interleave(
 ) -> list[Row]:
     """Time every route ``rounds`` times in turn after one warm-up; ratios are to the first route, round by round."""
     times: dict[str, list[float]] = {name: [] for name in routes}
-    for name, route in routes.items():
+    for route in routes.values():
         route()
     for _ in range(rounds):
         for name, route in routes.items():

@@ -396,7 +396,7 @@ def run_corpus(
             labels = None if source.labels is None else source.labels[work.done : work.done + len(tokens)]
             work.update(
                 len(tokens),
-                lambda on_state, tokens=tokens: _forward(view, plan.states, tokens, on_state, stop_at),
+                lambda on_state, tokens=tokens: _forward(view, plan.states, tokens, on_state),
                 tokens,
                 labels,
                 view.bos_id,

@@ -12,7 +12,7 @@ import typer
 
 from tl_geometry.errors import GeometryError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Geometry of TransformerLens models.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Model = Annotated[
     str | None, typer.Argument(help="A name TransformerLens knows, a local Hugging Face directory, or nothing: the embedded model.")
@@ -31,6 +31,11 @@ Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin windows 
 Seed = Annotated[int, typer.Option("--seed")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+
+
+@app.callback()
+def root() -> None:
+    """Geometry of transformer activations, attention scores and weights, for TransformerLens models."""
 
 
 @app.command()

@@ -6,7 +6,7 @@ It demonstrates and is evidence for nothing: see its card (:func:`card`), and lo
 from __future__ import annotations
 
 import json
-from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 from tl_geometry.records import TokenWindows
@@ -17,31 +17,28 @@ NAME = "tl-geometry-embedded"
 
 def card() -> dict[str, Any]:
     """The model card: data, mixture, steps, losses, head scores, hashes."""
-    return json.loads(files("tl_geometry.zoo").joinpath("assets", "card.json").read_text(encoding="utf-8"))
+    return json.loads((directory() / "card.json").read_text(encoding="utf-8"))
+
+
+def directory() -> Path:
+    """The embedded model as a Hugging Face directory (weights, configuration, byte-level BPE tokenizer, card)."""
+    return Path(__file__).parent / "assets"
 
 
 def tokenizer() -> Any:
-    """The byte-level BPE tokenizer of the embedded model (``<|endoftext|>``, id 0, is its BOS token)."""
-    from transformers import PreTrainedTokenizerFast
+    """The tokenizer of the embedded model; ``<|endoftext|>``, id 0, is its BOS token."""
+    from transformers import AutoTokenizer
 
-    with as_file(files("tl_geometry.zoo").joinpath("assets", "tokenizer.json")) as path:
-        return PreTrainedTokenizerFast(
-            tokenizer_file=str(path), bos_token="<|endoftext|>", eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
-        )
+    return AutoTokenizer.from_pretrained(directory(), local_files_only=True)
 
 
 def hugging_face(*, trained: bool = True) -> Any:
-    """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its untrained twin (same seed)."""
-    from safetensors.torch import load_file
+    """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its untrained twin (the same seed)."""
+    from transformers import GPT2LMHeadModel
 
     from tl_geometry.zoo.train_embedded import new_model
 
-    model = new_model()
-    if trained:
-        with as_file(files("tl_geometry.zoo").joinpath("assets", "model.safetensors")) as path:
-            missing = model.load_state_dict(load_file(path), strict=False).missing_keys
-        assert set(missing) <= {"lm_head.weight"}, missing
-    return model.eval()
+    return GPT2LMHeadModel.from_pretrained(directory(), local_files_only=True).eval() if trained else new_model()
 
 
 def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:

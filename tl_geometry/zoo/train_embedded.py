@@ -143,9 +143,7 @@ def ngram_losses(training: Tensor, held_out: Tensor) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and write ``model.safetensors``, ``tokenizer.json``, ``config.json`` and ``card.json`` into ``--out``."""
-    from safetensors.torch import save_file
-
+    """Train and write a Hugging Face directory with ``card.json`` into ``--out``."""
     parser = argparse.ArgumentParser(description="Train the embedded model from the Python sources on this machine.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
@@ -169,8 +167,10 @@ def main(argv: list[str] | None = None) -> int:
             log.info("step %d: held-out loss %.3f", step + 1, natural_loss(model, held_out[:40_000]))
 
     losses = train(model, batch_at, SETTINGS, checkpoint=out / "training.safetensors", on_step=on_step, progress=False)
-    save_file({k: v.detach().clone().contiguous() for k, v in model.named_parameters()}, out / "model.safetensors")
-    model.config.to_json_file(out / "config.json")
+    model.save_pretrained(out)
+    (out / "generation_config.json").unlink(missing_ok=True)
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (out / "tokenizer_config.json").write_text(json.dumps(special | {"model_max_length": CONTEXT}, indent=2) + "\n")
     card = {
         "data": {
             "training_files": len(texts),
