@@ -52,8 +52,8 @@ def test_decompose_equals_the_cached_states(kind: str, architecture: str) -> Non
     assert torch.allclose(basis.mean, exact.mean, atol=1e-5)
     assert basis.ctx is not None
     assert torch.allclose(basis.ctx, exact.ctx, atol=1e-5)
-    assert "columns 0..0 left out" in basis.provenance.line()
-    assert "columns 0 left out of the statistics" in repr(basis)
+    assert "column 0 left out" in basis.provenance.line()
+    assert "column 0 left out of the statistics" in repr(basis)
     assert (basis.pos_at(0) - (states_of(model, ids)[:, :, 0].double().mean(1) - basis.mean)).abs().max() < 1e-5
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 STYLE = (
     "border-collapse:collapse;font:12px/1.4 ui-monospace,monospace;color:inherit",
-    "padding:1px 8px;text-align:right;border-bottom:1px solid #8884",
+    "padding:1px 8px;border-bottom:1px solid #8884;text-align:",
     "padding:1px 8px;text-align:left;border-bottom:1px solid #8884;font-weight:600",
 )
 
@@ -52,6 +52,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: 
     parts += [f'<th style="{head}">{escape(c)}</th>' for c in columns]
     parts.append("</tr>")
     for row in rows[:limit]:
-        parts.append("<tr>" + "".join(f'<td style="{cell}">{escape(number(v))}</td>' for v in row) + "</tr>")
+        parts.append(
+            "<tr>"
+            + "".join(f'<td style="{cell}{"left" if isinstance(v, str) else "right"}">{escape(number(v))}</td>' for v in row)
+            + "</tr>"
+        )
     parts.append("</table>")
     return "".join(parts)

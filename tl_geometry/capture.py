@@ -226,7 +226,7 @@ class Accumulation:
         if keep < plan.keep:
             flags.append(f"{keep} of {plan.keep} samples kept (1 GiB)")
         if start > 0:
-            flags.append(f"columns 0..{start - 1} left out of the statistics")
+            flags.append(f"{'column 0' if start == 1 else f'columns 0 to {start - 1}'} left out of the statistics")
         self.provenance = provenance.flagged(*flags)
         self.moments = Moments.zeros(
             states=n, columns=columns, d_model=d_model, window=(start, end), groups=plan.groups,

@@ -422,7 +422,7 @@ class PositionContext:
         kept = [name for name, there in (("second moments", self.has_second_moments), ("ctx", self.ctx is not None)) if there]
         kept += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
         outside = [c for c in range(self.columns) if not self.window[0] <= c < self.window[1]]
-        note = f"columns {', '.join(map(str, outside[:4]))} left out of the statistics" if outside else "all columns in the statistics"
+        note = f"{len(outside)} of {self.columns} columns outside the window" if outside else "all columns in the statistics"
         states = f"states {self.states[0]}..{self.states[-1]}"
         return f"PositionContext({self.provenance.line()}; {states}; {note}; kept: {', '.join(kept) or 'sums'})"
 

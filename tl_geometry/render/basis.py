@@ -32,6 +32,7 @@ def shares(table: Anova, *, twin: Anova | None = None, ax: Axes | None = None) -
         axis.set_title(name if twin is not None else "")
     axes[0].set_ylabel("share of variance")
     axes[0].legend(loc="upper right", fontsize=7, framealpha=0.9)
+    axes[0].set_xticks(table.states if len(table.states) <= 14 else table.states[::4])
     return View(figure, title="Variance of each state", caption=f"position, context and neither, per state; {table.provenance.line()}")
 
 
@@ -40,18 +41,19 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     figure, axes = canvas(ax=ax, size=(4.4, 2.8))
     table, t = basis.anova(), basis.window[1] - basis.window[0]
     n = basis.contexts * t
-    values = {"mean": linalg_norm(basis), "pos": (table.pos / n).sqrt(), "ctx": (table.ctx / n).sqrt(), "resid": (table.resid / n).sqrt()}
+    values = {
+        "mean": torch.linalg.vector_norm(basis.mean, dim=-1),
+        "pos": (table.pos / n).sqrt(),
+        "ctx": (table.ctx / n).sqrt(),
+        "resid": (table.resid / n).sqrt(),
+    }
     for name, value in values.items():
         axes[0].semilogy(basis.states, value.clamp(min=1e-12), "o-", ms=3, color=PARTS[name], label=name)
     axes[0].set_xlabel("state")
+    axes[0].set_xticks(basis.states if len(basis.states) <= 14 else basis.states[::4])
     axes[0].set_ylabel("root mean square norm")
     axes[0].legend(fontsize=7)
     return View(figure, title="Norms of the parts", caption=f"root mean square over contexts and positions; {basis.provenance.line()}")
-
-
-def linalg_norm(basis: PositionContext) -> torch.Tensor:
-    """Euclidean norm of each state's mean."""
-    return torch.linalg.vector_norm(basis.mean, dim=-1)
 
 
 def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, twin: PositionContext | None = None) -> View:
@@ -71,16 +73,31 @@ def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, tw
             points = pos @ found.V[:, :2]
             axis.plot(points[:, 0], points[:, -1], color="#8888", lw=0.6, zorder=1)
             shade = axis.scatter(points[:, 0], points[:, -1], c=range(*current.window), cmap=SEQUENTIAL, s=7, zorder=2)
+            outside = _frame(axis, points)
             held = found.S[:2].square().sum() / found.S.square().sum().clamp(min=1e-300)
-            axis.set_title(f"state {state}: {float(held):.0%}", fontsize=8)
+            axis.set_title(f"state {state}: {float(held):.0%}" + (f", {outside} off" if outside else ""), fontsize=8)
             axis.set_xticks([])
             axis.set_yticks([])
             if c == 0 and twin is not None:
                 axis.set_ylabel(("trained", "untrained twin")[r])
             if c == len(chosen) - 1:
                 figure.colorbar(shade, ax=axis, label="position", shrink=0.8)
-    caption = "two leading principal directions of pos, colour by position; the percentage is their share of |pos|^2"
+    caption = (
+        "two leading principal directions of pos, colour by position; above, their share of |pos|^2 and how many outliers lie off the frame"
+    )
     return View(figure, title="Positional basis of each state", caption=f"{caption}; {basis.provenance.line()}")
+
+
+def _frame(axis: Axes, points: torch.Tensor) -> int:
+    """Fit the axes to all but extreme points (beyond 6 interquartile ranges) and return how many lie outside."""
+    low, middle, high = torch.quantile(points, torch.tensor([0.25, 0.5, 0.75], dtype=points.dtype), dim=0)
+    reach = 6 * (high - low)
+    inside = ((points - middle).abs() <= reach.clamp(min=1e-12)).all(1)
+    kept = points[inside] if bool(inside.any()) else points
+    for limit, axis_points in ((axis.set_xlim, kept[:, 0]), (axis.set_ylim, kept[:, -1])):
+        span = float(axis_points.max() - axis_points.min()) or 1.0
+        limit(float(axis_points.min()) - 0.06 * span, float(axis_points.max()) + 0.06 * span)
+    return int((~inside).sum())
 
 
 def gram(basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | None = None) -> View:

@@ -93,7 +93,7 @@ def write(analysis: Analysis, out: Path, *, command: Sequence[str] = (), names: 
         "versions": versions(),
         "notes": list(analysis.notes),
         "sections": [part.title for part in made],
-        "files": sorted(p.name for p in out.iterdir() if p.suffix in (".csv", ".safetensors") and not p.name.startswith(".")),
+        "files": sorted(p.name for p in out.iterdir() if p.suffix in (".csv", ".safetensors") and p.stem != "checkpoint"),
         "tables": {n: {"columns": list(t.columns()), "rows": [list(r) for r in t.rows()]} for part in made for n, t in part.tables.items()},
     }
     sources = [SOURCES[key] for key in analysis.basis.provenance.sources]
