@@ -192,7 +192,7 @@ class RunLayers(Protocol):
     """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order, holding one layer at a time.
 
     With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared, and a layer that does not close
-    raises ``ClosingError``; without it only queries and keys are.
+    raises ``ClosingError``; without it queries and keys are the model's own, from its hooks, and nothing is recomputed.
     """
 
     def __call__(
