@@ -74,8 +74,12 @@ class Facts:
 
     def linear(self, parts: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         """Projection of additive parts ``[*part position d_model] -> [*part position head d_head]`` without frozen scales."""
+        return self.head_map(self.projected(parts, which), which, turn)
+
+    def projected(self, parts: Tensor, which: str) -> Tensor:
+        """The same before QK-norm and rotation: centring, gain and the weight matrix."""
         x = parts - parts.mean(-1, keepdim=True) if self.norm.kind == "LN" else parts
-        return self.head_map(einsum(x * self.norm.gain, self.matrix(which), "... d, h d e -> ... h e"), which, turn)
+        return einsum(x * self.norm.gain, self.matrix(which), "... d, h d e -> ... h e")
 
     def matrix(self, which: str) -> Tensor:
         """W_Q, W_K or W_V."""
@@ -105,8 +109,7 @@ class Facts:
 
     def raw(self, h: Tensor, which: str) -> Tensor:
         """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v`` hold it."""
-        plain = replace(self, qk_norm=None, rotation=None)
-        return plain.linear(h, which, None) / self.norm_scale(h)[..., None, None] + self.constant(which)
+        return self.projected(h, which) / self.norm_scale(h)[..., None, None] + self.constant(which)
 
     def full(self, h: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         """Query or key as it enters the score."""

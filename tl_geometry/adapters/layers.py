@@ -100,16 +100,19 @@ class Layers:
         turn = turn_of(self.parameters, layer, found, length, facts.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
         norm_scale, heads = facts.norm_scale(h), len(facts.constant("q"))
-        pre = {w: facts.linear(h, w, turn) for w in "qk"}
-        raw = {w: self._raw(facts, h, norm_scale, w, pre[w]) for w in "qk"}
+        hooked = {w: self._grouped(own[w], facts) for w in "qk"}
+        taken = {w: value for w, value in hooked.items() if value is not None and not verify}  # unverified: the model's own
+        raw = {w: taken[w] if w in taken else facts.raw(h, w) for w in "qk"}
         frozen = {w: (1 / norm_scale).unsqueeze(-1).expand(*h.shape[:2], heads) for w in "qkv"}
         constant = {w: facts.constant(w).expand(*h.shape[:2], -1, -1) for w in "qkv"}
+        whole = raw
         if facts.qk_norm is not None:
-            for w in "qk":
-                s = facts.qk_norm.scale(raw[w])
-                frozen[w], constant[w] = frozen[w] / s, constant[w] / s.unsqueeze(-1)
+            scales = {w: facts.qk_norm.scale(raw[w]) for w in "qk"}
+            frozen |= {w: frozen[w] / s for w, s in scales.items()}
+            constant |= {w: constant[w] / s.unsqueeze(-1) for w, s in scales.items()}
+            whole = {w: raw[w] / s.unsqueeze(-1) for w, s in scales.items()}
         constant = {w: facts.head_map(constant[w], w, turn) for w in "qkv"}
-        q, k = (pre[w] * frozen[w].unsqueeze(-1) + constant[w] for w in "qk")
+        q, k = (facts.head_map(whole[w], w, turn) for w in "qk")
         pattern, scores, z = own["pattern"], own["attn_scores"] if facts.has_scores else None, own["z"]
         bias, source = self._bias(layer, facts, length, h)
         view = LayerView(
@@ -123,8 +126,9 @@ class Layers:
             v=self._grouped(own["v"], facts), z=None if z is None else upcast(z),
             roundoff=self.roundoff(layer), closing=ClosingReport(checks={}, scale=0.0),
         )  # fmt: skip
-        report = self._check_inputs(facts, view.roundoff, raw, {w: self._grouped(own[w], facts) for w in "qk"})
-        report = report if not verify else check_scores(view, report)
+        if not verify:
+            return view
+        report = check_scores(view, self._check_inputs(facts, view.roundoff, raw, hooked))
         return replace(view, closing=_closed(report, f"layer {layer} of {self.parameters.name}"))
 
     def roundoff(self, layer: int) -> float:
@@ -147,11 +151,6 @@ class Layers:
             sinks=None if facts.sinks is None else facts.sinks.to(h),
             slopes=None if facts.slopes is None else facts.slopes.to(h),
         )
-
-    def _raw(self, facts: Facts, h: Tensor, norm_scale: Tensor, which: str, pre: Tensor) -> Tensor:
-        if facts.qk_norm is not None or facts.rotation is not None:
-            return facts.raw(h, which)
-        return pre / norm_scale[..., None, None] + facts.constant(which)
 
     @staticmethod
     def _grouped(value: Tensor | None, facts: Facts) -> Tensor | None:

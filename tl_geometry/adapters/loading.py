@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,10 @@ def load(
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
         hf, tokenizer = _read(directory, kind, dtype)
-        return from_hf(hf, tokenizer, kind=kind, processed=processed, name=directory.name, dtype=dtype, device=device)
-    if directory.is_dir():
-        fail("model", expected="a Hugging Face directory with config.json", got=f"{directory.name} without one")
+        return from_hf(hf, tokenizer, kind=kind, processed=processed, name=_shown(directory), dtype=dtype, device=device)
+    if directory.is_dir() or str(name).startswith(("/", ".", "~")):
+        got = f"{directory.name} without one" if directory.is_dir() else f"no directory {name}"
+        fail("model", expected="a Hugging Face directory with config.json, or a name that TransformerLens knows", got=got)
     try:
         return _by_name(str(name), kind, processed, dtype, device)
     except GeometryError:
@@ -73,6 +76,28 @@ def from_hf(
     return remember(model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False))
 
 
+def _shown(directory: Path) -> str:
+    """The directory's name, or its parent's where that says nothing."""
+    path = directory.resolve()
+    return path.parent.name if path.name in ("model", "checkpoint", "snapshot") else path.name
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no remarks of transformers on standard error (what matters in them becomes ``head_trained``)."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
 def _read(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model and tokenizer of a directory; ``_newly_initialised`` is set where the checkpoint has no output head."""
     import transformers
@@ -84,9 +109,10 @@ def _read(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     else:
         loader = getattr(transformers, saved, None) or transformers.AutoModelForCausalLM
     try:
-        loaded: Any = loader.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
-        )
+        with _quiet():
+            loaded: Any = loader.from_pretrained(
+                directory, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError) as error:
         fail("model", expected=f"weights in {directory.name}", got=str(error).strip().splitlines()[0][:200], instead="a whole directory")
     model, info = loaded

@@ -73,9 +73,9 @@ def fingerprint(model: Any) -> str:
 
     The same weights in the same class give the same digits in every process and on every device.
     """
-    digest = hashlib.sha256()
+    digest, random = hashlib.sha256(), _random_parts(model)
     for name, value in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if not bool(value.detach().any()):
+        if name.startswith(random) or not bool(value.detach().any()):
             continue  # an absent bias and a zero one are the same model; versions of TransformerLens differ in which they keep
         digest.update(f"{name.replace('_original_component.', '')}|{value.dtype}|{tuple(value.shape)}".encode())
         flat = value.detach().reshape(-1)
@@ -83,6 +83,13 @@ def fingerprint(model: Any) -> str:
             flat = flat[:: flat.numel() // _SAMPLE]
         digest.update(flat.to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _random_parts(model: Any) -> tuple[str, ...]:
+    """Prefixes of parameters that loading draws at random, so that they say nothing about the model."""
+    encoder = ("pooler.", "nsp_head.") if any(c.__name__ == "HookedEncoder" for c in type(model).__mro__) else ()
+    head = () if _LOADED.get(model, {}).get("head_trained", _head_trained(model)) else ("cls.", "lm_head.", "mlm_head.", "unembed.")
+    return (*encoder, *head)
 
 
 def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
@@ -213,7 +220,7 @@ def _head_trained(model: Any) -> bool:
 
 def _bos_id(model: Any) -> int | None:
     tokenizer = getattr(model, "tokenizer", None)
-    found = [getattr(tokenizer, f"{which}_token_id", None) for which in ("bos", "cls")]
+    found = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
     return next((int(i) for i in found if i is not None), None)
 
 
