@@ -321,7 +321,7 @@ def embedding_distance_table(model: Any) -> EmbeddingDistances:
     embeddings are already spread over a sphere.
     """
     view = as_view(model)
-    rows = embeddings(view).double()
+    rows = embeddings(view, centred=False).double()
     target = sphere.norm_geometry(rows, eps=1e-5, kind="RMS" if view.norm == "RMS" else "LN").z
     mean_norm = torch.linalg.vector_norm(rows, dim=-1).mean()
     require(bool(mean_norm > 0), "embeddings", expected="rows that are not all zero", got="zeros")

@@ -42,22 +42,21 @@ def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
     return {i: _html.token_text(text) for i, text in zip(unique, view.decode(unique), strict=True)}
 
 
-def embeddings(view: ModelView) -> Float[Tensor, "d_vocab d_model"]:
+def embeddings(view: ModelView, *, centred: bool = True) -> Float[Tensor, "d_vocab d_model"]:
     """What each token puts into state 0, without a positional vector, float32.
 
     Models with learned positions: the embedding rows. Others: their state 0 itself, which depends on the token alone there and
     so includes an embedding norm (BLOOM) or an embedding scale (Gemma). BERT's norm after the sum is left out. Where a LayerNorm
-    follows, rows are centred over d_model, as it makes them and as all loadings agree.
+    follows, rows are ``centred`` over d_model, as it makes them and as all loadings agree.
     """
     rows = view.model.W_E.detach().float()
-    if view.position not in ("rotary", "alibi"):
-        return sphere.centred(rows, view.norm)
-    width = min(ROWS, view.n_ctx)
-    first = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
-    if torch.allclose(first, rows[: len(first)].to(first), rtol=1e-5, atol=1e-6):
-        return sphere.centred(rows, view.norm)
-    ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
-    return sphere.centred(torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])[: len(rows)], view.norm)
+    if view.position in ("rotary", "alibi"):
+        first = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
+        if not torch.allclose(first, rows[: len(first)].to(first), rtol=1e-5, atol=1e-6):
+            width = min(ROWS, view.n_ctx)
+            ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
+            rows = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])[: len(rows)]
+    return sphere.centred(rows, view.norm if centred else None)
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:

@@ -1,0 +1,321 @@
+"""Surrogates of W_QK: run a live model with a head's score matrix replaced by a structured part of it.
+
+Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a layer, whose scores are
+``S = x W x^T + (bias terms)`` with x the normalised stream:
+
+1. the layer's view is built from the running forward pass and verified against the model's own numbers;
+2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
+3. the new pattern acts through ``attn.hook_z`` (``z' = pattern' @ v``), the one hook that every TransformerLens class obeys.
+
+A random subspace of the same dimension is the control.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry import _check, sphere, weights
+from tl_geometry._check import Head, choice, require
+from tl_geometry.capture import as_view, token_rows
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import UnsupportedModelError
+from tl_geometry.records import LayerView, ModelView
+from tl_geometry.results import Result
+from tl_geometry.verbs.vocabulary import factors_of, require_trained_head, weight_provenance
+from tl_geometry.weights import Factors
+
+PARTS = ("structured", "low_rank", "diagonal", "thresholded", "random", "none", "whole")
+"""What may take the place of W_QK: ``V L V^T + D``, the best ``V L V^T``, diag(W), diag(W) plus the rotated entries above the
+threshold, ``V L V^T + D`` in a random subspace of the same dimension, nothing, and W itself (a check: it changes nothing)."""
+
+
+class Replacement(NamedTuple):
+    """``W' = left right^T + diag(diagonal)`` for the chosen heads of a layer, the attention scale inside."""
+
+    heads: tuple[int, ...]
+    left: Float[Tensor, "head d_model rank"]
+    right: Float[Tensor, "head d_model rank"]
+    diagonal: Float[Tensor, "head d_model"]
+
+    def scores(self, q: Float[Tensor, "batch head query d_model"], k: Float[Tensor, "batch head key d_model"]) -> Tensor:
+        """``q W' k^T`` per head, in the dtype of ``q``."""
+        left, right, diagonal = (t.to(q) for t in (self.left, self.right, self.diagonal))
+        return (q @ left) @ (k @ right).mT + (q * diagonal.unsqueeze(-2)) @ k.mT
+
+
+def structured_part(factors: Factors, basis: Float[Tensor, "d_model column"], part: str, *, k: int, seed: int = 0) -> Factors | None:
+    """Left and right factors of a part (see :data:`PARTS`) without its diagonal; ``None`` for a part that is only diagonal.
+
+    >>> V = torch.linalg.qr(torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+    >>> W = Factors(V[None], V[None])
+    >>> found = structured_part(W, V, "low_rank", k=2)
+    >>> bool(torch.allclose(found.left @ found.right.mT, W.left @ W.right.mT))
+    True
+    """
+    return _part(factors, basis, choice(part, PARTS, "part"), k, seed)[0]
+
+
+def _part(factors: Factors, basis: Tensor, part: str, k: int, seed: int) -> tuple[Factors | None, Tensor]:
+    heads, nothing = factors.left.shape[0], torch.zeros_like(factors.diagonal)
+    V = basis[:, :k].to(factors.left)
+    if part == "whole":
+        return factors, nothing
+    if part in ("diagonal", "none"):
+        return None, factors.diagonal if part == "diagonal" else nothing
+    if part == "thresholded":
+        eye = torch.eye(V.shape[0], dtype=V.dtype, device=V.device)
+        rotation = weights.complete(basis.to(factors.left), eye)
+        dense = weights.rotated_block(factors, rotation)
+        threshold = weights.structure(factors, basis.to(factors.left), k=k).threshold
+        kept = torch.where(dense.abs() > threshold[:, None, None], dense, 0.0)
+        return Factors(rotation @ kept, rotation.expand(heads, -1, -1)), factors.diagonal
+    if part == "random":
+        draw = torch.randn(V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(V)
+        centred = float(factors.left.sum(-2).abs().max()) < 1e-6 * float(factors.left.abs().max())
+        V = torch.linalg.qr(weights.centre(draw, centred)).Q
+    if part == "low_rank":
+        return Factors(V @ weights.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)), nothing
+    fit = weights.fit_low_rank_diagonal(factors, V)
+    return Factors(V @ fit.L, V.expand(heads, -1, -1)), fit.delta
+
+
+def replacements(
+    view: ModelView, basis: PositionContext, heads: Sequence[tuple[int, int]], part: str, *, rank: int | None = None, seed: int = 0
+) -> dict[int, Replacement]:
+    """The replacement of each layer that has chosen heads."""
+    choice(part, PARTS, "part")
+    require(
+        view.position != "rotary",
+        "surrogate",
+        expected="a model whose W_QK does not depend on the offset",
+        got="rotary positions",
+        instead="weight_geometry(..., offsets=...) for its structure",
+        error=UnsupportedModelError,
+    )
+    basis.check_model(view)
+    layers = sorted({l for l, _ in heads})
+    out: dict[int, Replacement] = {}
+    for layer, factors in factors_of(view, layers, "QK"):
+        mine = tuple(h for l, h in heads if l == layer)
+        rows = basis.pos[basis.index(layer)]
+        directions, _, found = weights.leading_directions(rows, min(60, view.d_model), centred=view.attention_norm(layer).kind == "LN")
+        k = min(rank or 20, found)
+        require(k > 0, "basis", expected="positional vectors that differ", got=f"none at state {layer}", instead="a longer window")
+        chosen = Factors(factors.left[list(mine)], factors.right[list(mine)])
+        product, diagonal = _part(chosen, directions, part, k, seed)
+        empty = torch.zeros_like(chosen.left[..., :1])
+        left, right = (empty, empty) if product is None else (product.left, product.right)
+        out[layer] = Replacement(mine, left, right, diagonal)
+    return out
+
+
+def _pick(x: Tensor, chosen: list[int]) -> Tensor:
+    return rearrange(x[:, :, chosen], "batch position head e -> batch head position e")
+
+
+def _softmax(seen: LayerView, chosen: list[int], scores: Tensor) -> Float[Tensor, "batch head query key"]:
+    """The pattern of scores before the soft cap: cap, mask and sinks of the layer."""
+    if seen.softcap is not None:
+        scores = seen.softcap * torch.tanh(scores / seen.softcap)
+    scores = scores.masked_fill(~seen.allowed, -torch.inf)
+    if seen.sinks is None:
+        return scores.softmax(-1)
+    extra = rearrange(seen.sinks[chosen].to(scores), "head -> 1 head 1 1").expand(*scores.shape[:3], 1)
+    return torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+
+
+def patterns(seen: LayerView, new: Replacement) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"]]:
+    """Patterns of the chosen heads as they are, and with ``x W x^T`` replaced (bias terms, mask, soft cap and sinks stay)."""
+    chosen = list(new.heads)
+    scores = seen.scale * (_pick(seen.q, chosen) @ _pick(seen.k, chosen).mT)
+    if seen.bias is not None:
+        scores = scores + seen.bias[chosen]
+    own = seen.scale * (_pick(seen.project_q(seen.h), chosen) @ _pick(seen.project_k(seen.h), chosen).mT)
+    x = sphere.centred(seen.h, seen.norm.kind)
+    q, k = (
+        einsum(x, s[:, :, chosen], "batch position d, batch position head -> batch head position d") for s in (seen.q_scale, seen.k_scale)
+    )
+    return _softmax(seen, chosen, scores), _softmax(seen, chosen, scores - own + new.scores(q, k))
+
+
+@contextmanager
+def _live(model: Any, hooks: Mapping[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
+    """Hooks on a live model, removed by their own handles on exit."""
+    points, added = dict(model.hook_dict), []
+    try:
+        for name, call in hooks.items():
+            point = points[name]
+            point.add_hook(lambda value, hook, _call=call: _call(value))
+            added.append((point, point.fwd_hooks[-1]))
+        yield
+    finally:
+        for point, handle in added:
+            handle.hook.remove()
+            point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
+
+
+OnPattern = Callable[[LayerView, tuple[int, ...], Tensor, Tensor], None]
+"""Receives a layer's view, the replaced heads, their own patterns and their new ones."""
+
+
+def _layer_hooks(
+    view: ModelView, layer: int, new: Replacement, on_pattern: OnPattern | None
+) -> Mapping[str, Callable[[Tensor], Tensor | None]]:
+    seen: dict[str, Tensor] = {}
+    z_name = f"blocks.{layer}.attn.hook_z"
+
+    def keep(name: str) -> Callable[[Tensor], None]:
+        return lambda value: seen.__setitem__(name, value.detach())
+
+    def edit(z: Tensor) -> Tensor:
+        seen[z_name] = z.detach()
+        with torch.no_grad():
+            # some bridges fire hook_pattern after hook_z: the view is then verified by its queries and keys
+            here = [name for name in view.layer_hooks(layer) if name in seen]
+            layer_view = view.layer(layer, seen, needed=here)  # pyright: ignore[reportCallIssue]
+            before, pattern = patterns(layer_view, new)
+        seen.clear()
+        require(layer_view.v is not None, z_name, expected="values of the layer", got="none", error=UnsupportedModelError)
+        values = layer_view.v[:, :, list(new.heads)] if layer_view.v is not None else z
+        if on_pattern is not None:
+            on_pattern(layer_view, new.heads, before, pattern)
+        mixed = einsum(pattern, values, "batch head query key, batch key head e -> batch query head e").to(z)
+        heads_last = rearrange(z, "... (head e) -> ... head e", e=mixed.shape[-1]) if z.dim() == 3 else z
+        return heads_last.index_copy(2, torch.tensor(new.heads, device=z.device), mixed).reshape(z.shape)
+
+    return {name: keep(name) for name in view.layer_hooks(layer) if name != z_name} | {z_name: edit}
+
+
+@contextmanager
+def surrogate(
+    model: Any,
+    basis: PositionContext,
+    heads: Iterable[Head] | Head | None = None,
+    part: str = "structured",
+    *,
+    layers: Iterable[int] | int | None = None,
+    rank: int | None = None,
+    seed: int = 0,
+    on_pattern: OnPattern | None = None,
+) -> Iterator[None]:
+    """Run a live model with W_QK of the chosen heads replaced by a part of it (Song & Zhong 2023, Eq. 8), inside ``with``.
+
+    Args:
+        heads: ``(layer, head)`` or ``"L5H1"``, one or several; all heads of ``layers`` (or of the model) by default.
+        part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``.
+        rank: dimension of the subspace, by default the smaller of 20 and the rank of the positional vectors at the layer's input.
+        on_pattern: called with the layer's view, the heads and their new pattern, whenever a layer runs.
+
+    Raises ``UnsupportedModelError`` for rotary models, whose W_QK is a different matrix at every offset.
+    """
+    view = as_view(model)
+    pairs = _check.heads(heads, view.n_layers, view.n_heads, layers)
+    new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
+    with ExitStack() as stack:
+        for layer, replacement in new.items():
+            stack.enter_context(_live(view.model, _layer_hooks(view, layer, replacement, on_pattern)))
+        yield
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SurrogateEffect(Result):
+    """What replacing W_QK by each part does: next-token loss (nats) and patterns.
+
+    ``moved [part head]`` is the mean over queries (from the second on) of the total variation between the model's pattern and the one
+    that the part gives, at the layer's actual input.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    clean_loss: float
+    loss: Float[Tensor, " part"]
+    moved: Float[Tensor, "part head"]
+
+    def columns(self) -> Sequence[str]:
+        return ("part", "loss", "change", "pattern_moved")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        head = [["model", self.clean_loss, 0.0, 0.0]]
+        body = zip(self.parts, self.loss.tolist(), self.moved.mean(-1).tolist(), strict=True)
+        return [*head, *([part, loss, loss - self.clean_loss, moved] for part, loss, moved in body)]
+
+
+def surrogate_effect(
+    model: Any,
+    tokens: Any,
+    basis: PositionContext,
+    heads: Iterable[Head] | Head | None = None,
+    *,
+    layers: Iterable[int] | int | None = None,
+    parts: Sequence[str] = PARTS[:-1],
+    rank: int | None = None,
+    seed: int = 0,
+    prepend_bos: bool | None = None,
+) -> SurrogateEffect:
+    """Change in next-token loss, and in the heads' patterns, when W_QK of the chosen heads is replaced by each part of it.
+
+    All chosen heads are replaced at once. The structure carries the computation where ``"structured"`` costs little and
+    ``"random"``, a subspace of the same dimension, costs much. Raises ``UnsupportedModelError`` for models without a trained head
+    and for bidirectional ones, whose next-token loss means nothing.
+    """
+    view = as_view(model)
+    require_trained_head(view, "surrogate_effect")
+    require(
+        view.causal,
+        "surrogate_effect",
+        expected="a causal model",
+        got=f"{view.name}, which attends to both sides",
+        instead="surrogate(...) and your own measure",
+        error=UnsupportedModelError,
+    )
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    pairs = tuple(sorted(_check.heads(heads, view.n_layers, view.n_heads, layers)))
+    clean = _loss(view, rows.tokens)
+    losses: list[float] = []
+    moved: list[Tensor] = []
+    for part in parts:
+        distance: dict[tuple[int, int], float] = {}
+
+        def record(seen: LayerView, chosen: tuple[int, ...], before: Tensor, after: Tensor, distance: Any = distance) -> None:
+            tv = 0.5 * (after - before).abs().sum(-1)[..., 1:].mean((0, 2))
+            distance.update({(seen.layer, h): float(v) for h, v in zip(chosen, tv, strict=True)})
+
+        with surrogate(view, basis, pairs, part, rank=rank, seed=seed, on_pattern=record):
+            losses.append(_loss(view, rows.tokens))
+        moved.append(torch.tensor([distance.get(pair, torch.nan) for pair in pairs]))
+    return SurrogateEffect(
+        provenance=dataclasses.replace(
+            weight_provenance(view, sources=("song2023",)),
+            corpus=rows.corpus,
+            token_hash=rows.token_hash,
+            has_bos=rows.has_bos,
+            contexts=len(rows),
+            seed=seed,
+        ),
+        heads=pairs,
+        parts=tuple(parts),
+        clean_loss=clean,
+        loss=torch.tensor(losses, dtype=torch.float64),
+        moved=torch.stack(moved),
+    )
+
+
+def _loss(view: ModelView, tokens: Tensor) -> float:
+    """Mean next-token loss in nats."""
+    total, count = 0.0, 0
+    for part in tokens.split(8):
+        logits = view.run(part, {}, logits=True)
+        require(logits is not None, "logits", expected="logits of the model", got="none")
+        scores = (logits if logits is not None else part)[:, :-1].float().log_softmax(-1).cpu()
+        total -= float(scores.gather(-1, part[:, 1:, None].cpu()).double().sum())
+        count += part[:, 1:].numel()
+    return total / count
