@@ -24,10 +24,10 @@ def shares(table: Anova, *, twin: Anova | None = None, ax: Axes | None = None) -
     for axis, current, name in zip(axes, tables, ("trained", "untrained twin"), strict=False):
         bottom = torch.zeros(len(current.states), dtype=torch.float64)
         for part, value in current.shares.items():
-            axis.bar(current.states, value, bottom=bottom, color=PARTS[part], label=part, width=0.8)
+            axis.bar(current.states, value.numpy(), bottom=bottom.numpy(), color=PARTS[part], label=part, width=0.8)
             bottom = bottom + torch.nan_to_num(value)
         if current.ctx_null is not None:
-            axis.plot(current.states, current.shares["pos"] + current.ctx_null, "k--", lw=1, label="ctx of glued windows")
+            axis.plot(current.states, (current.shares["pos"] + current.ctx_null).numpy(), "k--", lw=1, label="ctx of glued windows")
         axis.set_xlabel("state")
         axis.set_title(name if twin is not None else "")
     axes[0].set_ylabel("share of variance")
@@ -48,7 +48,7 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
         "resid": (table.resid / n).sqrt(),
     }
     for name, value in values.items():
-        axes[0].semilogy(basis.states, value.clamp(min=1e-12), "o-", ms=3, color=PARTS[name], label=name)
+        axes[0].semilogy(basis.states, value.clamp(min=1e-12).numpy(), "o-", ms=3, color=PARTS[name], label=name)
     axes[0].set_xlabel("state")
     axes[0].set_xticks(basis.states if len(basis.states) <= 14 else basis.states[::4])
     axes[0].set_ylabel("root mean square norm")
@@ -71,9 +71,10 @@ def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, tw
             pos = current.pos[current.index(state)]
             found = linalg.svd(pos)
             points = pos @ found.V[:, :2]
-            axis.plot(points[:, 0], points[:, -1], color="#8888", lw=0.6, zorder=1)
-            shade = axis.scatter(points[:, 0], points[:, -1], c=range(*current.window), cmap=SEQUENTIAL, s=7, zorder=2)
             outside = _frame(axis, points)
+            x, y = points[:, 0].numpy(), points[:, -1].numpy()
+            axis.plot(x, y, color="#8888", lw=0.6, zorder=1)
+            shade = axis.scatter(x, y, c=range(*current.window), cmap=SEQUENTIAL, s=7, zorder=2)
             held = found.S[:2].square().sum() / found.S.square().sum().clamp(min=1e-300)
             axis.set_title(f"state {state}: {float(held):.0%}" + (f", {outside} off" if outside else ""), fontsize=8)
             axis.set_xticks([])
@@ -111,7 +112,7 @@ def gram(basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | 
         blocks.append(linalg.normalize_rows(basis.ctx[row, picked])[0])
     rows = torch.cat(blocks)
     figure, axes = canvas(ax=ax, size=(4.2, 3.6))
-    image = axes[0].imshow(rows @ rows.T, cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
+    image = axes[0].imshow((rows @ rows.T).numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
     for edge in (len(pos) - 0.5,):
         axes[0].axhline(edge, color="k", lw=0.6)
         axes[0].axvline(edge, color="k", lw=0.6)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tl_geometry import _html
 from tl_geometry.decomposition import PositionContext
@@ -26,6 +26,7 @@ SECTIONS = ("overview", "basis")
 """Modules of this package that hold a ``section`` function, in reading order."""
 
 
+@runtime_checkable
 class Figure(Protocol):
     """Anything that shows itself as an HTML fragment (see :mod:`tl_geometry.render`)."""
 

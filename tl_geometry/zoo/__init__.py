@@ -34,11 +34,14 @@ def tokenizer() -> Any:
 
 def hugging_face(*, trained: bool = True) -> Any:
     """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its untrained twin (the same seed)."""
-    from transformers import GPT2LMHeadModel
+    from safetensors.torch import load_file
 
     from tl_geometry.zoo.train_embedded import new_model
 
-    return GPT2LMHeadModel.from_pretrained(directory(), local_files_only=True).eval() if trained else new_model()
+    model = new_model()
+    if trained:
+        model.load_state_dict(load_file(directory() / "model.safetensors"), strict=False)  # the output head is tied to the embedding
+    return model
 
 
 def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:

@@ -97,7 +97,7 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
     def integer(generator: torch.Generator, low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    def row(generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]) -> Batch:
+    def row(generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]) -> tuple[Tensor, Tensor]:
         start = integer(generator, 0, len(stream) - length)
         if kind == "natural":
             return (tokens := stream[start : start + length]), tokens

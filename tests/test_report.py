@@ -1,0 +1,110 @@
+"""The command line and the report: files, self-contained HTML, hostile names, JSON, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tl_geometry as tlg
+from tl_geometry.report import SECTIONS, build, page
+
+HOSTILE = "<img src=x onerror=alert(1)>.txt"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of the embedded model on two text files, one of them with a hostile name."""
+    out = tmp_path_factory.mktemp("report")
+    text = "def f(x):\n    return x + 1\n\nclass A:\n    pass\n" * 60
+    paths = [out / "plain.txt", out / HOSTILE]
+    for path in paths:
+        path.write_text(text)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kind": "bridge", "processed": False, "resume": False}
+    build.build(
+        None,
+        corpus=paths,
+        contexts=12,
+        length=32,
+        out=out / "made",
+        bos=None,
+        seed=0,
+        progress=False,
+        command=["tl-geometry", "report"],
+        **options,
+    )
+    return out / "made"
+
+
+def test_the_folder_holds_everything(folder: Path) -> None:
+    assert {"report.html", "anova.csv", "anova.safetensors", "basis.safetensors", "run.json"} <= {p.name for p in folder.iterdir()}
+    basis = tlg.PositionContext.load(folder / "basis.safetensors")
+    assert basis.contexts == 12
+    assert basis.names == ("plain.txt", HOSTILE)
+    run = json.loads((folder / "run.json").read_text())
+    assert run["provenance"]["fingerprint"] == basis.provenance.fingerprint
+    assert run["versions"]["torch"]
+    assert run["command"] == ["tl-geometry", "report"]
+    assert not (folder / "checkpoint.safetensors").exists()
+    csv = (folder / "anova.csv").read_text().splitlines()
+    assert csv[0].startswith("state,ss_total,pos,ctx,resid")
+    assert len(csv) == 6
+
+
+def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
+    html = (folder / "report.html").read_text()
+    assert "<img src=x" not in html
+    assert "&lt;img src=x onerror" in html
+    assert "<script" not in html
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", html)
+    for needle in ("evidence for nothing", "untrained twin", "do not say", "glued from random places", "left out of the statistics"):
+        assert needle in html, needle
+    assert html.count("data:image/svg+xml;base64,") >= 4
+    assert "color-scheme:light dark" in html
+
+
+def test_sections_are_one_mechanism() -> None:
+    assert len(set(SECTIONS)) == len(SECTIONS)
+    body = page.document("a<b", ["<p>x</p>"], ["T & U"], ["source <1>"])
+    assert "<title>a&lt;b</title>" in body
+    assert 'href="#t-u"' in body
+    assert "source &lt;1&gt;" in body
+
+
+def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tl_geometry", *arguments], capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["report", "--length", "500"], "--length: expected 2 to 128 tokens, got 500"),
+        (["report", "--corpus", "absent.txt"], "--corpus: expected existing text files, got absent.txt"),
+        (["report", "--dtype", "int8"], "--dtype: expected one of 'float32'"),
+        (["report", "."], "expected a Hugging Face directory with config.json"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(arguments: list[str], text: str, tmp_path: Path) -> None:
+    done = command(*arguments, "--out", "made", "--quiet", cwd=tmp_path)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tl-geometry:")]
+    assert len(lines) == 1
+    assert text in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_prints_json_and_resumes(tmp_path: Path) -> None:
+    done = command(
+        "report", "--contexts", "8", "--length", "16", "--out", str(tmp_path / "made"), "--json", "--quiet", "--resume", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["tables"]["anova"]["rows"]
+    assert summary["provenance"]["contexts"] == 8

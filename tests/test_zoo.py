@@ -1,0 +1,187 @@
+"""The embedded model has real structure (previous-token and induction heads, natural repeats), and the trainer resumes exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tl_geometry import zoo
+from tl_geometry.head_types import head_type_scores, repeated_random_tokens
+from tl_geometry.zoo import corpus, train_embedded
+from tl_geometry.zoo.trainer import IGNORE, TrainSettings, sequence_loss, train
+
+
+@cache
+def model(trained: bool = True) -> Any:
+    found = zoo.hugging_face(trained=trained)
+    found.set_attn_implementation("eager")
+    return found
+
+
+def token_losses(model: Any, tokens: Tensor) -> Tensor:
+    """Loss (nats) of each next token ``[batch position-1]``."""
+    with torch.inference_mode():
+        logits = model(tokens).logits[:, :-1].log_softmax(-1)
+    return -logits.gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def best(model: Any, tokens: Tensor, kind: str) -> tuple[float, tuple[int, int]]:
+    """Highest head score of a type, and its (layer, head)."""
+    with torch.inference_mode():
+        pattern = torch.stack(model(tokens, output_attentions=True).attentions)
+    scores = torch.stack([head_type_scores(layer, tokens).scores[kind] for layer in pattern])
+    top = int(scores.argmax())
+    return float(scores.flatten()[top]), divmod(top, scores.shape[1])
+
+
+@pytest.mark.parametrize("period", [12, 25, 50])
+def test_heads_of_the_embedded_model_on_repeated_random_tokens(period: int) -> None:
+    tokens = repeated_random_tokens(period, 2, 16, low=1, high=2048, seed=period, bos_id=0)
+    previous, _ = best(model(), tokens, "previous")
+    induction, (layer, _) = best(model(), tokens, "induction")
+    assert previous >= 0.4
+    assert induction >= 0.5
+    assert layer >= 1  # an induction head needs a layer before it
+    losses = token_losses(model(), tokens)
+    assert losses[:, period:].mean() < losses[:, :period].mean() - 2
+
+
+def test_the_untrained_twin_has_none_of_it() -> None:
+    tokens = repeated_random_tokens(25, 2, 16, low=1, high=2048, seed=25, bos_id=0)
+    assert best(model(False), tokens, "previous")[0] < 0.2
+    assert best(model(False), tokens, "induction")[0] < 0.2
+    losses = token_losses(model(False), tokens)
+    assert abs(losses[:, 25:].mean() - losses[:, :25].mean()) < 0.5
+
+
+def test_a_held_out_function_pasted_twice_is_easier_the_second_time() -> None:
+    text = next(t for n, t in zip(*_documents(), strict=True) if n == "heapq.py")
+    start = text.index("def heapreplace")
+    ids = zoo.tokenizer()(text[start:], add_special_tokens=False)["input_ids"][:60]
+    losses = token_losses(model(), torch.tensor([[0, *ids, *ids]]))[0]
+    first, second = float(losses[:60].mean()), float(losses[60:].mean())
+    assert second < first - 1
+    twin = token_losses(model(False), torch.tensor([[0, *ids, *ids]]))[0]
+    assert float(twin[60:].mean()) > float(twin[:60].mean()) - 0.5
+
+
+def _documents() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    found = corpus.held_out_documents()
+    return found.names, found.texts
+
+
+def test_held_out_loss_beats_the_ngram_models_as_the_card_says() -> None:
+    card = zoo.card()
+    assert card["held_out_loss"] < card["bigram_loss"] - 0.4 < card["unigram_loss"] - 0.4
+    assert card["untrained_loss"] > card["unigram_loss"]
+    ids = train_embedded.encode(
+        [t for n, t in zip(*_documents(), strict=True) if n in ("heapq.py", "random.py")], zoo.directory() / "tokenizer.json"
+    )
+    measured = train_embedded.natural_loss(model(), ids)
+    assert abs(measured - card["held_out_loss"]) < 0.6  # two of the thirty modules
+    assert train_embedded.natural_loss(model(False), ids[:2000]) > measured + 2
+
+
+def test_the_card_describes_the_files() -> None:
+    card = zoo.card()
+    digest = hashlib.sha256((zoo.directory() / "model.safetensors").read_bytes()).hexdigest()
+    assert card["model_sha256"] == digest
+    assert card["steps"] == train_embedded.SETTINGS.steps
+    assert set(card["data"]["held_out_modules"]) == set(corpus.HELD_OUT)
+    assert sum(p.stat().st_size for p in zoo.directory().iterdir()) <= 6_000_000
+    assert json.loads((zoo.directory() / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+
+
+def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
+    tokenizer = zoo.tokenizer()
+    text = "def f(x):\n    return 'é' + \"\\t\" * x  # \U0001f600\n"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    assert tokenizer.bos_token_id == 0
+
+
+def test_held_out_modules_are_never_trained_on_and_changes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = {p.as_posix() for p in corpus.training_files()}
+    assert not trained & {(corpus.stdlib() / name).as_posix() for name in corpus.HELD_OUT}
+    assert len(trained) > 1000
+    (tmp_path / "heapq.py").write_text("changed")
+    monkeypatch.setattr(corpus, "stdlib", lambda: tmp_path)
+    found = corpus.held_out_documents()
+    assert found.names == ("heapq.py",)
+    assert found.changed == ("heapq.py",)
+    assert len(found.missing) == len(corpus.HELD_OUT) - 1
+    assert "missing" in found.note
+    assert "1 changed (heapq.py)" in found.note
+
+
+def small() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=17, n_positions=8, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.1, bos_token_id=0, eos_token_id=0)
+    )
+
+
+def batch_at(step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 17, (4, 9), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_training_resumes_exactly_and_learns(tmp_path: Path) -> None:
+    settings = TrainSettings(steps=12, learning_rate=1e-2, final_learning_rate=1e-3, warmup=2, checkpoint_every=5)
+    whole, halted = small(), small()
+    losses = train(whole, batch_at, settings, progress=False)
+
+    class Halt(Exception):
+        pass
+
+    def halt(step: int, _: Any) -> None:
+        if step == 7:
+            raise Halt
+
+    path = tmp_path / "training.safetensors"
+    with pytest.raises(Halt):
+        train(halted, batch_at, settings, checkpoint=path, progress=False, on_step=halt)
+    resumed = small()
+    again = train(resumed, batch_at, settings, checkpoint=path, progress=False)
+    assert again == losses
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+    fixed = train(
+        small(), lambda _: batch_at(0), TrainSettings(steps=60, learning_rate=1e-2, final_learning_rate=1e-3, warmup=2), progress=False
+    )
+    assert fixed[-1] < 0.7 * fixed[0]
+
+
+def test_schedule_and_loss_by_hand() -> None:
+    settings = TrainSettings(steps=10, learning_rate=1.0, final_learning_rate=0.1, warmup=2)
+    assert [settings.rate(s) for s in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert math.isclose(settings.rate(6), 0.55)
+    logits = torch.zeros(2, 3, 4)
+    logits[0, 0, 1] = math.log(3.0)  # probability 1/2 for token 1
+    targets = torch.tensor([[1, IGNORE, IGNORE], [0, 1, 2]])
+    expected = (math.log(2) + math.log(4)) / 2  # mean over sequences of the mean over kept targets
+    assert math.isclose(float(sequence_loss(logits, targets)), expected, rel_tol=1e-6)
+
+
+def test_training_rows_hide_the_unpredictable_first_copy() -> None:
+    stream = torch.randint(1, 2048, (5000,), generator=torch.Generator().manual_seed(0))
+    make = train_embedded.batches(stream)
+    for step in (0, train_embedded.REPEAT_STEPS):
+        inputs, targets = make(step)
+        again = make(step)
+        assert torch.equal(inputs, again[0])
+        assert (inputs[:, 0] == 0).all()
+        shown = targets != IGNORE
+        assert torch.equal(inputs[:, 1:][shown[:, :-1]], targets[:, :-1][shown[:, :-1]])
+    assert (make(0)[1] == IGNORE).any(1).all()
+    hidden = (targets == IGNORE).any(1)
+    assert hidden.tolist() == [False] * 20 + [True] * 6 + [False] * 6
