@@ -19,7 +19,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(("decomposition", "tokens", "attention", "head_types", "weights", "readout", "kernels", "sphere"), 3),
     **dict.fromkeys(("positional", "differences", "rank_estimation", "contextual"), 3),
     **dict.fromkeys(("ensembles", "residuals", "noise", "langevin"), 3),
-    **dict.fromkeys(("capture", "adapters"), 4),
+    **dict.fromkeys(("capture", "closing", "adapters"), 4),
     **dict.fromkeys(("verbs", "interventions"), 5),
     **dict.fromkeys(("render", "zoo"), 6),
     **dict.fromkeys(("experiments", "report", "reproduce"), 7),

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.adapters.parameters import Parameters, block_of, inner, part, upcast
+from tl_geometry.attention import row_center
 from tl_geometry.records import HeadWeights, NormWeights
 
 MASKED = {torch.float16: -3e4, torch.bfloat16: -1e38, torch.float32: -1e38, torch.float64: -1e38}
@@ -172,13 +173,6 @@ def alibi(form: str, length: int) -> Float[Tensor, "query key"]:
     return (k - {"k": torch.zeros_like(k), "k-q": k, "k-last": torch.full_like(k, length - 1)}[form][:, None]).float()
 
 
-def centred_rows(x: Tensor, cells: Bool[Tensor, "..."]) -> Tensor:
-    """Deviation of each cell from the mean of its row's ``cells``, zero elsewhere."""
-    count = cells.sum(-1, keepdim=True).clamp(min=1)
-    kept = torch.where(cells, x, 0.0)
-    return torch.where(cells, kept - kept.sum(-1, keepdim=True) / count, 0.0)
-
-
 def scores_of(q: Tensor, k: Tensor, scale: float) -> Float[Tensor, "batch head query key"]:
     """Scaled products of queries and keys."""
     return einsum(q, k, "b i h e, b j h e -> b h i j") * scale
@@ -306,7 +300,7 @@ class FactFinder:
             yield replace(facts, scale=scale)
         if facts.softcap is None and not self.is_alibi():
             cells = allowed & (pattern > 1e-30)
-            x, y = centred_rows(content, cells), centred_rows(pattern.clamp(min=1e-38).log(), cells)
+            x, y = row_center(content, cells), row_center(pattern.clamp(min=1e-38).log(), cells)
             energy = float(x.square().sum())
             if energy > 0:
                 yield replace(facts, scale=float((x * y).sum()) / energy)
@@ -318,7 +312,7 @@ class FactFinder:
         cells = allowed.expand(self.heads, -1, -1)
         measured = torch.where(cells, scores - content * facts.scale, 0.0).mean(0)
         j = torch.arange(self.length, dtype=torch.float64, device=measured.device)
-        x, y = centred_rows(j.expand_as(measured), cells), centred_rows(measured, cells)
+        x, y = row_center(j.expand_as(measured), cells), row_center(measured, cells)
         slopes = (x * y).sum((-2, -1)) / x.square().sum((-2, -1)).clamp(min=1e-300)
         for form in ("k", "k-q", "k-last"):
             for exact in (alibi_slopes(self.heads).to(slopes), slopes):
@@ -341,7 +335,7 @@ class FactFinder:
         if scores is not None:
             return float(torch.where(allowed, scores - total, 0.0).abs().max())
         cells = allowed & (pattern > 1e-30)
-        return float((centred_rows(pattern.clamp(min=1e-38).log(), cells) - centred_rows(total, cells)).abs().max())
+        return float((row_center(pattern.clamp(min=1e-38).log(), cells) - row_center(total, cells)).abs().max())
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " head"]:

@@ -12,24 +12,16 @@ from einops import einsum
 from torch import Tensor
 
 from tl_geometry._check import describe, index, require
-from tl_geometry.adapters.facts import FactFinder, Facts, allowed_cells, centred_rows, scores_of, turn_of
+from tl_geometry.adapters.facts import FactFinder, Facts, allowed_cells, scores_of, turn_of
 from tl_geometry.adapters.parameters import Parameters, part, upcast
 from tl_geometry.adapters.running import Runner, collect
-from tl_geometry.errors import ClosingError, UnsupportedModelError
+from tl_geometry.closing import CHUNK, closing_bound, pattern_error, require_closed
+from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import ClosingReport, Hook, LayerHook, LayerView, NormWeights
 
 CORE = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.hook_z", "attn.hook_pattern", "attn.hook_attn_scores")
 TABLES = ("attn.hook_cos", "attn.hook_sin")
-CHUNK = 2**25
-"""Cells of scores that are checked at a time."""
-
-
-def closing_bound(roundoff: float, scale: float) -> float:
-    """The one tolerance on a model's own numbers: 32 u A in float32, 4 u A in half precision, 1e-12 A in float64."""
-    if roundoff < 2**-40:
-        return 1e-12 * scale
-    return (32 if roundoff <= 2**-24 else 4) * roundoff * scale
 
 
 @dataclass(eq=False)
@@ -129,7 +121,8 @@ class Layers:
         if not verify:
             return view
         report = check_scores(view, self._check_inputs(facts, view.roundoff, raw, hooked))
-        return replace(view, closing=_closed(report, f"layer {layer} of {self.parameters.name}"))
+        require_closed([(layer, name, *pair) for name, pair in report.checks.items()], f"layer {layer} of {self.parameters.name}")
+        return replace(view, closing=report)
 
     def roundoff(self, layer: int) -> float:
         """Unit roundoff of the arithmetic behind a layer's numbers: float32 in float64 models whose RMSNorm computes in float32."""
@@ -260,17 +253,6 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max())
 
 
-def _closed(report: ClosingReport, what: str) -> ClosingReport:
-    """The report, if every check holds."""
-    bad = {name: pair for name, pair in report.checks.items() if not pair[0] <= pair[1]}
-    shown = ", ".join(f"{name} off by {error:.2g} (at most {bound:.2g})" for name, (error, bound) in bad.items())
-    require(
-        not bad, what, expected="recomputed queries, keys and scores to be the model's", got=shown,
-        instead="check_model(model), or an architecture that it supports", error=ClosingError,
-    )  # fmt: skip
-    return report
-
-
 def check_scores(view: LayerView, report: ClosingReport) -> ClosingReport:
     """The report with ``pattern`` and ``scores``: recomputed scores against the model's, a few heads at a time."""
     batch, length, heads = view.q.shape[:3]
@@ -298,22 +280,3 @@ def _total_and_size(view: LayerView, heads: slice) -> tuple[Tensor, Tensor]:
     terms = einsum(parts_q, parts_k, "m b i h e, n b j h e -> m n b h i j") * view.scale
     total, size = scores_of(view.q[:, :, heads], view.k[:, :, heads], view.scale), terms.abs().sum((0, 1))
     return (total, size) if view.bias is None else (total + view.bias[heads], size + view.bias[heads].abs())
-
-
-def pattern_error(scores: Tensor, pattern: Tensor, allowed: Tensor, roundoff: float) -> float:
-    """Largest difference of row-centred scores and log patterns, on cells whose probability is well above underflow.
-
-    Infinite where the pattern has weight on a key that is not allowed.
-    """
-    dtype = {2**-11: torch.float16, 2**-8: torch.bfloat16}.get(roundoff, torch.float32)
-    smallest = 1e3 * torch.finfo(dtype).smallest_normal
-    if bool((pattern > smallest).logical_and(~allowed).any()):
-        return float("inf")
-    cells = allowed & (pattern > smallest)
-    log = torch.where(cells, pattern, 1.0).log()
-    missing = allowed & (pattern <= smallest)
-    top = torch.where(cells, scores, -torch.inf).amax(-1, keepdim=True)
-    expected = torch.where(missing, scores - top, -torch.inf).amax()  # a cell that the model leaves out must be negligible in ours too
-    if bool(expected > torch.log(torch.tensor(smallest)).to(expected) / 2):
-        return float("inf")
-    return _largest(centred_rows(scores, cells) - centred_rows(log, cells))

@@ -1,0 +1,207 @@
+"""Cutting a layer's input into parts, projecting them to queries and keys, and checking that the terms close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry import _check
+from tl_geometry._check import describe, require
+from tl_geometry.closing import CHUNK, Check, closing_bound, pattern_error, require_closed
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.linalg import unit_roundoff
+from tl_geometry.records import LayerView, ModelView
+
+BIAS, ALIBI = "bias", "alibi"
+STREAM_PARTS = (("pos", "cvec"), ("pos", "ctx", "resid"), ("mean", "pos", "cvec"), ("mean", "pos", "ctx", "resid"))
+"""Named splits of the stream; without ``mean`` the mean belongs to ``bias``."""
+UserParts = Mapping[str, Float[Tensor, "batch position d_model"] | Float[Tensor, "layer batch position d_model"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The chosen heads of one layer."""
+
+    layer: int
+    heads: tuple[int, ...]
+    q: Tensor
+    k: Tensor
+    bias: Tensor | None
+    allowed: Tensor
+    softcap: Tensor
+    sinks: Tensor
+    scores: Tensor | None
+    q_again: Tensor | None
+    checks: list[Check]
+    scale: float
+
+
+class Cut:
+    """Cuts layers into parts and projects them."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        basis: PositionContext | None,
+        parts: Sequence[str] | UserParts,
+        preset: str,
+        double: bool,
+        layers: Sequence[int],
+    ) -> None:
+        own = isinstance(parts, Mapping)
+        require(own or basis is not None, "basis", expected="a PositionContext", got=None, instead="decompose(model, tokens)")
+        require(not double or preset == "reference", "legacy_double_ln", expected="preset='reference'", got=repr(preset))
+        self.view, self.basis, self.parts, self.preset, self.double = view, basis, parts, preset, double
+        self.layers = tuple(sorted(layers))
+        self.flags: list[str] = []
+        if basis is not None and not own:
+            for layer in self.layers:
+                basis.index(layer)
+
+    def stream(self, layer: LayerView) -> dict[str, Tensor]:
+        """Additive parts of a layer's input, the mean first unless the parts are the caller's own."""
+        if isinstance(self.parts, Mapping):
+            return _own_parts(self.parts, layer, self.layers, self.view.n_layers)
+        basis = cast(PositionContext, self.basis)
+        row, h = basis.index(layer.layer), layer.h.double()
+        length = h.shape[1]
+        mean = basis.mean[row].to(h.device)
+        pos = basis.pos_columns[row, :length].to(h.device)
+        cvec = h - mean - pos
+        found = {"mean": mean.expand_as(h), "pos": pos.expand_as(h), "cvec": cvec}
+        if "ctx" in self.parts:
+            inside = slice(min(basis.window[0], length - 1), max(min(basis.window[1], length), 1))
+            ctx = cvec[:, inside].mean(1, keepdim=True).expand_as(h)
+            found = {"mean": found["mean"], "pos": found["pos"], "ctx": ctx, "resid": cvec - ctx}
+        return {name: value.to(layer.h) for name, value in found.items()}
+
+    def layer(self, layer: LayerView, heads: Sequence[int], device: torch.device | str) -> Piece:
+        """Project one layer's parts for the chosen heads and check that they close."""
+        make = {"exact": self._exact, "paper": self._paper, "reference": self._reference}[self.preset]
+        q, k, again = make(layer)
+        if layer.softcap is not None and "scores before the soft cap" not in self.flags:
+            self.flags.append("scores before the soft cap")
+        if layer.bias is not None and layer.bias_source == "measured" and "ALiBi measured" not in self.flags:
+            self.flags.append("ALiBi measured")
+        checks = [(layer.layer, name, *pair) for name, pair in layer.closing.checks.items()]
+        scale, n, length = layer.closing.scale, len(heads), layer.h.shape[1]
+        cells = torch.tensor(heads, device=q.device)
+        q, k = q[..., cells, :], k[..., cells, :]
+        if self.preset == "exact":
+            scale = self._close(layer, q, k, cells, checks)
+        options = {"dtype": layer.h.dtype, "device": device}
+        cap = torch.inf if layer.softcap is None else layer.softcap
+        own = einsum(layer.q[:, :, cells], layer.k[:, :, cells], "b i h e, b j h e -> b h i j") * layer.scale
+        own = own if layer.bias is None else own + layer.bias[cells]
+        return Piece(
+            layer=layer.layer, heads=tuple(heads), q=q.to(device), k=k.to(device),
+            bias=None if layer.bias is None else layer.bias[cells].to(device),
+            allowed=layer.allowed.to(device).expand(n, length, length).clone(),
+            softcap=torch.full((n,), cap, **options),
+            sinks=torch.full((n,), -torch.inf, **options) if layer.sinks is None else layer.sinks[cells].to(device),
+            scores=own.to(device) if self.preset == "reference" else None,
+            q_again=None if again is None else again[..., cells, :].to(device),
+            checks=checks, scale=scale,
+        )  # fmt: skip
+
+    def _exact(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
+        stream = self.stream(layer)
+        values = torch.stack(list(stream.values()))
+        merged = not isinstance(self.parts, Mapping) and "mean" not in self.parts
+        found = []
+        for project, constant in ((layer.project_q, layer.q_constant), (layer.project_k, layer.k_constant)):
+            projected = project(values)
+            first = constant + projected[0] if merged else constant
+            found.append(torch.cat([first.unsqueeze(0), projected[1:] if merged else projected]))
+        return found[0] * layer.scale, found[1], None
+
+    def _paper(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
+        weights = self.view.weights(layer.layer)
+        values = torch.stack(list(self.stream(layer).values()))
+        scale = layer.q.shape[-1] ** -0.5
+        q = einsum(values, weights.W_Q.to(values), "part b i d, h d e -> part b i h e") * scale
+        return q, einsum(values, weights.W_K.to(values), "part b i d, h d e -> part b i h e"), None
+
+    def _reference(self, layer: LayerView) -> tuple[Tensor, Tensor, Tensor | None]:
+        frozen = torch.equal(layer.q_scale, layer.v_scale) and torch.equal(layer.k_scale, layer.v_scale)
+        require(frozen, "preset", expected="'exact' for models with QK-norm", got="'reference'", instead="preset='exact'")
+        stream = self.stream(layer)
+        values = torch.stack([stream["pos"], stream["cvec"] + stream["mean"]])
+
+        def through(x: Tensor, project: Callable[[Tensor], Tensor], constant: Tensor) -> Tensor:
+            return project(x) / _norm_scale(layer, x)[..., None, None] + constant
+
+        q = through(values, layer.q_map, layer.q_constant) * layer.scale
+        k = through(values, layer.k_map, layer.k_constant)
+        again = through(_normalized(layer, values), layer.q_map, layer.q_constant) * layer.scale if self.double else None
+        return q, k, again
+
+    def _close(self, layer: LayerView, q: Tensor, k: Tensor, heads: Tensor, checks: list[Check]) -> float:
+        """Compare the sum of all terms with the model's numbers; returns A, the largest sum over terms of their absolute values."""
+        for name, ours, model in (("q parts", q / layer.scale, layer.q), ("k parts", k, layer.k)):
+            bound = closing_bound(layer.roundoff, float(ours.abs().sum(0).max()))
+            checks.append((layer.layer, name, float((ours.sum(0) - model[:, :, heads]).abs().max()), bound))
+        worst, scale = {"sum pattern": 0.0, "sum scores": 0.0}, 0.0
+        step = max(1, CHUNK // (len(q) ** 2 * layer.h.shape[0] * layer.h.shape[1] ** 2))
+        for some in torch.arange(len(heads)).split(step):
+            terms = einsum(q[:, :, :, some], k[:, :, :, some], "m b i h e, n b j h e -> m n b h i j")
+            total, size, which = terms.sum((0, 1)), terms.abs().sum((0, 1)), heads[some]
+            if layer.bias is not None:
+                total, size = total + layer.bias[which], size + layer.bias[which].abs()
+            scale = max(scale, float(torch.where(layer.allowed, size, 0.0).max()))
+            capped = total if layer.softcap is None else layer.softcap * torch.tanh(total / layer.softcap)
+            if layer.scores is not None:
+                error = torch.where(layer.allowed, capped - layer.scores[:, which], 0.0).abs().max()
+                worst["sum scores"] = max(worst["sum scores"], float(error))
+            if layer.pattern is not None:
+                error = pattern_error(capped, layer.pattern[:, which], layer.allowed, layer.roundoff)
+                worst["sum pattern"] = max(worst["sum pattern"], error)
+        bound = closing_bound(layer.roundoff, scale)
+        held = {"sum pattern": layer.pattern is not None, "sum scores": layer.scores is not None}
+        checks += [(layer.layer, name, error, bound) for name, error in worst.items() if held[name]]
+        require_closed(checks, f"split of layer {layer.layer}")
+        return scale
+
+
+def _own_parts(parts: UserParts, layer: LayerView, layers: Sequence[int], n_layers: int) -> dict[str, Tensor]:
+    """The caller's parts for one layer, if they sum to its input."""
+    found: dict[str, Tensor] = {}
+    for name, value in parts.items():
+        if value.dim() == 4:
+            known = {n_layers: layer.layer, n_layers + 1: layer.layer, len(layers): layers.index(layer.layer)}
+            require(
+                len(value) in known, f"part {name!r}", expected=f"a first axis of {n_layers} layers or of the {len(layers)} chosen",
+                got=describe(value),
+            )  # fmt: skip
+            value = value[known[len(value)] if len(value) != len(layers) or len(layers) >= n_layers else layers.index(layer.layer)]
+        require(value.shape == layer.h.shape, f"part {name!r}", expected=f"shape {tuple(layer.h.shape)}", got=describe(value))
+        found[name] = _check.finite(value, f"part {name!r}").to(layer.h.device)
+    total = torch.stack([v.double() for v in found.values()]).sum(0)
+    size = torch.stack([v.double().abs() for v in found.values()]).sum(0).max()
+    coarsest = max([layer.roundoff, *(unit_roundoff(v.dtype) for v in found.values())])
+    error = float((total - layer.h.double()).abs().max())
+    require(
+        error <= max(closing_bound(coarsest, float(size)), 1e-12 * float(size)), "parts",
+        expected=f"parts that sum to the input of layer {layer.layer}", got=f"a sum that is off by {error:.3g}",
+        instead="one more part for the rest",
+    )  # fmt: skip
+    return {name: value.to(layer.h) for name, value in found.items()}
+
+
+def _norm_scale(layer: LayerView, x: Tensor) -> Tensor:
+    if layer.norm.kind is None:
+        return torch.ones_like(x[..., 0])
+    x = x - x.mean(-1, keepdim=True) if layer.norm.kind == "LN" else x
+    return (x.square().mean(-1) + layer.norm.eps).sqrt()
+
+
+def _normalized(layer: LayerView, x: Tensor) -> Tensor:
+    """The whole norm, gain and bias included."""
+    centred = x - x.mean(-1, keepdim=True) if layer.norm.kind == "LN" else x
+    return centred / _norm_scale(layer, x).unsqueeze(-1) * layer.norm.gain + layer.norm.bias
