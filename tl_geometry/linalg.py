@@ -26,10 +26,17 @@ class SVD(NamedTuple):
     V: Float[Tensor, "*batch column rank"]
 
 
+def _signs(V: Tensor) -> Tensor:
+    """-1 for columns whose largest-magnitude coordinate (the first of equals) is negative, else 1."""
+    high, low = V.amax(-2, keepdim=True), V.amin(-2, keepdim=True)
+    if bool((high == -low).any()):
+        return torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(V.dtype)
+    return torch.where(-low > high, -1.0, 1.0).to(V.dtype)
+
+
 def fix_signs(U: Float[Tensor, "*batch row rank"], V: Float[Tensor, "*batch column rank"]) -> tuple[Tensor, Tensor]:
     """Flip pairs of singular vectors so that the largest-magnitude coordinate of each column of ``V`` is positive."""
-    pivot = V.gather(-2, V.abs().argmax(-2, keepdim=True))
-    sign = torch.where(pivot < 0, -1.0, 1.0).to(V.dtype)
+    sign = _signs(V)
     return U * sign, V * sign
 
 
@@ -84,7 +91,7 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
         triangles += [triangle, inverse]
     u, s, vh = torch.linalg.svd(triangles[0] @ triangles[2].mT)
     V = right @ (triangles[3] @ vh.mT)
-    sign = torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(V.dtype)
+    sign = _signs(V)
     return SVD(left @ (triangles[1] @ (u * sign)), s, V.mul_(sign)), bad
 
 

@@ -114,7 +114,8 @@ def fold(
     layer_norm = norm.kind == "LN" and not raw
 
     def read(matrix: Tensor) -> Tensor:
-        return centre(rearrange(gain, "d_model -> d_model 1") * matrix.double(), layer_norm)
+        product = rearrange(gain, "d_model -> d_model 1") * matrix  # float64, since the gain is
+        return product.sub_(product.mean(-2, keepdim=True)) if layer_norm else product
 
     if kind == "OV":
         written = rearrange(weights.W_O.double(), "head d_head d_model -> head d_model d_head")
