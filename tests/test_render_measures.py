@@ -1,0 +1,92 @@
+"""The figures of the measures show the numbers of the report, in the caller's axes too, and refuse what they cannot draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from tl_geometry import decompose
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import GeometryError
+from tl_geometry.render import measures as views
+from tl_geometry.verbs.measures import ContextualReport, PositionalReport, contextual_report, positional_report
+
+
+@pytest.fixture(scope="module")
+def basis() -> PositionContext:
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(3, 16, 20, 8, generator=generator) + torch.linspace(-3, 3, 20)[:, None] * torch.randn(8, generator=generator)
+    return decompose(h, progress=False, labels=[0, 1] * 8)
+
+
+@pytest.fixture(scope="module")
+def positional(basis: PositionContext) -> PositionalReport:
+    return positional_report(basis)
+
+
+@pytest.fixture(scope="module")
+def contextual(basis: PositionContext) -> ContextualReport:
+    return contextual_report(basis, rank=3)
+
+
+def test_measures_draw_every_value_error_and_null(positional: PositionalReport) -> None:
+    view = views.measures(positional, ["stable_rank"])
+    lines = view.figure.axes[0].get_lines()
+    drawn = [np.asarray(line.get_ydata(), dtype=float) for line in lines]
+    expected = [positional["stable_rank"], positional.nulls["stable_rank|noise"], positional.nulls["stable_rank|isotropic"]]
+    assert all(any(len(d) == 3 and np.allclose(d, e) for d in drawn) for e in expected)
+    legend = view.figure.axes[0].get_legend()
+    assert legend is not None
+    assert {t.get_text() for t in legend.get_texts()} == {"noise", "isotropic"}
+    assert len(views.measures(positional).figure.axes) == len(views.POSITIONAL)
+
+
+def test_fourier_panels_share_their_limits(positional: PositionalReport) -> None:
+    view = views.fourier(positional, states=(0, 2))
+    images = [a.images[0] for a in view.figure.axes if a.images]
+    limit = float(positional.fourier[[0, 2]].abs().max())
+    assert [i.get_clim() for i in images] == [(-limit, limit)] * 2
+    assert np.allclose(np.asarray(images[1].get_array()), positional.fourier[2])
+    assert views.fourier(positional, skip_constant=True).figure.axes[0].images[0].get_size() == (9, 9)
+
+
+@pytest.mark.parametrize("adjust", ["sqrt_C", "first_context", "subsample"])
+def test_singular_values_of_three_parts(basis: PositionContext, adjust: str) -> None:
+    view = views.singular_values(basis, states=(1,), adjust=adjust)
+    lines = {str(line.get_label()): np.asarray(line.get_ydata()) for line in view.figure.axes[0].get_lines()}
+    assert set(lines) == {"P", "Cvec", "R"}
+    scale = 4.0 if adjust == "sqrt_C" else 1.0
+    assert lines["P"][0] == pytest.approx(scale * float(torch.linalg.svdvals(basis.pos[1])[0]))
+    assert adjust in view.caption
+
+
+def test_other_views_and_the_callers_axes(basis: PositionContext, positional: PositionalReport, contextual: ContextualReport) -> None:
+    assert len(views.planes(basis).figure.axes) == 3
+    curve = views.learning_curve(positional, "roughness")
+    assert len(curve.figure.axes[0].get_lines()) == 3
+    assert np.asarray(curve.figure.axes[0].get_lines()[0].get_xdata()).tolist() == [2, 4, 8, 16]
+    assert len(views.incoherence(contextual).figure.axes) == 2
+    shown = views.similarity(contextual, state=2).figure.axes[0].images[0].get_array()
+    assert contextual.similarity is not None
+    assert np.allclose(np.asarray(shown), contextual.similarity[2])
+    mine = Figure().subplots()
+    assert views.measures(positional, ["rank"], ax=mine).figure is mine.figure
+    assert mine.get_title() == "rank"
+
+
+def test_views_save_and_refuse(basis: PositionContext, positional: PositionalReport, tmp_path: Path) -> None:
+    page = views.fourier(positional).save(tmp_path / "f.html").read_text()
+    assert "data:image/svg+xml" in page
+    with pytest.raises(GeometryError, match=r"some of \(0, 1, 2\)"):
+        views.fourier(positional, states=(9,))
+    with pytest.raises(GeometryError, match="one of rank"):
+        views.learning_curve(positional, "nothing")
+    with pytest.raises(GeometryError, match="labels="):
+        views.similarity(contextual_report(basis, [0] * 16, jackknife=False))
+    with pytest.raises(GeometryError, match="decompose"):
+        bare = decompose(torch.randn(4, 5, 3), progress=False, keep=0)
+        views.singular_values(bare, adjust="subsample")

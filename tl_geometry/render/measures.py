@@ -1,0 +1,193 @@
+"""Views of the measures of position and context: spectra, Fourier blocks, planes, incoherence, every measure with its nulls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tl_geometry import _check, linalg, positional
+from tl_geometry._check import fail, require
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas
+from tl_geometry.verbs.measures import ContextualReport, PositionalReport, StateMeasures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NULLS = {"shuffled": "#d55e00", "noise": "#999999", "isotropic": "#009e73", "random": "#009e73", "flipped": "#cc79a7"}
+"""One colour for each null in every figure (Okabe-Ito)."""
+POSITIONAL = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture", "roughness", "split_half")
+"""Measures of a positional report that are drawn unless others are named."""
+CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw")
+"""Measures of a contextual report that are drawn unless others are named."""
+
+
+def _some(states: Sequence[int], chosen: Sequence[int] | None, most: int) -> list[int]:
+    """Rows of the chosen states, by default at most ``most`` at even distances."""
+    if chosen is None:
+        return torch.linspace(0, len(states) - 1, min(most, len(states))).round().int().tolist()
+    missing = [s for s in chosen if s not in states]
+    require(not missing, "states", expected=f"some of {tuple(states)}", got=missing)
+    return [list(states).index(s) for s in chosen]
+
+
+def singular_values(
+    basis: PositionContext,
+    *,
+    states: Sequence[int] | None = None,
+    adjust: str = "sqrt_C",
+    top: int = 60,
+    seed: int = 0,
+    ax: Axes | None = None,
+) -> View:
+    """Leading singular values of P, Cvec and R, one panel per state (Song & Zhong 2023, Fig. 3 left).
+
+    ``adjust`` makes their sizes comparable (:func:`tl_geometry.positional.singular_value_profiles`): ``"sqrt_C"`` takes all rows, from
+    second moments; ``"first_context"`` and ``"subsample"`` take as many rows as P has, from the sampled contexts.
+    """
+    _check.choice(adjust, positional.ADJUSTMENTS, "adjust")
+    rows = _some(basis.states, states, 1 if ax is not None else 4)
+    figure, axes = canvas(len(rows), ax=ax, size=(2.8, 2.6), sharey=True)
+    for axis, row in zip(axes, rows, strict=False):
+        pos = basis.pos[row]
+        if adjust == "sqrt_C":
+            ctx = None if basis.ctx is None else basis.ctx[row]
+            spectra = positional.spectra_from_moments(pos, basis.second_moment(basis.states[row]), basis.contexts, ctx, top=top)
+        else:
+            if basis.samples is None:
+                fail("basis", expected="sampled contexts", got="none", instead='adjust="sqrt_C", or decompose(..., keep=32)')
+            h = basis.samples[:, row, slice(*basis.window)].double()
+            spectra = positional.singular_value_profiles(pos, h - basis.mean[row] - pos, adjust=adjust, top=top, seed=seed)
+        for name, colour in (("P", PARTS["pos"]), ("Cvec", PARTS["cvec"]), ("R", PARTS["resid"])):
+            if name in spectra:
+                values = spectra[name]
+                kept = values > 1e-9 * values[0]
+                axis.semilogy(torch.arange(1, len(values) + 1)[kept], values[kept], ".-", ms=3, lw=0.8, color=colour, label=name)
+        axis.set_title(f"state {basis.states[row]}", fontsize=9)
+        axis.set_xlabel("index")
+    axes[0].set_ylabel("singular value")
+    axes[0].legend(fontsize=7)
+    return View(figure, title="Singular values", caption=f"of P, Cvec and R, sizes matched by {adjust}; {basis.provenance.line()}")
+
+
+def fourier(report: PositionalReport, *, states: Sequence[int] | None = None, skip_constant: bool = False) -> View:
+    """Leading block of the 2-D cosine transform of the cosines between positions, a panel per state (Song & Zhong 2023, Fig. 3 right).
+
+    Mass in the top left corner means that positions lie on a smooth curve. ``skip_constant`` leaves out frequency 0.
+    """
+    rows = _some(report.states, states, 6)
+    block = report.fourier[rows][:, int(skip_constant) :, int(skip_constant) :]
+    limit = float(block.nan_to_num().abs().amax()) or 1.0
+    first, last = int(skip_constant) - 0.5, report.fourier.shape[-1] - 0.5
+    look: dict[str, Any] = {"cmap": DIVERGING, "vmin": -limit, "vmax": limit, "extent": (first, last, last, first)}
+    figure, axes = canvas(len(rows), size=(1.9, 2.1))
+    image = None
+    for axis, row, values in zip(axes, rows, block, strict=True):
+        image = axis.imshow(
+            values.numpy(), cmap=DIVERGING, vmin=-limit, vmax=limit, extent=(first, last, last, first), interpolation="nearest"
+        )
+        axis.set_title(f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8)
+    figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
+    axes[0].set_ylabel("frequency")
+    caption = f"shared colour limits; the percentage is the share of the first {report.fourier.shape[-1]} frequencies"
+    return View(figure, title="Fourier transform of the positional cosines", caption=f"{caption}; {report.provenance.line()}")
+
+
+def planes(basis: PositionContext, *, states: Sequence[int] | None = None, contexts: int = 10) -> View:
+    """Positional vectors and cvec of a few contexts on the two leading directions of P, not centred again (Song & Zhong 2023, Fig. 1).
+
+    Context vectors are grey; where they scatter as widely as the coloured curve, position does not dominate this plane.
+    """
+    rows = _some(basis.states, states, 7)
+    figure, axes = canvas(len(rows), size=(2.0, 2.1))
+    for axis, row in zip(axes, rows, strict=True):
+        pos = basis.pos[row]
+        V = torch.nn.functional.pad(linalg.svd(pos).V, (0, 1))
+        if basis.samples is not None:
+            h = basis.samples[:contexts, row, slice(*basis.window)].double()
+            cloud = positional.pca_view((h - basis.mean[row] - pos).flatten(0, 1), V)
+            axis.scatter(cloud[:, 0], cloud[:, 1], s=0.5, color="#bbbbbb", rasterized=True)
+        points = positional.pca_view(pos, V)
+        axis.scatter(points[:, 0], points[:, 1], c=range(*basis.window), cmap=SEQUENTIAL, s=5)
+        axis.set_title(f"state {basis.states[row]}", fontsize=8)
+        axis.set_xticks([])
+        axis.set_yticks([])
+    caption = f"pos (colour by position) and cvec of {contexts} contexts (grey) on the two leading directions of pos"
+    return View(figure, title="Position and context in the plane of pos", caption=f"{caption}; {basis.provenance.line()}")
+
+
+def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
+    value, error = report[name], report.errors.get(name)
+    axis.errorbar(report.states, value, yerr=None if error is None else error.nan_to_num(), color="k", marker="o", ms=3, lw=1, capsize=2)
+    for key, null in report.nulls.items():
+        measure, kind = key.split("|")
+        if measure == name:
+            axis.plot(report.states, null, "--", lw=1, color=NULLS[kind], label=kind)
+    axis.set_title(name.replace("_", " "), fontsize=9)
+    axis.set_xlabel("state")
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=6)
+
+
+def measures(report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None) -> View:
+    """Measures over the states, with jackknife errors (bars) and nulls (dashed); what lies on a null is no finding."""
+    usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
+    chosen = [n for n in usual if n in report.values] if names is None else list(names)
+    require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
+    columns = min(4, len(chosen))
+    figure, axes = canvas(columns, -(-len(chosen) // columns), ax=ax, size=(2.7, 2.2))
+    for axis, name in zip(axes, chosen, strict=False):
+        _draw(axis, report, name)
+    for axis in axes[len(chosen) :]:
+        axis.set_visible(False)
+    return View(figure, title="Measures by state", caption=f"bars: jackknife errors; dashed: nulls; {report.provenance.line()}")
+
+
+def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
+    """Mean and largest |cos| between positional and context vectors, beside random directions and sign-flipped coordinates."""
+    figure, axes = canvas(2 if ax is None else 1, ax=ax, size=(3.2, 2.4))
+    for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=False):
+        _draw(axis, report, name)
+        axis.set_ylim(bottom=0)
+    caption = "tables in the paper hold averages, its definition is the maximum; at the line of random directions it is chance"
+    return View(figure, title="Incoherence of position and context", caption=f"{caption}; {report.provenance.line()}")
+
+
+def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) -> View:
+    """A measure against the number of contexts, a line per state: what still moves at the right end depends on the size of the corpus."""
+    require(
+        name in report.curve,
+        "learning_curve",
+        expected=f"one of {', '.join(report.curve) or 'no measure (jackknife=False)'}",
+        got=repr(name),
+    )
+    import matplotlib
+
+    figure, axes = canvas(ax=ax, size=(3.6, 2.6))
+    colours = matplotlib.colormaps[SEQUENTIAL]
+    for i, state in enumerate(report.states):
+        share = i / max(1, len(report.states) - 1)
+        axes[0].semilogx(report.curve_contexts, report.curve[name][:, i], "o-", ms=3, lw=1, color=colours(0.9 * share), label=f"{state}")
+    axes[0].set_xlabel("contexts")
+    axes[0].set_ylabel(name.replace("_", " "))
+    axes[0].legend(fontsize=6, title="state", ncols=2)
+    return View(figure, title=f"{name} and the size of the corpus", caption=f"means over disjoint blocks; {report.provenance.line()}")
+
+
+def similarity(report: ContextualReport, *, state: int | None = None, ax: Axes | None = None) -> View:
+    """Mean |cos| between the context vectors of every pair of documents, of one state (by default the middle one)."""
+    if report.similarity is None:
+        fail("similarity", expected="a report with documents", got="none", instead="contextual_report(basis, labels=...)")
+    row = len(report.states) // 2 if state is None else _some(report.states, [state], 1)[0]
+    figure, axes = canvas(ax=ax, size=(3.6, 3.0))
+    image = axes[0].imshow(report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest")
+    count = report.similarity.shape[-1]
+    if 0 < len(report.names) == count <= 12:
+        axes[0].set_xticks(range(count), report.names, rotation=60, ha="right", fontsize=6)
+        axes[0].set_yticks(range(count), report.names, fontsize=6)
+    figure.colorbar(image, ax=axes[0], label="mean |cos|", shrink=0.8)
+    axes[0].set_title(f"state {report.states[row]}", fontsize=9)
+    caption = "pairs of different windows; the diagonal is within a document"
+    return View(figure, title="Similarity of documents", caption=f"{caption}; {report.provenance.line()}")
