@@ -24,12 +24,14 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tl_geometry.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
 
@@ -142,6 +144,26 @@ def ngram_losses(training: Tensor, held_out: Tensor) -> dict[str, float]:
     return {"unigram": -unigram[held_out].log().mean().item(), "bigram": -mixed.log().mean().item()}
 
 
+def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
+    """Best previous-token and induction heads on repeated random tokens (distinct, two copies), and the loss on each copy."""
+    tokens = repeated_random_tokens(period, 2, 64, low=1, high=VOCABULARY, seed=SEED, bos_id=BOS)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        out = model(tokens, output_attentions=True)
+    loss = -out.logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    found: dict[str, Any] = {
+        "period": period,
+        "loss_first_copy": loss[:, :period].mean().item(),
+        "loss_second_copy": loss[:, period:].mean().item(),
+    }
+    for kind in ("previous", "induction"):
+        scores = torch.stack([head_type_scores(layer, tokens).scores[kind] for layer in out.attentions])
+        values, indices = scores.flatten().topk(3)
+        heads = [f"L{i // scores.shape[1]}H{i % scores.shape[1]}" for i in indices.tolist()]
+        found[kind] = {name: round(value, 3) for name, value in zip(heads, values.tolist(), strict=True)}
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train and write a Hugging Face directory with ``card.json`` into ``--out``."""
     parser = argparse.ArgumentParser(description="Train the embedded model from the Python sources on this machine.")
@@ -179,12 +201,16 @@ def main(argv: list[str] | None = None) -> int:
             "held_out_modules": list(documents.names),
             "held_out_tokens": len(held_out),
         },
+        "mixture": __doc__.split("\n\n", 1)[1].strip() if __doc__ else "",
+        "note": "Demonstrates the library and is evidence for nothing. The untrained twin is new_model() under the same seed.",
+        "model_sha256": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
         "steps": len(losses),
         "tokens_seen": len(losses) * 4096,
         "final_training_loss": math.fsum(losses[-100:]) / len(losses[-100:]),
         "held_out_loss": natural_loss(model, held_out),
         "untrained_loss": natural_loss(new_model(), held_out[:40_000]),
         **{f"{k}_loss": v for k, v in ngram_losses(stream, held_out).items()},
+        "repeated_random_tokens": head_scores(model),
     }
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     log.info("%s", json.dumps(card))
