@@ -85,9 +85,7 @@ def fourier(report: PositionalReport, *, states: Sequence[int] | None = None, sk
     figure, axes = canvas(len(rows), size=(1.9, 2.1))
     image = None
     for axis, row, values in zip(axes, rows, block, strict=True):
-        image = axis.imshow(
-            values.numpy(), cmap=DIVERGING, vmin=-limit, vmax=limit, extent=(first, last, last, first), interpolation="nearest"
-        )
+        image = axis.imshow(values.numpy(), interpolation="nearest", **look)
         axis.set_title(f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8)
     figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")

@@ -158,7 +158,7 @@ def _collect(basis: PositionContext, sets: Subsets, per_state: list[tuple[Values
     """Fields of a :class:`StateMeasures` from (values [sample] by name, nulls by name) of every state."""
     names = list(per_state[0][0])
     table = {n: torch.stack([values[n] for values, _ in per_state], dim=1) for n in names}  # [sample state]
-    varied = [n for n in names if len(table[n]) > 1]
+    varied = [n for n in names if len(table[n]) > 1 and n != "fracture_at"]  # a place has no mean over subsets
     curve = {n: torch.stack([*(table[n][span].mean(0) for _, span in sets.levels), table[n][0]]) for n in varied if sets.levels}
     return {
         "provenance": basis.provenance.flagged(*more.pop("flags", ())),
