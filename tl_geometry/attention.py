@@ -181,8 +181,8 @@ def share_sums(
     require(0 <= drop < length, "drop", expected=f"0 to {length - 1} of {length} positions", got=drop)
     mask = _mask(allowed, q)[..., drop:, drop:]
     q, k = (x[:, :, drop:] if x.element_size() > 2 else x[:, :, drop:].float() for x in (q, k))
-    scale = einsum(q.square(), "a b i h e -> b h").double() * einsum(k.square(), "a b i h e -> b h").double()
-    floor = scale * (32 * unit_roundoff(q.dtype)) ** 2
+    size = torch.linalg.vector_norm(q, dim=(0, 2, 4)).double() * torch.linalg.vector_norm(k, dim=(0, 2, 4)).double()
+    floor = (size * 32 * unit_roundoff(q.dtype)).square()
     if bias is not None:
         bias = bias[..., drop:, drop:].to(q)
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
@@ -235,37 +235,29 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, floor: Tensor
     """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring does not see it, rounding does."""
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
-    keys = rearrange(k - k.mean(2, keepdim=True), "c b j h e -> b h c j e").contiguous()
-    tables = rearrange(keys, "b h c j e -> b h j (c e)").contiguous()  # all key parts side by side
-    query, key = queries.sum(2), keys.sum(2)
-    n = parts**2 + (bias is not None)
+    keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
+    keys -= keys.mean(2, keepdim=True)
+    query, key, tables = queries.sum(2), keys.sum(3), keys.flatten(3)
     shape = {"dtype": torch.float64, "device": q.device}
+    n = parts**2 + (bias is not None)
     numerators, energies = torch.zeros(batch, heads, n, **shape), torch.zeros(batch, heads, n, **shape)
     total = torch.zeros(batch, heads, **shape)
     seen = _Moments(keys)
     for block in _blocks(mask, q.dtype):
-        seen.extend(block.full)
         count = (block.full + block.mask.sum(-1, keepdim=True)).clamp(min=1)
-        rows = query[:, :, block.start : block.stop]
-        prefix = key[:, :, : block.full].sum(2, keepdim=True) + block.mask @ key[:, :, block.full : block.end]
-        mean = (rows * prefix).sum(-1, keepdim=True) / count
-        centred = torch.baddbmm(
-            mean.expand(-1, -1, -1, block.end).flatten(0, 1), rows.flatten(0, 1), key[:, :, : block.end].mT.flatten(0, 1), beta=-1
-        )
-        centred = centred.unflatten(0, (batch, heads))
-        if block.end > block.full:
-            centred[..., block.full :] *= block.mask
+        centred = _centred(query[:, :, block.start : block.stop], key, block, count)
         if bias is not None:
             extra = bias[:, :, block.start : block.stop, : block.end]
             centred = centred + extra
             numerators[..., -1] += (centred * extra).sum((-2, -1), dtype=torch.float64)
             energies[..., -1] += extra.square().sum((-2, -1), dtype=torch.float64)
         total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
-        weighted = rearrange(centred @ tables[:, :, : block.end], "b h i (c e) -> b h c (i e)", c=parts)
+        weighted = rearrange(centred @ tables[:, :, : block.end], "b h i (c e) -> b h (i e) c", c=parts)
         rows = queries[:, :, :, block.start : block.stop]
-        numerators[..., : parts**2] += (rows.flatten(3) @ weighted.mT).flatten(2)
+        numerators[..., : parts**2] += (rows.flatten(3) @ weighted).flatten(2)
         if energy:
-            energies[..., : parts**2] += _energies(rows, keys, block, count, seen).flatten(2)
+            seen.extend(block.full)
+            energies[..., : parts**2] += seen.energies(rows, block, count).flatten(2)
     many = mask.sum(-1)  # allowed keys of each row
     several = torch.where(many > 1, many, 0)
     ones = torch.ones(batch, **shape)
@@ -276,10 +268,24 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, floor: Tensor
     )
 
 
+def _centred(query: Tensor, key: Tensor, block: _Block, count: Tensor) -> Float[Tensor, "batch head query key"]:
+    """Row-centred total scores of one block: ``q . k - q . (mean allowed key)``, in one product."""
+    known = key[:, :, : block.end]
+    prefix = known[:, :, : block.full].sum(2, keepdim=True)
+    if block.end > block.full:
+        prefix = prefix + block.mask @ known[:, :, block.full :]
+    mean = (query * prefix).sum(-1, keepdim=True) / count
+    rows = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
+    centred = torch.baddbmm(rows, query.flatten(0, 1), known.flatten(0, 1).mT, beta=-1).unflatten(0, query.shape[:2])
+    if block.end > block.full:
+        centred[..., block.full :] *= block.mask
+    return centred
+
+
 class _Moments:
     """Sum and second moment of the keys before a block, in float64 (float32 loses three digits on small terms)."""
 
-    def __init__(self, keys: Float[Tensor, "batch head part key d_head"]) -> None:
+    def __init__(self, keys: Float[Tensor, "batch head key part d_head"]) -> None:
         self.keys, self.end = keys, 0
         self.sums: Tensor | None = None
         self.squares: Tensor | None = None
@@ -288,27 +294,30 @@ class _Moments:
         """Take in the keys up to ``end``."""
         if end <= self.end:
             return
-        new = self.keys[..., self.end : end, :].double()
+        new = rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e").double()
         sums, squares = new.sum(-2), (new.mT @ new).flatten(-2)
         self.sums = sums if self.sums is None else self.sums + sums
-        self.squares = squares if self.squares is None else self.squares + squares
+        self.squares = squares if self.squares is None else self.squares.add_(squares)
         self.end = end
 
-
-def _energies(rows: Tensor, keys: Tensor, block: _Block, count: Tensor, seen: _Moments) -> Float[Tensor, "batch head part part"]:
-    """``sum_ij X~^2`` of all pairs for the rows of one block: moments of the shared keys, the others cell by cell, minus the means."""
-    wide = rows.double()
-    energy = torch.zeros(*rows.shape[:3], rows.shape[2], dtype=torch.float64, device=rows.device)
-    sums = torch.zeros(*rows.shape[:3], rows.shape[2], rows.shape[3], dtype=torch.float64, device=rows.device)  # row sums of each term
-    if seen.sums is not None and seen.squares is not None:
-        energy += (wide.mT @ wide).flatten(-2) @ seen.squares.mT
-        sums += rearrange(wide.flatten(2, 3) @ seen.sums.mT, "b h (a i) c -> b h a c i", a=rows.shape[2])
-    if block.end > block.full:
-        cells = rows.unsqueeze(3) @ keys[:, :, None, :, block.full : block.end].mT
-        cells *= block.mask[:, :, None, None]
-        energy += torch.linalg.vector_norm(cells, dim=(-2, -1)).double().square()
-        sums += cells.sum(-1)
-    return energy - (sums.square() / count[:, :, None, None, :, 0]).sum(-1)
+    def energies(
+        self, rows: Float[Tensor, "batch head part query d_head"], block: _Block, count: Tensor
+    ) -> Float[Tensor, "batch head part part"]:
+        """``sum_ij X~^2`` of all pairs of parts for the rows of one block: the shared keys by their moments, the others cell by cell."""
+        batch, heads, parts, queries, _ = rows.shape
+        energy = torch.zeros(batch, heads, parts, parts, dtype=torch.float64, device=rows.device)
+        sums = torch.zeros(batch, heads, parts, queries, parts, dtype=torch.float64, device=rows.device)  # row sums of each term
+        if self.sums is not None and self.squares is not None:
+            wide = rows.double()
+            energy += (wide.mT @ wide).flatten(-2) @ self.squares.mT
+            sums += wide @ self.sums.mT.unsqueeze(2)
+        if block.end > block.full:
+            near = rearrange(self.keys[:, :, block.full : block.end], "b h j c e -> b h (c j) e")
+            cells = rearrange(rows.flatten(2, 3) @ near.mT, "b h (a i) (c j) -> b h a i c j", a=parts, c=parts)
+            cells *= rearrange(block.mask, "b h i j -> b h 1 i 1 j")
+            energy += torch.linalg.vector_norm(cells, dim=-1).double().square().sum(3)
+            sums += cells.sum(-1)
+        return energy - (sums.square() / count.unsqueeze(2)).sum(3)
 
 
 def share_sums_dense(terms: Float[Tensor, "term batch head query key"], allowed: Bool[Tensor, "..."], *, drop: int = 0) -> ShareSums:

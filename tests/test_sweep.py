@@ -1,0 +1,221 @@
+"""The sweep over all heads: equal to the split of the same prompts, whatever the batches and the budget; nulls, details, errors."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny import tiny, tokens
+from tl_geometry import attention, decompose
+from tl_geometry.adapters import view
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import BudgetError, ClosingError, GeometryError
+from tl_geometry.head_types import head_type_scores, repeated_random_tokens
+from tl_geometry.verbs import sweep
+from tl_geometry.verbs.details import DETAILS, DRAWS, model_pattern, score
+from tl_geometry.verbs.split import split_scores
+from tl_geometry.verbs.sweep import SweepTable, sweep_heads
+
+KINDS = ["gpt2", "llama", "bloom", "qwen3", "gemma2", "gpt-neo", "bert"]
+PROMPTS = tokens(batch=5, length=20, seed=4)
+
+
+@cache
+def basis_of(architecture: str) -> PositionContext:
+    return decompose(tiny("bridge", architecture), tokens(batch=24, length=24, seed=2), progress=False)
+
+
+def swept(architecture: str, **options: Any) -> SweepTable:
+    return sweep_heads(tiny("bridge", architecture), PROMPTS, basis_of(architecture), progress=False, **options)
+
+
+@cache
+def everything(architecture: str) -> SweepTable:
+    return swept(architecture, detail=DETAILS)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_equals_the_split_of_the_same_prompts(architecture: str) -> None:
+    ours = swept(architecture, batch_size=2)
+    theirs = split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture)).shares()
+    assert ours.heads == theirs.heads
+    assert ours.terms == theirs.terms
+    assert torch.allclose(ours.cs, theirs.cs, atol=2e-5)
+    assert torch.allclose(ours.es, theirs.es, atol=2e-5)
+    assert ours.dropped_mass is not None
+    assert theirs.dropped_mass is not None
+    assert torch.allclose(ours.dropped_mass, theirs.dropped_mass, atol=1e-6)
+    assert ours.dominant == theirs.dominant
+    assert float(ours.cs.abs().max()) > 0.1
+
+
+def test_any_batches_and_budgets_give_the_same_numbers() -> None:
+    whole = everything("gpt2")
+    for options in ({"batch_size": 1}, {"batch_size": 3}, {"memory_budget": 2**20}):
+        other = swept("gpt2", detail=DETAILS, **options)
+        assert torch.allclose(other.numerators, whole.numerators, rtol=1e-5, atol=1e-4)
+        assert torch.allclose(other.energies, whole.energies, rtol=1e-5)
+        for name, value in whole.details.items():
+            assert torch.allclose(other.details[name], value, atol=1e-4, equal_nan=True), name
+
+
+def test_head_types_come_from_repeated_random_tokens() -> None:
+    model = tiny("bridge", "gpt2")
+    table = swept("gpt2")
+    made = repeated_random_tokens(32, 2, 4, low=0, high=61, seed=1234)
+    made = made[:, :64]
+    found: dict[str, Tensor] = {}
+    view(model).run(made, {f"blocks.{i}.attn.hook_pattern": lambda p, i=i: found.update({str(i): p}) for i in range(2)})
+    expected = torch.cat([head_type_scores(found[str(i)], made).scores["induction"] for i in range(2)])
+    assert torch.allclose(table.types["induction"], expected, atol=1e-6)
+    assert 0 < table.baselines["induction"] < 0.1
+
+
+def test_no_tensor_of_all_terms_or_layers_is_made() -> None:
+    """The largest tensor made while shares are computed is far below one with all terms, and within the budget."""
+    model, made = tiny("bridge", "gpt2"), tokens(batch=8, length=64, seed=3)
+    basis = decompose(model, made, progress=False)
+    budget = 2**20
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                Largest.size = max(Largest.size, out.untyped_storage().nbytes())
+            return out
+
+    work = sweep._Sweep(view(model), basis, (0, 1), 64, (), budget, 0)
+    with Largest():
+        view(model).run_layers(made, (0, 1), work.on_layer, verify=False)
+    assert 0 < Largest.size <= budget
+    assert Largest.size < 9 * 8 * 4 * 64 * 64 * 4 / 2, "nine terms of one layer as float32"
+
+
+def test_ablation_effect_equals_the_pattern_of_the_scores_without_the_term() -> None:
+    for architecture in ("gpt2", "gemma2", "bloom"):
+        table = everything(architecture)
+        split = split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture))
+        total = split._sum()
+        for query, key in list(split.terms)[2:9:3]:
+            cut = total - split.terms[query, key]
+            cap = split.softcap[:, None, None]
+            changed = torch.where(torch.isinf(cap), cut, cap * torch.tanh(cut / torch.where(torch.isinf(cap), 1.0, cap)))
+            pattern = changed.masked_fill(~split.allowed, -torch.inf).softmax(-1)
+            tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean((0, 2)) / 2
+            assert torch.allclose(table.details[f"tv_{query}-{key}"].float(), tv, atol=1e-4), (architecture, query, key)
+
+
+def test_model_pattern_is_the_models_own() -> None:
+    for architecture in ("gpt2", "gemma2", "gpt-oss", "bert", "bloom"):
+        model = view(tiny("bridge", architecture))
+
+        def check(layer: Any, architecture: str = architecture) -> None:
+            total = score(layer.q, layer.k) * layer.scale + (0 if layer.bias is None else layer.bias)
+            assert torch.allclose(model_pattern(total, layer), layer.pattern, atol=1e-5), architecture
+
+        model.run_layers(PROMPTS, range(2), check)
+
+
+def test_nulls_take_the_position_out_of_position() -> None:
+    """A planted positional head: its share is high, and near zero for permuted positions and for random directions."""
+    table = everything("gpt2")
+    for null in ("permuted", "rotated"):
+        draws = table.details[f"draws_position_{null}"]
+        assert draws.shape == (8, DRAWS)
+        assert torch.allclose(draws.mean(1), table.details[f"cs_position_{null}"])
+        assert table.details[f"cs_position_{null}"].abs().mean() < 0.3 * table.group_cs[:, 0].abs().mean()
+
+
+def test_details_have_columns_and_profiles() -> None:
+    table = everything("gpt2")
+    frame = table.to_dataframe()
+    assert len(frame) == 8
+    for name in ("tv_pos-pos", "kl_cvec-cvec", "toeplitz_position", "contrast_cvec-cvec", "cs_position_permuted", "dropped_mass"):
+        assert int(frame[name].isna().sum()) == 0, name
+    assert table.details["offsets_cvec-cvec"].shape == (8, 2 * 19 - 1)
+    assert table.low is not None
+    assert table.high is not None
+    assert ((table.low <= table.cs + 1e-9) & (table.cs <= table.high + 1e-9)).all()
+    assert len(table.shares.to_dataframe()) == 8 * 12
+    assert set(swept("gpt2").details) == set()
+
+
+def test_top_sorts_and_round_trips(tmp_path: Path) -> None:
+    table = everything("gpt2")
+    best = table.top("induction", 3)
+    values = best.types["induction"]
+    assert len(best.heads) == 3
+    assert values.tolist() == sorted(table.types["induction"].tolist(), reverse=True)[:3]
+    assert table.top("cs_pos-pos", 1, ascending=True).cs[0, 4] == table.cs[:, 4].min()
+    assert best.cs.shape == (3, 9)
+    where = table.heads.index(best.heads[0])
+    assert torch.equal(best.details["offsets_position"][0, 18:], table.details["offsets_position"][where, 18:])
+    again = SweepTable.load(best.save(tmp_path / "sweep.safetensors"))
+    assert again.heads == best.heads
+    assert again.to_dataframe().equals(best.to_dataframe())
+    with pytest.raises(GeometryError, match=r"column: expected one of 'layer', 'head', .*'previous'.*, got 'inductive'"):
+        table.top("inductive")
+
+
+def test_one_layer_equals_its_rows_of_the_whole() -> None:
+    one, whole = swept("llama", layers=[1]), swept("llama")
+    assert one.heads == tuple((1, h) for h in range(4))
+    assert torch.allclose(one.cs, whole.cs[4:], atol=1e-9)
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    basis = basis_of("gpt2")
+    model = tiny("bridge", "gpt2")
+    with pytest.raises(GeometryError, match=r"detail: expected one of 'ablation', 'toeplitz'.*, got 'ablate'"):
+        swept("gpt2", detail="ablate")
+    with pytest.raises(GeometryError, match=r"layers: expected an index from 0 to 1, got 2"):
+        swept("gpt2", layers=[2])
+    with pytest.raises(GeometryError, match=r"tokens: expected at most 24 positions, as the basis has seen, got 30"):
+        sweep_heads(model, tokens(2, 30), basis, progress=False)
+    with pytest.raises(GeometryError, match=r"tokens: expected more than 2 positions \(the window starts at 1\), got 2"):
+        sweep_heads(model, tokens(2, 2), basis, progress=False)
+    with pytest.raises(GeometryError, match=r"basis: expected the model it was computed from, tiny-gpt2 .*, got tiny-llama"):
+        sweep_heads(tiny("bridge", "llama"), PROMPTS, basis, progress=False)
+    with pytest.raises(BudgetError, match=r"memory_budget: expected at least \d+ bytes for one context of 20 positions, got 1000"):
+        swept("gpt2", memory_budget=1000)
+
+
+def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subtraction alone would close whatever mean and pos were: the explicit projection of one context does not."""
+    right = sweep.project_basis
+
+    def scaled_twice(layer: Any, basis: Any, columns: int) -> Any:
+        found = right(layer, basis, columns)
+        return found._replace(q=found.q * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1))
+
+    assert swept("gpt2").cs.isfinite().all()
+    monkeypatch.setattr(sweep, "project_basis", scaled_twice)
+    with pytest.raises(ClosingError, match=r"cvec of q in layer 0: expected subtraction and projection within .*, got"):
+        swept("gpt2")
+
+
+def test_uniform_heads_are_labelled() -> None:
+    from tests.tiny import hf_model
+    from tl_geometry.adapters import from_hf
+
+    hf = hf_model("gpt2")
+    with torch.no_grad():
+        attn = hf.transformer.h[1].attn.c_attn
+        attn.weight[:, :8] = 0  # queries of head 0 of layer 1
+        attn.bias[:8] = 0
+    model = from_hf(hf, None, name="uniform")
+    basis = decompose(model, tokens(12, 20, seed=2), progress=False)
+    table = sweep_heads(model, PROMPTS, basis, progress=False)
+    assert table.dominant[4] == "uniform"
+    assert table.by_group.labels[4] == "uniform"
+    assert torch.isnan(table.cs[4]).all()
+    assert not torch.isnan(table.cs[[0, 1, 2, 3, 5, 6, 7]]).any()
+    assert len(attention.GROUPS) == len(table.groups)
