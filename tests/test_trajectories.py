@@ -1,0 +1,456 @@
+"""The verbs of trajectories on live models: extraction, truncation, skipping, nulls, separability, figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import HAS_HOOKED, VOCAB, hf_model, randomize, tiny, tokens
+from tl_geometry import GeometryError, UnsupportedModelError
+from tl_geometry.capture import as_view
+from tl_geometry.frames import fit_frames
+from tl_geometry.residuals import fit_map
+from tl_geometry.verbs.ensemble import Trajectories, gibberish, pseudo_sentences, split_rows, trajectories
+from tl_geometry.verbs.flows import FlowReport, compare_ensembles, flow_report
+from tl_geometry.verbs.nulls import reinitialized
+from tl_geometry.verbs.outputs import distances, log_probabilities
+from tl_geometry.verbs.separation import ensembles_apart, separability, true_against_extrapolated
+from tl_geometry.verbs.skipping import SkipMap, skip_map, surrogate
+from tl_geometry.verbs.truncation import TruncationCurve, truncation_kl
+
+KINDS = [
+    "bridge",
+    pytest.param("hooked", marks=pytest.mark.skipif(not HAS_HOOKED, reason="HookedTransformer is not in TransformerLens 4")),
+]
+
+
+@cache
+def deep(layers: int = 4) -> Any:
+    """A tiny GPT-2 with more blocks than the shared ones."""
+    import transformers
+
+    from tl_geometry.adapters.loading import from_hf
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=layers, n_head=2, n_positions=24, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = transformers.GPT2LMHeadModel(config).eval()
+    randomize(model, 1)
+    return from_hf(model, None, kind="bridge", name="tiny-deep")
+
+
+@cache
+def ensemble(n: int = 60, seed: int = 1) -> Trajectories:
+    return trajectories(deep(), tokens(n, 10, seed), states=(0, 1, 2, 3, 4), post_norm=True, progress=False)
+
+
+def states_one_by_one(model: Any, ids: Tensor) -> Tensor:
+    """The published way: a cache for every chunk."""
+    view = as_view(model)
+    names = [f"blocks.{l}.hook_resid_post" for l in range(view.n_layers)]
+    found = []
+    for row in ids:
+        _, cache_ = model.run_with_cache(row[None], names_filter=lambda name: name in names)
+        found.append(torch.stack([cache_[n][0, -1] for n in names]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_the_ensemble_is_what_one_cache_per_chunk_gives(kind, architecture):
+    model = tiny(kind, architecture)
+    ids = tokens(7, 9)
+    found = trajectories(model, ids, batch_size=3, progress=False)
+    assert found.states == (1, 2)
+    assert found.X.shape == (7, 2, 32)
+    assert torch.allclose(found.X, states_one_by_one(model, ids), atol=1e-5)
+    assert torch.equal(found.X, trajectories(model, ids, batch_size=3, progress=False).X)
+    assert torch.allclose(found.X, trajectories(model, ids, batch_size=7, progress=False).X, atol=1e-5)
+    assert found.provenance.token_hash is not None
+    assert found.provenance.contexts == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_post_norm_state_is_what_the_head_reads(kind):
+    model = tiny(kind, "gpt2")
+    ids = tokens(5, 8)
+    found = trajectories(model, ids, post_norm=True, progress=False)
+    hf = hf_model("gpt2")
+    with torch.no_grad():
+        hidden = hf(ids, output_hidden_states=True).hidden_states
+    assert torch.allclose(found.after_norm().X[:, -1], hidden[-1][:, -1], atol=1e-4)  # the library's last hidden state is post-norm
+    assert not torch.allclose(found.X[:, -1], hidden[-1][:, -1], atol=1e-1)
+    assert torch.allclose(found.X[:, 0], hidden[1][:, -1], atol=1e-4)
+    assert "last state after the final norm" in found.after_norm().provenance.flags
+    with pytest.raises(GeometryError, match=r"post_norm: expected the last state after the norm, got none"):
+        trajectories(model, ids, progress=False).after_norm()
+
+
+def test_states_stream_to_a_memory_mapped_file_and_results_survive_a_file(tmp_path):
+    ids = tokens(6, 9)
+    memory = trajectories(deep(), ids, progress=False)
+    disk = trajectories(deep(), ids, path=tmp_path / "sub" / "x.npy", batch_size=2, progress=False)
+    assert torch.allclose(memory.X, disk.X, atol=1e-6)
+    assert np.load(tmp_path / "sub" / "x.npy", mmap_mode="r").shape == (6, 4, 16)
+    again = Trajectories.load(memory.save(tmp_path / "t.safetensors"))
+    assert torch.equal(again.X, memory.X)
+    assert again.states == memory.states
+    batches = trajectories(deep(), iter([ids[:4], ids[4:]]), progress=False)
+    assert torch.allclose(batches.X, memory.X, atol=1e-5)
+
+
+def test_an_encoder_is_followed_at_its_first_token_and_its_outputs_are_refused():
+    model = tiny("bridge", "bert")
+    ids = tokens(6, 9)
+    found = trajectories(model, ids, progress=False)
+    assert found.column == 0
+    assert "first token followed" in found.provenance.flags
+    last = trajectories(model, ids, position="pilot", progress=False)
+    assert "not a pilot" in last.provenance.flags[0]
+    assert not torch.allclose(found.X, last.X, atol=1e-2)
+    with pytest.raises(UnsupportedModelError, match="truncation_kl: expected a causal language model"):
+        truncation_kl(model, ids, found)
+    untrained = dataclasses.replace(as_view(tiny("bridge", "gpt2")), head_trained=False)
+    with pytest.raises(UnsupportedModelError, match=r"whose head was newly initialised\. Use the measures of states"):
+        skip_map(untrained, ids)
+
+
+def test_errors_of_extraction():
+    with pytest.raises(GeometryError, match="state: expected an index from 0 to 4, got 9"):
+        trajectories(deep(), tokens(3, 5), states=(1, 9))
+    with pytest.raises(GeometryError, match='position: expected "pilot", "cls" or a column, got \'last\''):
+        trajectories(deep(), tokens(3, 5), position="last")
+    with pytest.raises(GeometryError, match="path: expected chunks whose number is known"):
+        trajectories(deep(), iter([tokens(3, 5)]), path="unused.npy")
+
+
+def test_splits_are_disjoint_and_keep_documents_whole():
+    a, b = split_rows(10, None, 0.5, 0)
+    assert sorted([*a.tolist(), *b.tolist()]) == list(range(10))
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+    for seed in range(8):
+        a, b = split_rows(10, labels, 0.5, seed)
+        assert not set(labels[a].tolist()) & set(labels[b].tolist())
+        assert len(a) > 0
+        assert len(b) > 0
+
+
+def test_gibberish_is_uniform_or_keeps_the_frequencies():
+    found = gibberish(deep(), 400, 10, seed=3)
+    counts = found.tokens.reshape(-1).bincount(minlength=VOCAB)
+    assert float(counts.float().std()) < 3 * math.sqrt(4000 / VOCAB)
+    like = gibberish(deep(), 50, 10, like=torch.tensor([[5, 5, 5, 7]]))
+    assert set(like.tokens.unique().tolist()) == {5, 7}
+    assert torch.equal(found.tokens, gibberish(deep(), 400, 10, seed=3).tokens)
+
+
+def test_pseudo_sentences_are_consecutive_chunks_without_newlines():
+    view = dataclasses.replace(
+        as_view(deep()), encode=lambda text: [ord(c) % VOCAB for c in text], decode=lambda ids: [str(i) for i in ids]
+    )
+    text = "one line\nand another line of text"
+    found = pseudo_sentences(view, text, 5)
+    flat = [ord(c) % VOCAB for c in text.replace("\n", " ")]
+    assert found.tokens.reshape(-1).tolist() == flat[: len(flat) // 5 * 5]  # the short last chunk is left out
+    assert not found.has_bos
+    assert len(pseudo_sentences(view, text, 5, n=2)) == 2
+    with pytest.raises(GeometryError, match="n: expected 1 to 6 chunks, got 7"):
+        pseudo_sentences(view, text, 5, n=7)
+
+
+# truncation
+
+
+def test_truncation_to_all_directions_changes_nothing_and_to_few_changes_much():
+    train, ids = ensemble(), tokens(12, 10, 7)
+    curve = truncation_kl(deep(), ids, train, K=(1, 4, 16), progress=False)
+    assert curve.held_out
+    assert float(curve.kl[-1]) < 1e-9
+    assert float(curve.top5[-1]) == 5
+    assert float(curve.top1[-1]) == 1
+    assert float(curve.kl[0]) > 0.05
+    assert float(curve.kl.min()) >= 0
+    assert float(curve.top5[0]) < 5
+    assert curve.needed(1e-6) == 16
+    assert curve.needed(1e9) == 1
+    assert truncation_kl(deep(), ids, train, K=(1,), progress=False).needed(1e-9) is None
+    assert TruncationCurve.load  # results of verbs can be read back
+    assert len(curve.to_dataframe()) == 3
+
+
+@torch.no_grad()
+def test_truncation_is_what_editing_the_stream_by_hand_gives():
+    model, train, ids = deep(), ensemble(), tokens(4, 10, 7)
+    U = fit_frames(train.X, align="none").U[:, :, :3].float()
+    own = model(ids)[:, -1].double().log_softmax(-1)
+    for where, positions in (("every", "pilot"), ("final", "pilot"), ("every", "all")):
+        used = range(1, 5) if where == "every" else [4]
+
+        def project(s: int, positions: str = positions) -> Any:
+            def edit(h: Tensor, hook: Any) -> Tensor:
+                h = h.clone()
+                rows = slice(None) if positions == "all" else slice(-1, None)
+                h[:, rows] = h[:, rows] @ U[s] @ U[s].mT
+                return h
+
+            return (f"blocks.{s - 1}.hook_resid_post", edit)
+
+        changed = model.run_with_hooks(ids, fwd_hooks=[project(s) for s in used])[:, -1].double().log_softmax(-1)
+        curve = truncation_kl(model, ids, train, K=(3,), where=where, positions=positions, progress=False)
+        expected = (changed.exp() * (changed - own)).sum(-1).mean()
+        assert math.isclose(float(curve.kl[0]), float(expected), rel_tol=1e-4)
+        reverse = (own.exp() * (own - changed)).sum(-1).mean()
+        assert math.isclose(float(curve.kl_reverse[0]), float(reverse), rel_tol=1e-4)
+
+
+def test_in_sample_chunks_lie_in_the_span_of_their_own_directions():
+    ids = tokens(6, 10, 5)
+    own = trajectories(deep(), ids, states=(0, 1, 2, 3, 4), progress=False)
+    inside = truncation_kl(deep(), ids, own, K=(6,), progress=False)
+    outside = truncation_kl(deep(), tokens(6, 10, 6), own, K=(6,), progress=False)
+    assert float(inside.kl[0]) < 1e-8
+    assert not inside.held_out
+    assert inside.provenance.flags == ("directions fitted on the same chunks",)
+    assert float(outside.kl[0]) > 1e-3
+    with pytest.raises(GeometryError, match=r"K: expected 1 to 6 directions, got \(7,\)\. Use more trajectories"):
+        truncation_kl(deep(), ids, own, K=(7,))
+    with pytest.raises(GeometryError, match="basis: expected trajectories of tiny-gpt2, got of tiny-deep"):
+        truncation_kl(tiny("bridge", "gpt2"), ids, own)
+
+
+@torch.no_grad()
+def test_the_baseline_is_the_distance_of_consecutive_chunks():
+    ids = tokens(6, 10, 5)
+    curve = truncation_kl(deep(), ids, ensemble(), K=(16,), progress=False, batch_size=2)
+    own = deep()(ids)[:, -1].double().log_softmax(-1)
+    expected = [float((own[i + 1].exp() * (own[i + 1] - own[i])).sum()) for i in range(5)]
+    assert math.isclose(curve.baseline_mean, float(np.mean(expected)), rel_tol=1e-5)
+    assert math.isclose(curve.baseline_median, float(np.median(expected)), rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "gpt-neo"])
+@torch.no_grad()
+def test_unembedding_one_column_gives_the_models_own_logits(kind, architecture):
+    model = tiny(kind, architecture)
+    ids = tokens(3, 8)
+    full = model(ids).float().log_softmax(-1)
+    assert torch.allclose(log_probabilities(as_view(model), ids, {}).float(), full[:, -1], atol=1e-5)
+    assert torch.allclose(log_probabilities(as_view(model), ids, {}, column=None), full, atol=1e-5)
+
+
+def test_distances_by_hand():
+    p, q = torch.tensor([[0.7, 0.2, 0.1]]).log(), torch.tensor([[0.1, 0.2, 0.7]]).log()
+    found = distances(p, q)
+    assert math.isclose(float(found.kl), 0.6 * math.log(7), rel_tol=1e-6)
+    assert float(found.top1) == 0
+    assert float(found.top5) == 3
+
+
+# skipping
+
+
+@torch.no_grad()
+def test_skipping_is_what_replacing_the_state_by_hand_gives():
+    model, train, test = deep(), tokens(80, 8, 1), tokens(5, 8, 2)
+    found = skip_map(model, train, test=test, pairs=[(1, 3), (2, 4)], kinds=("identity", "shift", "linear"), progress=False)
+    ids, target = test[:, :-1], test[:, 1:]
+    _, clean = model.run_with_cache(ids)
+    _, fitted = model.run_with_cache(train[:, :-1])
+    points = {1: "blocks.1.hook_resid_pre", 2: "blocks.2.hook_resid_pre", 3: "blocks.3.hook_resid_pre", 4: "blocks.3.hook_resid_post"}
+    own = model(ids).log_softmax(-1)
+    for a, b in ((1, 3), (2, 4)):
+        for kind in ("identity", "shift", "linear"):
+            found_map = fit_map(fitted[points[a]][:, -1], fitted[points[b]][:, -1], kind)
+
+            def put(h: Tensor, hook: Any, a: int = a, m: Any = found_map) -> Tensor:
+                return torch.cat([h[:, :-1], m(clean[points[a]][:, -1:])], dim=1)
+
+            changed = model.run_with_hooks(ids, fwd_hooks=[(points[b], put)]).log_softmax(-1)[:, -1]
+            kl = (own[:, -1].exp() * (own[:, -1] - changed)).sum(-1).mean()
+            assert math.isclose(float(found.table(kind)[a, b]), float(kl), rel_tol=1e-3, abs_tol=1e-5)
+            more = (own[:, -1] - changed).gather(-1, target[:, -1:]).mean()
+            assert math.isclose(float(found.table(kind, "loss_increase")[a, b]), float(more), rel_tol=1e-3, abs_tol=1e-4)
+            top1 = (own[:, -1].argmax(-1) == changed.argmax(-1)).double().mean()
+            assert math.isclose(float(found.table(kind, "top1")[a, b]), float(top1), abs_tol=1e-6)
+
+
+@torch.no_grad()
+def test_skipping_at_all_positions_spares_the_first_and_deletes_blocks():
+    model, test = deep(), tokens(5, 8, 2)
+    found = skip_map(model, tokens(40, 8, 1), test=test, pairs=[(1, 2)], kinds=("identity",), places=("all",), progress=False)
+    ids = test[:, :-1]
+    own = model(ids).log_softmax(-1)
+
+    def delete(h: Tensor, hook: Any) -> Tensor:
+        return torch.cat([h[:, :1], kept[0][:, 1:]], dim=1)
+
+    kept: list[Tensor] = []
+    model.run_with_hooks(ids, fwd_hooks=[("blocks.1.hook_resid_pre", lambda h, hook: kept.append(h.clone()))])
+    changed = model.run_with_hooks(ids, fwd_hooks=[("blocks.2.hook_resid_pre", delete)]).log_softmax(-1)
+    kl = (own.exp() * (own - changed)).sum(-1)[:, 1:].mean()
+    assert math.isclose(float(found.table("identity", place="all")[1, 2]), float(kl), rel_tol=1e-3)
+    loss = -own[:, 1:].gather(-1, test[:, 2:, None]).mean()
+    assert math.isclose(found.loss[1], float(loss), rel_tol=1e-5)
+    assert math.isnan(found.loss[0])
+
+
+def test_the_skip_map_covers_every_pair_and_says_what_can_be_skipped(tmp_path):
+    found = skip_map(deep(), tokens(40, 8, 1), progress=False)
+    assert found.pairs() == [(a, b) for a in range(4) for b in range(a + 1, 5)]
+    assert len(found.rows()) == 2 * 7 * 10
+    assert found.train + found.test == 40
+    assert found.skippable(1e9, "identity") == (4, (0, 4))
+    assert found.skippable(-1e9, "identity") is None
+    mean = found.table("mean")
+    assert float(mean[0, 3]) == float(mean[2, 3])  # the constant map does not depend on its start
+    again = SkipMap.load(found.save(tmp_path / "skip.safetensors"))
+    assert torch.equal(again.table("flow").nan_to_num(), found.table("flow").nan_to_num())
+    with pytest.raises(GeometryError, match=r"pairs: expected states 0 <= a < b <= 4, got \[\(3, 3\)\]"):
+        skip_map(deep(), tokens(8, 8), pairs=[(3, 3)])
+    one = surrogate(deep(), 1, 3, tokens=tokens(40, 8, 1), kinds=("flow",), places=("pilot",), progress=False)
+    assert math.isclose(float(one.table("flow")[1, 3]), float(one.table("flow")[1, 3]))
+    assert one.pairs() == [(1, 3)]
+
+
+def test_a_block_that_does_nothing_can_be_skipped_for_nothing():
+    view = as_view(deep())
+    block = view.model.blocks[2].original_component
+    kept = [(p, p.detach().clone()) for n, p in block.named_parameters() if "c_proj" in n or "attn.o." in n]
+    try:
+        with torch.no_grad():
+            for p, _ in kept:
+                p.zero_()
+        found = surrogate(deep(), 2, 3, tokens=tokens(40, 8, 1), kinds=("identity", "mean", "linear"), progress=False)
+    finally:
+        with torch.no_grad():
+            for p, old in kept:
+                p.copy_(old)
+    assert len(kept) == 4
+    for place in ("pilot", "all"):
+        assert float(found.table("identity", place=place)[2, 3]) < 1e-6
+        assert float(found.table("linear", place=place)[2, 3]) < 1e-6
+        assert float(found.table("mean", place=place)[2, 3]) > 1e-2
+
+
+# flow report, nulls, separability
+
+
+def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
+    found = flow_report(ensemble())
+    assert len(found.rows()) == 10
+    assert len(found.columns()) == len(found.rows()[0])
+    assert found.train + found.test == 60
+    assert bool((found.held_out["relative_error"] >= found.in_sample["relative_error"] - 0.05)[0, 1:].all())
+    inside = fit_map(ensemble().split()[0].X[:, 0], ensemble().split()[0].X[:, 1], "linear")
+    assert inside.kind == "linear"
+    assert found.law().law == "asymptotic"
+    assert "log_variance_post_norm" in found.anomalies
+    again = FlowReport.load(found.save(tmp_path / "flow.safetensors"))
+    assert again.law("increment").rate == found.law("increment").rate
+    assert set(found.flagged()) == set(found.anomalies)
+    q, p = found.isotropy["sphericity_q"], found.isotropy["sphericity_p"]
+    from scipy.stats import false_discovery_control
+
+    known = torch.isfinite(p)
+    assert np.allclose(q[known], false_discovery_control(p[known].numpy()))
+
+
+def test_methods_of_an_ensemble_agree_with_their_functions():
+    found = ensemble()
+    assert found.angles().shape == (4, 5, 5)
+    assert found.spectra().entropy_rank.shape == (5,)
+    assert found.isotropy(1, 3).degenerate == 0
+    model = found.langevin(noise="sde", stretch="regression")
+    assert model.alpha * model.rate >= 0
+    assert torch.allclose(model.times, torch.arange(5).double())
+    assert found.frames() is found.frames()
+    assert len(found.pick(torch.tensor([3, 1]))) == 2
+    with pytest.raises(GeometryError, match=r"state: expected one of \(0, 1, 2, 3, 4\), got 7"):
+        found.row(7)
+
+
+def test_reinitialised_blocks_change_their_own_outputs_and_are_restored():
+    model, ids = deep(), tokens(5, 8)
+    before = trajectories(model, ids, progress=False)
+    with reinitialized(model, [2, 3], seed=1) as view:
+        inside = trajectories(view, ids, progress=False)
+        assert view.name == "tiny-deep, blocks 2, 3 untrained (init)"
+    assert torch.equal(inside.X[:, :2], before.X[:, :2])
+    assert not torch.allclose(inside.X[:, 2:], before.X[:, 2:], atol=0.1)
+    assert inside.provenance.fingerprint != before.provenance.fingerprint
+    assert torch.equal(trajectories(model, ids, progress=False).X, before.X)
+
+    def fail_inside() -> None:
+        with reinitialized(model, how="shuffle"):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail_inside()
+    assert torch.equal(trajectories(model, ids, progress=False).X, before.X)
+    with reinitialized(model) as view, pytest.raises(UnsupportedModelError, match="newly initialised"):
+        skip_map(view, ids)
+
+
+def test_an_untrained_model_and_gibberish_stand_apart_in_the_comparison():
+    ids = tokens(40, 8, 1)
+    with reinitialized(deep()) as view:
+        null = trajectories(view, ids, progress=False)
+    found = compare_ensembles({"model": trajectories(deep(), ids, progress=False), "untrained": null})
+    frame = found.to_dataframe().set_index("ensemble")
+    assert frame.loc["untrained", "neighbours"] > frame.loc["model", "neighbours"] + 0.1  # weights of 0.02 move the stream little
+    assert frame.loc["untrained", "relative_error"] < frame.loc["model", "relative_error"]
+    assert len(found.names) == 2
+
+
+def test_classifiers_separate_what_is_separable_and_only_that():
+    pytest.importorskip("sklearn", reason="needs the ml extra")
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(150, 5, generator=g), torch.randn(150, 5, generator=g)
+    for classifier in ("svm", "perceptron"):
+        same, apart = separability(a, b, classifier=classifier), separability(a, b + 3, classifier=classifier)
+        assert abs(same.accuracy - 0.5) < 0.1
+        assert same.low < 0.5 < same.high or abs(same.accuracy - 0.5) < 0.06
+        assert apart.accuracy > 0.95
+        assert abs(apart.shuffled - 0.5) < 0.1
+        assert apart.low <= apart.accuracy <= apart.high
+    # pairs that straddle a split leak: a classifier that memorised x could know x~
+    assert separability(a, a.clone(), paired=True).accuracy <= 0.55
+    with pytest.raises(GeometryError, match="classifier: expected one of 'svm', 'perceptron', got 'tree'"):
+        separability(a, b, classifier="tree")
+
+
+def test_separation_tables_have_a_row_per_state():
+    pytest.importorskip("sklearn", reason="needs the ml extra")
+    table = true_against_extrapolated(ensemble(), start=1, repeats=3)
+    assert [r[0] for r in table.rows()] == ["1->2", "1->3", "1->4"]
+    other = trajectories(deep(), torch.full((40, 10), 5) + torch.arange(40)[:, None] % 3, states=(0, 1, 2, 3, 4), progress=False)
+    apart = ensembles_apart(ensemble(), other, repeats=3)
+    assert len(apart.rows()) == 5
+    assert float(apart.accuracy[1, 0]) > 0.8
+    assert abs(float(apart.accuracy[1, 3]) - 0.5) < 0.2  # shuffled labels
+
+
+def test_the_import_of_verbs_is_light_and_a_missing_extra_says_what_to_install():
+    code = (
+        "import sys; sys.modules['sklearn'] = None\n"
+        "from tl_geometry.verbs.separation import separability\n"
+        "import torch\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "try:\n    separability(torch.zeros(20, 2), torch.zeros(20, 2))\n"
+        "except Exception as e:\n    print(e)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 'expected scikit-learn, got not installed. Use pip install "tl-geometry[ml]"' in out

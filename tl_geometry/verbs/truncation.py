@@ -1,0 +1,156 @@
+"""How many directions of an ensemble the output needs: states truncated to K directions after every block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_geometry._check import choice, require
+from tl_geometry.capture import TokenSource, as_view
+from tl_geometry.frames import Frames
+from tl_geometry.records import Hook, ModelView
+from tl_geometry.results import Provenance, Result, hash_tokens
+from tl_geometry.verbs.ensemble import SOURCE, Trajectories
+from tl_geometry.verbs.outputs import distances, log_probabilities, output_batch, require_output
+
+GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
+"""Published numbers of directions; those that the frames do not have are left out, all of them are added."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TruncationCurve(Result):
+    """KL (nats) and top-5 overlap between the truncated and the model's own next-token distribution, for each K.
+
+    ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for "unrelated": the published code
+    takes the median, its caption says average. ``needed(share)`` is the smallest K with a mean KL of at most that share of the
+    baseline.
+    """
+
+    K: tuple[int, ...]
+    kl: Float[Tensor, " sample"]
+    kl_se: Float[Tensor, " sample"]
+    kl_reverse: Float[Tensor, " sample"]
+    top1: Float[Tensor, " sample"]
+    top5: Float[Tensor, " sample"]
+    baseline_mean: float
+    baseline_median: float
+    where: str
+    positions: str
+    held_out: bool
+
+    def needed(self, share: float = 0.1, *, baseline: str = "mean") -> int | None:
+        """Smallest K from which on the mean KL stays at most ``share`` of the baseline; ``None`` if none does."""
+        scale = self.baseline_mean if choice(baseline, ("mean", "median"), "baseline") == "mean" else self.baseline_median
+        bad = (self.kl > share * scale).nonzero()[:, 0].tolist()
+        first = bad[-1] + 1 if bad else 0
+        return self.K[first] if first < len(self.K) else None
+
+    def columns(self) -> tuple[str, ...]:
+        return ("K", "kl", "kl_se", "kl_reverse", "top1", "top5", "baseline_mean", "baseline_median", "where", "positions", "held_out")
+
+    def rows(self) -> list[tuple[object, ...]]:
+        tail = (self.baseline_mean, self.baseline_median, self.where, self.positions, self.held_out)
+        values = zip(self.kl, self.kl_se, self.kl_reverse, self.top1, self.top5)
+        return [(k, *(float(x) for x in v), *tail) for k, v in zip(self.K, values)]
+
+
+def truncation_kl(
+    model: Any,
+    tokens: Any,
+    basis: Trajectories,
+    *,
+    K: tuple[int, ...] | None = None,
+    where: str = "every",
+    positions: str = "pilot",
+    centered: bool = False,
+    batch_size: int | None = None,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+) -> TruncationCurve:
+    """Replace the state x by its projection ``U_K U_K^T x`` on K directions after every block and compare the next-token outputs.
+
+    Sarfati et al. 2025, section 3.2. All K run in one batch. ``basis`` holds the directions: give the ensemble of other chunks than
+    ``tokens`` for a held-out curve (in-sample chunks lie in the span of their own directions, so that the KL is 0 from K = rank on).
+
+    Args:
+        where: ``"every"`` block's output, or ``"final"``: the last state only.
+        positions: ``"pilot"`` (last token only; earlier ones are untouched by causality) or ``"all"``; the paper does not say.
+        centered: project about the ensemble's mean in place of the origin.
+
+    Raises ``GeometryError`` when K exceeds the directions there are, and for models without a trained causal output.
+    """
+    view = as_view(model)
+    require_output(view, "truncation_kl")
+    choice(where, ("every", "final"), "where")
+    choice(positions, ("pilot", "all"), "positions")
+    same = basis.provenance.fingerprint in (None, view.fingerprint)
+    require(same, "basis", expected=f"trajectories of {view.name}", got=f"of {basis.provenance.model}", instead="trajectories(model, ...)")
+    require(basis.states[-1] == view.n_layers, "basis", expected=f"states up to {view.n_layers}", got=basis.states)
+    frames = basis.frames(align="none", centered=centered)
+    grid = tuple(sorted(set(K))) if K is not None else (*(k for k in GRID if k < frames.rank), frames.rank)
+    require(
+        grid[0] >= 1 and grid[-1] <= frames.rank, "K", expected=f"1 to {frames.rank} directions", got=grid, instead="more trajectories"
+    )  # fmt: skip
+    source = TokenSource.of(view, tokens, None, prepend_bos)
+    states = basis.states[-1:] if where == "final" else [s for s in basis.states if s > 0]
+    rows = {s: (basis.row(s)) for s in states}
+    found, own, seen = _run(view, source, frames, grid, rows, positions, batch_size, progress)
+    kl, reverse, top1, top5 = found
+    require(len(own) >= 2, "tokens", expected="at least two chunks", got=len(own))
+    chunks = distances(own[1:], own[:-1]).kl
+    token_hash = hash_tokens(seen)
+    held_out = token_hash != basis.provenance.token_hash
+    error = kl.std(0) / len(kl) ** 0.5
+    provenance = replace(basis.provenance, token_hash=token_hash, corpus=source.corpus, contexts=len(own), sources=SOURCE)
+    return TruncationCurve(
+        K=grid, kl=kl.mean(0), kl_se=error, kl_reverse=reverse.mean(0), top1=top1.mean(0), top5=top5.mean(0),
+        baseline_mean=float(chunks.mean()), baseline_median=float(chunks.median()), where=where, positions=positions,
+        held_out=held_out, provenance=_flag(provenance, held_out),
+    )  # fmt: skip
+
+
+def _flag(provenance: Provenance, held_out: bool) -> Provenance:
+    return provenance if held_out else provenance.flagged("directions fitted on the same chunks")
+
+
+def _run(
+    view: ModelView, source: TokenSource, frames: Frames, grid: tuple[int, ...], rows: dict[int, int], positions: str,
+    batch_size: int | None, progress: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor]:  # fmt: skip
+    limit = batch_size or output_batch(view, source.columns, all_columns=False)
+    chunk = max(1, limit // len(grid))
+    at_once = max(1, limit // chunk)
+    U = {s: frames.U[r].to(view.device, view.dtype) for s, r in rows.items()}
+    centre = {s: frames.centre[r].to(view.device, view.dtype) for s, r in rows.items()}
+    parts: list[Tensor] = []
+    own: list[Tensor] = []
+    ids: list[Tensor] = []
+    for tokens in tqdm(source.batches(chunk), disable=not progress, desc="truncation", unit="batch"):
+        plain = log_probabilities(view, tokens, {})
+        own.append(plain.cpu())
+        ids.append(tokens)
+        columns = []
+        for start in range(0, len(grid), at_once):
+            ks = torch.tensor(grid[start : start + at_once], device=view.device)
+            keep = (torch.arange(frames.rank, device=view.device) < ks[:, None]).to(view.dtype).repeat_interleave(len(tokens), 0)
+            hooks = {view.state_hooks[s]: _project(U[s], centre[s], keep, positions) for s in rows}
+            changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
+            compared = distances(changed, plain.repeat(len(ks), 1))
+            columns.append(torch.stack([v.view(len(ks), len(tokens)).T.cpu() for v in compared]))
+        parts.append(torch.cat(columns, dim=2))
+    kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
+    return (kl, reverse, top1, top5), torch.cat(own), torch.cat(ids)
+
+
+def _project(U: Tensor, centre: Tensor, keep: Tensor, positions: str) -> Hook:
+    def hook(h: Tensor) -> Tensor:
+        x = h if positions == "all" else h[:, -1:]
+        kept = ((x - centre) @ U * keep[:, None]) @ U.mT + centre
+        return kept if positions == "all" else torch.cat([h[:, :-1], kept], dim=1)
+
+    return hook
