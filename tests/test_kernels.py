@@ -141,3 +141,42 @@ def test_empirical_gap_equals_a_loop_and_sees_low_rank_plus_diagonal() -> None:
     apart = kernels.empirical_gap(gaussian(6, 9, 3) @ basis[:, :3].T, gaussian(7, 9, 5) @ basis[:, 3:].T, split)
     assert apart.relative < 1e-12 < found.relative
     assert math.isnan(kernels.empirical_gap(pos, cvec, {(0, 0): torch.zeros(5, 5)}).relative)
+
+
+@cases
+@given(seeds, st.integers(1, 3))
+def test_structured_gaps_equal_the_dense_ones_of_each_head(seed: int, rank: int) -> None:
+    pos, cvec = gaussian(seed, 6, 5), gaussian(seed + 1, 7, 5)
+    V, L, delta = torch.linalg.qr(gaussian(seed + 2, 5, rank)).Q, gaussian(seed + 3, 4, rank, rank), gaussian(seed + 4, 4, 5)
+    found = kernels.structured_gaps(pos, cvec, V, L, delta, pairs=50, seed=seed)
+    for h in range(4):
+        dense = kernels.empirical_gap(pos, cvec, {(1, 1): V @ L[h] @ V.T, (0, 0): torch.diag(delta[h])}, pairs=50, seed=seed)
+        assert float(found.r_rms[h]) == pytest.approx(dense.r_rms)
+        assert float(found.r_max[h]) == pytest.approx(dense.r_max)
+        assert float(found.score_rms[h]) == pytest.approx(dense.score_rms)
+
+
+def test_kernel_gaps_of_a_model_are_those_of_its_fitted_weights() -> None:
+    from tl_geometry import decompose, sphere, weights, zoo
+    from tl_geometry.verbs.factorisation import kernel_gaps
+    from tl_geometry.verbs.weights import weight_geometry
+
+    model = zoo.embedded()
+    tokens = torch.randint(0, 500, (8, 24), generator=torch.Generator().manual_seed(0))
+    basis = decompose(model, tokens, progress=False)
+    found = kernel_gaps(model, basis, layers=1, rank=3, pairs=200)
+    fit = weight_geometry(model, basis, layers=1, rank=3, draws=0)
+    pos = sphere.centred(basis.pos[1], "LN")
+    assert basis.samples is not None
+    cvec = sphere.centred((basis.samples[:, 1, 1:].double() - basis.mean[1] - basis.pos[1]).flatten(0, 1), "LN")
+    V = torch.linalg.svd(pos).Vh[:3].T
+    V = V * torch.where(V.gather(0, V.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
+    parts = {(1, 1): V @ fit.L[2] @ V.T, (0, 0): torch.diag(fit.delta[2])}
+    dense = kernels.empirical_gap(pos, cvec, parts, pairs=200)
+    assert found.heads[2] == (1, 2)
+    assert float(found.relative[2]) == pytest.approx(dense.relative, rel=1e-6)
+    assert float(found.incoherence_max[2]) == pytest.approx(dense.incoh_max)
+    assert weights.leading_directions(basis.pos[1], 3, centred=True)[0].shape == V.shape
+    assert list(found.to_dataframe().columns[:3]) == ["layer", "head", "relative"]
+    with pytest.raises(GeometryError, match="sampled contexts"):
+        kernel_gaps(model, decompose(model, tokens, keep=0, progress=False))

@@ -200,6 +200,20 @@ class EmpiricalGap(NamedTuple):
         return self.r_rms / self.score_rms if self.score_rms > 0 else math.nan
 
 
+def unit_bases(pos: Float[Tensor, "position d_model"], cvec: Float[Tensor, "sample d_model"]) -> list[Tensor]:
+    """Unit rows of cvec (index 0) and pos (index 1), zero rows left out, in float64."""
+    rows = [x[~zero] for x, zero in (normalize_rows(cvec.double()), normalize_rows(pos.double()))]
+    require(all(len(x) > 0 for x in rows), "bases", expected="at least one direction in each", got="only zero rows")
+    return rows
+
+
+def draw_pairs(rows: list[Tensor], pairs: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Random queries and keys: for each a row of either basis, drawn with replacement."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = ([x[torch.randint(len(x), (pairs,), generator=generator)] for x in rows] for _ in range(2))
+    return q, k
+
+
 def empirical_gap(
     pos: Float[Tensor, "position d_model"],
     cvec: Float[Tensor, "sample d_model"],
@@ -218,14 +232,53 @@ def empirical_gap(
     >>> empirical_gap(e[:2], e[2:], {(0, 0): torch.diag(torch.tensor([0.0, 0.0, 1.0, 1.0])).double()}).relative
     0.0
     """
-    rows = [x[~zero] for x, zero in (normalize_rows(cvec.double()), normalize_rows(pos.double()))]
-    require(all(len(x) > 0 for x in rows), "bases", expected="at least one direction in each", got="only zero rows")
+    rows = unit_bases(pos, cvec)
     require(len(weights) > 0 and set(weights) <= set(PARTS), "weights", expected=f"some of {PARTS}", got=sorted(weights))
-    generator = torch.Generator().manual_seed(seed)
-    q, k = ([x[torch.randint(len(x), (pairs,), generator=generator)] for x in rows] for _ in range(2))
+    q, k = draw_pairs(rows, pairs, seed)
     whole = torch.stack([w.double() for w in weights.values()]).sum(0)
     score = ((q[0] + q[1]) @ whole * (k[0] + k[1])).sum(-1)
     own = torch.stack([(q[a] @ w.double() * k[b]).sum(-1) for (a, b), w in weights.items()]).sum(0)
     cosine = (rows[0] @ rows[1].T).abs()
     rms = [float(x.square().mean().sqrt()) for x in (score - own, score)]
     return EmpiricalGap(rms[0], float((score - own).abs().amax()), rms[1], float(cosine.amax()), float(cosine.mean()))
+
+
+class StructuredGaps(NamedTuple):
+    """:class:`EmpiricalGap` of many heads at once: root mean square and largest gap, root mean square score, one number per head."""
+
+    r_rms: Float[Tensor, " head"]
+    r_max: Float[Tensor, " head"]
+    score_rms: Float[Tensor, " head"]
+
+
+def structured_gaps(
+    pos: Float[Tensor, "position d_model"],
+    cvec: Float[Tensor, "sample d_model"],
+    V: Float[Tensor, "d_model rank"],
+    L: Float[Tensor, "head rank rank"],
+    delta: Float[Tensor, "head d_model"],
+    *,
+    pairs: int = 4096,
+    seed: int = 0,
+) -> StructuredGaps:
+    """:func:`empirical_gap` for ``W = V L V^T + diag(delta)`` of every head, position seeing the first part and context the second.
+
+    No d_model x d_model matrix is formed: directions are projected on V once for all heads.
+
+    >>> e = torch.eye(4).double()
+    >>> g = structured_gaps(e[:2], e[2:], e[:, :2], torch.ones(1, 2, 2).double(), torch.tensor([[0.0, 0.0, 1.0, 1.0]]).double())
+    >>> g.r_max.tolist()
+    [0.0]
+    """
+    q, k = draw_pairs(unit_bases(pos, cvec), pairs, seed)
+    projected = [[x @ V.double() for x in side] for side in (q, k)]
+
+    def score(parts: tuple[int, ...], others: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        low = [torch.stack([side[a] for a in chosen]).sum(0) for side, chosen in zip(projected, (parts, others), strict=True)]
+        whole = [torch.stack([side[a] for a in chosen]).sum(0) for side, chosen in zip((q, k), (parts, others), strict=True)]
+        block = einsum(low[0], L.double(), low[1], "sample i, head i j, sample j -> head sample")
+        return block, einsum(whole[0] * whole[1], delta.double(), "sample d_model, head d_model -> head sample")
+
+    total = torch.stack(score((0, 1), (0, 1))).sum(0)
+    gap = total - score((1,), (1,))[0] - score((0,), (0,))[1]
+    return StructuredGaps(gap.square().mean(-1).sqrt(), gap.abs().amax(-1), total.square().mean(-1).sqrt())
