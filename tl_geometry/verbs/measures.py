@@ -193,9 +193,10 @@ def positional_report(
     two halves of the contexts). The noise of a basis falls as 1/sqrt(C): ranks and norms depend on C, see ``curve``.
 
     Nulls, each the mean over ``draws`` (``noise`` half as many): ``shuffled`` the same positional vectors in random order; ``noise``
-    the difference of random halves of the contexts, which holds no position effect but all its sampling noise; ``isotropic``
-    Gaussian rows of the same energy. An untrained model is one more basis: run this on it. ``jackknife=False`` leaves errors and
-    curve out (3 times faster). The relative norms' errors and nulls keep the denominators of the whole corpus.
+    the difference of random halves of the contexts, which holds no position effect but all its sampling noise (this noise is
+    correlated, so its rank is not 0: a rank near it says nothing); ``isotropic`` Gaussian rows of the same energy. An untrained
+    model is one more basis: run this on it. ``jackknife=False`` leaves errors and curve out (3 times faster). The relative norms'
+    errors and nulls keep the denominators of the whole corpus.
 
     >>> h = torch.randn(16, 9, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.linspace(-1, 1, 9)[:, None]
     >>> from tl_geometry import decompose
