@@ -229,8 +229,8 @@ def compactness_from_moments(
     the mean of all, ``label_counts`` contexts per label (every context has one). ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B
     the same, so in the full space without a ridge **cvec is never less compact than raw**: what the paper observes at
     three layers is an inequality. In a PCA space each side uses its own components and the inequality need not hold. ``accuracy`` is
-    the relative accuracy of ``second_moment`` (about 1e-6 for float32 products): directions whose variance, given the other
-    coordinates, is below it are taken as dependent. States behind a LayerNorm (BERT) have one such direction.
+    the relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an eigenvalue of the within-cluster correlations
+    below it is taken as zero. States behind a LayerNorm (BERT) have one.
     """
     positions, contexts = pos.shape[-2], label_counts.sum()
     kept = label_counts > 0
@@ -261,9 +261,12 @@ def _compactness(
         variance = variance + ridge * variance.mean(-1, keepdim=True)
         within = within + torch.diag_embed(variance - within.diagonal(dim1=-2, dim2=-1))
     scale = torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)  # unit variances first: outlier coordinates do no harm
-    root, info = torch.linalg.cholesky_ex(scale * (within + within.mT) / 2 * scale.mT)
-    pivots = root.diagonal(dim1=-2, dim2=-1).square().amin(-1)
-    if bool((info > 0).any() | ~(pivots > accuracy).all()) or (ridge is None and n - clusters < size):
+    correlation = scale * (within + within.mT) / 2 * scale.mT
+    root, info = torch.linalg.cholesky_ex(correlation)
+    singular = bool((info > 0).any())
+    if not singular and not bool((root.diagonal(dim1=-2, dim2=-1).square() > accuracy * size).all()):  # perhaps: look closely
+        singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
+    if singular or (ridge is None and n - clusters < size):
         enough = f"within-cluster covariance of full rank (N - K >= {size} points in general position)"
         fail(
             "cluster_compactness",
