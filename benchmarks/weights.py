@@ -1,7 +1,8 @@
 """Geometry of W_QK and W_OV, and their singular vectors, from factors, against ``torch.linalg.svd`` of every dense matrix.
 
 The baseline is the float32 SVD with vectors of the dense d_model x d_model matrices on the same threads, measured on the heads of
-one layer and scaled to all of them (said in the note). Ours starts at the model's float32 weights and includes folding the norm.
+one layer and scaled to all of them (said in the note), dense matrices given. The geometry starts at the model's float32 weights and
+includes folding the norm; the factor SVDs start at folded factors, and folding has its own row.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ def geometry(model: list[Layer], bases: list[Tensor]) -> list[tuple[weights.Stru
             f = weights.fold(w, norm, kind)
             k = min(K, bases[l].shape[1])
             s = weights.structure(f, bases[l], right, k=k)
-            fit = weights.fit_low_rank_diagonal(f, bases[l][:, :k], None if right is None else right[:, :k])
+            product = s.product[..., :k, :k]
+            fit = weights.fit_low_rank_diagonal(f, bases[l][:, :k], None if right is None else right[:, :k], product=product)
             out.append((s, fit, weights.haar_null(f, k, one_basis=right is None)))
     return out
 
 
-def factor_svds(model: list[Layer]) -> list[linalg.SVD]:
-    """Singular value decompositions of W_QK and W_OV of every layer, from their factors."""
-    folded = (weights.fold(w, norm, kind) for w, norm in model for kind in weights.KINDS)
-    return [linalg.product_svd(f.left, f.right) for f in folded]
+def folded(model: list[Layer]) -> list[Factors]:
+    """Canonical factors of W_QK and W_OV of every layer."""
+    return [weights.fold(w, norm, kind) for w, norm in model for kind in weights.KINDS]
 
 
 def dense_of(f: Factors) -> Tensor:
@@ -104,12 +105,14 @@ def run(size: str) -> list[Row]:
     n, heads, width, d_head, rounds = SIZES[size]
     model, rows = layers_of(n, heads, width, d_head), positions(n + 1, width)
     bases = [weights.leading_directions(p, min(SHOWN, width // 2), centred=True)[0] for p in rows]
-    error = check(model, bases, factor_svds(model[:1]))
+    factors = folded(model)
+    error = check(model, bases, [linalg.product_svd(factors[0].left, factors[0].right)])
     sample = dense_of(weights.fold(*model[0], "QK"))
     torch.linalg.svd(sample[:1])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     geometry(model, bases)
-    factor_svds(model)
+    for f in factors:
+        linalg.product_svd(f.left, f.right)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
     points = torch.randn(512, width, generator=torch.Generator().manual_seed(2))
 
@@ -119,7 +122,8 @@ def run(size: str) -> list[Row]:
 
     routes: dict[str, Callable[[], object]] = {
         "geometry, QK and OV": lambda: geometry(model, bases),
-        "factor SVDs, QK and OV": lambda: factor_svds(model),
+        "factor SVDs, QK and OV": lambda: [linalg.product_svd(f.left, f.right) for f in factors],
+        "folding, QK and OV": lambda: folded(model),
         "bases of the states": lambda: [weights.leading_directions(p, SHOWN, centred=True) for p in rows],
         "activation null, QK": null,
     }

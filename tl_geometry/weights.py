@@ -114,13 +114,15 @@ def fold(
     layer_norm = norm.kind == "LN" and not raw
 
     def read(matrix: Tensor) -> Tensor:
-        product = rearrange(gain, "d_model -> d_model 1") * matrix  # float64, since the gain is
+        product = matrix.to(torch.float64, copy=True).mul_(gain.unsqueeze(-1))
         return product.sub_(product.mean(-2, keepdim=True)) if layer_norm else product
 
     if kind == "OV":
-        written = rearrange(weights.W_O.double(), "head d_head d_model -> head d_model d_head")
-        return Factors(read(weights.W_V), centre(written, not raw and (layer_norm if centre_output is None else centre_output)))
-    left = read(weights.W_Q) * (weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
+        written = weights.W_O.to(torch.float64, copy=True)
+        if not raw and (layer_norm if centre_output is None else centre_output):
+            written.sub_(written.mean(-1, keepdim=True))
+        return Factors(read(weights.W_V), rearrange(written, "head d_head d_model -> head d_model d_head"))
+    left = read(weights.W_Q).mul_(weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
     return Factors(left if rotation is None else left @ rotation.double(), read(weights.W_K))
 
 
@@ -151,7 +153,7 @@ def _project(basis: Tensor, factor: Tensor) -> Tensor:
 
 def _rotate_diagonal(left: Tensor, diag: Tensor, right: Tensor) -> Tensor:
     """``V_left^T diag V_right`` for every head."""
-    return (left.mT.unsqueeze(-3) * diag.unsqueeze(-2)) @ right.unsqueeze(-3)
+    return (left.mT.unsqueeze(-3) * diag.unsqueeze(-2)) @ (right if right.dim() == 2 else right.unsqueeze(-3))
 
 
 def rotated_block(
@@ -183,12 +185,14 @@ def complete(
 class Structure(NamedTuple):
     """Numbers of the rotated off-diagonal matrix ``Q^T W_o Q`` (Q starts with the basis): see :func:`structure`.
 
+    ``block`` is its part in the basis, ``product`` the same with the diagonal of W left in.
     ``highest``, ``lowest`` and ``survivors_outside`` cover the full d_model x d_model matrix where the full rotation was asked for;
     otherwise the shown block only, and ``survivors_outside`` is -1.
     """
 
     diagonal: Float[Tensor, "*batch head d_model"]
     block: Float[Tensor, "*batch head row column"]
+    product: Float[Tensor, "*batch head row column"]
     mean: Float[Tensor, "*batch head"]
     std: Float[Tensor, "*batch head"]
     threshold: Float[Tensor, "*batch head"]
@@ -226,7 +230,9 @@ def structure(
     total = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
     wide_left = torch.cat([left, complete(left, ones)], dim=-1)  # the last column is the sum of the whole rotation's columns
-    rotated = rotated_block(factors, wide_left, wide_left if right is left else torch.cat([right, complete(right, ones)], dim=-1))
+    wide_right = wide_left if right is left else torch.cat([right, complete(right, ones)], dim=-1)
+    product = _project(wide_left, factors.left) @ _project(wide_right, factors.right).mT
+    rotated = product - _rotate_diagonal(wide_left, factors.diagonal, wide_right)
     block, mean = rotated[..., :-1, :-1], rotated[..., -1, -1] / size**2
     std = (total / size**2 - mean.square()).clamp(min=0).sqrt()
     threshold = math.sqrt(2 * math.log(size**2)) * std
@@ -238,7 +244,9 @@ def structure(
     if outside:
         highest, lowest, every = _dense_extremes(factors, left, right, threshold)
         beyond = every - survivors
-    return Structure(factors.diagonal, block, mean, std, threshold, highest, lowest, survivors, beyond, energy_ratio)
+    return Structure(
+        factors.diagonal, block, product[..., :-1, :-1], mean, std, threshold, highest, lowest, survivors, beyond, energy_ratio
+    )
 
 
 def _dense_extremes(factors: Factors, left: Tensor, right: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,12 +347,17 @@ class LowRankDiagonal(NamedTuple):
 
 
 def fit_low_rank_diagonal(
-    factors: Factors, left: Float[Tensor, "... d_model row"], right: Float[Tensor, "... d_model column"] | None = None
+    factors: Factors,
+    left: Float[Tensor, "... d_model row"],
+    right: Float[Tensor, "... d_model column"] | None = None,
+    *,
+    product: Float[Tensor, "*batch head row column"] | None = None,
 ) -> LowRankDiagonal:
     """Joint least squares ``min |W - V_left L V_right^T - diag(delta)|^2`` over L and delta, for all heads at once.
 
     With projectors P = V V^T: ``(I - P_left o P_right) delta = diag(W) - diag(P_left W P_right)`` (o entrywise), then
     ``L = V_left^T (W - diag delta) V_right``. The matrix belongs to the layer, so it is factored once for all heads.
+    ``product = V_left^T W V_right`` may be given where it is known (:class:`Structure` holds it).
 
     >>> V = torch.linalg.qr(torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
     >>> W = V @ torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64) @ V.T + 0.5 * torch.eye(20)
@@ -354,7 +367,7 @@ def fit_low_rank_diagonal(
     """
     right_basis = left if right is None else right
     diag, total = factors.diagonal, factors.energy
-    full = _project(left, factors.left) @ _project(right_basis, factors.right).mT
+    full = _project(left, factors.left) @ _project(right_basis, factors.right).mT if product is None else product
     target = diag - ((left.unsqueeze(-3) @ full) * right_basis.unsqueeze(-3)).sum(-1)
     delta, singular = _solve_diagonal(left, right_basis, target.mT)
     delta = delta.mT
@@ -375,22 +388,31 @@ def _solve_diagonal(left: Tensor, right: Tensor, target: Tensor) -> tuple[Tensor
     """Minimum-norm solution of ``(I - P_left o P_right) x = target``.
 
     ``P_left o P_right = Z Z^T`` with ``Z[i, (a, b)] = left[i, a] right[i, b]``. The matrix is positive semidefinite, its smallest
-    eigenvalue at least ``1 - max_i sqrt(P_left[i, i] P_right[i, i])`` (Gershgorin and Cauchy-Schwarz): where that bound is safe, one
-    Cholesky factorisation of the smaller of ``I - Z Z^T`` and ``I - Z^T Z`` (Woodbury); where it is not, eigenvectors.
+    eigenvalue at least ``1 - max_i sqrt(P_left[i, i] P_right[i, i])`` (Gershgorin and Cauchy-Schwarz). Where that bound is well above
+    zero: a Cholesky factor of the smaller ``I - Z^T Z`` (Woodbury); near zero, of the matrix itself; at zero, eigenvectors.
     """
-    pairs = rearrange(rearrange(left, "... d a -> ... d a 1") * rearrange(right, "... d b -> ... d 1 b"), "... d a b -> ... d (a b)")
-    risky = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1) < 1e-6
-    size, width = pairs.shape[-2:]
-    if not bool(risky.any()):
-        if width < size:
-            small = torch.eye(width, dtype=left.dtype, device=left.device) - pairs.mT @ pairs
-            return target + pairs @ torch.cholesky_solve(pairs.mT @ target, torch.linalg.cholesky(small)), risky
-        matrix = torch.eye(size, dtype=left.dtype, device=left.device) - pairs @ pairs.mT
-        return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), risky
-    values, vectors = torch.linalg.eigh(torch.eye(size, dtype=left.dtype, device=left.device) - (left @ left.mT) * (right @ right.mT))
+    size = left.shape[-2]
+    eye = torch.eye(size, dtype=left.dtype, device=left.device)
+    bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
+    if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
+        pairs = _pairs(left, right)
+        small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
+        return target + pairs @ torch.cholesky_solve(pairs.mT @ target, torch.linalg.cholesky(small)), bound < 0
+    matrix = eye - (left @ left.mT) * (right @ right.mT)
+    if bool((bound > 1e-6).all()):
+        return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
+    values, vectors = torch.linalg.eigh(matrix)
     kept = values > 1e-10
     inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
     return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~kept.all(-1)
+
+
+def _pairs(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
+    """Z with ``P_left o P_right = Z Z^T``; for one basis only pairs a <= b, those with a < b counted twice."""
+    if right is left:
+        a, b = torch.triu_indices(left.shape[-1], left.shape[-1], device=left.device)
+        return left[..., a] * left[..., b] * (1 + (a != b).to(left)).sqrt()
+    return rearrange(rearrange(left, "... d a -> ... d a 1") * rearrange(right, "... d b -> ... d 1 b"), "... d a b -> ... d (a b)")
 
 
 def leading_directions(

@@ -199,8 +199,10 @@ def _layer(
     device = factors.left.device
     left, right = left.to(device), None if right is None else right.to(device)
     s = weights.structure(factors, left, right, k=k, outside=outside)
-    fit = weights.fit_low_rank_diagonal(factors, left[:, :k], None if right is None else right[:, :k])
+    product = s.product[..., :k, :k]
+    fit = weights.fit_low_rank_diagonal(factors, left[:, :k], None if right is None else right[:, :k], product=product)
     out = {**s._asdict(), **fit._asdict()}
+    out.pop("product")
     out["singular"] = fit.singular.expand(factors.left.shape[0])
     out["L"] = torch.nn.functional.pad(fit.L, (0, pad - k, 0, pad - k))
     out["null"] = weights.haar_null(factors, k, one_basis=right is None)
