@@ -63,6 +63,12 @@ def pattern_error(
     return float((row_center(scores, seen) - row_center(log, seen)).abs().max())
 
 
+def pattern_roundoff(pattern: Tensor | None, roundoff: float) -> float:
+    """Roundoff of a pattern: float64 models whose softmax is computed in float32 hold patterns that float32 represents exactly."""
+    single = pattern is not None and pattern.dtype == torch.float64 and torch.equal(pattern.float().double(), pattern)
+    return max(roundoff, 2**-24) if single else roundoff
+
+
 def require_closed(checks: Sequence[Check], what: str) -> None:
     """Raise ``ClosingError`` that names every comparison above its bound (NaN is above)."""
     bad = [f"{name} off by {error:.2g} (at most {bound:.2g})" for _, name, error, bound in checks if not error <= bound]

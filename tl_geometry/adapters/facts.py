@@ -20,6 +20,8 @@ from torch import Tensor
 
 from tl_geometry.adapters.parameters import Parameters, block_of, inner, part, upcast
 from tl_geometry.attention import row_center
+from tl_geometry.closing import closing_bound
+from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import HeadWeights, NormWeights
 
 MASKED = {torch.float16: -3e4, torch.bfloat16: -1e38, torch.float32: -1e38, torch.float64: -1e38}
@@ -51,7 +53,11 @@ class QKNorm:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What one attention layer does to its input, apart from the tokens."""
+    """What one attention layer does to its input, apart from the tokens.
+
+    ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary tables, GPT-Neo's products), as
+    its own numbers on the probe show.
+    """
 
     norm: NormWeights
     weights: HeadWeights | None = None
@@ -64,6 +70,7 @@ class Facts:
     slopes: Float[Tensor, " head"] | None = None
     window: int | None = None
     has_scores: bool = False
+    single: bool = False
 
     def bias(self, length: int) -> Tensor | None:
         """Analytic score bias ``[head query key]``."""
@@ -184,6 +191,7 @@ class FactFinder:
     def __init__(self, parameters: Parameters, layer: int, found: Mapping[str, Tensor], causal: bool, h: Tensor) -> None:
         self.parameters, self.layer, self.found, self.causal = parameters, layer, found, causal
         self.attn, self.h = parameters.attention(layer), h.double()
+        self.roundoff = unit_roundoff(h.dtype)
         self.length = h.shape[1]
         weights = parameters.weights(layer)
         self.weights = HeadWeights(**{k: v.double() for k, v in vars(weights).items()})
@@ -209,7 +217,7 @@ class FactFinder:
         facts = replace(facts, softcap=self.softcap(), sinks=self.sinks(), has_scores=is_scores, window=self.window())
         original = self.found.get(f"blocks.{self.layer}.attn.hook_attn_scores") if is_scores else None
         allowed = allowed_cells(facts, self.length, self.causal, original, pattern)
-        best, least = facts, math.inf
+        best, least, size = facts, math.inf, 0.0
         for option in self.options(facts):
             turn = turn_of(self.parameters, self.layer, self.found, self.length, option.rotation)
             if (turn is None) != (option.rotation is None):
@@ -219,8 +227,12 @@ class FactFinder:
                 completed = self.with_bias(scaled, content, scores, allowed) if self.is_alibi() else scaled
                 error = self.misfit(completed, content, scores, pattern, allowed)
                 if error < least * 0.99:  # ties go to the earlier reading
-                    best, least = completed, error
-        return best
+                    best, least, size = completed, error, float(content.abs().max()) * scaled.scale
+        return replace(best, single=best.single or self.is_single(least, size))
+
+    def is_single(self, error: float, size: float) -> bool:
+        """Whether an error in a float64 model is that of float32 arithmetic."""
+        return self.roundoff < 2**-40 and closing_bound(self.roundoff, size) < error <= closing_bound(2**-24, size)
 
     def norm(self) -> Facts:
         """The norm that reproduces ``hook_q`` and ``hook_k``."""
@@ -232,7 +244,7 @@ class FactFinder:
             pairs = [(facts.raw(self.h, "q"), q), (facts.raw(self.h, "k"), k)]
             error = sum(float((a - b).abs().max()) for a, b in pairs if b is not None)
             if error < least * 0.99:
-                best, least = facts, error
+                best, least = replace(facts, single=self.is_single(error, float(pairs[0][0].abs().max()))), error
         assert best is not None  # the candidate without a norm always exists
         return best
 
@@ -319,7 +331,8 @@ class FactFinder:
                 option = replace(facts, slopes=exact, bias_form=form)
                 bias = option.bias(self.length)
                 assert bias is not None
-                if float(torch.where(cells, measured - bias, 0.0).abs().max()) <= 1e-5 * float(measured.abs().max() + content.abs().max()):
+                size = float(measured.abs().max() + content.abs().max() * facts.scale)
+                if float(torch.where(cells, measured - bias, 0.0).abs().max()) <= closing_bound(self.roundoff, size):
                     return option
         return replace(facts, bias_form="measured")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor
 from tl_geometry._check import describe, index, require
 from tl_geometry.adapters.facts import FactFinder, Facts, allowed_cells, scores_of, turn_of
 from tl_geometry.adapters.parameters import Parameters, part, upcast
-from tl_geometry.adapters.running import Runner, collect
-from tl_geometry.closing import CHUNK, closing_bound, pattern_error, require_closed
+from tl_geometry.adapters.running import Runner
+from tl_geometry.closing import CHUNK, closing_bound, pattern_error, pattern_roundoff, require_closed
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import ClosingReport, Hook, LayerHook, LayerView, NormWeights
@@ -68,14 +68,15 @@ class Layers:
         names += [h for h in TABLES if facts.rotation is not None and f"blocks.{layer}.{h}" in self.probe]
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
-    def view(self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True, needed: Sequence[str] | None = None) -> LayerView:
+    def view(self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True) -> LayerView:
         """The layer as this forward pass went through it, verified.
 
         Raises ``ClosingError`` where recomputed queries, keys, scores or patterns are not the model's within the closing error.
         """
-        names = self.hooks(layer) if needed is None else needed
+        names = self.hooks(layer)
         found = {name: cache[name] for name in names if name in cache}
-        missing = [name for name in names if name not in found]
+        later = () if verify else ("hook_pattern", "hook_attn_scores", "hook_z")  # needed only to verify; some fire after hook_z
+        missing = [name for name in names if name not in found and not name.endswith(later)]
         require(
             not missing, "cache", expected=f"hooks of layer {layer}", got=f"no {', '.join(missing)}",
             instead="model.run_with_cache(tokens) without names_filter",
@@ -125,12 +126,9 @@ class Layers:
         return replace(view, closing=report)
 
     def roundoff(self, layer: int) -> float:
-        """Unit roundoff of the arithmetic behind a layer's numbers: float32 in float64 models whose RMSNorm computes in float32."""
+        """Unit roundoff of the arithmetic behind a layer's numbers."""
         dtype = next(iter(self.parameters.model.parameters())).dtype
-        facts = self.facts(layer)
-        rms = facts.norm.kind == "RMS" or facts.qk_norm is not None or facts.rotation is not None
-        single = dtype == torch.float64 and self.parameters.bridge and rms
-        return unit_roundoff(torch.float32 if single else dtype)
+        return unit_roundoff(torch.float32 if self.facts(layer).single else dtype)
 
     def _local(self, layer: int, h: Tensor) -> Facts:
         """Facts with the layer's weights, in the dtype and on the device of ``h``. Weights are not kept between forward passes."""
@@ -157,28 +155,33 @@ class Layers:
             return None, "none"
         if facts.bias_form != "measured":
             return facts.bias(length), "analytic"
-        key = ("bias", layer, length)
-        if key not in self.memo:
-            self.memo[key] = self._measured_bias(layer, facts, length)
-        return self.memo[key].to(h), "measured"
+        self._measure((layer,), length)
+        return self.memo["bias", layer, length].to(h), "measured"
 
-    def _measured_bias(self, layer: int, facts: Facts, length: int) -> Tensor:
-        """Score minus content on two random sequences of this length; used only if both give the same."""
+    def _measure(self, layers: Sequence[int], length: int) -> None:
+        """Score minus content of layers with an unknown bias, on two random sequences; kept only if both give the same."""
+        wanted = [l for l in layers if self.facts(l).bias_form == "measured" and ("bias", l, length) not in self.memo]
+        if not wanted:
+            return
         ids = torch.randint(0, self.runner.d_vocab, (2, length), generator=torch.Generator().manual_seed(length))
-        found = collect(self.runner, ids, self.hooks(layer))
-        h = found[f"blocks.{layer}.hook_resid_pre"].double()
-        exact = self._local(layer, h)
-        turn = turn_of(self.parameters, layer, found, length, facts.rotation)
-        content = scores_of(exact.full(h, "q", turn), exact.full(h, "k", turn), exact.scale)
-        scores = found[f"blocks.{layer}.attn.hook_attn_scores"]
-        rest = torch.where(allowed_cells(facts, length, self.causal, scores, None), scores.double() - content, 0.0)
-        size = float(content.abs().max()) + _largest(rest)
-        spread, bound = _largest(rest - rest.mean(0)), closing_bound(self.roundoff(layer), size)
-        require(
-            spread <= bound, f"score bias of layer {layer} of {self.parameters.name}", expected=f"the same in all sequences to {bound:.1e}",
-            got=f"differences of {spread:.1e}", instead="an architecture that check_model lists", error=UnsupportedModelError,
-        )  # fmt: skip
-        return rest.mean(0)
+
+        def take(layer: int, found: Mapping[str, Tensor]) -> None:
+            h = found[f"blocks.{layer}.hook_resid_pre"].double()
+            facts = self._local(layer, h)
+            turn = turn_of(self.parameters, layer, found, length, facts.rotation)
+            content = scores_of(facts.full(h, "q", turn), facts.full(h, "k", turn), facts.scale)
+            scores = found[f"blocks.{layer}.attn.hook_attn_scores"]
+            rest = torch.where(allowed_cells(facts, length, self.causal, scores, None), scores.double() - content, 0.0)
+            spread = _largest(rest - rest.mean(0))
+            bound = closing_bound(self.roundoff(layer), _largest(content) + _largest(rest))
+            what = f"score bias of layer {layer} of {self.parameters.name}"
+            require(
+                spread <= bound, what, expected=f"one for all sequences to {bound:.1e}",
+                got=f"differences of {spread:.1e}", instead="an architecture that check_model lists", error=UnsupportedModelError,
+            )  # fmt: skip
+            self.memo["bias", layer, length] = rest.mean(0)
+
+        self._stream(ids, wanted, take)
 
     @staticmethod
     def _check_inputs(facts: Facts, roundoff: float, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]) -> ClosingReport:
@@ -192,28 +195,28 @@ class Layers:
 
     def run(self, tokens: Tensor, layers: Sequence[int], on_layer: LayerHook, *, verify: bool = True) -> None:
         """One forward pass; each layer is handed over at its end and let go."""
+        self._measure(layers, tokens.shape[-1])  # before the pass: a model cannot be run from within its own hooks
+        self._stream(tokens, layers, lambda layer, found: on_layer(self._build(layer, found, verify)))
+
+    def _stream(self, tokens: Tensor, layers: Sequence[int], take: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        """One forward pass that hands over each layer's activations once the layer is done, and lets them go."""
         wanted = {l: self.hooks(l) for l in layers}
         held: dict[str, Tensor] = {}
 
         def keep(name: str) -> Hook:
             return lambda value: _put(held, name, value)
 
-        hooks: dict[str, Hook] = {name: keep(name) for names in wanted.values() for name in names}
-        ends = {self.runner.state_hooks[l + 1]: l for l in layers}
-
-        def finish(layer: int, name: str) -> Hook:
-            before = hooks.get(name)
-
+        def finish(layer: int, before: Hook | None) -> Hook:
             def hook(value: Tensor) -> None:
-                found = {n: held.pop(n) for n in wanted[layer]}
-                on_layer(self.view(layer, found, verify=verify, needed=wanted[layer]))
+                take(layer, {n: held.pop(n) for n in wanted[layer]})
                 if before is not None:
                     before(value)
 
             return hook
 
-        hooks |= {name: finish(layer, name) for name, layer in ends.items()}
-        self.runner(tokens, hooks)
+        hooks: dict[str, Hook] = {name: keep(name) for names in wanted.values() for name in names}
+        ends = {self.runner.state_hooks[l + 1]: l for l in layers}
+        self.runner(tokens, hooks | {name: finish(layer, hooks.get(name)) for name, layer in ends.items()})
 
     def final_norm(self) -> NormWeights | None:
         """The norm before the unembedding, if logits are ``norm(h) W_U + b_U`` (before a cap on logits), else ``None``."""
@@ -268,8 +271,8 @@ def check_scores(view: LayerView, report: ClosingReport) -> ClosingReport:
             errors["scores"].append(_largest(torch.where(view.allowed, capped - view.scores[:, part_], 0.0)))
         if view.pattern is not None:
             errors["pattern"].append(pattern_error(capped, view.pattern[:, part_], view.allowed, view.roundoff))
-    bound = closing_bound(view.roundoff, scale)
-    found = {name: (max(values), bound) for name, values in errors.items() if values}
+    bounds = {"pattern": closing_bound(pattern_roundoff(view.pattern, view.roundoff), scale), "scores": closing_bound(view.roundoff, scale)}
+    found = {name: (max(values), bounds[name]) for name, values in errors.items() if values}
     return ClosingReport(checks={**report.checks, **found}, scale=scale)
 
 

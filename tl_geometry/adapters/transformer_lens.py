@@ -162,7 +162,17 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
         h.replace("hook_resid_pre", "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post") for h in states[:-1]
     ]
     wanted = [*states, *ends, *(h for l in range(len(model.blocks)) for h in Layers.available(run, model, l))]
-    found = collect(run, ids, list(dict.fromkeys(wanted)))
+    try:
+        found = collect(run, ids, list(dict.fromkeys(wanted)))
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        fail(
+            name,
+            expected=f"a model that runs in {next(iter(model.parameters())).dtype}",
+            got=text,
+            instead="another dtype, or processed=False",
+            error=UnsupportedModelError,
+        )
     shape = (PROBE_BATCH, length, int(model.cfg.d_model))
     wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
     require(not wrong, f"states of {name}", expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
