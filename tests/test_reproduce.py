@@ -264,6 +264,11 @@ def test_verdicts(gpt2: Any, ids: Tensor, tmp_path: Path) -> None:
     assert {c[5] for c in alone.cells} == {"no published row"}
     other = reproduce.song_zhong(named, ids, row="BERT OWT", settings=SMALL, progress=False)
     assert "another model" in {c[5] for c in other.cells}
+    documents = [ids[:40], ids[50:90]]
+    notebook = reproduce.song_zhong(named, ids, topics=documents, row="GPT-2 GitHub", settings=SMALL, progress=False)
+    printed = {c[1]: c[3] for c in notebook.cells if c[0] == "table 1"}
+    assert (printed["inter"], printed["rank"]) == (0.28, 11.54)  # the one from the notebook, the other from Table 2
+    assert math.isnan(printed["incoherence"])
     assert tables._verdict(2.0, 2.05, 0.1, True) == "agrees"
     assert tables._verdict(2.0, 2.2, 0.1, True) == "differs"
     assert tables._verdict(2.0, 2.0, 0.1, True, "why") == "doubtful: why"
