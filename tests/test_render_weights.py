@@ -1,0 +1,79 @@
+"""Figures of weights: what they draw, that they save, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.tiny import tiny, tokens
+from tl_geometry.errors import GeometryError
+from tl_geometry.interventions.surrogates import surrogate_effect
+from tl_geometry.render import weights as draw
+from tl_geometry.verbs.paths import token_paths
+from tl_geometry.verbs.weights import token_readout, weight_geometry
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("bridge", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def basis(model: Any) -> tlg.PositionContext:
+    return tlg.decompose(model, tokens(24, 16), progress=False)
+
+
+def pixels(axis: Any) -> Tensor:
+    """What an image on the axes holds."""
+    return torch.as_tensor(np.asarray(axis.images[0].get_array()))
+
+
+def test_blocks_show_the_diagonal_in_red_and_only_entries_above_the_threshold_in_blue(model: Any, basis: Any, tmp_path: Any) -> None:
+    g = weight_geometry(model, basis)
+    view = draw.weight_blocks(g, ["L1H0", "L1H2"])
+    assert len(view.figure.axes) == 2
+    image = pixels(view.figure.axes[1])
+    row = g.head("L1H2")
+    blue = image[..., 0] < image[..., 2] - 1e-6
+    above = g.block[row].abs() > g.threshold[row]
+    off = ~torch.eye(len(above), dtype=torch.bool)
+    assert torch.equal(blue & off, above & off)
+    strongest = int(g.diagonal[row].abs().argmax())
+    assert image[strongest, strongest, 0] > image[strongest, strongest, 2]  # red, also over blue
+    assert view.save(tmp_path / "a.png").stat().st_size > 1000
+    assert "chance" in view.caption
+    whole = draw.weight_blocks(g)
+    assert len([a for a in whole.figure.axes if a.images]) == 4
+    single = draw.weight_blocks(g, "L0H1", ax=view.figure.axes[0])
+    assert single.figure is view.figure
+    with pytest.raises(GeometryError, match="ax: expected one head"):
+        draw.weight_blocks(g, ax=view.figure.axes[0])
+
+
+def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> None:
+    g = weight_geometry(model, basis, "OV")
+    shown = pixels(draw.head_map(g).figure.axes[0])
+    torch.testing.assert_close(shown, g.lift.reshape(2, 4))
+    assert "r2_joint" in draw.head_map(g, "r2_joint").title
+    with pytest.raises(GeometryError, match="value: expected one of 'lift'"):
+        draw.head_map(g, "weight")
+    r = token_readout(model, features=1)
+    lines: Any = draw.coverage_curves(r, 1).figure.axes[0].lines
+    assert len(lines) == 4 + 1
+    assert float(lines[0].get_ydata()[-1]) == pytest.approx(1)
+    with pytest.raises(GeometryError, match="layers: expected an index from 0 to 1"):
+        draw.coverage_curves(r, 2)
+    p = token_paths(model, tokens(2, 5))
+    view = draw.sphere_paths(p, 1, [0, 3])
+    assert len(view.figure.axes[0].lines) == 2
+    assert view.save(tmp_path / "p.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(GeometryError, match="ax: expected axes with projection='3d'"):
+        draw.sphere_paths(p, ax=draw.head_map(g).figure.axes[0])
+    e = surrogate_effect(model, tokens(2), basis, layers=1, parts=("structured", "random"))
+    bars: Any = draw.surrogate_bars(e).figure.axes[0].patches
+    assert [float(b.get_height()) for b in bars] == pytest.approx((e.loss - e.clean_loss).tolist())

@@ -1,0 +1,152 @@
+"""Views of weights: diagonal and block of each head, concentration over the model, coverage curves, paths on the sphere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tl_geometry import _check, _html
+from tl_geometry._check import Head, choice, require
+from tl_geometry.interventions.surrogates import SurrogateEffect
+from tl_geometry.render.figure import SEQUENTIAL, View, canvas
+from tl_geometry.verbs.paths import TokenPaths
+from tl_geometry.verbs.weights import TokenReadout, WeightGeometry
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PER_HEAD = ("lift", "concentration", "r2_low_rank", "r2_diagonal", "r2_joint", "survivors", "symmetric")
+"""Values that a map over layers and heads can show."""
+
+
+def weight_blocks(geometry: WeightGeometry, heads: Iterable[Head] | Head | None = None, *, size: int = 60, ax: Axes | None = None) -> View:
+    """Each head's diagonal (red) and rotated off-diagonal block above the threshold (blue), in absolute value (Song & Zhong 2023, Fig. 5).
+
+    One panel per head, by default those of the first layer; red cells show the first ``size`` entries of diag(W) in the model's
+    coordinates, blue cells the first ``size`` directions of the basis, each scaled to its head's largest value. The dashed
+    frame is the k x k block.
+    """
+    n_layers, n_heads = 1 + max(l for l, _ in geometry.heads), 1 + max(h for _, h in geometry.heads)
+    chosen = list(_check.heads(heads, n_layers, n_heads, geometry.layers[0] if heads is None else None))
+    require(ax is None or len(chosen) == 1, "ax", expected="one head when drawing into ax", got=f"{len(chosen)} heads")
+    rows = [geometry.head(pair) for pair in chosen]
+    columns = min(4, len(rows))
+    figure, axes = canvas(columns, -(-len(rows) // columns), ax=ax, size=(2.1, 2.2))
+    size = min(size, *geometry.block.shape[-2:])
+    depth = dict(zip(geometry.layers, geometry.k, strict=True))
+    pictures = _pictures(geometry, rows, size)
+    for axis, row, (layer, head), picture in zip(axes, rows, chosen, pictures, strict=False):
+        axis.imshow(picture.numpy(), interpolation="nearest")
+        k = depth[layer] - 0.5
+        axis.plot([-0.5, k, k], [k, k, -0.5], "k--", lw=0.5)
+        axis.set_xlim(-0.5, size - 0.5)
+        axis.set_ylim(size - 0.5, -0.5)
+        lift = float(geometry.lift[row])
+        axis.set_title(f"L{layer}H{head}: {lift:.3g} x chance", fontsize=8)
+        axis.set_xticks([])
+        axis.set_yticks([])
+    for axis in axes[len(rows) :] if ax is None else ():
+        axis.axis("off")
+    caption = f"red: |diag(W_{geometry.kind})|; blue: rotated entries above the threshold; dashed: k x k; above: concentration over chance"
+    return View(figure, title=f"Diagonal and block of W_{geometry.kind}", caption=f"{caption}; {geometry.provenance.line()}")
+
+
+def _pictures(geometry: WeightGeometry, rows: Sequence[int], size: int) -> torch.Tensor:
+    """Colour images [head row column 3]: white paper, blue for the block, red for the diagonal."""
+    block = geometry.block[rows, :size, :size].abs()
+    block = torch.where(block > geometry.threshold[rows, None, None], block, 0.0)
+    diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return (x / x.amax((-2, -1), keepdim=True).clamp(min=1e-300)).sqrt().unsqueeze(-1)
+
+    blue, red = torch.tensor([0.0, 0.45, 0.70]), torch.tensor([0.84, 0.10, 0.11])
+    return (1 - scaled(block) * (1 - blue)) * (1 - scaled(diagonal) * (1 - red))
+
+
+def head_map(geometry: WeightGeometry, value: str = "lift", *, ax: Axes | None = None) -> View:
+    """A number of every head as a map of layers and heads, with the value in each cell: by default the concentration over chance."""
+    choice(value, PER_HEAD, "value")
+    layers = sorted({l for l, _ in geometry.heads})
+    heads = 1 + max(h for _, h in geometry.heads)
+    grid = getattr(geometry, value).double().reshape(len(layers), heads)
+    figure, axes = canvas(ax=ax, size=(0.55 * heads + 1.6, 0.34 * len(layers) + 1.2))
+    image = axes[0].imshow(grid.numpy(), cmap=SEQUENTIAL, aspect="auto", interpolation="nearest")
+    middle = float(torch.nan_to_num(grid).aminmax().min + torch.nan_to_num(grid).aminmax().max) / 2
+    for i in range(len(layers)):
+        for h in range(heads):
+            number = float(grid[i, h])
+            text = "" if math.isnan(number) else f"{number:.2g}"
+            axes[0].text(h, i, text, ha="center", va="center", fontsize=6, color="k" if number > middle else "w")
+    axes[0].set_yticks(range(len(layers)), [str(l) for l in layers])
+    axes[0].set_xlabel("head")
+    axes[0].set_ylabel("layer")
+    label = "concentration / chance" if value == "lift" else value
+    figure.colorbar(image, ax=axes[0], label=label)
+    return View(figure, title=f"{label} of W_{geometry.kind}", caption=f"{label} of W_{geometry.kind}; {geometry.provenance.line()}")
+
+
+def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None) -> View:
+    """Cumulative share of the singular values of each head, one line per head and one colour per layer."""
+    present = sorted({l for l, _ in readout.heads})
+    chosen = _check.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
+    require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
+    import matplotlib
+
+    colours = matplotlib.colormaps[SEQUENTIAL]
+    figure, axes = canvas(ax=ax, size=(4.4, 3.0))
+    steps = range(1, readout.values.shape[1] + 1)
+    named: set[int] = set()
+    for (layer, _), curve in zip(readout.heads, readout.coverage, strict=True):
+        if layer in chosen:
+            shade = colours(chosen.index(layer) / max(1, len(chosen) - 1))
+            axes[0].plot(steps, curve, color=shade, lw=0.8, label=None if layer in named else f"layer {layer}")
+            named.add(layer)
+    axes[0].plot(steps, [s / len(steps) for s in steps], "k:", lw=0.8, label="equal singular values")
+    axes[0].set_xlabel("singular directions")
+    axes[0].set_ylabel("share of their sum")
+    axes[0].legend(fontsize=6, ncols=2)
+    return View(
+        figure,
+        title=f"Coverage of W_{readout.kind}",
+        caption=f"cumulative share of singular values, one line per head; {readout.provenance.line()}",
+    )
+
+
+def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] | None = None, *, ax: Axes | None = None) -> View:
+    """Paths of tokens through the layers in three dimensions, colour by state, the last state labelled by its token."""
+    batch, length = paths.tokens.shape
+    _check.index(context, batch, "context")
+    chosen = _check.indices(positions, length, "positions")
+    figure, axes = canvas(ax=ax, size=(5.2, 4.6), subplot_kw={"projection": "3d"})
+    axis: Any = axes[0]
+    require(hasattr(axis, "get_zlim"), "ax", expected="axes with projection='3d'", got=type(axis).__name__)
+    points = paths.coordinates[context]
+    shade = None
+    for t in chosen:
+        x, y, z = points[t].unbind(-1)
+        axis.plot(x, y, z, color="#8888", lw=0.8)
+        shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
+        axis.text(float(x[-1]), float(y[-1]), float(z[-1]), _html.token_text(paths.str_tokens[context][t]).replace("$", r"\$"), fontsize=7)
+    if shade is not None:
+        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, ticks=range(points.shape[1]))
+    held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
+    caption = f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; {paths.provenance.line()}"
+    return View(figure, title="Paths on the sphere", caption=caption)
+
+
+def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
+    """Change in next-token loss when W_QK is replaced by each part of it."""
+    figure, axes = canvas(ax=ax, size=(4.4, 2.8))
+    change = effect.loss - effect.clean_loss
+    colours = ["#999999" if part in ("random", "none", "whole") else "#0072b2" for part in effect.parts]
+    axes[0].bar(effect.parts, change.tolist(), color=colours)
+    axes[0].axhline(0, color="k", lw=0.6)
+    axes[0].tick_params(axis="x", labelrotation=30)
+    axes[0].set_ylabel("change in loss (nats)")
+    heads = f"{len(effect.heads)} heads" if len(effect.heads) > 4 else ", ".join(f"L{l}H{h}" for l, h in effect.heads)
+    caption = f"W_QK of {heads} replaced; loss of the model {effect.clean_loss:.3f}; grey: controls; {effect.provenance.line()}"
+    return View(figure, title="Surrogates of W_QK", caption=caption)
