@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -454,3 +455,82 @@ def test_the_import_of_verbs_is_light_and_a_missing_extra_says_what_to_install()
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert 'expected scikit-learn, got not installed. Use pip install "tl-geometry[ml]"' in out
+
+
+# figures and published numbers
+
+
+@cache
+def report() -> FlowReport:
+    return flow_report(ensemble())
+
+
+def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
+    from matplotlib.figure import Figure
+
+    from tl_geometry.render import flow
+
+    e = ensemble()
+    train, test = e.split()
+    curve = truncation_kl(deep(), tokens(6, 10, 9), train, K=(1, 4), progress=False)
+    skips = skip_map(deep(), tokens(24, 8), kinds=("flow", "mean"), places=("pilot",), progress=False)
+    views = [
+        flow.bundle_figure(e), flow.bundle_figure(e, axes=(0, 3, 5)), flow.first_coordinate(e), flow.angle_maps(e), flow.spectra_figure(e),
+        flow.truncation_figure(curve), flow.residual_figure(report()), flow.yardstick_figure(report()), flow.noise_figure(report()),
+        flow.clouds(test, (1, 2), (2, 3), train=train), flow.skip_figure(skips), flow.skip_figure(skips, ("flow",), metric="top1"),
+    ]  # fmt: skip
+    for i, view in enumerate(views):
+        assert view.caption
+        assert view.save(tmp_path / f"{i}.png").stat().st_size > 2000
+    axis = Figure().subplots()
+    assert flow.noise_figure(report(), ax=axis).figure is axis.figure
+    assert axis.lines
+    shown: Any = flow.skip_figure(skips, ("flow",), metric="kl").figure.axes[0].images[0].get_array()
+    assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow")[0, 4]))
+    with pytest.raises(GeometryError, match="axes: expected 3 coordinates from 0 to 15"):
+        flow.bundle_figure(e, axes=(0, 1, 99))
+    with pytest.raises(GeometryError, match="names: expected some of mean_over_sd"):
+        flow.residual_figure(report(), ("nothing",))
+
+
+def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path):
+    from tl_geometry.render.space import bundle_3d
+
+    e = dataclasses.replace(ensemble(), provenance=dataclasses.replace(ensemble().provenance, model="</script><b>x"))
+    view = bundle_3d(e, limit=7, hide_last=True)
+    page = view.save(tmp_path / "b.html").read_text()
+    assert "http" not in page
+    assert "<b>x" not in page
+    data = json.loads(page.split("const D=")[1].split(", c=document")[0])
+    assert np.array(data["paths"]).shape == (7, 4, 3)
+    assert data["states"] == [0, 1, 2, 3]
+    points = e.X[:, :-1].double() @ fit_frames(e.X, align="none").U[-1, :, :3]
+    scale = float(np.abs(np.array(data["paths"])).max())
+    assert scale == 1.0
+    found = np.array(data["paths"])[:, 0]
+    ratio = found / (points[torch.randperm(60, generator=torch.Generator().manual_seed(0))[:7].sort().values, 0].numpy())
+    assert np.allclose(ratio, ratio[0, 0], rtol=0.05)
+    assert "iframe" in view._repr_mimebundle_()["text/html"]
+    with pytest.raises(GeometryError, match=r"path: expected a name ending in \.html"):
+        view.save(tmp_path / "b.png")
+
+
+def test_published_numbers_stand_beside_ours():
+    pytest.importorskip("sklearn", reason="needs the ml extra")
+    from tl_geometry.reproduce.lines_of_thought import PUBLISHED, SETTINGS, sarfati
+
+    view = dataclasses.replace(
+        as_view(deep()), encode=lambda text: [ord(c) * 7 % VOCAB for c in text], decode=lambda ids: [str(i) for i in ids]
+    )
+    generator = np.random.default_rng(0)
+    text = "".join(generator.choice(list("abcdefghijklmnop \n"), 600))
+    found = sarfati(view, text, published_as="gpt2-medium", length=10, progress=False)
+    rows: dict[Any, Any] = {r[0]: r for r in found.rows()}
+    assert rows["alpha"][1:3] == (0.64, 0.64)
+    assert rows["lambda"][1] == 0.18
+    assert math.isclose(rows["alpha"][3], math.exp(rows["ln alpha"][3]), rel_tol=1e-9)
+    assert rows["SVM accuracy, tau = 1"][2] == 0.51
+    assert math.isnan(rows["ln alpha"][1])  # published for Llama-2 only
+    assert found.provenance.preset == "paper"
+    assert {p.model for p in PUBLISHED} <= set(SETTINGS)
+    assert all(p.low <= p.high for p in PUBLISHED)

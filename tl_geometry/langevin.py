@@ -14,6 +14,7 @@ splines hold variances, which their names deny: ``preset="reference"`` reproduce
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -287,7 +288,7 @@ class LangevinModel(Result):
     def simulate(
         self,
         x: Float[Tensor, "trajectory d_model"],
-        times: list[float] | tuple[float, ...],
+        times: Sequence[float],
         *,
         start: float | None = None,
         method: str = "exact",
