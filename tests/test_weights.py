@@ -188,6 +188,17 @@ def test_a_coordinate_axis_inside_the_subspace_gives_the_minimum_norm_fit_and_a_
     assert not bool(weights.fit_low_rank_diagonal(f, basis(9, 2)).singular)
 
 
+def test_random_fits_lie_between_the_diagonal_alone_and_a_fitted_subspace() -> None:
+    V = basis(40, 3)
+    f = from_dense(V @ (3 * normal(2, 3, 3, seed=1)) @ V.mT + torch.diag_embed(normal(2, 40, seed=2)))
+    drawn, fit = weights.random_fits(f, 3, draws=6), weights.fit_low_rank_diagonal(f, V)
+    assert drawn.shape == (6, 2)
+    assert bool((drawn > fit.r2_diagonal).all())
+    assert bool((drawn < fit.r2_joint - 0.2).all())
+    close(drawn, weights.random_fits(f, 3, draws=6))
+    assert not torch.allclose(drawn, weights.random_fits(f, 3, draws=6, seed=1))
+
+
 def test_symmetric_share() -> None:
     V = basis(20, 3)
     skew = torch.tensor([[0.0, 1, 2], [-1, 0, 3], [-2, -3, 0]]).double()

@@ -384,6 +384,18 @@ def fit_low_rank_diagonal(
     )
 
 
+def random_fits(factors: Factors, k: int, *, draws: int = 4, seed: int = 0) -> Float[Tensor, "sample *batch head"]:
+    """Null of the joint fit: ``r2_joint`` in uniformly random k-dimensional subspaces, one row per draw.
+
+    The mean of ``r2_low_rank`` in such subspaces is known exactly (:func:`haar_null` with ``off_diagonal=False``); the joint share is
+    larger by what the diagonal explains.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (draws, factors.left.shape[-2], k)
+    bases = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64).to(factors.left)).Q
+    return torch.stack([fit_low_rank_diagonal(factors, V).r2_joint for V in bases])
+
+
 def _solve_diagonal(left: Tensor, right: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Minimum-norm solution of ``(I - P_left o P_right) x = target``.
 

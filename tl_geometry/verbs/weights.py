@@ -304,12 +304,13 @@ def token_readout(
         chosen = factors_of(view, sorted({l for l, _ in pairs}), kind, raw=raw, offsets=tuple(offsets))
     rows = embeddings(view)
     writes = output_rows(view, raw=raw) if kind == "OV" else None
-    parts: list[tuple[linalg.SVD, readout.Reading]] = []
+    parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
     for layer, all_heads in chosen:
         mine = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(all_heads.left[mine], all_heads.right[mine])
         reads = normalized_rows(rows, view.attention_norm(layer), affine=raw)
-        parts.append((svd, readout.read_tokens(svd, reads, reads if writes is None else writes, features=features, k=k)))
+        found = readout.read_tokens(svd, reads, reads if writes is None else writes, features=features, k=k)
+        parts.append((svd.S, found.left, found.right))
     return _readout(view, kind, pairs, features, raw, parts)
 
 
@@ -319,12 +320,12 @@ def _readout(
     pairs: tuple[tuple[int, int], ...],
     features: int,
     raw: bool,
-    parts: list[tuple[linalg.SVD, readout.Reading]],
+    parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]],
 ) -> TokenReadout:
-    values = torch.cat([svd.S for svd, _ in parts]).cpu()
+    values = torch.cat([S for S, _, _ in parts]).cpu()
     fields: dict[str, Any] = {}
-    for side in ("left", "right"):
-        ends = [getattr(reading, side) for _, reading in parts]
+    for i, side in enumerate(("left", "right"), start=1):
+        ends: list[Any] = [part[i] for part in parts]
         for end, name in (("top", side), ("bottom", f"{side}_opposite")):
             ids, scores = (torch.cat([getattr(e, f"{end}_{what}").flatten(0, -2) for e in ends]).cpu() for what in ("ids", "scores"))
             fields |= {f"{name}_ids": ids, f"{name}_scores": scores, f"{name}_tokens": decode_table(view, ids)}
