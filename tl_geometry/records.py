@@ -200,6 +200,13 @@ class RunLayers(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
+class BuildLayer(Protocol):
+    """View of a layer from a mapping that holds its ``layer_hooks``; without ``verify`` pattern, scores and z may be missing."""
+
+    def __call__(self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True) -> LayerView: ...
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelView:
     """What the package knows about a model, read from the model object and verified against its own activations.
@@ -207,7 +214,7 @@ class ModelView:
     ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the output head was newly
     initialised, so that no output-based measure is given. ``layer(l, cache)`` builds the verified view of attention layer
     ``l`` from a mapping that holds ``layer_hooks(l)`` (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams
-    them through one forward pass. ``final_norm`` is the norm before the unembedding ``unembed [d_model d_vocab]``, ``None``
+    them through one forward pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm before the unembedding ``unembed [d_model d_vocab]``, ``None``
     where there is none or the output is not a linear readout of the last state.
     """
 
@@ -236,9 +243,10 @@ class ModelView:
     decode: Callable[[Sequence[int]], list[str]]
     weights: Callable[[int], HeadWeights]
     attention_norm: Callable[[int], NormWeights]
-    layer: Callable[[int, Mapping[str, Tensor]], LayerView]
+    layer: BuildLayer
     layer_hooks: Callable[[int], tuple[str, ...]]
     run_layers: RunLayers
+    layer_facts: Callable[[int], Mapping[str, object]]
     final_norm: Callable[[], NormWeights | None]
     unembed: Callable[[], Float[Tensor, "d_model d_vocab"]]
     notes: tuple[str, ...] = ()

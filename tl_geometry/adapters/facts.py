@@ -290,11 +290,16 @@ class FactFinder:
         return None if value is None else value.detach().double().reshape(-1)
 
     def window(self) -> int | None:
-        """Width of a sliding window by the module's own account (used only where no scores are held)."""
+        """Width of a sliding window by the model's own account (used only where no scores are held)."""
         source, config = inner(self.attn), getattr(part(self.parameters.model, "original_model"), "config", None)
-        local = part(source, "attention_type") == "local" or bool(part(source, "is_sliding"))
-        width = part(source, "sliding_window") or (part(config, "window_size", "sliding_window") if local else None)
-        return int(width) if width else None
+        if config is None:  # HookedTransformer
+            return int(self.parameters.model.cfg.window_size) if part(self.attn, "attn_type") == "local" else None
+        kinds = part(config, "layer_types")
+        if kinds is not None:
+            return int(config.sliding_window) if kinds[self.layer] == "sliding_attention" else None
+        local = part(source, "attention_type")
+        width = part(source, "sliding_window") or part(config, "sliding_window") or (config.window_size if local == "local" else None)
+        return int(width) if width and part(config, "use_sliding_window") is not False else None
 
     def is_alibi(self) -> bool:
         """Whether scores carry a bias by position."""

@@ -61,6 +61,27 @@ class Layers:
         dtype = upcast(next(iter(self.parameters.model.parameters()))).dtype
         return replace(norm, gain=norm.gain.to(dtype), bias=norm.bias.to(dtype))
 
+    def describe(self, layer: int) -> dict[str, object]:
+        """How a layer makes its scores, in words."""
+        f, weights = self.facts(layer), self.parameters.weights(layer)
+        kv = self.probe[f"blocks.{layer}.attn.hook_k"].shape[-2]
+        qk = None if f.qk_norm is None else f"{f.qk_norm.kind} over {'all heads' if f.qk_norm.flat else 'each head'}"
+        return {
+            "norm before attention": f.norm.kind or "none",
+            "key and value heads": f"{kv} for {len(weights.W_Q)} query heads",
+            "QK-norm": qk or "none",
+            "rotation": "none" if f.rotation is None else {"half": "pairs (i, i + n/2)", "adjacent": "pairs (2i, 2i+1)"}[f.rotation],
+            "score scale": f"{f.scale:.6g}",
+            "soft cap": "none" if f.softcap is None else f"{f.softcap:g}",
+            "sinks": "none" if f.sinks is None else "one logit for each head",
+            "score bias": {None: "none", "measured": "ALiBi, measured"}.get(f.bias_form, "ALiBi, analytic"),
+            "sliding window": "none" if f.window is None else f"{f.window} positions",
+            "hook_attn_scores holds": "scores" if f.has_scores else "the pattern",
+            "arithmetic": "float32 in places"
+            if f.single
+            else str(next(iter(self.parameters.model.parameters())).dtype).removeprefix("torch."),
+        }
+
     def hooks(self, layer: int) -> tuple[str, ...]:
         """Hooks that a cache must hold for :meth:`view`."""
         facts = self.facts(layer)
@@ -69,7 +90,7 @@ class Layers:
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
     def view(self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True) -> LayerView:
-        """The layer as this forward pass went through it, verified.
+        """The layer as this forward pass went through it, verified. Without ``verify`` pattern, scores and z may be missing.
 
         Raises ``ClosingError`` where recomputed queries, keys, scores or patterns are not the model's within the closing error.
         """

@@ -147,6 +147,7 @@ def view(model: Any) -> ModelView:
         layer=layers.view,
         layer_hooks=layers.hooks,
         run_layers=layers.run,
+        layer_facts=layers.describe,
         final_norm=layers.final_norm,
         unembed=parameters.unembed,
         notes=_notes(model, kind),

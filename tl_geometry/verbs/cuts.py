@@ -111,15 +111,19 @@ class Cut:
         )  # fmt: skip
 
     def _exact(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
-        stream = self.stream(layer)
-        values = torch.stack(list(stream.values()))
+        return self._project(layer, "q") * layer.scale, self._project(layer, "k"), None
+
+    def values(self, layer: LayerView) -> Float[Tensor, "part batch position head d_head"]:
+        """Values of the parts, the constants with ``bias``."""
+        return self._project(layer, "v")
+
+    def _project(self, layer: LayerView, which: str) -> Float[Tensor, "part batch position head d_head"]:
+        project = {"q": layer.project_q, "k": layer.project_k, "v": layer.project_v}[which]
+        constant = {"q": layer.q_constant, "k": layer.k_constant, "v": layer.v_constant}[which]
+        projected = project(torch.stack(list(self.stream(layer).values())))
         merged = not isinstance(self.parts, Mapping) and "mean" not in self.parts
-        found = []
-        for project, constant in ((layer.project_q, layer.q_constant), (layer.project_k, layer.k_constant)):
-            projected = project(values)
-            first = constant + projected[0] if merged else constant
-            found.append(torch.cat([first.unsqueeze(0), projected[1:] if merged else projected]))
-        return found[0] * layer.scale, found[1], None
+        first = constant + projected[0] if merged else constant
+        return torch.cat([first.unsqueeze(0), projected[1:] if merged else projected])
 
     def _paper(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
         weights = self.view.weights(layer.layer)

@@ -27,7 +27,7 @@ from tl_geometry.attention import ShareSums, dropped_mass, share_sums, term_name
 from tl_geometry.closing import Check
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import BudgetError
-from tl_geometry.records import ClosingReport, LayerView, ModelView, TokenWindows
+from tl_geometry.records import ClosingReport, LayerHook, LayerView, ModelView, TokenWindows
 from tl_geometry.results import Provenance, Result
 from tl_geometry.verbs.cuts import ALIBI, BIAS, STREAM_PARTS, Cut, Piece, UserParts
 from tl_geometry.verbs.shares import ShareTable
@@ -205,21 +205,22 @@ def split_scores(
     _check.choice(preset, PRESETS, "preset")
     rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)
-    names = _names(parts, preset)
-    _fits(view, rows, basis, chosen, len(names) ** 2, memory_budget)
+    names = part_names(parts, preset)
+    size = len(names) ** 2 * len(rows) * len(chosen) * rows.tokens.shape[1] ** 2 * max(4, view.dtype.itemsize)
+    check_request(view, rows, basis, size, memory_budget, len(chosen))
     pieces: list[Piece] = []
     cut = Cut(view, basis, parts, preset, legacy_double_ln, tuple(dict.fromkeys(l for l, _ in chosen)))
 
     def on_layer(layer: LayerView) -> None:
         pieces.append(cut.layer(layer, [h for l, h in chosen if l == layer.layer], device))
 
-    _each_layer(view, rows, cache, cut.layers, on_layer)
+    each_layer(view, rows, cache, cut.layers, on_layer)
     order = [(p.layer, h) for p in pieces for h in p.heads]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     beside = lambda name, axis: torch.cat([getattr(p, name) for p in pieces], dim=axis).index_select(axis, pick)  # noqa: E731
     has = lambda name: all(getattr(p, name) is not None for p in pieces)  # noqa: E731
     return ScoreSplit(
-        provenance=_provenance(view, rows, basis, preset, cut),
+        provenance=provenance_of(view, rows, basis, preset, cut.flags),
         heads=chosen,
         parts=names,
         q=beside("q", 3),
@@ -236,7 +237,8 @@ def split_scores(
     )
 
 
-def _names(parts: Sequence[str] | UserParts, preset: str) -> tuple[str, ...]:
+def part_names(parts: Sequence[str] | UserParts, preset: str) -> tuple[str, ...]:
+    """Names of the parts in the order of the part axis, or an error that lists what is possible."""
     if isinstance(parts, Mapping):
         require(preset == "exact", "preset", expected="'exact' with parts of your own", got=repr(preset))
         bad = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
@@ -250,22 +252,23 @@ def _names(parts: Sequence[str] | UserParts, preset: str) -> tuple[str, ...]:
     return ("mean", *given) if preset == "paper" else given
 
 
-def _fits(view: ModelView, rows: TokenWindows, basis: PositionContext | None, heads: Sequence[Any], terms: int, budget: int) -> None:
-    batch, length = rows.tokens.shape
+def check_request(view: ModelView, rows: TokenWindows, basis: PositionContext | None, size: int, budget: int, heads: int) -> None:
+    """Raise unless the basis is of this model, has seen these positions, and ``size`` bytes fit the budget."""
+    length = rows.tokens.shape[1]
     if basis is not None:
         basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
         require(
             length <= basis.columns, "tokens", expected=f"at most {basis.columns} positions, as the basis has seen", got=length,
             instead="decompose(model, longer windows)",
         )  # fmt: skip
-    size = terms * batch * len(heads) * length**2 * max(4, view.dtype.itemsize)
     require(
-        size <= budget, "split", expected=f"terms within memory_budget={budget} bytes", got=f"{size} bytes for {len(heads)} heads",
+        size <= budget, "split", expected=f"at most memory_budget={budget} bytes", got=f"{size} bytes for {heads} heads",
         instead="heads= to choose some, or sweep_heads for all", error=BudgetError,
     )  # fmt: skip
 
 
-def _each_layer(view: ModelView, rows: TokenWindows, cache: Any, layers: Sequence[int], on_layer: Any) -> None:
+def each_layer(view: ModelView, rows: TokenWindows, cache: Any, layers: Sequence[int], on_layer: LayerHook) -> None:
+    """Views of the layers, from one forward pass or from a cache."""
     if cache is None:
         view.run_layers(rows.tokens, layers, on_layer)
         return
@@ -276,7 +279,8 @@ def _each_layer(view: ModelView, rows: TokenWindows, cache: Any, layers: Sequenc
         on_layer(found)
 
 
-def _provenance(view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, cut: Cut) -> Provenance:
+def provenance_of(view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, flags: Sequence[str]) -> Provenance:
+    """What a split was computed from."""
     return Provenance(
         model=view.name,
         fingerprint=view.fingerprint,
@@ -289,5 +293,5 @@ def _provenance(view: ModelView, rows: TokenWindows, basis: PositionContext | No
         contexts=len(rows),
         preset=preset,
         dtype=str(view.dtype).removeprefix("torch."),
-        flags=tuple(cut.flags),
+        flags=tuple(flags),
     )
