@@ -36,20 +36,26 @@ def score(q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch k
     return einsum(q, k, "batch query head e, batch key head e -> batch head query key")
 
 
-def logits(scores: Float[Tensor, "batch head query key"], layer: LayerView) -> tuple[Tensor, Tensor]:
-    """What the model takes the softmax of, and where: scores after any soft cap, with a sink as one more key that is always allowed."""
+def logits(scores: Float[Tensor, "batch head query key"], layer: LayerView, heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """What the model takes the softmax of, and where: scores after any soft cap, with a sink as one more key that is always allowed.
+
+    ``heads`` names the heads on the head axis (all of the layer's for ``None``).
+    """
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     allowed = layer.allowed
     if layer.sinks is None:
         return scores, allowed
-    sink = layer.sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores)
+    sinks = layer.sinks if heads is None else layer.sinks[list(heads)]
+    sink = sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores)
     return torch.cat([scores, sink], -1), torch.cat([allowed, torch.ones_like(allowed[:, :1])], -1)
 
 
-def model_pattern(scores: Float[Tensor, "batch head query key"], layer: LayerView) -> Float[Tensor, "batch head query key"]:
+def model_pattern(
+    scores: Float[Tensor, "batch head query key"], layer: LayerView, heads: Sequence[int] | None = None
+) -> Float[Tensor, "batch head query key"]:
     """The pattern that the layer makes of scores: soft cap, mask, sinks, softmax."""
-    capped, allowed = logits(scores, layer)
+    capped, allowed = logits(scores, layer, heads)
     masked = torch.where(allowed, capped, torch.finfo(capped.dtype).min).softmax(-1)
     return torch.where(layer.allowed, masked[..., : layer.allowed.shape[-1]], 0)
 

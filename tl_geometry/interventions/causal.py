@@ -1,0 +1,304 @@
+"""Does the term that explains a head's scores do the work? Loss with the term removed, kept alone, and with a matched placebo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_geometry import _check, capture
+from tl_geometry._check import require
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.head_types import period_for, repeated_random_tokens, token_range
+from tl_geometry.interventions.live import edited_scores
+from tl_geometry.interventions.terms import Change, HeadsLike, Term, edits_for, keeping, per_head, placebo, removing, terms_of, uniform
+from tl_geometry.records import LayerView, ModelView, TokenWindows
+from tl_geometry.results import Provenance, Result
+from tl_geometry.verbs.outputs import output_batch, require_output
+from tl_geometry.verbs.sweep import SweepTable, sweep_heads
+
+CONDITIONS = ("clean", "bias terms only", "keep", "remove")
+"""Conditions of :func:`necessity_sufficiency` beside the placebos."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Effects(Result):
+    """Effect of each condition on the output: one row per condition.
+
+    ``loss`` is the mean next-token loss (nats) on the prompts, ``induction_loss`` that on repeated random tokens where they repeat, which
+    only copying can predict; ``kl`` the mean divergence KL(clean || condition) of the next-token distribution (nats) on the prompts.
+    """
+
+    conditions: tuple[str, ...]
+    loss: Float[Tensor, " row"]
+    induction_loss: Float[Tensor, " row"]
+    kl: Float[Tensor, " row"]
+
+    def of(self, condition: str) -> dict[str, float]:
+        """The numbers of one condition."""
+        at = self.conditions.index(_check.choice(condition, self.conditions, "condition"))
+        return {name: float(getattr(self, name)[at]) for name in ("loss", "induction_loss", "kl")}
+
+    def survival(self, kept: str, nothing: str = "bias terms only", measure: str = "loss") -> float:
+        """Share of a loss that survives: ``(L_nothing - L_kept) / (L_nothing - L_clean)``; NaN where nothing is lost without it."""
+        clean, with_it, without = (self.of(c)[measure] for c in ("clean", kept, nothing))
+        return (without - with_it) / (without - clean) if without > clean else math.nan
+
+    def columns(self) -> Sequence[str]:
+        return ("condition", "loss", "loss_change", "induction_loss", "induction_loss_change", "kl")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        loss, copied = self.loss - self.loss[0], self.induction_loss - self.induction_loss[0]
+        return [
+            [name, float(self.loss[i]), float(loss[i]), float(self.induction_loss[i]), float(copied[i]), float(self.kl[i])]
+            for i, name in enumerate(self.conditions)
+        ]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NecessitySufficiency(Effects):
+    """:class:`Effects` of a term at some heads: clean, bias terms only, keep, remove, and the placebo (mean over its seeds).
+
+    ``placebo_loss``, ``placebo_induction_loss`` and ``placebo_kl`` have one entry per seed. ``placebo_cosine`` is the mean cosine of the
+    term and its placebo: near one (pos-pos without rotation hardly differs between prompts) the placebo is the term itself and tells
+    nothing.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    term: tuple[str, ...]
+    placebo_loss: Float[Tensor, " sample"]
+    placebo_induction_loss: Float[Tensor, " sample"]
+    placebo_kl: Float[Tensor, " sample"]
+    placebo_cosine: float
+
+    @property
+    def necessity(self) -> dict[str, float]:
+        """Loss and induction loss that removing the term costs, in nats."""
+        clean, removed = self.of("clean"), self.of("remove")
+        return {k: removed[k] - clean[k] for k in ("loss", "induction_loss")}
+
+    @property
+    def sufficiency(self) -> dict[str, float]:
+        """Share of the loss and of the induction loss that the term alone brings back, beyond the bias terms."""
+        return {k: self.survival("keep", measure=k) for k in ("loss", "induction_loss")}
+
+    def p_value(self, measure: str = "loss") -> float:
+        """Share of placebos (and the term itself) that cost at least as much as removing the term: ``(1 + #) / (1 + seeds)``."""
+        placebos = getattr(self, f"placebo_{_check.choice(measure, ('loss', 'induction_loss', 'kl'), 'measure')}")
+        return (1 + int((placebos >= self.of("remove")[measure]).sum())) / (1 + len(placebos))
+
+
+@dataclass
+class _Sums:
+    """Sums of losses and divergences of one condition."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    count: int = 0
+
+    def add(self, log_p: Tensor, clean: Tensor, tokens: Tensor, counted: Tensor) -> None:
+        """Take in predictions of the ``counted`` tokens, from log-probabilities ``[batch position d_vocab]``."""
+        counted = counted[:, 1:].to(log_p.device)
+        seen, base = log_p[:, :-1][counted], clean[:, :-1][counted]
+        self.loss -= float(seen.gather(-1, tokens[:, 1:].to(log_p.device)[counted].unsqueeze(-1)).sum(dtype=torch.float64))
+        self.kl += float((base.exp() * (base - seen)).sum(dtype=torch.float64))
+        self.count += int(counted.sum())
+
+
+def measure_effects(
+    view: ModelView,
+    tokens: Int[Tensor, "batch position"],
+    conditions: Mapping[str, Any],
+    *,
+    counted: Bool[Tensor, "batch position"],
+    progress: bool = False,
+) -> dict[str, tuple[float, float]]:
+    """(loss, KL from clean) over the ``counted`` tokens for each condition, a function that makes a context manager; the first is clean."""
+    size = max(2, output_batch(view, tokens.shape[1], all_columns=True))
+    parts = max(1, min(math.ceil(len(tokens) / size), len(tokens) // 2))
+    sums = {name: _Sums() for name in conditions}
+    bar = tqdm(total=parts * len(conditions), disable=not progress, desc=view.name, unit="run")
+    with bar:
+        for batch, chosen in zip(tokens.tensor_split(parts), counted.tensor_split(parts), strict=True):
+            clean: Tensor | None = None
+            for name, make in conditions.items():
+                with make():
+                    logits = view.run(batch, {}, logits=True)
+                require(logits is not None, "logits", expected="logits of the model", got="none")
+                log_p = (logits if logits is not None else batch).float().log_softmax(-1)
+                clean = log_p if clean is None else clean
+                sums[name].add(log_p, clean, batch, chosen)
+                bar.update(1)
+    return {name: (s.loss / s.count, s.kl / s.count) for name, s in sums.items()}
+
+
+def repeated_for(
+    view: ModelView, basis: PositionContext, batch: int, seed: int
+) -> tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]:
+    """Repeated random tokens made for the model, and the tokens that only copying can predict: those after a repeated one.
+
+    Each row has a period of its own, so that the same term of another row (the placebo) copies from the wrong places.
+    """
+    bos = bool(basis.provenance.has_bos) and view.bos_id is not None
+    low, high = token_range(view.d_vocab, [view.bos_id])
+    longest = period_for(min(view.n_ctx, basis.columns), high - low, bos=bos)
+    require(longest >= 2, "basis", expected="at least 4 positions", got=basis.columns, instead="decompose(...) on longer windows")
+    base = repeated_random_tokens(longest, 1, batch, low=low, high=high, seed=seed)
+    periods = (longest - torch.arange(batch) % max(1, longest // 2)).unsqueeze(1)
+    column = torch.arange(2 * longest).expand(batch, -1)
+    tokens, counted = base.gather(1, column % periods), column > periods
+    if bos:
+        tokens = torch.cat([torch.full((batch, 1), view.bos_id or 0), tokens], dim=1)
+        counted = torch.cat([torch.zeros(batch, 1, dtype=torch.bool), counted], dim=1)
+    return tokens, counted
+
+
+def _measured(
+    view: ModelView, basis: PositionContext, rows: TokenWindows, conditions: Mapping[str, Any], seed: int, progress: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, induction loss and KL ``[condition]``."""
+    require(rows.tokens.shape[1] >= 2, "tokens", expected="prompts of at least 2 tokens", got=rows.tokens.shape[1])
+    every = torch.ones_like(rows.tokens, dtype=torch.bool)
+    own = measure_effects(view, rows.tokens, conditions, counted=every, progress=progress)
+    repeated, counted = repeated_for(view, basis, 8, seed)
+    copied = measure_effects(view, repeated, conditions, counted=counted)
+    found = [[own[n][0] for n in conditions], [copied[n][0] for n in conditions], [own[n][1] for n in conditions]]
+    loss, induction, kl = (torch.tensor(v, dtype=torch.float64) for v in found)
+    return loss, induction, kl
+
+
+def _provenance(view: ModelView, rows: TokenWindows, basis: PositionContext, seed: int, flags: Sequence[str] = ()) -> Provenance:
+    return Provenance(
+        model=view.name,
+        fingerprint=view.fingerprint,
+        library=f"{view.kind}, {view.library}",
+        processed=view.processed,
+        corpus=rows.corpus,
+        token_hash=rows.token_hash,
+        has_bos=rows.has_bos,
+        window=basis.window,
+        contexts=len(rows),
+        seed=seed,
+        dtype=str(view.dtype).removeprefix("torch."),
+        flags=tuple(flags),
+    )
+
+
+def necessity_sufficiency(
+    model: Any,
+    tokens: Any,
+    basis: PositionContext,
+    heads: HeadsLike,
+    term: Term,
+    *,
+    seeds: int = 20,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> NecessitySufficiency:
+    """Loss when a term is removed from the scores of some heads, kept alone, and replaced by a matched placebo.
+
+    The term is necessary where removing it costs more than removing the same term of another prompt (row-centred, rescaled to equal
+    energy, ``seeds`` draws); it is sufficient where keeping only it (with the bias terms) costs little, against the bias terms alone.
+    All chosen heads are edited at once, in the running forward pass (:mod:`tl_geometry.interventions.terms`).
+
+    Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
+    """
+    view = capture.as_view(model)
+    require_output(view, "necessity_sufficiency")
+    rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
+    basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
+    require(len(rows) >= 2 and seeds >= 1, "tokens", expected="at least 2 prompts, and a placebo", got=f"{len(rows)} and {seeds} seeds")
+    names = terms_of(term)
+    chosen = _check.heads(heads, view.n_layers, view.n_heads)
+    cosines: list[float] = []
+
+    def note(layer: LayerView, at: tuple[int, ...], cosine: Tensor) -> None:
+        cosines.append(float(cosine.mean()))
+
+    def condition(change: Change) -> Any:
+        edits = edits_for(view, basis, chosen, change)
+        return lambda: edited_scores(view, edits)
+
+    made: dict[str, Any] = {"clean": nullcontext, "bias terms only": condition(keeping(())), "keep": condition(keeping(names))}
+    made |= {"remove": condition(removing(names))}
+    made |= {f"placebo {i}": condition(placebo(names, 1000 * seed + i, note)) for i in range(seeds)}
+    loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
+    n = len(CONDITIONS)
+    similar = sum(cosines) / len(cosines)
+    flags = [f"the placebo is nearly the term (cosine {similar:.2f})"] if similar > 0.9 else []
+    return NecessitySufficiency(
+        provenance=_provenance(view, rows, basis, seed, flags),
+        conditions=(*CONDITIONS, "placebo"),
+        loss=torch.cat([loss[:n], loss[n:].mean(0, keepdim=True)]),
+        induction_loss=torch.cat([induction[:n], induction[n:].mean(0, keepdim=True)]),
+        kl=torch.cat([kl[:n], kl[n:].mean(0, keepdim=True)]),
+        heads=chosen,
+        term=names,
+        placebo_loss=loss[n:],
+        placebo_induction_loss=induction[n:],
+        placebo_kl=kl[n:],
+        placebo_cosine=similar,
+    )
+
+
+def dominant_only(
+    model: Any,
+    tokens: Any,
+    basis: PositionContext,
+    *,
+    table: SweepTable | None = None,
+    draws: int = 5,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> Effects:
+    """If every head kept only its dominant term, how much of the model's loss would survive?
+
+    Every head of every layer keeps the term (or the group) with its largest covariance share, with all terms that have bias on either
+    side; beside it the bias terms alone, uniform attention, and as control a term drawn at random for each head (mean of ``draws``).
+    ``result.survival("dominant term")`` is ``(L_bias - L_dominant) / (L_bias - L_clean)``. ``table`` is a finished
+    :func:`tl_geometry.sweep_heads` of the model, by default made from the same prompts.
+    """
+    view = capture.as_view(model)
+    require_output(view, "dominant_only")
+    rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
+    table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
+    everything = tuple((layer, head) for layer in range(view.n_layers) for head in range(view.n_heads))
+    missing = [head for head in everything if head not in table.heads]
+    require(
+        not missing, "table", expected="a row for every head", got=f"none for {missing[:4]}", instead="sweep_heads(model, tokens, basis)"
+    )
+
+    def best(shares: Tensor, names: Sequence[str]) -> dict[tuple[int, int], tuple[str, ...]]:
+        top = torch.where(torch.isnan(shares), -torch.inf, shares).argmax(-1).tolist()
+        uniform_head = torch.isnan(shares).any(-1).tolist()
+        return {h: () if u else terms_of(names[i]) for h, i, u in zip(table.heads, top, uniform_head, strict=True)}
+
+    def condition(change: Change) -> Any:
+        edits = edits_for(view, basis, everything, change)
+        return lambda: edited_scores(view, edits)
+
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {"clean": nullcontext}
+    made |= {"dominant term": condition(per_head(best(table.cs, table.terms)))}
+    made |= {"dominant group": condition(per_head(best(table.group_cs, table.groups)))}
+    for i in range(draws):
+        made[f"random term {i}"] = condition(per_head(best(torch.rand(table.cs.shape, generator=generator), table.terms)))
+    made |= {"bias terms only": condition(keeping(())), "uniform attention": condition(uniform())}
+    loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
+    join = lambda v: torch.cat([v[:3], v[3 : 3 + draws].mean(0, keepdim=True), v[3 + draws :]])  # noqa: E731
+    return Effects(
+        provenance=_provenance(view, rows, basis, seed),
+        conditions=("clean", "dominant term", "dominant group", "random term", "bias terms only", "uniform attention"),
+        loss=join(loss),
+        induction_loss=join(induction),
+        kl=join(kl),
+    )

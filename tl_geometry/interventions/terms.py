@@ -1,0 +1,237 @@
+"""Remove, keep or replace a measured term of attention scores in a live model.
+
+A term is named as in a split: ``"pos-cvec"`` (query part first), ``("pos", "cvec")``, ``"alibi-alibi"``, a group (``"position"``,
+``"content"``, ``"mixed"``), or several of these. Terms are those of the running forward pass, so that an edit in an early layer
+changes what a later one takes away. With S the scores of a head and X the term:
+
+    remove      S - X
+    keep        X + the terms with bias on either side (compare with those alone: ``keep_term(model, basis, (), heads)``)
+    mean        S - X + (mean of X over the batch at each cell)
+    placebo     S - X', X' the term of another prompt of the batch, row-centred and rescaled to the energy of X
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry import _check
+from tl_geometry._check import Head, fail, require
+from tl_geometry.attention import ALIBI, GROUPS, group_of, row_center, term_names
+from tl_geometry.capture import as_view
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.interventions.live import Edit, edited_scores
+from tl_geometry.records import LayerView, ModelView
+from tl_geometry.verbs.details import Parts
+from tl_geometry.verbs.sweep import PARTS, project_basis, split_layer
+
+Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
+"""One term, one group, or several."""
+HeadsLike = Iterable[Head] | Head | None
+BIAS = 0
+"""Index of the bias part in :data:`tl_geometry.verbs.sweep.PARTS`."""
+
+
+def terms_of(term: Term) -> tuple[str, ...]:
+    """Names of the terms that ``term`` stands for, each once.
+
+    >>> terms_of("content"), terms_of([("pos", "pos"), "cvec-pos"])
+    (('cvec-cvec',), ('pos-pos', 'cvec-pos'))
+    """
+    names = term_names(PARTS, alibi=True)
+    pair = isinstance(term, tuple) and len(term) == 2 and all(isinstance(t, str) and t in (*PARTS, ALIBI) for t in term)
+    items: Sequence[Any] = [term] if isinstance(term, str) or pair else list(term)
+    found: list[str] = []
+    for item in items:
+        name = "-".join(item) if isinstance(item, tuple) else item
+        if name in GROUPS:
+            found += [n for n in names if group_of(n) == name]
+        else:
+            found.append(_check.choice(name, [*names, *GROUPS], "term"))
+    return tuple(dict.fromkeys(found))
+
+
+def weights_of(names: Sequence[str]) -> tuple[Float[Tensor, "part part"], float]:
+    """One where a term is meant, zero elsewhere; and the same for ALiBi."""
+    chosen = [float(n in names) for n in term_names(PARTS)]
+    return torch.tensor(chosen).view(len(PARTS), len(PARTS)), float(f"{ALIBI}-{ALIBI}" in names)
+
+
+def bias_terms() -> Float[Tensor, "part part"]:
+    """One for terms with bias on either side."""
+    weight = torch.zeros(len(PARTS), len(PARTS))
+    weight[BIAS], weight[:, BIAS] = 1, 1
+    return weight
+
+
+def weighted_score(
+    parts: Parts, weight: Float[Tensor, "head part part"], bias: Float[Tensor, "head query key"] | None, alibi: Float[Tensor, " head"]
+) -> Float[Tensor, "batch head query key"]:
+    """``sum_ab w_ab q_a . k_b`` (plus ``w B``) for each head in one product: weights are moved to the key side."""
+    keys = einsum(weight.to(parts.k), parts.k, "h a c, c b j h e -> b h j a e")
+    query = rearrange(parts.q, "a b i h e -> b h i (a e)")
+    scores = query @ rearrange(keys, "b h j a e -> b h (a e) j")
+    return scores if bias is None else scores + alibi.to(scores)[:, None, None] * bias
+
+
+class Splitter:
+    """Parts of the running forward pass for some heads; mean and pos are projected once per layer and length."""
+
+    def __init__(self, basis: PositionContext) -> None:
+        self.basis = basis
+        self._projected: dict[tuple[int, int], Any] = {}
+
+    def __call__(self, layer: LayerView, heads: Sequence[int]) -> Parts:
+        length = layer.h.shape[1]
+        require(
+            length <= self.basis.columns, "tokens", expected=f"at most {self.basis.columns} positions, as the basis has seen", got=length,
+            instead="decompose(...) on windows of this length",
+        )  # fmt: skip
+        key = (layer.layer, length)
+        if key not in self._projected:
+            self._projected[key] = project_basis(layer, self.basis, length)
+        parts = split_layer(layer, self._projected[key], slice(None))
+        return Parts(parts.q[..., list(heads), :], parts.k[..., list(heads), :])
+
+
+Change = Callable[[LayerView, Tensor, Parts, tuple[int, ...]], Tensor]
+"""(layer, scores, parts, heads) -> new scores."""
+
+
+def edits_for(
+    view: ModelView, basis: PositionContext, heads: HeadsLike, change: Change, *, layers: Iterable[int] | int | None = None
+) -> list[Edit]:
+    """One edit for each layer that has chosen heads."""
+    basis.check_model(view)
+    chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)
+    splitter = Splitter(basis)
+    out: list[Edit] = []
+    for at in sorted({layer for layer, _ in chosen}):
+        basis.index(at)
+        mine = tuple(sorted(head for layer, head in chosen if layer == at))
+
+        def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
+            return change(layer, whole, splitter(layer, mine), mine)
+
+        out.append(Edit(at, mine, scores))
+    return out
+
+
+def _term_score(parts: Parts, layer: LayerView, heads: Sequence[int], weight: Tensor, alibi: float) -> Tensor:
+    n = len(heads)
+    bias = None if layer.bias is None else layer.bias[list(heads)]
+    return weighted_score(parts, weight.expand(n, -1, -1), bias, torch.full((n,), alibi))
+
+
+def removing(names: Sequence[str]) -> Change:
+    """``S - X``."""
+    weight, alibi = weights_of(names)
+    return lambda layer, whole, parts, heads: whole - _term_score(parts, layer, heads, weight, alibi)
+
+
+def keeping(names: Sequence[str]) -> Change:
+    """``X`` and every term with bias on either side."""
+    weight, alibi = weights_of(names)
+    weight = torch.maximum(weight, bias_terms())
+    return lambda layer, whole, parts, heads: _term_score(parts, layer, heads, weight, alibi)
+
+
+def averaging(names: Sequence[str]) -> Change:
+    """``S - X + mean of X over the batch``."""
+    weight, alibi = weights_of(names)
+
+    def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
+        _several(whole, "mean_term")
+        term = _term_score(parts, layer, heads, weight, alibi)
+        return whole - term + term.mean(0, keepdim=True)
+
+    return change
+
+
+def placebo(names: Sequence[str], seed: int, similarity: Callable[[LayerView, tuple[int, ...], Tensor], None] | None = None) -> Change:
+    """``S`` minus the term of another prompt, row-centred, with the energy of the prompt's own; ``similarity`` receives their cosines."""
+    weight, alibi = weights_of(names)
+
+    def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
+        _several(whole, "placebo")
+        term = row_center(_term_score(parts, layer, heads, weight, alibi), layer.allowed)
+        other = term[derangement(len(term), seed).to(term.device)]
+        norm, own = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (other, term))
+        safe = torch.where(norm > 0, norm, 1.0)
+        if similarity is not None:
+            cosine = (term * other).sum((-2, -1), keepdim=True) / (safe * torch.where(own > 0, own, 1.0))
+            similarity(layer, heads, cosine[..., 0, 0].mean(0).double().cpu())
+        return whole - other * (own / safe)
+
+    return change
+
+
+def derangement(n: int, seed: int) -> Int[Tensor, " batch"]:
+    """A permutation without fixed point: a seeded order of the prompts, each replaced by the next one in it.
+
+    >>> order = derangement(5, 0)
+    >>> sorted(order.tolist()), bool((order == torch.arange(5)).any())
+    ([0, 1, 2, 3, 4], False)
+    """
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    out = torch.empty_like(order)
+    out[order] = order.roll(1)
+    return out
+
+
+def _several(scores: Tensor, what: str) -> None:
+    if len(scores) < 2:
+        fail(what, expected="a batch of at least 2 prompts", got=len(scores), instead="more prompts of the same length")
+
+
+@contextmanager
+def _apply(model: Any, basis: PositionContext, heads: HeadsLike, change: Change) -> Iterator[None]:
+    view = as_view(model)
+    with edited_scores(view, edits_for(view, basis, heads, change)):
+        yield
+
+
+def remove_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[None]:
+    """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for ``None``), ``S - X``.
+
+    ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Edits act through ``hook_z`` and the model is as
+    before on exit. Raises ``ClosingError`` where the scores that are edited are not those the model used (a padding mask, two edits of
+    one head), ``GeometryError`` for prompts longer than the basis has seen.
+    """
+    return _apply(model, basis, heads, removing(terms_of(term)))
+
+
+def keep_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[None]:
+    """Context manager: keep only a term, with every term that has bias on either side; ``()`` for those alone.
+
+    Bias terms stay because mean and constants belong to any input; compare with them alone to see what the term adds.
+    """
+    return _apply(model, basis, heads, keeping(terms_of(term)))
+
+
+def mean_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[None]:
+    """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X`` (at least two prompts)."""
+    return _apply(model, basis, heads, averaging(terms_of(term)))
+
+
+def per_head(choice: Mapping[tuple[int, int], Sequence[str]]) -> Change:
+    """Each head keeps its own terms, with every term that has bias on either side."""
+
+    def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
+        found = [weights_of(choice[layer.layer, head]) for head in heads]
+        weight = torch.stack([torch.maximum(w, bias_terms()) for w, _ in found])
+        bias = None if layer.bias is None else layer.bias[list(heads)]
+        return weighted_score(parts, weight, bias, torch.tensor([a for _, a in found]))
+
+    return change
+
+
+def uniform() -> Change:
+    """All scores zero: attention spread evenly over the allowed keys (and any sink)."""
+    return lambda layer, whole, parts, heads: torch.zeros_like(whole)
