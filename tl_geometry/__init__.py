@@ -12,7 +12,15 @@ from tl_geometry.decomposition import Anova, Parts, PositionContext, decompose_t
 from tl_geometry.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
 from tl_geometry.records import ModelView, TokenWindows
 from tl_geometry.results import Provenance, Result
+from tl_geometry.verbs.check import check_model
+from tl_geometry.verbs.comparison import compare_bases
 from tl_geometry.verbs.decompose import decompose, glue, windows
+from tl_geometry.verbs.ensemble import trajectories
+from tl_geometry.verbs.measures import contextual_report, positional_report
+from tl_geometry.verbs.split import split_scores
+from tl_geometry.verbs.sweep import sweep_heads
+from tl_geometry.verbs.values import split_values
+from tl_geometry.verbs.weights import token_readout, weight_geometry
 
 if TYPE_CHECKING:
     from tl_geometry.adapters import view
@@ -30,10 +38,20 @@ __all__ = [
     "Result",
     "TokenWindows",
     "UnsupportedModelError",
+    "check_model",
+    "compare_bases",
+    "contextual_report",
     "decompose",
     "decompose_tensor",
     "glue",
+    "positional_report",
+    "split_scores",
+    "split_values",
+    "sweep_heads",
+    "token_readout",
+    "trajectories",
     "view",
+    "weight_geometry",
     "windows",
 ]
 _LAZY = {"view": "tl_geometry.adapters"}

@@ -43,7 +43,7 @@ def token_text(token: str) -> str:
     return "".join(shown.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in token) or "∅"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 40) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 60) -> str:
     """An escaped HTML table of at most ``limit`` rows (the caption says how many were left out)."""
     rows = list(rows)
     whole, cell, head = STYLE

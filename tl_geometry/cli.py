@@ -30,6 +30,7 @@ Processed = Annotated[bool, typer.Option("--processed", help="Fold and centre th
 Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one).")]
 Seed = Annotated[int, typer.Option("--seed")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in the folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
 
@@ -38,31 +39,92 @@ def root() -> None:
     """Geometry of transformer activations, attention scores and weights, for TransformerLens models."""
 
 
+def _analysis(name: str, about: str, sections: tuple[str, ...] | None) -> None:
+    """Add a command that runs the analysis and writes these sections (``None``: all) with their tables."""
+
+    def command(
+        model: Model = None,
+        corpus: Corpus = None,
+        contexts: Contexts = None,
+        length: Length = None,
+        out: Out = Path("tl-geometry-report"),
+        device: Device = "cpu",
+        dtype: Dtype = "float32",
+        kind: Class = "bridge",
+        processed: Processed = False,
+        bos: Bos = None,
+        seed: Seed = 0,
+        resume: Resume = False,
+        as_json: Json = False,
+        quiet: Quiet = False,
+    ) -> None:
+        from tl_geometry.report.build import build
+
+        summary = build(
+            model, corpus=corpus, contexts=contexts, length=length, out=out, device=device, dtype=dtype, kind=kind, processed=processed,
+            bos=bos, seed=seed, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]], sections=sections,
+        )  # fmt: skip
+        say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
+
+    app.command(name, help=about)(command)
+
+
+_analysis("report", "The whole analysis of a model on a corpus, to a folder: report.html, tables, results, run.json.", None)
+_analysis("heads", "Only the heads: what drives each, and head types.", ("overview", "heads"))
+_analysis("weights", "Only the weights: W_QK and W_OV in the geometry of the activations.", ("overview", "weights"))
+_analysis("trajectories", "Only the trajectories of pilot tokens as a stochastic flow.", ("overview", "flow"))
+
+
 @app.command()
-def report(
+def check(
+    model: Model = None, kind: Class = "bridge", processed: Processed = False, dtype: Dtype = "float32", device: Device = "cpu"
+) -> None:
+    """What is supported, verified and refused for a model: the first thing to run."""
+    from tl_geometry.report.build import load_model
+    from tl_geometry.verbs.check import check_model
+
+    typer.echo(check_model(load_model(model, kind=kind, processed=processed, dtype=dtype, device=device)).text())
+
+
+@app.command()
+def readout(
     model: Model = None,
-    corpus: Corpus = None,
-    contexts: Contexts = None,
-    length: Length = None,
-    out: Out = Path("tl-geometry-report"),
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
+    layer: Annotated[int, typer.Option("--layer")] = 0,
+    head: Annotated[int, typer.Option("--head")] = 0,
+    what: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
+    k: Annotated[int, typer.Option("--k", help="Tokens of each direction.")] = 5,
+    out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
     kind: Class = "bridge",
     processed: Processed = False,
-    bos: Bos = None,
-    seed: Seed = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in the folder.")] = False,
-    as_json: Json = False,
+) -> None:
+    """What one head reads and writes, in tokens: singular directions against the vocabulary."""
+    from tl_geometry.report.build import load_model
+    from tl_geometry.verbs.weights import token_readout
+
+    table = token_readout(
+        load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu"), kind=what, heads=[(layer, head)], k=k
+    )
+    if out is not None:
+        table.to_dataframe().to_csv(out, index=False)
+    typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
+
+
+@app.command()
+def reproduce(
+    work: Annotated[str, typer.Argument(help="song-zhong or lines-of-thought.")],
+    model: Annotated[str | None, typer.Option("--model", help="A name or directory; default: the embedded model.")] = None,
+    corpus: Corpus = None,
+    row: Annotated[str | None, typer.Option("--row", help='Published row to compare with, such as "GPT-2 OWT".')] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """The whole analysis of a model on a corpus, to a folder: report.html, tables, results, run.json."""
-    from tl_geometry.report.build import build
+    """Published settings and numbers, with ours beside them."""
+    from tl_geometry.reproduce import run
 
-    summary = build(
-        model, corpus=corpus, contexts=contexts, length=length, out=out, device=device, dtype=dtype, kind=kind, processed=processed,
-        bos=bos, seed=seed, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]],
-    )  # fmt: skip
-    say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
+    table = run(work, model=model, corpus=corpus, row=row, progress=not quiet)
+    if out is not None:
+        table.to_dataframe().to_csv(out, index=False)
+    typer.echo(table.text())
 
 
 def say(summary: dict[str, Any], as_json: bool, line: str) -> None:

@@ -161,7 +161,8 @@ class Moments:
         whole = lower + lower.tril(-1).T
         n = self.contexts * (self.window[1] - self.window[0])
         pilot = self.pilot[state]
-        excess = self.window_sum()[state] - n * pilot  # sum of (h - pilot)
+        total = self.sums[:, state, self.window[0] : self.window[1]].sum((0, 1))
+        excess = total - n * pilot  # sum of (h - pilot)
         delta = pilot - centre
         return whole + torch.outer(excess, delta) + torch.outer(delta, excess) + n * torch.outer(delta, delta)
 

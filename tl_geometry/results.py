@@ -182,11 +182,17 @@ class Result:
         values["provenance"] = Provenance.of(header["provenance"])
         return cls(**values)
 
+    def text(self, limit: int | None = None) -> str:
+        """The table as aligned plain text, at most ``limit`` rows."""
+        rows = [[_html.number(v) for v in row] for row in (self.columns(), *self.rows())]
+        shown = rows if limit is None else rows[: limit + 1]
+        widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
+        lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+        more = [f"  ... {len(rows) - len(shown)} more rows"] if len(rows) > len(shown) else []
+        return "\n".join([f"{type(self).__name__}({self.provenance.line()})", *lines, *more])
+
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__}({self.provenance.line()})"]
-        rows = [[_html.number(v) for v in row] for row in self.rows()]
-        lines += ["  " + "  ".join(r) for r in ([list(self.columns()), *rows[:12]] if rows else [])]
-        return "\n".join([*lines, f"  ... {len(rows) - 12} more rows"] if len(rows) > 12 else lines)
+        return self.text(limit=12)
 
     def _repr_html_(self) -> str:
         return _html.table(self.columns(), self.rows(), caption=f"{type(self).__name__}: {self.provenance.line()}")

@@ -167,7 +167,11 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
     colours = matplotlib.colormaps[SEQUENTIAL]
     for i, state in enumerate(report.states):
         share = i / max(1, len(report.states) - 1)
-        axes[0].semilogx(report.curve_contexts, report.curve[name][:, i], "o-", ms=3, lw=1, color=colours(0.9 * share), label=f"{state}")
+        axes[0].semilogx(
+            report.curve_contexts, report.curve[name][:, i].numpy(), "o-", ms=3, lw=1, color=colours(0.9 * share), label=f"{state}"
+        )
+    axes[0].set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
+    axes[0].minorticks_off()
     axes[0].set_xlabel("contexts")
     axes[0].set_ylabel(name.replace("_", " "))
     axes[0].legend(fontsize=6, title="state", ncols=2)

@@ -22,7 +22,7 @@ from tl_geometry.records import ModelView, TokenWindows
 from tl_geometry.report import page
 from tl_geometry.results import SOURCES, Result
 
-SECTIONS = ("overview", "basis")
+SECTIONS = ("overview", "basis", "measures")
 """Modules of this package that hold a ``section`` function, in reading order."""
 
 
@@ -62,9 +62,19 @@ class Section:
         parts = [f"<section><h2>{_html.escape(self.title)}</h2>", *(f"<p>{_html.escape(t)}</p>" for t in self.text)]
         parts += [f'<div class="card">{figure.html()}</div>' for figure in self.figures]
         for name, table in self.tables.items():
-            body = _html.table(table.columns(), table.rows(), caption=name)
-            parts.append(f'<div class="scroll">{body}</div>')
+            body = _html.table(*upright(table), caption=name)
+            long = len(table.rows()) > 12 or len(table.columns()) > 12
+            parts.append(f"<details><summary>Table: {_html.escape(name)}</summary>" if long else "")
+            parts.append(f'<div class="scroll">{body}</div>' + ("</details>" if long else ""))
         return "".join([*parts, "</section>"])
+
+
+def upright(table: Result, *, widest: int = 12) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """Columns and rows of a table for the page: one with many columns and few rows stands on its side, a measure per line."""
+    columns, rows = table.columns(), table.rows()
+    if len(columns) <= widest or len(rows) > widest:
+        return columns, rows
+    return [columns[0], *(str(row[0]) for row in rows)], [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i]
 
 
 def sections(analysis: Analysis, names: Sequence[str] = SECTIONS) -> list[Section]:

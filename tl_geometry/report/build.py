@@ -12,7 +12,7 @@ from tl_geometry import zoo
 from tl_geometry._check import choice, fail, require
 from tl_geometry.capture import as_view
 from tl_geometry.records import ModelView, TokenWindows
-from tl_geometry.report import Analysis, write
+from tl_geometry.report import SECTIONS, Analysis, write
 from tl_geometry.verbs.decompose import decompose, glue, windows
 
 CONTEXTS, NULL_CONTEXTS, LENGTH = 1024, 256, 512
@@ -77,6 +77,7 @@ def build(
     resume: bool,
     progress: bool,
     command: Sequence[str],
+    sections: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Run the whole analysis and write it; returns the summary of :func:`tl_geometry.report.write`."""
     options = {"kind": kind, "processed": processed, "dtype": dtype, "device": device}
@@ -88,13 +89,14 @@ def build(
     if not resume:
         checkpoint.unlink(missing_ok=True)
     basis = decompose(view, tokens, checkpoint=checkpoint, progress=progress, seed=seed)
+    needed = sections is None or "basis" in sections  # the null and the twin are drawn in the section on position and context only
     few = tokens[torch.linspace(0, len(tokens) - 1, min(len(tokens), NULL_CONTEXTS)).long()]
     small: dict[str, Any] = {"second_moments": False, "keep": 0, "progress": progress, "seed": seed}
-    null = decompose(view, glue(few, seed=seed), keep_ctx=False, **small)
-    twin = decompose(load_model(None, **options, trained=False), few, **small) if name is None else None
+    null = decompose(view, glue(few, seed=seed), keep_ctx=False, **small) if needed else None
+    twin = decompose(load_model(None, **options, trained=False), few, **small) if name is None and needed else None
     analysis = Analysis(
         model=model, view=view, windows=tokens, basis=basis, null=null, twin=twin, seed=seed, notes=tuple(notes), progress=progress
     )  # fmt: skip
-    summary = write(analysis, out, command=command)
+    summary = write(analysis, out, command=command, names=SECTIONS if sections is None else sections)
     checkpoint.unlink(missing_ok=True)
     return summary

@@ -14,7 +14,7 @@ h1{font-size:26px;margin:8px 0 4px}h2{font-size:19px;margin:36px 0 8px;border-to
 nav{font-size:14px;margin:12px 0 0}nav a{margin-right:14px;color:LinkText}
 p{max-width:78ch}.card{background:#fff;color:#222;border:1px solid var(--line);border-radius:8px;padding:10px;margin:14px 0;overflow-x:auto}
 .card figcaption{font-size:12.5px;color:#444;margin-top:6px;max-width:100ch}.scroll{overflow-x:auto;margin:14px 0}
-table{font-size:12.5px}footer{margin-top:48px;font-size:13px;border-top:1px solid var(--line);padding-top:12px}
+table{font-size:12.5px}summary{cursor:pointer;font-size:14px;margin:8px 0}footer{margin-top:48px;font-size:13px;border-top:1px solid var(--line);padding-top:12px}
 """
 
 

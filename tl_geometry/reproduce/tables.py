@@ -88,11 +88,11 @@ class Reproduction(Result):
         require(len(found) == 1, "cell", expected=f"one of {sorted({c[0] for c in self.cells})} and its cells", got=(table, cell))
         return float(found[0])
 
-    def text(self) -> str:
-        """The whole comparison as lines for a terminal."""
+    def text(self, limit: int | None = None) -> str:
+        """The whole comparison as lines for a terminal, at most ``limit`` cells."""
         head = f"{self.provenance.line()}\n{'table':<14}{'cell':<16}{'ours':>9}{'published':>11}{'tolerance':>11}  verdict"
         shown = lambda v: "-" if math.isnan(v) else f"{v:.3f}"  # noqa: E731
-        lines = [f"{t:<14}{c:<16}{shown(o):>9}{shown(p):>11}{shown(e):>11}  {v}" for t, c, o, p, e, v in self.cells]
+        lines = [f"{t:<14}{c:<16}{shown(o):>9}{shown(p):>11}{shown(e):>11}  {v}" for t, c, o, p, e, v in self.cells[:limit]]
         return "\n".join([head, *lines])
 
 
@@ -123,7 +123,7 @@ def song_zhong(
     GeometryError when weights cannot be had, and for text that is too short.
     """
     corpus, topics = _texts(corpus, topics)
-    view = as_view(_loaded(model))
+    view = as_view(loaded(model))
     known = published_tables()["table_1"] | published_tables()["table_2"]
     require(row is None or row in known, "row", expected=f"one of {', '.join(known)}", got=repr(row))
     chosen = settings or settings_for(view)
@@ -143,7 +143,7 @@ def song_zhong(
     )
 
 
-def _loaded(model: Any) -> Any:
+def loaded(model: Any) -> Any:
     if model is None:
         from tl_geometry import zoo
 

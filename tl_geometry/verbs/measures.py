@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,22 +131,12 @@ def _gram_spectrum(pos: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(small).flip(-1).clamp(min=0).sqrt()
 
 
-def _second_moment(basis: PositionContext, row: int) -> Float[Tensor, "d_model d_model"]:
-    """The centred second moment of one state, from the sums of this state alone: all states would be summed again for each one."""
-    m, one = basis.moments, slice(row, row + 1)
-    if m.second is None or m.pilot is None:
-        return basis.second_moment(basis.states[row])  # raises and says what to call
-    sums = {"sums": m.sums[:, one], "squares": m.squares[:, one], "context_squares": m.context_squares[:, one], "halves": m.halves[:, one]}
-    part = dataclasses.replace(m, **sums, second=m.second[one], pilot=m.pilot[one], label_sums=None, label_counts=None)
-    return part.centred_second(0, basis.mean[row])
-
-
 def _sizes(basis: PositionContext, row: int) -> tuple[Tensor, Tensor]:
     """``sigma_1(M) / sqrt(C)`` with M the centred and the raw states, or NaN without second moments."""
     if not basis.has_second_moments:
         nan = torch.tensor(torch.nan, dtype=torch.float64)
         return nan, nan
-    centred, mean = _second_moment(basis, row), basis.mean[row]
+    centred, mean = basis.second_moment(basis.states[row]), basis.mean[row]
     raw = centred + basis.contexts * basis.pos.shape[1] * torch.outer(mean, mean)
     sizes = positional.top_singular_value(torch.stack([centred, raw])) / basis.contexts**0.5
     sizes = torch.where(sizes > 0, sizes, torch.nan)
@@ -385,7 +374,7 @@ def _compactness(basis: PositionContext, row: int, orders: Sequence[Tensor], **o
     """Compactness of cvec and raw [sample] for each of the given labellings of the contexts."""
     assert basis.context_means is not None
     accuracy = 1e-6 if basis.moments.product_dtype == torch.float32 else 1e-12
-    second, pairs = _second_moment(basis, row), []
+    second, pairs = basis.second_moment(basis.states[row]), []
     for z in orders:
         counts = torch.bincount(z)
         sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64).index_add_(0, z, basis.context_means[row].double())

@@ -24,16 +24,18 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from tl_geometry.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
 
 log = logging.getLogger(__name__)
 SEED = 0
@@ -49,27 +51,17 @@ SETTINGS = TrainSettings(
     seed=SEED,
     checkpoint_every=200,
 )
-CONFIG = GPT2Config(
-    vocab_size=VOCABULARY,
-    n_positions=CONTEXT,
-    n_embd=128,
-    n_layer=4,
-    n_head=4,
-    n_inner=512,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-    initializer_range=0.06,
-    bos_token_id=BOS,
-    eos_token_id=BOS,
-)
+SHAPE = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_inner": 512}
+INITIAL = {"initializer_range": 0.06, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def new_model(seed: int = SEED) -> GPT2LMHeadModel:
     """The model before training: the ordinary GPT-2 initialisation (standard deviation 0.06) under ``seed``."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return GPT2LMHeadModel(CONFIG).eval()
+        return GPT2LMHeadModel(GPT2Config(**SHAPE, **INITIAL, bos_token_id=BOS, eos_token_id=BOS)).eval()
 
 
 def train_tokenizer(texts: Iterable[str], path: Path) -> None:
