@@ -103,6 +103,21 @@ def _redraw(name: str, value: Tensor, draw: Tensor, offset_gain: bool, sharpness
     return draw / math.sqrt(fan_in) * (sharpness if any(part in name for part in _QUERY_KEY) else 1.0)
 
 
+@torch.no_grad()
+def randomize_hooked(model: nn.Module, seed: int = 0, sharpness: float = 2.4) -> None:
+    """The same for a HookedTransformer made from a configuration: names and layouts of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in model.named_parameters():
+        draw = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        last = name.split(".")[-1]
+        if last in ("w", "b") or last.startswith("b_"):
+            value.copy_(1 + 0.3 * draw if last == "w" else 0.3 * draw)
+        elif "embed" in name and last != "W_U":
+            value.copy_(draw)
+        else:
+            value.copy_(draw / math.sqrt(value.shape[-2]) * (sharpness if last in ("W_Q", "W_K", "_W_K") else 1.0))
+
+
 def tokens(batch: int = 2, length: int = 16, seed: int = 1) -> Tensor:
     """Random token ids ``[batch position]``."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))

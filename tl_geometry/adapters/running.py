@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry._check import describe, require
-from tl_geometry.errors import GeometryError, UnsupportedModelError
+from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import Hook
 
 
@@ -95,6 +95,10 @@ class Runner:
         )  # fmt: skip
         return tokens.to(self.device, torch.int64)
 
+    def hooked(self) -> tuple[str, ...]:
+        """Names of hooks that someone else put functions on (TransformerLens's own do not count)."""
+        return tuple(sorted(name for name, point in self.points.items() if any(_foreign(h) for h in point.fwd_hooks)))
+
     def is_training(self) -> str:
         """What would act differently in training mode, if anything: HookedTransformer itself has no dropout."""
         if self.kind == "TransformerBridge" and (self.model.training or self.model.original_model.training):
@@ -105,8 +109,10 @@ class Runner:
     def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
         if self.kind == "HookedEncoder":
             return self.model(ids, return_type="logits" if logits else None)
-        # HookedTransformer masks ids equal to the pad token by itself when its tokenizer pads left; a window has no padding.
-        extra = self.kwargs if self.kind == "TransformerBridge" else {"attention_mask": torch.ones_like(ids)}
+        extra = self.kwargs
+        if self.kind == "HookedTransformer" and getattr(getattr(self.model, "tokenizer", None), "padding_side", None) == "left":
+            # It would mask ids equal to the pad token by itself. Windows have no padding, so every position is attended to.
+            extra = {"attention_mask": torch.ones_like(ids)}
         out = self.model(ids, return_type="logits" if logits else None, **extra)
         return out if logits else None
 
@@ -140,6 +146,10 @@ class Runner:
         return len(self.state_hooks) if name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head")) else 0
 
 
+def _foreign(handle: Any) -> bool:
+    return not (getattr(handle.user_hook, "__module__", None) or "").startswith("transformer_lens")
+
+
 def _stop(value: Tensor) -> None:
     raise Stop
 
@@ -156,6 +166,3 @@ def collect(run: Callable[..., Any], tokens: Tensor, names: Sequence[str], **opt
 
     run(tokens, {name: keep(name) for name in names}, **options)
     return found
-
-
-__all__ = ["GeometryError", "Runner", "Stop", "collect"]

@@ -39,6 +39,7 @@ class Probe:
     """What one forward pass over random tokens showed; kept for each model as long as its weights are the same."""
 
     fingerprint: str
+    hooked: tuple[str, ...]
     activations: Mapping[str, Tensor]
     causal: bool
     layers: dict[int, Any]
@@ -114,7 +115,7 @@ def view(model: Any) -> ModelView:
     name, mark = facts.get("name") or _name(model), fingerprint(model)
     run = Runner(model, kind, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
     probe = _PROBES.get(model)
-    if probe is None or probe.fingerprint != mark:
+    if probe is None or (probe.fingerprint, probe.hooked) != (mark, run.hooked()):
         probe = _PROBES[model] = _probe(model, kind, name, run, mark)
     parameters = Parameters(model, kind, name)
     layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
@@ -150,7 +151,7 @@ def view(model: Any) -> ModelView:
         layer_facts=layers.describe,
         final_norm=layers.final_norm,
         unembed=parameters.unembed,
-        notes=_notes(model, kind),
+        notes=_notes(model, kind, run),
     )
 
 
@@ -177,14 +178,15 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
     shape = (PROBE_BATCH, length, int(model.cfg.d_model))
     wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
     require(not wrong, f"states of {name}", expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
-    broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
+    edited = run.hooked()  # a user's own hook between two blocks changes the stream there, and the states hold what it made of it
+    broken = [l for l, end in enumerate(ends) if states[l + 1] not in edited and not torch.equal(found[end], found[states[l + 1]])]
     require(
         not broken, f"states of {name}", expected="the output of block l to be the input of block l+1",
         got=f"another stream after blocks {broken[:8]} of {type(model).__name__}", instead="a model with one residual stream",
         error=UnsupportedModelError,
     )  # fmt: skip
     patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
-    return Probe(mark, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {})
+    return Probe(mark, edited, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {})
 
 
 def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
@@ -249,12 +251,11 @@ def _decode(model: Any, ids: Sequence[int]) -> list[str]:
     return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
 
 
-def _notes(model: Any, kind: str) -> tuple[str, ...]:
+def _notes(model: Any, kind: str, run: Runner) -> tuple[str, ...]:
     notes = []
     if kind == "HookedTransformer" and model.cfg.positional_embedding_type == "alibi" and model.cfg.n_heads & (model.cfg.n_heads - 1):
         notes.append("HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a power of two")
-    owners = {getattr(h.user_hook, "__module__", "") or "" for point in model.hook_dict.values() for h in point.fwd_hooks}
-    if any(not owner.startswith("transformer_lens") for owner in owners):
+    if run.hooked():
         notes.append("the model carries hooks of its own, which act in every number")
     return tuple(notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from einops import einsum
@@ -15,13 +15,75 @@ from tl_geometry import _check
 from tl_geometry._check import describe, require
 from tl_geometry.closing import CHUNK, Check, closing_bound, pattern_error, pattern_roundoff, require_closed
 from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import BudgetError
 from tl_geometry.linalg import unit_roundoff
-from tl_geometry.records import LayerView, ModelView
+from tl_geometry.records import LayerHook, LayerView, ModelView, TokenWindows
+from tl_geometry.results import Provenance
 
 BIAS, ALIBI = "bias", "alibi"
 STREAM_PARTS = (("pos", "cvec"), ("pos", "ctx", "resid"), ("mean", "pos", "cvec"), ("mean", "pos", "ctx", "resid"))
 """Named splits of the stream; without ``mean`` the mean belongs to ``bias``."""
 UserParts = Mapping[str, Float[Tensor, "batch position d_model"] | Float[Tensor, "layer batch position d_model"]]
+
+
+def part_names(parts: Sequence[str] | UserParts, preset: str) -> tuple[str, ...]:
+    """Names of the parts in the order of the part axis, or an error that lists what is possible."""
+    if isinstance(parts, Mapping):
+        require(preset == "exact", "preset", expected="'exact' with parts of your own", got=repr(preset))
+        bad = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
+        require(len(parts) > 0 and not bad, "parts", expected="names other than bias and alibi, without '-'", got=bad or "none")
+        return (BIAS, *parts)
+    given = tuple(parts)
+    require(given in STREAM_PARTS, "parts", expected=f"one of {STREAM_PARTS}, or a mapping from names to tensors", got=repr(given))
+    if preset == "exact":
+        return (BIAS, *given)
+    require(given == ("pos", "cvec"), "parts", expected=f"('pos', 'cvec') with preset={preset!r}", got=repr(given))
+    return ("mean", *given) if preset == "paper" else given
+
+
+def check_request(view: ModelView, rows: TokenWindows, basis: PositionContext | None, size: int, budget: int, heads: int) -> None:
+    """Raise unless the basis is of this model, has seen these positions, and ``size`` bytes fit the budget."""
+    length = rows.tokens.shape[1]
+    if basis is not None:
+        basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
+        require(
+            length <= basis.columns, "tokens", expected=f"at most {basis.columns} positions, as the basis has seen", got=length,
+            instead="decompose(model, longer windows)",
+        )  # fmt: skip
+    require(
+        size <= budget, "split", expected=f"at most memory_budget={budget} bytes", got=f"{size} bytes for {heads} heads",
+        instead="heads= to choose some, or sweep_heads for all", error=BudgetError,
+    )  # fmt: skip
+
+
+def each_layer(view: ModelView, rows: TokenWindows, cache: Any, layers: Sequence[int], on_layer: LayerHook) -> None:
+    """Views of the layers, from one forward pass or from a cache."""
+    if cache is None:
+        view.run_layers(rows.tokens, layers, on_layer)
+        return
+    for layer in layers:
+        found = view.layer(layer, cache)
+        shape = tuple(found.h.shape[:2])
+        require(shape == tuple(rows.tokens.shape), "cache", expected=f"activations of tokens {tuple(rows.tokens.shape)}", got=shape)
+        on_layer(found)
+
+
+def provenance_of(view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, flags: Sequence[str]) -> Provenance:
+    """What a split was computed from."""
+    return Provenance(
+        model=view.name,
+        fingerprint=view.fingerprint,
+        library=f"{view.kind}, {view.library}",
+        processed=view.processed,
+        corpus=rows.corpus,
+        token_hash=rows.token_hash,
+        has_bos=rows.has_bos,
+        window=(0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1), rows.tokens.shape[1]),
+        contexts=len(rows),
+        preset=preset,
+        dtype=str(view.dtype).removeprefix("torch."),
+        flags=tuple(flags),
+    )
 
 
 @dataclass(frozen=True, eq=False)

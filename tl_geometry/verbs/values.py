@@ -26,8 +26,7 @@ from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import ClosingReport, LayerView, ModelView
 from tl_geometry.results import Result
-from tl_geometry.verbs.cuts import Cut, UserParts
-from tl_geometry.verbs.split import check_request, each_layer, part_names, provenance_of
+from tl_geometry.verbs.cuts import Cut, UserParts, check_request, each_layer, part_names, provenance_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
