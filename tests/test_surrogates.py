@@ -12,7 +12,9 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import weights
 from tl_geometry.errors import GeometryError, UnsupportedModelError
-from tl_geometry.interventions.surrogates import PARTS, patterns, replacements, structured_part, surrogate, surrogate_effect
+from tl_geometry.interventions.live import score_of
+from tl_geometry.interventions.surrogates import PARTS, replaced_scores, replacements, structured_part, surrogate, surrogate_effect
+from tl_geometry.verbs.details import model_pattern
 from tl_geometry.weights import Factors
 
 MODELS = [("bridge", a) for a in ("gpt2", "opt", "bert", "bloom", "gpt-neo")] + (
@@ -55,6 +57,11 @@ def test_only_the_chosen_heads_change_and_hooks_are_removed_on_errors() -> None:
         view.run(tokens(), {name: lambda v: found.__setitem__("edited", v)})
     changed = (found["clean"] - found["edited"]).abs().amax((0, 1, 3)) > 1e-6
     assert changed.tolist() == [False, False, True, False]
+    with surrogate(model, basis, ["L1H2"], part="none"):  # hooks survive TransformerLens's own clean-up
+        _, cache = model.run_with_cache(tokens())
+        again = model(tokens(), return_type="logits")
+    close(cache[name], found["edited"])
+    assert not torch.allclose(again, model(tokens(), return_type="logits"), atol=1e-3)
     with pytest.raises(RuntimeError, match="stop here"), surrogate(model, basis, "L0H0"):
         raise RuntimeError("stop here")
     assert sum(len(p.fwd_hooks) for p in model.hook_dict.values()) == before
@@ -67,8 +74,9 @@ def test_new_patterns_by_hand() -> None:
     view.run_layers(tokens(), [1], lambda s: seen.__setitem__(1, s))
     s = seen[1]
     new = replacements(view, basis, [(1, 3)], "structured")[1]
-    own, edited = patterns(s, new)
-    close(own, s.pattern[:, 3:4], 1e-5)
+    own = score_of(s, [3])
+    close(model_pattern(own, s, [3]), s.pattern[:, 3:4], 1e-5)
+    edited = model_pattern(replaced_scores(s, own, new), s, [3])
     z = (s.h - s.h.mean(-1, keepdim=True)) / s.norm_scale[..., None]
     w, norm = view.weights(1), view.attention_norm(1)
     b_Q = w.b_Q[3] + norm.bias @ w.W_Q[3]

@@ -3,9 +3,9 @@
 Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a layer, whose scores are
 ``S = x W x^T + (bias terms)`` with x the normalised stream:
 
-1. the layer's view is built from the running forward pass and verified against the model's own numbers;
+1. the layer's view is built from the running forward pass (:mod:`tl_geometry.interventions.live`);
 2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
-3. the new pattern acts through ``attn.hook_z`` (``z' = pattern' @ v``), the one hook that every TransformerLens class obeys.
+3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class obeys.
 
 A random subspace of the same dimension is the control.
 """
@@ -13,13 +13,13 @@ A random subspace of the same dimension is the control.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -28,8 +28,10 @@ from tl_geometry._check import Head, choice, require
 from tl_geometry.capture import as_view, token_rows
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import UnsupportedModelError
+from tl_geometry.interventions.live import Edit, edited_scores
 from tl_geometry.records import LayerView, ModelView
 from tl_geometry.results import Result
+from tl_geometry.verbs.details import model_pattern
 from tl_geometry.verbs.vocabulary import factors_of, require_trained_head, weight_provenance
 from tl_geometry.weights import Factors
 
@@ -118,81 +120,29 @@ def replacements(
     return out
 
 
-def _pick(x: Tensor, chosen: list[int]) -> Tensor:
-    return rearrange(x[:, :, chosen], "batch position head e -> batch head position e")
-
-
-def _softmax(seen: LayerView, chosen: list[int], scores: Tensor) -> Float[Tensor, "batch head query key"]:
-    """The pattern of scores before the soft cap: cap, mask and sinks of the layer."""
-    if seen.softcap is not None:
-        scores = seen.softcap * torch.tanh(scores / seen.softcap)
-    scores = scores.masked_fill(~seen.allowed, -torch.inf)
-    if seen.sinks is None:
-        return scores.softmax(-1)
-    extra = rearrange(seen.sinks[chosen].to(scores), "head -> 1 head 1 1").expand(*scores.shape[:3], 1)
-    return torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
-
-
-def patterns(seen: LayerView, new: Replacement) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"]]:
-    """Patterns of the chosen heads as they are, and with ``x W x^T`` replaced (bias terms, mask, soft cap and sinks stay)."""
+def replaced_scores(seen: LayerView, scores: Tensor, new: Replacement) -> Float[Tensor, "batch head query key"]:
+    """Scores of the chosen heads with ``x W x^T`` replaced; bias terms and ALiBi stay."""
     chosen = list(new.heads)
-    scores = seen.scale * (_pick(seen.q, chosen) @ _pick(seen.k, chosen).mT)
-    if seen.bias is not None:
-        scores = scores + seen.bias[chosen]
-    own = seen.scale * (_pick(seen.project_q(seen.h), chosen) @ _pick(seen.project_k(seen.h), chosen).mT)
+    q, k = seen.project_q(seen.h)[:, :, chosen], seen.project_k(seen.h)[:, :, chosen]
+    own = seen.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
     x = sphere.centred(seen.h, seen.norm.kind)
-    q, k = (
-        einsum(x, s[:, :, chosen], "batch position d, batch position head -> batch head position d") for s in (seen.q_scale, seen.k_scale)
-    )
-    return _softmax(seen, chosen, scores), _softmax(seen, chosen, scores - own + new.scores(q, k))
-
-
-@contextmanager
-def _live(model: Any, hooks: Mapping[str, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
-    """Hooks on a live model, removed by their own handles on exit."""
-    points, added = dict(model.hook_dict), []
-    try:
-        for name, call in hooks.items():
-            point = points[name]
-            point.add_hook(lambda value, hook, _call=call: _call(value))
-            added.append((point, point.fwd_hooks[-1]))
-        yield
-    finally:
-        for point, handle in added:
-            handle.hook.remove()
-            point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
+    scaled = (einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d") for s in (seen.q_scale, seen.k_scale))
+    return scores - own + new.scores(*scaled)
 
 
 OnPattern = Callable[[LayerView, tuple[int, ...], Tensor, Tensor], None]
 """Receives a layer's view, the replaced heads, their own patterns and their new ones."""
 
 
-def _layer_hooks(
-    view: ModelView, layer: int, new: Replacement, on_pattern: OnPattern | None
-) -> Mapping[str, Callable[[Tensor], Tensor | None]]:
-    seen: dict[str, Tensor] = {}
-    z_name = f"blocks.{layer}.attn.hook_z"
-
-    def keep(name: str) -> Callable[[Tensor], None]:
-        return lambda value: seen.__setitem__(name, value.detach())
-
-    def edit(z: Tensor) -> Tensor:
-        seen[z_name] = z.detach()
-        with torch.no_grad():
-            # some bridges fire hook_pattern after hook_z: the view is then verified by its queries and keys
-            here = [name for name in view.layer_hooks(layer) if name in seen]
-            layer_view = view.layer(layer, seen, needed=here)  # pyright: ignore[reportCallIssue]
-            before, pattern = patterns(layer_view, new)
-        seen.clear()
-        require(layer_view.v is not None, z_name, expected="values of the layer", got="none", error=UnsupportedModelError)
-        values = layer_view.v[:, :, list(new.heads)] if layer_view.v is not None else z
+def _edit(layer: int, new: Replacement, on_pattern: OnPattern | None) -> Edit:
+    def scores(seen: LayerView, before: Tensor) -> Tensor:
+        after = replaced_scores(seen, before, new)
         if on_pattern is not None:
-            on_pattern(layer_view, new.heads, before, pattern)
-        mixed = einsum(pattern, values, "batch head query key, batch key head e -> batch query head e").to(z)
-        heads_last = rearrange(z, "... (head e) -> ... head e", e=mixed.shape[-1]) if z.dim() == 3 else z
-        return heads_last.index_copy(2, torch.tensor(new.heads, device=z.device), mixed).reshape(z.shape)
+            chosen = list(new.heads)
+            on_pattern(seen, new.heads, model_pattern(before, seen, chosen), model_pattern(after, seen, chosen))
+        return after
 
-    return {name: keep(name) for name in view.layer_hooks(layer) if name != z_name} | {z_name: edit}
+    return Edit(layer, new.heads, scores)
 
 
 @contextmanager
@@ -220,9 +170,7 @@ def surrogate(
     view = as_view(model)
     pairs = _check.heads(heads, view.n_layers, view.n_heads, layers)
     new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
-    with ExitStack() as stack:
-        for layer, replacement in new.items():
-            stack.enter_context(_live(view.model, _layer_hooks(view, layer, replacement, on_pattern)))
+    with edited_scores(view, [_edit(layer, replacement, on_pattern) for layer, replacement in new.items()]):
         yield
 
 
