@@ -16,7 +16,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(("errors", "_axes"), 0),
     **dict.fromkeys(("_check", "linalg", "results", "_html"), 1),
     **dict.fromkeys(("moments", "records", "frames"), 2),
-    **dict.fromkeys(("decomposition", "tokens", "attention", "head_types", "score_shapes", "closing", "weights", "readout", "kernels", "sphere"), 3),
+    **dict.fromkeys(("decomposition", "tokens", "attention", "head_types", "score_shapes", "weights", "readout", "kernels", "sphere"), 3),
     **dict.fromkeys(("positional", "differences", "rank_estimation", "contextual"), 3),
     **dict.fromkeys(("ensembles", "residuals", "noise", "langevin"), 3),
     **dict.fromkeys(("capture", "closing", "adapters"), 4),

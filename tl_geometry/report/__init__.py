@@ -22,7 +22,7 @@ from tl_geometry.records import ModelView, TokenWindows
 from tl_geometry.report import page
 from tl_geometry.results import SOURCES, Result
 
-SECTIONS = ("overview", "basis", "measures")
+SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
 """Modules of this package that hold a ``section`` function, in reading order."""
 
 

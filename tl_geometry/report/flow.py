@@ -14,7 +14,7 @@ from tl_geometry.verbs.nulls import reinitialized
 from tl_geometry.verbs.skipping import skip_map
 from tl_geometry.verbs.truncation import truncation_kl
 
-CHUNK, CHUNKS, SKIPPED = 50, 512, 192
+CHUNK, CHUNKS, SKIPPED = 50, 384, 96
 """Tokens of a chunk, chunks followed, and chunks that the output-based measures use."""
 
 
@@ -50,7 +50,8 @@ def section(analysis: Analysis) -> Section | None:
     tables["flow_nulls"] = compare_ensembles(ensembles)
     if view.causal and view.head_trained:
         some = chunks[torch.linspace(0, len(chunks) - 1, min(SKIPPED, len(chunks))).long()]
-        skips = skip_map(analysis.model, some, progress=analysis.progress, seed=analysis.seed)
+        kinds, places = ("flow", "ridge", "identity", "mean"), ("pilot",)
+        skips = skip_map(analysis.model, some, kinds=kinds, places=places, progress=analysis.progress, seed=analysis.seed)
         half = len(some) // 2
         curve = truncation_kl(
             analysis.model, some[slice(half, None)], trajectories(analysis.model, some[slice(0, half)], progress=False), progress=False

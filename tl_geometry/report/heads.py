@@ -36,8 +36,9 @@ def section(analysis: Analysis) -> Section | None:
 
         effect = dominant_only(analysis.model, few[:16], analysis.basis)
         tables["dominant_only"] = effect
+        loss = {str(row[0]): float(str(row[1])) for row in effect.rows()}
         text.append(
-            "If every head kept only its dominant term, how much of the model's loss would survive? The table 'dominant_only' gives the losses: the model as it is, "
-            "every head with its dominant term alone, and the baselines that know no content."
+            f"If every head kept only its dominant term, how much of the model would survive? Its loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
+            f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with uniform attention {loss['uniform attention']:.2f}. Edits act in the live model."
         )
     return Section(title="What drives each head", text=text, figures=figures, tables=tables)
