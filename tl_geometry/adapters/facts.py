@@ -56,7 +56,7 @@ class Facts:
     """What one attention layer does to its input, apart from the tokens.
 
     ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary tables, GPT-Neo's products), as
-    its own numbers on the probe show.
+    its own numbers on the probe show. ``added`` is what Shortformer models add to the inputs of queries and keys, by position.
     """
 
     norm: NormWeights
@@ -71,6 +71,7 @@ class Facts:
     window: int | None = None
     has_scores: bool = False
     single: bool = False
+    added: Float[Tensor, "position d_model"] | None = None
 
     def bias(self, length: int) -> Tensor | None:
         """Analytic score bias ``[head query key]``."""
@@ -94,11 +95,12 @@ class Facts:
         assert self.weights is not None  # left out only of the facts that are remembered between forward passes
         return {"q": self.weights.W_Q, "k": self.weights.W_K, "v": self.weights.W_V}[which]
 
-    def constant(self, which: str) -> Float[Tensor, "head d_head"]:
-        """Query, key or value of the biases of norm and projection, before QK-norm and rotation."""
+    def constant(self, which: str) -> Float[Tensor, "... head d_head"]:
+        """Query, key or value of what does not depend on the stream (biases of norm and projection), before QK-norm and rotation."""
         assert self.weights is not None
         bias = {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
-        return einsum(self.norm.bias, self.matrix(which), "d, h d e -> h e") + bias
+        source = self.norm.bias if self.added is None or which == "v" else self.norm.bias + self.added
+        return einsum(source, self.matrix(which), "... d, h d e -> ... h e") + bias
 
     def head_map(self, x: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         """The linear part of QK-norm, then the rotation."""
@@ -240,13 +242,19 @@ class FactFinder:
         q, k = self.hook("hook_q"), self.hook("hook_k")
         best, least = None, math.inf
         for norm in itertools.chain.from_iterable(self.parameters.norm_candidates(m, self.h) for m in modules):
-            facts = Facts(norm=norm, weights=self.weights)
+            facts = Facts(norm=norm, weights=self.weights, added=self.added())
             pairs = [(facts.raw(self.h, "q"), q), (facts.raw(self.h, "k"), k)]
             error = sum(float((a - b).abs().max()) for a, b in pairs if b is not None)
             if error < least * 0.99:
                 best, least = replace(facts, single=self.is_single(error, float(pairs[0][0].abs().max()))), error
         assert best is not None  # the candidate without a norm always exists
         return best
+
+    def added(self) -> Tensor | None:
+        """Positional vectors that go into queries and keys only (Shortformer)."""
+        if getattr(self.parameters.model.cfg, "positional_embedding_type", "") != "shortformer":
+            return None
+        return self.parameters.model.pos_embed.W_pos.detach().double()[: self.length]
 
     def options(self, facts: Facts) -> Iterator[Facts]:
         """Readings of QK-norm and rotation."""

@@ -113,7 +113,7 @@ class Layers:
         own = {name: found.get(f"{prefix}attn.hook_{name}") for name in ("q", "k", "v", "z", "pattern", "attn_scores")}
         turn = turn_of(self.parameters, layer, found, length, facts.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
-        norm_scale, heads = facts.norm_scale(h), len(facts.constant("q"))
+        norm_scale, heads = facts.norm_scale(h), facts.constant("q").shape[-2]
         hooked = {w: self._grouped(own[w], facts) for w in "qk"}
         taken = {w: value for w, value in hooked.items() if value is not None and not verify}  # unverified: the model's own
         raw = {w: taken[w] if w in taken else facts.raw(h, w) for w in "qk"}
@@ -162,13 +162,14 @@ class Layers:
             qk_norm=None if qk is None else replace(qk, gain_q=qk.gain_q.to(h), gain_k=qk.gain_k.to(h)),
             sinks=None if facts.sinks is None else facts.sinks.to(h),
             slopes=None if facts.slopes is None else facts.slopes.to(h),
+            added=None if facts.added is None else upcast(self.parameters.model.pos_embed.W_pos)[: h.shape[1]].to(h),
         )
 
     @staticmethod
     def _grouped(value: Tensor | None, facts: Facts) -> Tensor | None:
         if value is None:
             return None
-        heads = len(facts.constant("q"))
+        heads = facts.constant("q").shape[-2]
         return upcast(value if value.shape[-2] == heads else value.repeat_interleave(heads // value.shape[-2], -2))
 
     def _bias(self, layer: int, facts: Facts, length: int, h: Tensor) -> tuple[Tensor | None, str]:

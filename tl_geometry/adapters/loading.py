@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tl_geometry._check import choice, fail, require
+from tl_geometry.adapters.configs import BY_HAND, hooked_config
 from tl_geometry.adapters.transformer_lens import remember
 from tl_geometry.errors import GeometryError, UnsupportedModelError
 
@@ -184,9 +185,12 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
         config.setdefault("n_ctx", config.get("n_positions"))
         (directory / "config.json").write_text(json.dumps(config, default=str))
         try:
-            cfg = loading.get_pretrained_model_config(
-                str(directory), device=str(hf_model.device), fold_ln=processed and not encoder, dtype=dtype
-            )
+            if architecture in BY_HAND:
+                cfg = hooked_config(hf_model, fold_ln=processed, dtype=dtype)
+            else:
+                cfg = loading.get_pretrained_model_config(
+                    str(directory), device=str(hf_model.device), fold_ln=processed and not encoder, dtype=dtype
+                )
             cfg.model_name, cfg.tokenizer_name = name, None
             state = loading.get_pretrained_state_dict(str(directory), cfg, hf_model=hf_model, dtype=dtype)
             return _fill(hooked, cfg, state, tokenizer, processed, encoder)
