@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -181,13 +182,10 @@ def share_sums(
     require(0 <= drop < length, "drop", expected=f"0 to {length - 1} of {length} positions", got=drop)
     mask = _mask(allowed, q)[..., drop:, drop:]
     q, k = (x[:, :, drop:] if x.element_size() > 2 else x[:, :, drop:].float() for x in (q, k))
-    size = torch.linalg.vector_norm(q, dim=(0, 2, 4)).double() * torch.linalg.vector_norm(k, dim=(0, 2, 4)).double()
-    floor = (size * 32 * unit_roundoff(q.dtype)).square()
     if bias is not None:
         bias = bias[..., drop:, drop:].to(q)
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
         bias = row_center(bias.expand(max(len(bias), len(mask)), -1, -1, -1), mask.unsqueeze(1))
-        floor = floor + bias.double().square().sum((-2, -1)) * (32 * unit_roundoff(q.dtype)) ** 2
     parts, batch, queries, heads, width = q.shape
     per_context = q.element_size() * heads * (queries * (min(BLOCK, queries) + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2)
     step = max(1, working_set // per_context)
@@ -196,7 +194,7 @@ def share_sums(
         part = slice(at, at + step)
         some = mask if len(mask) == 1 else mask[part]
         added = bias if bias is None or len(bias) == 1 else bias[part]
-        found.append(_sums(q[:, part], k[:, part], some, added, floor[part], energy))
+        found.append(_sums(q[:, part], k[:, part], some, added, energy))
     return ShareSums.cat(found)
 
 
@@ -231,13 +229,14 @@ def _blocks(mask: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
         yield _Block(start, stop, full, end, mask[:, None, start:stop, full:end].to(dtype))
 
 
-def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, floor: Tensor, energy: bool) -> ShareSums:
+def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, energy: bool) -> ShareSums:
     """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring does not see it, rounding does."""
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
+    size = torch.linalg.vector_norm(queries.flatten(2), dim=-1) * torch.linalg.vector_norm(keys.flatten(2), dim=-1)
     keys -= keys.mean(2, keepdim=True)
-    query, key, tables = queries.sum(2), keys.sum(3), keys.flatten(3)
+    query, key, tables = reduce(torch.add, queries.unbind(2)), reduce(torch.add, keys.unbind(3)), keys.flatten(3)
     shape = {"dtype": torch.float64, "device": q.device}
     n = parts**2 + (bias is not None)
     numerators, energies = torch.zeros(batch, heads, n, **shape), torch.zeros(batch, heads, n, **shape)
@@ -261,6 +260,10 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, floor: Tensor
     many = mask.sum(-1)  # allowed keys of each row
     several = torch.where(many > 1, many, 0)
     ones = torch.ones(batch, **shape)
+    unit = 32 * unit_roundoff(q.dtype)
+    floor = (unit * size.double()).square()
+    if bias is not None:
+        floor = floor + unit**2 * bias.double().square().sum((-2, -1))
     if not energy:
         energies.fill_(torch.nan)
     return ShareSums(
