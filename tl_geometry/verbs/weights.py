@@ -305,10 +305,13 @@ def token_readout(
     rows = embeddings(view)
     writes = output_rows(view, raw=raw) if kind == "OV" else None
     parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
+    seen, reads = None, rows
     for layer, all_heads in chosen:
         mine = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(all_heads.left[mine], all_heads.right[mine])
-        reads = normalized_rows(rows, view.attention_norm(layer), affine=raw)
+        norm = view.attention_norm(layer)
+        if raw or seen != (norm.kind, norm.eps):  # without its affine part the norm is the same in every layer
+            seen, reads = (norm.kind, norm.eps), normalized_rows(rows, norm, affine=raw)
         found = readout.read_tokens(svd, reads, reads if writes is None else writes, features=features, k=k)
         parts.append((svd.S, found.left, found.right))
     return _readout(view, kind, pairs, features, raw, parts)
