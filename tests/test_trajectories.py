@@ -321,6 +321,7 @@ def test_the_skip_map_covers_every_pair_and_says_what_can_be_skipped(tmp_path):
     assert torch.equal(again.table("flow").nan_to_num(), found.table("flow").nan_to_num())
     with pytest.raises(GeometryError, match=r"pairs: expected states 0 <= a < b <= 4, got \[\(3, 3\)\]"):
         skip_map(deep(), tokens(8, 8), pairs=[(3, 3)])
+    assert "is near chance" in found.provenance.flags[0]  # random weights know no text
     one = surrogate(deep(), 1, 3, tokens=tokens(40, 8, 1), kinds=("flow",), places=("pilot",), progress=False)
     assert math.isclose(float(one.table("flow")[1, 3]), float(one.table("flow")[1, 3]))
     assert one.pairs() == [(1, 3)]

@@ -89,6 +89,7 @@ def sarfati(
     length: int = 50,
     K: tuple[int, ...] = (1, *GRID),
     separate: bool = True,
+    prepend_bos: bool = False,
     seed: int = 0,
     progress: bool = True,
 ) -> LinesOfThought:
@@ -96,10 +97,11 @@ def sarfati(
 
     As published: greedy alignment, signs by the directions, all numbers in-sample except accuracies and the last rows. The noise law is
     fitted with natural logarithms to residual log variances over all pairs of layers. ``separate`` needs scikit-learn.
+    ``prepend_bos`` departs from the paper, for models that know no text without BOS.
     """
     view = as_view(model)
     name = published_as or next((m for m in SETTINGS if m.lower() in view.name.lower()), view.name)
-    chunks = pseudo_sentences(view, text, length)
+    chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
     asked = n or int(SETTINGS.get(name, {}).get("chunks", len(chunks)))
     chunks = chunks[: min(asked, len(chunks))]
     require(len(chunks) >= 32, "text", expected="at least 32 chunks", got=len(chunks), instead="a longer text")

@@ -139,12 +139,16 @@ def split_rows(n: int, labels: Tensor | None, share: float, seed: int) -> tuple[
     return first.nonzero()[:, 0], (~first).nonzero()[:, 0]
 
 
-def pseudo_sentences(model: Any, text: str, length: int = 50, *, n: int | None = None, corpus: str = "text") -> TokenWindows:
+def pseudo_sentences(
+    model: Any, text: str, length: int = 50, *, n: int | None = None, prepend_bos: bool = False, corpus: str = "text"
+) -> TokenWindows:
     """Consecutive non-overlapping chunks of ``length`` tokens of a text, newlines replaced by spaces, without BOS (as published).
 
     A short last chunk is left out (the published code keeps it). The first ``n`` chunks, or all. Sarfati et al. 2025, section 2.
+    A model that was always trained behind a BOS token may know little without it: ``prepend_bos=True`` then (it counts in
+    ``length``).
     """
-    cut = windows(model, text.replace("\n", " "), length, prepend_bos=False, corpus=corpus)
+    cut = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
     require(n is None or 1 <= n <= len(cut), "n", expected=f"1 to {len(cut)} chunks", got=n, instead="n=None for all")
     return replace(cut[: n or len(cut)], str_tokens=cut.str_tokens)
 

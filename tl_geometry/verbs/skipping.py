@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ KINDS = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
 """Maps that take the place of blocks: the published flow, the flow with the best signs, and the yardsticks of ``residuals.fit_map``."""
 METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
 PLACES = ("pilot", "all")
+LOST = 0.75
+"""Share of the loss of a uniform guess above which a model is flagged as not knowing the text: then skipping may even help."""
 
 Pair = tuple[int, int]
 
@@ -138,6 +141,11 @@ def skip_map(
         corpus=source.corpus, token_hash=hash_tokens(test_rows), window=(0, source.columns), contexts=len(test_rows), seed=seed,
         dtype=str(view.dtype).removeprefix("torch."), sources=SOURCE,
     )  # fmt: skip
+    own = min(v for v in loss if not math.isnan(v))
+    if own > LOST * math.log(view.d_vocab):
+        provenance = provenance.flagged(
+            f"the model's own loss, {own:.2f} nats, is near chance ({math.log(view.d_vocab):.2f}): is BOS missing?"
+        )
     return SkipMap(
         values=values, loss=loss, kinds=kinds, places=places, train=len(train_rows), test=len(test_rows), provenance=provenance
     )  # fmt: skip
