@@ -219,3 +219,18 @@ def test_uniform_heads_are_labelled() -> None:
     assert torch.isnan(table.cs[4]).all()
     assert not torch.isnan(table.cs[[0, 1, 2, 3, 5, 6, 7]]).any()
     assert len(attention.GROUPS) == len(table.groups)
+
+
+def test_a_freshly_initialised_model_is_not_refused() -> None:
+    """Its scores are of size 0.1: the pattern closes to its own rounding, not to that of the scores."""
+    import transformers
+
+    from tl_geometry.adapters import from_hf
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    model = from_hf(transformers.GPT2LMHeadModel(config), None, name="fresh")
+    ids = torch.randint(0, 100, (8, 32))
+    table = sweep_heads(model, ids, decompose(model, ids, progress=False), progress=False)
+    assert table.cs.isfinite().all()
+    assert split_scores(model, ids[:2], decompose(model, ids, progress=False)).total().max() < 1

@@ -69,6 +69,15 @@ def pattern_roundoff(pattern: Tensor | None, roundoff: float) -> float:
     return max(roundoff, 2**-24) if single else roundoff
 
 
+def pattern_bound(pattern: Tensor | None, roundoff: float, scale: float) -> float:
+    """Largest error allowed between scores and logarithms of a pattern: :func:`closing_bound` with a scale of at least one.
+
+    Softmax rounds each probability by a few units, whatever the scores, so that near-uniform attention (a freshly initialised model)
+    closes to 32 u and not to 32 u A.
+    """
+    return closing_bound(pattern_roundoff(pattern, roundoff), max(scale, 1.0))
+
+
 def require_closed(checks: Sequence[Check], what: str) -> None:
     """Raise ``ClosingError`` that names every comparison above its bound (NaN is above)."""
     bad = [f"{name} off by {error:.2g} (at most {bound:.2g})" for _, name, error, bound in checks if not error <= bound]

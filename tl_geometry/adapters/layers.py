@@ -15,7 +15,7 @@ from tl_geometry._check import describe, index, require
 from tl_geometry.adapters.facts import FactFinder, Facts, allowed_cells, scores_of, turn_of
 from tl_geometry.adapters.parameters import Parameters, part, upcast
 from tl_geometry.adapters.running import Runner
-from tl_geometry.closing import CHUNK, closing_bound, pattern_error, pattern_roundoff, require_closed
+from tl_geometry.closing import CHUNK, closing_bound, pattern_bound, pattern_error, require_closed
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import ClosingReport, Hook, LayerHook, LayerView, NormWeights
@@ -293,7 +293,7 @@ def check_scores(view: LayerView, report: ClosingReport) -> ClosingReport:
             errors["scores"].append(_largest(torch.where(view.allowed, capped - view.scores[:, part_], 0.0)))
         if view.pattern is not None:
             errors["pattern"].append(pattern_error(capped, view.pattern[:, part_], view.allowed, view.roundoff))
-    bounds = {"pattern": closing_bound(pattern_roundoff(view.pattern, view.roundoff), scale), "scores": closing_bound(view.roundoff, scale)}
+    bounds = {"pattern": pattern_bound(view.pattern, view.roundoff, scale), "scores": closing_bound(view.roundoff, scale)}
     found = {name: (max(values), bounds[name]) for name, values in errors.items() if values}
     return ClosingReport(checks={**report.checks, **found}, scale=scale)
 

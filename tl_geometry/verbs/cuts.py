@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_geometry import _check
 from tl_geometry._check import describe, require
-from tl_geometry.closing import CHUNK, Check, closing_bound, pattern_error, pattern_roundoff, require_closed
+from tl_geometry.closing import CHUNK, Check, closing_bound, pattern_bound, pattern_error, require_closed
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import BudgetError
 from tl_geometry.linalg import unit_roundoff
@@ -229,7 +229,7 @@ class Cut:
                 error = pattern_error(capped, layer.pattern[:, which], layer.allowed, layer.roundoff)
                 worst["sum pattern"] = max(worst["sum pattern"], error)
         if layer.pattern is not None:
-            bound = closing_bound(pattern_roundoff(layer.pattern, layer.roundoff), scale)
+            bound = pattern_bound(layer.pattern, layer.roundoff, scale)
             checks.append((layer.layer, "sum pattern", worst["sum pattern"], bound))
         if layer.scores is not None:
             checks.append((layer.layer, "sum scores", worst["sum scores"], closing_bound(layer.roundoff, scale)))
