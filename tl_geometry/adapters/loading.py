@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tl_geometry._check import choice, fail, require
 from tl_geometry.adapters.configs import BY_HAND, hooked_config
@@ -54,6 +55,7 @@ def load(
         fail("model", expected=f"weights of {name!r}", got=f"{type(error).__name__}: {text[0][:200]}", instead="a local directory")
 
 
+@torch.no_grad()
 def from_hf(
     hf_model: Any,
     tokenizer: Any = None,
@@ -66,15 +68,34 @@ def from_hf(
 ) -> Any:
     """A TransformerLens model around a Hugging Face model in memory (a bridge instruments it in place).
 
-    ``tokenizer`` may be ``None``: the model then takes token ids only.
+    ``tokenizer`` may be ``None``: the model then takes token ids only. A conversion or processing that changes what the model
+    computes is refused (ALiBi of 6 heads or local YaRN as a HookedTransformer, folding of a mixture of experts).
     """
     choice(kind, KINDS, "kind")
     hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations of HookedTransformer, and remarks on centring that processing makes
         make = _bridge if kind == "bridge" else _hooked
+        ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
+        exact = next(hf_model.parameters()).dtype in (torch.float32, torch.float64)  # half precision differs by rounding alone
+        before = _log_probabilities(hf_model(ids).logits) if exact else None
         model = make(hf_model, tokenizer, processed, name)
+        if before is not None:
+            _same(before, _log_probabilities(model(ids, return_type="logits")), name)
     return remember(model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False))
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.detach().double().log_softmax(-1)
+
+
+def _same(before: Tensor, after: Tensor, name: str) -> None:
+    """Raise unless the converted model still computes the log probabilities that the original did."""
+    error, size = float((before - after).abs().max()), float(before.abs().max())
+    require(
+        error <= 0.01 * size, name, expected="the outputs of the Hugging Face model", got=f"log probabilities off by {error:.2g}",
+        instead='processed=False, kind="bridge", or another version of TransformerLens', error=UnsupportedModelError,
+    )  # fmt: skip
 
 
 def _shown(directory: Path) -> str:
@@ -223,7 +244,9 @@ def _fill(hooked: Any, cfg: Any, state: dict[str, Any], tokenizer: Any, processe
         lost = [k for k in (*missing, *unexpected) if "mask" not in k and "IGNORE" not in k and "nsp" not in k and "pooler" not in k]
         require(not lost, "model", expected="all weights of the encoder", got=f"no {', '.join(lost[:4])}", error=UnsupportedModelError)
     else:
+        capped = float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0  # softmax sees a shift of logits through the cap
+        fold = processed and str(cfg.normalization_type).endswith("Pre")  # not where a norm follows its block (OLMo 2)
         model.load_and_process_state_dict(
-            state, fold_ln=processed, center_writing_weights=processed, center_unembed=processed, fold_value_biases=processed
+            state, fold_ln=fold, center_writing_weights=processed, center_unembed=processed and not capped, fold_value_biases=processed
         )
     return model.to(cfg.device, print_details=False)
