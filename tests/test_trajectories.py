@@ -155,6 +155,11 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
     like = gibberish(deep(), 50, 10, like=torch.tensor([[5, 5, 5, 7]]))
     assert set(like.tokens.unique().tolist()) == {5, 7}
     assert torch.equal(found.tokens, gibberish(deep(), 400, 10, seed=3).tokens)
+    behind = gibberish(dataclasses.replace(as_view(deep()), bos_id=9), 50, 10, like=like, prepend_bos=True)
+    assert set(behind.tokens[:, 0].tolist()) == {9}
+    assert behind.has_bos
+    with pytest.raises(GeometryError, match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. Use prepend_bos=False"):
+        gibberish(dataclasses.replace(as_view(deep()), bos_id=None), 5, 10, prepend_bos=True)
 
 
 def test_pseudo_sentences_are_consecutive_chunks_without_newlines():

@@ -150,7 +150,12 @@ def _separability(view: Any, own: Trajectories, n: int, length: int, seed: int, 
     table = true_against_extrapolated(own, start=start, seed=seed)
     note = f"held out, from state {start}"
     rows = [(f"SVM accuracy, tau = {tau}", float(table.accuracy[tau - 1, 0]), note) for tau in (1, 10) if tau <= len(table.names)]
-    noise = trajectories(view, gibberish(view, n, length, seed=seed), post_norm=own.post_norm is not None, progress=progress)
+    noise = trajectories(
+        view,
+        gibberish(view, n, length, prepend_bos=bool(own.provenance.has_bos), seed=seed),
+        post_norm=own.post_norm is not None,
+        progress=progress,
+    )
     noise = noise.after_norm() if own.post_norm is not None else noise
     apart = ensembles_apart(own, noise, seed=seed)
     return [*rows, ("perceptron accuracy against gibberish, lowest layer", float(apart.accuracy[:, 0].min()), "held out")]

@@ -153,19 +153,26 @@ def pseudo_sentences(
     return replace(cut[: n or len(cut)], str_tokens=cut.str_tokens)
 
 
-def gibberish(model: Any, n: int, length: int = 50, *, like: TokenWindows | Tensor | None = None, seed: int = 0) -> TokenWindows:
+def gibberish(
+    model: Any, n: int, length: int = 50, *, like: TokenWindows | Tensor | None = None, prepend_bos: bool = False, seed: int = 0
+) -> TokenWindows:
     """Chunks of random tokens: uniform over the vocabulary (as published), or drawn from the tokens of ``like``.
 
-    ``like`` keeps the frequencies of a corpus and destroys its order: the milder null.
+    ``like`` keeps the frequencies of a corpus and destroys its order: the milder null. Set ``prepend_bos`` as in the chunks that
+    it is compared with, or the missing BOS is part of the difference (it counts in ``length``).
     """
     view = as_view(model)
     generator = torch.Generator().manual_seed(seed)
     if like is None:
         tokens, name = torch.randint(0, view.d_vocab, (n, length), generator=generator), "gibberish, uniform"
     else:
-        pool = (like.tokens if isinstance(like, TokenWindows) else like).reshape(-1)
+        rows = like.tokens[:, int(like.has_bos) :] if isinstance(like, TokenWindows) else like
+        pool = rows.reshape(-1)
         tokens, name = pool[torch.randint(0, len(pool), (n, length), generator=generator)], "gibberish, corpus frequencies"
-    return TokenWindows(tokens=tokens, has_bos=False, corpus=name)
+    if prepend_bos:
+        require(view.bos_id is not None, "prepend_bos", expected="a tokenizer with a BOS token", got="none", instead="prepend_bos=False")
+        tokens[:, 0] = view.bos_id or 0
+    return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus=name)
 
 
 def trajectories(
