@@ -64,3 +64,29 @@ def test_only_the_agreed_files_stand_at_the_top() -> None:
         p.name for p in ROOT.iterdir() if p.name.startswith(".") or p.name.endswith(".egg-info") or p.name in ("build", "dist", "shared")
     }
     assert {p.name for p in ROOT.iterdir()} - ignored - {"tl-geometry-report", "__pycache__"} <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+def test_the_readme_examples_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.tiny import HAS_HOOKED
+
+    if kind == "hooked" and not HAS_HOOKED:
+        pytest.skip("TransformerLens 4 has no HookedTransformer")
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    code = next(b for b in blocks if ("HookedTransformer" in b) is (kind == "hooked"))
+    (tmp_path / "book.txt").write_text("def f(x):\n    return x\n\n" * 400)
+    monkeypatch.chdir(tmp_path)
+    swaps = {r"^from transformer_lens.*$": "from tl_geometry import zoo", r"^model = .*$": f"model = zoo.embedded(kind={kind!r})"}
+    swaps |= {
+        r"\b256\b": "32",
+        r"L5H1|L4H11": "L1H0",
+        r"open\(\"book.txt\"\)": "__import__('pathlib').Path('book.txt')",
+        r"\.read\(\)": ".read_text()",
+    }
+    for old, new in swaps.items():
+        code, count = re.subn(old, new, code, flags=re.MULTILINE)
+        assert count or "L5H1" in old
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["basis"].contexts > 10  # type: ignore[attr-defined]

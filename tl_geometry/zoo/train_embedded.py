@@ -51,8 +51,8 @@ SETTINGS = TrainSettings(
     seed=SEED,
     checkpoint_every=200,
 )
-SHAPE = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_inner": 512}
-INITIAL = {"initializer_range": 0.06, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_inner": 512}
+INITIAL: dict[str, Any] = {"initializer_range": 0.06, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def new_model(seed: int = SEED) -> GPT2LMHeadModel:
