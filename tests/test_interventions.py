@@ -283,6 +283,12 @@ def test_necessity_and_sufficiency_are_as_they_must_be(name: str) -> None:
     assert previous.sufficiency["induction_loss"] == pytest.approx(1, abs=1e-3)
     assert previous.placebo_cosine > 0.99
     assert any("the placebo is nearly the term" in flag for flag in previous.provenance.flags)
+    permuted = necessity_sufficiency(model, ids, basis, "L0H0", "position", placebos="positions", **options)
+    assert abs(permuted.placebo_cosine) < 0.3
+    assert permuted.placebo_induction_loss.mean() < 0.5 * permuted.of("remove")["induction_loss"]
+    assert permuted.of("remove") == pytest.approx(previous.of("remove"))
+    with pytest.raises(GeometryError, match=r"placebo: expected one of 'prompt', 'positions', got 'noise'"):
+        necessity_sufficiency(model, ids, basis, "L0H0", "position", placebos="noise", **options)
     nothing = necessity_sufficiency(model, ids, basis, "L0H0", "content", **options)
     assert nothing.necessity["loss"] == pytest.approx(0, abs=1e-4)
     assert nothing.sufficiency["loss"] == pytest.approx(0, abs=1e-4)
@@ -358,13 +364,13 @@ def test_the_ten_most_extreme_predictions_hold_in_the_embedded_model() -> None:
 def test_placebo_has_the_energy_of_the_term() -> None:
     from tl_geometry.interventions.terms import Splitter, placebo
 
-    model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
+    model, basis, split = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2"), split_of("gpt2")
 
     def check(layer: Any) -> None:
         whole = torch.zeros(3, 4, 14, 14)
         parts = Splitter(basis)(layer, range(4))
         other = -placebo(("cvec-cvec",), 0)(layer, whole, parts, (0, 1, 2, 3))
-        term = row_center(split_of("gpt2").terms["cvec", "cvec"][:, layer.layer * 4 :][:, :4], layer.allowed)
+        term = row_center(split.terms["cvec", "cvec"][:, layer.layer * 4 :][:, :4], layer.allowed)
         assert torch.allclose(other.square().sum((-2, -1)), term.square().sum((-2, -1)), rtol=1e-3)
         assert torch.allclose(other.sum(-1), torch.zeros(3, 4, 14), atol=1e-3)
         cosine = (other * term).sum((-2, -1)) / term.square().sum((-2, -1))

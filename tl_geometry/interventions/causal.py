@@ -199,14 +199,17 @@ def necessity_sufficiency(
     term: Term,
     *,
     seeds: int = 20,
+    placebos: str = "prompt",
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
 ) -> NecessitySufficiency:
     """Loss when a term is removed from the scores of some heads, kept alone, and replaced by a matched placebo.
 
-    The term is necessary where removing it costs more than removing the same term of another prompt (row-centred, rescaled to equal
-    energy, ``seeds`` draws); it is sufficient where keeping only it (with the bias terms) costs little, against the bias terms alone.
+    The term is necessary where removing it costs more than removing a placebo: the same term of another prompt, row-centred and
+    rescaled to equal energy (``seeds`` draws), or with ``placebos="positions"`` the term with its keys at permuted positions, for
+    positional terms, which hardly differ between prompts. It is sufficient where keeping only it (with the bias terms) costs little,
+    against the bias terms alone.
     All chosen heads are edited at once, in the running forward pass (:mod:`tl_geometry.interventions.terms`).
 
     Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
@@ -229,11 +232,11 @@ def necessity_sufficiency(
 
     made: dict[str, Any] = {"clean": nullcontext, "bias terms only": condition(keeping(())), "keep": condition(keeping(names))}
     made |= {"remove": condition(removing(names))}
-    made |= {f"placebo {i}": condition(placebo(names, 1000 * seed + i, note)) for i in range(seeds)}
+    made |= {f"placebo {i}": condition(placebo(names, 1000 * seed + i, placebos, note)) for i in range(seeds)}
     loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
     n = len(CONDITIONS)
     similar = sum(cosines) / len(cosines)
-    flags = [f"the placebo is nearly the term (cosine {similar:.2f})"] if similar > 0.9 else []
+    flags = [f"the placebo is nearly the term (cosine {similar:.2f}): see placebos='positions'"] if similar > 0.9 else []
     return NecessitySufficiency(
         provenance=_provenance(view, rows, basis, seed, flags),
         conditions=(*CONDITIONS, "placebo"),

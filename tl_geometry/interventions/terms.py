@@ -7,7 +7,7 @@ changes what a later one takes away. With S the scores of a head and X the term:
     remove      S - X
     keep        X + the terms with bias on either side (compare with those alone: ``keep_term(model, basis, (), heads)``)
     mean        S - X + (mean of X over the batch at each cell)
-    placebo     S - X', X' the term of another prompt of the batch, row-centred and rescaled to the energy of X
+    placebo     S - X', X' the term of another prompt (or at permuted key positions), row-centred and rescaled to the energy of X
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tl_geometry.verbs.sweep import PARTS, project_basis, split_layer
 Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
 """One term, one group, or several."""
 HeadsLike = Iterable[Head] | Head | None
+PLACEBOS = ("prompt", "positions")
+"""Kinds of placebo."""
 BIAS = 0
 """Index of the bias part in :data:`tl_geometry.verbs.sweep.PARTS`."""
 
@@ -154,14 +156,29 @@ def averaging(names: Sequence[str]) -> Change:
     return change
 
 
-def placebo(names: Sequence[str], seed: int, similarity: Callable[[LayerView, tuple[int, ...], Tensor], None] | None = None) -> Change:
-    """``S`` minus the term of another prompt, row-centred, with the energy of the prompt's own; ``similarity`` receives their cosines."""
+def placebo(
+    names: Sequence[str],
+    seed: int,
+    kind: str = "prompt",
+    similarity: Callable[[LayerView, tuple[int, ...], Tensor], None] | None = None,
+) -> Change:
+    """``S`` minus a matched placebo of the term, row-centred, with the energy of the term itself.
+
+    ``kind="prompt"``: the same term of another prompt of the batch. ``"positions"``: the term with its keys at permuted positions, for
+    terms that hardly differ between prompts. ``similarity`` receives the cosines of term and placebo ``[head]``.
+    """
     weight, alibi = weights_of(names)
+    _check.choice(kind, PLACEBOS, "placebo")
 
     def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
-        _several(whole, "placebo")
-        term = row_center(_term_score(parts, layer, heads, weight, alibi), layer.allowed)
-        other = term[derangement(len(term), seed).to(term.device)]
+        raw = _term_score(parts, layer, heads, weight, alibi)
+        term = row_center(raw, layer.allowed)
+        if kind == "prompt":
+            _several(whole, "placebo")
+            other = term[derangement(len(term), seed).to(term.device)]
+        else:
+            order = torch.randperm(raw.shape[-1], generator=torch.Generator().manual_seed(seed))
+            other = row_center(_term_score(Parts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi), layer.allowed)
         norm, own = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (other, term))
         safe = torch.where(norm > 0, norm, 1.0)
         if similarity is not None:
