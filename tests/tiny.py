@@ -7,6 +7,7 @@ A freshly initialised model has unit gains, zero biases and near-uniform attenti
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from functools import cache
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tl_geometry.adapters.loading import from_hf
+from tl_geometry.adapters import from_hf, view
+from tl_geometry.records import LayerView
 
 HAS_HOOKED = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens has HookedTransformer and HookedEncoder (3.x)."""
@@ -60,12 +62,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         _PLAIN
         | {"intermediate_size": 128, "num_layers": 2, "num_heads": HEADS, "attention_types": [[["global", "local"], 1]], "window_size": 6},
     ),
-    "bert": ("BertForMaskedLM", _PLAIN),
-    "roberta": ("RobertaForMaskedLM", _PLAIN),
+    "bert": ("BertForMaskedLM", _PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "roberta": ("RobertaForMaskedLM", _PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }
 """Name -> Hugging Face class and configuration."""
+NOT_HOOKED = ("llama-yarn", "bloom6", "mpt", "olmo2-grouped", "phi", "cohere", "cohere-qk-norm", "falcon", "falcon-alibi", "roberta")
+NOT_BRIDGE_3 = ("cohere", "cohere-qk-norm", "roberta")
 _FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
-_QUERY_KEY = ("q_proj", "k_proj", "query.", "key.", *_FUSED)
+_QUERY_KEY = ("q_proj", "k_proj", "query.", "key.", ".q.", ".k.", *_FUSED)
 
 
 def hf_model(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
@@ -124,7 +128,73 @@ def tokens(batch: int = 2, length: int = 16, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def refusal(kind: str, architecture: str, processed: bool = False) -> str | None:
+    """Why the installed TransformerLens cannot hold a model, as far as is known, else ``None``."""
+    if kind == "hooked" and not HAS_HOOKED:
+        return "TransformerLens 4 has no HookedTransformer"
+    if kind == "hooked" and architecture in NOT_HOOKED:
+        return "HookedTransformer cannot hold it, or computes other outputs than Hugging Face"
+    if HAS_HOOKED and kind == "bridge" and architecture in NOT_BRIDGE_3:
+        return "the bridge of TransformerLens 3 cannot hold it, or computes other outputs than Hugging Face"
+    if processed and architecture == "gpt-oss":
+        return "folding norms into a mixture of experts changes its outputs"
+    return None
+
+
+def loadable(architecture: str) -> list[tuple[str, bool]]:
+    """(kind, processed) of every way in which the installed version can hold an architecture."""
+    ways = itertools.product(("bridge", "hooked"), (False, True))
+    return [(kind, processed) for kind, processed in ways if refusal(kind, architecture, processed) is None]
+
+
 @cache
 def tiny(kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny model of ``kind`` ``"bridge"`` or ``"hooked"``, the same weights in both; cached, so do not edit it."""
-    return from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed, name=f"tiny-{architecture}", dtype=dtype)
+    model = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed, name=f"tiny-{architecture}", dtype=dtype)
+    assert_real_attention(model)
+    return model
+
+
+def tiny_hooked(**settings: Any) -> Any:
+    """A HookedTransformer from a configuration, for what no Hugging Face family has (TransformerLens 3 only)."""
+    import transformer_lens
+
+    base: dict[str, Any] = {"d_model": D, "d_head": 8, "n_heads": HEADS, "n_layers": 2, "n_ctx": CTX, "d_vocab": VOCAB}
+    base |= {"d_mlp": 64, "act_fn": "gelu", "seed": 0} | settings
+    model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**base))
+    randomize_hooked(model)
+    assert_real_attention(model)
+    return model
+
+
+def tiny_native(norm: str, position: str) -> Any:
+    """TransformerLens's own architecture in a bridge."""
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    sizes: dict[str, Any] = {"d_model": D, "d_head": 8, "n_heads": HEADS, "n_layers": 2, "n_ctx": CTX, "d_vocab": VOCAB}
+    sizes |= {"d_mlp": 64, "act_fn": "gelu"}
+    config: Any = TransformerBridgeConfig
+    model = TransformerBridge.boot_native(config(**sizes, normalization_type=norm, positional_embedding_type=position))
+    randomize(model.original_model, sharpness=6.0)
+    model.eval()
+    assert_real_attention(model)
+    return model
+
+
+def assert_real_attention(model: Any) -> None:
+    """Scores reach 10 and the pattern's entropy is below 0.8 of uniform: near-uniform attention hides mistakes."""
+    sizes: list[float] = []
+    entropies: list[tuple[float, float]] = []
+
+    def look(layer: LayerView) -> None:
+        scores = torch.einsum("bihe,bjhe->bhij", layer.q, layer.k) * layer.scale
+        sizes.append(float(torch.where(layer.allowed, scores, 0.0).abs().max()))
+        assert layer.pattern is not None
+        p = layer.pattern.double()
+        entropies.append((float(-torch.special.xlogy(p, p).sum(-1).mean()), float(layer.allowed.sum(-1).double().log().mean())))
+
+    seen = view(model)
+    seen.run_layers(tokens(), range(seen.n_layers), look)
+    assert max(sizes) >= 10, sizes
+    assert sum(e for e, _ in entropies) < 0.8 * sum(u for _, u in entropies), entropies
