@@ -78,11 +78,16 @@ def from_hf(
         make = _bridge if kind == "bridge" else _hooked
         ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
         exact = next(hf_model.parameters()).dtype in (torch.float32, torch.float64)  # half precision differs by rounding alone
-        before = _log_probabilities(hf_model(ids).logits) if exact else None
+        before = _log_probabilities(_logits(hf_model(ids))) if exact else None
         model = make(hf_model, tokenizer, processed, name)
         if before is not None:
             _same(before, _log_probabilities(model(ids, return_type="logits")), name)
     return remember(model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False))
+
+
+def _logits(output: Any) -> Tensor:
+    """Token logits of a Hugging Face output (``BertForPreTraining`` has two heads and another name for them)."""
+    return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
