@@ -70,6 +70,50 @@ FAULTS = (
     Fault("NaN let through", "capture.py", "if not finite[i]]", "if False]"),
 )
 
+ATTENTION, TYPES, SWEEP, LIVE = (f"tests/test_{name}.py" for name in ("attention", "head_types", "sweep", "interventions"))
+FAULTS += (
+    Fault("row mean over masked keys too", "attention.py", "/ allowed.sum(-1, keepdim=True).clamp(min=1)",
+          "/ allowed.shape[-1]", ATTENTION),
+    Fault("scores not centred", "attention.py", "known.flatten(0, 1).mT, beta=-1)", "known.flatten(0, 1).mT, beta=0)", ATTENTION),
+    Fault("query and key part swapped", "attention.py", "(rows.flatten(3) @ weighted)", "(rows.flatten(3) @ weighted).mT", ATTENTION),
+    Fault("energies not centred", "attention.py", "return energy - (sums", "return energy - 0 * (sums", ATTENTION),
+    Fault("earlier keys forgotten", "attention.py", "else self.squares.add_(squares)", "else squares", ATTENTION),
+    Fault("the bias against itself", "attention.py", "+= (centred * extra)", "+= (extra * extra)", ATTENTION),
+    Fault("groups by the query alone", "attention.py", "(query in CONTEXT_PARTS) + (key in CONTEXT_PARTS)",
+          "2 * (query in CONTEXT_PARTS)", ATTENTION),
+    Fault("uniform heads not seen", "attention.py", "return self.total <= self.floor", "return self.total < 0 * self.floor", ATTENTION),
+    Fault("bootstrap without drawing", "attention.py", "chosen = torch.randint(contexts, (draws, contexts), generator=generator)",
+          "chosen = torch.arange(contexts).expand(draws, contexts)", ATTENTION),
+    Fault("margin to itself", "verbs/shares.py", "margin = top[:, 0] - top[:, 1]", "margin = top[:, 0] - top[:, -1]", ATTENTION),
+    Fault("offsets mirrored", "score_shapes.py", "index.flatten(), summed.flatten(1)", "index.T.flatten(), summed.flatten(1)", ATTENTION),
+    Fault("Toeplitz without row means", "score_shapes.py", "gram = torch.diag(counts) -", "gram = torch.diag(counts) - 0 *", ATTENTION),
+    Fault("divergence reversed", "score_shapes.py", "p * (log_p - log_q)", "p * (log_q - log_p)", ATTENTION),
+    Fault("total variation doubled", "score_shapes.py", ".sum(-1) / 2", ".sum(-1)", ATTENTION),
+    Fault("contrast with the token itself", "score_shapes.py", "apart = allowed & ~torch.eye", "apart = allowed | torch.eye", ATTENTION),
+    Fault("induction off by one", "head_types.py", "follows[:, :, 1:] = equal[:, :, :-1]", "follows[:, :, :-1] = equal[:, :, 1:]", TYPES),
+    Fault("a token duplicates itself", "head_types.py", "equal & (offset > 0)", "equal & (offset >= 0)", TYPES),
+    Fault("previous token off by one", "head_types.py", "(offset == 1)", "(offset == 2)", TYPES),
+    Fault("the mean left in cvec", "verbs/sweep.py", "torch.sub(whole[rows], parts[0], out=parts[2]).sub_(parts[1])",
+          "torch.sub(whole[rows], parts[1], out=parts[2])", SWEEP),
+    Fault("the score scale twice", "verbs/sweep.py", ".mul_(layer.scale)", ".mul_(layer.scale**2)", SWEEP),
+    Fault("positions off by one", "verbs/sweep.py", "pos = basis.pos_columns[row, :columns]",
+          "pos = basis.pos_columns[row].roll(1, 0)[:columns]", SWEEP),
+    Fault("dropped mass of the wrong side", "verbs/sweep.py", "layer.pattern[:, :, self.drop :, : self.drop]",
+          "layer.pattern[:, :, self.drop :, self.drop :]", SWEEP),
+    Fault("soft cap forgotten", "verbs/details.py", "if layer.softcap is not None:", "if False:", SWEEP),
+    Fault("sinks forgotten", "verbs/details.py", "if layer.sinks is None:", "if True:", SWEEP),
+    Fault("nulls that keep positions", "verbs/details.py", "order[drop:] = drop +", "order[drop:] = order[drop:] + 0 *", SWEEP),
+    Fault("a term added, not removed", "interventions/terms.py", "whole - _term_score(parts, layer, heads, weight, alibi)",
+          "whole + _term_score(parts, layer, heads, weight, alibi)", LIVE),
+    Fault("bias terms not kept", "interventions/terms.py", "weight[BIAS], weight[:, BIAS] = 1, 1", "weight[BIAS, BIAS] = 1", LIVE),
+    Fault("placebo of another energy", "interventions/terms.py", "return whole - other * (own / safe)", "return whole - other", LIVE),
+    Fault("edits on the wrong head", "interventions/live.py", "change[:, :, heads] =", "change[:, :, [h - 1 for h in heads]] =", LIVE),
+    Fault("hooks left behind", "interventions/live.py", "handle.hook.remove()", "pass", LIVE),
+    Fault("a mask not noticed", "interventions/live.py", "float(error) <= bound", "True", LIVE),
+    Fault("projection of the mean too", "interventions/stream.py", "((h.double() - m) @ V) @ V.mT", "(h.double() @ V) @ V.mT", LIVE),
+    Fault("the first copy counted", "interventions/causal.py", "column > periods", "column > 0", LIVE),
+)  # fmt: skip
+
 
 def caught(fault: Fault) -> bool:
     """Plant one fault in a copy of the project and say whether its tests fail."""

@@ -55,9 +55,9 @@ def masks(length: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("drop", [0, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_contraction_equals_matrices(name: str, drop: int, with_bias: bool) -> None:
-    length = attention.BLOCK + 21
-    q, k, mask = draw(3, 2, length, 3, 5), draw(3, 2, length, 3, 5, seed=7), masks(length)[name]
-    bias = draw(3, length, length, seed=9) if with_bias else None
+    length = 2 * attention.BLOCK + 21
+    q, k, mask = draw(3, 2, length, 2, 5), draw(3, 2, length, 2, 5, seed=7), masks(length)[name]
+    bias = draw(2, length, length, seed=9) if with_bias else None
     matrices = terms(q, k).flatten(0, 1)
     if bias is not None:
         matrices = torch.cat([matrices, bias.expand(1, 2, -1, -1, -1)])

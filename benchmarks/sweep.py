@@ -1,0 +1,106 @@
+"""The sweep over all heads against the bare forward pass, and against a full cache with nine terms per head as matrices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from benchmarks.decomposition import gpt2
+from benchmarks.harness import Row, interleave, machine
+from tl_geometry.attention import ShareSums, share_sums_dense
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.verbs.details import DETAILS, score
+from tl_geometry.verbs.sweep import sweep_heads
+
+SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 16), "gpu": (12, 768, 256, 512)}
+"""Layers, d_model, length, contexts."""
+
+
+def made(size: str) -> tuple[Any, torch.Tensor, PositionContext, int]:
+    """Model, tokens, basis, and the contexts of one batch."""
+    layers, width, length, contexts = SIZES[size]
+    model = gpt2(layers, width, length)
+    model = model.to("cuda") if size == "gpu" else model
+    view = tlg.view(model)
+    tokens = torch.randint(0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0))
+    basis = tlg.decompose(view, tokens[:8], second_moments=False, progress=False)
+    return view, tokens, basis, max(1, (16384 if size == "gpu" else 4096) // length)
+
+
+def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> ShareSums:
+    """The plain route: one full cache, then the nine terms of every head of every layer as matrices."""
+    _, cache = view.model.run_with_cache(tokens.to(view.device), return_type=None)
+    found = []
+    for at in range(view.n_layers):
+        layer = view.layer(at, cache, verify=False)
+        mean = basis.mean[at].to(layer.h).expand_as(layer.h)
+        pos = basis.pos_columns[at, : layer.h.shape[1]].to(layer.h).expand_as(layer.h)
+        stream = torch.stack([mean, pos, layer.h - mean - pos])
+        q, k = layer.project_q(stream), layer.project_k(stream)
+        q[0] += layer.q_constant
+        k[0] += layer.k_constant
+        terms = torch.stack([score(a * layer.scale, b) for a in q for b in k])
+        found.append(share_sums_dense(terms, layer.allowed, drop=basis.window[0]).to("cpu"))
+    return ShareSums.beside(found)
+
+
+def run(size: str) -> list[Row]:
+    """Ratios to the bare forward pass without logits over the same tokens in the same batches."""
+    view, tokens, basis, batch = made(size)
+    few = tokens[: min(len(tokens), 8)]
+
+    def bare() -> None:
+        with torch.inference_mode():
+            for part in tokens.split(batch):
+                view.model(part.to(view.device), return_type=None)
+
+    def bare_few() -> None:
+        with torch.inference_mode():
+            view.model(few.to(view.device), return_type=None)
+
+    def sweep(rows: torch.Tensor, detail: tuple[str, ...] = ()) -> Any:
+        return sweep_heads(view, rows, basis, detail=detail, batch_size=batch, progress=False)
+
+    dense, ours = materialised(view, few, basis), sweep(few)
+    assert (dense.cs - ours.cs).abs().max() < 1e-3, "the routes disagree"
+    assert (dense.es - ours.es).abs().max() < 1e-3, "the routes disagree"
+    rounds = {"smoke": 2, "cpu": 3, "gpu": 5}[size]
+    name = "sweep " + "x".join(map(str, SIZES[size][:3]))
+    rows = interleave(name, {"bare forward, no logits": bare, "sweep_heads": lambda: sweep(tokens)}, rounds=rounds)
+    routes: dict[str, Any] = {"bare forward, 8 contexts": bare_few, "sweep_heads, 8 contexts": lambda: sweep(few)}
+    routes |= {f"detail={d!r}, 8 contexts": lambda d=d: sweep(few, (d,)) for d in DETAILS}
+    routes["full cache, nine terms"] = lambda: materialised(view, few, basis)
+    return rows + interleave(name, routes, rounds=1 if size == "cpu" else 2) + memory(size)
+
+
+CHILD = """
+import resource, sys, torch
+from benchmarks.sweep import made, materialised
+from tl_geometry.verbs.sweep import sweep_heads
+torch.set_num_threads(1)
+view, tokens, basis, batch = made(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+few = tokens[:8]
+if sys.argv[2] == "sweep":
+    sweep_heads(view, few, basis, batch_size=1, progress=False)
+elif sys.argv[2] == "forward":
+    for row in few.split(1):
+        view.model(row, return_type=None)
+else:
+    materialised(view, few, basis)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def memory(size: str) -> list[Row]:
+    """Growth of the peak memory of whole processes over 8 contexts on the CPU; the ratio is to the sweep's."""
+    if "cuda" in str(machine()["device"]).lower() or size == "gpu":
+        return []
+    routes = ("sweep", "forward", "cache")
+    child = [sys.executable, "-c", CHILD, size]
+    peak = {r: int(subprocess.run([*child, r], capture_output=True, text=True, check=True).stdout) for r in routes}
+    return [Row("sweep memory over 8 contexts", r, float("nan"), p / max(1, peak["sweep"]), f"{p / 1024:.0f} MiB") for r, p in peak.items()]
