@@ -210,6 +210,7 @@ def test_bundle_statistics_by_brute_force_and_chance_level():
 
     shared = [len(a & b) / 5 for a, b in zip(near(X[:, 0].numpy()), near(X[:, 1].numpy()))]
     assert math.isclose(float(found.neighbours[0]), float(np.mean(shared)), abs_tol=1e-12)
+    assert found.neighbours_chance == 5 / 39  # one's own place is no candidate
     assert abs(float(found.neighbours[0]) - found.neighbours_chance) < 0.1
 
 
