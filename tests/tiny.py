@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import warnings
 from functools import cache
 from typing import Any
 
@@ -161,7 +162,9 @@ def tiny_hooked(**settings: Any) -> Any:
 
     base: dict[str, Any] = {"d_model": D, "d_head": 8, "n_heads": HEADS, "n_layers": 2, "n_ctx": CTX, "d_vocab": VOCAB}
     base |= {"d_mlp": 64, "act_fn": "gelu", "seed": 0} | settings
-    model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**base))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # HookedTransformer says that it goes in 4.0
+        model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**base))
     randomize_hooked(model)
     assert_real_attention(model)
     return model

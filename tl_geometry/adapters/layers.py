@@ -176,7 +176,11 @@ class Layers:
         if facts.bias_form is None:
             return None, "none"
         if facts.bias_form != "measured":
-            return facts.bias(length), "analytic"
+            bias, kept = facts.bias(length), getattr(self.parameters.model.blocks[layer].attn, "alibi", None)
+            if bias is not None and facts.slopes is not None and isinstance(kept, Tensor):
+                # HookedTransformer keeps the bias of its longest prompt and takes the last rows: a constant of each row too much
+                bias = bias - facts.slopes[:, None, None] * (kept.shape[-1] - length)
+            return bias, "analytic"
         self._measure((layer,), length)
         return self.memo["bias", layer, length].to(h), "measured"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -73,16 +73,26 @@ def from_hf(
     """
     choice(kind, KINDS, "kind")
     hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")  # deprecations of HookedTransformer, and remarks on centring that processing makes
         make = _bridge if kind == "bridge" else _hooked
         ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
         exact = next(hf_model.parameters()).dtype in (torch.float32, torch.float64)  # half precision differs by rounding alone
         before = _log_probabilities(_logits(hf_model(ids))) if exact else None
-        model = make(hf_model, tokenizer, processed, name)
+        model = make(hf_model, _on_disk(tokenizer, Path(scratch)), processed, name)
         if before is not None:
             _same(before, _log_probabilities(model(ids, return_type="logits")), name)
     return remember(model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False))
+
+
+def _on_disk(tokenizer: Any, directory: Path) -> Any:
+    """A tokenizer that was made in memory, as if it had been read from a directory: TransformerLens reads it again from its path."""
+    if tokenizer is None or tokenizer.init_kwargs.get("name_or_path"):
+        return tokenizer
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 def _logits(output: Any) -> Tensor:
@@ -204,7 +214,7 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
     import transformer_lens.loading_from_pretrained as loading
 
     architecture, dtype = type(hf_model).__name__, next(hf_model.parameters()).dtype
-    with tempfile.TemporaryDirectory() as parent:  # TransformerLens guesses from the path, so it gets a neutral one
+    with TemporaryDirectory() as parent:  # TransformerLens guesses from the path, so it gets a neutral one
         directory = Path(parent, "checkpoint")
         directory.mkdir()
         config = hf_model.config.to_dict() | {"architectures": ["BertForMaskedLM" if encoder else architecture]}
