@@ -90,7 +90,8 @@ def _random_parts(model: Any) -> tuple[str, ...]:
     """Prefixes of parameters that loading draws at random, so that they say nothing about the model."""
     encoder = ("pooler.", "nsp_head.") if any(c.__name__ == "HookedEncoder" for c in type(model).__mro__) else ()
     head = () if _LOADED.get(model, {}).get("head_trained", _head_trained(model)) else ("cls.", "lm_head.", "mlm_head.", "unembed.")
-    return (*encoder, *head)
+    alibi = getattr(model.cfg, "positional_embedding_type", "") == "alibi"  # HookedTransformer holds an unused, unfilled position table
+    return (*encoder, *head, *(("pos_embed.",) if alibi else ()))
 
 
 def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
