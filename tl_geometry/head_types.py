@@ -135,7 +135,7 @@ def head_type_scores(
     sets = detection_patterns(tokens, width=width)
     repeated = sets["duplicate"].any(-1)
     later = torch.arange(length, device=pattern.device).expand_as(repeated) >= 1
-    queries = dict.fromkeys(HEAD_TYPES, repeated if common else later)
+    queries: dict[str, Tensor] = dict.fromkeys(HEAD_TYPES, repeated if common else later)
     if not common:
         queries |= {"duplicate": repeated, "induction": repeated, "same": torch.ones_like(repeated)}
     scores, baselines = {}, {}

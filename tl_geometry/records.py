@@ -214,8 +214,8 @@ class ModelView:
     ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the output head was newly
     initialised, so that no output-based measure is given. ``layer(l, cache)`` builds the verified view of attention layer
     ``l`` from a mapping that holds ``layer_hooks(l)`` (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams
-    them through one forward pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm before the unembedding ``unembed [d_model d_vocab]``, ``None``
-    where there is none or the output is not a linear readout of the last state.
+    them through one forward pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm before the
+    unembedding ``unembed [d_model d_vocab]``, ``None`` where there is none or the output is not a linear readout of the last state.
     """
 
     model: Any
