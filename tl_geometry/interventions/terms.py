@@ -172,13 +172,14 @@ def placebo(
 
     def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
         raw = _term_score(parts, layer, heads, weight, alibi)
-        term = row_center(raw, layer.allowed)
+        allowed = layer.allowed.to(raw.device)
+        term = row_center(raw, allowed)
         if kind == "prompt":
             _several(whole, "placebo")
             other = term[derangement(len(term), seed).to(term.device)]
         else:
             order = torch.randperm(raw.shape[-1], generator=torch.Generator().manual_seed(seed))
-            other = row_center(_term_score(Parts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi), layer.allowed)
+            other = row_center(_term_score(Parts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi), allowed)
         norm, own = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (other, term))
         safe = torch.where(norm > 0, norm, 1.0)
         if similarity is not None:

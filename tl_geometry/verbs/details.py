@@ -43,7 +43,7 @@ def logits(scores: Float[Tensor, "batch head query key"], layer: LayerView, head
     """
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    allowed = layer.allowed
+    allowed = layer.allowed.to(scores.device)
     if layer.sinks is None:
         return scores, allowed
     sinks = layer.sinks if heads is None else layer.sinks[list(heads)]
@@ -57,7 +57,8 @@ def model_pattern(
     """The pattern that the layer makes of scores: soft cap, mask, sinks, softmax."""
     capped, allowed = logits(scores, layer, heads)
     masked = torch.where(allowed, capped, torch.finfo(capped.dtype).min).softmax(-1)
-    return torch.where(layer.allowed, masked[..., : layer.allowed.shape[-1]], 0)
+    keys = layer.allowed.shape[-1]
+    return torch.where(allowed[:, :keys], masked[..., :keys], 0)
 
 
 class Details:

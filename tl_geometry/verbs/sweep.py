@@ -122,15 +122,26 @@ def sweep_heads(
 ) -> SweepTable:
     """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a term as a matrix.
 
-    ``tokens`` is anything that :func:`tl_geometry.decompose` takes (any number of prompts of one length); ``basis`` comes from the
-    same model. The first ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an attention sink), and
-    the attention paid to them is reported. ``detail`` asks for more, at a cost: ``"ablation"`` (total variation and KL of the
-    pattern without each term), ``"toeplitz"`` and ``"offsets"`` (how far the positional terms depend on i - j only, and the mean
-    by offset), ``"contrast"`` (token identity in cvec-cvec), ``"nulls"`` (group shares for permuted positions and for a rotated
-    basis), ``"bootstrap"`` (95% intervals over contexts). ``memory_budget`` bounds the bytes held for one batch.
+    For each head, over all prompts and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2`` and energy share of the terms X over
+    {bias, pos, cvec} on either side and of the groups position, content and mixed (row-centred; Song & Zhong 2023, Eq. 7, with the norm
+    scale frozen so that the terms sum to the model's scores). Shares have no unit; formulas in :mod:`tl_geometry.attention`.
 
-    Shares as in Song & Zhong 2023, Eq. 7, with the norm scale frozen so that the terms sum to the model's scores; see
-    :func:`tl_geometry.attention.share_sums`.
+    Args:
+        tokens: anything that :func:`tl_geometry.decompose` takes, any number of prompts of one length.
+        basis: from :func:`tl_geometry.decompose` of the same model. The first ``basis.window[0]`` queries and keys are left out of the
+            shares (position 0 is an attention sink); the attention paid to them is the column ``dropped_mass``.
+        layers: blocks to look at, all by default.
+        detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern without each term), ``"toeplitz"`` and
+            ``"offsets"`` (how far the positional terms depend on i - j only, and the mean by offset), ``"contrast"`` (token identity in
+            cvec-cvec), ``"nulls"`` (group shares for permuted positions and in random directions), ``"bootstrap"`` (95% intervals).
+        memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget allows.
+        prepend_bos: with text only.
+
+    Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``, ``.shares``.
+
+    Raises ``ClosingError`` where the split does not reproduce the model's own queries, keys, scores and patterns (checked on the
+    first context), ``BudgetError`` where one context exceeds the budget, ``GeometryError`` for a basis of another model or of
+    fewer positions, and for unknown details.
     """
     view = capture.as_view(model)
     wanted = (detail,) if isinstance(detail, str) else tuple(detail)
