@@ -30,8 +30,8 @@ class TokenPaths(Result):
 
     ``steps[..., l]`` is the angle between states l and l + 1; ``length`` their sum, ``net`` the angle from first to last, ``tortuosity``
     their ratio. ``radial``, ``tangential`` and ``turn [update layer ...]`` are those of attention and MLP, each from the stream it is
-    added to (NaN where the model's updates do not add up to its states, as in post-norm models). ``angle`` and ``rank`` say how far each state
-    points from the next token's unembedding row (1 is the nearest of all; NaN and 0 for the last token, which has no next).
+    added to (NaN where the model's updates do not add up to its states, as in post-norm models). ``angle`` and ``rank`` say how far each
+    state points from the next token's unembedding row (1 is the nearest of all; NaN and 0 for the last token, which has no next).
     ``coordinates`` are on three axes fitted on ``fitted_on``, which hold ``shown`` of the variance of what they were fitted on.
     """
 
