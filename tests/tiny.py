@@ -148,9 +148,13 @@ def loadable(architecture: str) -> list[tuple[str, bool]]:
     return [(kind, processed) for kind, processed in ways if refusal(kind, architecture, processed) is None]
 
 
-@cache
 def tiny(kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """A tiny model of ``kind`` ``"bridge"`` or ``"hooked"``, the same weights in both; cached, so do not edit it."""
+    """A tiny model of ``kind`` ``"bridge"`` or ``"hooked"``, the same weights in both; built once, so do not edit it."""
+    return _tiny(kind, architecture, processed, dtype)
+
+
+@cache
+def _tiny(kind: str, architecture: str, processed: bool, dtype: torch.dtype) -> Any:
     model = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed, name=f"tiny-{architecture}", dtype=dtype)
     assert_real_attention(model)
     return model

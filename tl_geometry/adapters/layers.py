@@ -89,13 +89,14 @@ class Layers:
         names += [h for h in TABLES if facts.rotation is not None and f"blocks.{layer}.{h}" in self.probe]
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
-    def view(self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True) -> LayerView:
+    def view(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
         """The layer as this forward pass went through it, verified. Without ``verify`` pattern, scores and z may be missing.
 
         Raises ``ClosingError`` where recomputed queries, keys, scores or patterns are not the model's within the closing error.
         """
         names = self.hooks(layer)
-        found = {name: cache[name] for name in names if name in cache}
+        entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)  # an ActivationCache is no Mapping
+        found = {name: entries[name] for name in names if name in entries}
         later = () if verify else ("hook_pattern", "hook_attn_scores", "hook_z")  # needed only to verify; some fire after hook_z
         missing = [name for name in names if name not in found and not name.endswith(later)]
         require(
