@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -56,6 +57,12 @@ def synchronize() -> None:
     """Wait for the GPU, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def peak() -> int:
+    """Peak memory of this process in KiB. Not ``ru_maxrss``, which a child of a larger process inherits."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
 
 
 def machine() -> dict[str, object]:

@@ -49,18 +49,17 @@ def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> Sha
 
 
 def run(size: str) -> list[Row]:
-    """Ratios to the bare forward pass without logits over the same tokens in the same batches."""
+    """Ratios to the forward pass without the output head over the same tokens in the same batches."""
     view, tokens, basis, batch = made(size)
     few = tokens[: min(len(tokens), 8)]
 
-    def bare() -> None:
+    def bare(rows: torch.Tensor = tokens) -> None:
         with torch.inference_mode():
-            for part in tokens.split(batch):
-                view.model(part.to(view.device), return_type=None)
+            for part in rows.split(batch):
+                view.run(part.to(view.device), {}, stop_at=view.n_layers)
 
     def bare_few() -> None:
-        with torch.inference_mode():
-            view.model(few.to(view.device), return_type=None)
+        bare(few)
 
     def sweep(rows: torch.Tensor, detail: tuple[str, ...] = ()) -> Any:
         return sweep_heads(view, rows, basis, detail=detail, batch_size=batch, progress=False)
@@ -70,29 +69,30 @@ def run(size: str) -> list[Row]:
     assert (dense.es - ours.es).abs().max() < 1e-3, "the routes disagree"
     rounds = {"smoke": 2, "cpu": 3, "gpu": 5}[size]
     name = "sweep " + "x".join(map(str, SIZES[size][:3]))
-    rows = interleave(name, {"bare forward, no logits": bare, "sweep_heads": lambda: sweep(tokens)}, rounds=rounds)
-    routes: dict[str, Any] = {"bare forward, 8 contexts": bare_few, "sweep_heads, 8 contexts": lambda: sweep(few)}
+    rows = interleave(name, {"forward without the output head": bare, "sweep_heads": lambda: sweep(tokens)}, rounds=rounds)
+    routes: dict[str, Any] = {"forward without the head, 8 contexts": bare_few, "sweep_heads, 8 contexts": lambda: sweep(few)}
     routes |= {f"detail={d!r}, 8 contexts": lambda d=d: sweep(few, (d,)) for d in DETAILS}
     routes["full cache, nine terms"] = lambda: materialised(view, few, basis)
     return rows + interleave(name, routes, rounds=1 if size == "cpu" else 2) + memory(size)
 
 
 CHILD = """
-import resource, sys, torch
+import sys, torch
+from benchmarks.harness import peak
 from benchmarks.sweep import made, materialised
 from tl_geometry.verbs.sweep import sweep_heads
 torch.set_num_threads(1)
 view, tokens, basis, batch = made(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 few = tokens[:8]
 if sys.argv[2] == "sweep":
     sweep_heads(view, few, basis, batch_size=1, progress=False)
 elif sys.argv[2] == "forward":
     for row in few.split(1):
-        view.model(row, return_type=None)
+        view.run(row, {}, stop_at=view.n_layers)
 else:
     materialised(view, few, basis)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak() - before)
 """
 
 
