@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.browser import browser  # noqa: F401 (a fixture)
+
 settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("project")
 
