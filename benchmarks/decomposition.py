@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
-from benchmarks.harness import Row, interleave
+from benchmarks.harness import Row, synchronize
 from tl_geometry.adapters import from_hf
 from tl_geometry.decomposition import decompose_tensor
 
-SIZES = {"smoke": (2, 64, 32, 4), "cpu": (12, 768, 256, 16), "gpu": (12, 768, 512, 128)}
+SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 512, 512)}
 """Layers, d_model, length, contexts."""
 
 
@@ -27,42 +30,51 @@ def gpt2(layers: int, width: int, length: int) -> Any:
 
 
 def run(size: str) -> list[Row]:
-    """Ratios of the streamed decomposition to the forward pass over the same tokens (in batches of the same size).
+    """Ratio of the streamed decomposition to the forward pass over the same tokens, batch by batch, and peak memory.
 
-    A bridge computes its logits even with ``return_type=None``; the baseline here ends before them, as the decomposition does.
+    A bridge computes its logits even with ``return_type=None``; the baseline ends before them, as the decomposition does.
     """
     layers, width, length, contexts = SIZES[size]
     model = gpt2(layers, width, length)
-    view = tlg.view(model)
+    view = tlg.view(model.to("cuda") if size == "gpu" else model)
     tokens = torch.randint(0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0))
-    batch = max(1, 2048 // length)
-
-    def bare() -> None:
-        with torch.inference_mode():
-            for part in tokens.split(batch):
-                model(part, return_type=None)
-
-    def body() -> None:
-        with torch.inference_mode():
-            for part in tokens.split(batch):
-                view.run(part, {}, stop_at=layers)
+    batch = max(1, (2048 if size != "gpu" else 65536) // length)
 
     def states() -> torch.Tensor:
         found: dict[int, torch.Tensor] = {}
-        for s in range(layers + 1):
-            view.run(tokens[:batch], {view.state_hooks[s]: lambda h, s=s: found.__setitem__(s, h.clone())})
+        view.run(tokens[:batch], {view.state_hooks[s]: lambda h, s=s: found.__setitem__(s, h.clone()) for s in range(layers + 1)})
         return torch.stack([found[s] for s in range(layers + 1)])
 
-    options: dict[str, Any] = {"batch_size": batch, "progress": False}
-    exact, ours = decompose_tensor(states()[:, :, 1:]), tlg.decompose(view, tokens[:batch], **options)
+    exact, ours = decompose_tensor(states()[:, :, 1:]), tlg.decompose(view, tokens[:batch], batch_size=batch, progress=False)
     assert (exact.pos - ours.pos).abs().max() < 1e-4, "the routes disagree"
-    routes = {
-        "forward without the output head": body,
-        "return_type=None (with the head)": bare,
-        "decompose, no second moments": lambda: tlg.decompose(view, tokens, second_moments=False, **options),
-        "decompose, second moments": lambda: tlg.decompose(view, tokens, second_moments=True, **options),
-    }
-    return interleave(f"decompose {layers}x{width}x{length}", routes, rounds=5 if size != "smoke" else 2) + memory(size)
+    rows, name = [], f"decompose {layers}x{width}x{length}, {contexts} contexts"
+    for second in (False, True):
+        rounds = [paired(view, tokens, batch, second) for _ in range(1 if size == "smoke" else 3)]
+        label = "decompose, second moments" if second else "decompose, no second moments"
+        rows.append(Row(name, "forward without the output head", median(b for _, b in rounds), 1.0))
+        rows.append(Row(name, label, median(a for a, _ in rounds), median(a / b for a, b in rounds)))
+    return rows + memory(size)
+
+
+def paired(view: Any, tokens: torch.Tensor, batch: int, second: bool) -> tuple[float, float]:
+    """Seconds of the decomposition and of the plain forward passes that are run between its batches, over the same tokens."""
+    plain = 0.0
+
+    def batches() -> Iterator[torch.Tensor]:
+        nonlocal plain
+        for part in tokens.split(batch):
+            synchronize()
+            start = time.perf_counter()
+            with torch.inference_mode():
+                view.run(part, {}, stop_at=view.n_layers)
+            synchronize()
+            plain += time.perf_counter() - start
+            yield part
+
+    start = time.perf_counter()
+    tlg.decompose(view, batches(), second_moments=second, progress=False)
+    synchronize()
+    return time.perf_counter() - start - plain, plain
 
 
 CHILD = """
