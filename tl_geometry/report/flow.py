@@ -36,9 +36,10 @@ def section(analysis: Analysis) -> Section | None:
     ]
     figures += [views.noise_figure(report)] if report.laws else []
     tables: dict[str, Result] = {"flow": report}
+    noise = gibberish(analysis.model, len(chunks), length, prepend_bos=bool(chunks.has_bos) and view.bos_id is not None, seed=analysis.seed)
     ensembles = {
         "text": ensemble,
-        "gibberish": trajectories(analysis.model, gibberish(analysis.model, len(chunks), length, seed=analysis.seed), progress=False),
+        "gibberish": trajectories(analysis.model, noise, progress=False),
     }
     text = [
         f"One token of each of {len(chunks)} chunks of {length} tokens is followed through the blocks ({'the last' if ensemble.column == -1 else 'the first'}). Rotation and stretch "
