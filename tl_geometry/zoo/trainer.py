@@ -6,18 +6,22 @@ run that resumes from a checkpoint gives the same weights as one that was never 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm.auto import tqdm
+
+from tl_geometry._check import require
+from tl_geometry.results import read_file, write_atomically
 
 IGNORE = -100
 """Target id that takes no part in the loss."""
@@ -61,18 +65,28 @@ def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
 
 
-def _save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.AdamW, losses: list[float]) -> None:
-    tensors = {f"model.{k}": v.detach().clone() for k, v in model.named_parameters()}
+SCHEMA = "tl_geometry/training/1"
+
+
+def _save(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW, losses: list[float], records: Any) -> None:
+    tensors = {f"model.{k}": v for k, v in model.named_parameters()}
     for i, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{i}.{k}": torch.as_tensor(v).clone() for k, v in state.items()}
+        tensors |= {f"optimizer.{i}.{k}": torch.as_tensor(v) for k, v in state.items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    part = path.with_name(path.name + ".part")
-    save_file(tensors, part, metadata={"step": str(step)})
-    os.replace(part, path)
+    header = {"schema": SCHEMA, "settings": dataclasses.asdict(settings), "records": records}
+    write_atomically(path, tensors, {k: json.dumps(v) for k, v in header.items()})
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> list[float]:
-    tensors = load_file(path)
+def _load(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[list[float], list[Any]]:
+    header, tensors = read_file(path, SCHEMA)
+    now = json.loads(json.dumps(dataclasses.asdict(settings)))
+    differs = [k for k in now if header["settings"].get(k) != now[k]]
+    known = {f"model.{k}": v.shape for k, v in model.named_parameters()}
+    same = {k: v.shape for k, v in tensors.items() if k.startswith("model.")} == known
+    got = ", ".join(differs) or "parameters of another model"
+    require(
+        same and not differs, str(path), expected="a checkpoint of this run", got=f"other {got}", instead="another folder, or delete it"
+    )
     losses = tensors.pop("losses").tolist()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -83,7 +97,7 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> list[fl
             _, index, name = key.split(".")
             state.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return losses
+    return losses, header["records"]
 
 
 def train(
@@ -94,17 +108,22 @@ def train(
     checkpoint: str | Path | None = None,
     progress: bool = True,
     on_step: Callable[[int, nn.Module], None] | None = None,
+    records: list[Any] | None = None,
 ) -> list[float]:
-    """Train a Hugging Face causal language model in place and return the loss (nats per token) of every step.
+    """Train a Hugging Face causal language model in place, on its device, and return the loss (nats per token) of every step.
 
     ``batch_at(step)`` returns inputs and targets ``[batch position]`` (targets already shifted, :data:`IGNORE` where there
     is none). With ``checkpoint`` the state is written there every ``settings.checkpoint_every`` steps, and a run that finds
-    the file continues from it. ``on_step(step, model)`` is called after each step, in evaluation mode.
+    the file continues from it (one of other settings or another model is refused). ``on_step(step, model)`` is called after each
+    step, in evaluation mode; what it appends to ``records`` (JSON values) is kept in the checkpoint and put back on resuming.
     """
     device = next(model.parameters()).device
     optimizer = _optimizer(model, settings)
     path = None if checkpoint is None else Path(checkpoint)
-    losses = _load(path, model, optimizer) if path is not None and path.exists() else []
+    kept = [] if records is None else records
+    losses: list[float] = []
+    if path is not None and path.exists():
+        losses, kept[:] = _load(path, settings, model, optimizer)
     bar = tqdm(range(len(losses), settings.steps), initial=len(losses), total=settings.steps, disable=not progress, unit="step")
     for step in bar:
         model.train()
@@ -125,6 +144,6 @@ def train(
         if on_step is not None:
             on_step(step, model)
         if path is not None and (len(losses) % settings.checkpoint_every == 0 or len(losses) == settings.steps):
-            _save(path, step, model, optimizer, losses)
+            _save(path, settings, model, optimizer, losses, kept)
     model.eval()
     return losses
