@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
-from benchmarks.harness import Row, synchronize
+from benchmarks.harness import Row, paired
 from tl_geometry.adapters import from_hf
 from tl_geometry.decomposition import decompose_tensor
 
@@ -49,32 +46,16 @@ def run(size: str) -> list[Row]:
     assert (exact.pos - ours.pos).abs().max() < 1e-4, "the routes disagree"
     rows, name = [], f"decompose {layers}x{width}x{length}, {contexts} contexts"
     for second in (False, True):
-        rounds = [paired(view, tokens, batch, second) for _ in range(1 if size == "smoke" else 3)]
         label = "decompose, second moments" if second else "decompose, no second moments"
-        rows.append(Row(name, "forward without the output head", median(b for _, b in rounds), 1.0))
-        rows.append(Row(name, label, median(a for a, _ in rounds), median(a / b for a, b in rounds)))
+        rows += paired(
+            name,
+            label,
+            view,
+            tokens.split(batch),
+            lambda batches, second=second: tlg.decompose(view, batches, second_moments=second, progress=False),
+            rounds=1 if size == "smoke" else 3,
+        )
     return rows + memory(size)
-
-
-def paired(view: Any, tokens: torch.Tensor, batch: int, second: bool) -> tuple[float, float]:
-    """Seconds of the decomposition and of the plain forward passes that are run between its batches, over the same tokens."""
-    plain = 0.0
-
-    def batches() -> Iterator[torch.Tensor]:
-        nonlocal plain
-        for part in tokens.split(batch):
-            synchronize()
-            start = time.perf_counter()
-            with torch.inference_mode():
-                view.run(part, {}, stop_at=view.n_layers)
-            synchronize()
-            plain += time.perf_counter() - start
-            yield part
-
-    start = time.perf_counter()
-    tlg.decompose(view, batches(), second_moments=second, progress=False)
-    synchronize()
-    return time.perf_counter() - start - plain, plain
 
 
 CHILD = """

@@ -8,11 +8,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from tl_geometry.records import ModelView
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,39 @@ def interleave(
             (notes or {}).get(name, ""),
         )
         for name, t in times.items()
+    ]
+
+
+def paired(
+    benchmark: str, route: str, view: ModelView, batches: Sequence[Tensor], run: Callable[[Iterator[Tensor]], object], *, rounds: int
+) -> list[Row]:
+    """Time a streaming ``route`` and, between its batches, the plain forward pass over the same tokens without the output head.
+
+    So both meet the same weather, batch by batch. A bridge computes its logits even with ``return_type=None``; the baseline ends
+    before them, as the streaming routes do.
+    """
+    times: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        plain = 0.0
+
+        def stream() -> Iterator[Tensor]:
+            nonlocal plain
+            for batch in batches:
+                synchronize()
+                start = time.perf_counter()
+                with torch.inference_mode():
+                    view.run(batch, {}, stop_at=view.n_layers)
+                synchronize()
+                plain += time.perf_counter() - start
+                yield batch
+
+        start = time.perf_counter()
+        run(stream())
+        synchronize()
+        times.append((time.perf_counter() - start - plain, plain))
+    return [
+        Row(benchmark, "forward without the output head", statistics.median(b for _, b in times), 1.0),
+        Row(benchmark, route, statistics.median(a for a, _ in times), statistics.median(a / b for a, b in times)),
     ]
 
 

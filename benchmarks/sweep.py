@@ -10,13 +10,13 @@ import torch
 
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
-from benchmarks.harness import Row, interleave, machine
+from benchmarks.harness import Row, interleave, machine, paired
 from tl_geometry.attention import ShareSums, share_sums_dense
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.verbs.details import DETAILS, score
 from tl_geometry.verbs.sweep import sweep_heads
 
-SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 16), "gpu": (12, 768, 256, 512)}
+SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 48), "gpu": (12, 768, 256, 512)}
 """Layers, d_model, length, contexts."""
 
 
@@ -53,13 +53,10 @@ def run(size: str) -> list[Row]:
     view, tokens, basis, batch = made(size)
     few = tokens[: min(len(tokens), 8)]
 
-    def bare(rows: torch.Tensor = tokens) -> None:
-        with torch.inference_mode():
-            for part in rows.split(batch):
-                view.run(part.to(view.device), {}, stop_at=view.n_layers)
-
     def bare_few() -> None:
-        bare(few)
+        with torch.inference_mode():
+            for part in few.split(batch):
+                view.run(part, {}, stop_at=view.n_layers)
 
     def sweep(rows: torch.Tensor, detail: tuple[str, ...] = ()) -> Any:
         return sweep_heads(view, rows, basis, detail=detail, batch_size=batch, progress=False)
@@ -67,9 +64,15 @@ def run(size: str) -> list[Row]:
     dense, ours = materialised(view, few, basis), sweep(few)
     assert (dense.cs - ours.cs).abs().max() < 1e-3, "the routes disagree"
     assert (dense.es - ours.es).abs().max() < 1e-3, "the routes disagree"
-    rounds = {"smoke": 2, "cpu": 3, "gpu": 5}[size]
     name = "sweep " + "x".join(map(str, SIZES[size][:3]))
-    rows = interleave(name, {"forward without the output head": bare, "sweep_heads": lambda: sweep(tokens)}, rounds=rounds)
+    rows = paired(
+        name,
+        f"sweep_heads, {len(tokens)} contexts",
+        view,
+        tokens.split(batch),
+        lambda batches: sweep_heads(view, batches, basis, batch_size=batch, progress=False),
+        rounds={"smoke": 1, "cpu": 3, "gpu": 5}[size],
+    )
     routes: dict[str, Any] = {"forward without the head, 8 contexts": bare_few, "sweep_heads, 8 contexts": lambda: sweep(few)}
     routes |= {f"detail={d!r}, 8 contexts": lambda d=d: sweep(few, (d,)) for d in DETAILS}
     routes["full cache, nine terms"] = lambda: materialised(view, few, basis)
