@@ -127,6 +127,27 @@ def reproduce(
     typer.echo(table.text())
 
 
+@app.command()
+def experiment(
+    name: Annotated[str, typer.Argument(help="randomisation, addition or nanogpt.")],
+    scale: Annotated[str, typer.Option("--scale", help="smoke (seconds), cpu (minutes) or paper (the published settings).")] = "cpu",
+    out: Out = Path("tl-geometry-experiment"),
+    seeds: Annotated[list[int] | None, typer.Option("--seeds", help="A run for each; repeat it. Default: 0.")] = None,
+    text: Annotated[list[Path] | None, typer.Option("--text", help="Text file to train on; repeat it. Default: standard library.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", help="A setting of the scale, such as context=512; repeat it.")] = None,
+    device: Device = "cpu",
+    quiet: Quiet = False,
+) -> None:
+    """Train small models on other formats and measure their geometry on the way; a stopped run goes on in its folder."""
+    from tl_geometry.experiments import run
+
+    outcome = run(
+        name, scale=scale, out=out, seeds=seeds or [0], texts=text, changes=change, device=device, progress=not quiet,
+        command=["tl-geometry", *sys.argv[1:]],
+    )  # fmt: skip
+    typer.echo(f"{outcome.text()}\n{out / 'report.html'}")
+
+
 def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
     """Print a result: JSON, or one line for a person."""
     typer.echo(json.dumps(summary, default=str) if as_json else line)

@@ -1,0 +1,62 @@
+"""Why training format matters: small transformers trained here, their geometry beside what they learn (Song & Zhong 2023, section 5).
+
+:func:`randomisation` trains on text that is partly random, :func:`addition` on sums, :func:`nanogpt` on characters. Each trains from
+scratch with the one trainer (:mod:`tl_geometry.zoo.trainer`), measures on the way, and gives an :class:`Outcome` with its findings beside
+what was expected or published. Three scales: ``"smoke"`` (seconds, says nothing), ``"cpu"`` (minutes), ``"paper"`` (published settings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tl_geometry._check import choice, require
+from tl_geometry.experiments import arithmetic, characters, random_tokens
+from tl_geometry.experiments.arithmetic import addition
+from tl_geometry.experiments.characters import nanogpt
+from tl_geometry.experiments.outcome import Finding, Outcome
+from tl_geometry.experiments.random_tokens import randomisation
+from tl_geometry.experiments.setup import SCALES, Setup, Table
+
+MODULES: dict[str, Any] = {"randomisation": random_tokens, "addition": arithmetic, "nanogpt": characters}
+
+
+def run(
+    name: str,
+    *,
+    scale: str = "cpu",
+    out: Path | None = None,
+    seeds: Sequence[int] = (0,),
+    texts: Sequence[Path] | None = None,
+    changes: Sequence[str] | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+    command: Sequence[str] = (),
+) -> Outcome:
+    """Run an experiment by its name, write it to ``out``, and return it: what the command line calls.
+
+    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``; ``texts`` are files to train on (not for addition).
+    """
+    module = MODULES[choice(name, tuple(MODULES), "experiment")]
+    setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
+    missing = [str(p) for p in texts or () if not p.is_file()]
+    require(not missing, "--text", expected="existing text files", got=", ".join(missing))
+    require(not texts or name != "addition", "--text", expected="none for addition, which makes its own", got=len(texts or ()))
+    require(len(seeds) > 0, "--seeds", expected="at least one", got="none")
+    options: dict[str, Any] = {"seeds": tuple(seeds), "out": out, "device": device, "progress": progress}
+    if texts:
+        options["texts"] = [p.read_text(encoding="utf-8", errors="replace") for p in texts]
+    outcome: Outcome = getattr(module, name)(setup, **options)
+    if out is not None:
+        outcome.save(out, command=command)
+    return outcome
+
+
+def _pairs(changes: Sequence[str]) -> dict[str, str]:
+    wrong = [c for c in changes if "=" not in c]
+    require(not wrong, "--set", expected="NAME=VALUE", got=", ".join(wrong))
+    return {name.strip(): value.strip() for name, value in (c.split("=", 1) for c in changes)}
+
+
+__all__ = ["MODULES", "SCALES", "Finding", "Outcome", "Setup", "Table", "addition", "nanogpt", "randomisation", "run"]

@@ -1,0 +1,114 @@
+"""What an experiment gives: tables, figures, findings beside what was expected, and the folder they are written to."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.adapters import from_hf
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.experiments.setup import Setup, Table
+from tl_geometry.records import TokenWindows
+from tl_geometry.report import Section, page, versions
+from tl_geometry.results import SOURCES, Provenance, Result
+from tl_geometry.verbs.decompose import decompose
+from tl_geometry.verbs.measures import positional_report
+
+MEASURES = ("rank", "stable_rank", "relative_norm", "relative_norm_reference", "low_frequency", "roughness", "fracture", "fracture_at")
+"""Measures of a positional basis that every experiment records; ``split_half`` says how much of them is sampling noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One claim: what was expected, what was found, and whether that is it (``None``: reported, not judged)."""
+
+    claim: str
+    expected: str
+    found: str
+    holds: bool | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome:
+    """Result of an experiment: ``curves`` has a row per measurement, ``findings`` compares with what was expected or published."""
+
+    name: str
+    title: str
+    setup: Setup
+    seeds: tuple[int, ...]
+    corpus: str
+    findings: tuple[Finding, ...]
+    tables: dict[str, Result]
+    figures: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The findings, a line each."""
+        word = {True: "yes", False: "NO", None: "-"}
+        lines = [f"  [{word[f.holds]:>3}] {f.claim}: {f.found} (expected: {f.expected})" for f in self.findings]
+        return "\n".join([f"{self.title}, {self.setup.scale} scale, seeds {', '.join(map(str, self.seeds))}", *lines])
+
+    def section(self) -> Section:
+        """The outcome as a section of a report."""
+        cells = tuple((f.claim, f.expected, f.found, {True: "yes", False: "no", None: "not judged"}[f.holds]) for f in self.findings)
+        found = Table(names=("claim", "expected", "found", "holds"), cells=cells, provenance=Provenance(corpus=self.corpus))
+        s, seeds = self.setup, ", ".join(map(str, self.seeds))
+        model = f"{s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context {s.context}"
+        scale = f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
+        return Section(
+            title=self.title, text=(scale, *self.notes), figures=tuple(self.figures.values()), tables={"findings": found, **self.tables}
+        )
+
+    def save(self, out: Path, *, command: Sequence[str] = ()) -> Path:
+        """Write ``report.html``, a CSV and a safetensors file per table, a PNG per figure and ``run.json``; return the page's path."""
+        out.mkdir(parents=True, exist_ok=True)
+        section = self.section()
+        for name, table in section.tables.items():
+            if isinstance(table, Table):
+                table.to_dataframe().to_csv(out / f"{name}.csv", index=False)
+            table.save(out / f"{name}.safetensors")
+        for name, figure in self.figures.items():
+            figure.save(out / f"{name}.png")
+        summary = {
+            "command": list(command),
+            "experiment": self.name,
+            "setup": dataclasses.asdict(self.setup),
+            "seeds": self.seeds,
+            "corpus": self.corpus,
+            "findings": [dataclasses.asdict(f) for f in self.findings],
+            "versions": versions(),
+        }
+        (out / "run.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        text = page.document(self.title, [section.html()], [section.title], [SOURCES["song2023"]])
+        (out / "report.html").write_text(text, encoding="utf-8")
+        return out / "report.html"
+
+
+def bridge_of(model: Any, name: str) -> Any:
+    """A copy of a model in training as a TransformerLens model."""
+    return from_hf(copy.deepcopy(model), None, name=name, device=next(model.parameters()).device)
+
+
+def basis_of(bridge: Any, tokens: Int[Tensor, "context position"], corpus: str) -> PositionContext:
+    """Basis of a model on windows without BOS; the first column is left out of the statistics."""
+    return decompose(bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False)
+
+
+def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, float]]:
+    """:data:`MEASURES` and ``split_half`` of every state."""
+    report = positional_report(basis, frequencies=frequencies, jackknife=False, nulls=False)
+    return [{"state": s, **{m: float(report[m][i]) for m in (*MEASURES, "split_half")}} for i, s in enumerate(basis.states)]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance) -> Table:
+    """A table from rows with the same keys."""
+    names = tuple(rows[0])
+    return Table(names=names, cells=tuple(tuple(r[n] for n in names) for r in rows), provenance=provenance)
