@@ -1,0 +1,132 @@
+"""Maps of layers and heads: any number of any table with one row per head."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry import _check
+from tl_geometry._check import require
+from tl_geometry.head_types import HEAD_TYPES
+from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas
+from tl_geometry.render.page import PageView, document
+from tl_geometry.results import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FIRST = ("cs_position", "lift")
+"""Columns shown at first, the first that a table has."""
+
+
+def heads(sweep: Result, value: str | None = None, *, title: str | None = None) -> PageView:
+    """Map of layers and heads: choose the number it shows, click a head for its whole row.
+
+    Args:
+        sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head, such as weight geometry.
+        value: column shown at first, by default the share of position. Shares run from -1 to 1, head types from 0 to 1, other columns to
+            their largest absolute value. NaN is hatched, heads that the table does not have are blank.
+
+    >>> import tl_geometry as tlg
+    >>> isinstance(heads, object)
+    True
+    """
+    pairs, columns = numbers(sweep)
+    chosen = _chosen(value, columns)
+    words = {n: [str(row[i]) for row in sweep.rows()] for i, n in enumerate(sweep.columns()) if n not in ("layer", "head", *columns)}
+    layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
+    cell = min(46, max(14, 640 // count))
+    width, height = max(560, 60 + count * cell + 20), len(layers) * 22 + 42
+    caption = f"one row of the table for each of {len(pairs)} heads; {sweep.provenance.line()}"
+    name = title or f"{type(sweep).__name__} by layer and head"
+    data = {
+        "heads": [[layers.index(l), h] for l, h in pairs],
+        "layers": layers,
+        "count": count,
+        "cell": cell,
+        "canvas": [width, height],
+        "columns": {n: {"values": [_short(v) for v in x.tolist()], "scale": scale(n, x)} for n, x in columns.items()},
+        "words": words,
+        "value": chosen,
+        "caption": caption,
+    }
+    entries = -(-(len(columns) + len(words)) // max(1, (max(width, 760) - 24) // 118))
+    tall = 80 + height + 30 + min(44 * entries, 300) + 18 * math.ceil(len(caption) / 118) + 40
+    image = functools.partial(head_grid, sweep, chosen)
+    return PageView(document(name, data, "heads"), title=name, caption=caption, width=max(width, 760) + 24, height=tall, image=image)
+
+
+def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None) -> View:
+    """The same map as an image for paper, with the number in each cell of a small one. Arguments as :func:`heads`."""
+    pairs, columns = numbers(sweep)
+    name = _chosen(value, columns)
+    rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
+    figure, axes = canvas(ax=ax, size=(0.5 * count + 1.8 if count <= 16 else 9, 0.34 * rows + 1.2))
+    draw_map(axes[0], pairs, columns[name], name.replace("_", " "), *scale(name, columns[name]))
+    axes[0].set_ylabel("layer")
+    title = f"{type(sweep).__name__}: {name}"
+    return View(figure, title=title, caption=f"{name} of each head; {sweep.provenance.line()}")
+
+
+def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tensor, " head"]]]:
+    """The heads of a table with one row for each, and its columns of numbers (those with at least one)."""
+    names, rows = list(table.columns()), table.rows()
+    kept = {"layer", "head"} <= set(names) and len(rows) > 0
+    pairs = [(row[names.index("layer")], row[names.index("head")]) for row in rows] if kept else []
+    single = kept and len(set(pairs)) == len(pairs)
+    require(single, "table", expected="one row per layer and head", got=f"{type(table).__name__} of {', '.join(names[:4])}, ...")
+    number = lambda v: isinstance(v, int | float) and not isinstance(v, bool)  # noqa: E731
+    chosen = [i for i, n in enumerate(names) if n not in ("layer", "head") and all(number(row[i]) for row in rows)]
+    values = {names[i]: torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in chosen}
+    return [(int(str(l)), int(str(h))) for l, h in pairs], values
+
+
+def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
+    """Ends of the colour scale: from -1 to 1 for covariance shares, 0 to 1 for other shares and head types, else to the largest |value|.
+
+    >>> scale("kl_pos-pos", torch.tensor([0.5, 2.0])), scale("cs_pos-pos", torch.tensor([0.5])), scale("induction", torch.tensor([0.3]))
+    ((0.0, 2.0), (-1.0, 1.0), (0.0, 1.0))
+    """
+    if name.startswith("cs_"):
+        return (-1.0, 1.0)
+    known = values[torch.isfinite(values)]
+    if name.startswith("es_") or name.endswith("_uniform") or name in HEAD_TYPES:
+        return (0.0, 1.0)
+    high = float(known.abs().max()) if len(known) else 0.0
+    return (-(high or 1.0) if bool((known < 0).any()) else 0.0, high or 1.0)
+
+
+def draw_map(axis: Axes, heads: Sequence[tuple[int, int]], values: Tensor, title: str, low: float, high: float) -> None:
+    """A map on axes of one's own: signed colours where ``low`` is negative; blank where there is no head or no number."""
+    layers = sorted({l for l, _ in heads})
+    grid = torch.full((len(layers), 1 + max(h for _, h in heads)), torch.nan, dtype=torch.float64)
+    for value, (layer, head) in zip(values.tolist(), heads, strict=True):
+        grid[layers.index(layer), head] = value
+    image = axis.imshow(
+        grid.numpy(), cmap=DIVERGING if low < 0 else SEQUENTIAL, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
+    )
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("head")
+    axis.set_xticks(range(grid.shape[1]) if grid.shape[1] <= 16 else range(0, grid.shape[1], 4))
+    axis.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    for row, column in torch.isfinite(grid).nonzero().tolist() if grid.numel() <= 160 else ():
+        value = float(grid[row, column])
+        bright = abs(value) < 0.6 * high if low < 0 else value > (low + high) / 2
+        text = f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
+        axis.text(column, row, text, ha="center", va="center", fontsize=6.5, color="black" if bright else "white")
+    axis.figure.colorbar(image, ax=axis, shrink=0.8)
+
+
+def _chosen(value: str | None, columns: dict[str, Tensor]) -> str:
+    first = next((n for n in FIRST if n in columns), next(iter(columns)))
+    return first if value is None else _check.choice(value, list(columns), "value")
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None

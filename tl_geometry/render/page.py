@@ -1,0 +1,91 @@
+"""Interactive figures: one self-contained page each, shown in a sandboxed frame, with an image for where no script may run.
+
+A page holds its own script and style, no address, and a content policy that lets exactly that script run and nothing be fetched. What
+comes from outside (tokens, names) is JSON in which ``<``, ``>`` and ``&`` are escaped; the script writes it as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tl_geometry import _html
+from tl_geometry._check import fail
+from tl_geometry.render.figure import View
+
+FALLBACK = 300_000
+"""Most bytes of the image in a notebook."""
+
+
+class PageView:
+    """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline, or a PNG, SVG or PDF of ``image``."""
+
+    def __init__(
+        self, page: str, *, title: str, caption: str, width: int, height: int, image: Callable[[], View] | None = None
+    ) -> None:
+        self.page, self.title, self.caption, self.width, self.height, self.image = page, title, caption, width, height, image
+
+    def html(self) -> str:
+        """The page in a frame of its own and of fixed size, so that several live side by side."""
+        style = f"display:block;width:{self.width}px;height:{self.height}px;border:0"
+        frame = f'<iframe title="{_html.escape(self.title)}" sandbox="allow-scripts" style="{style}" srcdoc="{_html.escape(self.page)}"></iframe>'
+        return f'<div style="overflow-x:auto">{frame}</div>'
+
+    def save(self, path: str | Path) -> Path:
+        """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an image, and return the path."""
+        path = Path(path)
+        if path.suffix.lower() == ".html":
+            path.write_text(self.page, encoding="utf-8")
+            return path
+        if self.image is None:
+            fail("path", expected="a name ending in .html", got=str(path))
+        return self.image().save(path)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        png = {} if self.image is None else {"image/png": base64.b64encode(small_png(self.image(), FALLBACK)).decode()}
+        return {"text/html": self.html(), **png, "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        size = len(self.html().encode()) / 1000
+        return f"{self.title} ({size:.0f} kB of HTML, {self.width} x {self.height} px): {self.caption}"
+
+
+def document(title: str, data: Mapping[str, Any], script: str) -> str:
+    """The page that runs ``assets/<script>.js`` on ``data``."""
+    assets = files("tl_geometry.render") / "assets"
+    style, helpers, body = ((assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", f"{script}.js"))
+    code = f"'use strict';\n{helpers}{body}"
+    allowed = f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    text = json.dumps({"title": title, **data}, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{_html.escape(title)}</title><style>{style}</style></head><body>"
+        f'<script type="application/json" id="data">{text}</script><script>{code}</script></body></html>'
+    )
+
+
+def small_png(view: View, limit: int) -> bytes:
+    """The image of a figure in at most ``limit`` bytes: 128 colours, and fewer pixels where that is not enough."""
+    raw = view.bytes("png")
+    if len(raw) <= limit:
+        return raw
+    from PIL import Image
+
+    whole = Image.open(io.BytesIO(raw)).convert("RGB")
+    scale = 1.0
+    while True:
+        size = (round(whole.width * scale), round(whole.height * scale))
+        buffer = io.BytesIO()
+        whole.resize(size, Image.Resampling.BOX).quantize(128).save(buffer, format="png", optimize=True)
+        if buffer.tell() <= limit or min(size) < 50:
+            return buffer.getvalue()
+        scale *= 0.8

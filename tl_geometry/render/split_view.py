@@ -1,0 +1,310 @@
+"""The signed terms of attention scores: every term, their total and the pattern of some heads, linked, on one symmetric scale.
+
+1. Some heads of one context of a :class:`~tl_geometry.verbs.split.ScoreSplit`; terms are taken one by one, or summed to four groups.
+2. Beyond ``max_cells`` tokens a side, block maxima; then quantisation (:mod:`tl_geometry.render.cells`), coarser where the page would be too large.
+3. The page (``assets/split.js``) draws them; matplotlib draws the image from the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry import _check, _html
+from tl_geometry._check import Head, fail, require
+from tl_geometry.attention import CONTEXT_PARTS, group_of, row_center
+from tl_geometry.render import cells
+from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas
+from tl_geometry.render.page import PageView, document
+from tl_geometry.verbs.split import ScoreSplit
+
+Term = tuple[str, str]
+GROUPS = ("position", "position-content", "content-position", "content")
+"""Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the query side, on both."""
+SIZES = (2_000_000, 4_000_000)
+"""Bytes of the page: of up to four planes, of more."""
+ROWS, LABELLED = 12, 24
+"""Heads that the image shows, and tokens up to which it labels each."""
+
+
+def split(
+    split: ScoreSplit,
+    heads: Sequence[Head] | Head | None = None,
+    *,
+    context: int = 0,
+    planes: str | Sequence[str] | None = None,
+    tokens: Sequence[str] | None = None,
+    center: bool = False,
+    limit: float | None = None,
+    query: int | None = None,
+    max_cells: int = 256,
+    max_bytes: int | None = None,
+    title: str | None = None,
+) -> PageView:
+    """The signed terms of one or several heads, their total and the pattern, with linked reading, on one symmetric scale.
+
+    Move over a cell to read query token, key token, every plane, the total and the pattern there; click a query, or a token of the
+    text, to colour its sources in the text by any plane; choose the head and the end of the colour scale above.
+
+    Args:
+        split: from :func:`tl_geometry.split_scores`.
+        heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; all by default.
+        context: which prompt. tokens: their texts (a split knows those of its first prompt).
+        planes: ``"groups"``: ``position``, ``position-content`` (query part first), ``content-position`` and ``content``, which sum to the
+            total; ``"terms"``: all nine or sixteen; or names of groups and terms. Groups by default, terms if the parts are your own.
+        center: subtract the mean over the allowed keys from each row of each plane: what the softmax sees.
+        limit: value of the full colour on all planes and heads; by default the largest, unless more than twice the 99th percentile.
+            What lies beyond it is marked. The pattern has its own scale from 0 to 1.
+        query: the query chosen at first, by default the last.
+        max_cells: more tokens are shown as block maxima (of the absolute value, with its sign). max_bytes: size of the page
+            (2 MB for up to four planes, else 4 MB), kept by coarser steps, then by larger blocks.
+
+    What is read is within half a quantisation step of the split: float16 up to 64 tokens, else int8 of each plane's largest value. The
+    caption has the step, the closing error, and what is beyond the scale or not a number (hatched).
+
+    Raises ``GeometryError`` for heads, contexts and planes that the split does not have, and where ``max_bytes`` cannot be kept.
+    """
+    rows = _rows(split, heads)
+    one = _narrow(split, rows, _check.index(context, split.q.shape[1], "context"))
+    chosen = planes_of(one, planes)
+    texts = _texts(split, tokens, context)
+    most = max_bytes or SIZES[len(chosen) > 4]
+    block = -(-len(texts) // max_cells)
+    name = title or f"Split of the scores of {_names(one.heads)}"
+    while len(texts) / block >= 8 or block == 1:
+        drawn = draw_planes(one, chosen, block, center)
+        for levels in cells.LEVELS if drawn.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
+            packed = cells.pack(drawn.values, drawn.allowed, levels)
+            made = _page(one, chosen, drawn, packed, texts, limit, query, center, name)
+            if len(made.html()) <= most:
+                return made
+        block *= 2
+    fail("max_bytes", expected=f"room for {len(rows)} heads x {len(chosen) + 2} planes", got=most, instead="fewer heads=, or larger max_bytes=")
+
+
+def planes_of(split: ScoreSplit, planes: str | Sequence[str] | None) -> dict[str, list[Term]]:
+    """Name of each plane and the terms that it sums."""
+    terms = {f"{a}-{b}": [(a, b)] for a, b in split.terms}
+    groups: dict[str, list[Term]] = {}
+    if all(group_of(name) for name in terms):
+        side = lambda part: "content" if part in CONTEXT_PARTS else "position"  # noqa: E731
+        for name in GROUPS:
+            members = [(a, b) for a, b in split.terms if name in (f"{side(a)}-{side(b)}", side(a) if side(a) == side(b) else None)]
+            groups |= {name: members} if members else {}
+    if planes is None:
+        return groups or terms
+    if isinstance(planes, str) and planes in ("groups", "terms"):
+        require(planes == "terms" or groups, "planes", expected="'terms', or names of terms", got="'groups' of parts of your own")
+        return groups if planes == "groups" else terms
+    known = {**groups, **terms}
+    wanted = [planes] if isinstance(planes, str) else list(planes)
+    unknown = [p for p in wanted if p not in known]
+    require(wanted and not unknown, "planes", expected=f"'groups', 'terms' or some of {', '.join(known)}", got=unknown or "none")
+    return {p: known[p] for p in wanted}
+
+
+class Drawn(NamedTuple):
+    """What is shown: planes, then total and pattern, by block of tokens."""
+
+    values: Float[Tensor, "head plane query key"]
+    allowed: Bool[Tensor, "head query key"]
+    block: int
+
+
+def draw_planes(split: ScoreSplit, planes: dict[str, list[Term]], block: int = 1, center: bool = False) -> Drawn:
+    """The planes of the first context, then the total and the pattern, as block maxima, for all heads of the split."""
+    allowed = split.allowed.expand(len(split.heads), -1, -1)
+    shown: list[Tensor] = []
+    for members in planes.values():
+        shown.append(sum((split.terms[term][0] for term in members), torch.zeros(())))
+    shown += [split.total()[0]]
+    if center:
+        shown = [row_center(x, allowed) for x in shown]
+    reduced = [cells.block_maxima(x, allowed, block) for x in (*shown, split.pattern()[0])]
+    return Drawn(torch.stack(reduced, 1).double().cpu(), cells.any_allowed(allowed, block).cpu(), block)
+
+
+def _rows(split: ScoreSplit, heads: Sequence[Head] | Head | None) -> list[int]:
+    if heads is None:
+        return list(range(len(split.heads)))
+    layers, count = (1 + max(h[i] for h in split.heads) for i in (0, 1))
+    pairs = _check.heads(heads, layers, count)
+    missing = [p for p in pairs if p not in split.heads]
+    require(not missing, "heads", expected=f"some of {split.heads}", got=missing, instead="split_scores(..., heads=...)")
+    return [split.heads.index(p) for p in pairs]
+
+
+def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
+    """Some heads of one context, so that a term is computed for these alone."""
+    at = slice(context, context + 1)
+    return dataclasses.replace(
+        split,
+        heads=tuple(split.heads[i] for i in rows),
+        q=split.q[:, at, :, rows],
+        k=split.k[:, at, :, rows],
+        bias=None if split.bias is None else split.bias[rows],
+        allowed=split.allowed[rows],
+        softcap=split.softcap[rows],
+        sinks=split.sinks[rows],
+        scores=None if split.scores is None else split.scores[at, rows],
+        q_again=None if split.q_again is None else split.q_again[:, at, :, rows],
+    )
+
+
+def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> list[str]:
+    length = split.q.shape[2]
+    texts = list(split.str_tokens) if tokens is None and context == 0 else list(tokens or ())
+    if not texts and tokens is None:
+        return [str(i) for i in range(length)]
+    require(len(texts) == length, "tokens", expected=f"{length} texts", got=len(texts), instead="tokens=model.to_str_tokens(...)")
+    return [str(t) for t in texts]
+
+
+def _names(heads: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"L{l}H{h}" for l, h in heads) if len(heads) <= 4 else f"{len(heads)} heads"
+
+
+def _page(
+    split: ScoreSplit,
+    planes: dict[str, list[Term]],
+    drawn: Drawn,
+    packed: cells.Payload,
+    texts: list[str],
+    limit: float | None,
+    query: int | None,
+    center: bool,
+    title: str,
+) -> PageView:
+    names = [*planes, "total", "pattern"]
+    top, high = _limit(drawn, limit)
+    caption = _caption(split, planes, drawn, packed, len(texts), top, center)
+    rows, columns, places = _layout(split, planes)
+    side = {1: 240, 2: 220, 3: 190}.get(max(rows, columns - 1), 150)
+    cell = side / drawn.values.shape[-1]
+    cell = round(cell) if cell >= 3 else max(1.0, cell)
+    width = math.ceil(96 + columns * (cell * drawn.values.shape[-1] + 16) + 12)
+    grid = math.ceil(rows * (cell * drawn.values.shape[-1] + 22) + 76)
+    readings = math.ceil(len(names) / max(1, (max(width, 760) - 24) // 118))
+    data = {
+        "heads": [f"L{l}H{h}" for l, h in split.heads],
+        "planes": names,
+        "places": places,
+        "tokens": [_html.token_text(t) for t in texts],
+        "breaks": [t.count("\n") + t.count("\u010a") > 0 for t in texts],
+        "block": drawn.block,
+        "cell": cell,
+        "canvas": [width, grid],
+        "limit": top,
+        "high": high,
+        "query": (len(texts) - 1 if query is None else _check.index(query, len(texts), "query")) // drawn.block,
+        "caption": caption,
+        **packed.fields,
+    }
+    text = min(180, 24 * (1 + sum(len(_html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])))
+    height = 118 + grid + 44 * readings + 40 + text + 18 * math.ceil(len(caption) / 118) + 40
+    image = functools.partial(_image, split, names, places, drawn, texts, top, title, caption)
+    return PageView(document(title, data, "split"), title=title, caption=caption, width=max(width, 760) + 24, height=height, image=image)
+
+
+def _limit(drawn: Drawn, limit: float | None) -> tuple[float, float]:
+    """Value of the full colour, and the largest absolute value."""
+    shown = drawn.values[:, :-1][drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)]
+    sizes = shown[torch.isfinite(shown)].abs()
+    high = float(sizes.max()) if len(sizes) else 0.0
+    require(limit is None or (math.isfinite(limit) and limit > 0), "limit", expected="a positive number", got=limit)
+    usual = 2 * float(sizes.kthvalue(max(1, math.ceil(0.99 * len(sizes)))).values) if len(sizes) else 0.0
+    return (limit or (min(high, usual) if usual > 0 else high) or 1.0), high or 1.0
+
+
+def _layout(split: ScoreSplit, planes: dict[str, list[Term]]) -> tuple[int, int, list[tuple[int, int]]]:
+    """Rows and columns of the grid, and the place of each plane: query part down, key part across, total and pattern at the right."""
+    names = list(planes)
+    parts = split.parts
+    if names == [f"{a}-{b}" for a, b in split.terms]:
+        side = len(parts)
+        places = [(i // side, i % side) for i in range(side * side)] + ([(2, side)] if len(names) > side * side else [])
+    else:
+        side = 2 if len(names) == 4 else min(3, len(names))
+        places = [(i // side, i % side) for i in range(len(names))]
+    rows = max(2, 1 + max(r for r, _ in places))
+    return rows, side + 1, [*places, (0, side), (1, side)]
+
+
+def _caption(
+    split: ScoreSplit, planes: dict[str, list[Term]], drawn: Drawn, packed: cells.Payload, tokens: int, top: float, center: bool
+) -> str:
+    shown = drawn.values[drawn.allowed[:, None].expand_as(drawn.values)].reshape(-1)
+    scores = drawn.values[:, :-1][drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)]
+    beyond, holes = int((scores.abs() > top * (1 + 1e-9)).sum()), int((~torch.isfinite(shown)).sum())
+    largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
+    whole = {t for members in planes.values() for t in members} == set(split.terms)
+    form = "float16" if packed.exact else f"int8 in {2 * packed.fields['levels'] + 1} steps of each plane's largest value"
+    checks = split.closing.checks.items()
+    error, bound, what = max(((e, b, n) for n, (e, b) in checks), key=lambda c: c[0] / max(c[1], 1e-300), default=(None, None, ""))
+    said = [
+        f"{'row-centred' if center else 'raw'} scores by query (down) and key (across), {tokens} tokens",
+        f"full colour at {top:.3g} on every plane and head" + (f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""),
+        "pattern from 0 to 1",
+        f"{form}: read within {largest * packed.half_step:.1g}",
+        "" if error is None else f"closing error {error:.1e} ({what}; allowed {bound:.1e})",
+        "" if whole else "some of the terms: they do not sum to the total",
+        "" if drawn.block == 1 else f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} (sums do not hold between cells)",
+        f"{holes} cells are not a number (hatched)" if holes else "",
+        split.provenance.line(),
+    ]
+    return "; ".join(s for s in said if s)
+
+
+def _image(
+    split: ScoreSplit,
+    names: list[str],
+    places: list[tuple[int, int]],
+    drawn: Drawn,
+    texts: list[str],
+    top: float,
+    title: str,
+    caption: str,
+) -> View:
+    """One row of panels for each head (a grid for a single head), from the numbers that the page shows."""
+    import matplotlib
+
+    count = min(len(split.heads), ROWS)
+    single = count == 1
+    rows, columns = (1 + max(p[i] for p in places) for i in (0, 1)) if single else (count, len(names))
+    every = -(-len(texts) // LABELLED) if drawn.block == 1 else len(texts)
+    labels = [_html.token_text(t).replace("$", r"\$") for t in texts[::every]] if single else []
+    ticks = range(0, len(texts), every) if labels else ()
+    size = (2.2, 2.1) if single else (max(1.0, 11 / columns), max(1.0, 10 / columns))
+    figure, axes = canvas(columns, rows, size=size, sharex=True, sharey=True)
+    signed = matplotlib.colormaps[DIVERGING].with_extremes(over="#ffb000", under="#00b4a0", bad="#0000")
+    looks = [{"cmap": signed, "vmin": -top, "vmax": top}] * (len(names) - 1) + [{"cmap": SEQUENTIAL, "vmin": 0, "vmax": 1}]
+    shades: dict[bool, object] = {}
+    used = set()
+    for row in range(count):
+        for i, (name, look) in enumerate(zip(names, looks, strict=True)):
+            at = places[i][0] * columns + places[i][1] if single else row * columns + i
+            used.add(at)
+            axis = axes[at]
+            axis.patch.set(hatch="xxxx", edgecolor="#999999")  # seen through cells that are not a number
+            hidden = torch.where(drawn.allowed[row], torch.nan, 0.0)
+            axis.imshow(hidden.numpy(), cmap="Greys", vmin=-0.5, vmax=4, interpolation="nearest")
+            value = torch.where(drawn.allowed[row], drawn.values[row, i], torch.nan)
+            shades[name == "pattern"] = axis.imshow(value.numpy(), interpolation="nearest", **look)  # type: ignore[arg-type]
+            axis.set_title(name if single or row == 0 else "", fontsize=8)
+            axis.set_xticks(ticks, labels, rotation=90, fontsize=5)
+            axis.set_yticks(ticks, labels, fontsize=5)
+            if i == 0 and not single:
+                axis.set_ylabel("L{}H{}".format(*split.heads[row]), fontsize=8)
+    for at in set(range(len(axes))) - used:
+        axes[at].set_axis_off()
+    for is_pattern, label in ((False, "score"), (True, "pattern")):
+        figure.colorbar(shades[is_pattern], ax=axes, label=label, shrink=0.6, fraction=0.03, pad=0.01, aspect=25, extend="neither" if is_pattern else "both")  # type: ignore[arg-type]
+    more = f"; {count} of {len(split.heads)} heads" if count < len(split.heads) else ""
+    return View(figure, title=title, caption=caption + more)
