@@ -1,0 +1,226 @@
+"""The hardened circuitsvis views: tokens are data, figures live side by side, limits are said, numbers are the tensor's."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import importlib.util
+import json
+from base64 import b64decode
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tl_geometry as tlg
+from tests.browser import HOSTILE, Browser, as_cells
+from tests.induction import corpus, induction_model, prompts
+from tl_geometry import GeometryError
+from tl_geometry.attention import row_center
+from tl_geometry.render import circuitsvis as views
+from tl_geometry.verbs.split import ScoreSplit
+
+TEXTS = (*HOSTILE, *HOSTILE[:8])
+
+
+@cache
+def copying() -> ScoreSplit:
+    """The hand-built induction model on a repeated sequence, with hostile texts for its tokens."""
+    basis = tlg.decompose(induction_model(), corpus(), progress=False)
+    split = tlg.split_scores(induction_model(), prompts(1), basis, heads=["L0H0", "L1H0"])
+    return dataclasses.replace(split, str_tokens=TEXTS)
+
+
+def figures() -> dict[str, views.CircuitsvisView]:
+    split = copying()
+    return {
+        "heads": views.attention_heads(split, title="<b>heads</b>"),
+        "pattern": views.attention_pattern(split.terms["cvec", "cvec"][0, 1], TEXTS),
+        "tokens": views.colored_tokens(TEXTS, torch.linspace(-1, 2, len(TEXTS))),
+        "induction": views.induction(split, head="L1H0"),
+    }
+
+
+def payload(view: views.CircuitsvisView) -> dict[str, Any]:
+    packed = view.page.split('id="data">')[1].split("<")[0]
+    return json.loads(gzip.decompress(b64decode(packed)))
+
+
+class Markup(HTMLParser):
+    """Tags and attribute names of a page, in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[str, ...]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, tuple(name for name, _ in attrs)))
+
+
+def test_tokens_are_no_markup_and_pages_hold_no_address() -> None:
+    """Hostile tokens give the same tags as plain ones (the twin: written as they are, they do not), and the same figure the same page."""
+    split = copying()
+    plain = views.colored_tokens(["a"] * len(TEXTS), torch.linspace(-1, 2, len(TEXTS))).page
+    for name, view in figures().items():
+        assert Markup(view.page).found == Markup(plain).found, name
+        assert [tag for tag, _ in Markup(view.html()).found] == ["iframe"], name
+        assert "http" not in view.page.replace("http-equiv", ""), name
+        assert len(view.html()) < 800_000, name
+        assert view.page == figures()[name].page, name
+    assert Markup(plain + split.str_tokens[1]).found != Markup(plain).found
+
+
+def test_what_a_notebook_gets(tmp_path: Path) -> None:
+    for name, view in figures().items():
+        bundle = view._repr_mimebundle_()
+        assert set(bundle) == {"text/html", "text/plain"} | ({"image/png"} if name != "tokens" else set())
+        assert bundle["text/plain"].startswith(view.title)
+        assert "KiB of HTML" in bundle["text/plain"]
+        assert len(bundle.get("image/png", "")) < 400_000
+        assert view.save(tmp_path / f"{name}.html").read_text(encoding="utf-8") == view.page
+        if name != "tokens":
+            assert view.save(tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(GeometryError, match=r"a name ending in \.html"):
+        figures()["tokens"].save(tmp_path / "x.png")
+
+
+def test_the_payload_is_the_tensor() -> None:
+    split, seen = copying(), payload(figures()["induction"])
+    assert seen["terms"] == ["pattern", "total", *("-".join(t) for t in split.terms)]
+    values = torch.tensor(seen["values"], dtype=torch.float64)
+    expected = [split.pattern()[0, 1], *(row_center(x[0, 1].double(), split.allowed[1]) for x in (split.total(), *split.terms.values()))]
+    for ours, theirs in zip(values, expected, strict=True):
+        assert torch.allclose(ours, theirs.double(), rtol=6e-4, atol=1e-12)
+    assert torch.allclose(values[2:].sum(0), values[1], atol=1e-3 * seen["limit"])
+    assert seen["query"] in range(8, 22)  # a second or third copy
+    assert seen["limit"] == pytest.approx(float(max(x.abs().max() for x in expected[1:])))
+
+
+def test_induction_begins_where_the_head_copies() -> None:
+    """Its first query attends to the tokens that followed its earlier copies, and the content term is what takes it there."""
+    split = dataclasses.replace(copying(), str_tokens=tuple(str(t) for t in prompts(1)[0].tolist()))
+    seen = payload(views.induction(split, head="L1H0"))
+    query, values = seen["query"], torch.tensor(seen["values"])
+    assert query > 7
+    assert seen["copies"][query] == [j for j in range(query + 1) if j and (j - 1) % 7 == query % 7 and j - 1 < query]
+    assert float(values[0, query, seen["copies"][query]].sum()) > 0.9
+    best = int(values[2:, query, seen["copies"][query][0]].argmax())
+    assert seen["terms"][2 + best] == "cvec-cvec"
+    other = payload(views.induction(split, head=(0, 0)))
+    assert float(torch.tensor(other["values"])[0, query, other["copies"][query]].sum()) < 0.5  # the previous-token head does not
+
+
+def test_limits_are_named() -> None:
+    split = copying()
+    wide = torch.zeros(13, 64, 64)
+    with pytest.raises(GeometryError, match=r"13 heads x 64 x 64 tokens: expected at most 50000, got 53248\. Use fewer heads"):
+        views.attention_heads(wide, ["a"] * 64)
+    with pytest.raises(GeometryError, match=r"tokens: expected at most 2000, got 2001"):
+        views.colored_tokens(["a"] * 2001, torch.zeros(2001))
+    with pytest.raises(GeometryError, match=r"at most 128, got 129\. Use a shorter prompt, or render\.split"):
+        views.induction(split, head="L1H0", tokens=["a"] * 129)
+    bad = torch.zeros(1, 3, 3)
+    bad[0, 2, 0] = torch.nan
+    with pytest.raises(GeometryError, match="1 NaN or infinite"):
+        views.attention_heads(bad, list("abc"))
+    with pytest.raises(GeometryError, match="texts of the tokens"):
+        views.attention_heads(torch.zeros(1, 3, 3))
+    with pytest.raises(GeometryError, match="texts for"):
+        views.attention_heads(torch.zeros(1, 3, 3), list("ab"))
+    with pytest.raises(GeometryError, match=r"one of the split's heads.*head=\(0, 0\)"):
+        views.induction(split)
+    with pytest.raises(GeometryError, match="'pos-cvec'"):
+        views.attention_heads(split, term="pos-nothing")
+    with pytest.raises(GeometryError, match="a positive number"):
+        views.attention_pattern(torch.zeros(2, 2), ["a", "b"], limit=0.0)
+
+
+def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:
+    values = torch.tensor([[[1.0, 0.0], [4.0, -8.0]], [[0.5, 0.0], [0.25, 2.0]]])
+    view = views.attention_heads(values, ["a", "b"])
+    assert payload(view)["props"]["maxValue"] == 8
+    assert payload(view)["props"]["maskUpperTri"]
+    assert "beyond" not in view.caption
+    assert "2 values beyond it" in views.attention_heads(values, ["a", "b"], limit=2.0).caption
+    assert not payload(views.attention_heads(values.mT, ["a", "b"]))["props"]["maskUpperTri"]
+    masked = torch.where(torch.ones(2, 2, dtype=torch.bool).tril(), values, -torch.inf)
+    assert payload(views.attention_heads(masked, ["a", "b"])) == payload(view)
+
+
+def test_without_circuitsvis_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    views._bundle.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    with pytest.raises(GeometryError, match="pip install circuitsvis"):
+        views.colored_tokens(["a"], [1.0])
+    views._bundle.cache_clear()
+
+
+DRAWN = "document.body.dataset.drawn"
+FIGURE = "document.getElementById('figure')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_hostile_tokens_are_shown_and_nothing_runs(browser: Browser, dark: bool) -> None:
+    made = figures()
+    with browser.open(as_cells(*(v.html() for v in made.values())), dark=dark, height=2400) as page:
+        for frame in range(1, 5):
+            page.wait(DRAWN, frame=frame)
+        page.assert_harmless()
+        assert page.evaluate("document.getElementById('after').textContent") == "the end"
+        for frame, name in ((3, "tokens"), (4, "induction")):
+            shown = page.wait(f"[...{FIGURE}.querySelectorAll('span > span')].map(s => s.textContent)", frame=frame)
+            assert [s.replace("\xa0", " ") for s in shown] == payload(made[name])["tokens"]
+            assert shown[7] == "<s>"
+        drawn = "(c => [c.length, c.every(x => x.getContext('2d').getImageData(0, 0, x.width, x.height).data.some(v => v))])"
+        canvases = f"{drawn}([...document.querySelectorAll('canvas')])"
+        assert page.wait(canvases, frame=1) == [3, True]  # two heads, and one of them enlarged
+        assert page.wait(canvases, frame=2) == [1, True]
+
+
+@pytest.mark.slow
+def test_clicks_and_tooltips_read_the_tensor(browser: Browser, tmp_path: Path) -> None:
+    view = figures()["induction"]
+    data = payload(view)
+    with browser.open(view.save(tmp_path / "a.html")) as page:
+        page.wait(DRAWN)
+        query, term = 17, data["terms"].index("cvec-cvec")
+        for group, index in (("p:nth-of-type(2)", query), ("p:nth-of-type(3)", term)):
+            page.evaluate(f"document.querySelectorAll('#before {group} button')[{index}].click()")
+        paid = data["values"][0][query]
+        best = max(data["allowed"][query], key=lambda j: paid[j])
+        table = page.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
+        assert table[0][1] == f"{best} {data['tokens'][best]}"
+        assert [float(row[1]) for row in table[2:]] == [float(f"{v[query][best]:.3g}") for v in data["values"]]
+        assert page.evaluate("document.getElementById('high').textContent") == f"{data['limit']:.3g}"
+        spans = f"[...{FIGURE}.querySelectorAll('span > span')]"
+        x, y = page.wait(f"(b => [b.left + b.width / 2, b.top + 8])({spans}[{best}].getBoundingClientRect())")
+        page.hover(x, y)
+        tip = page.wait(f"{FIGURE}.querySelector('strong')?.parentElement.innerText")
+        text, number = tip.rsplit("\n", 1)
+        assert (text, float(number)) == (data["tokens"][best], data["values"][term][query][best])
+        page.assert_harmless()
+
+
+@pytest.mark.slow
+def test_plain_circuitsvis_does_none_of_this(browser: Browser) -> None:
+    """The twin: circuitsvis's own pages run tokens, lose tokens, and delete what follows; so the tests above can fail."""
+    from circuitsvis import tokens as plain
+
+    def own(tokens: tuple[str, ...]) -> str:
+        return plain.colored_tokens(list(tokens), [1.0] * len(tokens)).local_src
+
+    after = '<p id="after">the end</p>'
+    with browser.open("<!doctype html>" + own(HOSTILE[:1]) + after) as page:
+        assert page.wait("window.planted") == 1  # it leaves its script
+    with browser.open("<!doctype html>" + own(HOSTILE[1:2]) + after) as page:
+        assert page.wait("window.planted") == 1  # it is set as HTML
+    with browser.open("<!doctype html>" + own(("a", "<s>", "b")) + own(("c",)) + after) as page:
+        assert page.wait("document.querySelector('.colored-tokens')?.innerText").split() == ["ab"]  # no <s>
+        page.wait("!document.getElementById('after')")  # nor what follows
+        assert page.evaluate("document.querySelectorAll('.colored-tokens').length") == 1

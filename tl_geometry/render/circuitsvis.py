@@ -1,0 +1,397 @@
+"""The familiar circuitsvis views, hardened: attention heads, one pattern, coloured tokens, and which sources an induction head reads.
+
+circuitsvis draws; everything around it is made here, because its own pages run script that token text holds, drop tokens that look like
+tags, ask the network on every display, and delete what follows a figure (tried with 1.43.3). A figure is one page of its own:
+
+1. Token texts and values are JSON, compressed and base64-coded, so that no token is ever markup in the page's source; circuitsvis
+   receives token texts as HTML-escaped text.
+2. Its script is read from the installed package (it is not shipped here), compressed into the page and decoded by the browser.
+3. A content policy allows that script only, by a nonce, and no request; in a notebook the page lives in a sandboxed frame.
+4. Colours run symmetrically from ``-limit`` to ``limit``, the same for all heads and terms of a figure; the caption says what lies beyond.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import hashlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry import _check, _html
+from tl_geometry._check import Head, describe, fail, require
+from tl_geometry.attention import row_center
+from tl_geometry.render.figure import View, canvas
+from tl_geometry.verbs.split import ScoreSplit
+
+POSITIVE, NEGATIVE = "#0072b2", "#d55e00"
+"""Colours of the two ends (Okabe-Ito); zero is white."""
+CELLS, TOKENS, SOURCES = 50_000, 2_000, 128
+"""Most cells over all heads of a heat map (12 heads of 64 tokens take a browser some 8 s), coloured tokens, tokens of an attribution."""
+WIDTH = 800
+
+
+class CircuitsvisView:
+    """A drawn figure: shows itself in a notebook; ``save`` writes a page that opens offline, or an image where the figure has one."""
+
+    def __init__(self, page: str, *, title: str, caption: str, height: int, image: Callable[[], View] | None = None) -> None:
+        self.page, self.title, self.caption, self.height, self.image = page, title, caption, height, image
+
+    def html(self) -> str:
+        """The page in a sandboxed frame of fixed size, so that several live side by side."""
+        style = f"width:{WIDTH}px;max-width:100%;height:{self.height}px;border:1px solid #8884;background:#fff"
+        title, page = _html.escape(self.title), _html.escape(self.page)
+        return f'<iframe title="{title}" srcdoc="{page}" style="{style}" sandbox="allow-scripts"></iframe>'
+
+    def save(self, path: str | Path) -> Path:
+        """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an image, and return the path."""
+        path = Path(path)
+        if path.suffix.lower() == ".html":
+            path.write_text(self.page, encoding="utf-8")
+            return path
+        if self.image is None:
+            fail("path", expected="a name ending in .html", got=str(path), instead="render.circuitsvis.attention_pattern for an image")
+        return self.image().save(path)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        png = {} if self.image is None else {"image/png": base64.b64encode(self.image().bytes("png")).decode()}
+        return {"text/html": self.html(), **png, "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        return f"{self.title} ({len(self.page) // 1024} KiB of HTML): {self.caption}"
+
+
+def attention_heads(
+    attention: Float[Tensor, "head query key"] | ScoreSplit,
+    tokens: Sequence[str] | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    term: str | tuple[str, str] = "pattern",
+    context: int = 0,
+    limit: float | None = None,
+    title: str = "Attention heads",
+) -> CircuitsvisView:
+    """Heat maps of several heads, one of them enlarged: hover to see another, click to hold it (circuitsvis ``attention_heads``).
+
+    Args:
+        attention: any values per head, query and key, or a split, whose heads are all shown.
+        tokens: their texts (a split of one prompt knows them).
+        term: of a split: ``"pattern"``, ``"total"``, or a term as ``"pos-cvec"``; scores are row-centred, as softmax sees them.
+        limit: value of the full colour, by default 1 for a pattern, else the largest absolute value; colours are shared by all heads.
+
+    Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds, and for values that are not finite.
+
+    >>> pattern = torch.eye(3).expand(2, 3, 3)
+    >>> attention_heads(pattern, ["a", "<b>", " c"], names=["L0H0", "L0H1"]).title
+    'Attention heads'
+    """
+    values, texts, labels, what = _values(attention, tokens, names, term, context)
+    rows = math.ceil(len(values) / 6)
+    return _heat("AttentionHeads", values, texts, labels, limit, title, what, height=220 + 98 * rows + 500)
+
+
+def attention_pattern(
+    attention: Float[Tensor, "query key"] | ScoreSplit,
+    tokens: Sequence[str] | None = None,
+    *,
+    head: Head | None = None,
+    term: str | tuple[str, str] = "pattern",
+    context: int = 0,
+    limit: float | None = None,
+    title: str = "Attention pattern",
+) -> CircuitsvisView:
+    """Heat map of one head (circuitsvis ``attention_pattern``); of a split, ``head`` says which. Arguments as :func:`attention_heads`."""
+    source = attention if isinstance(attention, ScoreSplit) else attention[None]
+    values, texts, labels, what = _values(source, tokens, None, term, context)
+    row = _row(attention, head) if isinstance(attention, ScoreSplit) else 0
+    name = f"{title} of {labels[row]}" if isinstance(attention, ScoreSplit) else title
+    return _heat("AttentionPattern", values[row : row + 1], texts, labels[row : row + 1], limit, name, what, height=690)
+
+
+def colored_tokens(
+    tokens: Sequence[str],
+    values: Float[Tensor, " position"] | Sequence[float],
+    *,
+    limit: float | None = None,
+    title: str = "Coloured tokens",
+) -> CircuitsvisView:
+    """Text with a value behind each token (circuitsvis ``colored_tokens``), symmetric about 0; hover to read it. At most 2,000 tokens."""
+    given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    texts = [_running(str(t)) for t in tokens]
+    require(given.shape == (len(texts),), "values", expected=f"one for each of {len(texts)} tokens", got=describe(given))
+    _within(len(texts), TOKENS, "tokens", "values of a part of the text")
+    top = _limit(_check.finite(given, "values"), limit)
+    props = {
+        "values": _short(given),
+        "minValue": -top,
+        "maxValue": top,
+        "positiveColor": POSITIVE,
+        "negativeColor": NEGATIVE,
+        "paddingBottom": 0,
+    }
+    best = ", ".join(f"{_html.token_text(str(tokens[i]))} {float(given[i]):.3g}" for i in given.abs().argsort(descending=True)[:5].tolist())
+    caption = f"{len(texts)} tokens, largest: {best}{_beyond(given, top)}"
+    page = _page(title, caption, {"view": "ColoredTokens", "tokens": texts, "props": props, **_scale(given, top)})
+    return CircuitsvisView(page, title=title, caption=caption, height=140 + _lines(texts))
+
+
+def induction(
+    split: ScoreSplit,
+    *,
+    head: Head | None = None,
+    query: int | None = None,
+    tokens: Sequence[str] | None = None,
+    context: int = 0,
+    limit: float | None = None,
+) -> CircuitsvisView:
+    """Over the text itself: which source tokens a head reads for a query token, and through which terms of the split.
+
+    Click a query token, then a term: sources are coloured by the pattern (0 to 1) or by the term's score, row-centred over the keys
+    that the query may attend to, on one scale for all terms and queries, so that colours of terms add up to those of ``total``.
+    The table below lists the five most attended sources with every term. The first query shown is the one that pays most attention
+    to tokens which follow an earlier copy of it: what an induction head does.
+
+    Args:
+        split: from :func:`tl_geometry.split_scores`; ``head`` says which of its heads (its only one by default).
+        query: position to begin with.
+
+    Raises ``GeometryError`` over 128 tokens: split a shorter prompt, or use ``render.split``.
+    """
+    row = _row(split, head)
+    texts = _texts(split, tokens, context)
+    size = len(texts)
+    _within(size, SOURCES, "tokens of an attribution", "a shorter prompt, or render.split(split, heads=...)")
+    allowed = split.allowed[row]
+    names = ["pattern", "total", *("-".join(t) for t in split.terms)]
+    values = torch.stack([_of_split(split, name, context)[row] for name in names])
+    copies = [[j for j in range(1, i + 1) if texts[j - 1] == texts[i] and bool(allowed[i, j])] for i in range(size)]
+    paid = torch.stack([values[0, i, copies[i]].sum() for i in range(size)])
+    first = int(paid.argmax()) if query is None else _check.index(query, size, "query")
+    top = _limit(values[1:], limit)
+    label = "L{}H{}".format(*split.heads[row])
+    data = {
+        "view": "induction",
+        "tokens": [_running(t) for t in texts],
+        "values": [[_short(r) for r in v] for v in values],
+        "terms": names,
+        "query": first,
+        "copies": copies,
+        "allowed": [a.nonzero()[:, 0].tolist() for a in allowed],
+        **_scale(values[1:], top),
+        "props": {"positiveColor": POSITIVE, "negativeColor": NEGATIVE},
+    }
+    error, bound = max(split.closing.checks.values(), key=lambda c: c[0] / max(c[1], 1e-300))
+    caption = (
+        f"terms are row-centred scores, full colour at {top:.3g} (pattern: 1){_beyond(values[1:], top)}; "
+        f"sum of terms within {error:.1e} of the model (allowed {bound:.1e}); {split.provenance.line()}"
+    )
+    title = f"What {label} reads"
+    page = _page(title, caption, data)
+    shown = [_html.token_text(t) for t in texts]
+    image = functools.partial(_strip, values[:, first], names, shown, top, f"{title} for {first} {shown[first]}", caption)
+    return CircuitsvisView(
+        page, title=title, caption=caption, height=440 + _lines(data["tokens"], 18) + _lines(data["tokens"]), image=image
+    )
+
+
+def _row(split: ScoreSplit, head: Head | None) -> int:
+    """Row of a head in a split."""
+    layers, heads = (1 + max(h[i] for h in split.heads) for i in (0, 1))
+    if head is None:
+        require(len(split.heads) == 1, "head", expected="one of the split's heads", got="none", instead=f"head={split.heads[0]}")
+        return 0
+    pair = _check.heads(head, layers, heads)[0]
+    require(pair in split.heads, "head", expected=f"one of {split.heads}", got=repr(head), instead="split_scores(..., heads=...)")
+    return split.heads.index(pair)
+
+
+def _texts(source: ScoreSplit | None, tokens: Sequence[str] | None, context: int) -> list[str]:
+    if tokens is None:
+        known = source is not None and context == 0 and len(source.str_tokens) > 0
+        require(known, "tokens", expected="texts of the tokens", got="none", instead="tokens=model.to_str_tokens(...)")
+        tokens = source.str_tokens if source is not None else ()
+    return [str(t) for t in tokens]
+
+
+def _of_split(split: ScoreSplit, term: str | tuple[str, str], context: int) -> Float[Tensor, "head query key"]:
+    """Pattern, total or a term of one context; scores row-centred over the allowed keys."""
+    name = "-".join(term) if isinstance(term, tuple) else term
+    _check.index(context, split.q.shape[1], "context")
+    _check.choice(name, ["pattern", "total", *("-".join(t) for t in split.terms)], "term")
+    if name == "pattern":
+        return split.pattern()[context].double()
+    found = split.total() if name == "total" else split.terms[tuple(name.split("-"))]  # pyright: ignore[reportArgumentType]
+    return row_center(found[context].double(), split.allowed)
+
+
+def _values(
+    attention: Tensor | ScoreSplit, tokens: Sequence[str] | None, names: Sequence[str] | None, term: str | tuple[str, str], context: int
+) -> tuple[Float[Tensor, "head query key"], list[str], list[str], str]:
+    """Values of each head, texts of the tokens, names of the heads, and what the values are."""
+    if isinstance(attention, ScoreSplit):
+        values, what = _of_split(attention, term, context), "-".join(term) if isinstance(term, tuple) else term
+        labels = ["L{}H{}".format(*h) for h in attention.heads]
+        texts = _texts(attention, tokens, context)
+    else:
+        require(attention.dim() == 3, "attention", expected="[head query key]", got=describe(attention), instead="attention[batch]")
+        values, what = attention.detach().cpu().double(), "values"
+        labels, texts = [f"Head {i}" for i in range(len(values))], _texts(None, tokens, context)
+    labels = labels if names is None else list(names)
+    require(len(labels) == len(values) > 0, "names", expected=f"{len(values)} names, one per head", got=len(labels))
+    square = values.shape[1:] == (len(texts), len(texts))
+    require(square, "tokens", expected=f"texts for {tuple(values.shape[1:])} queries and keys", got=f"{len(texts)} tokens")
+    return values, texts, labels, what
+
+
+def _heat(
+    kind: str, values: Tensor, tokens: Sequence[str], names: Sequence[str], limit: float | None, title: str, what: str, *, height: int
+) -> CircuitsvisView:
+    """A heat map view. Keys after the query are hidden where all of them are 0 or -inf."""
+    _within(
+        values.numel(),
+        CELLS,
+        f"cells of {len(values)} heads x {len(tokens)} x {len(tokens)} tokens",
+        "fewer heads= or tokens, or render.split",
+    )
+    later = values[:, torch.ones(values.shape[1:], dtype=torch.bool).triu(1)]
+    causal = bool(((later == 0) | (later == -torch.inf)).all())
+    shown = values.tril() if causal else values
+    top = _limit(_check.finite(shown, "attention"), limit if limit is not None or what != "pattern" else 1.0)
+    texts = [_html.token_text(t) for t in tokens]
+    many = {"attentionHeadNames": list(names)} if kind == "AttentionHeads" else {}
+    matrix = [[_short(row) for row in head] for head in shown]
+    props = {
+        "attention": matrix if many else matrix[0], "tokens": texts, "minValue": -top, "maxValue": top, "positiveColor": POSITIVE,
+        "negativeColor": NEGATIVE, "maskUpperTri": causal, **many,
+    }  # fmt: skip
+    scale = "one scale for all heads" if many else "symmetric scale"
+    caption = f"{what} by query (row) and key (column), {len(tokens)} tokens; full colour at {top:.3g}, {scale}{_beyond(shown, top)}"
+    page = _page(title, caption, {"view": kind, "props": props, **_scale(shown, top)}, width=560)
+    image = functools.partial(_maps, shown, names, texts, top, causal, title, caption)
+    return CircuitsvisView(page, title=title, caption=caption, height=height, image=image)
+
+
+def _within(size: int, most: int, what: str, instead: str) -> None:
+    require(size <= most, what, expected=f"at most {most}", got=size, instead=instead)
+
+
+def _limit(values: Tensor, limit: float | None) -> float:
+    """Value of the full colour."""
+    require(limit is None or (math.isfinite(limit) and limit > 0), "limit", expected="a positive number", got=limit)
+    return float(limit if limit is not None else values.abs().max() if values.numel() else 1.0) or 1.0
+
+
+def _scale(values: Tensor, top: float) -> dict[str, Any]:
+    """Ends of the colour bar."""
+    return {"limit": top, "signed": bool((values < 0).any())}
+
+
+def _beyond(values: Tensor, top: float) -> str:
+    n = int((values.abs() > top * (1 + 1e-9)).sum())
+    return f", {n} values beyond it" if n else ""
+
+
+def _short(values: Tensor) -> list[float]:
+    """Values as numbers of four significant digits."""
+    return [float(f"{v:.4g}") for v in values.tolist()]
+
+
+def _running(token: str) -> str:
+    """A token in running text: spaces stay spaces."""
+    return "".join(c if c == " " else _html.token_text(c) for c in token) or "∅"
+
+
+def _lines(texts: Sequence[str], margin: int = 0) -> int:
+    """Height in pixels of wrapped tokens (of buttons, with a margin), at most 260 (the frame scrolls)."""
+    width, lines = 0, 1
+    for text in texts:
+        width += 7 * len(text) + 3 + margin
+        if width > WIDTH - 60 or ("⏎" in text and not margin):
+            width, lines = 0, lines + 1
+    return min(27 * lines, 260)
+
+
+def _packed(raw: bytes) -> str:
+    return base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode()
+
+
+@functools.cache
+def _bundle() -> str:
+    """circuitsvis's own script from the installed package."""
+    spec = importlib.util.find_spec("circuitsvis")
+    path = Path(spec.origin if spec and spec.origin else "circuitsvis").parent / "dist" / "cdn" / "iife.js"
+    require(
+        path.is_file(), "circuitsvis", expected="an installed package with its script", got=str(path), instead="pip install circuitsvis"
+    )
+    return _packed(path.read_bytes())
+
+
+def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH - 40) -> str:
+    """The page: ``assets/circuitsvis.html`` with its fields filled in. The nonce is a digest of the data, which no token can know."""
+    raw = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+    fields = {
+        "NONCE": hashlib.sha256(raw).hexdigest()[:24],
+        "TITLE": _html.escape(title),
+        "CAPTION": _html.escape(caption),
+        "POSITIVE": POSITIVE,
+        "NEGATIVE": NEGATIVE,
+        "WIDTH": str(width),
+        "DATA": _packed(raw),
+        "BUNDLE": _bundle(),
+    }
+    parts = (Path(__file__).parent / "assets" / "circuitsvis.html").read_text(encoding="utf-8").split("@")
+    return "".join(fields[part] if i % 2 else part for i, part in enumerate(parts))
+
+
+def _colours() -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("circuitsvis", [NEGATIVE, "white", POSITIVE])
+
+
+def _maps(values: Tensor, names: Sequence[str], tokens: Sequence[str], top: float, causal: bool, title: str, caption: str) -> View:
+    """The heads as images."""
+    columns = min(4, len(values))
+    side = 4.4 if len(values) == 1 else 2.3
+    figure, axes = canvas(columns, math.ceil(len(values) / columns), size=(side, side))
+    for axis in axes[len(values) :]:
+        axis.axis("off")
+    hidden = torch.ones(values.shape[1:], dtype=torch.bool).triu(1) & causal
+    image = None
+    for axis, head, name in zip(axes, values, names, strict=False):
+        image = axis.imshow(head.masked_fill(hidden, torch.nan).numpy(), cmap=_colours(), vmin=-top, vmax=top, interpolation="nearest")
+        axis.set_facecolor("#ddd")
+        axis.set_title(name.replace("$", r"\$"), fontsize=8)
+        _ticks(axis, tokens if len(tokens) <= 24 and len(values) == 1 else [])
+    if image is not None:
+        figure.colorbar(image, ax=axes, shrink=0.6)
+    return View(figure, title=title, caption=caption)
+
+
+def _strip(values: Tensor, names: Sequence[str], tokens: Sequence[str], top: float, title: str, caption: str) -> View:
+    """Sources of one query against pattern and terms, the last 40 of them."""
+    shown, texts = values[:, -40:].clone(), tokens[-40:]
+    shown[0] *= top
+    figure, axes = canvas(size=(1.6 + 0.24 * len(texts), 1.1 + 0.22 * len(names)))
+    image = axes[0].imshow(shown.numpy(), cmap=_colours(), vmin=-top, vmax=top, interpolation="nearest", aspect="auto")
+    axes[0].set_yticks(range(len(names)), ["pattern (0 to 1)", *names[1:]], fontsize=7)
+    _ticks(axes[0], texts, rows=False)
+    axes[0].set_title(title.replace("$", r"\$"), fontsize=8)
+    figure.colorbar(image, ax=axes[0], shrink=0.8)
+    return View(figure, title=title, caption=caption)
+
+
+def _ticks(axis: Any, tokens: Sequence[str], *, rows: bool = True) -> None:
+    texts = [t.replace("$", r"\$") for t in tokens]
+    axis.set_xticks(range(len(texts)), texts, rotation=90, fontsize=6)
+    if rows:
+        axis.set_yticks(range(len(texts)), texts, fontsize=6)
