@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("a dropped position", "moments.py", "low:high] += einsum(", "low : high - 1] += einsum("),
+    Fault("a dropped position", "moments.py", "block.copy_(h[:, low:high])", "block.copy_(h[:, low:high])[:, -1] = 0"),
     Fault(
         "a wrong divisor in pos",
         "decomposition.py",
@@ -38,36 +38,36 @@ FAULTS = (
     Fault("the mean left in pos", "decomposition.py", "/ self.contexts - self.mean.unsqueeze(1)", "/ self.contexts"),
     Fault("the mean left in ctx", "decomposition.py", "self.context_means - self.mean.unsqueeze(1)", "self.context_means"),
     Fault("a batch counted twice", "moments.py", "self.counts += torch.bincount(", "self.counts += 2 * torch.bincount("),
-    Fault("float32 sums", "moments.py", "block = h[:, low:high].double()", "block = h[:, low:high].float().double()"),
+    Fault("float32 sums", "moments.py", "block.copy_(h[:, low:high])", "block.copy_(h[:, low:high].float())"),
     Fault(
         "pilot shift forgotten", "moments.py", "return whole + torch.outer(excess, delta)", "return whole + 0 * torch.outer(excess, delta)"
     ),
-    Fault("second moments not centred on the pilot", "moments.py", "self.pilot[state] = h.double().mean((0, 1)).float()", "pass"),
+    Fault("second moments not centred on the pilot", "moments.py", "self.pilot[state] = mean.float()", "pass"),
     Fault("window start off by one", "moments.py", "if start <= low < end:", "if start < low < end:"),
     Fault(
         "groups swapped for batches",
-        "capture.py",
-        "(self.done + torch.arange(size)) % self.plan.groups",
-        "torch.arange(size) % self.plan.groups",
+        "accumulation.py",
+        "(self.done + torch.arange(size, device=device)) % self.plan.groups",
+        "torch.arange(size, device=device) % self.plan.groups",
     ),
     Fault("context mean over all columns", "moments.py", "means = whole / (end - start)", "means = whole / h.shape[1]"),
-    Fault("sink position in the second moments", "moments.py", "self._add_second(state, h[:, start:end])", "self._add_second(state, h)"),
+    Fault("sink position in the second moments", "moments.py", "self._centred(state, h[:, start:end])", "self._centred(state, h)"),
     Fault("context share not scaled by T", "decomposition.py", "clip(t * (m.context_squares", "clip((m.context_squares"),
     Fault("no correction for sampling noise", "decomposition.py", "share = (pos - noise)", "share = (pos - 0 * noise)"),
     Fault("textbook context vector", "decomposition.py", "ctx = cvec.mean(2)", "ctx = h.double().mean(2) - mean[:, None]"),
     Fault(
         "last batch dropped",
-        "capture.py",
+        "accumulation.py",
         "for start in range(0, h.shape[1], batch):",
         "for start in range(0, h.shape[1] - batch + 1, batch):",
     ),
     Fault(
         "reservoir by arrival",
         "moments.py",
-        "return [pair for pair in sorted(known + drawn)[: self.size]",
-        "return [pair for pair in (known + drawn)[: self.size]",
+        "kept = sorted(known + drawn)[: self.size]",
+        "kept = (known + drawn)[: self.size]",
     ),
-    Fault("NaN let through", "capture.py", "if not finite[i]]", "if False]"),
+    Fault("NaN let through", "accumulation.py", "if not good[i]]", "if False]"),
 )
 
 ATTENTION, TYPES, SWEEP, LIVE = (f"tests/test_{name}.py" for name in ("attention", "head_types", "sweep", "interventions"))

@@ -16,7 +16,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
-from tl_geometry import capture
+from tl_geometry import accumulation, capture
 from tl_geometry.decomposition import PositionContext, decompose_tensor
 
 KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
@@ -183,7 +183,7 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     child.wait()
     child.stdout.close()
     assert child.returncode == -signal.SIGKILL
-    work = capture.read_file(path, capture.CHECKPOINT)[0]["run"]
+    work = accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]
     assert 12 <= work["done"] < 400
     resumed = tlg.decompose(model, ids, checkpoint=path, progress=False, moments_dtype=torch.float64)
     assert same(resumed, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -30,7 +31,7 @@ Processed = Annotated[bool, typer.Option("--processed", help="Fold and centre th
 Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one).")]
 Seed = Annotated[int, typer.Option("--seed")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in the folder.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint, where there is one.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
 
@@ -73,6 +74,47 @@ _analysis("report", "The whole analysis of a model on a corpus, to a folder: rep
 _analysis("heads", "Only the heads: what drives each, and head types.", ("overview", "heads"))
 _analysis("weights", "Only the weights: W_QK and W_OV in the geometry of the activations.", ("overview", "weights"))
 _analysis("trajectories", "Only the trajectories of pilot tokens as a stochastic flow.", ("overview", "flow"))
+
+
+@app.command()
+def fit(
+    model: Model = None,
+    corpus: Corpus = None,
+    contexts: Annotated[int | None, typer.Option("--contexts", help="Windows to use (default: all).")] = None,
+    length: Length = None,
+    out: Annotated[Path, typer.Option("--out", help="File to write the basis to.")] = Path("basis.safetensors"),
+    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Windows of one forward pass.")] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    kind: Class = "bridge",
+    processed: Processed = False,
+    bos: Bos = None,
+    seed: Seed = 0,
+    resume: Resume = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """The basis of a model on a corpus (texts, or one .npy file of token ids), to a file.
+
+    On many processes, on any number of machines: torchrun --nproc-per-node=8 -m tl_geometry fit MODEL --corpus FILE --device cuda
+    """
+    from tl_geometry.processes import launched
+    from tl_geometry.report.build import load_model, token_source
+    from tl_geometry.verbs.decompose import decompose
+
+    checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
+    with launched(device) as (group, own, first):
+        loaded = load_model(model, kind=kind, processed=processed, dtype=dtype, device=own)
+        tokens = token_source(loaded, corpus, contexts=contexts, length=length, bos=bos, seed=seed)
+        if first and not resume:
+            checkpoint.unlink(missing_ok=True)
+        basis = decompose(
+            loaded, tokens, batch_size=batch_size, checkpoint=checkpoint, progress=not quiet, seed=seed, group=group
+        )  # fmt: skip
+        if first:
+            basis.save(out)
+            checkpoint.unlink(missing_ok=True)
+            say({"file": str(out), **dataclasses.asdict(basis.provenance)}, as_json, f"{out}: {basis!r}")
 
 
 @app.command()

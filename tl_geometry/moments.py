@@ -9,24 +9,43 @@ cent once a coordinate has a mean of thousands and a variance of one, as GPT-2's
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry._check import require
 
-COLUMN_BLOCK = 16
-"""Columns converted to float64 at a time, so that the copy stays in cache (half the time of whole batches, measured)."""
-TRIANGLE_BLOCKS = 6
-"""Block rows of a symmetric product: only blocks on and below the diagonal are multiplied (58% of the products)."""
-SETTINGS = ("window", "product_dtype")
+BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**26}
+"""Bytes of activations converted to float64 at a time: about the cache of a core (half the time of whole batches), or enough for a GPU."""
+TRIANGLE_BLOCKS = 8
+"""Block rows of a symmetric product: only blocks on and below the diagonal are multiplied (56% of the products)."""
+HALF_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
+"""Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32 product."""
+PILOT_SPREAD = 3.0
+"""Standard deviations from zero beyond which half-precision coordinates are centred on their pilot."""
+SETTINGS = ("window", "product_dtype", "fixed", "scratch", "busy")
 """Fields of :class:`Moments` that are not sums."""
+
+
+class Scratch:
+    """Buffers that are used again and again: fresh pages cost as much as the arithmetic on them, and what is held cannot run out."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def get(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor, valid until the next call with the same name."""
+        size, found = math.prod(shape), self.held.get(name)
+        if found is None or found.numel() < size or found.dtype != dtype or found.device != device:
+            self.held.pop(name, None)
+            found = self.held[name] = torch.empty(size, dtype=dtype, device=device)
+        return found[:size].view(*shape)
 
 
 def half_width(width: int) -> int:
@@ -55,6 +74,9 @@ class Moments:
     label_sums: Float[Tensor, "label state d_model"] | None = None
     label_counts: Int[Tensor, " label"] | None = None
     product_dtype: torch.dtype = torch.float32
+    fixed: set[int] = field(default_factory=set)
+    scratch: Scratch = field(default_factory=Scratch)
+    busy: bool = False
 
     @classmethod
     def zeros(
@@ -107,17 +129,34 @@ class Moments:
         group_of: Int[Tensor, " batch"],
         label_of: Int[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "batch d_model"], Bool[Tensor, ""]]:
-        """Add one batch of one state; returns each context's mean over the window (float64) and whether every number is finite."""
-        member = torch.nn.functional.one_hot(group_of, len(self.counts)).T.to(h.device, torch.float64)
-        norms = torch.empty(h.shape[:2], dtype=torch.float64, device=h.device)
-        start, end = self.window
+        """Add one batch of one state; returns each context's mean over the window (float64) and whether every number is finite.
+
+        Everything large is allocated before the first sum changes; ``busy`` is true while they change, so that running out of
+        memory before (then the batch can be taken in again, in parts) and in between (then it cannot) can be told apart.
+        """
+        self.busy = False
+        device, (start, end) = self.sums.device, self.window
+        h = h.to(device)  # a model spread over several devices
+        batch, columns, width = h.shape
+        fill = {"dtype": torch.float64, "device": device}
+        member = torch.arange(len(self.counts), device=device).unsqueeze(1).eq(group_of.to(device)).double()
+        step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
+        norms = torch.empty(batch, columns, **fill)
+        whole, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
+        self.scratch.get("block", (batch, min(step, columns), width), torch.float64, device)
+        rows = None if self.second is None else self._centred(state, h[:, start:end])
+        self.busy = True
+        if rows is not None:
+            self._add_products(state, rows)
         part = half_width(end - start)
-        whole, first, last = (torch.zeros(h.shape[0], h.shape[2], dtype=torch.float64, device=h.device) for _ in range(3))
-        cuts = sorted({start, start + part, end - part, end, h.shape[1], *range(0, h.shape[1], COLUMN_BLOCK)})
+        cuts = sorted({start, start + part, end - part, end, columns, *range(0, columns, step)})
+        flat = self.sums.view(len(self.counts), -1, columns * width)[:, state]
         for low, high in zip(cuts[:-1], cuts[1:], strict=True):
-            block = h[:, low:high].double()
-            self.sums[:, state, low:high] += einsum(member, block, "group batch, batch column d_model -> group column d_model")
-            norms[:, low:high] = torch.linalg.vector_norm(block, dim=-1).square()
+            block = self.scratch.get("block", (batch, high - low, width), torch.float64, device)
+            block.copy_(h[:, low:high])
+            sums = flat[:, low * width : high * width]
+            torch.addmm(sums, member, block.view(batch, -1), out=sums)
+            norms[:, low:high] = torch.linalg.vector_norm(block, dim=-1)
             if start <= low < end:
                 total = block.sum(1)
                 whole += total
@@ -125,7 +164,7 @@ class Moments:
                     first += total
                 if low >= end - part:
                     last += total
-        self.squares[:, state] += member @ norms
+        self.squares[:, state] += member @ norms.square()
         means = whole / (end - start)
         self.context_squares[:, state] += member @ means.square().sum(-1)
         if part > 0:
@@ -133,21 +172,45 @@ class Moments:
             products = torch.stack([first.square().sum(-1), last.square().sum(-1), (first * last).sum(-1)], dim=-1)
             self.halves[:, state] += member @ products
         if self.label_sums is not None and label_of is not None:
-            self.label_sums[:, state].index_add_(0, label_of.to(h.device), whole)
-        if self.second is not None:
-            self._add_second(state, h[:, start:end])
+            self.label_sums[:, state].index_add_(0, label_of.to(device), whole)
+        self.busy = False
         return means, torch.isfinite(norms).all()
 
-    def _add_second(self, state: int, h: Float[Tensor, "batch position d_model"]) -> None:
-        assert self.second is not None
+    def _centred(self, state: int, h: Float[Tensor, "batch position d_model"]) -> Float[Tensor, "row d_model"]:
+        """States minus the pilot, in the dtype of the products; the first batch fixes the pilot.
+
+        Half precision stays half precision on a GPU, whose products of it are accumulated in float32: many times faster than
+        float32 products, and the same numbers, because the pilot is zero or a half-precision number near the state, so that
+        the difference of the two is exact.
+        """
         assert self.pilot is not None
-        if not self.counts.any():  # nothing counted yet: this is the first batch
-            self.pilot[state] = h.double().mean((0, 1)).float()
-        rows = (h.to(self.product_dtype) - self.pilot[state].to(self.product_dtype)).flatten(0, 1)
+        half = h.element_size() == 2 and self.product_dtype == torch.float32
+        if state not in self.fixed:
+            mean = h.mean((0, 1), dtype=torch.float64)
+            if half:
+                spread = (h.float() - mean.float()).square().mean((0, 1)).sqrt()
+                mean = torch.where(mean.abs() > PILOT_SPREAD * spread, mean.to(h.dtype), 0)
+            self.pilot[state] = mean.float()
+            self.fixed.add(state)
+        dtype = h.dtype if half and h.is_cuda and HALF_PRODUCTS else self.product_dtype
+        rows = self.scratch.get("rows", h.shape, dtype, h.device)
+        if h.dtype == dtype:
+            torch.sub(h, self.pilot[state].to(dtype), out=rows)
+        else:
+            rows.copy_(h).sub_(self.pilot[state].to(dtype))
+        return rows.flatten(0, 1)
+
+    def _add_products(self, state: int, rows: Float[Tensor, "row d_model"]) -> None:
+        assert self.second is not None
         size = -(-rows.shape[1] // TRIANGLE_BLOCKS)
         for low in range(0, rows.shape[1], size):
             high = min(low + size, rows.shape[1])
-            self.second[state, low:high, :high] += rows[:, low:high].T @ rows[:, :high]
+            if rows.element_size() == 2:
+                product = torch.mm(rows[:, low:high].T, rows[:, :high], out_dtype=torch.float32)
+            else:
+                product = self.scratch.get("product", (high - low, high), rows.dtype, rows.device)
+                torch.mm(rows[:, low:high].T, rows[:, :high], out=product)
+            self.second[state, low:high, :high] += product
 
     def window_sum(self) -> Float[Tensor, "state d_model"]:
         """Sum of h over contexts and window columns."""
@@ -184,7 +247,7 @@ class Moments:
         second = None
         if a.second is not None and a.pilot is not None:
             second = a.second + torch.stack([b.centred_second(s, a.pilot[s]) for s in range(len(a.second))])
-        return Moments(window=a.window, product_dtype=a.product_dtype, second=second, pilot=a.pilot, **added)
+        return Moments(window=a.window, product_dtype=a.product_dtype, second=second, pilot=a.pilot, fixed=set(a.fixed), **added)
 
     def tensors(self) -> dict[str, Tensor]:
         """All sums by name, as they are stored in a file."""
@@ -197,7 +260,9 @@ class Moments:
         names = {f.name for f in dataclasses.fields(cls)}
         host = ("counts", "label_counts")
         sums: dict[str, Any] = {k: v if k in host else v.to(device) for k, v in tensors.items() if k in names}
-        return cls(window=(window[0], window[1]), **sums)
+        made = cls(window=(window[0], window[1]), **sums)
+        made.fixed = set(range(made.sums.shape[1])) if made.counts.any() else set()
+        return made
 
 
 @dataclass(eq=False, kw_only=True)
@@ -210,32 +275,60 @@ class Reservoir:
 
     size: int
     seed: int
-    priorities: Float[Tensor, " sample"] = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-    contexts: Int[Tensor, " sample"] = dataclasses.field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    priorities: Float[Tensor, " sample"] = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    contexts: Int[Tensor, " sample"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     states: Float[Tensor, "sample state column d_model"] | None = None
     tokens: Int[Tensor, "sample column"] | None = None
 
-    def choose(self, first: int, count: int) -> list[tuple[float, int]]:
-        """(priority, row of the batch) of the contexts ``first``, ``first + 1``, ... that enter the reservoir."""
-        drawn = [(float(np.random.default_rng((self.seed, first + i)).random()), i) for i in range(count)]
-        known = [(p, -1) for p in self.priorities.tolist()]
-        return [pair for pair in sorted(known + drawn)[: self.size] if pair[1] >= 0]
+    def enter(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Let the contexts ``first``, ``first + 1``, ... in where their priority is low enough: (slot, row of the batch) of each.
 
-    def put(self, first: int, chosen: list[tuple[float, int]], states: Tensor, tokens: Tensor | None) -> None:
-        """Take in the states ``[sample state column d_model]`` of the chosen rows and drop what no longer belongs."""
+        A slot is a row of every array here; those whose contexts have to leave are used again.
+        """
+        drawn = [(float(np.random.default_rng((self.seed, first + i)).random()), i) for i in range(count)]
+        known = [(p, -1 - slot) for slot, p in enumerate(self.priorities.tolist())]
+        kept = sorted(known + drawn)[: self.size]
+        stay = {-1 - i for _, i in kept if i < 0}
+        free = [slot for slot in range(self.size) if slot not in stay]
+        chosen = [(slot, pair) for slot, pair in zip(free, (pair for pair in kept if pair[1] >= 0), strict=False)]
+        grown = max([len(known), *(slot + 1 for slot, _ in chosen)])
+        extra = grown - len(known)
+        self.priorities = torch.cat([self.priorities, torch.zeros(extra, dtype=torch.float64)])
+        self.contexts = torch.cat([self.contexts, torch.zeros(extra, dtype=torch.int64)])
+        for slot, (priority, i) in chosen:
+            self.priorities[slot], self.contexts[slot] = priority, first + i
+        return [(slot, i) for slot, (_, i) in chosen]
+
+    def room(self, chosen: Sequence[tuple[int, int]], shape: tuple[int, int, int], tokens: Tensor | None) -> None:
+        """Make room for the states ``[state column d_model]`` of the chosen contexts and note their tokens."""
         if not chosen:
             return
-        new = Reservoir(
-            size=self.size,
-            seed=self.seed,
-            priorities=torch.tensor([p for p, _ in chosen], dtype=torch.float64),
-            contexts=torch.tensor([first + i for _, i in chosen]),
-            states=states.float().cpu(),
-            tokens=None if tokens is None else tokens.cpu(),
-        )
-        merged = Reservoir.merge(self, new)
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(merged, field.name))
+        slots, rows = [slot for slot, _ in chosen], [row for _, row in chosen]
+        self.states = self._padded(self.states, torch.zeros(self.size, *shape))
+        self.states[slots] = 0
+        if tokens is not None:
+            self.tokens = self._padded(self.tokens, torch.zeros(self.size, shape[1], dtype=torch.int64))
+            self.tokens[slots] = tokens[rows].cpu()
+
+    def _padded(self, values: Tensor | None, empty: Tensor) -> Tensor:
+        if values is not None and len(values) == self.size:
+            return values
+        if values is not None:
+            empty[: len(values)] = values
+        return empty
+
+    def ordered(self) -> Reservoir:
+        """The sample by priority, without unused room."""
+        order = torch.argsort(self.priorities, stable=True)
+        rows = None if torch.equal(order, torch.arange(len(order))) else order
+
+        def pick(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[: len(order)] if rows is None else values[rows]
+
+        return Reservoir(
+            size=self.size, seed=self.seed, priorities=self.priorities[order], contexts=self.contexts[order], states=pick(self.states),
+            tokens=pick(self.tokens),
+        )  # fmt: skip
 
     @staticmethod
     def merge(a: Reservoir, b: Reservoir) -> Reservoir:

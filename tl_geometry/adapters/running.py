@@ -93,7 +93,7 @@ class Runner:
             low >= 0 and high < self.d_vocab, "tokens", expected=f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})",
             got=f"ids from {low} to {high}", instead="this model's tokenizer",
         )  # fmt: skip
-        return tokens.to(self.device, torch.int64)
+        return tokens.to(self.device, torch.int64, non_blocking=True)  # waits for nothing where they are pinned
 
     def hooked(self) -> tuple[str, ...]:
         """Names of hooks that someone else put functions on (TransformerLens's own do not count)."""

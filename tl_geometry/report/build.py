@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tl_geometry import zoo
@@ -31,8 +32,26 @@ def load_model(name: str | None, *, kind: str, processed: bool, dtype: str, devi
     return load(name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device)
 
 
+def token_source(
+    model: Any, corpus: Sequence[Path] | None, *, contexts: int | None, length: int | None, bos: bool | None, seed: int
+) -> TokenWindows | np.ndarray:
+    """Tokens that a command names: all windows of its texts, or a ``.npy`` file of ids ``[context position]``, left on the disk."""
+    if corpus is None or corpus[0].suffix != ".npy":
+        return corpus_windows(as_view(model), corpus, contexts=contexts, length=length, bos=bos, seed=seed, most=None)[0]
+    require(len(corpus) == 1 and corpus[0].is_file(), "--corpus", expected="one existing .npy file", got=", ".join(map(str, corpus)))
+    require(length is None and bos is None, "--length, --bos", expected="none with a token file", got="some", instead="text files")
+    return np.load(corpus[0], mmap_mode="r", allow_pickle=False)[:contexts]
+
+
 def corpus_windows(
-    view: ModelView, corpus: Sequence[Path] | None, *, contexts: int | None, length: int | None, bos: bool | None, seed: int
+    view: ModelView,
+    corpus: Sequence[Path] | None,
+    *,
+    contexts: int | None,
+    length: int | None,
+    bos: bool | None,
+    seed: int,
+    most: int | None = CONTEXTS,
 ) -> tuple[TokenWindows, list[str]]:
     """Windows of the user's text files (one document each) or of the held-out standard-library modules, and remarks on them."""
     length = length or min(view.n_ctx, LENGTH)
@@ -49,7 +68,7 @@ def corpus_windows(
         texts, names, label = list(found.texts), list(found.names), "held-out standard-library modules"
         notes += [found.note] if found.note else []
     everything = windows(view, texts, length, prepend_bos=prepend, labels=names, seed=seed, corpus=label)
-    n = min(len(everything), contexts or CONTEXTS)
+    n = min(len(everything), contexts or most or len(everything))
     if contexts is not None and contexts > len(everything):
         fail(
             "--contexts",

@@ -12,7 +12,8 @@ from torch import Tensor
 from tl_geometry import _check, capture
 from tl_geometry import tokens as token_math
 from tl_geometry._check import describe, require
-from tl_geometry.capture import Plan, TokenSource, as_view, default_batch, run_corpus, run_tensor
+from tl_geometry.accumulation import Plan, run_tensor
+from tl_geometry.capture import TokenSource, as_view, default_batch, run_corpus
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.records import TokenWindows
 from tl_geometry.results import Provenance
@@ -106,6 +107,7 @@ def decompose(
     seed: int = 0,
     prepend_bos: bool | None = None,
     moments_dtype: torch.dtype = torch.float32,
+    group: Any = None,
 ) -> PositionContext:
     """Positional and context basis of every residual stream state over a corpus: h = mean + pos + ctx + resid.
 
@@ -115,12 +117,13 @@ def decompose(
         source: a TransformerLens model (with ``tokens``), a tensor of activations ``[context position d_model]`` or
             ``[state context position d_model]``, or an ``ActivationCache``.
         tokens: ids ``[context position]``, :class:`TokenWindows`, an iterable of batches, a ``.npy`` file or memory map, a
-            ``datasets.Dataset`` with a ``tokens`` column, or strings of equal token length (then ``prepend_bos`` is needed).
-            Ids are never edited.
+            ``datasets.Dataset`` (or ``IterableDataset``) with a ``tokens`` column, or strings of equal token length (then
+            ``prepend_bos`` is needed). Ids are never edited.
         states: which states, 0 (embedding output) to n_layers (before the final norm); ``None`` for all.
         window: half-open columns of the statistics; by default ``(1, T)`` for tokens, because position 0 is an attention sink
             (its sums are kept all the same), and all columns for activations.
-        batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on a GPU.
+        batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on a GPU. Halved, as often as
+            needed, when memory runs out: the result is the same.
         second_moments, keep_ctx: keep ``[state d_model d_model]`` products and ``[state context d_model]`` context vectors;
             ``"auto"`` while each is under 1 GiB (the result says when it is not).
         groups: disjoint groups of contexts whose sums are kept apart, for split halves, learning curves and jackknife errors.
@@ -130,6 +133,9 @@ def decompose(
             takes at most 5% of the time, so that on big models it holds all but the last minute.
         device: where the sums live, by default the model's device.
         moments_dtype: dtype of the products in second moments (``torch.float64``: partitions agree to 1e-10).
+        group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD``), all of whose processes make this same
+            call with the same tokens. Each reads all of them and runs its share of the batches; all return the whole basis, equal
+            to that of one process. The first one writes the checkpoint, from which any number of processes goes on.
 
     Raises ``GeometryError`` for ragged or foreign tokens, training mode, NaN or infinite activations, windows beyond the
     columns, and checkpoints of another run.
@@ -161,7 +167,7 @@ def decompose(
     corpus = TokenSource.of(view, tokens, labels, prepend_bos)
     chosen = _check.indices(states, view.n_layers + 1, "states")
     plan = Plan(states=chosen, window=_check.window(window, corpus.columns, 1), **shared)
-    return run_corpus(corpus, plan, batch_size=batch_size, checkpoint=checkpoint, progress=progress, device=device)
+    return run_corpus(corpus, plan, batch_size=batch_size, checkpoint=checkpoint, progress=progress, device=device, group=group)
 
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:
