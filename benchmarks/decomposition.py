@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
-from benchmarks.harness import Row, paired
+from benchmarks.harness import Row, grown, interleave, paired
 from tl_geometry.adapters import from_hf
 from tl_geometry.decomposition import decompose_tensor
 
@@ -18,10 +18,11 @@ SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 51
 """Layers, d_model, length, contexts."""
 
 
-def gpt2(layers: int, width: int, length: int) -> Any:
+def gpt2(layers: int, width: int, length: int, heads: int | None = None) -> Any:
     """A GPT-2 of this size with random weights, as a bridge."""
-    heads = max(1, width // 64)
-    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=50257 if width >= 768 else 512)
+    heads = heads or max(1, width // 64)
+    settings: dict[str, Any] = {} if width >= 768 else {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=length, **settings)
     torch.manual_seed(0)
     return from_hf(GPT2LMHeadModel(config).eval(), None, kind="bridge", name="random-gpt2")
 
@@ -55,7 +56,33 @@ def run(size: str) -> list[Row]:
             lambda batches, second=second: tlg.decompose(view, batches, second_moments=second, progress=False),
             rounds=1 if size == "smoke" else 3,
         )
-    return rows + memory(size)
+    return rows + obvious(view, tokens[: 4 * batch], batch) + memory(size)
+
+
+def obvious(view: Any, tokens: torch.Tensor, batch: int) -> list[Row]:
+    """The same basis from TransformerLens alone: caches of all batches, their states stacked, and means; time and peak memory."""
+    names = set(view.state_hooks)
+
+    def stacked() -> torch.Tensor:
+        caches = []
+        for part in tokens.split(batch):
+            with torch.inference_mode():
+                cache = view.model.run_with_cache(part.to(view.device), names_filter=lambda name: name in names, return_type=None)[1]
+            caches.append(torch.stack([cache[name] for name in view.state_hooks]))
+        h = torch.cat(caches, dim=1)[:, :, 1:].double()
+        mean = h.mean((1, 2), keepdim=True)
+        return h.mean(1, keepdim=True) - mean
+
+    def streamed() -> torch.Tensor:
+        return tlg.decompose(view, tokens, batch_size=batch, second_moments=False, keep=0, progress=False).pos
+
+    assert (stacked()[:, 0].cpu() - streamed()).abs().max() < 1e-4, "the routes disagree"
+    routes, notes = {"run_with_cache, stack, mean": stacked, "decompose": streamed}, {}
+    for name, route in routes.items():
+        with grown() as memory_of:
+            route()
+        notes[name] = f"peak {memory_of.mib:.0f} MiB above the start"
+    return interleave(f"states of {len(tokens)} contexts", routes, rounds=2, notes=notes)
 
 
 CHILD = """

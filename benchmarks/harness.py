@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -9,7 +10,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -95,17 +98,55 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def _status(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0])
+
+
 def peak() -> int:
     """Peak memory of this process in KiB. Not ``ru_maxrss``, which a child of a larger process inherits."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0])
+    return _status("VmHWM")
+
+
+def resident() -> float:
+    """Memory of this process now, in MiB."""
+    return _status("VmRSS") / 1024
+
+
+@dataclass
+class Growth:
+    """How far peak memory rose above what was held before, in MiB: of the GPU where there is one, else of the process."""
+
+    mib: float = 0.0
+
+    def on(self, row: Row) -> Row:
+        """The row with a note."""
+        return dataclasses.replace(row, note=f"{row.note} peak {self.mib:.0f} MiB above the start".strip())
+
+
+@contextmanager
+def grown() -> Iterator[Growth]:
+    """Measure the peak of a piece of code."""
+    found = Growth()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield found
+        found.mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident
+    before = resident()
+    yield found
+    found.mib = peak() / 1024 - before
 
 
 def machine() -> dict[str, object]:
     """What the numbers were measured on."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
+        "tl-geometry": version("tl-geometry"),
+        "transformer-lens": version("transformer-lens"),
         "torch": torch.__version__,
+        "numpy": version("numpy"),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -119,4 +160,4 @@ def show(rows: list[Row], *, as_json: bool = False) -> None:
         sys.stdout.write(json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows]}) + "\n")
         return
     for row in rows:
-        sys.stdout.write(f"{row.benchmark:28} {row.route:34} {row.seconds:9.4f} s  x{row.ratio:8.3f}  {row.note}\n")
+        sys.stdout.write(f"{row.benchmark:28} {row.route:34} {row.seconds:9.4f} s  x{row.ratio:8.3f}  {row.note}".rstrip() + "\n")

@@ -6,9 +6,12 @@ followed position in one pass per batch. The flow is sampled exactly, float32 at
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.linalg import logm
 from torch import Tensor
 
 from benchmarks.harness import Row, interleave
@@ -80,7 +83,40 @@ def simulation(size: str) -> list[Row]:
         f"float64, {len(chosen)} layers": lambda: model.simulate(x, chosen),
     }
     note = f"{paths} paths, d {d}; mean within {error:.1f} standard errors of the closed form"
-    return interleave("langevin", routes, rounds=rounds, notes=dict.fromkeys(routes, note))
+    return interleave("langevin", routes, rounds=rounds, notes=dict.fromkeys(routes, note)) + integration(size)
+
+
+def logarithm_per_step(model: LangevinModel, x: Tensor, end: float, dt: float, seed: int) -> Tensor:
+    """Euler-Maruyama as published: the rotation and its generator from a matrix logarithm at every step."""
+    generator, t = torch.Generator().manual_seed(seed), float(model.times[0])
+    for _ in range(round((end - t) / dt)):
+        k = min(int(t - float(model.times[0]) + 1e-9), len(model.times) - 2)
+        log = torch.from_numpy(np.real(logm((model.U[k].mT @ model.U[k + 1]).numpy())))
+        R = model.U[k] @ torch.linalg.matrix_exp((t - float(model.times[k])) * log)
+        drift = R @ log @ R.mT + (R * model.stretch_rate(t)) @ R.mT
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype) * dt**0.5
+        x = x + dt * x @ drift.mT + model.diffusion(t) * noise
+        t += dt
+    return x
+
+
+def integration(size: str) -> list[Row]:
+    """One unit of time in ten steps of 0.1: a matrix logarithm in each, ours (one for the interval), and the exact law in one step."""
+    paths, d = SIZES[size][2], {"smoke": 16, "cpu": 256, "gpu": 256}[size]
+    full = flow(3, d)
+    U = torch.stack([full.U[0], *(full.U[0] @ torch.matrix_exp(0.3 * (w - w.mT) / d**0.5) for w in full.U[1:])])
+    model = dataclasses.replace(full, U=U)
+    x = torch.randn(paths, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain, ours = logarithm_per_step(model, x, 2.0, 0.1, 7), model.simulate(x, [2.0], method="euler", dt=0.1, seed=7)[0, :, 0]
+    error = float((plain - ours).abs().max() / ours.abs().max())
+    assert error < 1e-8, error
+    routes = {
+        "Euler, a logarithm per step": lambda: logarithm_per_step(model, x, 2.0, 0.1, 7),
+        "Euler, one per interval": lambda: dataclasses.replace(model).simulate(x, [2.0], method="euler", dt=0.1, seed=7),
+        "exact": lambda: dataclasses.replace(model).simulate(x, [2.0], seed=7),
+    }
+    note = {"Euler, one per interval": f"{paths} paths, d {d}, the same draws: paths agree to {error:.0e}"}
+    return interleave("langevin, 10 steps", routes, rounds=SIZES[size][1], notes=note)
 
 
 def run(size: str) -> list[Row]:
