@@ -36,7 +36,8 @@ def run(
 ) -> Outcome:
     """Run an experiment by its name, write it to ``out``, and return it: what the command line calls.
 
-    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``; ``texts`` are files to train on (not for addition).
+    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``; ``texts`` are files to train on (addition
+    makes its own lines).
     """
     module = MODULES[choice(name, tuple(MODULES), "experiment")]
     setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 from torch import Tensor
 
 from tl_geometry import positional
@@ -47,7 +48,7 @@ class AdditionSetup(Setup):
 SETUPS: dict[str, AdditionSetup] = {
     "smoke": AdditionSetup(
         scale="smoke", layers=2, heads=2, d_model=32, context=14, batch=16, steps=30, warmup=5, learning_rate=3e-3,
-        measurements=2, contexts=32, frequencies=2, low=3, high=4, examples=200, problems=20,
+        measurements=1, contexts=32, frequencies=2, low=3, high=4, examples=200, problems=20,
     ),
     "cpu": AdditionSetup(
         scale="cpu", layers=3, heads=4, d_model=128, context=20, batch=64, steps=5000, warmup=200, learning_rate=1e-3,
@@ -230,11 +231,12 @@ def by_step(states: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], l
 def prediction(rows: Sequence[dict[str, Any]], score_name: str = "digits_out") -> list[dict[str, Any]]:
     """Rank correlation of each measure with a score over the measured steps of each run, and of its change with the score's change.
 
-    Both rise or fall with the step in most runs, which alone makes a correlation: the one of changes is free of a common trend.
+    Both rise or fall with the step in most runs, which alone makes a correlation: the one of changes is free of a common trend. The
+    untrained model (step 0) is left out: it knows no sums of any length.
     """
     found = []
     for task, seed in dict.fromkeys((r["task"], r["seed"]) for r in rows):
-        mine = [r for r in rows if (r["task"], r["seed"]) == (task, seed)]
+        mine = [r for r in rows if (r["task"], r["seed"]) == (task, seed) and r["step"] > 0]
         target = torch.tensor([r[score_name] for r in mine], dtype=torch.float64)
         for name in PREDICTORS:
             values = torch.tensor([r[name] for r in mine], dtype=torch.float64)
@@ -247,7 +249,7 @@ def _rank_correlation(x: Tensor, y: Tensor) -> float:
     """Spearman's rho; NaN where either does not vary or fewer than three points are there."""
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return math.nan
-    return float(spearmanr(x.numpy(), y.numpy()).statistic)
+    return float(torch.corrcoef(torch.tensor(np.stack([rankdata(x.numpy()), rankdata(y.numpy())])))[0, 1])
 
 
 def _outcome(
@@ -282,8 +284,8 @@ def _outcome(
     notes = (
         f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of range. Geometry is measured on lines of one "
         "length; + and = stand at fixed columns there and break the basis by themselves: fracture_digits and wpe are free of them.",
-        "levels: Spearman's rho of a measure with the share of right digits out of range, over the steps of a run; changes: of their "
-        "changes from one measured step to the next, which a common trend does not make.",
+        "levels: Spearman's rho of a measure with the share of right digits out of range, over the steps of a run after the first; "
+        "changes: of their changes from one measured step to the next, which a common trend does not make.",
     )
     return Outcome(
         name="addition", title="Addition", setup=setup, seeds=seeds, corpus="generated additions",

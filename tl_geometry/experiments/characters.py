@@ -36,7 +36,7 @@ SUMMARY = {"rank": "rank", "relative_norm_reference": "relative_norm", "relative
 SETUPS: dict[str, Setup] = {
     "smoke": Setup(
         scale="smoke", layers=2, heads=2, d_model=32, context=24, batch=8, steps=20, warmup=5, learning_rate=3e-3,
-        measurements=2, contexts=32, frequencies=3,
+        measurements=1, contexts=32, frequencies=3,
     ),
     "cpu": Setup(
         scale="cpu", layers=4, heads=4, d_model=128, context=64, batch=32, steps=1500, warmup=100, learning_rate=2e-3,
@@ -49,7 +49,7 @@ SETUPS: dict[str, Setup] = {
 """Settings by scale. The published text has context 128 and a warm-up of 1000 steps (used here), the configuration 256 and 200."""
 
 
-def character_ids(text: str, alphabet: str) -> Int[Tensor, " position"]:
+def character_ids(text: str, alphabet: str) -> Int[Tensor, " row"]:
     """Places of a text's characters in an alphabet; characters that are not in it are left out.
 
     >>> character_ids("abxba", "ab").tolist()
@@ -87,6 +87,11 @@ def nanogpt(
         other: documents for the row of Table 2; ``None``: held-out standard-library modules. Characters that the training text does
             not have are left out.
         seeds: a run for each; out: folder for checkpoints and weights of each measured step.
+
+    >>> short = SETUPS["smoke"].changed({"steps": "2"})
+    >>> outcome = nanogpt(short, ["a rose is a rose. " * 100], other=["roses are. " * 50], progress=False)
+    >>> outcome.tables["summary"].names[:4]
+    ('seed', 'measured', 'measure', 'mean')
     """
     setup = scale if isinstance(scale, Setup) else SETUPS[choice(scale, SCALES, "scale")]
     text = "\n".join(corpus.training_texts()[:60] if texts is None else texts)

@@ -40,7 +40,7 @@ def randomise(
     return torch.where(torch.arange(tokens.shape[1]) < start, tokens, noise)
 
 
-def shifted(rows: Int[Tensor, "context position"]) -> Batch:
+def shifted(rows: Int[Tensor, "batch column"]) -> Batch:
     """Inputs (all columns but the last) and targets (all but the first): a random token is its own target, too.
 
     >>> [x.tolist() for x in shifted(torch.tensor([[5, 6, 7]]))]
@@ -111,7 +111,7 @@ def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
     c = "".join(map(str, head + [x + y for x, y in zip(a, tail, strict=True)]))
     if source.randint(0, 1):
         texts.reverse()
-    return Problem(*texts, c)
+    return Problem(texts[0], texts[1], c)
 
 
 def problems(task: str, n: int, *, low: int, high: int, seed: int = 0) -> list[Problem]:

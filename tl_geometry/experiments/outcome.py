@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.adapters import from_hf
@@ -102,10 +103,33 @@ def basis_of(bridge: Any, tokens: Int[Tensor, "context position"], corpus: str) 
     return decompose(bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False)
 
 
-def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, float]]:
-    """:data:`MEASURES` and ``split_half`` of every state."""
+def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, Any]]:
+    """:data:`MEASURES`, the :func:`jump` and ``split_half`` of every state."""
     report = positional_report(basis, frequencies=frequencies, jackknife=False, nulls=False)
-    return [{"state": s, **{m: float(report[m][i]) for m in (*MEASURES, "split_half")}} for i, s in enumerate(basis.states)]
+    size, place = jump(basis.pos)
+    rows = []
+    for i, state in enumerate(basis.states):
+        found = {m: float(report[m][i]) for m in (*MEASURES, "split_half")}
+        rows.append({"state": state, **found, "jump": float(size[i]), "jump_at": float(place[i] + basis.window[0])})
+    return rows
+
+
+def jump(pos: Float[Tensor, "state position d_model"]) -> tuple[Float[Tensor, " state"], Int[Tensor, " state"]]:
+    """Largest step ``|pos_(t+1) - pos_t|`` over the median step, and the row t after which it comes.
+
+    The fracture score compares directions. A smooth curve about its mean passes near the origin, often in the middle, and turns fast
+    there without any break; the length of the step does not see that.
+
+    >>> from tl_geometry.positional import fracture_score
+    >>> line = torch.arange(-3.5, 4.0).double()[None, :, None] * torch.tensor([1.0, 0.0]).double()
+    >>> line[0, 5:, 1] = 2
+    >>> size, place = jump(line)
+    >>> round(float(size), 2), int(place), int(fracture_score(line).argmax)
+    (2.24, 4, 3)
+    """
+    step = torch.linalg.vector_norm(pos.diff(dim=1), dim=-1)
+    largest, where = step.max(-1)
+    return largest / step.median(-1).values, where
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance) -> Table:

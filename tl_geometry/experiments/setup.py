@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,9 +15,6 @@ from safetensors.torch import load_file, save_file
 from tl_geometry._check import fail, require
 from tl_geometry.results import Result
 from tl_geometry.zoo.trainer import Batch, TrainSettings, train
-
-if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
 
 SCALES = ("smoke", "cpu", "paper")
 S = TypeVar("S", bound="Setup")
@@ -65,8 +62,8 @@ class Setup:
         n = max(1, self.measurements)
         return tuple(dict.fromkeys(round(self.steps * (i / n) ** 2) for i in range(n + 1)))
 
-    def model(self, d_vocab: int, seed: int) -> GPT2LMHeadModel:
-        """The model before training, under ``seed``."""
+    def model(self, d_vocab: int, seed: int) -> Any:
+        """The model (a ``GPT2LMHeadModel``) before training, under ``seed``."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
@@ -124,9 +121,9 @@ class Table(Result):
 
 def run_training(
     setup: Setup,
-    model: GPT2LMHeadModel,
+    model: Any,
     batch_at: Callable[[int], Batch],
-    measure: Callable[[int, GPT2LMHeadModel], list[dict[str, Any]]],
+    measure: Callable[[int, Any], list[dict[str, Any]]],
     *,
     seed: int,
     folder: Path | None,

@@ -69,7 +69,7 @@ SCHEMA = "tl_geometry/training/1"
 
 
 def _save(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW, losses: list[float], records: Any) -> None:
-    tensors = {f"model.{k}": v for k, v in model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"model.{k}": v for k, v in model.named_parameters()}
     for i, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{k}": torch.as_tensor(v) for k, v in state.items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
