@@ -81,21 +81,21 @@ def run(size: str) -> list[Row]:
 
 CHILD = """
 import sys, torch
-from benchmarks.harness import peak
+from benchmarks.harness import grown
 from benchmarks.sweep import made, materialised
 from tl_geometry.verbs.sweep import sweep_heads
 torch.set_num_threads(1)
 view, tokens, basis, batch = made(sys.argv[1])
-before = peak()
 few = tokens[:8]
-if sys.argv[2] == "sweep":
-    sweep_heads(view, few, basis, batch_size=1, progress=False)
-elif sys.argv[2] == "forward":
-    for row in few.split(1):
-        view.run(row, {}, stop_at=view.n_layers)
-else:
-    materialised(view, few, basis)
-print(peak() - before)
+with grown() as used:
+    if sys.argv[2] == "sweep":
+        sweep_heads(view, few, basis, batch_size=1, progress=False)
+    elif sys.argv[2] == "forward":
+        for row in few.split(1):
+            view.run(row, {}, stop_at=view.n_layers)
+    else:
+        materialised(view, few, basis)
+print(round(1024 * used.mib))
 """
 
 
