@@ -47,7 +47,7 @@ def plain(P: np.ndarray, sizes: tuple[float, float], k: int, estimate: Any) -> d
     positions = len(P)
     rank = estimate(P, k)[2] if estimate is not None else (s > np.median(s)).sum()
     unit = P / np.linalg.norm(P, axis=1, keepdims=True)
-    spectrum = dctn(unit @ unit.T, norm="ortho")
+    spectrum = np.asarray(dctn(unit @ unit.T, norm="ortho"))
     extended = np.concatenate([P, P[::-1]])
     gram = extended @ extended.T
     differences = [gram]

@@ -171,7 +171,8 @@ def test_processes_that_disagree_are_refused() -> None:
         together(3, tokens)
 
     def settings(group: Thread) -> Any:
-        return tlg.decompose(toy(), ids(7), group=group, **OPTIONS | {"groups": 2 + group.rank})
+        options: dict[str, Any] = OPTIONS | {"groups": 2 + group.rank}
+        return tlg.decompose(toy(), ids(7), group=group, **options)
 
     with pytest.raises(tlg.GeometryError, match="arguments of decompose: expected the same in every process, got another in 1 of 2"):
         together(2, settings)
@@ -239,7 +240,7 @@ CPU_TEXT = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: c
 @pytest.mark.parametrize("state", [0, 2])
 def test_batches_are_halved_when_memory_runs_out(error: Exception, state: int) -> None:
     tokens, sizes = ids(31), []
-    options = OPTIONS | {"batch_size": 11, "moments_dtype": torch.float64}
+    options: dict[str, Any] = OPTIONS | {"batch_size": 11, "moments_dtype": torch.float64}
     whole = tlg.decompose(toy(), tokens, **options)
 
     def fail(contexts: int, at: int) -> None:
@@ -254,7 +255,8 @@ def test_batches_are_halved_when_memory_runs_out(error: Exception, state: int) -
 
 
 def test_running_out_in_the_sums_is_recovered_before_they_change_and_raised_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, options = ids(20), OPTIONS | {"batch_size": 8, "moments_dtype": torch.float64}
+    tokens = ids(20)
+    options: dict[str, Any] = OPTIONS | {"batch_size": 8, "moments_dtype": torch.float64}
     whole = tlg.decompose(toy(), tokens, **options)
     get = Scratch.get
 

@@ -152,7 +152,9 @@ class Accumulation:
 
     def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
         """Leave the next contexts to another process."""
-        self._sample(len(tokens), tokens)
+        for slot, _ in self._sample(len(tokens), tokens):
+            assert self.reservoir.states is not None
+            self.reservoir.states[slot] = 0
         self._pass(len(tokens), tokens, bos_id)
 
     def settle(self) -> None:
@@ -275,6 +277,8 @@ class Accumulation:
             sample.priorities = torch.tensor(theirs["priorities"], dtype=torch.float64)
             sample.contexts = torch.tensor(theirs["contexts"], dtype=torch.int64)
             sample.room(rows, (len(self.plan.states), self.columns, self.d_model), torch.zeros(len(rows), self.columns, dtype=torch.int64))
+            if sample.states is not None:
+                sample.states.zero_()
             self.means = [self._nothing(self.done)] if self.keep_ctx else []
         tokens = torch.zeros(len(rows), self.columns, dtype=torch.int64)
         if processes.rank == 0 and sample.tokens is not None:

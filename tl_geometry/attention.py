@@ -235,7 +235,7 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, energy: bool)
     queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
     size = torch.linalg.vector_norm(queries.flatten(2), dim=-1) * torch.linalg.vector_norm(keys.flatten(2), dim=-1)
-    keys -= keys.mean(2, keepdim=True)
+    keys = keys - keys.mean(2, keepdim=True)  # not in place: it may be the caller's memory
     query, key, tables = reduce(torch.add, queries.unbind(2)), reduce(torch.add, keys.unbind(3)), keys.flatten(3)
     shape = {"dtype": torch.float64, "device": q.device}
     n = parts**2 + (bias is not None)

@@ -300,14 +300,13 @@ class Reservoir:
         return [(slot, i) for slot, (_, i) in chosen]
 
     def room(self, chosen: Sequence[tuple[int, int]], shape: tuple[int, int, int], tokens: Tensor | None) -> None:
-        """Make room for the states ``[state column d_model]`` of the chosen contexts and note their tokens."""
+        """Make room (not filled yet) for the states ``[state column d_model]`` of the chosen contexts; note their tokens."""
         if not chosen:
             return
         slots, rows = [slot for slot, _ in chosen], [row for _, row in chosen]
-        self.states = self._padded(self.states, torch.zeros(self.size, *shape))
-        self.states[slots] = 0
+        self.states = self._padded(self.states, torch.empty(self.size, *shape))
         if tokens is not None:
-            self.tokens = self._padded(self.tokens, torch.zeros(self.size, shape[1], dtype=torch.int64))
+            self.tokens = self._padded(self.tokens, torch.empty(self.size, shape[1], dtype=torch.int64))
             self.tokens[slots] = tokens[rows].cpu()
 
     def _padded(self, values: Tensor | None, empty: Tensor) -> Tensor:

@@ -379,7 +379,7 @@ def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
 def allowed_cells(facts: Facts, length: int, causal: bool, scores: Tensor | None, pattern: Tensor | None) -> Bool[Tensor, "query key"]:
     """Which keys each query may attend to: from the model's masked scores, else causal and window by its own account."""
     if scores is not None:
-        return (scores > MASKED[scores.dtype]).any(0).any(0)
+        return (scores[0] > MASKED[scores.dtype]).any(0)  # windows have no padding: one mask for all contexts
     i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
     allowed = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
     if facts.window is not None:

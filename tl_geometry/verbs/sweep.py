@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -194,7 +195,7 @@ def _rows_per_batch(view: ModelView, columns: int, memory_budget: int, batch_siz
 
 
 class Positional(NamedTuple):
-    """Mean and pos of one layer's input, projected: ``[mean or pos, position, head, d_head]`` without the frozen scale."""
+    """Mean and pos of one layer's input, projected: ``[mean or pos, head, position, d_head]`` without the frozen scale."""
 
     q: Tensor
     k: Tensor
@@ -205,22 +206,32 @@ def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Pos
     row = basis.index(layer.layer)
     pos = basis.pos_columns[row, :columns]
     both = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
-    return Positional(layer.q_map(both), layer.k_map(both))
+    q, k = (rearrange(f(both), "part position head e -> part head position e").contiguous() for f in (layer.q_map, layer.k_map))
+    return Positional(q, k)
 
 
-def split_layer(layer: LayerView, projected: Positional, rows: slice) -> Parts:
-    """Queries (with the score scale) and keys of bias, pos and cvec for some contexts; cvec is the rest of the model's own."""
+def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: int = 0) -> Parts:
+    """Queries (with the score scale) and keys of bias, pos and cvec for some contexts; cvec is the rest of the model's own.
 
-    def split(both: Tensor, scale: Tensor, constant: Tensor, whole: Tensor) -> Tensor:
-        frozen = scale[rows, :, :, None]
-        parts = torch.empty(3, *whole[rows].shape, dtype=whole.dtype, device=whole.device)
-        torch.addcmul(constant[rows], both[0], frozen, out=parts[0])
-        torch.mul(both[1], frozen, out=parts[1])
-        torch.sub(whole[rows], parts[0], out=parts[2]).sub_(parts[1])
-        return parts
+    Positions from ``start`` on. The parts lie in memory as :func:`tl_geometry.attention.share_sums` goes through them, heads first.
+    """
 
-    q = split(projected.q, layer.q_scale, layer.q_constant, layer.q).mul_(layer.scale)
-    return Parts(q, split(projected.k, layer.k_scale, layer.k_constant, layer.k))
+    def heads_first(x: Tensor) -> Tensor:
+        return rearrange(x[rows, start:], "batch position head ... -> batch head position ...")
+
+    def split(both: Tensor, frozen: Tensor, constant: Tensor, whole: Tensor, scale: float, order: str) -> Tensor:
+        mean, pos = both[:, :, start:]
+        frozen, whole = heads_first(frozen).unsqueeze(-1) * scale, heads_first(whole)
+        sizes = dict(zip("bhie", whole.shape, strict=True)) | {"p": 3}
+        store = torch.empty(*(sizes[axis] for axis in order.split()), dtype=whole.dtype, device=whole.device)
+        parts = rearrange(store, f"{order} -> p b h i e")
+        torch.mul(mean, frozen, out=parts[0]).add_(heads_first(constant), alpha=scale)
+        torch.mul(pos, frozen, out=parts[1])
+        torch.mul(whole, scale, out=parts[2]).sub_(parts[0]).sub_(parts[1])
+        return rearrange(parts, "p b h i e -> p b i h e")
+
+    q = split(projected.q, layer.q_scale, layer.q_constant, layer.q, layer.scale, "b h p i e")
+    return Parts(q, split(projected.k, layer.k_scale, layer.k_constant, layer.k, 1.0, "b h i p e"))
 
 
 def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
@@ -291,8 +302,10 @@ class _Sweep:
         found: list[ShareSums] = []
         for start in range(0, batch, step):
             rows = slice(start, min(start + step, batch))
-            parts = split_layer(layer, projected, rows)
-            found.append(share_sums(parts.q, parts.k, layer.allowed, bias=layer.bias, drop=self.drop, working_set=limit))
+            start_at = 0 if self.detail else self.drop  # only details look at what is dropped
+            parts = split_layer(layer, projected, rows, start=start_at)
+            allowed, bias = (None if x is None else x[..., start_at:, start_at:] for x in (layer.allowed, layer.bias))
+            found.append(share_sums(parts.q, parts.k, allowed, bias=bias, drop=self.drop - start_at, working_set=limit))
             if self.detail:
                 made = self.details.setdefault(layer.layer, Details(self.detail, self.drop, self.seed))
                 made.update(layer, parts, rows, self.batch[rows], self.basis)
