@@ -371,6 +371,27 @@ def test_no_gradients_no_history_and_no_inference_tensors_remain() -> None:
         assert not tensor.requires_grad, name
 
 
+def test_only_the_blocks_that_are_needed_run_and_never_the_output_head() -> None:
+    from tests.tiny import tiny
+
+    model, ran = tiny("bridge", "gpt2"), []
+    original = model.original_model
+    watched = {"block 0": original.transformer.h[0].mlp, "block 1": original.transformer.h[1].mlp, "head": original.lm_head}
+    handles = [m.register_forward_hook(lambda *_, name=name: ran.append(name)) for name, m in watched.items()]
+    try:
+        tlg.decompose(model, ids(4), states=[0, 1], **OPTIONS)
+        assert ran == ["block 0", "block 0"]
+        ran.clear()
+        tlg.decompose(model, ids(3), **OPTIONS)
+        assert ran == ["block 0", "block 1"]
+        ran.clear()
+        model(ids(3), return_type="logits")
+        assert ran == ["block 0", "block 1", "head"]  # what would run
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def test_token_files_and_streams_are_sources(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="comes with TransformerLens")
     tokens = ids(10)
