@@ -34,7 +34,7 @@ def contextual(basis: PositionContext) -> ContextualReport:
 
 
 def test_measures_draw_every_value_error_and_null(positional: PositionalReport) -> None:
-    view = views.measures(positional, ["stable_rank"])
+    view = views.measure_curves(positional, ["stable_rank"])
     lines = view.figure.axes[0].get_lines()
     drawn = [np.asarray(line.get_ydata(), dtype=float) for line in lines]
     expected = [positional["stable_rank"], positional.nulls["stable_rank|noise"], positional.nulls["stable_rank|isotropic"]]
@@ -42,7 +42,7 @@ def test_measures_draw_every_value_error_and_null(positional: PositionalReport) 
     legend = view.figure.axes[0].get_legend()
     assert legend is not None
     assert {t.get_text() for t in legend.get_texts()} == {"noise", "isotropic"}
-    assert len(views.measures(positional).figure.axes) == len(views.POSITIONAL)
+    assert len(views.measure_curves(positional).figure.axes) == len(views.POSITIONAL)
 
 
 def test_fourier_panels_share_their_limits(positional: PositionalReport) -> None:
@@ -74,7 +74,7 @@ def test_other_views_and_the_callers_axes(basis: PositionContext, positional: Po
     assert contextual.similarity is not None
     assert np.allclose(np.asarray(shown), contextual.similarity[2])
     mine = Figure().subplots()
-    assert views.measures(positional, ["rank"], ax=mine).figure is mine.figure
+    assert views.measure_curves(positional, ["rank"], ax=mine).figure is mine.figure
     assert mine.get_title() == "rank"
 
 

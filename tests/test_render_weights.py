@@ -14,6 +14,7 @@ from tests.tiny import tiny, tokens
 from tl_geometry.errors import GeometryError
 from tl_geometry.interventions.surrogates import surrogate_effect
 from tl_geometry.render import weights as draw
+from tl_geometry.render.head_view import head_grid
 from tl_geometry.verbs.paths import token_paths
 from tl_geometry.verbs.weights import token_readout, weight_geometry
 
@@ -57,11 +58,11 @@ def test_blocks_show_the_diagonal_in_red_and_only_entries_above_the_threshold_in
 
 def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> None:
     g = weight_geometry(model, basis, "OV")
-    shown = pixels(draw.head_map(g).figure.axes[0])
-    torch.testing.assert_close(shown, g.lift.reshape(2, 4))
-    assert "r2_joint" in draw.head_map(g, "r2_joint").title
-    with pytest.raises(GeometryError, match="value: expected one of 'lift'"):
-        draw.head_map(g, "weight")
+    shown = pixels(head_grid(g, "lift").figure.axes[0])
+    torch.testing.assert_close(shown, g.lift.double().reshape(2, 4))
+    assert "r2_joint" in head_grid(g, "r2_joint").title
+    with pytest.raises(GeometryError, match=r"value: expected one of .*'lift'"):
+        head_grid(g, "weight")
     r = token_readout(model, features=1)
     lines: Any = draw.coverage_curves(r, 1).figure.axes[0].lines
     assert len(lines) == 4 + 1
@@ -73,7 +74,7 @@ def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> No
     assert len(view.figure.axes[0].lines) == 2
     assert view.save(tmp_path / "p.html").read_text().startswith("<!doctype html>")
     with pytest.raises(GeometryError, match="ax: expected axes with projection='3d'"):
-        draw.sphere_paths(p, ax=draw.head_map(g).figure.axes[0])
+        draw.sphere_paths(p, ax=head_grid(g).figure.axes[0])
     e = surrogate_effect(model, tokens(2), basis, layers=1, parts=("structured", "random"))
     bars: Any = draw.surrogate_bars(e).figure.axes[0].patches
     assert [float(b.get_height()) for b in bars] == pytest.approx((e.loss - e.clean_loss).tolist())

@@ -512,7 +512,7 @@ def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_pa
     page = view.save(tmp_path / "b.html").read_text()
     assert "http" not in page
     assert "<b>x" not in page
-    data = json.loads(page.split("const D=")[1].split(", c=document")[0])
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert np.array(data["paths"]).shape == (7, 4, 3)
     assert data["states"] == [0, 1, 2, 3]
     points = e.X[:, :-1].double() @ fit_frames(e.X, align="none").U[-1, :, :3]
@@ -522,8 +522,9 @@ def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_pa
     ratio = found / (points[torch.randperm(60, generator=torch.Generator().manual_seed(0))[:7].sort().values, 0].numpy())
     assert np.allclose(ratio, ratio[0, 0], rtol=0.05)
     assert "iframe" in view._repr_mimebundle_()["text/html"]
+    assert view.save(tmp_path / "b.png").stat().st_size > 2000
     with pytest.raises(GeometryError, match=r"path: expected a name ending in \.html"):
-        view.save(tmp_path / "b.png")
+        view.save(tmp_path / "b.gif")
 
 
 def test_published_numbers_stand_beside_ours():

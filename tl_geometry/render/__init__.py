@@ -1,1 +1,96 @@
-"""Views of results. Each function returns an object that shows itself in Jupyter and saves itself as HTML, PNG, SVG or PDF."""
+"""Views of results. Each function returns an object that shows itself in Jupyter and saves itself as HTML, PNG, SVG or PDF.
+
+``split``, ``heads``, ``bundle_3d`` and ``sphere_3d`` are interactive pages (self-contained, offline, in a sandboxed frame); the others
+are matplotlib figures, most of which draw into ``ax=``. :mod:`tl_geometry.render.circuitsvis` has the familiar circuitsvis views.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tl_geometry.render import circuitsvis
+    from tl_geometry.render.basis import gram, norms, spirals, variance_shares
+    from tl_geometry.render.flow import (
+        angle_maps,
+        bundle_figure,
+        clouds,
+        first_coordinate,
+        noise_figure,
+        residual_figure,
+        skip_figure,
+        spectra_figure,
+        truncation_figure,
+        yardstick_figure,
+    )
+    from tl_geometry.render.head_view import head_grid, heads
+    from tl_geometry.render.measures import fourier, incoherence, learning_curve, measure_curves, planes, similarity, singular_values
+    from tl_geometry.render.space import bundle_3d, sphere_3d
+    from tl_geometry.render.split_view import split
+    from tl_geometry.render.sweeps import head_shares, head_types
+    from tl_geometry.render.weights import coverage_curves, sphere_paths, surrogate_bars, weight_blocks
+
+_ROOMS = {
+    "basis": ("gram", "norms", "spirals", "variance_shares"),
+    "flow": (
+        "angle_maps", "bundle_figure", "clouds", "first_coordinate", "noise_figure", "residual_figure", "skip_figure", "spectra_figure",
+        "truncation_figure", "yardstick_figure",
+    ),
+    "head_view": ("head_grid", "heads"),
+    "measures": ("fourier", "incoherence", "learning_curve", "measure_curves", "planes", "similarity", "singular_values"),
+    "space": ("bundle_3d", "sphere_3d"),
+    "split_view": ("split",),
+    "sweeps": ("head_shares", "head_types"),
+    "weights": ("coverage_curves", "sphere_paths", "surrogate_bars", "weight_blocks"),
+}  # fmt: skip
+"""Public views by the module that holds them; a module is loaded when one is first used."""
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "angle_maps",
+    "bundle_3d",
+    "bundle_figure",
+    "circuitsvis",
+    "clouds",
+    "coverage_curves",
+    "first_coordinate",
+    "fourier",
+    "gram",
+    "head_grid",
+    "head_shares",
+    "head_types",
+    "heads",
+    "incoherence",
+    "learning_curve",
+    "measure_curves",
+    "noise_figure",
+    "norms",
+    "planes",
+    "residual_figure",
+    "similarity",
+    "singular_values",
+    "skip_figure",
+    "spectra_figure",
+    "sphere_3d",
+    "sphere_paths",
+    "spirals",
+    "split",
+    "surrogate_bars",
+    "truncation_figure",
+    "variance_shares",
+    "weight_blocks",
+    "yardstick_figure",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name == "circuitsvis":
+        return importlib.import_module(f"{__name__}.circuitsvis")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def shares(table: Anova, *, twin: Anova | None = None, ax: Axes | None = None) -> View:
+def variance_shares(table: Anova, *, twin: Anova | None = None, ax: Axes | None = None) -> View:
     """Share of each state's variance that is position, context and neither, as stacked bars; an untrained twin beside it.
 
     The dashed line is the context share of glued windows (no common context), where the table holds one.

@@ -14,17 +14,17 @@ from torch import Tensor
 
 EXACT = 64
 """Up to so many tokens values are float16, beyond that int8."""
-LEVELS = (127, 63, 31)
+LEVELS = (127, 90, 63, 45, 31)
 """Steps from zero to the largest value of a plane, in int8: the first that fits the size."""
 
 
-def block_maxima(values: Float[Tensor, "*plane query key"], allowed: Bool[Tensor, "..."], block: int) -> Float[Tensor, "*plane query key"]:
+def block_maxima(values: Float[Tensor, "head query key"], allowed: Bool[Tensor, "head query key"], block: int) -> Float[Tensor, "head ..."]:
     """Of each ``block x block`` cells the allowed one that is largest in absolute value, with its sign; NaN if one is, or none is allowed.
 
-    >>> x = torch.tensor([[1.0, 0.0, 9.0], [-3.0, 2.0, 9.0], [0.5, 0.0, -4.0]])
-    >>> block_maxima(x, torch.ones(3, 3).tril().bool(), 2)
-    tensor([[-3.0000,     nan],
-            [ 0.5000, -4.0000]])
+    >>> x = torch.tensor([[[1.0, 0.0, 9.0], [-3.0, 2.0, 9.0], [0.5, 0.0, -4.0]]])
+    >>> block_maxima(x, torch.ones(1, 3, 3).tril().bool(), 2)
+    tensor([[[-3.0000,     nan],
+             [ 0.5000, -4.0000]]])
     """
     pad = (0, -values.shape[-1] % block, 0, -values.shape[-2] % block)
     grid = "... (q a) (k b) -> ... q k (a b)"
@@ -35,7 +35,7 @@ def block_maxima(values: Float[Tensor, "*plane query key"], allowed: Bool[Tensor
     return torch.where(best.values[..., 0] >= 0, cells.gather(-1, best.indices)[..., 0], torch.nan)
 
 
-def any_allowed(allowed: Bool[Tensor, "*plane query key"], block: int) -> Bool[Tensor, "*plane query key"]:
+def any_allowed(allowed: Bool[Tensor, "head query key"], block: int) -> Bool[Tensor, "head ..."]:
     """Blocks with an allowed cell."""
     pad = (0, -allowed.shape[-1] % block, 0, -allowed.shape[-2] % block)
     return rearrange(torch.nn.functional.pad(allowed, pad), "... (q a) (k b) -> ... q k (a b)", a=block, b=block).any(-1)
@@ -49,7 +49,7 @@ class Payload(NamedTuple):
     exact: bool
 
 
-def pack(values: Float[Tensor, "head plane query key"], allowed: Bool[Tensor, "head query key"], levels: int) -> Payload:
+def pack(values: Float[Tensor, "head term query key"], allowed: Bool[Tensor, "head query key"], levels: int) -> Payload:
     """Quantise the allowed cells of each plane by its own largest absolute value and compress them.
 
     ``levels`` steps from zero to that value in int8, -128 for NaN; float16 of ``value / largest`` up to :data:`EXACT` tokens. The
@@ -62,7 +62,7 @@ def pack(values: Float[Tensor, "head plane query key"], allowed: Bool[Tensor, "h
     unit = planes / torch.where(largest > 0, largest, 1.0)[..., None, None]
     unit = torch.where(torch.isfinite(unit), unit, torch.nan)
     exact = planes.shape[-1] <= EXACT
-    coded = unit.half().numpy() if exact else torch.nan_to_num((unit * levels).round(), nan=-128.0).to(torch.int8).numpy()
+    coded = unit.numpy().astype(np.float16) if exact else torch.nan_to_num((unit * levels).round(), nan=-128.0).to(torch.int8).numpy()
     cells = np.concatenate([coded[h][:, allowed[h].cpu().numpy()].reshape(-1) for h in range(len(coded))])
     fields = {
         "size": planes.shape[-1],

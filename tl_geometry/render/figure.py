@@ -86,3 +86,16 @@ def canvas(
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, **options)
         return figure, [a for row in grid for a in row]
+
+
+def drawable(text: str) -> str:
+    r"""Text as labels can hold it: no mathematics, and what the font does not have as ``\uXXXX``.
+
+    >>> print(drawable("a$b\U0001f9e0"))
+    a\$b\u1f9e0
+    """
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
+    known = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text)
+    return known.replace("$", r"\$")

@@ -129,7 +129,7 @@ def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
         axis.legend(fontsize=6)
 
 
-def measures(report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None) -> View:
+def measure_curves(report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None) -> View:
     """Measures over the states, with jackknife errors (bars) and nulls (dashed); what lies on a null is no finding."""
     usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
     chosen = [n for n in usual if n in report.values] if names is None else list(names)

@@ -26,15 +26,14 @@ FALLBACK = 300_000
 class PageView:
     """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline, or a PNG, SVG or PDF of ``image``."""
 
-    def __init__(
-        self, page: str, *, title: str, caption: str, width: int, height: int, image: Callable[[], View] | None = None
-    ) -> None:
+    def __init__(self, page: str, *, title: str, caption: str, width: int, height: int, image: Callable[[], View] | None = None) -> None:
         self.page, self.title, self.caption, self.width, self.height, self.image = page, title, caption, width, height, image
 
     def html(self) -> str:
         """The page in a frame of its own and of fixed size, so that several live side by side."""
         style = f"display:block;width:{self.width}px;height:{self.height}px;border:0"
-        frame = f'<iframe title="{_html.escape(self.title)}" sandbox="allow-scripts" style="{style}" srcdoc="{_html.escape(self.page)}"></iframe>'
+        title, page = _html.escape(self.title), _html.escape(self.page)
+        frame = f'<iframe title="{title}" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
         return f'<div style="overflow-x:auto">{frame}</div>'
 
     def save(self, path: str | Path) -> Path:
@@ -74,18 +73,19 @@ def document(title: str, data: Mapping[str, Any], script: str) -> str:
 
 
 def small_png(view: View, limit: int) -> bytes:
-    """The image of a figure in at most ``limit`` bytes: 128 colours, and fewer pixels where that is not enough."""
+    """The image of a figure in at most ``limit`` bytes: of 128 colours, and of fewer pixels where that is not enough."""
     raw = view.bytes("png")
     if len(raw) <= limit:
         return raw
     from PIL import Image
 
     whole = Image.open(io.BytesIO(raw)).convert("RGB")
-    scale = 1.0
+    scale = min(1.0, (2 * limit / len(raw)) ** 0.5)
     while True:
         size = (round(whole.width * scale), round(whole.height * scale))
         buffer = io.BytesIO()
-        whole.resize(size, Image.Resampling.BOX).quantize(128).save(buffer, format="png", optimize=True)
+        small = whole.resize(size, Image.Resampling.BOX).quantize(128, method=Image.Quantize.FASTOCTREE)
+        small.save(buffer, format="png")
         if buffer.tell() <= limit or min(size) < 50:
             return buffer.getvalue()
-        scale *= 0.8
+        scale *= 0.85

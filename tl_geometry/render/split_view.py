@@ -1,7 +1,8 @@
 """The signed terms of attention scores: every term, their total and the pattern of some heads, linked, on one symmetric scale.
 
 1. Some heads of one context of a :class:`~tl_geometry.verbs.split.ScoreSplit`; terms are taken one by one, or summed to four groups.
-2. Beyond ``max_cells`` tokens a side, block maxima; then quantisation (:mod:`tl_geometry.render.cells`), coarser where the page would be too large.
+2. Beyond ``max_cells`` tokens a side, block maxima; then quantisation (:mod:`tl_geometry.render.cells`), coarser where the page would
+   be too large.
 3. The page (``assets/split.js``) draws them; matplotlib draws the image from the same numbers.
 """
 
@@ -10,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -21,7 +23,7 @@ from tl_geometry import _check, _html
 from tl_geometry._check import Head, fail, require
 from tl_geometry.attention import CONTEXT_PARTS, group_of, row_center
 from tl_geometry.render import cells
-from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable
 from tl_geometry.render.page import PageView, document
 from tl_geometry.verbs.split import ScoreSplit
 
@@ -31,7 +33,9 @@ GROUPS = ("position", "position-content", "content-position", "content")
 SIZES = (2_000_000, 4_000_000)
 """Bytes of the page: of up to four planes, of more."""
 ROWS, LABELLED = 12, 24
-"""Heads that the image shows, and tokens up to which it labels each."""
+"""Heads that the image shows, and labels on each of its axes."""
+BEYOND = ("#ffb000", "#00b4a0")
+"""Marks of what lies above and below the colour scale."""
 
 
 def split(
@@ -76,17 +80,27 @@ def split(
     chosen = planes_of(one, planes)
     texts = _texts(split, tokens, context)
     most = max_bytes or SIZES[len(chosen) > 4]
-    block = -(-len(texts) // max_cells)
     name = title or f"Split of the scores of {_names(one.heads)}"
-    while len(texts) / block >= 8 or block == 1:
+    for block in _blocks(len(texts), max_cells):
         drawn = draw_planes(one, chosen, block, center)
         for levels in cells.LEVELS if drawn.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
             packed = cells.pack(drawn.values, drawn.allowed, levels)
             made = _page(one, chosen, drawn, packed, texts, limit, query, center, name)
-            if len(made.html()) <= most:
+            size = len(made.html())
+            if size <= most:
                 return made
-        block *= 2
-    fail("max_bytes", expected=f"room for {len(rows)} heads x {len(chosen) + 2} planes", got=most, instead="fewer heads=, or larger max_bytes=")
+            if size > 1.6 * most:  # the coarsest steps save a third
+                break
+    room = f"room for {len(rows)} heads x {len(chosen) + 2} planes"
+    return fail("max_bytes", expected=room, got=most, instead="fewer heads=, or larger max_bytes=")
+
+
+def _blocks(tokens: int, max_cells: int) -> Iterator[int]:
+    """Block sizes to try, finest first."""
+    block = -(-tokens // max_cells)
+    yield block
+    while tokens / (block := 2 * block) >= 8:
+        yield block
 
 
 def planes_of(split: ScoreSplit, planes: str | Sequence[str] | None) -> dict[str, list[Term]]:
@@ -113,7 +127,7 @@ def planes_of(split: ScoreSplit, planes: str | Sequence[str] | None) -> dict[str
 class Drawn(NamedTuple):
     """What is shown: planes, then total and pattern, by block of tokens."""
 
-    values: Float[Tensor, "head plane query key"]
+    values: Float[Tensor, "head term query key"]
     allowed: Bool[Tensor, "head query key"]
     block: int
 
@@ -255,7 +269,9 @@ def _caption(
         f"{form}: read within {largest * packed.half_step:.1g}",
         "" if error is None else f"closing error {error:.1e} ({what}; allowed {bound:.1e})",
         "" if whole else "some of the terms: they do not sum to the total",
-        "" if drawn.block == 1 else f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} (sums do not hold between cells)",
+        ""
+        if drawn.block == 1
+        else f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} (sums do not hold between cells)",
         f"{holes} cells are not a number (hatched)" if holes else "",
         split.provenance.line(),
     ]
@@ -272,39 +288,52 @@ def _image(
     title: str,
     caption: str,
 ) -> View:
-    """One row of panels for each head (a grid for a single head), from the numbers that the page shows."""
+    """The panels of one head in their grid, or a row of panels for each head, from the numbers that the page shows."""
     import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
-    count = min(len(split.heads), ROWS)
+    count, n = min(len(split.heads), ROWS), drawn.values.shape[-1]
     single = count == 1
-    rows, columns = (1 + max(p[i] for p in places) for i in (0, 1)) if single else (count, len(names))
-    every = -(-len(texts) // LABELLED) if drawn.block == 1 else len(texts)
-    labels = [_html.token_text(t).replace("$", r"\$") for t in texts[::every]] if single else []
+    at = [places] if single else [[(row, i) for i in range(len(names))] for row in range(count)]
+    rows, columns = (1 + max(p[i] for panels in at for p in panels) for i in (0, 1))
+    high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
+    signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
+    shades = ScalarMappable(Normalize(-top, top), signed), ScalarMappable(Normalize(0, 1), SEQUENTIAL)
+    sheet = np.zeros((rows * high, columns * wide, 4))
+    for row, panels in enumerate(at):
+        for i, (r, c) in enumerate(panels):
+            sheet[r * high : r * high + n, c * wide : c * wide + n] = _painted(
+                drawn.values[row, i], drawn.allowed[row], shades[names[i] == "pattern"]
+            )
+    inch = 2.1 if single else 1.0
+    figure, axes = canvas(size=(inch * columns + 1.6, inch * rows * high / n + 0.5))
+    axis = axes[0]
+    axis.imshow(sheet, interpolation="nearest")
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    for name, (r, c) in zip(names, at[0], strict=True):
+        axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
+    every = -(-len(texts) // LABELLED)
+    labels = [drawable(_html.token_text(t)) for t in texts[::every]] if single and drawn.block == 1 else []
     ticks = range(0, len(texts), every) if labels else ()
-    size = (2.2, 2.1) if single else (max(1.0, 11 / columns), max(1.0, 10 / columns))
-    figure, axes = canvas(columns, rows, size=size, sharex=True, sharey=True)
-    signed = matplotlib.colormaps[DIVERGING].with_extremes(over="#ffb000", under="#00b4a0", bad="#0000")
-    looks = [{"cmap": signed, "vmin": -top, "vmax": top}] * (len(names) - 1) + [{"cmap": SEQUENTIAL, "vmin": 0, "vmax": 1}]
-    shades: dict[bool, object] = {}
-    used = set()
-    for row in range(count):
-        for i, (name, look) in enumerate(zip(names, looks, strict=True)):
-            at = places[i][0] * columns + places[i][1] if single else row * columns + i
-            used.add(at)
-            axis = axes[at]
-            axis.patch.set(hatch="xxxx", edgecolor="#999999")  # seen through cells that are not a number
-            hidden = torch.where(drawn.allowed[row], torch.nan, 0.0)
-            axis.imshow(hidden.numpy(), cmap="Greys", vmin=-0.5, vmax=4, interpolation="nearest")
-            value = torch.where(drawn.allowed[row], drawn.values[row, i], torch.nan)
-            shades[name == "pattern"] = axis.imshow(value.numpy(), interpolation="nearest", **look)  # type: ignore[arg-type]
-            axis.set_title(name if single or row == 0 else "", fontsize=8)
-            axis.set_xticks(ticks, labels, rotation=90, fontsize=5)
-            axis.set_yticks(ticks, labels, fontsize=5)
-            if i == 0 and not single:
-                axis.set_ylabel("L{}H{}".format(*split.heads[row]), fontsize=8)
-    for at in set(range(len(axes))) - used:
-        axes[at].set_axis_off()
-    for is_pattern, label in ((False, "score"), (True, "pattern")):
-        figure.colorbar(shades[is_pattern], ax=axes, label=label, shrink=0.6, fraction=0.03, pad=0.01, aspect=25, extend="neither" if is_pattern else "both")  # type: ignore[arg-type]
+    named = [f"L{l}H{h}" for l, h in split.heads[:count]]
+    axis.set_xticks([c * wide + t for c in range(columns) for t in ticks], labels * columns, rotation=90, fontsize=5)
+    if single:
+        axis.set_yticks([r * high + t for r in range(rows) for t in ticks], labels * rows, fontsize=5)
+    else:
+        axis.set_yticks([r * high + n / 2 for r in range(rows)], named, fontsize=8)
+    axis.tick_params(length=0)
+    for shade, label, ends in ((shades[1], "pattern", "neither"), (shades[0], "score", "both")):
+        figure.colorbar(shade, ax=axis, label=label, shrink=min(1.0, 3 / (inch * rows)), fraction=0.05, pad=0.02, aspect=25, extend=ends)
     more = f"; {count} of {len(split.heads)} heads" if count < len(split.heads) else ""
     return View(figure, title=title, caption=caption + more)
+
+
+def _painted(values: Tensor, allowed: Tensor, shade: Any) -> np.ndarray:
+    """Colours of a panel: grey where no key is allowed, chequered where there is no number."""
+    colours = shade.to_rgba(torch.nan_to_num(values).numpy())
+    q, k = np.indices(values.shape)
+    hole = np.where((q + k)[..., None] % 2, (0.2, 0.2, 0.2, 1.0), (0.75, 0.75, 0.75, 1.0))
+    colours = np.where(torch.isnan(values).numpy()[..., None], hole, colours)
+    return np.where(allowed.numpy()[..., None], colours, (0.93, 0.93, 0.94, 1.0))

@@ -1,4 +1,4 @@
-"""Views of weights: diagonal and block of each head, concentration over the model, coverage curves, paths on the sphere."""
+"""Views of weights: diagonal and block of each head, coverage curves, paths on the sphere."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tl_geometry import _check, _html
-from tl_geometry._check import Head, choice, require
+from tl_geometry._check import Head, require
 from tl_geometry.interventions.surrogates import SurrogateEffect
-from tl_geometry.render.figure import SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import SEQUENTIAL, View, canvas, drawable
 from tl_geometry.verbs.paths import TokenPaths
 from tl_geometry.verbs.weights import TokenReadout, WeightGeometry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-PER_HEAD = ("lift", "concentration", "r2_low_rank", "r2_diagonal", "r2_joint", "survivors", "symmetric")
-"""Values that a map over layers and heads can show."""
 
 
 def weight_blocks(geometry: WeightGeometry, heads: Iterable[Head] | Head | None = None, *, size: int = 60, ax: Axes | None = None) -> View:
@@ -67,28 +64,6 @@ def _pictures(geometry: WeightGeometry, rows: Sequence[int], size: int) -> torch
     return (1 - scaled(block) * (1 - blue)) * (1 - scaled(diagonal) * (1 - red))
 
 
-def head_map(geometry: WeightGeometry, value: str = "lift", *, ax: Axes | None = None) -> View:
-    """A number of every head as a map of layers and heads, with the value in each cell: by default the concentration over chance."""
-    choice(value, PER_HEAD, "value")
-    layers = sorted({l for l, _ in geometry.heads})
-    heads = 1 + max(h for _, h in geometry.heads)
-    grid = getattr(geometry, value).double().reshape(len(layers), heads)
-    figure, axes = canvas(ax=ax, size=(0.55 * heads + 1.6, 0.34 * len(layers) + 1.2))
-    image = axes[0].imshow(grid.numpy(), cmap=SEQUENTIAL, aspect="auto", interpolation="nearest")
-    middle = float(torch.nan_to_num(grid).aminmax().min + torch.nan_to_num(grid).aminmax().max) / 2
-    for i in range(len(layers)):
-        for h in range(heads):
-            number = float(grid[i, h])
-            text = "" if math.isnan(number) else f"{number:.2g}"
-            axes[0].text(h, i, text, ha="center", va="center", fontsize=6, color="k" if number > middle else "w")
-    axes[0].set_yticks(range(len(layers)), [str(l) for l in layers])
-    axes[0].set_xlabel("head")
-    axes[0].set_ylabel("layer")
-    label = "concentration / chance" if value == "lift" else value
-    figure.colorbar(image, ax=axes[0], label=label)
-    return View(figure, title=f"{label} of W_{geometry.kind}", caption=f"{label} of W_{geometry.kind}; {geometry.provenance.line()}")
-
-
 def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None) -> View:
     """Cumulative share of the singular values of each head, one line per head and one colour per layer."""
     present = sorted({l for l, _ in readout.heads})
@@ -130,7 +105,7 @@ def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] |
         x, y, z = points[t].unbind(-1)
         axis.plot(x, y, z, color="#8888", lw=0.8)
         shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
-        axis.text(float(x[-1]), float(y[-1]), float(z[-1]), _html.token_text(paths.str_tokens[context][t]).replace("$", r"\$"), fontsize=7)
+        axis.text(float(x[-1]), float(y[-1]), float(z[-1]), drawable(_html.token_text(paths.str_tokens[context][t])), fontsize=7)
     if shade is not None:
         figure.colorbar(shade, ax=axis, label="state", shrink=0.6, ticks=range(points.shape[1]))
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"

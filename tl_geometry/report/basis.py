@@ -28,7 +28,7 @@ def section(analysis: Analysis) -> Section:
             "lasts longer than a piece of text."
         )
     figures = [
-        views.shares(table, twin=None if twin is None else twin.anova()),
+        views.variance_shares(table, twin=None if twin is None else twin.anova()),
         views.spirals(basis, states=states, twin=twin),
         views.norms(basis),
         views.gram(basis, middle),

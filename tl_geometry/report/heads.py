@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from tl_geometry.render import sweeps as views
+from tl_geometry.render.head_view import heads
+from tl_geometry.render.split_view import split
 from tl_geometry.report import Analysis, Figure, Section
 from tl_geometry.results import Result
-from tl_geometry.verbs.sweep import sweep_heads
+from tl_geometry.verbs.split import ScoreSplit, split_scores
+from tl_geometry.verbs.sweep import SweepTable, sweep_heads
 
-PROMPTS = 64
-"""Windows that the sweep looks at."""
+PROMPTS, PERIOD = 64, 20
+"""Windows that the sweep looks at; tokens of text that the example repeats."""
 
 
 def section(analysis: Analysis) -> Section | None:
@@ -29,7 +32,17 @@ def section(analysis: Analysis) -> Section | None:
         f"On repeated random tokens the strongest previous-token heads are {named[0]} (uniform attention: {table.baselines['previous']:.3f}), the strongest induction heads "
         f"{named[1]} (uniform: {table.baselines['induction']:.3f}).",
     ]
-    figures: list[Figure] = [views.head_shares(table), views.head_types(table)]
+    figures: list[Figure] = [views.head_shares(table), views.head_types(table), heads(table, "induction")]
+    example = repeated(analysis, table)
+    if example is not None:
+        shown = [f"L{layer}H{head}" for layer, head in example.heads]
+        figures.append(
+            split(example, center=True, title=f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text")
+        )
+        text.append(
+            f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and {shown[-1]} (induction) every cell can be read, and a click on a "
+            "token colours its sources in the text by any group of terms. Rows are centred, which the softmax does not see."
+        )
     tables: dict[str, Result] = {"heads": table}
     if analysis.view.head_trained and analysis.view.causal:
         from tl_geometry.interventions import dominant_only
@@ -42,3 +55,14 @@ def section(analysis: Analysis) -> Section | None:
             f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with uniform attention {loss['uniform attention']:.2f}. Edits act in the live model."
         )
     return Section(title="What drives each head", text=text, figures=figures, tables=tables)
+
+
+def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
+    """The split of the strongest previous-token and induction heads on a piece of the first window written twice (causal models only)."""
+    window, start = analysis.windows.tokens[0], int(bool(analysis.windows.has_bos))
+    period = min(PERIOD, (analysis.basis.pos_columns.shape[1] - start) // 2, len(window) - start)
+    if not analysis.view.causal or period < 4:
+        return None
+    prompt = torch.cat([window[:start], window[start : start + period], window[start : start + period]])
+    chosen = dict.fromkeys(table.top(name, 1).heads[0] for name in ("previous", "induction"))
+    return split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen))

@@ -17,7 +17,7 @@ def section(analysis: Analysis) -> Section | None:
         return None
     position = positional_report(basis, seed=analysis.seed)
     tables: dict[str, Result] = {"positional": position}
-    figures: list[Figure] = [views.singular_values(basis), views.fourier(position), views.measures(position, SHAPE)]
+    figures: list[Figure] = [views.singular_values(basis), views.fourier(position), views.measure_curves(position, SHAPE)]
     middle = len(basis.states) // 2
     row = basis.states[middle]
     text = [

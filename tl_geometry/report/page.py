@@ -1,4 +1,4 @@
-"""The page that a report is written on: one self-contained HTML document, readable in light and dark, without script."""
+"""The page that a report is written on: one self-contained HTML document, readable in light and dark; script runs in the sandboxed frames of figures only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ body{font:15px/1.55 system-ui,sans-serif;max-width:1020px;margin:0 auto;padding:
 h1{font-size:26px;margin:8px 0 4px}h2{font-size:19px;margin:36px 0 8px;border-top:1px solid var(--line);padding-top:16px}
 nav{font-size:14px;margin:12px 0 0}nav a{margin-right:14px;color:LinkText}
 p{max-width:78ch}.card{background:#fff;color:#222;border:1px solid var(--line);border-radius:8px;padding:10px;margin:14px 0;overflow-x:auto}
-.card figcaption{font-size:12.5px;color:#444;margin-top:6px;max-width:100ch}.scroll{overflow-x:auto;margin:14px 0}
+.card:has(iframe){background:none;padding:0;color:inherit}.card figcaption{font-size:12.5px;color:#444;margin-top:6px;max-width:100ch}.scroll{overflow-x:auto;margin:14px 0}
 table{font-size:12.5px}summary{cursor:pointer;font-size:14px;margin:8px 0}footer{margin-top:48px;font-size:13px;border-top:1px solid var(--line);padding-top:12px}
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tl_geometry.render import weights as views
+from tl_geometry.render.head_view import heads
 from tl_geometry.report import Analysis, Figure, Section
 from tl_geometry.results import Result
 from tl_geometry.verbs.paths import token_paths
@@ -18,7 +19,7 @@ def section(analysis: Analysis) -> Section | None:
     read = token_readout(model, kind="OV")
     layer = max(range(view.n_layers), key=lambda l: max(float(v) for (a, _), v in zip(qk.heads, qk.lift, strict=True) if a == l))
     figures: list[Figure] = [
-        views.head_map(qk),
+        heads(qk, "lift", title="W_QK of each head against the positional directions"),
         views.weight_blocks(qk, [(layer, h) for h in range(min(view.n_heads, 8))]),
         views.coverage_curves(read),
     ]

@@ -68,7 +68,7 @@ function bar(pen, x, y, width, limit, signed, name, low = 0) {
   if (signed) { pen.fillText('−' + number(limit), x, y + 13); pen.fillText('0', x + width / 2, y + 13); }
   else pen.fillText(number(low), x, y + 13);
   pen.fillText(number(limit), x + width, y + 13);
-  pen.textAlign = 'left'; pen.textBaseline = 'middle'; pen.fillText(name, x + width + 18, y + 5);
+  pen.textAlign = 'left'; pen.textBaseline = 'middle'; pen.fillText(name, x + width + 22, y + 5);
 }
 
 /* Hatching for what is not a number. */

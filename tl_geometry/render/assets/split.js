@@ -139,7 +139,7 @@ function drawBar() {
   barPen.clearRect(0, 0, 560, 30);
   bar(barPen, 24, 2, 200, state.limit, true, 'score');
   barPen.fillStyle = rgb(BEYOND.under); barPen.fillRect(8, 2, 12, 10); barPen.fillStyle = rgb(BEYOND.over); barPen.fillRect(228, 2, 12, 10);
-  bar(barPen, 350, 2, 100, 1, false, 'pattern');
+  bar(barPen, 330, 2, 100, 1, false, 'pattern');
 }
 
 /* Everything about a cell. */

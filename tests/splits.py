@@ -1,0 +1,38 @@
+"""Splits made of random numbers, for figures: any size at once, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tl_geometry.results import Provenance
+from tl_geometry.verbs.split import ScoreSplit
+
+
+def synthetic(
+    heads: int = 2,
+    tokens: int = 20,
+    *,
+    parts: Sequence[str] = ("bias", "pos", "cvec"),
+    texts: Sequence[str] = (),
+    causal: bool = True,
+    seed: int = 0,
+) -> ScoreSplit:
+    """A split of one prompt by random queries and keys."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(len(parts), 1, tokens, heads, 16, generator=generator) / 2 for _ in "qk")
+    allowed = torch.ones(heads, tokens, tokens, dtype=torch.bool)
+    return ScoreSplit(
+        provenance=Provenance(model="synthetic"),
+        heads=tuple((i // 12, i % 12) for i in range(heads)),
+        parts=tuple(parts),
+        q=q,
+        k=k,
+        bias=None,
+        allowed=allowed.tril() if causal else allowed,
+        softcap=torch.full((heads,), torch.inf),
+        sinks=torch.full((heads,), -torch.inf),
+        checks=((0, "scores", 1e-6, 2e-5),),
+        str_tokens=tuple(texts) or tuple(f" t{i}" for i in range(tokens)),
+    )

@@ -1,0 +1,271 @@
+"""Signed terms and maps of heads, without a browser: what is packed, how large it is, what the images show and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tl_geometry as tlg
+from tests.browser import HOSTILE
+from tests.splits import synthetic
+from tl_geometry import render
+from tl_geometry.attention import row_center
+from tl_geometry.errors import GeometryError
+from tl_geometry.render import cells
+from tl_geometry.render.page import PageView
+from tl_geometry.render.split_view import draw_planes, planes_of
+from tl_geometry.verbs.split import ScoreSplit
+
+
+def payload(view: PageView) -> dict[str, Any]:
+    """The data that a page holds."""
+    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
+
+
+def unpacked(data: dict[str, Any]) -> np.ndarray:
+    """``[head plane query key]`` of a page's data, NaN outside the mask, by the format as it is described and not by the code."""
+    n = data["size"]
+    bits = np.frombuffer(zlib.decompress(base64.b64decode(data["masks"])), dtype=np.uint8)
+    masks = [np.unpackbits(row, bitorder="little")[: n * n].astype(bool) for row in bits.reshape(-1, -(-n * n // 8))]
+    raw = zlib.decompress(base64.b64decode(data["cells"]))
+    stored = np.frombuffer(raw, dtype=np.int8 if data["levels"] else np.float16).astype(float)
+    out = np.full((len(data["heads"]), len(data["planes"]), n * n), np.nan)
+    at = 0
+    for h, mask in enumerate(data["mask"]):
+        for p in range(len(data["planes"])):
+            found = stored[at : at + masks[mask].sum()]
+            found = np.where((found == -128) & bool(data["levels"]), np.nan, found)
+            out[h, p, masks[mask]] = found / (data["levels"] or 1) * data["largest"][h][p]
+            at += len(found)
+    assert at == len(stored)
+    return out.reshape(*out.shape[:2], n, n)
+
+
+@pytest.mark.parametrize(("tokens", "causal"), [(20, True), (64, False), (65, True), (90, False)])
+def test_what_is_stored_is_within_half_a_step_of_the_split(tokens: int, causal: bool) -> None:
+    split = synthetic(3, tokens, causal=causal)
+    data = payload(render.split(split, planes="terms"))
+    found = unpacked(data)
+    assert data["planes"] == [*(f"{a}-{b}" for a, b in split.terms), "total", "pattern"]
+    true = torch.stack([*(split.terms[t][0] for t in split.terms), split.total()[0], split.pattern()[0]], 1).double().numpy()
+    allowed = split.allowed[:, None].expand(-1, true.shape[1], -1, -1).numpy()
+    half = np.array(data["largest"])[:, :, None, None] * (0.5 / data["levels"] if data["levels"] else 2.0**-12)
+    assert (data["levels"] is None) == (tokens <= 64)
+    error = np.where(allowed, np.abs(found - true), 0)
+    assert (error <= half * (1 + 1e-9)).all()
+    assert (error > half / 10).any()  # the bound is of the right size
+    assert np.isnan(found[~allowed]).all()
+
+
+def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alone() -> None:
+    split = dataclasses.replace(synthetic(2, 9, parts=("bias", "pos", "ctx", "resid")), bias=torch.randn(2, 9, 9))
+    groups = planes_of(split, None)
+    assert list(groups) == ["position", "position-content", "content-position", "content"]
+    assert sorted(t for members in groups.values() for t in members) == sorted(split.terms)
+    assert ("alibi", "alibi") in groups["position"]
+    assert groups["position-content"] == [(a, b) for a in ("bias", "pos") for b in ("ctx", "resid")]
+    drawn = draw_planes(split, groups)
+    inside = split.allowed[:, None]
+    torch.testing.assert_close(drawn.values[:, :4].sum(1)[split.allowed], split.total()[0][split.allowed].double(), rtol=1e-5, atol=1e-5)
+    centred = draw_planes(split, groups, center=True).values[:, :5]
+    torch.testing.assert_close(torch.where(inside, centred, 0.0).sum(-1), torch.zeros(2, 5, 9, dtype=torch.float64), atol=1e-4, rtol=0)
+    torch.testing.assert_close(centred[:, 4][split.allowed], row_center(split.total()[0], split.allowed)[split.allowed].double())
+    own = synthetic(1, 6, parts=("bias", "mlp"))
+    assert list(planes_of(own, None)) == ["bias-bias", "bias-mlp", "mlp-bias", "mlp-mlp"]
+    with pytest.raises(GeometryError, match="'groups' of parts of your own"):
+        planes_of(own, "groups")
+
+
+def test_beyond_the_limit_blocks_show_their_largest_value_with_its_sign() -> None:
+    split = synthetic(2, 50)
+    view = render.split(split, (0, 1), planes="terms", max_cells=20)
+    data = payload(view)
+    assert (data["size"], data["block"], data["heads"]) == (17, 3, ["L0H1"])
+    assert "largest by absolute value of 3 x 3" in view.caption
+    found = unpacked(data)[0, 4]
+    term = torch.where(split.allowed[1], split.terms["pos", "pos"][0, 1], 0.0).numpy()
+    for q, k in ((0, 0), (5, 2), (16, 16), (16, 0)):
+        block = term[3 * q : 3 * q + 3, 3 * k : 3 * k + 3]
+        assert found[q, k] == pytest.approx(block.flat[np.abs(block).argmax()], abs=data["largest"][0][4] * 2**-11)
+    assert np.isnan(found[2, 3])
+
+
+def test_sizes_of_twelve_heads_of_256_tokens() -> None:
+    """Random numbers, which compress least."""
+    split = synthetic(12, 256)
+    view = render.split(split, planes="terms")
+    assert len(view.html().encode()) < 4_000_000
+    assert payload(view)["size"] == 256
+    assert payload(view)["levels"] >= 63
+    four = render.split(split)
+    assert len(four.html().encode()) < 2_000_000
+    assert payload(four)["size"] == 256
+    bundle = view._repr_mimebundle_()
+    png = base64.b64decode(bundle["image/png"])
+    assert png.startswith(b"\x89PNG")
+    assert len(png) < 300_000
+    assert bundle["text/plain"] == repr(view)
+    assert f"{len(view.html()) / 1000:.0f} kB of HTML" in repr(view)
+
+
+def test_a_size_is_kept_by_coarser_steps_then_by_blocks() -> None:
+    split = synthetic(4, 100)
+    free = render.split(split)
+    assert payload(free)["levels"] == 127
+    for share, coarse in ((0.9, False), (0.4, True)):
+        most = int(share * len(free.html()))
+        small = render.split(split, max_bytes=most)
+        assert len(small.html()) <= most
+        assert (payload(small)["block"] > 1) == coarse
+        assert coarse or payload(small)["levels"] < 127
+    with pytest.raises(GeometryError, match=r"max_bytes: expected room for 4 heads x 6 planes, got 1000\. Use fewer heads="):
+        render.split(split, max_bytes=1000)
+
+
+def test_caption_says_scale_saturation_closing_and_holes() -> None:
+    split = synthetic(1, 30)
+    q = split.q.clone()
+    q[1, 0, 7] = torch.nan
+    view = render.split(dataclasses.replace(split, q=q), limit=0.5)
+    data = payload(view)
+    planes = [sum(split.terms[t] for t in members)[0, 0] for members in planes_of(split, None).values()]  # pyright: ignore
+    scores = torch.stack([*planes, split.total()[0, 0]])[:, split.allowed[0]]
+    rows = split.allowed[0].nonzero()[:, 0]
+    kept = torch.stack(list(scores[:, rows != 7]))
+    beyond = int((kept.abs() > 0.5).sum()) + int((scores[1 if False else 0 :, rows == 7].abs() > 0.5)[[2, 3]].sum())
+    assert "closing error 1.0e-06 (scores; allowed 2.0e-05)" in view.caption
+    assert "full colour at 0.5 on every plane and head" in view.caption
+    assert "pattern from 0 to 1" in view.caption
+    assert f"{8 * 4} cells are not a number (hatched)" in view.caption
+    assert f"{beyond} of {5 * 465} cells beyond it marked" in view.caption
+    assert data["limit"] == 0.5
+    assert "some of the terms" in render.split(split, planes=["pos-pos", "content"]).caption
+
+
+def test_outliers_do_not_stretch_the_scale() -> None:
+    split = synthetic(1, 40)
+    calm = payload(render.split(split))["limit"]
+    q = split.q.clone()
+    q[0, 0, 0] *= 1000
+    wild = payload(render.split(dataclasses.replace(split, q=q)))
+    assert wild["limit"] < 3 * calm
+    assert wild["high"] > 50 * calm
+
+
+def test_images_and_files(tmp_path: Path) -> None:
+    texts = [*HOSTILE, "$x^2$"]
+    view = render.split(synthetic(1, len(texts), texts=texts), title="A <b>")
+    for name, start in {"a.png": b"\x89PNG", "a.pdf": b"%PDF", "a.svg": b"<?xml", "a.html": b"<!doctype html>"}.items():
+        assert view.save(tmp_path / name).read_bytes().startswith(start)
+    assert b"/Type3" not in (tmp_path / "a.pdf").read_bytes()
+    page = (tmp_path / "a.html").read_text()
+    assert "http:" not in page.replace("http-equiv", "")
+    assert "https:" not in page
+    assert "<img" not in page
+    assert page.count("<script") == 2
+    assert "url(" not in page
+    with pytest.raises(GeometryError, match=r"a name ending in \.html, \.png, \.svg or \.pdf"):
+        view.save(tmp_path / "a.gif")
+    several = render.split(synthetic(13, 12)).image
+    assert several is not None
+    assert "12 of 13 heads" in several().caption
+
+
+def test_refusals() -> None:
+    split = synthetic(2, 8)
+    for wrong, text in [
+        ({"heads": (3, 3)}, "head .3, 3.: expected an index from 0 to 0"),
+        ({"context": 1}, "context: expected an index from 0 to 0"),
+        ({"planes": "pos-mlp"}, "planes: expected 'groups', 'terms' or some of position, "),
+        ({"planes": []}, "got none"),
+        ({"tokens": ["a"]}, r"tokens: expected 8 texts, got 1\. Use tokens=model.to_str_tokens"),
+        ({"limit": -1.0}, "limit: expected a positive number"),
+        ({"query": 8}, "query: expected an index from 0 to 7"),
+    ]:
+        with pytest.raises(GeometryError, match=text):
+            render.split(split, **wrong)
+
+
+def test_tokens_of_other_prompts_are_numbers_or_given() -> None:
+    split = synthetic(1, 4)
+    both = dataclasses.replace(split, q=torch.cat([split.q, split.q * 2], 1), k=split.k.expand(-1, 2, -1, -1, -1))
+    assert payload(render.split(both, context=1))["tokens"] == ["0", "1", "2", "3"]
+    assert payload(render.split(both, context=1, tokens=list(" ab\n")))["tokens"] == ["␣", "a", "b", "⏎"]
+    first, second = (unpacked(payload(render.split(both, context=c)))[0, 3] for c in (0, 1))
+    np.testing.assert_allclose(second[3], 2 * first[3], rtol=1e-2, atol=1e-2)
+
+
+def test_block_maxima_keeps_holes() -> None:
+    x = torch.tensor([[[1.0, torch.nan], [2.0, -5.0]]])
+    assert cells.block_maxima(x, torch.ones(1, 2, 2).bool(), 2).isnan().all()
+    assert cells.block_maxima(x, torch.tensor([[[True, False], [True, True]]]), 2).item() == -5
+
+
+def sweep() -> tlg.Result:
+    """A table with one row per head, NaN in it, and words."""
+    from tests.tiny import tiny, tokens
+
+    model = tiny("bridge", "gpt2")
+    basis = tlg.decompose(model, tokens(12, 16), progress=False)
+    return tlg.sweep_heads(model, tokens(2, 16), basis, progress=False)
+
+
+def test_map_of_heads_holds_the_table() -> None:
+    table = sweep()
+    view = render.heads(table, "induction")
+    data = payload(view)
+    frame = table.to_dataframe()
+    assert data["value"] == "induction"
+    assert data["columns"]["induction"]["scale"] == [0, 1]
+    assert data["columns"]["cs_position"]["scale"] == [-1, 1]
+    assert [data["layers"][l] for l, _ in data["heads"]] == frame["layer"].tolist()
+    for name, column in data["columns"].items():
+        stored = np.array([np.nan if v is None else v for v in column["values"]])
+        np.testing.assert_allclose(stored, frame[name], rtol=1e-4)
+    assert data["words"]["dominant_term"] == frame["dominant_term"].tolist()
+    assert set(data["words"]) | set(data["columns"]) | {"layer", "head"} == set(frame.columns)
+    image: Any = view.image
+    shown = np.asarray(image().figure.axes[0].images[0].get_array()).ravel()
+    np.testing.assert_allclose(shown, frame["induction"])
+    assert payload(render.heads(table))["value"] == "cs_position"
+    with pytest.raises(GeometryError, match="value: expected one of 'group_share'"):
+        render.heads(table, "dominant_term")
+    with pytest.raises(GeometryError, match="table: expected one row per layer and head, got ShareTable"):
+        render.heads(table.shares)  # type: ignore[attr-defined]
+
+
+def test_public_views_exist_are_lazy_and_share_no_name_with_a_module() -> None:
+    modules = {p.stem for p in Path(render.__file__).parent.glob("*.py")}
+    for name in render.__all__:
+        assert callable(getattr(render, name)) or name == "circuitsvis"
+        assert name not in modules or name == "circuitsvis"
+        if name in render._HOME:
+            assert getattr(render, name).__name__ == name
+    assert set(render._HOME) <= set(render.__all__) <= set(dir(render))
+    with pytest.raises(AttributeError, match="Public names: angle_maps"):
+        render.nothing  # noqa: B018
+    heavy = "('matplotlib', 'circuitsvis', 'pandas')"
+    code = f"import sys, tl_geometry.render as r; r.split, r.heads; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_split_of_a_model_shows_its_own_tokens() -> None:
+    from tl_geometry import zoo
+
+    model = zoo.embedded()
+    basis = tlg.decompose(model, zoo.default_windows(model, 24, n=8), progress=False)
+    split: ScoreSplit = tlg.split_scores(model, "def f(x):\n    return x", basis, prepend_bos=True, heads=["L1H0"])
+    data = payload(render.split(split))
+    assert data["tokens"][0] == "<|endoftext|>"
+    assert any("⏎" in t for t in data["tokens"])
+    assert data["heads"] == ["L1H0"]
