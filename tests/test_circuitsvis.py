@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import importlib.util
 import json
+import zlib
 from base64 import b64decode
 from functools import cache
 from html.parser import HTMLParser
@@ -22,6 +22,7 @@ from tests.induction import corpus, induction_model, prompts
 from tl_geometry import GeometryError
 from tl_geometry.attention import row_center
 from tl_geometry.render import circuitsvis as views
+from tl_geometry.render.page import PageView
 from tl_geometry.verbs.split import ScoreSplit
 
 TEXTS = (*HOSTILE, *HOSTILE[:8])
@@ -35,7 +36,7 @@ def copying() -> ScoreSplit:
     return dataclasses.replace(split, str_tokens=TEXTS)
 
 
-def figures() -> dict[str, views.CircuitsvisView]:
+def figures() -> dict[str, PageView]:
     split = copying()
     return {
         "heads": views.attention_heads(split, title="<b>heads</b>"),
@@ -45,9 +46,9 @@ def figures() -> dict[str, views.CircuitsvisView]:
     }
 
 
-def payload(view: views.CircuitsvisView) -> dict[str, Any]:
+def payload(view: PageView) -> dict[str, Any]:
     packed = view.page.split('id="data">')[1].split("<")[0]
-    return json.loads(gzip.decompress(b64decode(packed)))
+    return json.loads(zlib.decompress(b64decode(packed)))
 
 
 class Markup(HTMLParser):
@@ -68,7 +69,7 @@ def test_tokens_are_no_markup_and_pages_hold_no_address() -> None:
     plain = views.colored_tokens(["a"] * len(TEXTS), torch.linspace(-1, 2, len(TEXTS))).page
     for name, view in figures().items():
         assert Markup(view.page).found == Markup(plain).found, name
-        assert [tag for tag, _ in Markup(view.html()).found] == ["iframe"], name
+        assert [tag for tag, _ in Markup(view.html()).found] == ["div", "iframe"], name
         assert "http" not in view.page.replace("http-equiv", ""), name
         assert len(view.html()) < 800_000, name
         assert view.page == figures()[name].page, name
@@ -80,7 +81,7 @@ def test_what_a_notebook_gets(tmp_path: Path) -> None:
         bundle = view._repr_mimebundle_()
         assert set(bundle) == {"text/html", "text/plain"} | ({"image/png"} if name != "tokens" else set())
         assert bundle["text/plain"].startswith(view.title)
-        assert "KiB of HTML" in bundle["text/plain"]
+        assert "kB of HTML" in bundle["text/plain"]
         assert len(bundle.get("image/png", "")) < 400_000
         assert view.save(tmp_path / f"{name}.html").read_text(encoding="utf-8") == view.page
         if name != "tokens":
@@ -196,7 +197,11 @@ def test_clicks_and_tooltips_read_the_tensor(browser: Browser, tmp_path: Path) -
         best = max(data["allowed"][query], key=lambda j: paid[j])
         table = page.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
         assert table[0][1] == f"{best} {data['tokens'][best]}"
-        assert [float(row[1]) for row in table[2:]] == [float(f"{v[query][best]:.3g}") for v in data["values"]]
+        assert {row[0]: float(row[1]) for row in table[2:]} == {
+            name: float(f"{v[query][best]:.3g}") for name, v in zip(data["terms"], data["values"], strict=True)
+        }
+        assert [row[0] for row in table[2:4]] == ["pattern", "total"]
+        assert table[4][0] == max(zip(data["terms"][2:], data["values"][2:], strict=True), key=lambda t: abs(t[1][query][best]))[0]
         assert page.evaluate("document.getElementById('high').textContent") == f"{data['limit']:.3g}"
         spans = f"[...{FIGURE}.querySelectorAll('span > span')]"
         x, y = page.wait(f"(b => [b.left + b.width / 2, b.top + 8])({spans}[{best}].getBoundingClientRect())")

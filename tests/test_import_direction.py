@@ -14,7 +14,7 @@ import tl_geometry
 PACKAGE = Path(tl_geometry.__file__).parent
 RANKS: dict[str, int] = {
     **dict.fromkeys(("errors", "_axes"), 0),
-    **dict.fromkeys(("_check", "linalg", "results", "_html", "processes"), 1),
+    **dict.fromkeys(("_check", "linalg", "results", "_html", "_latex", "processes"), 1),
     **dict.fromkeys(("moments", "records", "frames"), 2),
     **dict.fromkeys(("decomposition", "tokens", "attention", "head_types", "score_shapes", "weights", "readout", "kernels", "sphere"), 3),
     **dict.fromkeys(("positional", "differences", "rank_estimation", "contextual"), 3),

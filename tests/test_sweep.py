@@ -19,6 +19,7 @@ from tl_geometry.errors import BudgetError, ClosingError, GeometryError
 from tl_geometry.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.verbs import sweep
 from tl_geometry.verbs.details import DETAILS, DRAWS, model_pattern, score
+from tl_geometry.verbs.nulls import reinitialized
 from tl_geometry.verbs.split import split_scores
 from tl_geometry.verbs.sweep import SweepTable, sweep_heads
 
@@ -234,3 +235,12 @@ def test_a_freshly_initialised_model_is_not_refused() -> None:
     table = sweep_heads(model, ids, decompose(model, ids, progress=False), progress=False)
     assert table.cs.isfinite().all()
     assert split_scores(model, ids[:2], decompose(model, ids, progress=False)).total().max() < 1
+
+
+def test_an_untrained_twin_is_read_anew() -> None:
+    """What is remembered of the trained layers does not reach the twin, and the trained model is as before afterwards."""
+    model, before = tiny("bridge", "gpt2"), swept("gpt2")
+    with reinitialized(model) as twin:
+        table = sweep_heads(twin, PROMPTS, decompose(twin, tokens(batch=24, length=24, seed=2), progress=False), progress=False)
+    assert not torch.allclose(table.cs, before.cs, atol=1e-2)
+    assert torch.allclose(swept("gpt2").cs, before.cs)

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 STYLE = (
     "border-collapse:collapse;font:12px/1.4 ui-monospace,monospace;color:inherit",
     "padding:1px 8px;border-bottom:1px solid #8884;text-align:",
-    "padding:1px 8px;text-align:left;border-bottom:1px solid #8884;font-weight:600",
+    "padding:1px 8px;border-bottom:1px solid #8884;font-weight:600;text-align:",
 )
+NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
 
 
 def escape(text: object) -> str:
@@ -44,18 +45,16 @@ def token_text(token: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 60) -> str:
-    """An escaped HTML table of at most ``limit`` rows (the caption says how many were left out)."""
+    """An escaped HTML table of at most ``limit`` rows (the caption says how many were left out); numbers stand to the right."""
     rows = list(rows)
     whole, cell, head = STYLE
     note = f" (first {limit} of {len(rows)} rows)" if len(rows) > limit else ""
-    parts = [f'<table style="{whole}"><caption style="caption-side:top;text-align:left">{escape(caption + note)}</caption><tr>']
-    parts += [f'<th style="{head}">{escape(c)}</th>' for c in columns]
+    left = ["left" if any(isinstance(row[i], str) for row in rows) or not rows else "right" for i in range(len(columns))]
+    parts = [f'<div style="{NOTE}">{escape(caption + note)}</div><table style="{whole}"><tr>']
+    parts += [f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, left, strict=True)]
     parts.append("</tr>")
     for row in rows[:limit]:
-        parts.append(
-            "<tr>"
-            + "".join(f'<td style="{cell}{"left" if isinstance(v, str) else "right"}">{escape(number(v))}</td>' for v in row)
-            + "</tr>"
-        )
+        cells = (f'<td style="{cell}{side}">{escape(number(v))}</td>' for v, side in zip(row, left, strict=True))
+        parts.append(f"<tr>{''.join(cells)}</tr>")
     parts.append("</table>")
     return "".join(parts)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tl_geometry import _html
+from tl_geometry import _html, _latex
 from tl_geometry._check import fail, require
 
 if TYPE_CHECKING:
@@ -151,6 +151,18 @@ class Result:
 
         return pd.DataFrame.from_records([tuple(r) for r in self.rows()], columns=list(self.columns()))
 
+    def to_latex(self, columns: Sequence[str] | None = None, *, rows: int | None = None, digits: int = 4, booktabs: bool = True) -> str:
+        """The table as an escaped LaTeX ``tabular``: some ``columns`` (all), the first ``rows`` (all), ``digits`` significant digits.
+
+        Rules are those of the booktabs package, or ``\\hline`` without it. A comment above says what the numbers were computed from.
+        """
+        names, table = list(self.columns()), list(self.rows())
+        chosen = names if columns is None else list(columns)
+        unknown = [c for c in chosen if c not in names]
+        require(not unknown and chosen, "columns", expected=f"some of {', '.join(names)}", got=unknown or "none")
+        picked = [[row[names.index(c)] for c in chosen] for row in table[:rows]]
+        return _latex.table(chosen, picked, digits=digits, booktabs=booktabs, note=f"{type(self).__name__}: {self.provenance.line()}")
+
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file and return its path."""
         tensors: dict[str, Tensor] = {}
@@ -184,18 +196,26 @@ class Result:
 
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
-        rows = [[_html.number(v) for v in row] for row in (self.columns(), *self.rows())]
+        table = list(self.rows())
+        rows = [[_html.number(v) for v in row] for row in (self.columns(), *table)]
         shown = rows if limit is None else rows[: limit + 1]
         widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
         lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
         more = [f"  ... {len(rows) - len(shown)} more rows"] if len(rows) > len(shown) else []
-        return "\n".join([f"{type(self).__name__}({self.provenance.line()})", *lines, *more])
+        return "\n".join([self._caption(table), *lines, *more])
+
+    def _caption(self, table: Sequence[Sequence[object]]) -> str:
+        """What it is, where it comes from, and how many NaN each column of the table has."""
+        counts = [(name, sum(isinstance(row[i], float) and row[i] != row[i] for row in table)) for i, name in enumerate(self.columns())]
+        nans = ", ".join(f"{name} {n}" for name, n in counts if n)
+        return f"{type(self).__name__}({self.provenance.line()})" + (f"; NaN: {nans}" if nans else "")
 
     def __repr__(self) -> str:
         return self.text(limit=12)
 
     def _repr_html_(self) -> str:
-        return _html.table(self.columns(), self.rows(), caption=f"{type(self).__name__}: {self.provenance.line()}")
+        table = list(self.rows())
+        return _html.table(self.columns(), table, caption=self._caption(table))
 
 
 def _brief(value: Any) -> str:

@@ -12,14 +12,12 @@ tags, ask the network on every display, and delete what follows a figure (tried 
 
 from __future__ import annotations
 
-import base64
 import functools
-import gzip
 import hashlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +26,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry import _check, _html
-from tl_geometry._check import Head, describe, fail, require
+from tl_geometry._check import Head, describe, require
 from tl_geometry.attention import row_center
+from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import View, canvas
+from tl_geometry.render.page import PageView
 from tl_geometry.verbs.split import ScoreSplit
 
 POSITIVE, NEGATIVE = "#0072b2", "#d55e00"
 """Colours of the two ends (Okabe-Ito); zero is white."""
 CELLS, TOKENS, SOURCES = 50_000, 2_000, 128
 """Most cells over all heads of a heat map (12 heads of 64 tokens take a browser some 8 s), coloured tokens, tokens of an attribution."""
-WIDTH = 800
-
-
-class CircuitsvisView:
-    """A drawn figure: shows itself in a notebook; ``save`` writes a page that opens offline, or an image where the figure has one."""
-
-    def __init__(self, page: str, *, title: str, caption: str, height: int, image: Callable[[], View] | None = None) -> None:
-        self.page, self.title, self.caption, self.height, self.image = page, title, caption, height, image
-
-    def html(self) -> str:
-        """The page in a sandboxed frame of fixed size, so that several live side by side."""
-        style = f"width:{WIDTH}px;max-width:100%;height:{self.height}px;border:1px solid #8884;background:#fff"
-        title, page = _html.escape(self.title), _html.escape(self.page)
-        return f'<iframe title="{title}" srcdoc="{page}" style="{style}" sandbox="allow-scripts"></iframe>'
-
-    def save(self, path: str | Path) -> Path:
-        """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an image, and return the path."""
-        path = Path(path)
-        if path.suffix.lower() == ".html":
-            path.write_text(self.page, encoding="utf-8")
-            return path
-        if self.image is None:
-            fail("path", expected="a name ending in .html", got=str(path), instead="render.circuitsvis.attention_pattern for an image")
-        return self.image().save(path)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        png = {} if self.image is None else {"image/png": base64.b64encode(self.image().bytes("png")).decode()}
-        return {"text/html": self.html(), **png, "text/plain": repr(self)}
-
-    def __repr__(self) -> str:
-        return f"{self.title} ({len(self.page) // 1024} KiB of HTML): {self.caption}"
+WIDTH, ROWS = 800, 12
+"""Pixels of a figure across, and terms (with pattern and total) that an attribution lists."""
 
 
 def attention_heads(
@@ -79,7 +50,7 @@ def attention_heads(
     context: int = 0,
     limit: float | None = None,
     title: str = "Attention heads",
-) -> CircuitsvisView:
+) -> PageView:
     """Heat maps of several heads, one of them enlarged: hover to see another, click to hold it (circuitsvis ``attention_heads``).
 
     Args:
@@ -108,7 +79,7 @@ def attention_pattern(
     context: int = 0,
     limit: float | None = None,
     title: str = "Attention pattern",
-) -> CircuitsvisView:
+) -> PageView:
     """Heat map of one head (circuitsvis ``attention_pattern``); of a split, ``head`` says which. Arguments as :func:`attention_heads`."""
     source = attention if isinstance(attention, ScoreSplit) else attention[None]
     values, texts, labels, what = _values(source, tokens, None, term, context)
@@ -123,7 +94,7 @@ def colored_tokens(
     *,
     limit: float | None = None,
     title: str = "Coloured tokens",
-) -> CircuitsvisView:
+) -> PageView:
     """Text with a value behind each token (circuitsvis ``colored_tokens``), symmetric about 0; hover to read it. At most 2,000 tokens."""
     given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     texts = [_running(str(t)) for t in tokens]
@@ -141,7 +112,7 @@ def colored_tokens(
     best = ", ".join(f"{_html.token_text(str(tokens[i]))} {float(given[i]):.3g}" for i in given.abs().argsort(descending=True)[:5].tolist())
     caption = f"{len(texts)} tokens, largest: {best}{_beyond(given, top)}"
     page = _page(title, caption, {"view": "ColoredTokens", "tokens": texts, "props": props, **_scale(given, top)})
-    return CircuitsvisView(page, title=title, caption=caption, height=140 + _lines(texts))
+    return PageView(page, title=title, caption=caption, width=WIDTH, height=140 + _lines(texts))
 
 
 def induction(
@@ -152,7 +123,7 @@ def induction(
     tokens: Sequence[str] | None = None,
     context: int = 0,
     limit: float | None = None,
-) -> CircuitsvisView:
+) -> PageView:
     """Over the text itself: which source tokens a head reads for a query token, and through which terms of the split.
 
     Click a query token, then a term: sources are coloured by the pattern (0 to 1) or by the term's score, row-centred over the keys
@@ -184,6 +155,7 @@ def induction(
         "values": [[_short(r) for r in v] for v in values],
         "terms": names,
         "query": first,
+        "rows": ROWS,
         "copies": copies,
         "allowed": [a.nonzero()[:, 0].tolist() for a in allowed],
         **_scale(values[1:], top),
@@ -198,9 +170,8 @@ def induction(
     page = _page(title, caption, data)
     shown = [_html.token_text(t) for t in texts]
     image = functools.partial(_strip, values[:, first], names, shown, top, f"{title} for {first} {shown[first]}", caption)
-    return CircuitsvisView(
-        page, title=title, caption=caption, height=440 + _lines(data["tokens"], 18) + _lines(data["tokens"]), image=image
-    )
+    height = 210 + 21 * min(len(names), ROWS) + sum(_lines(t, m) for t, m in ((data["tokens"], 18), (data["tokens"], 0), (names, 18)))
+    return PageView(page, title=title, caption=caption, width=WIDTH, height=height, image=image)
 
 
 def _row(split: ScoreSplit, head: Head | None) -> int:
@@ -254,7 +225,7 @@ def _values(
 
 def _heat(
     kind: str, values: Tensor, tokens: Sequence[str], names: Sequence[str], limit: float | None, title: str, what: str, *, height: int
-) -> CircuitsvisView:
+) -> PageView:
     """A heat map view. Keys after the query are hidden where all of them are 0 or -inf."""
     _within(
         values.numel(),
@@ -277,7 +248,7 @@ def _heat(
     caption = f"{what} by query (row) and key (column), {len(tokens)} tokens; full colour at {top:.3g}, {scale}{_beyond(shown, top)}"
     page = _page(title, caption, {"view": kind, "props": props, **_scale(shown, top)}, width=560)
     image = functools.partial(_maps, shown, names, texts, top, causal, title, caption)
-    return CircuitsvisView(page, title=title, caption=caption, height=height, image=image)
+    return PageView(page, title=title, caption=caption, width=WIDTH, height=height, image=image)
 
 
 def _within(size: int, most: int, what: str, instead: str) -> None:
@@ -320,10 +291,6 @@ def _lines(texts: Sequence[str], margin: int = 0) -> int:
     return min(27 * lines, 260)
 
 
-def _packed(raw: bytes) -> str:
-    return base64.b64encode(gzip.compress(raw, 9, mtime=0)).decode()
-
-
 @functools.cache
 def _bundle() -> str:
     """circuitsvis's own script from the installed package."""
@@ -332,7 +299,7 @@ def _bundle() -> str:
     require(
         path.is_file(), "circuitsvis", expected="an installed package with its script", got=str(path), instead="pip install circuitsvis"
     )
-    return _packed(path.read_bytes())
+    return compressed(path.read_bytes())
 
 
 def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH - 40) -> str:
@@ -345,7 +312,7 @@ def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH 
         "POSITIVE": POSITIVE,
         "NEGATIVE": NEGATIVE,
         "WIDTH": str(width),
-        "DATA": _packed(raw),
+        "DATA": compressed(raw),
         "BUNDLE": _bundle(),
     }
     parts = (Path(__file__).parent / "assets" / "circuitsvis.html").read_text(encoding="utf-8").split("@")

@@ -42,7 +42,10 @@ def reinitialized(
             for name, value in named.values():
                 value.copy_(_redrawn(name, value, how, std, generator))
         yield dataclasses.replace(
-            view, name=label, fingerprint=f"{view.fingerprint}-{how}-{seed}", head_trained=chosen is not None and view.head_trained
+            as_view(view.model),
+            name=label,
+            fingerprint=f"{view.fingerprint}-{how}-{seed}",
+            head_trained=chosen is not None and view.head_trained,
         )
     finally:
         with torch.no_grad():

@@ -1,0 +1,131 @@
+"""The notebooks: stored without outputs, run at reduced size, and what they show is self-contained, has fallbacks, and is small."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+REDUCED = {
+    "01_ten_minutes": "contexts = 48",
+    "02_hidden_geometry": "contexts = 48",
+    "03_traveling_words": "contexts = 12",
+    "04_lines_of_thought": "chunks = 128",
+    "05_induction_heads": "contexts = 48",
+    "06_your_own_split": "batch = 4",
+}
+"""What stands in place of the cell tagged ``parameters``."""
+ADDRESS = re.compile(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", re.IGNORECASE)
+WIDGETS = "IProgress not found"
+"""What tqdm says at its import where no notebook widgets are installed."""
+NAMESPACES = ("www.w3.org", "purl.org", "creativecommons.org", "matplotlib.org")
+"""Hosts that stand in SVG files as names and are never asked."""
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def reduced(notebook: Any, source: str) -> Any:
+    """The notebook with its parameters replaced."""
+    tagged = [cell for cell in code(notebook) if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    assert set(re.findall(r"^(\w+) =", source, re.M)) == set(re.findall(r"^(\w+) =", tagged[0].source, re.M))
+    tagged[0].source = source
+    return notebook
+
+
+def run(notebook: Any, folder: Path) -> Any:
+    """Execute every cell in a fresh kernel, offline, with this checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute(env=environment)
+    return notebook
+
+
+def check_outputs(outputs: list[Any]) -> None:
+    """No error and no warning; rich outputs with fallbacks, self-contained and small."""
+    for output in outputs:
+        assert output.output_type != "error", output
+        assert output.get("name") != "stderr" or WIDGETS in output.text, output.text
+        data = output.get("data", {})
+        sizes = {kind: len(value if isinstance(value, str) else "".join(value)) for kind, value in data.items()}
+        assert all(size < 1_500_000 for size in sizes.values()), sizes
+        assert not data or "text/plain" in data, sizes
+        if "<iframe" in data.get("text/html", ""):
+            assert "image/png" in data or "render" not in data["text/plain"], sizes
+            assert sizes.get("image/png", 0) < 400_000
+        hosts = {found for found in ADDRESS.findall(data.get("text/html", "")) if not found.split("//")[1].endswith(NAMESPACES)}
+        assert not hosts, hosts
+
+
+def test_all_six_are_here() -> None:
+    assert [path.stem for path in NOTEBOOKS] == list(REDUCED)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_without_outputs_and_says_what_will_be_seen(path: Path) -> None:
+    notebook = read(path)
+    nbformat.validate(notebook)
+    first = notebook.cells[0]
+    assert first.cell_type == "markdown"
+    assert first.source.startswith("# ")
+    assert "**What you will see.**" in first.source
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code(notebook))
+    lines = [line for cell in code(notebook) for line in cell.source.splitlines()]
+    assert [line for line in lines if line.endswith("# the one line to change")] == ["model = zoo.embedded()  # the one line to change"]
+    offered = [line.strip() for line in first.source.splitlines() if line.startswith("    ")]
+    assert len(offered) == 1
+    statements = [ast.unparse(s) for s in ast.parse(offered[0]).body]
+    assert statements[1] == "model = TransformerBridge.boot_transformers('gpt2')"
+    exec(statements[0], {})  # the import exists in this TransformerLens
+    assert not ADDRESS.findall("\n".join(lines))
+    assert all(len(cell.source.splitlines()) <= 22 for cell in code(notebook))  # short enough to read in a course
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the kernel's own libraries
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_offline(path: Path, tmp_path: Path) -> None:
+    notebook = run(reduced(read(path), REDUCED[path.stem]), tmp_path)
+    outputs = [output for cell in code(notebook) for output in cell.outputs]
+    check_outputs(outputs)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert len(nbformat.writes(notebook)) < 8_000_000
+
+
+def test_the_checks_detect() -> None:
+    """Twins: an output that warns, asks the network, is too large or has no fallback is caught."""
+    made = nbformat.v4.new_output
+    good = made("display_data", {"text/html": "<p>a</p>", "text/plain": "a"})
+    check_outputs([good])
+    bad = [
+        made("stream", name="stderr", text="UserWarning"),
+        made("error", ename="E", evalue="", traceback=[]),
+        made("display_data", {"text/html": "<p>a</p>"}),
+        made("display_data", {"text/html": "<script src='https://cdn.example.com/x.js'></script>", "text/plain": "a"}),
+        made("display_data", {"text/html": "x" * 1_500_001, "text/plain": "a"}),
+    ]
+    for output in bad:
+        with pytest.raises(AssertionError):
+            check_outputs([output])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_failing_cell_fails(tmp_path: Path) -> None:
+    broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        run(broken, tmp_path)

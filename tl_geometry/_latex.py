@@ -1,0 +1,64 @@
+"""Tables for papers: escaped LaTeX."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+_SPECIAL = {
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "␣": r"\textvisiblespace{}",
+    "⏎": r"$\hookleftarrow$",
+    "⇥": r"$\mapsto$",
+    "∅": r"$\emptyset$",
+    "–": "--",
+}
+
+
+def escape(text: object) -> str:
+    """Text as LaTeX; control characters become spaces.
+
+    >>> escape("a_b & 5% of $x$")
+    'a\\\\_b \\\\& 5\\\\% of \\\\$x\\\\$'
+    """
+    return "".join(_SPECIAL.get(c, c if c.isprintable() else " ") for c in str(text))
+
+
+def cell(value: object, digits: int = 4) -> str:
+    """A number with ``digits`` significant digits, a dash for None and NaN, other things as escaped text.
+
+    >>> [cell(v) for v in (0.123456, -3, 1.5e-7, float("nan"), None, True, "a_b")]
+    ['0.1235', '$-3$', '$1.5 \\\\times 10^{-7}$', '--', '--', 'yes', 'a\\\\_b']
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "--"
+    if not isinstance(value, int | float):
+        return escape(value)
+    if math.isinf(value):
+        return r"$\infty$" if value > 0 else r"$-\infty$"
+    text = f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+    if found := re.fullmatch(r"(.+)e([+-]\d+)", text):
+        return rf"${found[1]} \times 10^{{{int(found[2])}}}$"
+    return f"${text}$" if text.startswith("-") else text
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, digits: int = 4, booktabs: bool = True, note: str = "") -> str:
+    """A ``tabular``: text columns to the left, numbers to the right; ``note`` becomes a comment above it."""
+    rows = list(rows)
+    number = [bool(rows) and all(v is None or (isinstance(v, int | float) and not isinstance(v, bool)) for v in c) for c in zip(*rows)]
+    align = "".join("r" if n else "l" for n in number) or "l" * len(columns)
+    top, middle, bottom = (r"\toprule", r"\midrule", r"\bottomrule") if booktabs else (r"\hline",) * 3
+    comment = "% " + " ".join(note.split()) + (r"; needs \usepackage{booktabs}" if booktabs else "")
+    line = lambda cells: " & ".join(cells) + r" \\"  # noqa: E731
+    body = [line(cell(v, digits) for v in row) for row in rows]
+    parts = [comment, rf"\begin{{tabular}}{{{align}}}", top, line(escape(c) for c in columns), middle, *body, bottom, r"\end{tabular}"]
+    return "\n".join(parts) + "\n"
