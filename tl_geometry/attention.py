@@ -297,7 +297,7 @@ class _Moments:
         """Take in the keys up to ``end``."""
         if end <= self.end:
             return
-        new = rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e").double()
+        new = rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e").contiguous().double()
         sums, squares = new.sum(-2), (new.mT @ new).flatten(-2)
         self.sums = sums if self.sums is None else self.sums + sums
         self.squares = squares if self.squares is None else self.squares.add_(squares)
