@@ -20,7 +20,7 @@ from tl_geometry.decomposition import PositionContext
 from tl_geometry.rank_estimation import usable_k
 from tl_geometry.verbs.resample import subsets
 
-SIZES = {"smoke": (2, 16, 24, 32, 1), "cpu": (13, 64, 256, 768, 3), "gpu": (13, 64, 512, 768, 3)}
+SIZES = {"smoke": (2, 16, 24, 32, 1), "cpu": (5, 64, 256, 768, 1), "gpu": (13, 64, 512, 768, 1)}
 """States, contexts, columns, d_model, rounds."""
 
 
