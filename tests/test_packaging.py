@@ -25,6 +25,8 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert {"model.safetensors", "tokenizer.json", "config.json", "card.json"} <= set(sizes)
     assert sum(sizes.values()) <= 6_000_000
     assert (target / "tl_geometry" / "py.typed").exists()
+    views = target / "tl_geometry" / "render" / "assets"
+    assert {"page.css", "page.js", "split.js", "heads.js", "paths.js"} <= {p.name for p in views.iterdir()}
     read = "import tl_geometry, tl_geometry.zoo as z; print(tl_geometry.__file__); print(z.card()['held_out_loss'] < 9)"
     out = subprocess.run(
         [sys.executable, "-c", read], cwd=tmp_path, env={"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True

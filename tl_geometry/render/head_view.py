@@ -34,8 +34,11 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
             their largest absolute value. NaN is hatched, heads that the table does not have are blank.
 
     >>> import tl_geometry as tlg
-    >>> isinstance(heads, object)
-    True
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> sweep = tlg.sweep_heads(model, windows, tlg.decompose(model, windows, progress=False), progress=False)
+    >>> heads(sweep, "induction").title
+    'SweepTable by layer and head'
     """
     pairs, columns = numbers(sweep)
     chosen = _chosen(value, columns)

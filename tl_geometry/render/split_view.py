@@ -74,6 +74,14 @@ def split(
     caption has the step, the closing error, and what is beyond the scale or not a number (hatched).
 
     Raises ``GeometryError`` for heads, contexts and planes that the split does not have, and where ``max_bytes`` cannot be kept.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> basis = tlg.decompose(model, tlg.zoo.default_windows(model, 16, n=8), progress=False)
+    >>> scores = tlg.split_scores(model, "for i in range(3):", basis, heads="L1H0", prepend_bos=True)
+    >>> view = split(scores)  # in a notebook this shows it; view.save("split.html") writes a page that opens offline
+    >>> view.title, "closing error" in view.caption
+    ('Split of the scores of L1H0', True)
     """
     rows = _rows(split, heads)
     one = _narrow(split, rows, _check.index(context, split.q.shape[1], "context"))
@@ -85,12 +93,13 @@ def split(
         drawn = draw_planes(one, chosen, block, center)
         for levels in cells.LEVELS if drawn.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
             packed = cells.pack(drawn.values, drawn.allowed, levels)
-            made = _page(one, chosen, drawn, packed, texts, limit, query, center, name)
-            size = len(made.html())
-            if size <= most:
-                return made
+            size = len(packed.fields["cells"])
             if size > 1.6 * most:  # the coarsest steps save a third
                 break
+            if size <= most:
+                made = _page(one, chosen, drawn, packed, texts, limit, query, center, name)
+                if len(made.html()) <= most:
+                    return made
     room = f"room for {len(rows)} heads x {len(chosen) + 2} planes"
     return fail("max_bytes", expected=room, got=most, instead="fewer heads=, or larger max_bytes=")
 
@@ -300,14 +309,14 @@ def _image(
     high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
     signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
     shades = ScalarMappable(Normalize(-top, top), signed), ScalarMappable(Normalize(0, 1), SEQUENTIAL)
-    sheet = np.zeros((rows * high, columns * wide, 4))
+    sheet = np.zeros(((rows - 1) * high + n, (columns - 1) * wide + n, 4), dtype=np.uint8)
     for row, panels in enumerate(at):
         for i, (r, c) in enumerate(panels):
             sheet[r * high : r * high + n, c * wide : c * wide + n] = _painted(
                 drawn.values[row, i], drawn.allowed[row], shades[names[i] == "pattern"]
             )
     inch = 2.1 if single else 1.0
-    figure, axes = canvas(size=(inch * columns + 1.6, inch * rows * high / n + 0.5))
+    figure, axes = canvas(size=(1.15 * inch * columns + 0.8, inch * rows * high / n + (0.7 if single else 0.2)))
     axis = axes[0]
     axis.imshow(sheet, interpolation="nearest")
     for spine in axis.spines.values():
@@ -318,7 +327,8 @@ def _image(
     labels = [drawable(_html.token_text(t)) for t in texts[::every]] if single and drawn.block == 1 else []
     ticks = range(0, len(texts), every) if labels else ()
     named = [f"L{l}H{h}" for l, h in split.heads[:count]]
-    axis.set_xticks([c * wide + t for c in range(columns) for t in ticks], labels * columns, rotation=90, fontsize=5)
+    below = [c for r, c in at[0] if r == rows - 1]
+    axis.set_xticks([c * wide + t for c in below for t in ticks], labels * len(below), rotation=90, fontsize=5)
     if single:
         axis.set_yticks([r * high + t for r in range(rows) for t in ticks], labels * rows, fontsize=5)
     else:
@@ -332,8 +342,8 @@ def _image(
 
 def _painted(values: Tensor, allowed: Tensor, shade: Any) -> np.ndarray:
     """Colours of a panel: grey where no key is allowed, chequered where there is no number."""
-    colours = shade.to_rgba(torch.nan_to_num(values).numpy())
+    colours = shade.to_rgba(torch.nan_to_num(values).numpy(), bytes=True)
     q, k = np.indices(values.shape)
-    hole = np.where((q + k)[..., None] % 2, (0.2, 0.2, 0.2, 1.0), (0.75, 0.75, 0.75, 1.0))
+    hole = np.where((q + k)[..., None] % 2, (50, 50, 50, 255), (190, 190, 190, 255))
     colours = np.where(torch.isnan(values).numpy()[..., None], hole, colours)
-    return np.where(allowed.numpy()[..., None], colours, (0.93, 0.93, 0.94, 1.0))
+    return np.where(allowed.numpy()[..., None], colours, (237, 237, 240, 255))
