@@ -116,6 +116,16 @@ def test_induction_begins_where_the_head_copies() -> None:
     assert float(torch.tensor(other["values"])[0, query, other["copies"][query]].sum()) < 0.5  # the previous-token head does not
 
 
+def test_without_copies_it_begins_at_the_end_and_published_splits_say_that_they_do_not_close() -> None:
+    split = copying()
+    assert payload(views.induction(split, head="L1H0", tokens=[str(i) for i in range(22)]))["query"] == 21
+    assert "sum of terms within" in views.induction(split, head="L1H0").caption
+    basis = tlg.decompose(induction_model(), corpus(), progress=False)
+    for preset in ("paper", "reference"):
+        published = tlg.split_scores(induction_model(), prompts(1), basis, heads="L1H0", preset=preset)
+        assert "do not sum to the model's scores" in views.induction(published, tokens=TEXTS).caption
+
+
 def test_limits_are_named() -> None:
     split = copying()
     wide = torch.zeros(13, 64, 64)
@@ -139,6 +149,23 @@ def test_limits_are_named() -> None:
         views.attention_heads(split, term="pos-nothing")
     with pytest.raises(GeometryError, match="a positive number"):
         views.attention_pattern(torch.zeros(2, 2), ["a", "b"], limit=0.0)
+
+
+def test_a_split_gives_heads_terms_and_contexts() -> None:
+    basis = tlg.decompose(induction_model(), corpus(), progress=False)
+    split = tlg.split_scores(induction_model(), prompts(2), basis, heads=["L0H0", "L1H0"])
+    one = views.attention_pattern(split, TEXTS, head="L1H0", term=("cvec", "cvec"), context=1)
+    expected = row_center(split.terms["cvec", "cvec"][1, 1].double(), split.allowed[1])
+    shown = torch.tensor(payload(one)["props"]["attention"], dtype=torch.float64)
+    assert torch.allclose(shown, expected, rtol=6e-4, atol=1e-12)
+    assert one.title == "Attention pattern of L1H0"
+    both = payload(views.attention_heads(split, TEXTS, context=1))["props"]
+    assert both["attentionHeadNames"] == ["L0H0", "L1H0"]
+    assert torch.allclose(torch.tensor(both["attention"]), split.pattern()[1], rtol=6e-4, atol=1e-6)
+    with pytest.raises(GeometryError, match="texts of the tokens"):  # a split knows those of its first prompt only
+        views.induction(split, head="L1H0", context=1)
+    with pytest.raises(GeometryError, match="context: expected an index from 0 to 1"):
+        views.attention_heads(split, TEXTS, context=2)
 
 
 def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:

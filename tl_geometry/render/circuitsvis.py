@@ -146,7 +146,7 @@ def induction(
     values = torch.stack([_of_split(split, name, context)[row] for name in names])
     copies = [[j for j in range(1, i + 1) if texts[j - 1] == texts[i] and bool(allowed[i, j])] for i in range(size)]
     paid = torch.stack([values[0, i, copies[i]].sum() for i in range(size)])
-    first = int(paid.argmax()) if query is None else _check.index(query, size, "query")
+    first = (int(paid.argmax()) if float(paid.max()) > 0 else size - 1) if query is None else _check.index(query, size, "query")
     top = _limit(values[1:], limit)
     label = "L{}H{}".format(*split.heads[row])
     data = {
@@ -161,10 +161,9 @@ def induction(
         **_scale(values[1:], top),
         "props": {"positiveColor": POSITIVE, "negativeColor": NEGATIVE},
     }
-    error, bound = max(split.closing.checks.values(), key=lambda c: c[0] / max(c[1], 1e-300))
     caption = (
         f"terms are row-centred scores, full colour at {top:.3g} (pattern: 1){_beyond(values[1:], top)}; "
-        f"sum of terms within {error:.1e} of the model (allowed {bound:.1e}); {split.provenance.line()}"
+        f"{_closing(split)}; {split.provenance.line()}"
     )
     title = f"What {label} reads"
     page = _page(title, caption, data)
@@ -172,6 +171,14 @@ def induction(
     image = functools.partial(_strip, values[:, first], names, shown, top, f"{title} for {first} {shown[first]}", caption)
     height = 210 + 21 * min(len(names), ROWS) + sum(_lines(t, m) for t, m in ((data["tokens"], 18), (data["tokens"], 0), (names, 18)))
     return PageView(page, title=title, caption=caption, width=WIDTH, height=height, image=image)
+
+
+def _closing(split: ScoreSplit) -> str:
+    """How far the sum of the terms is from the model's scores."""
+    if split.provenance.preset != "exact":
+        return "these terms do not sum to the model's scores"
+    error, bound = max(split.closing.checks.values(), key=lambda c: c[0] / max(c[1], 1e-300))
+    return f"sum of terms within {error:.1e} of the model (allowed {bound:.1e})"
 
 
 def _row(split: ScoreSplit, head: Head | None) -> int:
