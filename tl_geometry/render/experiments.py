@@ -57,7 +57,7 @@ def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: 
 
 def format_cosines(bases: Mapping[str, Tensor], state: int, *, half: int, start: int = 0) -> View:
     """Cosines between positions, a row per training format; lines mark column ``half``."""
-    figure, cells = _cells(bases, state, (2.0, 2.0))
+    figure, cells = _cells(bases, state, (2.3, 1.9))
     image = None
     for axis, pos in cells:
         image = axis.imshow(positional.normalized_gram(pos).gram.numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
@@ -79,7 +79,7 @@ def training_curves(rows: Sequence[Mapping[str, Any]], measures: Sequence[str], 
                 axis.plot(*zip(*line, strict=True), ".-", ms=4, lw=1, color=colour, label=str(kind) if i == 0 else None)
         axis.set_title(measure.replace("_", " "), fontsize=9)
         axis.set_xlabel("steps")
-    axes[0].legend(fontsize=7, title=by, title_fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, title=by, title_fontsize=7)
     for axis in axes[len(measures) :]:
         axis.set_visible(False)
     return View(figure, title="Geometry over training", caption=caption)
@@ -96,7 +96,7 @@ def scatter(rows: Sequence[Mapping[str, Any]], measures: Sequence[str], score: s
                 axis.plot(*zip(*line, strict=True), ".-", ms=5, lw=0.4, color=colour, label=str(kind) if i == 0 else None)
         axis.set_xlabel(measure.replace("_", " "), fontsize=8)
     axes[0].set_ylabel(score.replace("_", " "))
-    axes[0].legend(fontsize=7, title=by, title_fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, title=by, title_fontsize=7)
     for axis in axes[len(measures) :]:
         axis.set_visible(False)
     return View(figure, title=f"{score} against geometry", caption=caption)
