@@ -17,6 +17,8 @@ from tests.splits import synthetic
 from tl_geometry import _html, render
 from tl_geometry.render import space
 from tl_geometry.render.page import PageView
+from tl_geometry.report import Section
+from tl_geometry.report.page import document
 from tl_geometry.results import Provenance, Result
 from tl_geometry.verbs.split import ScoreSplit
 
@@ -104,6 +106,20 @@ def test_hostile_tokens_stay_text(name: str, browser: Browser, tmp_path: Path) -
         page.assert_harmless()
         assert page.evaluate("document.getElementById('after').textContent") == "the end"
         assert len(page.frames) == 3
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_tables_images_and_the_report_hold_hostile_names(name: str, browser: Browser) -> None:
+    found = table(name)
+    image = render.head_grid(found)
+    split = render.split(synthetic(1, 4, texts=[name, "b", "c", "d"]))
+    section = Section(title=name, text=[name], figures=[image, split], tables={"of " + name: found})
+    whole = document(name, [section.html()], [name], [name])
+    for text in (as_cells(found._repr_html_(), image.html()), whole.replace("</body>", '<p id="after">the end</p></body>')):
+        with browser.open(text) as page:
+            page.assert_harmless()
+            assert page.evaluate("document.getElementById('after').textContent") == "the end"
+            assert "".join(name.split()) in "".join(page.evaluate("document.body.textContent").split())
 
 
 def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser) -> None:
@@ -253,7 +269,7 @@ def test_figures_do_not_shrink(browser: Browser) -> None:
 
 
 def test_time_until_twelve_heads_of_256_tokens_answer(browser: Browser) -> None:
-    """Twelve heads, nine terms, causal: drawn and read under the mouse. Measured 0.9 s; the bound leaves room for a busy machine."""
+    """Twelve heads, nine terms, causal: drawn and read under the mouse. Measured 0.6 to 1.3 s; the bound leaves room for a busy machine."""
     view = render.split(synthetic(12, 256), planes="terms")
     started = time.monotonic()
     with browser.open(as_cells(view.html()), width=1400, height=1400) as page:

@@ -80,7 +80,7 @@ def small_png(view: View, limit: int) -> bytes:
     from PIL import Image
 
     whole = Image.open(io.BytesIO(raw)).convert("RGB")
-    scale = min(1.0, (2 * limit / len(raw)) ** 0.5)
+    scale = min(1.0, (4 * limit / len(raw)) ** 0.5)
     while True:
         size = (round(whole.width * scale), round(whole.height * scale))
         buffer = io.BytesIO()
