@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from benchmarks.harness import machine, show
@@ -23,7 +24,8 @@ def main() -> int:
         sys.stdout.write(f"{machine()}\n")
     rows = []
     for name in arguments.only:
-        found = importlib.import_module(f"benchmarks.{name}").run(arguments.size)
+        with redirect_stdout(sys.stderr):  # what libraries say is no row
+            found = importlib.import_module(f"benchmarks.{name}").run(arguments.size)
         rows += found
         if not arguments.json:
             show(found)
