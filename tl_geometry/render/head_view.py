@@ -60,7 +60,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "caption": caption,
     }
     entries = -(-(len(columns) + len(words)) // max(1, (max(width, 760) - 24) // 118))
-    tall = 80 + height + 30 + min(44 * entries, 300) + 18 * math.ceil(len(caption) / 118) + 40
+    tall = 128 + height + min(34 * entries, 300) + 18 * math.ceil(len(caption) / 105)
     image = functools.partial(head_grid, sweep, chosen)
     return PageView(document(name, data, "heads"), title=name, caption=caption, width=max(width, 760) + 24, height=tall, image=image)
 

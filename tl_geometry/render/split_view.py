@@ -230,8 +230,9 @@ def _page(
         "caption": caption,
         **packed.fields,
     }
+    buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / max(width, 760))
     text = min(180, 24 * (1 + sum(len(_html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])))
-    height = 118 + grid + 44 * readings + 40 + text + 18 * math.ceil(len(caption) / 118) + 40
+    height = 164 + grid + 34 * (readings + buttons) + text + 18 * math.ceil(len(caption) / 105)
     image = functools.partial(_image, split, names, places, drawn, texts, top, title, caption)
     return PageView(document(title, data, "split"), title=title, caption=caption, width=max(width, 760) + 24, height=height, image=image)
 
