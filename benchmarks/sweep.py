@@ -103,7 +103,7 @@ def memory(size: str) -> list[Row]:
     """Growth of the peak memory of whole processes over 8 contexts on the CPU; the ratio is to the sweep's."""
     if "cuda" in str(machine()["device"]).lower() or size == "gpu":
         return []
-    routes = ("sweep", "forward", "cache")
+    routes = ("sweep", "forward", "cache")[: 1 if size == "smoke" else 3]
     child = [sys.executable, "-c", CHILD, size]
     peak = {r: int(subprocess.run([*child, r], capture_output=True, text=True, check=True).stdout) for r in routes}
     return [Row("sweep memory over 8 contexts", r, float("nan"), p / max(1, peak["sweep"]), f"{p / 1024:.0f} MiB") for r, p in peak.items()]
