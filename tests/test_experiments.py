@@ -276,7 +276,7 @@ def test_halves_are_measured_apart() -> None:
     assert found["low_frequency_second"] < 0.5
     assert int(random_tokens.positional.fracture_score(pos - pos.mean(1, keepdim=True)).argmax) == 31
     assert float(random_tokens.positional.roughness(pos[:, 32:])) < 0.01  # not centred: the twin that would be deceived
-    joined = random_tokens.halves(torch.cat([smooth, smooth])[None], 32, 4)
+    joined = random_tokens.halves(torch.cat([smooth, smooth[:1], smooth])[None], 33, 4)  # the row before the second half is in neither
     assert joined["roughness_second"] == pytest.approx(float(joined["roughness_first"]))
 
 

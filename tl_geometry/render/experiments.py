@@ -57,10 +57,11 @@ def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: 
 
 def format_cosines(bases: Mapping[str, Tensor], state: int, *, half: int, start: int = 0) -> View:
     """Cosines between positions, a row per training format; lines mark column ``half``."""
-    figure, cells = _cells(bases, state, (2.3, 1.9))
+    figure, cells = _cells(bases, state, (2.1, 1.9))
     image = None
     for axis, pos in cells:
-        image = axis.imshow(positional.normalized_gram(pos).gram.numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
+        gram = positional.normalized_gram(pos).gram
+        image = axis.imshow(gram.numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
         for line in (axis.axhline, axis.axvline):
             line(half - start - 0.5, color="k", lw=0.5, ls=":")
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="cosine", shrink=0.5)
