@@ -671,3 +671,10 @@ def test_a_basis_must_be_of_this_model_and_have_seen_these_positions() -> None:
         split_scores(model, "some text", basis_of("bridge", "gpt2"))
     with pytest.raises(GeometryError, match="tokens: expected at most 20 positions"):
         split_scores(model, torch.zeros(1, 200, dtype=torch.int64), basis_of("bridge", "gpt2"), heads=["L0H0"])
+
+
+def test_a_term_that_is_not_there_is_not_contained() -> None:
+    model = tiny("bridge", "gpt2")
+    split = tl_geometry.split_scores(model, tokens(1, 6), decompose(model, tokens(24, 16), progress=False))
+    assert ("pos", "cvec") in split.terms
+    assert ("pos", "ctx") not in split.terms

@@ -24,6 +24,14 @@ from tl_geometry.verbs.weights import token_readout, weight_geometry
 
 if TYPE_CHECKING:
     from tl_geometry.adapters import view
+    from tl_geometry.langevin import LangevinModel
+    from tl_geometry.verbs.ensemble import gibberish
+    from tl_geometry.verbs.flows import flow_report
+    from tl_geometry.verbs.nulls import reinitialized
+    from tl_geometry.verbs.paths import token_paths
+    from tl_geometry.verbs.probes import noun_probe
+    from tl_geometry.verbs.skipping import skip_map
+    from tl_geometry.verbs.truncation import truncation_kl
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,6 +39,7 @@ __all__ = [
     "BudgetError",
     "ClosingError",
     "GeometryError",
+    "LangevinModel",
     "ModelView",
     "Parts",
     "PositionContext",
@@ -43,19 +52,36 @@ __all__ = [
     "contextual_report",
     "decompose",
     "decompose_tensor",
+    "flow_report",
+    "gibberish",
     "glue",
+    "noun_probe",
     "positional_report",
+    "reinitialized",
+    "skip_map",
     "split_scores",
     "split_values",
     "sweep_heads",
+    "token_paths",
     "token_readout",
     "trajectories",
+    "truncation_kl",
     "view",
     "weight_geometry",
     "windows",
 ]
-_LAZY = {"view": "tl_geometry.adapters"}
-"""Public names that live in a room which imports TransformerLens or a drawing library."""
+_LAZY = {
+    "LangevinModel": "tl_geometry.langevin",
+    "flow_report": "tl_geometry.verbs.flows",
+    "gibberish": "tl_geometry.verbs.ensemble",
+    "noun_probe": "tl_geometry.verbs.probes",
+    "reinitialized": "tl_geometry.verbs.nulls",
+    "skip_map": "tl_geometry.verbs.skipping",
+    "token_paths": "tl_geometry.verbs.paths",
+    "truncation_kl": "tl_geometry.verbs.truncation",
+    "view": "tl_geometry.adapters",
+}
+"""Public names that load on first use: the adapter imports TransformerLens."""
 _ROOMS = ("adapters", "interventions", "render", "zoo", "experiments", "report", "reproduce")
 """Subpackages that load on first use."""
 

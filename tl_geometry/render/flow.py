@@ -169,6 +169,7 @@ def yardstick_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
 def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati et al. 2025, Eq. 2)."""
     import matplotlib
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
     table, states = report.in_sample["log_variance"], torch.tensor(report.states, dtype=torch.float64)
@@ -181,6 +182,7 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
             if law in report.laws and (law == "increment" or i == 0):
                 axes[0].plot(ends, report.law(law).variance(states[i].expand_as(ends), ends).log(), style, color=colour, lw=1)
     axes[0].set(xlabel="t + τ", ylabel="mean ln variance")
+    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     said = [f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² {report.law(n).r2:.2f}" for n in report.laws]
     caption = f"colour by t; line: asymptotic law, dotted: increment law; {'; '.join(said)}; {report.provenance.line()}"
     return View(figure, title="Law of the residual variance", caption=caption)
@@ -233,8 +235,10 @@ def skip_figure(
 
     One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``), where it was measured.
     """
+    from matplotlib.ticker import MaxNLocator
+
     shown = list(kinds or skips.kinds)
-    figure, axes = canvas(1 if ax is not None else len(shown), ax=ax, size=(2.4, 2.4)) if ax is None else canvas(ax=ax)
+    figure, axes = canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4)) if ax is None else canvas(ax=ax)
     tables = [skips.table(k, metric, place=place) for k in shown[: len(axes)]]
     reference = skips.table("mean", metric, place=place) if "mean" in skips.kinds else torch.stack(tables)
     high = float(reference.nan_to_num().max())
@@ -246,6 +250,8 @@ def skip_figure(
         )
         axis.set_title(kind, fontsize=9)
         axis.set_xlabel("goes on at block")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         if len(table) <= 8:
             for a, b in skips.pairs():
                 axis.text(

@@ -51,6 +51,9 @@ class Terms(Mapping[tuple[str, str], Tensor]):
         query = s.q[a] if s.q_again is None or b == 0 else s.q_again[a]
         return einsum(query, s.k[b], "batch query head e, batch key head e -> batch head query key")
 
+    def __contains__(self, term: object) -> bool:
+        return any(term == known for known in self)
+
     def __iter__(self) -> Iterator[tuple[str, str]]:
         yield from ((a, b) for a in self._split.parts for b in self._split.parts)
         if self._split.bias is not None:
