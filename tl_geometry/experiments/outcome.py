@@ -57,22 +57,24 @@ class Outcome:
         lines = [f"  [{word[f.holds]:>3}] {f.claim}: {f.found} (expected: {f.expected})" for f in self.findings]
         return "\n".join([f"{self.title}, {self.setup.scale} scale, seeds {', '.join(map(str, self.seeds))}", *lines])
 
-    def section(self) -> Section:
-        """The outcome as a section of a report."""
-        cells = tuple((f.claim, f.expected, f.found, {True: "yes", False: "no", None: "not judged"}[f.holds]) for f in self.findings)
+    def sections(self) -> list[Section]:
+        """The outcome as sections of a report: the findings, then figures and tables."""
+        words = {True: "yes", False: "no", None: "not judged"}
+        cells = tuple((f.claim, f.expected, f.found, words[f.holds]) for f in self.findings)
         found = Table(names=("claim", "expected", "found", "holds"), cells=cells, provenance=Provenance(corpus=self.corpus))
         s, seeds = self.setup, ", ".join(map(str, self.seeds))
         model = f"{s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context {s.context}"
         scale = f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
-        return Section(
-            title=self.title, text=(scale, *self.notes), figures=tuple(self.figures.values()), tables={"findings": found, **self.tables}
-        )
+        return [
+            Section(title="Findings", text=(scale, *self.notes), tables={"findings": found}),
+            Section(title="Figures and tables", figures=tuple(self.figures.values()), tables=self.tables),
+        ]
 
     def save(self, out: Path, *, command: Sequence[str] = ()) -> Path:
         """Write ``report.html``, a CSV and a safetensors file per table, a PNG per figure and ``run.json``; return the page's path."""
         out.mkdir(parents=True, exist_ok=True)
-        section = self.section()
-        for name, table in section.tables.items():
+        sections = self.sections()
+        for name, table in [item for section in sections for item in section.tables.items()]:
             if isinstance(table, Table):
                 table.to_dataframe().to_csv(out / f"{name}.csv", index=False)
             table.save(out / f"{name}.safetensors")
@@ -88,7 +90,7 @@ class Outcome:
             "versions": versions(),
         }
         (out / "run.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        text = page.document(self.title, [section.html()], [section.title], [SOURCES["song2023"]])
+        text = page.document(self.title, [s.html() for s in sections], [s.title for s in sections], [SOURCES["song2023"]])
         (out / "report.html").write_text(text, encoding="utf-8")
         return out / "report.html"
 
