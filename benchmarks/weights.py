@@ -7,7 +7,6 @@ includes folding the norm; the factor SVDs start at folded factors, and folding 
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Row
+from benchmarks.harness import Row, grown
 from tl_geometry import linalg, weights
 from tl_geometry.records import HeadWeights, NormWeights
 from tl_geometry.weights import Factors
@@ -109,11 +108,10 @@ def run(size: str) -> list[Row]:
     error = check(model, bases, [linalg.product_svd(factors[0].left, factors[0].right)])
     sample = dense_of(weights.fold(*model[0], "QK"))
     torch.linalg.svd(sample[:1])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    geometry(model, bases)
-    for f in factors:
-        linalg.product_svd(f.left, f.right)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    with grown() as used:
+        geometry(model, bases)
+        for f in factors:
+            linalg.product_svd(f.left, f.right)
     points = torch.randn(512, width, generator=torch.Generator().manual_seed(2))
 
     def null() -> None:
@@ -143,6 +141,6 @@ def run(size: str) -> list[Row]:
     ]
     for name in routes:
         ratio = statistics.median([t / d for t, d in zip(times[name], times["dense"], strict=True)])
-        note = {"geometry, QK and OV": f"{grown:.0f} MiB above the model", "factor SVDs, QK and OV": f"agreement {error:.1e}"}.get(name, "")
+        note = {"geometry, QK and OV": f"{used.mib:.0f} MiB above the model", "factor SVDs, QK and OV": f"agreement {error:.1e}"}.get(name, "")
         out.append(Row("weights", name, statistics.median(times[name]), ratio, f"{1 / ratio:.0f} times faster. {note}".strip()))
     return out
