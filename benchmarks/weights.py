@@ -141,6 +141,8 @@ def run(size: str) -> list[Row]:
     ]
     for name in routes:
         ratio = statistics.median([t / d for t, d in zip(times[name], times["dense"], strict=True)])
-        note = {"geometry, QK and OV": f"{used.mib:.0f} MiB above the model", "factor SVDs, QK and OV": f"agreement {error:.1e}"}.get(name, "")
+        note = {"geometry, QK and OV": f"{used.mib:.0f} MiB above the model", "factor SVDs, QK and OV": f"agreement {error:.1e}"}.get(
+            name, ""
+        )
         out.append(Row("weights", name, statistics.median(times[name]), ratio, f"{1 / ratio:.0f} times faster. {note}".strip()))
     return out
