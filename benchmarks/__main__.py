@@ -8,7 +8,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from benchmarks.harness import machine, show
+from benchmarks.harness import machine, show, steady
 
 NAMES = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "harness"))
 
@@ -35,4 +35,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    steady()
     sys.exit(main())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
-from benchmarks.harness import Row, grown, interleave, paired
+from benchmarks.harness import Row, child, grown, interleave, paired
 from tl_geometry.adapters import from_hf
 from tl_geometry.decomposition import decompose_tensor
 
@@ -107,13 +105,6 @@ print(peak())
 def memory(size: str) -> list[Row]:
     """Peak memory of whole processes over 256 and 4,096 contexts (64 in the smoke size): the ratio should be one."""
     layers, width, length, counts = (2, 64, 32, (32, 64)) if size == "smoke" else (4, 256, 64, (256, 4096))
-    peak = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", CHILD, *map(str, (layers, width, length, n))], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for n in counts
-    ]
+    peak = [int(child(CHILD, layers, width, length, n)) for n in counts]
     name = f"peak memory {layers}x{width}x{length}"
     return [Row(name, f"{n} contexts", float("nan"), p / peak[0], f"{p / 1024:.0f} MiB") for n, p in zip(counts, peak, strict=True)]

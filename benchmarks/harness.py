@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,23 @@ import torch
 from torch import Tensor
 
 from tl_geometry.records import ModelView
+
+STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+"""Settings under which glibc keeps what was freed. It otherwise hands large buffers back to the kernel and takes them again page by
+page: by chance up to a third of a forward pass, in one route or in the other."""
+
+
+def steady() -> None:
+    """Start this program again with :data:`STEADY`, unless it has been."""
+    if sys.platform == "linux" and not STEADY.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], os.environ | STEADY)
+
+
+def child(program: str, *arguments: object) -> str:
+    """What a Python program prints in a process of its own, with the allocator as users have it."""
+    environment = {k: v for k, v in os.environ.items() if k not in STEADY}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.harness import Row
 
-SIZES = {"smoke": (2, 64, 32, 32, 1), "cpu": (4, 512, 128, 384, 3), "gpu": (4, 512, 128, 384, 3)}
+SIZES = {"smoke": (2, 64, 32, 32, 1), "cpu": (4, 512, 128, 1152, 2), "gpu": (4, 512, 128, 1152, 2)}
 """Layers, d_model, length, contexts, rounds. Processes are measured on the CPU in every size."""
 
 PROGRAM = """

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import torch
 
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
-from benchmarks.harness import Row, interleave, machine, paired
+from benchmarks.harness import Row, child, interleave, machine, paired
 from tl_geometry.attention import ShareSums, share_sums_dense
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.verbs.details import DETAILS, score
 from tl_geometry.verbs.sweep import sweep_heads
 
-SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 48), "gpu": (12, 768, 256, 512)}
+SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 96), "gpu": (12, 768, 256, 512)}
 """Layers, d_model, length, contexts."""
 
 
@@ -58,6 +56,11 @@ def run(size: str) -> list[Row]:
             for part in few.split(batch):
                 view.run(part, {}, stop_at=view.n_layers)
 
+    def with_logits() -> None:
+        with torch.inference_mode():
+            for part in few.split(batch):
+                view.model(part.to(view.device), return_type=None)
+
     def sweep(rows: torch.Tensor, detail: tuple[str, ...] = ()) -> Any:
         return sweep_heads(view, rows, basis, detail=detail, batch_size=batch, progress=False)
 
@@ -71,9 +74,10 @@ def run(size: str) -> list[Row]:
         view,
         tokens.split(batch),
         lambda batches: sweep_heads(view, batches, basis, batch_size=batch, progress=False),
-        rounds={"smoke": 1, "cpu": 3, "gpu": 5}[size],
+        rounds={"smoke": 1, "cpu": 2, "gpu": 5}[size],
     )
-    routes: dict[str, Any] = {"forward without the head, 8 contexts": bare_few, "sweep_heads, 8 contexts": lambda: sweep(few)}
+    routes: dict[str, Any] = {"forward without the head, 8 contexts": bare_few, "return_type=None, 8 contexts": with_logits}
+    routes["sweep_heads, 8 contexts"] = lambda: sweep(few)
     routes |= {f"detail={d!r}, 8 contexts": lambda d=d: sweep(few, (d,)) for d in DETAILS}
     routes["full cache, nine terms"] = lambda: materialised(view, few, basis)
     return rows + interleave(name, routes, rounds=1 if size == "cpu" else 2) + memory(size)
@@ -104,6 +108,5 @@ def memory(size: str) -> list[Row]:
     if "cuda" in str(machine()["device"]).lower() or size == "gpu":
         return []
     routes = ("sweep", "forward", "cache")[: 1 if size == "smoke" else 3]
-    child = [sys.executable, "-c", CHILD, size]
-    peak = {r: int(subprocess.run([*child, r], capture_output=True, text=True, check=True).stdout) for r in routes}
+    peak = {r: int(child(CHILD, size, r)) for r in routes}
     return [Row("sweep memory over 8 contexts", r, float("nan"), p / max(1, peak["sweep"]), f"{p / 1024:.0f} MiB") for r, p in peak.items()]
