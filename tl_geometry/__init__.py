@@ -25,7 +25,7 @@ from tl_geometry.verbs.weights import token_readout, weight_geometry
 if TYPE_CHECKING:
     from tl_geometry.adapters import view
     from tl_geometry.langevin import LangevinModel
-    from tl_geometry.verbs.ensemble import gibberish
+    from tl_geometry.verbs.ensemble import gibberish, pseudo_sentences
     from tl_geometry.verbs.flows import flow_report
     from tl_geometry.verbs.nulls import reinitialized
     from tl_geometry.verbs.paths import token_paths
@@ -57,6 +57,7 @@ __all__ = [
     "glue",
     "noun_probe",
     "positional_report",
+    "pseudo_sentences",
     "reinitialized",
     "skip_map",
     "split_scores",
@@ -75,6 +76,7 @@ _LAZY = {
     "flow_report": "tl_geometry.verbs.flows",
     "gibberish": "tl_geometry.verbs.ensemble",
     "noun_probe": "tl_geometry.verbs.probes",
+    "pseudo_sentences": "tl_geometry.verbs.ensemble",
     "reinitialized": "tl_geometry.verbs.nulls",
     "skip_map": "tl_geometry.verbs.skipping",
     "token_paths": "tl_geometry.verbs.paths",
