@@ -106,6 +106,10 @@ def view(model: Any) -> ModelView:
     Verified once for each set of weights: all state hooks fire with the right shapes, and state l+1 is the output of block l.
 
     Raises ``UnsupportedModelError`` by name for models that would give wrong numbers.
+
+    >>> import tl_geometry as tlg
+    >>> tlg.view(tlg.zoo.embedded()).states
+    range(0, 5)
     """
     if isinstance(model, ModelView):
         return model

@@ -49,6 +49,11 @@ def check_model(model: Any) -> ModelReport:
     identity ``resid_pre + attn_out + mlp_out = resid_post`` is reported (BERT and others break it) and never a reason to refuse.
 
     Raises ``UnsupportedModelError`` for models that are refused altogether.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.check_model(model).refused
+    ()
     """
     view = capture.as_view(model)
     rows: list[Row] = [

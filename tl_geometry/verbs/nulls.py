@@ -25,6 +25,12 @@ def reinitialized(
     ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation), biases 0, gains 1;
     ``how="shuffle"``: the entries of every parameter in random order, which keeps the sizes of the trained weights. Yields a view
     whose name and fingerprint say so. Sarfati et al. 2025 reinitialise everything, or blocks 13 to 24 of GPT-2-medium.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> with tlg.reinitialized(model) as twin:
+    ...     twin.name
+    'tl-geometry-embedded, untrained (init)'
     """
     choice(how, ("init", "shuffle"), "how")
     view = as_view(model)

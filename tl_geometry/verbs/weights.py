@@ -127,6 +127,13 @@ def weight_geometry(
         shown: directions in ``block``; draws, seed: random activation subspaces of the second null.
 
     Raises ``GeometryError`` for a basis of another model or without the states needed.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> tlg.weight_geometry(model, basis, layers=0).concentration.shape
+    torch.Size([4])
     """
     view = as_view(model)
     basis.check_model(view)
@@ -290,6 +297,11 @@ def token_readout(
         offsets: for rotary models, the offsets that W_QK is averaged over.
         factors: read this TransformerLens ``FactoredMatrix`` (or pair of factors) instead of the model's; ``layers`` then names the
             one layer whose norm reads the tokens, and heads are numbered as the factors are.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.token_readout(model, heads="L1H0", features=2, k=3).left_ids.shape
+    torch.Size([2, 3])
     """
     view = as_view(model)
     weights.choice(kind, weights.KINDS, "kind")
