@@ -59,32 +59,53 @@ def run(size: str) -> list[Row]:
             lambda batches, options=options: tlg.decompose(view, batches, progress=False, **options),
             rounds=1 if size == "smoke" else 3,
         )
-    return rows + obvious(view, tokens[: 2 * batch], batch) + memory(size)
+    return rows + obvious(view, tokens[: 2 * batch], batch, size) + memory(size)
 
 
-def obvious(view: Any, tokens: torch.Tensor, batch: int) -> list[Row]:
-    """The same basis from TransformerLens alone: caches of all batches, their states stacked, and means; time and peak memory."""
-    names = set(view.state_hooks)
+def by_hand(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
+    """The positional basis from TransformerLens alone: caches of all batches, their states stacked, and means."""
+    names, caches = set(view.state_hooks), []
+    for part in tokens.split(batch):
+        with torch.inference_mode():
+            cache = view.model.run_with_cache(part.to(view.device), names_filter=lambda name: name in names, return_type=None)[1]
+        caches.append(torch.stack([cache[name] for name in view.state_hooks]))
+    h = torch.cat(caches, dim=1)[:, :, 1:].double()
+    return (h.mean(1) - h.mean((1, 2)).unsqueeze(1)).cpu()
 
-    def stacked() -> torch.Tensor:
-        caches = []
-        for part in tokens.split(batch):
-            with torch.inference_mode():
-                cache = view.model.run_with_cache(part.to(view.device), names_filter=lambda name: name in names, return_type=None)[1]
-            caches.append(torch.stack([cache[name] for name in view.state_hooks]))
-        h = torch.cat(caches, dim=1)[:, :, 1:].double()
-        mean = h.mean((1, 2), keepdim=True)
-        return h.mean(1, keepdim=True) - mean
 
-    def streamed() -> torch.Tensor:
-        return tlg.decompose(view, tokens, batch_size=batch, second_moments=False, keep=0, progress=False).pos
+def streamed(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
+    """The same basis by this package."""
+    return tlg.decompose(view, tokens, batch_size=batch, second_moments=False, keep=0, progress=False).pos
 
-    assert (stacked()[:, 0].cpu() - streamed()).abs().max() < 1e-4, "the routes disagree"
-    routes, notes = {"run_with_cache, stack, mean": stacked, "decompose": streamed}, {}
-    for name, route in routes.items():
-        with grown() as memory_of:
-            route()
-        notes[name] = f"peak {memory_of.mib:.0f} MiB above the start"
+
+OBVIOUS = {"run_with_cache, stack, mean": by_hand, "decompose": streamed}
+OBVIOUS_CHILD = """
+import sys, torch
+import tl_geometry as tlg
+from benchmarks.decomposition import OBVIOUS, gpt2
+from benchmarks.harness import grown
+layers, width, length, batch = (int(v) for v in sys.argv[1:5])
+torch.set_num_threads(1)
+view = tlg.view(gpt2(layers, width, length))
+tokens = torch.randint(0, view.d_vocab, (2 * batch, length), generator=torch.Generator().manual_seed(0))
+with grown() as used:
+    OBVIOUS[sys.argv[5]](view, tokens, batch)
+print(used.mib)
+"""
+
+
+def obvious(view: Any, tokens: torch.Tensor, batch: int, size: str) -> list[Row]:
+    """The same basis in the obvious way: time, and peak memory of processes of their own."""
+    assert (by_hand(view, tokens, batch) - streamed(view, tokens, batch)).abs().max() < 1e-4, "the routes disagree"
+    notes = {}
+    for name, route in OBVIOUS.items():
+        if size == "gpu":
+            with grown() as used:
+                route(view, tokens, batch)
+            notes[name] = f"peak {used.mib:.0f} MiB above the start"
+        else:
+            notes[name] = f"peak {float(child(OBVIOUS_CHILD, *SIZES[size][:3], batch, name)):.0f} MiB above the start"
+    routes = {name: lambda route=route: route(view, tokens, batch) for name, route in OBVIOUS.items()}
     return interleave(f"states of {len(tokens)} contexts", routes, rounds=2, notes=notes)
 
 

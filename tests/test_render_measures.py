@@ -13,6 +13,7 @@ from tl_geometry import decompose
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import GeometryError
 from tl_geometry.render import measures as views
+from tl_geometry.render.basis import spirals
 from tl_geometry.verbs.measures import ContextualReport, PositionalReport, contextual_report, positional_report
 
 
@@ -76,6 +77,20 @@ def test_other_views_and_the_callers_axes(basis: PositionContext, positional: Po
     mine = Figure().subplots()
     assert views.measure_curves(positional, ["rank"], ax=mine).figure is mine.figure
     assert mine.get_title() == "rank"
+
+
+def test_panels_say_what_their_axes_are(basis: PositionContext, positional: PositionalReport, contextual: ContextualReport) -> None:
+    drawn = (
+        views.planes(basis), views.fourier(positional), views.similarity(contextual), views.singular_values(basis), spirals(basis),
+        views.measure_curves(positional), views.incoherence(contextual), views.learning_curve(positional, "roughness"),
+    )  # fmt: skip
+    for view in drawn:
+        panels = [a for a in view.figure.axes if a.get_visible() and a.get_label() != "<colorbar>"]
+        assert panels
+        for panel in panels:
+            words = [t.get_text() for t in panel.get_xticklabels() if any(c.isalpha() for c in t.get_text())]
+            assert panel.get_xlabel() or words, view.title
+        assert panels[0].get_ylabel() or panels[0].get_title() or words, view.title
 
 
 def test_views_save_and_refuse(basis: PositionContext, positional: PositionalReport, tmp_path: Path) -> None:

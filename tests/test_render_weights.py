@@ -37,7 +37,7 @@ def pixels(axis: Any) -> Tensor:
 def test_blocks_show_the_diagonal_in_red_and_only_entries_above_the_threshold_in_blue(model: Any, basis: Any, tmp_path: Any) -> None:
     g = weight_geometry(model, basis)
     view = draw.weight_blocks(g, ["L1H0", "L1H2"])
-    assert len(view.figure.axes) == 2
+    assert [(a.get_xlabel(), a.get_ylabel()) for a in view.figure.axes] == [("key", "query")] * 2
     image = pixels(view.figure.axes[1])
     row = g.head("L1H2")
     blue = image[..., 0] < image[..., 2] - 1e-6
@@ -72,6 +72,7 @@ def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> No
     p = token_paths(model, tokens(2, 5))
     view = draw.sphere_paths(p, 1, [0, 3])
     assert len(view.figure.axes[0].lines) == 2
+    assert view.figure.axes[0].get_xlabel() == "pca 1"
     assert view.save(tmp_path / "p.html").read_text().startswith("<!doctype html>")
     with pytest.raises(GeometryError, match="ax: expected axes with projection='3d'"):
         draw.sphere_paths(p, ax=head_grid(g).figure.axes[0])

@@ -79,8 +79,10 @@ def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, tw
             axis.set_title(f"state {state}: {float(held):.0%}" + (f", {outside} off" if outside else ""), fontsize=8)
             axis.set_xticks([])
             axis.set_yticks([])
-            if c == 0 and twin is not None:
-                axis.set_ylabel(("trained", "untrained twin")[r])
+            if r == len(rows) - 1:
+                axis.set_xlabel("u1")
+            if c == 0:
+                axis.set_ylabel("u2" if twin is None else ("trained: u2", "untrained twin: u2")[r])
             if c == len(chosen) - 1:
                 figure.colorbar(shade, ax=axis, label="position", shrink=0.8)
     caption = (

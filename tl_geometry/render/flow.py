@@ -219,6 +219,8 @@ def clouds(
         axis.scatter(*true.T, s=2, color="#0072b2", alpha=0.5, lw=0, label="true")
         axis.scatter(*moved.T, s=2, color="#d55e00", alpha=0.5, lw=0, label="extrapolated")
         axis.set_title(f"{s} → {e}", fontsize=8)
+        axis.set_xlabel(f"u{a}")
+        axis.set_ylabel(f"u{b}")
     shown = next((x for x in axes if x.collections), None)
     if shown is not None:
         shown.legend(fontsize=6, markerscale=3)

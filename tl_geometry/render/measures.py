@@ -87,6 +87,7 @@ def fourier(report: PositionalReport, *, states: Sequence[int] | None = None, sk
     for axis, row, values in zip(axes, rows, block, strict=True):
         image = axis.imshow(values.numpy(), interpolation="nearest", **look)
         axis.set_title(f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8)
+        axis.set_xlabel("frequency")
     figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")
     caption = f"shared colour limits; the percentage is the share of the first {report.fourier.shape[-1]} frequencies"
@@ -110,8 +111,10 @@ def planes(basis: PositionContext, *, states: Sequence[int] | None = None, conte
         points = positional.pca_view(pos, V)
         axis.scatter(points[:, 0], points[:, 1], c=range(*basis.window), cmap=SEQUENTIAL, s=5)
         axis.set_title(f"state {basis.states[row]}", fontsize=8)
+        axis.set_xlabel("u1")
         axis.set_xticks([])
         axis.set_yticks([])
+    axes[0].set_ylabel("u2")
     caption = f"pos (colour by position) and cvec of {contexts} contexts (grey) on the two leading directions of pos"
     return View(figure, title="Position and context in the plane of pos", caption=f"{caption}; {basis.provenance.line()}")
 
@@ -189,6 +192,9 @@ def similarity(report: ContextualReport, *, state: int | None = None, ax: Axes |
     if 0 < len(report.names) == count <= 12:
         axes[0].set_xticks(range(count), report.names, rotation=60, ha="right", fontsize=6)
         axes[0].set_yticks(range(count), report.names, fontsize=6)
+    else:
+        axes[0].set_xlabel("document")
+        axes[0].set_ylabel("document")
     figure.colorbar(image, ax=axes[0], label="mean |cos|", shrink=0.8)
     axes[0].set_title(f"state {report.states[row]}", fontsize=9)
     caption = "pairs of different windows; the diagonal is within a document"

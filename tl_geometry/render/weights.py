@@ -43,6 +43,8 @@ def weight_blocks(geometry: WeightGeometry, heads: Iterable[Head] | Head | None 
         axis.set_ylim(size - 0.5, -0.5)
         lift = float(geometry.lift[row])
         axis.set_title(f"L{layer}H{head}: {lift:.3g} x chance", fontsize=8)
+        axis.set_xlabel("key" if geometry.kind == "QK" else "output", fontsize=8)
+        axis.set_ylabel("query" if geometry.kind == "QK" else "input", fontsize=8)
         axis.set_xticks([])
         axis.set_yticks([])
     for axis in axes[len(rows) :] if ax is None else ():
@@ -106,6 +108,8 @@ def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] |
         axis.plot(x, y, z, color="#8888", lw=0.8)
         shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
         axis.text(float(x[-1]), float(y[-1]), float(z[-1]), drawable(_html.token_text(paths.str_tokens[context][t])), fontsize=7)
+    for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
+        label(f"{paths.method} {n}")
     if shade is not None:
         figure.colorbar(shade, ax=axis, label="state", shrink=0.6, ticks=range(points.shape[1]))
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
