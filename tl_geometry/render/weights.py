@@ -111,7 +111,7 @@ def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] |
     for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
         label(f"{paths.method} {n}")
     if shade is not None:
-        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, ticks=range(points.shape[1]))
+        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, pad=0.12, ticks=range(points.shape[1]))
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
     caption = f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; {paths.provenance.line()}"
     return View(figure, title="Paths on the sphere", caption=caption)
