@@ -302,23 +302,6 @@ def test_structure_does_not_depend_on_the_gauge_of_the_factors() -> None:
         close(a, b, 1e-8)
 
 
-def test_rotation_by_an_offset_is_the_product_of_the_two_rotations() -> None:
-    def turn(t: float) -> Tensor:
-        c, s = math.cos(t), math.sin(t)
-        return torch.tensor([[c, s], [-s, c]], dtype=torch.float64)
-
-    rotated = torch.stack([turn(0.3 * t) for t in range(20)])
-    w, norm = layer(width=2), NormWeights(kind=None, gain=torch.ones(10).double(), bias=torch.zeros(10).double(), eps=0.0)
-    for offset in (0, 5):
-        W = dense(weights.fold(w, norm, "QK", rotation=weights.mean_rotation(rotated, (offset,))))
-        for key in (0, 7):
-            close(W, w.W_Q @ rotated[key + offset] @ rotated[key].mT @ w.W_K.mT / 2**0.5)
-    mean = weights.mean_rotation(rotated, tuple(range(1, 17)))
-    close(mean, torch.stack([turn(0.3 * t) for t in range(1, 17)]).mean(0))
-    with pytest.raises(GeometryError, match=r"offsets: expected offsets from 0 to 19, got \(25,\)"):
-        weights.mean_rotation(rotated, (25,))
-
-
 def test_factors_of_a_factored_matrix_and_errors() -> None:
     class FactoredMatrix:
         A = normal(2, 6, 3)

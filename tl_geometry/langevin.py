@@ -223,10 +223,6 @@ class LangevinModel(Result):
         R = self._rotation(t)
         return R if self._whole else self.basis @ R
 
-    def rotation_angles(self) -> Float[Tensor, "row rank"]:
-        """Plane angles (degrees, each twice, descending) of the rotation of each interval; near 180 its plane is not unique."""
-        return torch.rad2deg(torch.linalg.svdvals(self.logs))
-
     def _drift(self, t: float, left: bool = False) -> Float[Tensor, "rank rank"]:
         k, a = self._locate(t, left)
         R = self.U[k] @ rotation_exp(a * self.logs[k]) if a > 0 else self.U[k]

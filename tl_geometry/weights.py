@@ -98,15 +98,13 @@ def fold(
     *,
     scale: float | None = None,
     raw: bool = False,
-    rotation: Float[Tensor, "d_head d_head"] | None = None,
     centre_output: bool | None = None,
 ) -> Factors:
-    """Factors of ``W_QK = W_Q R W_K^T scale`` or ``W_OV = W_V W_O`` of one layer, in the form that every loading of a model agrees on.
+    """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer, in the form that every loading of a model agrees on.
 
     Canonical: ``W_Q, W_K, W_V <- A diag(gain) W``, and ``W_O`` centred over its output, A the centring over d_model of a LayerNorm
     (identity for RMSNorm and for no norm). ``raw`` leaves the gain and the centring out, as the published figure does.
-    ``scale`` multiplies scores (default ``1 / sqrt(d_head)``); ``rotation`` is the rotary map between a query and a key at a given
-    offset (see :func:`mean_rotation`), acting on row vectors. ``centre_output`` overrides the centring of ``W_O``: in a model with its
+    ``scale`` multiplies scores (default ``1 / sqrt(d_head)``). ``centre_output`` overrides the centring of ``W_O``: in a model with its
     LayerNorm after the attention, what is written is centred although what is read is not.
     """
     choice(kind, KINDS, "kind")
@@ -123,27 +121,12 @@ def fold(
             written.sub_(written.mean(-1, keepdim=True))
         return Factors(read(weights.W_V), rearrange(written, "head d_head d_model -> head d_model d_head"))
     left = read(weights.W_Q).mul_(weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
-    return Factors(left if rotation is None else left @ rotation.double(), read(weights.W_K))
+    return Factors(left, read(weights.W_K))
 
 
 def centre(matrix: Float[Tensor, "*batch d_model column"], yes: bool = True) -> Float[Tensor, "*batch d_model column"]:
     """Columns without their mean over d_model (what LayerNorm's centring does to a matrix that reads its output)."""
     return matrix - reduce(matrix, "... d_model column -> ... 1 column", "mean") if yes else matrix
-
-
-def mean_rotation(rotated: Float[Tensor, "position d_head d_head"], offsets: tuple[int, ...]) -> Float[Tensor, "d_head d_head"]:
-    """Mean over ``offsets`` (query position minus key position) of the rotary map between query and key.
-
-    ``rotated[t]`` is the rotary map at position t as a matrix acting on row vectors (the rows of the identity, rotated), so that
-    ``<q R_i, k R_j> = q R_i R_j^T k``; the maps of a rotary embedding depend on ``i - j`` only.
-    """
-    require(
-        len(offsets) > 0 and min(offsets) >= 0 and max(offsets) < len(rotated),
-        "offsets",
-        expected=f"offsets from 0 to {len(rotated) - 1}",
-        got=offsets,
-    )
-    return reduce(rotated.double()[list(offsets)] @ rotated[0].double().mT, "offset row column -> row column", "mean")
 
 
 def _project(basis: Tensor, factor: Tensor) -> Tensor:

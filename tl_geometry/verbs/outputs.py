@@ -86,9 +86,3 @@ def distances(changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*bat
     first, second = changed.topk(k, dim=-1).indices, own.topk(k, dim=-1).indices
     shared = (first[..., :, None] == second[..., None, :]).any(-1).sum(-1)
     return Distances(kl, reverse, (first[..., 0] == second[..., 0]).to(kl), shared.to(kl))
-
-
-def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """Mean over independent rows and its standard error."""
-    values = values.double()
-    return float(values.mean()), float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("nan")

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry import _html, sphere, weights
-from tl_geometry._check import require
+from tl_geometry._check import choice, require
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import LayerView, ModelView, NormWeights
 from tl_geometry.results import Provenance
@@ -149,7 +149,7 @@ def factors_of(
     view: ModelView, layers: Sequence[int], kind: str, *, raw: bool = False, offsets: tuple[int, ...] = (0,)
 ) -> Iterable[tuple[int, Factors]]:
     """(layer, factors of all its heads) for W_QK or W_OV, one layer at a time."""
-    weights.choice(kind, weights.KINDS, "kind")
+    choice(kind, weights.KINDS, "kind")
     rotary = view.position == "rotary"
     require(
         len(offsets) > 0 and min(offsets) >= 0 and (rotary or offsets == (0,)) and (kind == "QK" or offsets == (0,)),

@@ -304,7 +304,7 @@ def token_readout(
     torch.Size([2, 3])
     """
     view = as_view(model)
-    weights.choice(kind, weights.KINDS, "kind")
+    _check.choice(kind, weights.KINDS, "kind")
     if factors is not None:
         layer = _check.index(layers, view.n_layers, "layers") if isinstance(layers, int) else None
         require(layer is not None and heads is None, "layers", expected="one layer with factors=, and no heads=", got=layers)
