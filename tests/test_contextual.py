@@ -102,6 +102,16 @@ def test_subspace_overlap_of_random_subspaces_is_the_baseline() -> None:
         contextual.subspace_overlap(gaussian(0, 8, 9), gaussian(1, 5, 9), 3, 6)
 
 
+def test_subspace_overlap_of_missing_directions_is_nan() -> None:
+    """Centred rows have one direction less than there are rows; each of a batch is judged alone."""
+    pos, ctx = gaussian(0, 2, 4, 9), gaussian(1, 2, 8, 9)
+    pos[0] -= pos[0].mean(0)
+    found = contextual.subspace_overlap(pos, ctx, 4)
+    assert found.overlap.isnan().tolist() == [True, False]
+    assert found.angles.isnan().all(-1).tolist() == [True, False]
+    assert contextual.subspace_overlap(pos, ctx, 3).overlap.isfinite().all()
+
+
 # --- Clusters -------------------------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,30 @@ def test_pilot_keeps_float32_products_accurate_where_plain_ones_fail() -> None:
     assert (plain - exact).abs().max() > 1e-3 * exact.trace()
 
 
+def test_float64_states_are_centred_before_they_are_rounded() -> None:
+    h = torch.randn(1, 64, 16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e6
+    rows = (h[0] - h.mean((0, 1, 2))).flatten(0, 1)
+    rows = rows - rows.mean(0)
+    exact = rows.T @ rows
+    assert (basis_of(h, batch_size=8).second_moment(0) - exact).abs().max() < 1e-6 * exact.trace()
+    assert (rows.float() + 1e6 - 1e6).double().var() > 1.0001 * rows.var()  # the twin: states rounded with their mean
+
+
+def test_the_dtype_of_the_products_stays_with_the_basis(tmp_path: Path) -> None:
+    h = random_states(1, 9, 5, 3)
+    plain, exact = basis_of(h), basis_of(h, moments_dtype=torch.float64)
+    loaded = PositionContext.load(exact.save(tmp_path / "basis.safetensors"))
+    for basis, dtype in (
+        (plain, torch.float32),
+        (exact, torch.float64),
+        (loaded, torch.float64),
+        (PositionContext.merge([exact, loaded]), torch.float64),
+        (PositionContext.merge([exact, plain]), torch.float32),
+        (PositionContext.merge([plain, exact]), torch.float32),
+    ):
+        assert basis.moments.product_dtype == dtype
+
+
 def test_window_and_columns_outside_it() -> None:
     h = random_states(2, 6, 7, 3)
     basis = basis_of(h, window=(2, 6))
@@ -274,6 +298,29 @@ def test_merge_refuses_what_does_not_belong_together() -> None:
         PositionContext.merge([a, basis_of(h, second_moments=False)])
     with pytest.raises(tlg.GeometryError, match="merge: expected at least one basis, got none"):
         PositionContext.merge([])
+
+
+def test_merged_samples_keep_their_contexts_labels_and_flags() -> None:
+    h, labels = random_states(2, 14, 4, 3), torch.arange(14) % 3
+    parts = [basis_of(h[:, cut], keep=6, labels=labels[cut]) for cut in (slice(0, 4), slice(4, 9), slice(9, 14))]
+    parts[2] = dataclasses.replace(parts[2], provenance=parts[2].provenance.flagged("only of the last"))
+    merged = PositionContext.merge(parts)
+    assert merged.sample_contexts is not None
+    assert merged.samples is not None
+    assert merged.labels is not None
+    assert len(set(merged.sample_contexts.tolist())) == 6
+    assert (merged.sample_contexts >= 9).any()
+    assert close(merged.samples.double(), h[:, merged.sample_contexts].transpose(0, 1), 1e-6)
+    assert torch.equal(merged.labels[merged.sample_contexts], labels[merged.sample_contexts])
+    assert "only of the last" in merged.provenance.flags
+
+
+def test_merge_refuses_labels_that_differ() -> None:
+    h = random_states(1, 6, 4, 3)
+    three, two, none = basis_of(h, labels=torch.arange(6) % 3), basis_of(h, labels=torch.arange(6) % 2), basis_of(h)
+    for parts, text in (([three, none], "3 labels, got 0"), ([none, three], "0 labels, got 3"), ([two, three], "2 labels, got 3")):
+        with pytest.raises(tlg.GeometryError, match=f"merge: labels: expected {text}"):
+            PositionContext.merge(parts)
 
 
 def test_moments_are_a_monoid() -> None:

@@ -243,6 +243,56 @@ def test_contextual_report_without_documents_and_its_refusals(basis: PositionCon
     assert (projected["compactness_raw"] > 0).all()
 
 
+def test_only_a_singular_covariance_is_called_singular(basis: PositionContext) -> None:
+    for options, text in (({"norm": "n"}, "norm: expected one of 'N', 'dof'"), ({"space": ("pca", 99)}, "space: expected")):
+        with pytest.raises(GeometryError, match=text):
+            measures.contextual_report(basis, LABELS, jackknife=False, **options)  # type: ignore[arg-type]
+    bare = measures.contextual_report(basis_of(planted(), second_moments=False), LABELS, jackknife=False)
+    assert bare["compactness_cvec"].isnan().all()
+    assert bare.nulls["compactness_raw|shuffled"].isnan().all()
+    assert "no second moments: no compactness" in bare.provenance.flags
+    assert not any("singular" in f for f in bare.provenance.flags)
+    assert torch.equal(bare["intra"], measures.contextual_report(basis, LABELS, jackknife=False)["intra"])
+
+
+def test_float64_products_resolve_what_float32_products_cannot() -> None:
+    """Two coordinates that differ by 1e-4 of their size: an eigenvalue of 1e-8, beyond float32 products only."""
+    h = planted()
+    h[..., 1] = h[..., 0] + 1e-4 * gaussian(11, *h.shape[:-1])
+    exact = measures.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
+    expected = contextual.cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
+    assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)
+    plain = measures.contextual_report(decompose(h, progress=False), LABELS, jackknife=False, nulls=False)
+    assert plain["compactness_raw"].isnan().all()
+
+
+def test_overlap_has_one_rank_whatever_is_resampled(basis: PositionContext) -> None:
+    found, bare = (measures.contextual_report(basis, rank=9, jackknife=j) for j in (True, False))
+    assert torch.equal(found["overlap"], bare["overlap"])
+    assert found.curve["overlap"].isnan().all(1).tolist() == [True, True, False, False]  # 3 and 6 contexts have fewer than 9 directions
+    assert found.errors["overlap"].isfinite().all()
+    assert found.nulls["overlap|random"].tolist() == [9 / D] * 2
+    assert not any("overlap" in f for f in found.provenance.flags)
+
+
+def test_overlap_is_limited_by_the_directions_there_are() -> None:
+    parts = decompose_tensor(planted())
+    h = gaussian(4, 2, CONTEXTS, 1, D) + parts.pos[:, None]
+    t = torch.linspace(0, 1, POSITIONS, dtype=torch.float64)
+    h[0] += torch.stack([t, t**2], dim=1) @ gaussian(5, 2, D) - parts.pos[0]  # two directions only
+    found = measures.contextual_report(basis_of(h), jackknife=False)
+    assert "overlap of 2 of 10 directions (some state has no more)" in found.provenance.flags
+    exact = decompose_tensor(h)
+    assert torch.allclose(found["overlap"], contextual.subspace_overlap(exact.pos, exact.ctx, 2).overlap)
+    assert found.nulls["overlap|random"].tolist() == [2 / D] * 2
+    h[0] = gaussian(6, CONTEXTS, 1, D).round()  # no position at all: no overlap, and no limit for the other state
+    empty = measures.contextual_report(basis_of(h), jackknife=False)
+    assert empty["overlap"].isnan().tolist() == [True, False]
+    assert not any("overlap" in f for f in empty.provenance.flags)
+    with pytest.raises(GeometryError, match="rank: expected at least 1 direction, got 0"):
+        measures.contextual_report(basis_of(h), rank=0)
+
+
 def test_merged_basis_has_no_known_groups_and_says_so() -> None:
     h = planted()
     parts = [basis_of(h[:, :11]), basis_of(h[:, 11:])]

@@ -291,7 +291,7 @@ class Accumulation:
         """The basis of everything taken in so far, on the CPU."""
         self.settle()
         require(self.done > 0, "tokens", expected="at least one context", got="none")
-        moments = Moments.of(self.moments.window, self.moments.tensors())
+        moments = Moments.of(self.moments.window, self.moments.tensors(), self.plan.moments_dtype)
         reservoir = self.reservoir.ordered() if self.reservoir.states is not None else None
         return PositionContext(
             provenance=dataclasses.replace(
@@ -339,7 +339,7 @@ class Accumulation:
         )
         basis = PositionContext.of(header, tensors)
         device = self.moments.sums.device
-        self.moments = dataclasses.replace(Moments.of(basis.window, basis.moments.tensors(), device), product_dtype=self.plan.moments_dtype)
+        self.moments = Moments.of(basis.window, basis.moments.tensors(), self.plan.moments_dtype, device)
         self.reservoir = basis.reservoir or self.reservoir
         self.keep_ctx = run["keep_ctx"]
         self.means = [] if basis.context_means is None else [basis.context_means]

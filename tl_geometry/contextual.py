@@ -7,6 +7,7 @@ make positive comes with what random directions give. Zero rows have no directio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tl_geometry import _check
 from tl_geometry._check import describe, fail, require
+from tl_geometry.errors import GeometryError
 from tl_geometry.linalg import normalize_rows, principal_angles, svd
 
 BLOCK = 1024
@@ -24,6 +26,10 @@ BLOCK = 1024
 
 Space = str | tuple[str, int]
 """``"full"``, or ``("pca", k)``: the k leading principal components of the points given."""
+
+
+class SingularError(GeometryError):
+    """A within-cluster covariance without an inverse."""
 
 
 class CosineBaseline(NamedTuple):
@@ -97,7 +103,8 @@ def subspace_overlap(
     """Principal angles between the span of the ``rank`` leading directions of pos and the ``other_rank`` leading ones of ctx.
 
     The overlap is the mean of cos^2 over the min(r, r') angles, between 0 (orthogonal) and 1 (one contains the other); random
-    subspaces of d dimensions have ``max(r, r') / d``.
+    subspaces of d dimensions have ``max(r, r') / d``. NaN where pos or ctx has fewer directions than that, to rounding: centred
+    rows have one less than there are.
 
     >>> s = subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)
     >>> [round(float(a), 3) for a in s.angles], round(float(s.overlap), 3), round(s.baseline, 3)
@@ -107,8 +114,16 @@ def subspace_overlap(
     for name, rows, r in (("pos", pos, rank), ("ctx", ctx, other_rank)):
         limit = min(rows.shape[-2:])
         require(1 <= r <= limit, f"rank of {name}", expected=f"1 to {limit} directions", got=r)
-    angles = principal_angles(svd(pos).V[..., :rank], svd(ctx).V[..., :other_rank])
+    mine, theirs = svd(pos), svd(ctx)
+    enough = (numerical_rank(mine.S, pos.shape) >= rank) & (numerical_rank(theirs.S, ctx.shape) >= other_rank)
+    angles = principal_angles(mine.V[..., :rank], theirs.V[..., :other_rank])
+    angles = torch.where(enough.unsqueeze(-1), angles, torch.nan)
     return SubspaceOverlap(angles, angles.cos().square().mean(-1), max(rank, other_rank) / pos.shape[-1])
+
+
+def numerical_rank(singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]) -> Int[Tensor, "*batch"]:
+    """Singular values above rounding, ``max(rows, columns) eps s_1``, of matrices of this shape."""
+    return (singular_values > max(shape[-2:]) * torch.finfo(singular_values.dtype).eps * singular_values[..., :1]).sum(-1)
 
 
 class ClusterSimilarity(NamedTuple):
@@ -273,6 +288,7 @@ def _compactness(
             expected=enough,
             got=f"N - K = {n - clusters:.0f}, or dependent points",
             instead='space=("pca", k) or ridge=',
+            error=SingularError,
         )
     value = torch.linalg.solve_triangular(root, scale * factor, upper=False).square().sum((-2, -1))
     return value * ((n - clusters) / (clusters - 1) if norm == "dof" else 1.0)

@@ -356,14 +356,15 @@ class PositionContext:
                 require(a == b, f"merge: {field}", expected=repr(a), got=repr(b), instead="partial results of one model and one setting")
             require(first.states == other.states, "merge: states", expected=first.states, got=other.states)
             require(first.names == other.names, "merge: document names", expected=first.names, got=other.names)
-            moments = Moments.merge(moments, other.moments)
             if reservoir is not None and other.reservoir is not None:
-                reservoir = Reservoir.merge(reservoir, other.reservoir)
+                reservoir = Reservoir.merge(reservoir, other.reservoir, moments.contexts)
+            moments = Moments.merge(moments, other.moments)
         means = [p.context_means for p in parts]
         labels = [p.labels for p in parts]
         hashes = "+".join(str(p.provenance.token_hash) for p in parts) if len(parts) > 1 else first.provenance.token_hash
+        flags = [flag for p in parts for flag in p.provenance.flags]
         return PositionContext(
-            provenance=dataclasses.replace(first.provenance, token_hash=hashes, contexts=moments.contexts),
+            provenance=dataclasses.replace(first.provenance, token_hash=hashes, contexts=moments.contexts).flagged(*flags),
             states=first.states,
             moments=moments,
             context_means=None if any(m is None for m in means) else torch.cat([m for m in means if m is not None], dim=1),
@@ -390,6 +391,7 @@ class PositionContext:
             "states": self.states,
             "window": self.window,
             "names": self.names,
+            "product_dtype": str(self.moments.product_dtype).removeprefix("torch."),
             "reservoir": {"size": size, "seed": seed},
         }
 
@@ -408,10 +410,11 @@ class PositionContext:
         """A basis from :meth:`header` and :meth:`tensors`."""
         moments = {k.removeprefix("moments|"): v for k, v in tensors.items() if k.startswith("moments|")}
         sample: dict[str, Any] = {k.removeprefix("reservoir|"): v for k, v in tensors.items() if k.startswith("reservoir|")}
+        product_dtype = getattr(torch, header.get("product_dtype", "float32"))  # files of earlier versions do not say
         return PositionContext(
             provenance=Provenance.of(header["provenance"]),
             states=tuple(header["states"]),
-            moments=Moments.of(header["window"], moments),
+            moments=Moments.of(header["window"], moments, product_dtype),
             context_means=tensors.get("context_means"),
             labels=tensors.get("labels"),
             names=tuple(header["names"]),

@@ -194,8 +194,8 @@ class Moments:
             self.fixed.add(state)
         dtype = h.dtype if half and h.is_cuda and HALF_PRODUCTS else self.product_dtype
         rows = self.scratch.get("rows", h.shape, dtype, h.device)
-        if h.dtype == dtype:
-            torch.sub(h, self.pilot[state].to(dtype), out=rows)
+        if h.element_size() >= dtype.itemsize:  # in the dtype of the states: rounded to a narrower one first, they lose what is left
+            torch.sub(h, self.pilot[state].to(h.dtype), out=rows)
         else:
             rows.copy_(h).sub_(self.pilot[state].to(dtype))
         return rows.flatten(0, 1)
@@ -231,7 +231,11 @@ class Moments:
 
     @staticmethod
     def merge(a: Moments, b: Moments) -> Moments:
-        """Moments of the contexts of both; the second moments of ``b`` are moved to the pilot of ``a``."""
+        """Moments of the contexts of both; the second moments of ``b`` are moved to the pilot of ``a``.
+
+        Products of two dtypes count as products of the less accurate one. Label k is the same document in both, so that both
+        need as many labels.
+        """
         same = a.window == b.window and a.sums.shape == b.sums.shape
         sizes = f"window {a.window} and sums of shape {tuple(a.sums.shape)}"
         require(same, "merge", expected=sizes, got=f"window {b.window} and {tuple(b.sums.shape)}", instead="partial results of one corpus")
@@ -239,6 +243,9 @@ class Moments:
         require(both, "merge", expected="second moments in both or in neither", got="in one", instead="the same second_moments= for both")
         if a.contexts == 0 or b.contexts == 0:
             return b if a.contexts == 0 else a
+        first, other = (0 if m.label_counts is None else len(m.label_counts) for m in (a, b))
+        same_labels = "labels= for all parts or for none, each with the largest label"
+        require(first == other, "merge: labels", expected=f"{first} labels", got=f"{other} in another part", instead=same_labels)
         added = {
             f.name: getattr(a, f.name) + getattr(b, f.name).to(a.sums.device)
             for f in dataclasses.fields(a)
@@ -247,7 +254,8 @@ class Moments:
         second = None
         if a.second is not None and a.pilot is not None:
             second = a.second + torch.stack([b.centred_second(s, a.pilot[s]) for s in range(len(a.second))])
-        return Moments(window=a.window, product_dtype=a.product_dtype, second=second, pilot=a.pilot, fixed=set(a.fixed), **added)
+        coarse = max(a.product_dtype, b.product_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return Moments(window=a.window, product_dtype=coarse, second=second, pilot=a.pilot, fixed=set(a.fixed), **added)
 
     def tensors(self) -> dict[str, Tensor]:
         """All sums by name, as they are stored in a file."""
@@ -255,12 +263,14 @@ class Moments:
         return {k: v for k, v in found.items() if v is not None}
 
     @classmethod
-    def of(cls, window: Sequence[int], tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> Moments:
-        """Moments from :meth:`tensors`."""
+    def of(
+        cls, window: Sequence[int], tensors: dict[str, Tensor], product_dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Moments:
+        """Moments from :meth:`tensors`; the dtype of the products behind them says how accurate the second moments are."""
         names = {f.name for f in dataclasses.fields(cls)}
         host = ("counts", "label_counts")
         sums: dict[str, Any] = {k: v if k in host else v.to(device) for k, v in tensors.items() if k in names}
-        made = cls(window=(window[0], window[1]), **sums)
+        made = cls(window=(window[0], window[1]), product_dtype=product_dtype, **sums)
         made.fixed = set(range(made.sums.shape[1])) if made.counts.any() else set()
         return made
 
@@ -330,10 +340,11 @@ class Reservoir:
         )  # fmt: skip
 
     @staticmethod
-    def merge(a: Reservoir, b: Reservoir) -> Reservoir:
-        """The contexts of lowest priority among both."""
+    def merge(a: Reservoir, b: Reservoir, first: int) -> Reservoir:
+        """The contexts of lowest priority among both; ``first`` is the number that context 0 of ``b`` has in the whole."""
+        contexts = b.contexts + first
         if a.states is None or b.states is None:
-            return b if a.states is None else a
+            return dataclasses.replace(b, contexts=contexts) if a.states is None else a
         priorities = torch.cat([a.priorities, b.priorities])
         kept = torch.argsort(priorities, stable=True)[: a.size]
         tokens = None if a.tokens is None or b.tokens is None else torch.cat([a.tokens, b.tokens])[kept]
@@ -341,7 +352,7 @@ class Reservoir:
             size=a.size,
             seed=a.seed,
             priorities=priorities[kept],
-            contexts=torch.cat([a.contexts, b.contexts])[kept],
+            contexts=torch.cat([a.contexts, contexts])[kept],
             states=torch.cat([a.states, b.states])[kept],
             tokens=tokens,
         )

@@ -15,7 +15,6 @@ from tl_geometry import rank_estimation as ranks
 from tl_geometry._check import describe, require
 from tl_geometry.contextual import Space
 from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import GeometryError
 from tl_geometry.results import Result
 from tl_geometry.verbs.resample import Subsets, jackknife_error, noise_weights, subsets, window_means
 
@@ -293,11 +292,13 @@ def contextual_report(
     """Every measure of the context basis, a row per state (Song & Zhong 2023, sections 2 to 4 and Table 1).
 
     Measures: incoherence of pos and ctx (``incoherence_max``, ``_avg``, ``_rms``, ``_signed``: the paper defines the maximum and
-    tabulates the average), ``overlap`` of their ``rank`` leading directions (mean squared cosine of the principal angles); with
-    documents (``labels``, or those of the basis) ``intra`` and ``inter`` (mean |cos| within and between documents, self-pairs left
-    out), ``intra_signed``, ``inter_signed``, ``intra_reference`` (self-pairs counted: the published number), ``compactness_cvec`` and
+    tabulates the average), ``overlap`` of their ``rank`` leading directions (mean squared cosine of the principal angles; where pos or
+    ctx of some state has fewer, of that many in all states, and a flag; NaN for contexts too few to have them); with documents
+    (``labels``, or those of the basis) ``intra`` and ``inter`` (mean |cos| within and between documents, self-pairs left out),
+    ``intra_signed``, ``inter_signed``, ``intra_reference`` (self-pairs counted: the published number), ``compactness_cvec`` and
     ``compactness_raw`` (cluster compactness of the states without and with their positional part; ``norm``, ``space`` and ``ridge``
-    as in :func:`tl_geometry.contextual.cluster_compactness`; NaN and a flag where the within-document covariance is singular).
+    as in :func:`tl_geometry.contextual.cluster_compactness`; NaN and a flag where the within-document covariance is singular
+    or second moments are missing).
 
     Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the signs of their coordinates drawn at
     random, which keeps outlier coordinates; ``shuffled`` the labels in random order. Errors are delete-one jackknife errors over
@@ -323,7 +324,9 @@ def contextual_report(
     flags = [] if aligned else ["groups of contexts not known (merged basis): no errors"]
     chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
     flags += [f"similarities from {len(chosen)} contexts"] if z is not None and len(chosen) < basis.contexts else []
-    r = min(rank, *basis.pos.shape[1:], min(sets.contexts))
+    r = _overlap_rank(basis, rank)
+    flags += [f"overlap of {r} of {rank} directions (some state has no more)"] if r < rank else []
+    flags += ["no second moments: no compactness"] if z is not None and not basis.has_second_moments else []
     found, tables = [], []
     singular: list[int] = []
     for row, state in enumerate(basis.states):
@@ -335,17 +338,16 @@ def contextual_report(
             pos, ctx = columns - columns.mean(0), means[row] - columns.mean(0)
             per_set.append(_pair(pos, ctx[inside], r) | ({} if z is None else _clusters(ctx[kept], z[kept])))
         values = {n: torch.stack([v[n] for v in per_set]) for n in per_set[0]}
-        absent = _contextual_nulls(basis, row, z, chosen, draws, seed) if nulls else {}
+        absent = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
         if z is not None:
+            orders = [z, *(_shuffles(z, draws, seed) if nulls else [])]
             try:
-                orders = [z, *(_shuffles(z, draws, seed) if nulls else [])]
                 compact = _compactness(basis, row, orders, norm=norm, space=space, ridge=ridge)
-                values |= {n: v[:1] for n, v in compact.items()}
-                absent |= {f"{n}|shuffled": v[1:].mean() for n, v in compact.items() if nulls}
-            except GeometryError:
+            except contextual.SingularError:
                 singular.append(state)
-                values |= {f"compactness_{n}": torch.full((1,), torch.nan, dtype=torch.float64) for n in ("cvec", "raw")}
-                absent |= {f"compactness_{n}|shuffled": torch.tensor(torch.nan, dtype=torch.float64) for n in ("cvec", "raw") if nulls}
+                compact = _no_compactness(orders)
+            values |= {n: v[:1] for n, v in compact.items()}
+            absent |= {f"{n}|shuffled": v[1:].mean() for n, v in compact.items() if nulls}
             tables.append(contextual.cluster_similarity(means[row, chosen] - basis.mean[row], z[chosen]).table)
         found.append((values, absent))
     flags += [f"within-document covariance singular at states {singular}: compactness needs space=('pca', k) or ridge="] if singular else []
@@ -353,10 +355,21 @@ def contextual_report(
     return ContextualReport(**_collect(basis, sets, found, flags=flags, **more))
 
 
+def _overlap_rank(basis: PositionContext, rank: int) -> int:
+    """``rank``, or as many directions as pos and ctx of every state have, both centred; states that have none do not count."""
+    require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
+    assert basis.context_means is not None
+    found = []
+    for pos, means, mean in zip(basis.pos, basis.context_means, basis.mean, strict=True):
+        found += [min(int(contextual.numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in (pos, means - mean))]
+    return min(rank, basis.pos.shape[1] - 1, basis.contexts - 1, *(n for n in found if n > 0))
+
+
 def _pair(pos: Tensor, ctx: Tensor, rank: int) -> Values:
-    """Measures of how the two bases lie towards each other."""
+    """Measures of how the two bases lie towards each other; no overlap of more directions than centred rows have."""
     i = contextual.incoherence(pos, ctx)
-    overlap = contextual.subspace_overlap(pos, ctx, rank).overlap
+    enough = 1 <= rank < min(len(pos), len(ctx))
+    overlap = contextual.subspace_overlap(pos, ctx, rank).overlap if enough else i.avg.new_tensor(torch.nan)
     names = ("max", "avg", "rms", "signed")
     return {f"incoherence_{n}": v for n, v in zip(names, i[:4], strict=True)} | {"overlap": overlap}
 
@@ -372,6 +385,8 @@ def _clusters(ctx: Tensor, labels: Tensor) -> Values:
 
 def _compactness(basis: PositionContext, row: int, orders: Sequence[Tensor], **options: Any) -> Values:
     """Compactness of cvec and raw [sample] for each of the given labellings of the contexts."""
+    if not basis.has_second_moments:
+        return _no_compactness(orders)
     assert basis.context_means is not None
     accuracy = 1e-6 if basis.moments.product_dtype == torch.float32 else 1e-12
     second, pairs = basis.second_moment(basis.states[row]), []
@@ -383,19 +398,23 @@ def _compactness(basis: PositionContext, row: int, orders: Sequence[Tensor], **o
     return {"compactness_cvec": torch.stack([p.cvec for p in pairs]), "compactness_raw": torch.stack([p.raw for p in pairs])}
 
 
+def _no_compactness(orders: Sequence[Tensor]) -> Values:
+    return {f"compactness_{n}": torch.full((len(orders),), torch.nan, dtype=torch.float64) for n in ("cvec", "raw")}
+
+
 def _shuffles(z: Tensor, draws: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [z[torch.randperm(len(z), generator=generator)] for _ in range(draws)]
 
 
-def _contextual_nulls(basis: PositionContext, row: int, z: Tensor | None, chosen: Tensor, draws: int, seed: int) -> Values:
+def _contextual_nulls(basis: PositionContext, row: int, z: Tensor | None, chosen: Tensor, rank: int, draws: int, seed: int) -> Values:
     assert basis.context_means is not None
     pos, ctx = basis.pos[row], basis.context_means[row] - basis.mean[row]
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (draws, 1, pos.shape[1]), generator=generator) * 2.0 - 1
     flipped = contextual.incoherence(pos.expand(draws, *pos.shape), ctx * signs)
     base = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
-    absent = {}
+    absent = {"overlap|random": torch.tensor(rank / pos.shape[1] or torch.nan, dtype=torch.float64)}  # as SubspaceOverlap.baseline
     for n, random, flip in zip(("max", "avg", "rms"), (base.max, base.avg, base.rms), (flipped.max, flipped.avg, flipped.rms), strict=True):
         absent |= {f"incoherence_{n}|random": torch.tensor(random, dtype=torch.float64), f"incoherence_{n}|flipped": flip.mean()}
     if z is not None:
