@@ -1,4 +1,4 @@
-"""Shared settings: offline, one thread, seeded, and every skip carries its reason."""
+"""Shared settings: offline, seeded, and every skip carries its reason."""
 
 from __future__ import annotations
 
