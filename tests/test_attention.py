@@ -289,3 +289,13 @@ def test_contrast_equals_a_loop_and_finds_matching_heads() -> None:
         pooled = np.sqrt((s.var() * len(s) + o.var() * len(o)) / (len(s) + len(o) - 2))
         assert found[h].item() == pytest.approx((s.mean() - o.mean()) / pooled)
     assert found[1] > found[0].abs() + 1
+
+
+def test_the_interval_has_the_level_asked_for() -> None:
+    sums = share_sums(draw(3, 32, 9, 2, 4, offset=0.3), draw(3, 32, 9, 2, 4, seed=3, offset=0.3))
+    chosen = torch.randint(32, (200, 32), generator=torch.Generator().manual_seed(0))
+    drawn = torch.stack([sums.numerators[rows].sum(0) / sums.total[rows].sum(0).unsqueeze(-1) for rows in chosen])
+    for level, tails in ((0.9, (0.05, 0.95)), (0.95, (0.025, 0.975))):
+        for found, tail in zip(bootstrap(sums, level=level), tails, strict=True):
+            assert torch.allclose(found, drawn.quantile(tail, dim=0))
+    assert torch.equal(bootstrap(sums)[0], bootstrap(sums, level=0.95)[0])

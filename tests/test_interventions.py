@@ -19,8 +19,9 @@ from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import ClosingError, GeometryError, UnsupportedModelError
 from tl_geometry.head_types import head_type_scores
 from tl_geometry.interventions import dominant_only, keep_term, mean_term, necessity_sufficiency, project_stream, remove_term
+from tl_geometry.interventions.live import edited_scores
 from tl_geometry.interventions.stream import removed_share, subspace_of
-from tl_geometry.interventions.terms import derangement, terms_of
+from tl_geometry.interventions.terms import derangement, edits_for, per_head, terms_of
 from tl_geometry.verbs.split import ScoreSplit, split_scores
 from tl_geometry.verbs.sweep import sweep_heads
 
@@ -314,6 +315,14 @@ def test_dominant_terms_alone_carry_the_hand_built_model() -> None:
     assert effects.conditions[-1] == "uniform attention"
 
 
+def test_dominant_only_refuses_the_table_of_another_model() -> None:
+    model, basis, ids = induction_model("bridge"), hand_built_basis("bridge"), prompts(4, seed=3)
+    table = sweep_heads(model, ids, basis, progress=False)
+    foreign = dataclasses.replace(table, provenance=dataclasses.replace(table.provenance, model="other", fingerprint="0" * 16))
+    with pytest.raises(GeometryError, match=r"table: expected a sweep of .* \(\w{16}\), got a sweep of other \(0{16}\)"):
+        dominant_only(model, ids, basis, table=foreign, progress=False)
+
+
 def test_a_rotary_previous_token_head_is_position() -> None:
     model = rotary_previous_token()
     basis = decompose(model, tokens(24, 24, seed=2), progress=False)
@@ -381,3 +390,31 @@ def test_placebo_has_the_energy_of_the_term() -> None:
 
 def test_public_names() -> None:
     assert all(hasattr(interventions, name) for name in interventions.__all__)
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "gpt-oss"])
+def test_an_edit_of_one_head_takes_its_own_bias_and_sink(architecture: str) -> None:
+    """ALiBi slopes and sinks differ between heads: those of head 2 are not those of the first head."""
+    model, basis, split = tiny("bridge", architecture), basis_of("bridge", architecture), split_of(architecture)
+    position = sum((v for (a, b), v in split.terms.items() if "cvec" not in (a, b)), torch.zeros(()))
+    choice = per_head({(1, 2): ("alibi-alibi", "cvec-cvec")})
+    kept = sum((v for (a, b), v in split.terms.items() if a == b == "cvec" or a == "alibi" or "bias" in (a, b)), torch.zeros(()))
+    seen = view(model)
+    edits = {
+        "remove": (remove_term(model, basis, "position", [(1, 2)]), split._sum() - position),
+        "per head": (edited_scores(seen, edits_for(seen, basis, [(1, 2)], choice)), kept),
+    }
+    for name, (context, scores) in edits.items():
+        z, v = changed_z(architecture, context)
+        right = torch.einsum("bhij,bjhe->bihe", pattern_of(split, scores[:, 4:]), v)
+        assert torch.allclose(z[:, :, 2], right[:, :, 2], atol=2e-4 * float(v.abs().max())), name
+
+
+def test_the_removed_share_is_one_of_variance() -> None:
+    basis, model = basis_of("bridge", "gpt2"), view(tiny("bridge", "gpt2"))
+    found: dict[str, Tensor] = {}
+    model.run(tokens(batch=16, length=18, seed=2), {model.state_hooks[1]: lambda h: found.update(h=h.double())})
+    centred = (found["h"] - basis.mean[basis.index(1)])[:, 1:]
+    V = subspace_of(basis, 1, "pos", 3)
+    expected = float((centred @ V).square().sum() / centred.square().sum())
+    assert removed_share(basis, 1, "pos", 3) == pytest.approx(expected, rel=1e-4)

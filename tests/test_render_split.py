@@ -256,7 +256,8 @@ def test_public_views_exist_are_lazy_and_share_no_name_with_a_module() -> None:
         render.nothing  # noqa: B018
     heavy = "('matplotlib', 'circuitsvis', 'pandas')"
     code = f"import sys, tl_geometry.render as r; r.split, r.heads; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    root = Path(tlg.__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout.strip() == "[]"
 
 
 def test_a_split_of_a_model_shows_its_own_tokens() -> None:
