@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,22 @@ import pytest
 import torch
 from torch import Tensor
 
+import tl_geometry
 from tests.tiny import HAS_HOOKED, VOCAB, hf_model, randomize, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.capture import as_view
 from tl_geometry.frames import fit_frames
-from tl_geometry.residuals import fit_map
-from tl_geometry.verbs.ensemble import Trajectories, gibberish, pseudo_sentences, split_rows, trajectories
+from tl_geometry.noise import isotropy_tests
+from tl_geometry.residuals import fit_map, flow_map, residual_statistics, score_map
+from tl_geometry.verbs.ensemble import FOLDED, Trajectories, fit_law, gibberish, pseudo_sentences, split_rows, trajectories
 from tl_geometry.verbs.flows import FlowReport, _corrected, compare_ensembles, flow_report
 from tl_geometry.verbs.nulls import reinitialized
 from tl_geometry.verbs.outputs import distances, log_probabilities
 from tl_geometry.verbs.separation import ensembles_apart, separability, true_against_extrapolated
-from tl_geometry.verbs.skipping import SkipMap, skip_map, surrogate
+from tl_geometry.verbs.skipping import SkipMap, skip_map
 from tl_geometry.verbs.truncation import TruncationCurve, truncation_kl
 
+ROOT = Path(tl_geometry.__file__).parent.parent
 KINDS = [
     "bridge",
     pytest.param("hooked", marks=pytest.mark.skipif(not HAS_HOOKED, reason="HookedTransformer is not in TransformerLens 4")),
@@ -99,6 +103,16 @@ def test_the_post_norm_state_is_what_the_head_reads(kind):
         trajectories(model, ids, progress=False).after_norm()
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_post_norm_states_of_a_processed_model_say_that_they_lack_the_gain(architecture):
+    ids = tokens(5, 8)
+    processed = trajectories(tiny("bridge", architecture, True), ids, post_norm=True, progress=False)
+    plain = trajectories(tiny("bridge", architecture), ids, post_norm=True, progress=False)
+    assert not torch.allclose(processed.after_norm().X[:, -1], plain.after_norm().X[:, -1], atol=0.1)
+    assert FOLDED in processed.provenance.flags
+    assert plain.provenance.flags == ()
+
+
 def test_states_stream_to_a_memory_mapped_file_and_results_survive_a_file(tmp_path):
     ids = tokens(6, 9)
     memory = trajectories(deep(), ids, progress=False)
@@ -131,6 +145,9 @@ def test_an_encoder_is_followed_at_its_first_token_and_its_outputs_are_refused()
 def test_errors_of_extraction():
     with pytest.raises(GeometryError, match="state: expected an index from 0 to 4, got 9"):
         trajectories(deep(), tokens(3, 5), states=(1, 9))
+    assert trajectories(deep(), tokens(3, 5), states=3, progress=False).states == (3,)
+    with pytest.raises(GeometryError, match="states: expected increasing states"):
+        trajectories(deep(), tokens(3, 5), states=(3, 1))
     with pytest.raises(GeometryError, match='position: expected "pilot", "cls" or a column, got \'last\''):
         trajectories(deep(), tokens(3, 5), position="last")
     with pytest.raises(GeometryError, match="path: expected chunks whose number is known"):
@@ -236,6 +253,43 @@ def test_in_sample_chunks_lie_in_the_span_of_their_own_directions():
         truncation_kl(tiny("bridge", "gpt2"), ids, own)
 
 
+def test_held_out_means_that_no_chunk_is_shared():
+    train, test = ensemble().split()
+    assert train.tokens is not None
+    assert test.tokens is not None
+    assert not truncation_kl(deep(), train.tokens, train, K=(16,), progress=False).held_out
+    assert truncation_kl(deep(), test.tokens, train, K=(16,), progress=False).held_out
+    mixed = torch.cat([test.tokens[:3], train.tokens[:1]])
+    assert not truncation_kl(deep(), mixed, train, K=(16,), progress=False).held_out
+    unknown = truncation_kl(deep(), test.tokens, dataclasses.replace(train, tokens=None), K=(16,), progress=False)
+    assert not unknown.held_out
+    assert unknown.provenance.flags == ("chunks of the directions not known",)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_truncation_takes_the_last_state_before_the_final_norm(architecture):
+    model, ids = tiny("bridge", architecture), tokens(6, 9)
+    own = trajectories(model, ids, post_norm=True, progress=False)
+    assert float(truncation_kl(model, ids, own, K=(6,), progress=False).kl[0]) < 1e-6
+    with pytest.raises(GeometryError, match=r"basis: expected states before the final norm.*Use the ensemble that \.after_norm\(\) was"):
+        truncation_kl(model, ids, own.after_norm(), K=(6,))
+
+
+def test_truncation_refuses_directions_of_other_states_tokens_or_records():
+    model, ids = deep(), tokens(6, 10, 5)
+    with pytest.raises(GeometryError, match=r"basis: expected states 1 to 4, got \(2, 4\)"):
+        truncation_kl(model, ids, trajectories(model, ids, states=(2, 4), progress=False))
+    last = trajectories(model, ids, states=4, progress=False)
+    assert truncation_kl(model, ids, last, K=(2,), where="final", progress=False).where == "final"
+    with pytest.raises(GeometryError, match="basis: expected trajectories of the last token, got of column 3"):
+        truncation_kl(model, ids, trajectories(model, ids, position=3, progress=False))
+    assert truncation_kl(model, ids, trajectories(model, ids, position=9, progress=False), K=(2,), progress=False).K == (2,)
+    view = dataclasses.replace(as_view(model), bos_id=0)
+    started = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, 1:]], dim=1)
+    with pytest.raises(GeometryError, match="tokens: expected chunks with BOS, as those of basis, got chunks without BOS"):
+        truncation_kl(view, ids, trajectories(view, started, progress=False))
+
+
 @torch.no_grad()
 def test_the_baseline_is_the_distance_of_consecutive_chunks():
     ids = tokens(6, 10, 5)
@@ -327,9 +381,11 @@ def test_the_skip_map_covers_every_pair_and_says_what_can_be_skipped(tmp_path):
     with pytest.raises(GeometryError, match=r"pairs: expected states 0 <= a < b <= 4, got \[\(3, 3\)\]"):
         skip_map(deep(), tokens(8, 8), pairs=[(3, 3)])
     assert "is near chance" in found.provenance.flags[0]  # random weights know no text
-    one = surrogate(deep(), 1, 3, tokens=tokens(40, 8, 1), kinds=("flow",), places=("pilot",), progress=False)
-    assert math.isclose(float(one.table("flow")[1, 3]), float(one.table("flow")[1, 3]))
+    one = skip_map(deep(), tokens(40, 8, 1), pairs=[(1, 3)], kinds="flow", places="pilot", progress=False)  # one name, not its letters
     assert one.pairs() == [(1, 3)]
+    assert (one.kinds, one.places) == (("flow",), ("pilot",))
+    with pytest.raises(GeometryError, match="tokens: expected chunks of tokens, got Trajectories"):
+        skip_map(deep(), ensemble())
 
 
 def test_a_block_that_does_nothing_can_be_skipped_for_nothing():
@@ -340,7 +396,7 @@ def test_a_block_that_does_nothing_can_be_skipped_for_nothing():
         with torch.no_grad():
             for p, _ in kept:
                 p.zero_()
-        found = surrogate(deep(), 2, 3, tokens=tokens(40, 8, 1), kinds=("identity", "mean", "linear"), progress=False)
+        found = skip_map(deep(), tokens(40, 8, 1), pairs=[(2, 3)], kinds=("identity", "mean", "linear"), progress=False)
     finally:
         with torch.no_grad():
             for p, old in kept:
@@ -376,6 +432,15 @@ def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
     some = torch.tensor([[math.nan, 0.01, 0.5], [0.04, math.nan, 0.03], [0.2, 0.9, math.nan]], dtype=torch.float64)
     adjusted = false_discovery_control(some[torch.isfinite(some)].numpy())
     assert np.allclose(_corrected(some)[torch.isfinite(some)], adjusted)
+
+
+def test_the_flow_report_counts_dropped_directions_and_takes_one_kind():
+    X = ensemble().X.double().clone()
+    X[:, 1, -2:] = 0
+    found = flow_report(dataclasses.replace(ensemble(), X=X, post_norm=None), kinds="linear")
+    assert "directions of 16 dropped: 2 from state 1" in found.provenance.flags
+    assert tuple(found.yardsticks) == ("linear",)
+    assert not any("dropped" in flag for flag in report().provenance.flags)
 
 
 def test_methods_of_an_ensemble_agree_with_their_functions():
@@ -464,8 +529,20 @@ def test_the_import_of_verbs_is_light_and_a_missing_extra_says_what_to_install()
         "try:\n    separability(torch.zeros(20, 2), torch.zeros(20, 2))\n"
         "except Exception as e:\n    print(e)\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert 'expected scikit-learn, got not installed. Use pip install "tl-geometry[ml]"' in out
+
+
+def test_a_record_of_another_kind_is_refused_by_name():
+    code = (  # without the type checker of the tests, as users call it
+        "import tl_geometry as tlg\nfrom tests.tiny import tiny, tokens\n"
+        "model, ids = tiny('bridge', 'gpt2'), tokens(6, 10)\nbasis = tlg.decompose(model, ids, progress=False)\n"
+        "for call in (lambda: tlg.truncation_kl(model, ids, basis), lambda: tlg.flow_report(basis)):\n"
+        "    try:\n        call()\n    except tlg.GeometryError as e:\n        print(e)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    rest = "expected Trajectories, got PositionContext. Use tl_geometry.trajectories(model, tokens)."
+    assert out.splitlines() == [f"basis: {rest}", f"ensemble: {rest}"]
 
 
 # figures and published numbers
@@ -546,3 +623,56 @@ def test_published_numbers_stand_beside_ours():
     assert found.provenance.preset == "paper"
     assert {p.model for p in PUBLISHED} <= set(SETTINGS)
     assert all(p.low <= p.high for p in PUBLISHED)
+
+
+def test_the_protocol_truncates_before_the_norm_also_where_its_states_are_published_after_it():
+    from tl_geometry.reproduce.lines_of_thought import sarfati
+
+    model = as_view(deep())
+    view = dataclasses.replace(model, encode=lambda text: [ord(c) * 7 % VOCAB for c in text], decode=lambda ids: [str(i) for i in ids])
+    text = "".join(np.random.default_rng(0).choice(list("abcdefghijklmnop \n"), 400))
+    found = sarfati(view, text, published_as="Llama-2-7b", length=10, n=40, K=(1,), separate=False, progress=False)
+    rows: dict[Any, Any] = {r[0]: r for r in found.rows()}
+    own = trajectories(view, pseudo_sentences(view, text, 10, n=40), progress=False)
+    assert own.tokens is not None
+    expected = truncation_kl(view, own.tokens, own, K=(1,), progress=False)
+    assert math.isclose(rows["KL at K = 1"][3], float(expected.kl[0]), rel_tol=1e-6)
+    assert "last state after the final norm" in found.provenance.flags
+
+
+def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other():
+    train, test = ensemble().split()
+    flow = flow_map(train.frames(), 1, 3)
+    for maps, part in ((report().in_sample, train), (report().held_out, test)):
+        moved, true = flow(part.X[:, 1].double()), part.X[:, 3].double()
+        expected = {**score_map(moved, true)._asdict(), "log_variance": residual_statistics(true - moved).log_variance}
+        assert {k: float(maps[k][1, 3]) for k in expected} == pytest.approx(expected)
+    assert float(report().held_out["relative_error"][1, 3]) > float(report().in_sample["relative_error"][1, 3]) + 1e-3
+    assert float(report().isotropy["variance_cv"][1, 3]) == pytest.approx(
+        isotropy_tests(test.X[:, 3].double() - flow(test.X[:, 1].double())).variance_cv
+    )
+    for kind, table in report().yardsticks.items():
+        moved = [fit_map(train.X[:, 1], train.X[:, 3], kind)(part.X[:, 1].double()) for part in (train, test)]
+        inside, outside = (score_map(m, part.X[:, 3]).relative_error for m, part in zip(moved, (train, test)))
+        assert float(table[1, 3]) == pytest.approx(outside), kind
+        assert abs(inside - outside) > 1e-3, kind
+
+
+def test_isotropy_is_of_the_residual_from_the_first_state_to_the_second():
+    e = ensemble()
+    residual = e.X[:, 3].double() - flow_map(e.frames(), 1, 3)(e.X[:, 1].double())
+    assert tuple(e.isotropy(1, 3)) == pytest.approx(tuple(isotropy_tests(residual)), nan_ok=True)
+
+
+@pytest.mark.parametrize("rate", [1.0, -1.0])
+def test_the_noise_of_the_flow_is_that_of_the_law_and_none_where_it_falls(rate):
+    e = ensemble()
+    e = dataclasses.replace(e, X=e.X.double() * torch.exp(rate * e.times.double())[:, None])
+    model, law = e.langevin(), fit_law(e.residuals(), "asymptotic", e.times)
+    assert law.rate * rate > 0
+    if rate > 0:
+        assert (model.alpha, model.rate) == (law.alpha, law.rate)
+        assert not any("no noise" in flag for flag in model.provenance.flags)
+    else:
+        assert model.alpha == 0
+        assert any("no noise" in flag for flag in model.provenance.flags)

@@ -28,7 +28,10 @@ SIGNS = ("U", "V")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerMap:
-    """``x -> output + scale * (x - input) @ left @ right.T``; ``left`` ``None`` stands for the identity."""
+    """``x -> output + scale * (x - input) @ left @ right.T``; ``left`` ``None`` stands for the identity.
+
+    ``dropped`` counts the directions left out because their singular value at the start is too small to divide by.
+    """
 
     kind: str
     input: Float[Tensor, " d_model"]

@@ -96,7 +96,8 @@ def sarfati(
     """Our numbers for a model on a text, beside those published for ``published_as`` (default: the model's own name).
 
     As published: greedy alignment, signs by the directions, all numbers in-sample except accuracies and the last rows. The noise law is
-    fitted with natural logarithms to residual log variances over all pairs of layers. ``separate`` needs scikit-learn.
+    fitted with natural logarithms to residual log variances over all pairs of layers. Truncation projects the last state before the final
+    norm, whichever side of it the other numbers take theirs from. ``separate`` needs scikit-learn.
     ``prepend_bos`` departs from the paper, for models that know no text without BOS.
     """
     view = as_view(model)
@@ -106,9 +107,9 @@ def sarfati(
     chunks = chunks[: min(asked, len(chunks))]
     require(len(chunks) >= 32, "text", expected="at least 32 chunks", got=len(chunks), instead="a longer text")
     post_norm = bool(SETTINGS.get(name, {}).get("post_norm", False))
-    own = trajectories(view, chunks, post_norm=post_norm, progress=progress)
-    own = own.after_norm() if post_norm else own
-    rows: list[tuple[str, float, str]] = [*_law(own), *_truncation(view, own, K, progress)]
+    raw = trajectories(view, chunks, post_norm=post_norm, progress=progress)
+    own = raw.after_norm() if post_norm else raw
+    rows: list[tuple[str, float, str]] = [*_law(own), *_truncation(view, raw, K, progress)]
     with reinitialized(view, seed=seed) as untrained:
         null = trajectories(untrained, chunks, progress=progress).residuals()
     rows.append(("mean |kurtosis|, untrained", float(null.abs_kurtosis.nanmean()), "same configuration, new weights"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry import ensembles, noise, residuals
-from tl_geometry._check import describe, fail, finite, index, require
+from tl_geometry._check import describe, fail, finite, index, indices, require
 from tl_geometry.capture import TokenSource, as_view, default_batch
 from tl_geometry.frames import Frames, fit_frames
 from tl_geometry.langevin import LangevinModel
@@ -23,6 +24,10 @@ from tl_geometry.results import Provenance, Result, hash_tokens
 from tl_geometry.verbs.decompose import windows
 
 SOURCE = ("sarfati2025",)
+AFTER_NORM = "last state after the final norm"
+"""Flag of an ensemble from :meth:`Trajectories.after_norm`."""
+FOLDED = "processed model: the final norm lacks the gain and bias folded into the unembedding"
+"""Flag of post-norm states that are not Hugging Face's last hidden state."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,8 +35,9 @@ class Trajectories(Result):
     """Paths of one token per chunk: ``X [trajectory state d_model]``, the outputs of blocks 1 to n_layers, before the final norm.
 
     ``column`` is the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an encoder. ``post_norm`` is the last state
-    after the final norm, where it was asked for: what Hugging Face returns as the last hidden state. The methods are shortcuts to
-    the functions of :mod:`tl_geometry.ensembles`, ``residuals``, ``noise`` and ``langevin``, which document them.
+    after the model's own final norm, where it was asked for: what Hugging Face returns as the last hidden state, except for processed
+    models (flagged), whose norm has lost its gain and bias to the unembedding. The methods are shortcuts to the functions of
+    :mod:`tl_geometry.ensembles`, ``residuals``, ``noise`` and ``langevin``, which document them.
     """
 
     X: Float[Tensor, "trajectory state d_model"]
@@ -66,11 +72,11 @@ class Trajectories(Result):
         return self.pick(first), self.pick(second)
 
     def after_norm(self) -> Trajectories:
-        """The same ensemble with the last state after the final norm, as published for Llama and Mistral."""
+        """The same ensemble with the last state after the final norm, as published for Llama and Mistral (see ``post_norm``)."""
         if self.post_norm is None:
             fail("post_norm", expected="the last state after the norm", got="none", instead="trajectories(..., post_norm=True)")
         X = torch.cat([self.X[:, :-1], self.post_norm[:, None]], dim=1)
-        return replace(self, X=X, provenance=self.provenance.flagged("last state after the final norm"))
+        return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
 
     def frames(self, *, align: str = "greedy", centered: bool = False) -> Frames:
         """Singular directions and values of each state, aligned; kept, so that asking again costs nothing."""
@@ -118,6 +124,12 @@ class Trajectories(Result):
         return LangevinModel.fit(self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options)
 
 
+def require_trajectories(value: object, what: str) -> None:
+    """Refuse any other record where an ensemble is wanted."""
+    ok = isinstance(value, Trajectories)
+    require(ok, what, expected="Trajectories", got=type(value).__name__, instead="tl_geometry.trajectories(model, tokens)")
+
+
 def fit_law(maps: residuals.Maps, law: str, times: Tensor) -> noise.NoiseLaw:
     """Noise law of a map of residuals."""
     return noise.fit_noise_law(maps.log_variance, law=law, times=times)
@@ -147,6 +159,11 @@ def pseudo_sentences(
     A short last chunk is left out (the published code keeps it). The first ``n`` chunks, or all. Sarfati et al. 2025, section 2.
     A model that was always trained behind a BOS token may know little without it: ``prepend_bos=True`` then (it counts in
     ``length``).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.pseudo_sentences(model, "def f(x): return x " * 20, 10).tokens.shape[1]
+    10
     """
     cut = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
     require(n is None or 1 <= n <= len(cut), "n", expected=f"1 to {len(cut)} chunks", got=n, instead="n=None for all")
@@ -160,6 +177,11 @@ def gibberish(
 
     ``like`` keeps the frequencies of a corpus and destroys its order: the milder null. Set ``prepend_bos`` as in the chunks that
     it is compared with, or the missing BOS is part of the difference (it counts in ``length``).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.gibberish(model, 4, 10, prepend_bos=True).tokens.shape
+    torch.Size([4, 10])
     """
     view = as_view(model)
     generator = torch.Generator().manual_seed(seed)
@@ -180,7 +202,7 @@ def trajectories(
     tokens: Any,
     *,
     position: str | int | None = None,
-    states: tuple[int, ...] | None = None,
+    states: Iterable[int] | int | None = None,
     post_norm: bool = False,
     path: str | Path | None = None,
     batch_size: int | None = None,
@@ -197,20 +219,24 @@ def trajectories(
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see :func:`pseudo_sentences` for those of the paper.
         position: ``"pilot"`` (last token), ``"cls"`` (first) or a column. By default the pilot of a causal model, the first token of
             an encoder: its last token is no more a summary of the text than any other.
-        states: which states, default 1 to n_layers (outputs of the blocks, as published); 0 adds the embedding.
+        states: which states, one or several, default 1 to n_layers (outputs of the blocks, as published); 0 adds the embedding.
         post_norm: also keep the last state after the final norm (see :meth:`Trajectories.after_norm`).
         path: a ``.npy`` file to write the states to (float32, memory-mapped) in place of memory.
         batch_size: chunks of one forward pass, by default about 4,096 tokens on a CPU, 16,384 on a GPU.
 
     Raises ``GeometryError`` for ragged or foreign tokens, a model in training mode and non-finite states.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> tlg.trajectories(model, windows, progress=False).X.shape  # chunk, state, d_model
+    torch.Size([8, 4, 128])
     """
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
     column = _column(view, position, source.columns)
-    chosen: tuple[int, ...] = tuple(range(1, view.n_layers + 1)) if states is None else tuple(states)
-    for s in chosen:
-        index(s, view.n_layers + 1, "state")
-    require(len(chosen) > 0 and list(chosen) == sorted(set(chosen)), "states", expected="increasing states", got=chosen)
+    chosen = tuple(range(1, view.n_layers + 1)) if states is None else indices(states, view.n_layers + 1, "state")
+    require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     X, ids = _follow(view, source, column, chosen, path, batch_size, progress)
     finite(X.sum(1), "states of the followed token")
     flags = [] if column == 0 or view.causal else ["an encoder's last token is not a pilot: it does not gather the text before it"]
@@ -222,6 +248,7 @@ def trajectories(
         window=(0, source.columns), contexts=len(X), dtype=str(view.dtype).removeprefix("torch."), sources=SOURCE, flags=tuple(flags),
     )  # fmt: skip
     last = final_norm(view, X[:, -1]) if post_norm and view.n_layers in chosen else None
+    provenance = provenance.flagged(FOLDED) if last is not None and view.processed else provenance
     return Trajectories(
         X=X, states=chosen, column=column, tokens=ids, labels=source.labels, post_norm=last, provenance=provenance
     )  # fmt: skip
@@ -268,7 +295,7 @@ def _store(into: Tensor, row: int, column: int) -> Hook:
 
 
 def final_norm(view: ModelView, states: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, "trajectory d_model"]:
-    """Last states after the model's own final norm, by calling it."""
+    """Last states after the model's own final norm, by calling it (without gain and bias where those were folded into the unembedding)."""
     norm = getattr(view.model, "ln_final", None)
     if norm is None or not view.causal:
         fail("post_norm", expected="a decoder with a final norm", got=f"{view.kind} {view.name}", instead="post_norm=False")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tl_geometry import noise
 from tl_geometry._check import require
+from tl_geometry.frames import Frames
 from tl_geometry.residuals import MAPS, MapOf, Maps, fit_map, flow_map, residual_maps
 from tl_geometry.results import Result
-from tl_geometry.verbs.ensemble import Trajectories
+from tl_geometry.verbs.ensemble import Trajectories, require_trajectories
 
 YARDSTICKS = ("linear", "ridge", "scaled", "shift", "identity", "mean")
 ISOTROPY = noise.Isotropy._fields
@@ -69,7 +70,7 @@ def flow_report(
     *,
     align: str = "greedy",
     signs: str = "U",
-    kinds: tuple[str, ...] = YARDSTICKS,
+    kinds: Sequence[str] = YARDSTICKS,
     train_share: float = 0.5,
     drop_first: int = 0,
     drop_last: int = 0,
@@ -79,11 +80,19 @@ def flow_report(
     """Rotation and stretch between all pairs of states of an ensemble, with yardsticks, noise laws, isotropy tests, anomalies.
 
     Maps are fitted on one part of the trajectories (whole documents where labelled) and measured on the other; "in-sample" numbers
-    are those of the fitted part, as published. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and ``signs`` as in
-    :func:`tl_geometry.frames.fit_frames` and :func:`tl_geometry.residuals.flow_map`.
+    are those of the fitted part, as published; a flag counts directions that the maps had to drop. Sarfati et al. 2025, sections 3.3
+    and 4; ``align`` and ``signs`` as in :func:`tl_geometry.frames.fit_frames` and :func:`tl_geometry.residuals.flow_map`.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=24)
+    >>> tlg.flow_report(tlg.trajectories(model, windows, progress=False)).states
+    (1, 2, 3, 4)
     """
+    require_trajectories(ensemble, "ensemble")
     require(len(ensemble.states) >= 2, "trajectories", expected="at least two states", got=ensemble.states)
     require(len(ensemble) >= 16, "trajectories", expected="at least 16", got=len(ensemble), instead="more chunks")
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     unknown = [k for k in kinds if k not in MAPS]
     require(not unknown, "kinds", expected=f"some of {', '.join(MAPS)}", got=unknown)
     train, test = ensemble.split(train_share, seed=seed)
@@ -101,7 +110,7 @@ def flow_report(
     errors = {kind: residual_maps(test.X, _fitted(train, kind)).relative_error for kind in kinds}
     pairs = n * (n - 1) // 2
     laws: dict[str, Tensor] = {}
-    flags: list[str] = []
+    flags = _dropped(train.frames(align=align), ensemble.states)
     if pairs >= 3 and n - drop_first - drop_last >= 3:
         for law in noise.LAWS:
             fit = noise.fit_noise_law(inside.log_variance, law=law, times=ensemble.times, drop_first=drop_first, drop_last=drop_last)
@@ -124,6 +133,13 @@ def flow_report(
 
 def _fitted(train: Trajectories, kind: str) -> MapOf:
     return lambda start, end: fit_map(train.X[:, start], train.X[:, end], kind)
+
+
+def _dropped(frames: Frames, states: tuple[int, ...]) -> list[str]:
+    """How many directions maps from each state drop, their singular values being too small to divide by."""
+    counts = [flow_map(frames, row, row).dropped for row in range(len(states) - 1)]
+    text = ", ".join(f"{n} from state {state}" for n, state in zip(counts, states) if n)
+    return [f"directions of {frames.rank} dropped: {text}"] if text else []
 
 
 def _corrected(p: Tensor) -> Tensor:

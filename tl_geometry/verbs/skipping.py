@@ -76,11 +76,6 @@ class SkipMap(Result):
         ]
 
 
-def surrogate(model: Any, from_layer: int, to_layer: int, *, tokens: Any, **options: Any) -> SkipMap:
-    """Replace blocks ``from_layer .. to_layer - 1`` by the fitted flow and by its yardsticks: :func:`skip_map` for one pair."""
-    return skip_map(model, tokens, pairs=[(from_layer, to_layer)], **options)
-
-
 def skip_map(
     model: Any,
     tokens: Any,
@@ -110,10 +105,20 @@ def skip_map(
         tokens: chunks; the last column is only a target. Split by document where labelled, else at random, unless ``test`` is given.
         pairs: ``(a, b)`` with a < b, default all: n_layers (n_layers + 1) / 2 pairs, one forward pass each per map and place.
         fit_rows: states that the maps of place ``"all"`` are fitted on, a seeded sample of positions.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=24)
+    >>> skips = tlg.skip_map(model, windows, pairs=[(3, 4)], kinds=("identity",), places=("pilot",), progress=False)
+    >>> skips.columns()[:4]
+    ('place', 'kind', 'from_layer', 'to_layer')
     """
     view = as_view(model)
     require_output(view, "skip_map")
-    kinds, places = tuple(kinds), tuple(places)
+    for chunks in (tokens, test):
+        wrong = isinstance(chunks, Result)
+        require(not wrong, "tokens", expected="chunks of tokens", got=type(chunks).__name__, instead="the chunks it was made from")
+    kinds, places = ((v,) if isinstance(v, str) else tuple(v) for v in (kinds, places))
     for kind in kinds:
         choice(kind, KINDS, "kind")
     for place in places:

@@ -14,8 +14,8 @@ from tl_geometry._check import choice, require
 from tl_geometry.capture import TokenSource, as_view
 from tl_geometry.frames import Frames
 from tl_geometry.records import Hook, ModelView
-from tl_geometry.results import Provenance, Result, hash_tokens
-from tl_geometry.verbs.ensemble import SOURCE, Trajectories
+from tl_geometry.results import Result, hash_tokens
+from tl_geometry.verbs.ensemble import AFTER_NORM, SOURCE, Trajectories, require_trajectories
 from tl_geometry.verbs.outputs import distances, log_probabilities, output_batch, require_output
 
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
@@ -28,7 +28,7 @@ class TruncationCurve(Result):
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for "unrelated": the published code
     takes the median, its caption says average. ``needed(share)`` is the smallest K with a mean KL of at most that share of the
-    baseline.
+    baseline. ``held_out`` says that no chunk measured is among those that the directions were fitted on.
     """
 
     K: tuple[int, ...]
@@ -74,66 +74,98 @@ def truncation_kl(
 ) -> TruncationCurve:
     """Replace the state x by its projection ``U_K U_K^T x`` on K directions after every block and compare the next-token outputs.
 
-    Sarfati et al. 2025, section 3.2. All K run in one batch. ``basis`` holds the directions: give the ensemble of other chunks than
-    ``tokens`` for a held-out curve (in-sample chunks lie in the span of their own directions, so that the KL is 0 from K = rank on).
+    Sarfati et al. 2025, section 3.2. All K run in one batch. ``basis`` holds the directions, of the last token's states before the final
+    norm: give the ensemble of other chunks than ``tokens`` for a held-out curve (in-sample chunks lie in the span of their own
+    directions, so that the KL is 0 from K = rank on). The curve is ``held_out`` only if the two share no chunk.
 
     Args:
         where: ``"every"`` block's output, or ``"final"``: the last state only.
         positions: ``"pilot"`` (last token only; earlier ones are untouched by causality) or ``"all"``; the paper does not say.
         centered: project about the ensemble's mean in place of the origin.
 
-    Raises ``GeometryError`` when K exceeds the directions there are, and for models without a trained causal output.
+    Raises ``GeometryError`` when K exceeds the directions there are, for a basis of other states, tokens or BOS, and for models without
+    a trained causal output.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=24)
+    >>> others = tlg.trajectories(model, windows[:16], progress=False)
+    >>> tlg.truncation_kl(model, windows[16:], others, K=(1, 8), progress=False).held_out
+    True
     """
     view = as_view(model)
     require_output(view, "truncation_kl")
     choice(where, ("every", "final"), "where")
     choice(positions, ("pilot", "all"), "positions")
-    same = basis.provenance.fingerprint in (None, view.fingerprint)
-    require(same, "basis", expected=f"trajectories of {view.name}", got=f"of {basis.provenance.model}", instead="trajectories(model, ...)")
-    require(basis.states[-1] == view.n_layers, "basis", expected=f"states up to {view.n_layers}", got=basis.states)
+    _check_basis(view, basis, where)
     frames = basis.frames(align="none", centered=centered)
     grid = tuple(sorted(set(K))) if K is not None else (*(k for k in GRID if k < frames.rank), frames.rank)
     require(
         grid[0] >= 1 and grid[-1] <= frames.rank, "K", expected=f"1 to {frames.rank} directions", got=grid, instead="more trajectories"
     )  # fmt: skip
     source = TokenSource.of(view, tokens, None, prepend_bos)
-    states = basis.states[-1:] if where == "final" else [s for s in basis.states if s > 0]
-    rows = {s: (basis.row(s)) for s in states}
-    found, own, seen = _run(view, source, frames, grid, rows, positions, batch_size, progress)
-    kl, reverse, top1, top5 = found
-    require(len(own) >= 2, "tokens", expected="at least two chunks", got=len(own))
+    ids = torch.cat(list(source.batches(1024)))
+    require(len(ids) >= 2, "tokens", expected="at least two chunks", got=len(ids))
+    _check_bos(view, basis, ids)
+    rows = {s: basis.row(s) for s in ([view.n_layers] if where == "final" else range(1, view.n_layers + 1))}
+    limit = batch_size or output_batch(view, source.columns, all_columns=False)
+    (kl, reverse, top1, top5), own = _run(view, ids, frames, grid, rows, positions, limit, progress)
     chunks = distances(own[1:], own[:-1]).kl
-    token_hash = hash_tokens(seen)
-    held_out = token_hash != basis.provenance.token_hash
+    fitted = set() if basis.tokens is None else {tuple(row) for row in basis.tokens.tolist()}
+    held_out = basis.tokens is not None and fitted.isdisjoint(tuple(row) for row in ids.tolist())
     error = kl.std(0) / len(kl) ** 0.5
-    provenance = replace(basis.provenance, token_hash=token_hash, corpus=source.corpus, contexts=len(own), sources=SOURCE)
+    provenance = replace(basis.provenance, token_hash=hash_tokens(ids), corpus=source.corpus, contexts=len(ids), sources=SOURCE)
+    if not held_out:
+        provenance = provenance.flagged("directions fitted on the same chunks" if fitted else "chunks of the directions not known")
     return TruncationCurve(
         K=grid, kl=kl.mean(0), kl_se=error, kl_reverse=reverse.mean(0), top1=top1.mean(0), top5=top5.mean(0),
         baseline_mean=float(chunks.mean()), baseline_median=float(chunks.median()), where=where, positions=positions,
-        held_out=held_out, provenance=_flag(provenance, held_out),
+        held_out=held_out, provenance=provenance,
     )  # fmt: skip
 
 
-def _flag(provenance: Provenance, held_out: bool) -> Provenance:
-    return provenance if held_out else provenance.flagged("directions fitted on the same chunks")
+def _check_basis(view: ModelView, basis: Trajectories, where: str) -> None:
+    """Refuse directions of another model, of states after the final norm, of too few states, or of another token than the last."""
+    require_trajectories(basis, "basis")
+    same = basis.provenance.fingerprint in (None, view.fingerprint)
+    require(same, "basis", expected=f"trajectories of {view.name}", got=f"of {basis.provenance.model}", instead="trajectories(model, ...)")
+    needed = {view.n_layers} if where == "final" else set(range(1, view.n_layers + 1))
+    require(
+        needed <= set(basis.states), "basis", expected=f"states {min(needed)} to {view.n_layers}", got=basis.states,
+        instead='trajectories(model, tokens) with the default states, or where="final" for the last one alone',
+    )  # fmt: skip
+    require(
+        AFTER_NORM not in basis.provenance.flags, "basis", expected="states before the final norm, where they are projected",
+        got=AFTER_NORM, instead="the ensemble that .after_norm() was called on",
+    )  # fmt: skip
+    last = -1 if basis.tokens is None else basis.tokens.shape[1] - 1
+    require(
+        basis.column in (-1, last), "basis", expected="trajectories of the last token", got=f"of column {basis.column}",
+        instead='trajectories(model, tokens, position="pilot")',
+    )  # fmt: skip
+
+
+def _check_bos(view: ModelView, basis: Trajectories, ids: Tensor) -> None:
+    said = {True: "with BOS", False: "without BOS"}
+    known, found = basis.provenance.has_bos, view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all())
+    require(
+        known is None or known == found, "tokens", expected=f"chunks {said[bool(known)]}, as those of basis", got=f"chunks {said[found]}",
+        instead="the same prepend_bos for both",
+    )  # fmt: skip
 
 
 def _run(
-    view: ModelView, source: TokenSource, frames: Frames, grid: tuple[int, ...], rows: dict[int, int], positions: str,
-    batch_size: int | None, progress: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor]:  # fmt: skip
-    limit = batch_size or output_batch(view, source.columns, all_columns=False)
+    view: ModelView, ids: Tensor, frames: Frames, grid: tuple[int, ...], rows: dict[int, int], positions: str, limit: int, progress: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
     chunk = max(1, limit // len(grid))
     at_once = max(1, limit // chunk)
     U = {s: frames.U[r].to(view.device, view.dtype) for s, r in rows.items()}
     centre = {s: frames.centre[r].to(view.device, view.dtype) for s, r in rows.items()}
     parts: list[Tensor] = []
     own: list[Tensor] = []
-    ids: list[Tensor] = []
-    for tokens in tqdm(source.batches(chunk), disable=not progress, desc="truncation", unit="batch"):
+    for tokens in tqdm(ids.split(chunk), disable=not progress, desc="truncation", unit="batch"):
         plain = log_probabilities(view, tokens, {})
         own.append(plain.cpu())
-        ids.append(tokens)
         columns = []
         for start in range(0, len(grid), at_once):
             ks = torch.tensor(grid[start : start + at_once], device=view.device)
@@ -144,7 +176,7 @@ def _run(
             columns.append(torch.stack([v.view(len(ks), len(tokens)).T.cpu() for v in compared]))
         parts.append(torch.cat(columns, dim=2))
     kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
-    return (kl, reverse, top1, top5), torch.cat(own), torch.cat(ids)
+    return (kl, reverse, top1, top5), torch.cat(own)
 
 
 def _project(U: Tensor, centre: Tensor, keep: Tensor, positions: str) -> Hook:
