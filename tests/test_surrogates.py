@@ -150,3 +150,12 @@ def test_refusals() -> None:
         surrogate_effect(untrained, tokens(), basis_of(gpt2))
     with pytest.raises(GeometryError, match="part: expected one of 'structured'"), surrogate(gpt2, basis_of(gpt2), part="half"):
         pass
+
+
+def test_moved_patterns_are_the_mean_over_all_prompts() -> None:
+    model, rows = tiny("bridge", "gpt2"), tokens(11)
+    basis = basis_of(model)
+    whole, first, rest = (surrogate_effect(model, part, basis, parts="structured") for part in (rows, rows[:8], rows[8:]))
+    assert whole.parts == ("structured",)
+    close(whole.moved, (8 * first.moved + 3 * rest.moved) / 11, 1e-5)
+    assert not torch.allclose(first.moved, rest.moved, atol=1e-3)

@@ -178,8 +178,8 @@ def surrogate(
 class SurrogateEffect(Result):
     """What replacing W_QK by each part does: next-token loss (nats) and patterns.
 
-    ``moved [part head]`` is the mean over queries (from the second on) of the total variation between the model's pattern and the one
-    that the part gives, at the layer's actual input.
+    ``moved [part head]`` is the mean over prompts and queries (from the second on) of the total variation between the model's pattern
+    and the one that the part gives, at the layer's actual input.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -227,6 +227,7 @@ def surrogate_effect(
     )
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     pairs = tuple(sorted(_check.heads(heads, view.n_layers, view.n_heads, layers)))
+    parts = (parts,) if isinstance(parts, str) else tuple(parts)
     clean = _loss(view, rows.tokens)
     losses: list[float] = []
     moved: list[Tensor] = []
@@ -234,8 +235,9 @@ def surrogate_effect(
         distance: dict[tuple[int, int], float] = {}
 
         def record(seen: LayerView, chosen: tuple[int, ...], before: Tensor, after: Tensor, distance: Any = distance) -> None:
-            tv = 0.5 * (after - before).abs().sum(-1)[..., 1:].mean((0, 2))
-            distance.update({(seen.layer, h): float(v) for h, v in zip(chosen, tv, strict=True)})
+            tv = 0.5 * (after - before).abs().sum(-1)[..., 1:].mean(2).sum(0) / len(rows)  # one batch of the prompts
+            for h, v in zip(chosen, tv.tolist(), strict=True):
+                distance[seen.layer, h] = distance.get((seen.layer, h), 0.0) + v
 
         with surrogate(view, basis, pairs, part, rank=rank, seed=seed, on_pattern=record):
             losses.append(_loss(view, rows.tokens))
@@ -250,7 +252,7 @@ def surrogate_effect(
             seed=seed,
         ),
         heads=pairs,
-        parts=tuple(parts),
+        parts=parts,
         clean_loss=clean,
         loss=torch.tensor(losses, dtype=torch.float64),
         moved=torch.stack(moved),
