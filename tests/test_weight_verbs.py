@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
+from tests.tiny import HAS_HOOKED, VOCAB, loadable, tiny, tokens
 from tl_geometry import readout, sphere, weights
-from tl_geometry.errors import GeometryError, UnsupportedModelError
+from tl_geometry.errors import BudgetError, GeometryError, UnsupportedModelError
 from tl_geometry.verbs import paths, probes, vocabulary
 from tl_geometry.verbs.weights import TokenReadout, WeightGeometry, token_readout, weight_geometry
 
@@ -265,6 +265,7 @@ def test_noun_probe_by_hand(embedded: Any) -> None:
     assert without.provenance.preset == "paper"
     assert without.value_ids[0, :, 0].tolist() == p.value_ids[0, :, 1].tolist()
     assert without.key_ids[0, :, 0].tolist() != p.key_ids[0, :, 1].tolist()
+    assert probes.noun_probe(embedded, "map", layers=[1]).nouns == ("map",)  # one noun, not its letters
     with pytest.raises(GeometryError, match="nouns: expected at least one noun of a single token"):
         probes.noun_probe(embedded, ["a noun of several tokens"])
 
@@ -281,6 +282,17 @@ def test_bias_readout_and_its_file(embedded: Any, tmp_path: Any) -> None:
     assert [row[2] for row in b.rows()] == ["query", "key", "value"]
     again = probes.BiasReadout.load(b.save(tmp_path / "b.safetensors"))
     assert again.texts == b.texts
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"), [("qwen3", "QK-norm"), ("gemma3", "QK-norm"), ("gemma2", "a norm after attention"), ("olmo2", "QK-norm")]
+)
+def test_probes_refuse_heads_that_are_not_plain(architecture: str, reason: str) -> None:
+    for kind, processed in loadable(architecture):
+        model = tiny(kind, architecture, processed)
+        for call in (lambda m: probes.noun_probe(m, ["map"]), probes.bias_readout):
+            with pytest.raises(UnsupportedModelError, match=f"without a norm after attention, got {reason}.* in layer 0"):
+                call(model)
 
 
 def test_embedding_tables() -> None:
@@ -344,6 +356,22 @@ def test_paths_by_hand(architecture: str) -> None:
     assert len(p.to_dataframe()) == 2 * 7 * 3
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "bert"])
+def test_paths_of_batches_are_those_of_all_contexts(architecture: str) -> None:
+    model, ids = tiny("bridge", architecture), tokens(5, 7)
+    whole, parts = paths.token_paths(model, ids), paths.token_paths(model, ids, batch_size=2)
+    for name in ("steps", "length", "net", "tortuosity", "radial", "tangential", "turn", "angle", "coordinates"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert torch.equal(parts.rank, whole.rank)
+    assert parts.provenance == whole.provenance
+    need = 8 * (16 * 32 + VOCAB) * 3 * 7  # two blocks
+    assert torch.equal(paths.token_paths(model, ids, memory_budget=need).rank, whole.rank)
+    with pytest.raises(BudgetError, match=f"memory_budget: expected at least {need} bytes for 1 x 7 tokens"):
+        paths.token_paths(model, ids, memory_budget=need - 1)
+    with pytest.raises(BudgetError, match="for 5 x 7 tokens"):  # UMAP places all at once
+        paths.token_paths(model, ids, method="umap", memory_budget=need)
+
+
 def found_update(view: Any, ids: Tensor, layer: int) -> Tensor:
     found: dict[str, Tensor] = {}
     view.run(ids, {f"blocks.{layer}.hook_attn_out": lambda v: found.__setitem__("u", v.double())})
@@ -376,3 +404,18 @@ def test_the_path_of_text_and_bad_methods(embedded: Any) -> None:
     with pytest.raises(GeometryError, match="method: expected one of 'pca', 'umap'"):
         paths.token_paths(embedded, tokens(1, 4), method="tsne")
     assert float(readout.coverage(torch.ones(4))[-1]) == 1
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_the_mlp_turns_the_stream_that_attention_has_added_to(architecture: str) -> None:
+    view, ids = tlg.view(tiny("bridge", architecture)), tokens(2, 7)
+    p, found = paths.token_paths(view, ids), {}
+    for l in range(2):
+        names = [f"blocks.{l}.hook_{name}" for name in ("resid_pre", "attn_out", "mlp_out")]
+        view.run(ids, {n: lambda v, n=n: found.__setitem__(n, v.double()) for n in names})
+        before, attention, update = (sphere.centred(found[n], view.norm) for n in names)
+        state = before + attention
+        radial = (update * torch.nn.functional.normalize(state, dim=-1)).sum(-1)
+        close(p.radial[1, l], radial, 1e-4)
+        close(p.tangential[1, l].square(), update.square().sum(-1) - radial.square(), 1e-4)
+        close(p.turn[1, l].cos(), torch.cosine_similarity(state, state + update, dim=-1), 1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,19 @@ from torch import Tensor
 
 from tl_geometry import _check, _html, sphere
 from tl_geometry._check import require
-from tl_geometry.capture import as_view, token_rows
+from tl_geometry.capture import as_view, default_batch, token_rows
 from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import GeometryError
-from tl_geometry.records import ModelView
+from tl_geometry.errors import BudgetError, GeometryError
+from tl_geometry.records import ModelView, TokenWindows
 from tl_geometry.results import Result, hash_tokens
 from tl_geometry.verbs.vocabulary import embeddings, output_rows, weight_provenance
 
 UPDATES = ("attention", "mlp")
 """Order of the two updates of a block."""
+PER_BATCH = ("radial", "tangential", "turn")
+"""Fields whose third axis is that of the contexts; the first of all others is."""
+HELD = 16
+"""Copies of all states that are held at once in float64: states, outputs of attention and MLP, and what is made of them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,6 +83,8 @@ def token_paths(
     prepend_bos: bool | None = None,
     method: str = "pca",
     seed: int = 0,
+    batch_size: int | None = None,
+    memory_budget: int = 2**31,
 ) -> TokenPaths:
     """Where each token travels on the sphere of the norm, layer by layer, and how near it comes to the token that follows it.
 
@@ -89,23 +95,30 @@ def token_paths(
         tokens: a string, strings of equal token length (then ``prepend_bos`` is needed), ids or :class:`TokenWindows`.
         basis: fit the three axes on this basis' sampled states instead of the token embeddings.
         method: ``"pca"`` (deterministic) or ``"umap"`` (the published view; needs umap-learn).
+        batch_size: contexts of one forward pass, where the budget allows (UMAP places all of them at once).
+        memory_budget: bytes held for one batch.
+
+    Raises ``BudgetError`` where one context (with UMAP: all of them) exceeds the budget.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.token_paths(model, [[0, 5, 9, 7]]).coordinates.shape  # context, position, state, axis
+    torch.Size([1, 4, 5, 3])
     """
     _check.choice(method, ("pca", "umap"), "method")
     view = as_view(model)
     if basis is not None:
         basis.check_model(view)
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
-    states, updates = _states(view, rows.tokens)
-    kind = view.norm
-    path = sphere.path_geometry(states, kind)
-    flags = [] if updates is not None else ["attention and MLP outputs do not add up to the states: no updates"]
+    size = _contexts_per_batch(view, rows, method, memory_budget, batch_size)
+    shown, place, fitted_on = _projection(view, basis, method, seed)
+    words = output_rows(view)
+    parts = [_measured(view, part, words, place) for part in rows.tokens.split(size)]
+    joined = {name: torch.cat([p[name] for p in parts], dim=2 if name in PER_BATCH else 0) for name in parts[0]}
+    apart = any(bool(p["radial"].isnan().all()) for p in parts)
+    flags = ["attention and MLP outputs do not add up to the states: no updates"] if apart else []
     if not view.head_trained:
         flags.append("output head not trained: next tokens are sought in the embedding")
-    target = torch.cat([rows.tokens[:, 1:], torch.zeros_like(rows.tokens[:, :1])], dim=1).to(states.device)
-    near = sphere.token_approach(states, output_rows(view), target.unsqueeze(-1).expand(states.shape[:-1]), kind)
-    near.angle[:, -1], near.rank[:, -1] = torch.nan, 0
-    shares, coordinates, fitted_on = _project(view, states, basis, method, seed)
-    split = [torch.full((2, view.n_layers, *rows.tokens.shape), torch.nan).double()] * 3 if updates is None else updates
     texts = [tuple(_html.token_text(s) for s in view.decode(row.tolist())) for row in rows.tokens]
     return TokenPaths(
         provenance=dataclasses.replace(
@@ -118,20 +131,40 @@ def token_paths(
         ),
         tokens=rows.tokens.cpu(),
         str_tokens=tuple(texts),
-        steps=path.steps.cpu(),
-        length=path.length.cpu(),
-        net=path.net.cpu(),
-        tortuosity=path.tortuosity.cpu(),
-        radial=split[0].cpu(),
-        tangential=split[1].cpu(),
-        turn=split[2].cpu(),
-        angle=near.angle.cpu(),
-        rank=near.rank.cpu(),
-        coordinates=coordinates.double().cpu(),
-        shown=shares,
+        shown=shown,
         method=method,
         fitted_on=fitted_on,
+        **joined,
     )
+
+
+def _contexts_per_batch(view: ModelView, rows: TokenWindows, method: str, memory_budget: int, batch_size: int | None) -> int:
+    """How many contexts are followed at once: as many as the budget holds, all of them for UMAP."""
+    columns = rows.tokens.shape[1]
+    per_context = 8 * (HELD * view.d_model + min(view.d_vocab, sphere.VOCABULARY_CHUNK)) * (view.n_layers + 1) * columns
+    least = len(rows) if method == "umap" else 1
+    need = least * per_context
+    require(
+        memory_budget >= need, "memory_budget", expected=f"at least {need} bytes for {least} x {columns} tokens", got=memory_budget,
+        instead="shorter or fewer windows, or a larger memory_budget=", error=BudgetError,
+    )  # fmt: skip
+    return max(least, min(memory_budget // per_context, batch_size or default_batch(columns, view.device)))
+
+
+Place = Callable[[Tensor], Tensor]
+"""Coordinates of states on the three axes."""
+
+
+def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> dict[str, Tensor]:
+    """The tensors of :class:`TokenPaths` for some contexts."""
+    states, updates = _states(view, tokens)
+    path = sphere.path_geometry(states, view.norm)
+    target = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1).to(states.device)
+    near = sphere.token_approach(states, words, target.unsqueeze(-1).expand(states.shape[:-1]), view.norm)
+    near.angle[:, -1], near.rank[:, -1] = torch.nan, 0
+    split = [torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()] * 3 if updates is None else updates
+    found = {"angle": near.angle, "rank": near.rank, "coordinates": place(states).double()} | dict(zip(PER_BATCH, split, strict=True))
+    return {name: value.cpu() for name, value in (found | path._asdict()).items()}
 
 
 def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
@@ -157,18 +190,19 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
     return h, [torch.stack(pair).permute(0, 3, 1, 2) for pair in zip(*parts, strict=True)]
 
 
-def _project(
-    view: ModelView, states: Tensor, basis: PositionContext | None, method: str, seed: int
-) -> tuple[float, Float[Tensor, "batch position state 3"], str]:
-    """Three coordinates of states on the unit sphere, and the share of the fitted rows' variance on the axes (NaN for UMAP)."""
+def _projection(view: ModelView, basis: PositionContext | None, method: str, seed: int) -> tuple[float, Place, str]:
+    """The share of the fitted rows' variance on three axes (NaN for UMAP), coordinates of states on the unit sphere, what was fitted."""
     if basis is None:
         rows, name = embeddings(view), "token embeddings"
     else:
         require(basis.samples is not None, "basis", expected="sampled states", got="a basis without", instead="decompose(..., keep=32)")
         rows, name = basis.samples.flatten(0, 2) if basis.samples is not None else torch.empty(0), "sampled states"
     unit = torch.nn.functional.normalize(sphere.centred(rows.double(), view.norm), dim=-1)
-    points = torch.nn.functional.normalize(sphere.centred(states, view.norm), dim=-1)
+
+    def points(states: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(sphere.centred(states, view.norm), dim=-1)
+
     if method == "umap":
-        return float("nan"), sphere.umap_coordinates(unit, points, seed=seed), name
-    found = sphere.principal_projection(unit.to(points.device), 3)
-    return float(found.share.sum()), found(points), name
+        return float("nan"), lambda states: sphere.umap_coordinates(unit, points(states), seed=seed), name
+    found = sphere.principal_projection(unit.to(view.device), 3)
+    return float(found.share.sum()), lambda states: found(points(states)), name

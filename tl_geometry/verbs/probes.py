@@ -18,6 +18,7 @@ from torch import Tensor
 from tl_geometry import _check, readout, sphere
 from tl_geometry._check import Head, require
 from tl_geometry.capture import as_view
+from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import HeadWeights, ModelView, NormWeights
 from tl_geometry.results import Result
 from tl_geometry.verbs.vocabulary import embeddings, normalized_rows, require_trained_head, token_texts, weight_provenance
@@ -94,7 +95,7 @@ class NounProbe(Result):
 
 def noun_probe(
     model: Any,
-    nouns: Sequence[str] | None = None,
+    nouns: Sequence[str] | str | None = None,
     *,
     layers: Iterable[int] | int | None = None,
     k: int = 3,
@@ -107,12 +108,20 @@ def noun_probe(
     one token. ``biases=False`` leaves b_Q out of the keys, as published (b_K never matters: it is constant along a row). By default the
     first, middle and last block; lengths ``|u|`` are those of centred vectors in LayerNorm models, so that loadings agree (where
     value biases were folded into b_O, single heads lack theirs).
+
+    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention writes: then neither is the formula.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.noun_probe(model, ["file", "list"], layers=0).nouns
+    ('file', 'list')
     """
     view = as_view(model)
     output = _Output.of(view, "noun_probe")
     last = view.n_layers - 1
     chosen = tuple(sorted({0, last // 2, last})) if layers is None else _check.indices(layers, view.n_layers, "layers")
-    given = common_nouns() if nouns is None else tuple(nouns)
+    _require_plain_heads(view, chosen, "noun_probe")
+    given = common_nouns() if nouns is None else (nouns,) if isinstance(nouns, str) else tuple(nouns)
     encoded = {noun: view.encode(noun) for noun in given}
     kept = tuple(n for n in given if len(encoded[n]) == 1)
     require(
@@ -135,6 +144,19 @@ def noun_probe(
         sum_norms=lengths,
         texts=tuple(token_texts(view, shown).items()),
     )
+
+
+def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> None:
+    """Refuse layers whose scores are not bilinear in the normalised stream, or whose heads do not write straight into it."""
+    for layer in layers:
+        facts = view.layer_facts(layer)
+        post_norm = view.causal and view.norm is not None and facts["norm before attention"] == "none"
+        after = post_norm or hasattr(view.model.blocks[layer], "ln1_post")
+        got = f"QK-norm ({facts['QK-norm']})" if facts["QK-norm"] != "none" else "a norm after attention"
+        require(
+            facts["QK-norm"] == "none" and not after, what, expected="heads without QK-norm and without a norm after attention",
+            got=f"{got} in layer {layer} of {view.name}", instead="weight_geometry or token_readout", error=UnsupportedModelError,
+        )  # fmt: skip
 
 
 def _probe_layer(
@@ -189,9 +211,12 @@ def bias_readout(
     to whatever the query. ``query`` reads ``W_Q b_K``, which softmax ignores without rotary positions. ``value`` reads ``b_V W_O``,
     added whatever is attended to. Biases and matrices are canonical (gain and bias of the norm folded in), so that loadings agree on
     query and key; processing may have moved b_V into b_O.
+
+    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention writes: no bias is then a direction.
     """
     view = as_view(model)
     pairs = tuple(sorted(_check.heads(heads, view.n_layers, view.n_heads, layers)))
+    _require_plain_heads(view, sorted({l for l, _ in pairs}), "bias_readout")
     rows = embeddings(view)
     writes = _Output.of(view, "bias_readout").rows[:, :-1] if view.head_trained else rows
     final = view.final_norm() if view.head_trained else None
