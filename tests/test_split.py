@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from tl_geometry.errors import BudgetError, ClosingError, GeometryError, Unsuppo
 from tl_geometry.records import LayerView, ModelView
 from tl_geometry.verbs.cuts import Cut
 from tl_geometry.verbs.split import ScoreSplit, split_scores, split_values
+from tl_geometry.verbs.values import _token_ids
 
 PROMPTS = tokens(batch=2, length=18, seed=7)
 HALF = (torch.float16, torch.bfloat16)
@@ -601,6 +603,28 @@ def test_logits_of_a_head_that_is_not_linear_are_refused() -> None:
         split_values(model, PROMPTS, basis).effect("pos")
 
 
+def test_tokens_of_direct_effects_are_ids_or_single_tokens_one_or_several() -> None:
+    seen = dataclasses.replace(view(tiny("bridge", "gpt2")), encode=lambda text: [ord(c) - 90 for c in text])
+    basis = basis_of("bridge", "gpt2")
+
+    def chosen(asked: Any) -> tuple[int, ...]:
+        return split_values(seen, PROMPTS, basis, heads=["L1H2"], token_ids=asked).token_ids
+
+    assert chosen(5) == (5,)
+    assert chosen("c") == (9,)
+    assert chosen(["c", 5]) == (9, 5)
+    assert _token_ids(seen, torch.tensor([7, 5])) == (7, 5)
+    with pytest.raises(GeometryError, match=r"ids, or texts of one token each, got 5\.7"):
+        _token_ids(seen, [5.7])
+    for asked, text in (
+        ("cd", "ids, or texts of one token each, got 'cd', which is 2 tokens"),
+        ([], "at least one token"),
+        ([61], "an index from 0 to 60, got 61"),
+    ):
+        with pytest.raises(GeometryError, match=f"token_ids: expected {re.escape(text)}"):
+            chosen(asked)
+
+
 VALUE_FAULTS: dict[str, Change] = {
     "value bias dropped": with_fields(v_constant=torch.zeros_like),
     "wrong value head": with_map("v_map", lambda _, p: p, lambda v: v.roll(1, -2)),
@@ -678,3 +702,17 @@ def test_a_term_that_is_not_there_is_not_contained() -> None:
     split = tl_geometry.split_scores(model, tokens(1, 6), decompose(model, tokens(24, 16), progress=False))
     assert ("pos", "cvec") in split.terms
     assert ("pos", "ctx") not in split.terms
+
+
+def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
+    model = tiny("bridge", "llama")
+    basis, seen = decompose(model, tokens(batch=24, length=20, seed=2), window=(3, 12), progress=False), view(model)
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    cut = Cut(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
+    seen.run_layers(PROMPTS, (1,), lambda layer: found.append((layer.h.double(), cut.stream(layer))))
+    h, parts = found[0]
+    expected = basis.transform(h[:, 3:12].expand(len(basis.states), -1, -1, -1), positions=range(3, 12))
+    row = basis.index(1)
+    assert torch.allclose(parts["ctx"], expected.ctx[row].float().unsqueeze(1).expand_as(h), atol=1e-5)
+    assert torch.allclose(parts["resid"][:, 3:12], expected.resid[row].float(), atol=1e-5)
+    assert float(expected.ctx[row].abs().max()) > 0.1

@@ -10,7 +10,8 @@ final norm with its scale frozen, ``((output A) / s_final) gain W_U`` (direct lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ def split_values(
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
     parts: Sequence[str] | UserParts = ("pos", "cvec"),
-    token_ids: Sequence[int] | None = None,
+    token_ids: Sequence[int | str] | int | str | None = None,
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
     cache: Any = None,
@@ -96,19 +97,27 @@ def split_values(
 ) -> ValueSplit:
     """Split the outputs of heads exactly by source part, with the pattern and the norm scale frozen; arguments as :func:`split_scores`.
 
-    ``token_ids`` asks for the direct effect of each part on those logits, through the final norm with its scale frozen.
+    ``token_ids`` (ids, or texts of one token each) asks for the direct effect of each part on those logits, through the final norm with
+    its scale frozen.
 
     Raises ``ClosingError`` where the parts do not sum to the model's ``hook_z``, ``UnsupportedModelError`` for logits of a model whose
     output head was newly initialised or is not a norm and a linear map (BERT).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> tlg.split_values(model, windows[:2], basis, heads="L1H0").closing.closes
+    True
     """
     view = capture.as_view(model)
     rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)
     names = part_names(parts, "exact")
-    wanted = 0 if token_ids is None else len(token_ids)
-    numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + wanted)
+    wanted = () if token_ids is None else _token_ids(view, token_ids)
+    numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_request(view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen))
-    readout = None if token_ids is None else _Readout(view, token_ids, rows.tokens)
+    readout = None if token_ids is None else _Readout(view, wanted, rows.tokens)
     cut = Cut(view, basis, parts, "exact", False, tuple(dict.fromkeys(l for l, _ in chosen)))
     z: list[Tensor] = []
     W_O: list[Tensor] = []
@@ -129,11 +138,25 @@ def split_values(
         parts=names,
         z=mixed,
         W_O=outward,
-        token_ids=() if token_ids is None else tuple(int(t) for t in token_ids),
+        token_ids=wanted,
         logits=None if readout is None else readout(mixed, outward),
         checks=tuple(checks),
         str_tokens=rows.str_tokens,
     )
+
+
+def _token_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
+    """Ids of tokens that are given as ids or as texts of one token each, one or several."""
+    found: list[int] = []
+    for value in [given] if isinstance(given, int | str) else given:
+        ids = view.encode(value) if isinstance(value, str) else [value]
+        require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=f"{value!r}, which is {len(ids)} tokens")
+        try:
+            found.append(operator.index(ids[0]))
+        except TypeError:
+            fail("token_ids", expected="ids, or texts of one token each", got=repr(value))
+    require(len(found) > 0, "token_ids", expected="at least one token", got="none")
+    return tuple(_check.index(i, view.d_vocab, "token_ids") for i in found)
 
 
 def _mixed(layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check]) -> Float[Tensor, "part batch position head d_head"]:
@@ -158,8 +181,6 @@ class _Readout:
     """Direct effect of a write into the stream on some logits."""
 
     def __init__(self, view: ModelView, token_ids: Sequence[int], tokens: Tensor) -> None:
-        ids = [_check.index(int(t), view.d_vocab, "token_ids") for t in token_ids]
-        require(len(ids) > 0, "token_ids", expected="at least one token id", got="none")
         require(
             view.head_trained, f"logits of {view.name}", expected="a trained output head", got="one that was newly initialised",
             instead="split_values without token_ids=", error=UnsupportedModelError,
@@ -175,7 +196,7 @@ class _Readout:
         h = found[0].to(norm.gain.dtype)
         h = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
         self.scale = torch.ones_like(h[..., 0]) if norm.kind is None else (h.square().mean(-1) + norm.eps).sqrt()
-        directions = norm.gain.unsqueeze(-1) * view.unembed()[:, ids].to(norm.gain)
+        directions = norm.gain.unsqueeze(-1) * view.unembed()[:, list(token_ids)].to(norm.gain)
         self.directions = directions - directions.mean(0) if norm.kind == "LN" else directions
 
     def __call__(self, z: Tensor, W_O: Tensor) -> Float[Tensor, "part batch position head d_vocab"]:
