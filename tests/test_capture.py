@@ -100,6 +100,16 @@ def test_bos_is_recorded_and_a_foreign_basis_is_refused(model: Any) -> None:
         basis.check_model(view, has_bos=not basis.provenance.has_bos)
 
 
+def test_a_basis_from_a_cache_belongs_to_the_model_of_the_cache(model: Any) -> None:
+    _, cache = model.run_with_cache(tokens(4, 6))
+    basis = tlg.decompose(cache, progress=False)
+    basis.check_model(tlg.view(model))
+    with pytest.raises(tlg.GeometryError, match="basis: expected the model it was computed from, tiny-gpt2"):
+        basis.check_model(tlg.view(tiny("bridge", "llama")))
+    cache.model = None
+    assert tlg.decompose(cache, progress=False).provenance.fingerprint is None
+
+
 class Killed(Exception):
     pass
 
@@ -214,12 +224,20 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         assert found.str_tokens == ("\x01", "a", "b", "c")
         some = tlg.windows(Letters(), "abcdefghijkl", 2, n=3, prepend_bos=False, seed=5)
         assert len(set(map(tuple, some.tokens.tolist()))) == 3  # without replacement
-        overlapping = tlg.windows(Letters(), "abcdefghijkl", 4, n=50, prepend_bos=False, replace=True)
-        assert len(overlapping) == 50
+        texts = ["abcdefghijklmnopqrst", "uv", "wxyzABC"]
+        drawn = tlg.windows(Letters(), texts, 4, n=2100, prepend_bos=False, replace=True)
+        starts, counts = drawn.tokens[:, 0].unique(return_counts=True)
+        assert "".join(map(chr, starts.tolist())) == "abcdefghijklmnopqwxyz"  # none across texts
+        assert ((counts - 100).abs() < 50).all()  # each place as likely as another, so that long texts give more
+        assert drawn.labels is not None
+        assert torch.bincount(drawn.labels).tolist() == [int(counts[:17].sum()), 0, int(counts[17:].sum())]
+        assert all("".join(map(chr, row)) in " ".join(texts) for row in drawn.tokens.tolist())
         for call, text in [
             (lambda: tlg.windows(Letters(), ["ab"], 4, prepend_bos=False), "texts: expected a text of at least 4 tokens, got at most 2"),
             (lambda: tlg.windows(Letters(), "abcdefgh", 4, n=3, prepend_bos=False), "n: expected 1 to 2 windows, got 3"),
             (lambda: tlg.windows(Letters(), [], 4, prepend_bos=False), "texts: expected a string or a list of strings"),
+            (lambda: tlg.windows(Letters(), ["abc"], 4, n=3, prepend_bos=False, replace=True), "texts: expected a text of at least 4"),
+            (lambda: tlg.windows(Letters(), ["abcd"], 4, n=0, prepend_bos=False, replace=True), "n: expected a number of windows"),
             (
                 lambda: tlg.windows(Letters(), "abcdefgh", 4, prepend_bos=False, labels=["a", "b"]),
                 "labels: expected one for each of 1 texts",
@@ -320,3 +338,43 @@ def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path)
     with pytest.raises(tlg.GeometryError, match=r"got NaN or infinite in states \[1\], contexts 0 to 3"):
         tlg.decompose(dataclasses.replace(view, run=poisoned), ids, checkpoint=path, progress=False)
     assert not path.exists()
+
+
+def test_an_interrupted_run_with_labels_resumes_with_theirs(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "SAVE_SHARE", 1e9)
+    ids, labels, path = tokens(20, 8), torch.arange(20) % 3, tmp_path / "run.safetensors"
+    whole = tlg.decompose(model, ids, labels=labels, progress=False)
+    forward, left = capture._forward, [2]
+
+    def dying(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        forward(*args)
+
+    monkeypatch.setattr(capture, "_forward", dying)
+    with pytest.raises(Killed):
+        tlg.decompose(model, ids, labels=labels, batch_size=4, checkpoint=path, progress=False)
+    monkeypatch.setattr(capture, "_forward", forward)
+    resumed = tlg.decompose(model, ids, labels=labels, batch_size=5, checkpoint=path, progress=False)
+    assert resumed.labels is not None
+    assert torch.equal(resumed.labels, labels)
+    assert resumed.moments.label_counts is not None
+    assert resumed.moments.label_counts.tolist() == [7, 7, 6]
+    assert resumed.moments.label_sums is not None
+    assert whole.moments.label_sums is not None
+    assert torch.allclose(resumed.moments.label_sums, whole.moments.label_sums, rtol=1e-10)
+
+
+def test_what_is_over_the_limit_is_not_kept_and_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulation, "KEEP_LIMIT", 10_000)  # three samples of [3 states, 8 columns, 32], and none of the others
+    for source in (tokens(20, 8), iter(tokens(20, 8).split(3))):  # of known and of unknown length
+        basis = tlg.decompose(model, source, batch_size=4, progress=False)
+        assert not basis.has_second_moments
+        assert basis.ctx is None
+        assert basis.samples is not None
+        assert len(basis.samples) == 3
+        for flag in ("second moments not kept", "context vectors not kept", "3 of 32 samples kept"):
+            assert any(flag in f for f in basis.provenance.flags), flag
+    few = tlg.decompose(model, tokens(12, 8), progress=False)
+    assert few.ctx is not None

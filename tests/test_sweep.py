@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny import tiny, tokens
 from tl_geometry import attention, decompose
 from tl_geometry.adapters import view
+from tl_geometry.attention import row_center
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import BudgetError, ClosingError, GeometryError
 from tl_geometry.head_types import head_type_scores, repeated_random_tokens
+from tl_geometry.score_shapes import contrast_sums, offset_sums
 from tl_geometry.verbs import sweep
-from tl_geometry.verbs.details import DETAILS, DRAWS, model_pattern, score
+from tl_geometry.verbs.details import DETAILS, DRAWS, model_pattern, null_positions, score
 from tl_geometry.verbs.nulls import reinitialized
 from tl_geometry.verbs.split import split_scores
 from tl_geometry.verbs.sweep import SweepTable, sweep_heads
@@ -189,6 +192,19 @@ def test_bad_input_is_refused_by_name() -> None:
         swept("gpt2", memory_budget=1000)
 
 
+def test_bos_is_compared_over_all_batches() -> None:
+    model, without = dataclasses.replace(view(tiny("bridge", "gpt2")), bos_id=0), tokens(batch=6, length=20, seed=4)
+    begun = torch.cat([torch.zeros(6, 1, dtype=torch.int64), without[:, 1:]], dim=1)
+    mixed = torch.cat([begun[:3], without[3:]])
+    options: dict[str, Any] = {"batch_size": 3, "progress": False}
+    basis = decompose(model, mixed, progress=False)
+    assert sweep_heads(model, mixed, basis, **options).provenance.contexts == 6
+    with pytest.raises(GeometryError, match="tokens: expected has_bos=False, as in the basis, got has_bos=True"):
+        sweep_heads(model, begun, basis, **options)
+    with pytest.raises(GeometryError, match="tokens: expected has_bos=True, as in the basis, got has_bos=False"):
+        sweep_heads(model, mixed, decompose(model, begun, progress=False), **options)
+
+
 def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subtraction alone would close whatever mean and pos were: the explicit projection of one context does not."""
     right = sweep.project_basis
@@ -244,3 +260,45 @@ def test_an_untrained_twin_is_read_anew() -> None:
         table = sweep_heads(twin, PROMPTS, decompose(twin, tokens(batch=24, length=24, seed=2), progress=False), progress=False)
     assert not torch.allclose(table.cs, before.cs, atol=1e-2)
     assert torch.allclose(swept("gpt2").cs, before.cs)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
+def test_shapes_are_those_of_the_terms_of_the_split(architecture: str) -> None:
+    table, split = everything(architecture), split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture))
+    position = sum((v for (a, b), v in split.terms.items() if "cvec" not in (a, b)), torch.zeros(()))
+    shown = {"pos-pos": split.terms["pos", "pos"], "position": position, "cvec-cvec": split.terms["cvec", "cvec"]}
+    for at in (slice(0, 4), slice(4, 8)):
+        allowed = split.allowed[at.start, 1:, 1:]
+        for name, term in shown.items():
+            centred = row_center(term[:, at, 1:, 1:], allowed)
+            expected = offset_sums(centred, allowed)
+            assert torch.allclose(table.details[f"toeplitz_{name}"][at], expected.toeplitz_r2, atol=1e-4), name
+            assert torch.allclose(table.details[f"offsets_{name}"][at], expected.profile, atol=1e-4, equal_nan=True), name
+        content = row_center(shown["cvec-cvec"][:, at, 1:, 1:], allowed)
+        contrast = contrast_sums(content, PROMPTS[:, 1:], allowed).contrast
+        assert torch.allclose(table.details["contrast_cvec-cvec"][at], contrast, atol=1e-4)
+
+
+def test_null_positions_have_the_energy_of_the_positions_and_are_others() -> None:
+    basis, energy = basis_of("gpt2"), lambda x: float(x.square().sum())
+    pos = basis.pos_columns[basis.index(1), :20]
+    found = dict(null_positions(basis, 1, 20, 1, 0))
+    assert len(found) == 2 * DRAWS
+    for name, null in found.items():
+        assert torch.equal(null[:1], pos[:1]), name
+        assert energy(null[1:]) == pytest.approx(energy(pos[1:]), rel=1e-9)
+        assert energy(null[1:] - pos[1:]) > energy(pos[1:])
+        if name.startswith("permuted"):
+            assert torch.equal(null.sum(1).sort().values, pos.sum(1).sort().values)
+
+
+def test_null_shares_are_those_of_a_split_by_the_null_positions() -> None:
+    model, basis, table = tiny("bridge", "gpt2"), basis_of("gpt2"), everything("gpt2")
+    h: list[Tensor] = []
+    view(model).run_layers(PROMPTS, (1,), lambda layer: h.append(layer.h.double()))
+    mean = basis.mean[basis.index(1)].expand_as(h[0])
+    for name, null in null_positions(basis, 1, 20, 1, 0):
+        split = split_scores(model, PROMPTS, None, layers=1, parts={"mean": mean, "pos": null.expand_as(mean), "cvec": h[0] - mean - null})
+        kind, draw = name.split()
+        for i, group in enumerate(attention.GROUPS[:2]):
+            assert torch.allclose(table.details[f"draws_{group}_{kind}"][4:, int(draw)], split.shares(drop=1).group_cs[:, i], atol=1e-4)

@@ -274,11 +274,12 @@ def dominant_only(
     require_output(view, "dominant_only")
     rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
+    again, mark = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
+    known = f"a sweep of {table.provenance.model} ({mark})"
+    require(mark in (None, view.fingerprint), "table", expected=f"a sweep of {view.name} ({view.fingerprint})", got=known, instead=again)
     everything = tuple((layer, head) for layer in range(view.n_layers) for head in range(view.n_heads))
     missing = [head for head in everything if head not in table.heads]
-    require(
-        not missing, "table", expected="a row for every head", got=f"none for {missing[:4]}", instead="sweep_heads(model, tokens, basis)"
-    )
+    require(not missing, "table", expected="a row for every head", got=f"none for {missing[:4]}", instead=again)
 
     def best(shares: Tensor, names: Sequence[str]) -> dict[tuple[int, int], tuple[str, ...]]:
         top = torch.where(torch.isnan(shares), -torch.inf, shares).argmax(-1).tolist()

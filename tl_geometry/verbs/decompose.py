@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry import _check, capture
@@ -15,6 +16,7 @@ from tl_geometry._check import describe, require
 from tl_geometry.accumulation import Plan, run_tensor
 from tl_geometry.capture import TokenSource, as_view, default_batch, run_corpus
 from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import GeometryError
 from tl_geometry.records import TokenWindows
 from tl_geometry.results import Provenance
 
@@ -35,11 +37,17 @@ def windows(
 
     Every text is tokenised whole, then cut; its last, shorter piece is left out. With ``prepend_bos`` each window is the BOS
     id and ``length - 1`` tokens. ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes
-    all. ``labels`` names the document of each text (by default its index). ``replace=True`` draws ``n`` windows from each
-    text's random places with replacement instead, so that they overlap: the published sampling (Song & Zhong 2023), whose
-    windows are not independent.
+    all. ``labels`` names the document of each text (by default its index). ``replace=True`` draws ``n`` places where a window can
+    start instead, each of all texts as likely as another, with replacement, so that windows overlap: the published sampling
+    (Song & Zhong 2023), whose windows are not independent. A text shorter than a window is left out.
 
     Raises ``GeometryError`` when no text is long enough, or when ``n`` exceeds the windows there are.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> cut = tlg.windows(model, "def f(x): return x " * 20, 16, prepend_bos=True)
+    >>> cut.tokens.shape[1], cut.has_bos
+    (16, True)
     """
     view = as_view(model)
     documents = [texts] if isinstance(texts, str) else list(texts)
@@ -58,16 +66,15 @@ def windows(
     names = tuple(dict.fromkeys(named))
     body = length - int(prepend_bos)
     ids = [view.encode(text) for text in documents]
+    longest = max(len(row) for row in ids)
+    require(longest >= body, "texts", expected=f"a text of at least {body} tokens", got=f"at most {longest}", instead="a shorter length=")
     if replace:
-        require(n is not None, "n", expected="a number of windows with replace=True", got=None)
-        share = -(-(n or 1) // len(ids))
-        cut = [token_math.sample_starts(row, body, share, seed + i) for i, row in enumerate(ids)]
+        require(n is not None and n >= 1, "n", expected="a number of windows with replace=True", got=n)
+        cut = _anywhere(ids, body, n or 1, seed)
     else:
         cut = [token_math.cut(row, body) for row in ids]
     rows = torch.cat(cut)
     which = torch.cat([torch.full((len(c),), names.index(named[i])) for i, c in enumerate(cut)])
-    longest = max(len(row) for row in ids)
-    require(len(rows) > 0, "texts", expected=f"a text of at least {body} tokens", got=f"at most {longest}", instead="a shorter length=")
     if n is not None:
         require(1 <= n <= len(rows), "n", expected=f"1 to {len(rows)} windows", got=n, instead="n=None for all, or more text")
         kept = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n].sort().values
@@ -78,11 +85,27 @@ def windows(
     return TokenWindows(tokens=rows, has_bos=prepend_bos, labels=which, names=names, corpus=corpus, str_tokens=shown)
 
 
+def _anywhere(ids: Sequence[Sequence[int]], length: int, n: int, seed: int) -> list[Int[Tensor, "context position"]]:
+    """``n`` windows, by text: their starts are drawn with replacement from all places of all texts where one fits."""
+    starts = torch.tensor([max(0, len(row) - length + 1) for row in ids])
+    ends = starts.cumsum(0)
+    drawn = torch.randint(int(ends[-1]), (n,), generator=torch.Generator().manual_seed(seed)).sort().values
+    sizes = torch.bincount(torch.bucketize(drawn, ends, right=True), minlength=len(ids)).tolist()
+    places = zip(ids, drawn.split(sizes), (ends - starts).tolist(), strict=True)
+    return [torch.as_tensor(row, dtype=torch.int64)[(at - first)[:, None] + torch.arange(length)] for row, at, first in places]
+
+
 def glue(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> TokenWindows:
     """Windows glued from pieces of random windows of the same corpus: the null for the context share.
 
     ``piece`` tokens (by default an eighth of the window) come from one place; a BOS column stays. Whatever context share the
     glued windows show comes from slow variation within a piece, not from a common context.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> tlg.glue(windows).tokens.shape
+    torch.Size([8, 16])
     """
     length = source.tokens.shape[1]
     rows = token_math.glue(source.tokens, piece or max(1, length // 8), seed=seed, keep_first=source.has_bos)
@@ -178,5 +201,13 @@ def _activations(source: Any) -> tuple[Tensor, Provenance]:
         require(ok, "activations", expected=shape, got=describe(source), instead="decompose(model, tokens) for token ids")
         return h, Provenance(corpus="activations", dtype=str(h.dtype).removeprefix("torch."))
     h = capture.cached_states(source)
-    name = type(getattr(source, "model", None)).__name__
-    return h, Provenance(model=name, corpus="ActivationCache", dtype=str(h.dtype).removeprefix("torch."))
+    return h, Provenance(corpus="ActivationCache", dtype=str(h.dtype).removeprefix("torch."), **_origin(getattr(source, "model", None)))
+
+
+def _origin(model: Any) -> dict[str, Any]:
+    """Provenance of the model that a cache holds on to; its class alone where no view of it can be had."""
+    try:
+        view = as_view(model)
+    except GeometryError:
+        return {"model": type(model).__name__}
+    return {"model": view.name, "fingerprint": view.fingerprint, "library": f"{view.kind}, {view.library}", "processed": view.processed}

@@ -143,6 +143,13 @@ def sweep_heads(
     Raises ``ClosingError`` where the split does not reproduce the model's own queries, keys, scores and patterns (checked on the
     first context), ``BudgetError`` where one context exceeds the budget, ``GeometryError`` for a basis of another model or of
     fewer positions, and for unknown details.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> tlg.sweep_heads(model, windows, basis, progress=False).top("induction", 2).heads
+    ((1, 0), (1, 3))
     """
     view = capture.as_view(model)
     wanted = (detail,) if isinstance(detail, str) else tuple(detail)
@@ -152,17 +159,19 @@ def sweep_heads(
     source = capture.TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     rows = _rows_per_batch(view, source.columns, memory_budget, batch_size)
     work = _Sweep(view, basis, chosen, source.columns, wanted, memory_budget, seed)
-    done, token_hash = 0, ""
+    done, token_hash, begins = 0, "", view.bos_id is not None
     bar = tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name)
     with bar:
         for batch in source.batches(rows):
+            begins = begins and bool((batch[:, 0] == view.bos_id).all())
+            basis.check_model(view, None if begins else False)  # a row without BOS decides, one with it does not
             if done == 0:
-                basis.check_model(view, view.bos_id is not None and bool((batch[:, 0] == view.bos_id).all()))
                 view.run_layers(batch[:1], chosen, work.verify, verify=True)
             work.batch = batch
             view.run_layers(batch, chosen, work.on_layer, verify=False)
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
+    basis.check_model(view, begins)
     types, baselines = measure_types(view, chosen, bos=bool(basis.provenance.has_bos), seed=1234 + seed)
     provenance = Provenance(
         model=view.name,
