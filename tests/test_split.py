@@ -570,7 +570,7 @@ def test_values_sum_to_the_output_of_the_head(architecture: str) -> None:
         assert torch.allclose(shares.sum(1), torch.ones(8), atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "neox"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "neox"])
 def test_direct_effects_are_differences_of_logits(architecture: str) -> None:
     """Taking a part's output out of the last state with the norm's scale frozen changes the logit by its direct effect."""
     for kind, processed in loadable(architecture):
@@ -601,6 +601,15 @@ def test_logits_of_a_head_that_is_not_linear_are_refused() -> None:
         split_values(untrained, PROMPTS, basis_of("bridge", "gpt2"), token_ids=[3])
     with pytest.raises(GeometryError, match="token_ids= in split_values"):
         split_values(model, PROMPTS, basis).effect("pos")
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "olmo2"])
+def test_direct_effects_through_a_norm_after_attention_are_refused(architecture: str) -> None:
+    for kind, processed in loadable(architecture):
+        model, basis = tiny(kind, architecture, processed), basis_of(kind, architecture, processed)
+        with pytest.raises(UnsupportedModelError, match="heads that write straight into the stream, got a norm after attention"):
+            split_values(model, PROMPTS, basis, heads=["L1H2"], token_ids=[5])
+        assert split_values(model, PROMPTS, basis, heads=["L1H2"]).logits is None
 
 
 def test_tokens_of_direct_effects_are_ids_or_single_tokens_one_or_several() -> None:

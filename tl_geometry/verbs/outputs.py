@@ -86,3 +86,9 @@ def distances(changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*bat
     first, second = changed.topk(k, dim=-1).indices, own.topk(k, dim=-1).indices
     shared = (first[..., :, None] == second[..., None, :]).any(-1).sum(-1)
     return Distances(kl, reverse, (first[..., 0] == second[..., 0]).to(kl), shared.to(kl))
+
+
+def norm_after_attention(view: ModelView, layer: int) -> bool:
+    """Whether a norm stands between what the heads of a layer give and the stream (Gemma 2 and 3, OLMo 2)."""
+    after_only = view.causal and view.norm is not None and view.layer_facts(layer)["norm before attention"] == "none"
+    return after_only or hasattr(view.model.blocks[layer], "ln1_post")

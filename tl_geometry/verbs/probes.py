@@ -21,6 +21,7 @@ from tl_geometry.capture import as_view
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import HeadWeights, ModelView, NormWeights
 from tl_geometry.results import Result
+from tl_geometry.verbs.outputs import norm_after_attention
 from tl_geometry.verbs.vocabulary import embeddings, normalized_rows, require_trained_head, token_texts, weight_provenance
 
 SOURCE = ("molina2023",)
@@ -150,8 +151,7 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
     """Refuse layers whose scores are not bilinear in the normalised stream, or whose heads do not write straight into it."""
     for layer in layers:
         facts = view.layer_facts(layer)
-        post_norm = view.causal and view.norm is not None and facts["norm before attention"] == "none"
-        after = post_norm or hasattr(view.model.blocks[layer], "ln1_post")
+        after = norm_after_attention(view, layer)
         got = f"QK-norm ({facts['QK-norm']})" if facts["QK-norm"] != "none" else "a norm after attention"
         require(
             facts["QK-norm"] == "none" and not after, what, expected="heads without QK-norm and without a norm after attention",

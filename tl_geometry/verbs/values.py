@@ -28,6 +28,7 @@ from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import ClosingReport, LayerView, ModelView
 from tl_geometry.results import Result
 from tl_geometry.verbs.cuts import Cut, UserParts, check_request, each_layer, part_names, provenance_of
+from tl_geometry.verbs.outputs import norm_after_attention
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,7 +36,8 @@ class ValueSplit(Result):
     """Outputs of some heads as sums over source parts.
 
     ``z[part]`` is the mixed value of each head before W_O; :meth:`output` its write into the stream (without b_O, which belongs to the
-    layer). ``logits`` is the direct effect ``[part batch position head token]`` on ``token_ids``, where they were asked for.
+    layer, and before the norm of models with a norm after attention). ``logits`` is the direct effect
+    ``[part batch position head token]`` on ``token_ids``, where they were asked for.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -101,7 +103,7 @@ def split_values(
     its scale frozen.
 
     Raises ``ClosingError`` where the parts do not sum to the model's ``hook_z``, ``UnsupportedModelError`` for logits of a model whose
-    output head was newly initialised or is not a norm and a linear map (BERT).
+    output head was newly initialised or is not a norm and a linear map (BERT), or that has a norm after attention (Gemma 2, OLMo 2).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -117,7 +119,7 @@ def split_values(
     wanted = () if token_ids is None else _token_ids(view, token_ids)
     numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_request(view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen))
-    readout = None if token_ids is None else _Readout(view, wanted, rows.tokens)
+    readout = None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
     cut = Cut(view, basis, parts, "exact", False, tuple(dict.fromkeys(l for l, _ in chosen)))
     z: list[Tensor] = []
     W_O: list[Tensor] = []
@@ -180,9 +182,14 @@ def _mixed(layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check])
 class _Readout:
     """Direct effect of a write into the stream on some logits."""
 
-    def __init__(self, view: ModelView, token_ids: Sequence[int], tokens: Tensor) -> None:
+    def __init__(self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]) -> None:
         require(
             view.head_trained, f"logits of {view.name}", expected="a trained output head", got="one that was newly initialised",
+            instead="split_values without token_ids=", error=UnsupportedModelError,
+        )  # fmt: skip
+        normed = [layer for layer in layers if norm_after_attention(view, layer)]
+        require(
+            not normed, f"logits of {view.name}", expected="heads that write straight into the stream", got="a norm after attention",
             instead="split_values without token_ids=", error=UnsupportedModelError,
         )  # fmt: skip
         norm = view.final_norm()
