@@ -203,6 +203,14 @@ def split_scores(
 
     Raises ``ClosingError`` where the terms do not sum to the model's scores, ``BudgetError`` where all terms together would exceed
     ``memory_budget`` bytes, ``GeometryError`` for a basis of another model, positions beyond the basis, and parts that do not sum.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
+    >>> split.closing.closes, split.terms["pos", "cvec"].shape
+    (True, torch.Size([2, 1, 16, 16]))
     """
     view = capture.as_view(model)
     _check.choice(preset, PRESETS, "preset")
