@@ -90,7 +90,7 @@ def test_panels_say_what_their_axes_are(basis: PositionContext, positional: Posi
         for panel in panels:
             words = [t.get_text() for t in panel.get_xticklabels() if any(c.isalpha() for c in t.get_text())]
             assert panel.get_xlabel() or words, view.title
-        assert panels[0].get_ylabel() or panels[0].get_title() or words, view.title
+            assert panel.get_ylabel() or panel.get_title() or words, view.title
 
 
 def test_views_save_and_refuse(basis: PositionContext, positional: PositionalReport, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tl_geometry.errors import GeometryError
 
-Head = tuple[int, int] | str
+Head = str | Sequence[int]
 """A head as ``(layer, head)`` or ``"L5H1"``."""
 
 
@@ -64,41 +65,49 @@ def finite(values: Tensor, what: str) -> Tensor:
     return values
 
 
-def index(value: int, size: int, what: str) -> int:
-    """``value`` if 0 <= value < size (negative indices are refused)."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
-    require(ok, what, expected=f"an index from 0 to {size - 1}", got=repr(value))
-    return value
+def index(value: Any, size: int, what: str) -> int:
+    """``value`` as an int if 0 <= value < size (negative indices are refused); any integer type will do."""
+    found = whole(value)
+    if found is None or not 0 <= found < size:
+        fail(what, expected=f"an index from 0 to {size - 1}", got=repr(value))
+    return found
 
 
-def indices(values: Iterable[int] | int | None, size: int, what: str) -> tuple[int, ...]:
+def whole(value: Any) -> int | None:
+    """An integer of any type as an int, ``None`` for anything else (truth values too)."""
+    try:
+        return None if str(getattr(value, "dtype", type(value).__name__)).endswith("bool") else operator.index(value)
+    except TypeError:
+        return None
+
+
+def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
     """All indices for ``None``, else the given ones, each checked, in the given order, without repeats."""
     if values is None:
         return tuple(range(size))
-    chosen = (values,) if isinstance(values, int) else tuple(values)
-    require(len(chosen) > 0, what, expected="at least one index", got="none")
+    given = tuple(values) if isinstance(values, Iterable) and whole(values) is None else (values,)
+    require(len(given) > 0, what, expected="at least one index", got="none")
+    chosen = tuple(index(v, size, what) for v in given)
     require(len(set(chosen)) == len(chosen), what, expected="each index once", got=repr(chosen))
-    return tuple(index(v, size, what) for v in chosen)
+    return chosen
 
 
-def heads(
-    values: Iterable[Head] | Head | None, n_layers: int, n_heads: int, layers: Iterable[int] | int | None = None
-) -> tuple[tuple[int, int], ...]:
-    """Heads as (layer, head) pairs: those named in ``values`` (pairs or ``"L5H1"``), or all heads of ``layers`` (all layers for ``None``).
+def heads(values: Any, n_layers: int, n_heads: int, layers: Iterable[int] | int | None = None) -> tuple[tuple[int, int], ...]:
+    """Heads as (layer, head) pairs: those named in ``values`` (pairs, ``"L5H1"``, ``"5.1"``), or all heads of ``layers`` (all).
 
-    >>> heads(["L1H0", (0, 1)], n_layers=2, n_heads=2)
-    ((1, 0), (0, 1))
+    >>> heads(["L1H0", (0, 1), "1.1"], n_layers=2, n_heads=2)
+    ((1, 0), (0, 1), (1, 1))
     """
     if values is None:
         return tuple((layer, head) for layer in indices(layers, n_layers, "layers") for head in range(n_heads))
-    single = isinstance(values, str) or (isinstance(values, tuple) and len(values) == 2 and all(isinstance(v, int) for v in values))
-    chosen: list[Any] = [values] if single else list(values)
+    given: list[Any] = [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)
+    chosen = [tuple(given)] if len(given) == 2 and all(whole(v) is not None for v in given) else given
     out: list[tuple[int, int]] = []
     for value in chosen:
-        match = re.fullmatch(r"L(\d+)H(\d+)", value) if isinstance(value, str) else None
+        match = re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE) if isinstance(value, str) and re.search("[.hH]", value) else None
         pair = (int(match[1]), int(match[2])) if match else value
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            fail("heads", expected='(layer, head) pairs or "L5H1"', got=repr(value))
+        if isinstance(pair, str) or not isinstance(pair, Iterable) or len(pair := tuple(pair)) != 2:
+            fail("heads", expected='(layer, head) pairs or "L5H1"', got=repr(value), instead='(5, 1) or "L5H1"')
         out.append((index(pair[0], n_layers, f"layer of head {value!r}"), index(pair[1], n_heads, f"head {value!r}")))
     require(len(out) > 0, "heads", expected="at least one head", got="none")
     allowed = None if layers is None else set(indices(layers, n_layers, "layers"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def token_rows(view: ModelView, tokens: Any, *, prepend_bos: bool | None = None)
     Strings need ``prepend_bos`` said explicitly; token ids are never edited, so it must be left out for them.
     """
     if isinstance(tokens, TokenWindows):
-        return tokens
+        texts = tokens.str_tokens or tuple(view.decode(tokens.tokens[0].tolist()))
+        return dataclasses.replace(tokens, str_tokens=texts)
+    _refuse_mappings(tokens)
     texts = [tokens] if isinstance(tokens, str) else tokens
     if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
         require(
@@ -95,6 +98,7 @@ class TokenSource:
     @staticmethod
     def of(view: ModelView, tokens: Any, labels: Any = None, prepend_bos: bool | None = None) -> TokenSource:
         """The source behind any form of tokens that :func:`tl_geometry.decompose` takes."""
+        _refuse_mappings(tokens)
         if isinstance(tokens, str | Path) and str(tokens).endswith(".npy"):
             require(Path(tokens).is_file(), "tokens", expected="an existing .npy file of ids [context position]", got=str(tokens))
             tokens = np.load(tokens, mmap_mode="r", allow_pickle=False)
@@ -104,7 +108,7 @@ class TokenSource:
         if isinstance(tokens, TokenWindows):
             labels = tokens.labels if labels is None else labels
             corpus, names, tokens = tokens.corpus, tokens.names, tokens.tokens
-        if isinstance(tokens, list | tuple) and tokens and not isinstance(tokens[0], Tensor | np.ndarray | dict):
+        if isinstance(tokens, list | tuple) and tokens and not isinstance(tokens[0], Tensor | np.ndarray | Mapping):
             tokens = _ids(tokens)
         if isinstance(tokens, Tensor | np.ndarray):
             got = f"{type(tokens).__name__} of shape {tuple(tokens.shape)}"
@@ -122,7 +126,7 @@ class TokenSource:
             stream = iter(batches)
             first = next(stream, None)
             require(first is not None, "tokens", expected="at least one batch", got="an empty iterable")
-            contexts, columns = None, _ids(first["tokens"] if isinstance(first, dict) else first).shape[-1]
+            contexts, columns = None, _ids(_of_item(first)).shape[-1]
             tokens = itertools.chain([first], stream)
         given = None if labels is None else torch.as_tensor(labels)
         ok = given is None or (given.dim() == 1 and len(given) == contexts and not given.is_floating_point())
@@ -137,7 +141,7 @@ class TokenSource:
             return
         pending: list[Tensor] = []
         for item in self.tokens:
-            rows = _ids(item["tokens"] if isinstance(item, dict) else item)
+            rows = _ids(_of_item(item))
             if rows.dim() == 2:
                 yield from (self._checked(part) for part in rows.split(size))
                 continue
@@ -162,9 +166,25 @@ class TokenSource:
 
 def _rows(tokens: Any, start: int, stop: int) -> Int[Tensor, "batch position"]:
     if hasattr(tokens, "column_names"):  # a datasets.Dataset
-        require("tokens" in tokens.column_names, "dataset", expected="a column named 'tokens'", got=f"columns {tokens.column_names}")
-        return _ids(tokens[start:stop]["tokens"])
+        return _ids(_of_item(tokens[start:stop]))
     return _ids(tokens[start:stop])
+
+
+def _refuse_mappings(tokens: Any) -> None:
+    """Refuse what iterates over its keys: a cache, or what a tokenizer returns."""
+    cached = hasattr(tokens, "cache_dict")
+    instead = "decompose(cache), or cache= beside the tokens" if cached else "its input_ids"
+    wrong = cached or isinstance(tokens, Mapping)
+    require(not wrong, "tokens", expected="ids, windows or texts", got=type(tokens).__name__, instead=instead)
+
+
+def _of_item(item: Any) -> Any:
+    """Ids of one item of a data set."""
+    if not isinstance(item, Mapping):
+        return item
+    name = next((n for n in ("tokens", "input_ids") if n in item), None)
+    require(name is not None, "dataset", expected="a column named 'tokens' or 'input_ids'", got=f"columns {list(item)}")
+    return item[name]
 
 
 def _ids(rows: Any) -> Tensor:

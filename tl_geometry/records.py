@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry._check import describe, require
+from tl_geometry._check import describe, require, whole
 from tl_geometry.results import hash_tokens
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -41,10 +41,13 @@ class TokenWindows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, contexts: slice | Int[Tensor, "batch"]) -> TokenWindows:
-        """Some of the contexts, in the given order."""
-        labels = None if self.labels is None else self.labels[contexts]
-        return TokenWindows(tokens=self.tokens[contexts], has_bos=self.has_bos, labels=labels, names=self.names, corpus=self.corpus)
+    def __getitem__(self, contexts: int | slice | Int[Tensor, "batch"]) -> TokenWindows:
+        """Some of the contexts, in the given order; one of them for a number."""
+        if whole(contexts) is not None:
+            contexts = torch.arange(len(self))[contexts].unsqueeze(0)  # IndexError beyond the last ends a loop
+        labels, tokens = None if self.labels is None else self.labels[contexts], self.tokens[contexts]
+        texts = self.str_tokens if len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0]) else ()
+        return TokenWindows(tokens=tokens, has_bos=self.has_bos, labels=labels, names=self.names, corpus=self.corpus, str_tokens=texts)
 
     @property
     def token_hash(self) -> str:

@@ -62,6 +62,10 @@ def corpus_windows(
         missing = [str(p) for p in corpus if not p.is_file()]
         require(not missing, "--corpus", expected="existing text files", got=", ".join(missing))
         texts, names = [p.read_text(encoding="utf-8", errors="replace") for p in corpus], [p.name for p in corpus]
+        binary = [p.name for p, text in zip(corpus, texts, strict=True) if "\0" in text or p.suffix == ".npy"]
+        require(
+            not binary, "--corpus", expected="text files", got=", ".join(binary), instead="tl-geometry fit for a .npy file of token ids"
+        )
         label = ", ".join(dict.fromkeys(names))
     else:
         found = zoo.corpus.held_out_documents()

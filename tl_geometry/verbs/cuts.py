@@ -23,6 +23,8 @@ from tl_geometry.results import Provenance
 BIAS, ALIBI = "bias", "alibi"
 STREAM_PARTS = (("pos", "cvec"), ("pos", "ctx", "resid"), ("mean", "pos", "cvec"), ("mean", "pos", "ctx", "resid"))
 """Named splits of the stream; without ``mean`` the mean belongs to ``bias``."""
+CACHE_TOLERANCE = 0.02
+"""Relative difference of a state beyond which a cache is one of other tokens: above the rounding of half precision."""
 UserParts = Mapping[str, Float[Tensor, "batch position d_model"] | Float[Tensor, "layer batch position d_model"]]
 
 
@@ -57,15 +59,31 @@ def check_request(view: ModelView, rows: TokenWindows, basis: PositionContext | 
 
 
 def each_layer(view: ModelView, rows: TokenWindows, cache: Any, layers: Sequence[int], on_layer: LayerHook) -> None:
-    """Views of the layers, from one forward pass or from a cache."""
+    """Views of the layers, from one forward pass or from a cache of these tokens."""
     if cache is None:
         view.run_layers(rows.tokens, layers, on_layer)
         return
+    _check_cache(view, rows, cache)
     for layer in layers:
         found = view.layer(layer, cache)
         shape = tuple(found.h.shape[:2])
         require(shape == tuple(rows.tokens.shape), "cache", expected=f"activations of tokens {tuple(rows.tokens.shape)}", got=shape)
         on_layer(found)
+
+
+def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
+    """Refuse a cache whose first state is not what the model makes of these tokens (far beyond rounding, at any of them)."""
+    shape = tuple(rows.tokens.shape)
+    name = next((name for name in view.state_hooks if name in cache), None)
+    if name is None or tuple(cache[name].shape[:2]) != shape:
+        return  # refused with the layer
+    found: list[Tensor] = []
+    view.run(rows.tokens, {name: lambda h: found.append(h.detach())})
+    own, theirs = found[0].float(), cache[name].to(found[0].device).float()
+    far = torch.linalg.vector_norm(own - theirs, dim=-1) > CACHE_TOLERANCE * torch.linalg.vector_norm(own, dim=-1)
+    require(
+        not bool(far.any()), "cache", expected="activations of these tokens", got=f"others at {int(far.sum())} tokens", instead="cache=None"
+    )
 
 
 def provenance_of(view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, flags: Sequence[str]) -> Provenance:

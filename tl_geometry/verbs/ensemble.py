@@ -167,7 +167,7 @@ def pseudo_sentences(
     """
     cut = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
     require(n is None or 1 <= n <= len(cut), "n", expected=f"1 to {len(cut)} chunks", got=n, instead="n=None for all")
-    return replace(cut[: n or len(cut)], str_tokens=cut.str_tokens)
+    return cut[: n or len(cut)]
 
 
 def gibberish(

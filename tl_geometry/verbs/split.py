@@ -36,23 +36,24 @@ PRESETS = ("exact", "paper", "reference")
 
 
 class Terms(Mapping[tuple[str, str], Tensor]):
-    """Terms ``[batch head query key]`` by (query part, key part), each computed when it is asked for."""
+    """Terms ``[batch head query key]`` by (query part, key part) or ``"pos-cvec"``, each computed when it is asked for."""
 
     def __init__(self, split: ScoreSplit) -> None:
         self._split = split
 
-    def __getitem__(self, term: tuple[str, str]) -> Float[Tensor, "batch head query key"]:
+    def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
         s = self._split
-        if term == (ALIBI, ALIBI) and s.bias is not None:
+        if term in ((ALIBI, ALIBI), f"{ALIBI}-{ALIBI}") and s.bias is not None:
             return s.bias.expand(s.q.shape[1], -1, -1, -1).clone()
-        known = isinstance(term, tuple) and len(term) == 2 and all(part in s.parts for part in term)
+        pair = tuple(term.split("-")) if isinstance(term, str) else term
+        known = isinstance(pair, tuple) and len(pair) == 2 and all(part in s.parts for part in pair)
         require(known, "terms", expected=f"(query part, key part) of {s.parts}", got=repr(term), instead="list(split.terms)")
-        a, b = (s.parts.index(part) for part in term)
+        a, b = (s.parts.index(part) for part in pair)
         query = s.q[a] if s.q_again is None or b == 0 else s.q_again[a]
         return einsum(query, s.k[b], "batch query head e, batch key head e -> batch head query key")
 
     def __contains__(self, term: object) -> bool:
-        return any(term == known for known in self)
+        return any(term in (known, "-".join(known)) for known in self)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         yield from ((a, b) for a in self._split.parts for b in self._split.parts)

@@ -1,0 +1,101 @@
+"""Tokens, heads and windows in the forms that users have them: taken, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tl_geometry as tlg
+from tl_geometry import _check
+from tl_geometry.errors import GeometryError
+from tl_geometry.report.build import corpus_windows
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tlg.zoo.embedded()
+
+
+@pytest.fixture(scope="module")
+def windows(model: Any) -> tlg.TokenWindows:
+    return tlg.zoo.default_windows(model, 12, n=8)
+
+
+@pytest.mark.parametrize(
+    "given", ["L1H0", "1.0", "l1h0", "L1.H0", (1, 0), [1, 0], [[1, 0]], [(np.int64(1), np.int64(0))], np.array([[1, 0]]), ["1.0"]]
+)
+def test_heads_in_every_spelling(given: Any) -> None:
+    assert _check.heads(given, 2, 2) == ((1, 0),)
+
+
+def test_heads_that_are_none_are_refused() -> None:
+    for given in ("10", "head 1", "L1", "L1H0H0", 5, [(1,)], [1.5, 0.5]):
+        with pytest.raises(GeometryError, match=r'heads: expected \(layer, head\) pairs or "L5H1", got .*\. Use \(5, 1\) or "L5H1"'):
+            _check.heads(given, 2, 2)
+    with pytest.raises(GeometryError, match=r"layer of head '2\.0': expected an index from 0 to 1, got 2"):
+        _check.heads("2.0", 2, 2)
+
+
+def test_indices_of_any_integer_type() -> None:
+    rows = torch.tensor([[1, 1], [0, 1]])
+    assert _check.heads(rows, 2, 2) == _check.heads(rows.numpy(), 2, 2) == ((1, 1), (0, 1))
+    for value in (1, np.int64(1), torch.tensor(1)):
+        assert _check.indices(value, 2, "layers") == (1,)
+    for bad in (1.5, torch.tensor(1.5), True, torch.tensor(True), np.bool_(True), "1", None, 2, -1):
+        with pytest.raises(GeometryError, match="layer: expected an index from 0 to 1"):
+            _check.index(bad, 2, "layer")
+    with pytest.raises(GeometryError, match="each index once"):
+        _check.indices(torch.tensor([0, 0]), 2, "layers")
+
+
+def test_windows_are_rows_with_their_texts(model: Any, windows: tlg.TokenWindows) -> None:
+    assert windows[:2].str_tokens == windows.str_tokens
+    one = windows[3]
+    assert torch.equal(one.tokens, windows.tokens[3:4])
+    assert one.str_tokens == ()
+    assert len(list(windows)) == len(windows)  # pyright: ignore[reportArgumentType]
+    basis = tlg.decompose(model, windows, progress=False)
+    split = tlg.split_scores(model, windows[3:5], basis, heads="L1H0")
+    assert split.str_tokens == tuple(tlg.view(model).decode(windows.tokens[3].tolist())) != windows.str_tokens
+    assert torch.equal(split.terms["pos-cvec"], split.terms["pos", "cvec"])
+    assert "pos-cvec" in split.terms
+    assert "pos-nothing" not in split.terms
+
+
+def test_a_cache_of_other_tokens_is_refused(model: Any, windows: tlg.TokenWindows) -> None:
+    basis = tlg.decompose(model, windows, progress=False)
+    _, cache = model.run_with_cache(windows.tokens[:2])
+    own = tlg.split_scores(model, windows[:2], basis, heads="L1H0", cache=cache)
+    torch.testing.assert_close(own.total(), tlg.split_scores(model, windows[:2], basis, heads="L1H0").total())
+    other = windows.tokens[:2].clone()
+    other[1, 5] += 1
+    with pytest.raises(GeometryError, match=r"cache: expected activations of these tokens, got others at 1 tokens\. Use cache=None"):
+        tlg.split_scores(model, other, basis, heads="L1H0", cache=cache)
+
+
+def test_items_of_data_sets_and_what_is_none(model: Any, windows: tlg.TokenWindows) -> None:
+    whole = tlg.decompose(model, windows.tokens, progress=False)
+    rows: Any = [{"input_ids": row} for row in windows.tokens]
+    loader = torch.utils.data.DataLoader(rows, batch_size=3)
+    torch.testing.assert_close(tlg.decompose(model, loader, progress=False).pos, whole.pos)
+    with pytest.raises(GeometryError, match=r"dataset: expected a column named 'tokens' or 'input_ids', got columns \['text'\]"):
+        tlg.decompose(model, [{"text": "a"}], progress=False)
+    _, cache = model.run_with_cache(windows.tokens[:2])
+    with pytest.raises(GeometryError, match=r"tokens: expected ids, windows or texts, got ActivationCache\. Use decompose\(cache\)"):
+        tlg.decompose(model, cache, progress=False)
+    encoded = model.tokenizer(["def f"], return_tensors="pt")
+    for verb in (lambda: tlg.decompose(model, encoded, progress=False), lambda: tlg.split_scores(model, encoded, whole)):
+        with pytest.raises(GeometryError, match=r"got BatchEncoding\. Use its input_ids"):
+            verb()
+
+
+def test_a_corpus_that_is_no_text_is_refused(model: Any, windows: tlg.TokenWindows, tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", windows.tokens.numpy())
+    (tmp_path / "binary.txt").write_bytes(b"abc\0def" * 200)
+    for name in ("tokens.npy", "binary.txt"):
+        with pytest.raises(GeometryError, match=rf"--corpus: expected text files, got {name}\. Use tl-geometry fit"):
+            corpus_windows(tlg.view(model), [tmp_path / name], contexts=None, length=12, bos=None, seed=0)
