@@ -109,6 +109,8 @@ def against_a_cache(size: str) -> list[Row]:
     if "cuda" in str(machine()["device"]).lower() or size == "gpu":
         return []
     names = {"forward": "forward without the head", "sweep": "sweep_heads, one by one", "cache": "full cache, nine terms"}
+    if size == "smoke":
+        del names["cache"]
     found = {name: [float(v) for v in child(CHILD, size, route).split()] for route, name in names.items()}
     base = found["forward without the head"][0]
     title = "sweep, 8 contexts, own process"

@@ -345,7 +345,7 @@ def fit_low_rank_diagonal(
     >>> V = torch.linalg.qr(torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
     >>> W = V @ torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64) @ V.T + 0.5 * torch.eye(20)
     >>> fit = fit_low_rank_diagonal(Factors(W[None], torch.eye(20, dtype=torch.float64)[None]), V)
-    >>> fit.L[0].round(decimals=6).tolist(), round(float(fit.r2_joint), 6)
+    >>> (fit.L[0].round(decimals=6) + 0.0).tolist(), round(float(fit.r2_joint), 6)
     ([[1.0, 2.0], [0.0, 3.0]], 1.0)
     """
     right_basis = left if right is None else right
