@@ -23,7 +23,7 @@ from tl_geometry.accumulation import Accumulation, OnState, Plan
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.processes import Processes
 from tl_geometry.records import ModelView, TokenWindows
-from tl_geometry.results import Provenance, hash_tokens
+from tl_geometry.results import hash_tokens
 
 SAVE_SHARE = 0.05
 """Share of the time that writing checkpoints may take: a batch that would exceed it is saved with a later one."""
@@ -220,14 +220,7 @@ def run_corpus(
     """
     view, processes = source.view, Processes(group)
     size = batch_size or default_batch(source.columns, view.device)
-    provenance = Provenance(
-        model=view.name,
-        fingerprint=view.fingerprint,
-        library=f"{view.kind}, {view.library}",
-        processed=view.processed,
-        corpus=source.corpus,
-        dtype=str(view.dtype).removeprefix("torch."),
-    )
+    provenance = view.provenance(corpus=source.corpus)
     sums_on = device or ("cpu" if view.device.type == "mps" else view.device)
     work = Accumulation(plan, provenance, columns=source.columns, d_model=view.d_model, contexts=source.contexts, device=sums_on)
     if source.labels is not None:

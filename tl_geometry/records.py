@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry._check import describe, require, whole
-from tl_geometry.results import hash_tokens
+from tl_geometry.results import Provenance, hash_tokens
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -219,6 +219,7 @@ class ModelView:
     ``l`` from a mapping that holds ``layer_hooks(l)`` (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams
     them through one forward pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm before the
     unembedding ``unembed [d_model d_vocab]``, ``None`` where there is none or the output is not a linear readout of the last state.
+    ``hooked()`` names the hook points at which somebody else's hook acts now.
     """
 
     model: Any
@@ -252,12 +253,26 @@ class ModelView:
     layer_facts: Callable[[int], Mapping[str, object]]
     final_norm: Callable[[], NormWeights | None]
     unembed: Callable[[], Float[Tensor, "d_model d_vocab"]]
+    hooked: Callable[[], tuple[str, ...]]
     notes: tuple[str, ...] = ()
 
     @property
     def states(self) -> range:
         """All residual stream states, 0 (embedding output) to n_layers (before the final norm)."""
         return range(self.n_layers + 1)
+
+    def provenance(self, rows: TokenWindows | None = None, **fields: Any) -> Provenance:
+        """Provenance of a result of this model (on ``rows``), with the hooks that act on it now; ``fields`` are the rest."""
+        about = {
+            "model": self.name,
+            "fingerprint": self.fingerprint,
+            "library": f"{self.kind}, {self.library}",
+            "processed": self.processed,
+        }
+        about |= {"library": f"{self.kind}, {self.library}", "dtype": str(self.dtype).removeprefix("torch."), "hooks": self.hooked()}
+        if rows is not None:
+            about |= {"corpus": rows.corpus, "token_hash": rows.token_hash, "has_bos": rows.has_bos, "contexts": len(rows)}
+        return Provenance(**(about | fields))
 
 
 Mask = Bool[Tensor, "*batch query key"]

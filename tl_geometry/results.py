@@ -42,7 +42,8 @@ class Provenance:
     """What a result was computed from. ``None`` where a field does not apply (an activation tensor has no model).
 
     ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``processed`` says whether weights were
-    folded or centred by TransformerLens, ``window`` is half-open in absolute columns, ``flags`` are remarks for the reader.
+    folded or centred by TransformerLens, ``hooks`` names the hook points at which somebody else's hook acted, ``normalized`` says
+    that states were normed before they were decomposed, ``window`` is half-open in absolute columns, ``flags`` are remarks for the reader.
     """
 
     model: str | None = None
@@ -59,10 +60,14 @@ class Provenance:
     dtype: str = "float32"
     sources: tuple[str, ...] = ("song2023",)
     flags: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    normalized: bool = False
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Provenance:
-        """Provenance from the fields of a file's header."""
+        """Provenance from the fields of a file's header; fields that this version does not know are refused by name."""
+        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(Provenance)})
+        require(not unknown, "provenance", expected="fields of this version", got=", ".join(unknown), instead="a newer tl_geometry")
         return Provenance(**{k: _tuples(v) for k, v in fields.items()})
 
     def flagged(self, *flags: str) -> Provenance:
@@ -73,7 +78,8 @@ class Provenance:
         """One line for captions."""
         shown = [self.model, self.library, "processed" if self.processed else None, self.corpus]
         shown += [f"{self.contexts} contexts" if self.contexts else None, f"window {self.window}" if self.window else None]
-        shown += [f"preset {self.preset}" if self.preset != "exact" else None, self.dtype, *self.flags]
+        shown += [f"preset {self.preset}" if self.preset != "exact" else None, "normalised states" if self.normalized else None, self.dtype]
+        shown += [f"under hooks at {', '.join(self.hooks)}" if self.hooks else None, *self.flags]
         return ", ".join(s for s in shown if s)
 
 

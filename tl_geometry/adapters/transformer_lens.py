@@ -156,6 +156,7 @@ def view(model: Any) -> ModelView:
         layer_facts=layers.describe,
         final_norm=layers.final_norm,
         unembed=parameters.unembed,
+        hooked=run.hooked,
         notes=_notes(model, kind, run),
     )
 

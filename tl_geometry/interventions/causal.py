@@ -20,7 +20,7 @@ from tl_geometry.head_types import period_for, repeated_random_tokens, token_ran
 from tl_geometry.interventions.live import edited_scores
 from tl_geometry.interventions.terms import Change, HeadsLike, Term, edits_for, keeping, per_head, placebo, removing, terms_of, uniform
 from tl_geometry.records import LayerView, ModelView, TokenWindows
-from tl_geometry.results import Provenance, Result
+from tl_geometry.results import Result
 from tl_geometry.verbs.outputs import output_batch, require_output
 from tl_geometry.verbs.sweep import SweepTable, sweep_heads
 
@@ -174,23 +174,6 @@ def _measured(
     return loss, induction, kl
 
 
-def _provenance(view: ModelView, rows: TokenWindows, basis: PositionContext, seed: int, flags: Sequence[str] = ()) -> Provenance:
-    return Provenance(
-        model=view.name,
-        fingerprint=view.fingerprint,
-        library=f"{view.kind}, {view.library}",
-        processed=view.processed,
-        corpus=rows.corpus,
-        token_hash=rows.token_hash,
-        has_bos=rows.has_bos,
-        window=basis.window,
-        contexts=len(rows),
-        seed=seed,
-        dtype=str(view.dtype).removeprefix("torch."),
-        flags=tuple(flags),
-    )
-
-
 def necessity_sufficiency(
     model: Any,
     tokens: Any,
@@ -238,7 +221,7 @@ def necessity_sufficiency(
     similar = sum(cosines) / len(cosines)
     flags = [f"the placebo is nearly the term (cosine {similar:.2f}): see placebos='positions'"] if similar > 0.9 else []
     return NecessitySufficiency(
-        provenance=_provenance(view, rows, basis, seed, flags),
+        provenance=view.provenance(rows, window=basis.window, seed=seed, flags=tuple(flags)),
         conditions=(*CONDITIONS, "placebo"),
         loss=torch.cat([loss[:n], loss[n:].mean(0, keepdim=True)]),
         induction_loss=torch.cat([induction[:n], induction[n:].mean(0, keepdim=True)]),
@@ -300,7 +283,7 @@ def dominant_only(
     loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
     join = lambda v: torch.cat([v[:3], v[3 : 3 + draws].mean(0, keepdim=True), v[3 + draws :]])  # noqa: E731
     return Effects(
-        provenance=_provenance(view, rows, basis, seed),
+        provenance=view.provenance(rows, window=basis.window, seed=seed),
         conditions=("clean", "dominant term", "dominant group", "random term", "bias terms only", "uniform attention"),
         loss=join(loss),
         induction_loss=join(induction),

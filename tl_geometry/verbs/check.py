@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_geometry import capture
 from tl_geometry.errors import GeometryError
 from tl_geometry.records import Hook, LayerView, ModelView
-from tl_geometry.results import Provenance, Result
+from tl_geometry.results import Result
 
 VERDICTS = ("supported", "verified", "reported", "refused")
 Row = tuple[str, str, str]
@@ -81,14 +81,7 @@ def check_model(model: Any) -> ModelReport:
     except GeometryError as error:
         rows.append(("scores", "not split", f"refused: {error}"))
     rows += [("note", note, "reported") for note in view.notes]
-    provenance = Provenance(
-        model=view.name,
-        fingerprint=view.fingerprint,
-        library=f"{view.kind}, {view.library}",
-        processed=view.processed,
-        dtype=str(view.dtype).removeprefix("torch."),
-    )
-    return ModelReport(provenance=provenance, findings=tuple(rows))
+    return ModelReport(provenance=view.provenance(), findings=tuple(rows))
 
 
 def _head(view: ModelView) -> Row:

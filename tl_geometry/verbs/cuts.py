@@ -88,20 +88,8 @@ def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
 
 def provenance_of(view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, flags: Sequence[str]) -> Provenance:
     """What a split was computed from."""
-    return Provenance(
-        model=view.name,
-        fingerprint=view.fingerprint,
-        library=f"{view.kind}, {view.library}",
-        processed=view.processed,
-        corpus=rows.corpus,
-        token_hash=rows.token_hash,
-        has_bos=rows.has_bos,
-        window=(0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1), rows.tokens.shape[1]),
-        contexts=len(rows),
-        preset=preset,
-        dtype=str(view.dtype).removeprefix("torch."),
-        flags=tuple(flags),
-    )
+    start = 0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1)
+    return view.provenance(rows, window=(start, rows.tokens.shape[1]), preset=preset, flags=tuple(flags))
 
 
 @dataclass(frozen=True, eq=False)

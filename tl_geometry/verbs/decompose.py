@@ -210,4 +210,5 @@ def _origin(model: Any) -> dict[str, Any]:
         view = as_view(model)
     except GeometryError:
         return {"model": type(model).__name__}
-    return {"model": view.name, "fingerprint": view.fingerprint, "library": f"{view.kind}, {view.library}", "processed": view.processed}
+    about = view.provenance()
+    return {name: getattr(about, name) for name in ("model", "fingerprint", "library", "processed")}

@@ -20,7 +20,7 @@ from tl_geometry.capture import TokenSource, as_view, default_batch
 from tl_geometry.frames import Frames, fit_frames
 from tl_geometry.langevin import LangevinModel
 from tl_geometry.records import Hook, ModelView, TokenWindows
-from tl_geometry.results import Provenance, Result, hash_tokens
+from tl_geometry.results import Result, hash_tokens
 from tl_geometry.verbs.decompose import windows
 
 SOURCE = ("sarfati2025",)
@@ -242,10 +242,9 @@ def trajectories(
     flags = [] if column == 0 or view.causal else ["an encoder's last token is not a pilot: it does not gather the text before it"]
     if column == 0:
         flags.append("first token followed")
-    provenance = Provenance(
-        model=view.name, fingerprint=view.fingerprint, library=f"{view.kind}, {view.library}", processed=view.processed,
+    provenance = view.provenance(
         corpus=source.corpus, token_hash=hash_tokens(ids), has_bos=view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
-        window=(0, source.columns), contexts=len(X), dtype=str(view.dtype).removeprefix("torch."), sources=SOURCE, flags=tuple(flags),
+        window=(0, source.columns), contexts=len(X), sources=SOURCE, flags=tuple(flags),
     )  # fmt: skip
     last = final_norm(view, X[:, -1]) if post_norm and view.n_layers in chosen else None
     provenance = provenance.flagged(FOLDED) if last is not None and view.processed else provenance

@@ -17,7 +17,7 @@ from tl_geometry.capture import TokenSource, as_view
 from tl_geometry.frames import Frames, fit_frames
 from tl_geometry.records import Hook, ModelView
 from tl_geometry.residuals import LayerMap, fit_map, flow_map
-from tl_geometry.results import Provenance, Result, hash_tokens
+from tl_geometry.results import Result, hash_tokens
 from tl_geometry.verbs.ensemble import SOURCE, split_rows
 from tl_geometry.verbs.outputs import distances, log_probabilities, output_batch, require_output
 
@@ -141,10 +141,9 @@ def skip_map(
         for place in places:
             work.add(part, place, maps[place])
     values, loss = work.finish(places)
-    provenance = Provenance(
-        model=view.name, fingerprint=view.fingerprint, library=f"{view.kind}, {view.library}", processed=view.processed,
+    provenance = view.provenance(
         corpus=source.corpus, token_hash=hash_tokens(test_rows), window=(0, source.columns), contexts=len(test_rows), seed=seed,
-        dtype=str(view.dtype).removeprefix("torch."), sources=SOURCE,
+        sources=SOURCE,
     )  # fmt: skip
     own = min(v for v in loss if not math.isnan(v))
     if own > LOST * math.log(view.d_vocab):

@@ -173,18 +173,13 @@ def sweep_heads(
             bar.update(len(batch))
     basis.check_model(view, begins)
     types, baselines = measure_types(view, chosen, bos=bool(basis.provenance.has_bos), seed=1234 + seed)
-    provenance = Provenance(
-        model=view.name,
-        fingerprint=view.fingerprint,
-        library=f"{view.kind}, {view.library}",
-        processed=view.processed,
+    provenance = view.provenance(
         corpus=source.corpus,
         token_hash=token_hash,
         has_bos=basis.provenance.has_bos,
         window=(work.drop, source.columns),
         contexts=done,
         seed=seed,
-        dtype=str(view.dtype).removeprefix("torch."),
         flags=work.flags(),
     )
     return work.table(types, baselines, provenance)

@@ -25,15 +25,7 @@ PROBE = 16
 
 def weight_provenance(view: ModelView, *, sources: tuple[str, ...], preset: str = "exact", flags: Iterable[str] = ()) -> Provenance:
     """Provenance of something computed from weights alone."""
-    return Provenance(
-        model=view.name,
-        fingerprint=view.fingerprint,
-        library=view.library,
-        processed=view.processed,
-        dtype=str(view.dtype).removeprefix("torch."),
-        sources=sources,
-        preset=preset,
-    ).flagged(*flags)
+    return view.provenance(sources=sources, preset=preset, flags=tuple(dict.fromkeys(flags)))
 
 
 def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
