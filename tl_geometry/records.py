@@ -96,6 +96,22 @@ class NormWeights:
     bias: Float[Tensor, " d_model"]
     eps: float
 
+    def centre(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """``h A``: deviations from the mean over d_model for ``"LN"``, ``h`` itself otherwise."""
+        return h - h.mean(-1, keepdim=True) if self.kind == "LN" else h
+
+    def scale(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
+        """``s = sqrt(mean((h A)^2) + eps)`` of each token; one where there is no norm."""
+        return torch.ones_like(h[..., 0]) if self.kind is None else (self.centre(h).square().mean(-1) + self.eps).sqrt()
+
+    def normalize(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """``h A / s``: the norm without gain and bias."""
+        return self.centre(h) / self.scale(h).unsqueeze(-1)
+
+    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """``(h A / s) * gain + bias``: the whole norm (``h`` itself where there is none)."""
+        return h if self.kind is None else self.normalize(h) * self.gain.to(h) + self.bias.to(h)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClosingReport:

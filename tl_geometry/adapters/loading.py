@@ -120,7 +120,7 @@ def _shown(directory: Path) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no remarks of transformers on standard error (what matters in them becomes ``head_trained``)."""
     from transformers.utils import logging as hf_logging
 
@@ -146,7 +146,7 @@ def _read(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     else:
         loader = getattr(transformers, saved, None) or transformers.AutoModelForCausalLM
     try:
-        with _quiet():
+        with quiet():
             loaded: Any = loader.from_pretrained(
                 directory, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
             )

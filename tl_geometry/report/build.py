@@ -21,7 +21,7 @@ CONTEXTS, NULL_CONTEXTS, LENGTH = 1024, 256, 512
 
 
 def load_model(name: str | None, *, kind: str, processed: bool, dtype: str, device: str, trained: bool = True) -> Any:
-    """The model that a command names: a TransformerLens name, a local directory, or the embedded model."""
+    """The model that a command names: a TransformerLens name, a local directory, ``smollm2``, ``minilm``, or the embedded model."""
     choice(kind, ("bridge", "hooked"), "--class")
     choice(dtype, ("float32", "float64", "bfloat16", "float16"), "--dtype")
     if name is None:
@@ -29,6 +29,9 @@ def load_model(name: str | None, *, kind: str, processed: bool, dtype: str, devi
         return model.to(device).to(getattr(torch, dtype)) if (device, dtype) != ("cpu", "float32") else model
     from tl_geometry.adapters import load
 
+    if name == "smollm2":
+        return zoo.smollm2(kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device)
+    name = str(zoo.minilm_directory()) if name == "minilm" else name
     return load(name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device)
 
 

