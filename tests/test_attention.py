@@ -132,7 +132,7 @@ def test_a_planted_dominant_term_is_found() -> None:
 
 def table_of(sums: ShareSums, **fields: object) -> ShareTable:
     heads = [(0, h) for h in range(sums.total.shape[-1])]
-    return ShareTable.of(sums, heads, term_names(PARTS), **{"provenance": Provenance(), **fields})
+    return ShareTable.of(sums, heads, PARTS, **{"provenance": Provenance(), **fields})
 
 
 def test_uniform_heads_are_nan_and_labelled_and_others_are_not() -> None:
@@ -162,7 +162,7 @@ def test_groups_partition_the_terms() -> None:
 def test_dominance_needs_share_and_margin() -> None:
     shares = torch.tensor([[0.6, 0.3, 0.1], [0.55, 0.5, -0.05], [0.45, 0.2, 0.35], [torch.nan] * 3])
     found = dominant(shares, ["a", "b", "c"])
-    assert found.labels == ("a", "mixed", "mixed", "uniform")
+    assert found.labels == ("a", "unclear", "unclear", "uniform")
     assert found.margin[:3].tolist() == pytest.approx([0.3, 0.05, 0.1])
 
 

@@ -7,21 +7,30 @@ the allowed keys, ``X~ = X - (mean of the row)``. Then
     covariance share  cs_X = sum X~ . S~ / sum S~^2     (sums to one over the terms; may be negative)
     energy share      es_X = sum X~^2 / sum_Y sum Y~^2  (between 0 and 1; sums to one)
 
-with both sums over all contexts and rows. No term is needed as a matrix: with ``S~`` formed once, ``sum X~_ab . S~`` is
-``sum_i q_a[i] . (S~ k_b)[i]`` (rows of S~ sum to zero, so X need not be centred), and ``sum X~^2`` is a quadratic form of the
-queries in the moments of the keys seen so far, taken in blocks of query rows.
+with both sums over all contexts and rows. A cell counts by the attention that is paid to it in
+
+    gain share        gs_X = sum_i G_X(i) / sum_i G_S(i),   G_X(i) = sum_j (p_ij - u_ij) X_ij
+
+where p is the softmax of S over the allowed keys and u spreads the row evenly: it is additive, blind to a constant of each row, and
+``G_S(i) = KL(p_i || u) + KL(u || p_i)``, how far the row is from uniform. With a soft cap p is that of the capped scores while X and
+S are those before it; sinks are left out of p.
+
+No term is needed as a matrix: with ``S~`` formed once, ``sum X~_ab . S~`` is ``sum_i q_a[i] . (S~ k_b)[i]`` (rows of S~ sum to zero, so
+X need not be centred), the gain is the same with ``p - u`` in place of S~, and ``sum X~^2`` is a quadratic form of the queries in the
+moments of the keys seen so far, taken in blocks of query rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry._check import describe, require
@@ -35,17 +44,35 @@ POSITION_PARTS = ("bias", "mean", "const", "pos", ALIBI)
 """Parts of the stream that do not."""
 GROUPS = ("position", "content", "mixed")
 """Groups of terms: no context part on either side, on both sides, on one side."""
+BIAS_BIAS = "bias-bias"
+"""The term of mean and constants on both sides."""
 BLOCK = 64
 """Query rows handled at a time."""
 
 
+def term_pairs(parts: Sequence[str], *, alibi: bool = False) -> tuple[tuple[str, str], ...]:
+    """(query part, key part) of the terms, in the order of the flattened ``[query part, key part]`` table.
+
+    >>> term_pairs(("pos", "cvec"))
+    (('pos', 'pos'), ('pos', 'cvec'), ('cvec', 'pos'), ('cvec', 'cvec'))
+    """
+    return (*product(parts, parts), *([(ALIBI, ALIBI)] if alibi else []))
+
+
 def term_names(parts: Sequence[str], *, alibi: bool = False) -> tuple[str, ...]:
-    """Names of the terms, query part first, in the order of the flattened ``[query part, key part]`` table.
+    """Names of the terms, query part first, in the order of :func:`term_pairs`.
 
     >>> term_names(("pos", "cvec"), alibi=True)
     ('pos-pos', 'pos-cvec', 'cvec-pos', 'cvec-cvec', 'alibi-alibi')
     """
-    return (*(f"{a}-{b}" for a in parts for b in parts), *([f"{ALIBI}-{ALIBI}"] if alibi else []))
+    return tuple(f"{a}-{b}" for a, b in term_pairs(parts, alibi=alibi))
+
+
+def _group(query: str, key: str) -> str:
+    return GROUPS[{0: 0, 1: 2, 2: 1}[(query in CONTEXT_PARTS) + (key in CONTEXT_PARTS)]]
+
+
+_GROUP_OF = {f"{a}-{b}": _group(a, b) for a, b in term_pairs(POSITION_PARTS + CONTEXT_PARTS)}
 
 
 def group_of(term: str) -> str | None:
@@ -54,11 +81,31 @@ def group_of(term: str) -> str | None:
     >>> [group_of(t) for t in ("bias-pos", "cvec-cvec", "ctx-bias", "alibi-alibi", "mlp-attn")]
     ['position', 'content', 'mixed', 'position', None]
     """
-    known = POSITION_PARTS + CONTEXT_PARTS
-    query, _, key = term.partition("-")
-    if query not in known or key not in known:
-        return None
-    return GROUPS[{0: 0, 1: 2, 2: 1}[(query in CONTEXT_PARTS) + (key in CONTEXT_PARTS)]]
+    return _GROUP_OF.get(term)
+
+
+def bias_label(*, rotary: bool, relative: bool) -> str:
+    """How (bias, bias) is shown, bias being the mean and the constants of norm and projection. In a rotary model position lives there.
+
+    ``relative`` says that no frozen scale varies by token (a normalised basis and no QK-norm): then the term is exactly a function
+    of the offset i - j. Otherwise it is the product of two means, divided by scales of the prompt at hand.
+
+    >>> [bias_label(rotary=r, relative=e) for r, e in ((False, False), (True, False), (True, True))]
+    ['bias-bias', 'mean-mean', 'relative position']
+    """
+    return BIAS_BIAS if not rotary else "relative position" if relative else "mean-mean"
+
+
+def label(name: str, bias_label: str = BIAS_BIAS) -> str:
+    """How a term, a group of terms or a column about one is shown to a reader; keys stay as they are.
+
+    >>> label("bias-bias", "mean-mean"), label("gs_bias-bias", "mean-mean"), label("pos-cvec", "mean-mean")
+    ('mean-mean', 'gs_mean-mean', 'pos-cvec')
+    """
+    return name.removesuffix(BIAS_BIAS) + bias_label if name in _ABOUT_BIAS else name
+
+
+_ABOUT_BIAS = {f"{about}{BIAS_BIAS}" for about in ("", "cs_", "gs_", "es_", "tv_", "kl_")}
 
 
 def causal_mask(queries: int, *, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
@@ -94,47 +141,51 @@ def terms(
 class ShareSums:
     """Sums behind the shares, per context or pooled; they add up over contexts, prompts and processes (``+``, :meth:`pooled`).
 
-    ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``total`` is ``sum S~^2``, all in float64; ``floor`` is the total
-    that rounding alone could leave; ``rows`` counts query rows with at least two allowed keys, ``cells`` the keys of those rows.
+    ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``gains`` ``sum (p - u) . X``; ``total`` is ``sum S~^2``, ``gain_total``
+    ``sum (p - u) . S``, all in float64; ``floor`` is the total that rounding alone could leave; ``rows`` counts query rows with at
+    least two allowed keys, ``cells`` the keys of those rows.
     """
 
     numerators: Float[Tensor, "*context head term"]
     energies: Float[Tensor, "*context head term"]
+    gains: Float[Tensor, "*context head term"]
     total: Float[Tensor, "*context head"]
+    gain_total: Float[Tensor, "*context head"]
     floor: Float[Tensor, "*context head"]
     rows: Float[Tensor, "*context"]
     cells: Float[Tensor, "*context"]
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return (self.numerators, self.energies, self.total, self.floor, self.rows, self.cells)
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> ShareSums:
-        """From the six tensors in the order of the fields."""
-        n, e, t, f, r, c = tensors
-        return ShareSums(numerators=n, energies=e, total=t, floor=f, rows=r, cells=c)
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def pooled(self) -> ShareSums:
         """Summed over contexts."""
-        return self if self.rows.dim() == 0 else ShareSums.of([t.sum(0) for t in self._tensors()])
+        return self if self.rows.dim() == 0 else ShareSums(**{k: v.sum(0) for k, v in self._tensors().items()})
 
     def __add__(self, other: ShareSums) -> ShareSums:
-        return ShareSums.of([a + b for a, b in zip(self.pooled()._tensors(), other.pooled()._tensors(), strict=True)])
+        mine, theirs = self.pooled()._tensors(), other.pooled()._tensors()
+        return ShareSums(**{k: v + theirs[k] for k, v in mine.items()})
 
     @staticmethod
     def cat(sums: Sequence[ShareSums]) -> ShareSums:
         """Per-context sums of several calls, one after another."""
-        return ShareSums.of([torch.cat(t) for t in zip(*(s._tensors() for s in sums), strict=True)])
+        all_ = [s._tensors() for s in sums]
+        return ShareSums(**{k: torch.cat([t[k] for t in all_]) for k in all_[0]})
 
     @staticmethod
     def beside(sums: Sequence[ShareSums]) -> ShareSums:
         """Pooled sums of several layers side by side, their heads in order."""
-        pooled = [s.pooled()._tensors() for s in sums]
-        return ShareSums.of([*(torch.cat([p[i] for p in pooled]) for i in range(4)), pooled[0][4], pooled[0][5]])
+        all_ = [s.pooled()._tensors() for s in sums]
+        heads = {k: torch.cat([t[k] for t in all_]) for k, v in all_[0].items() if v.dim() > 0}
+        return ShareSums(**{**all_[0], **heads})
+
+    def select(self, heads: Int[Tensor, " head"]) -> ShareSums:
+        """Pooled sums of some heads, in the given order."""
+        return ShareSums(**{k: v[heads] if v.dim() > 0 else v for k, v in self.pooled()._tensors().items()})
 
     def to(self, device: torch.device | str) -> ShareSums:
         """The same sums on another device."""
-        return ShareSums.of([t.to(device) for t in self._tensors()])
+        return ShareSums(**{k: v.to(device) for k, v in self._tensors().items()})
 
     @property
     def cs(self) -> Float[Tensor, "*context head term"]:
@@ -145,6 +196,11 @@ class ShareSums:
     def es(self) -> Float[Tensor, "*context head term"]:
         """Energy shares; NaN where a head is uniform."""
         return self.energies / torch.where(self.uniform, torch.nan, self.energies.sum(-1)).unsqueeze(-1)
+
+    @property
+    def gs(self) -> Float[Tensor, "*context head term"]:
+        """Gain shares; NaN where a head is uniform."""
+        return self.gains / torch.where(self.uniform, torch.nan, self.gain_total).unsqueeze(-1)
 
     @property
     def uniform(self) -> Bool[Tensor, "*context head"]:
@@ -159,17 +215,20 @@ def share_sums(
     *,
     bias: Float[Tensor, "..."] | None = None,
     drop: int = 0,
+    softcap: float | None = None,
     energy: bool = True,
+    gain: bool = True,
     working_set: int = 2**24,
 ) -> ShareSums:
-    """Numerators and energies of all terms per context, without a term as a matrix.
+    """Numerators, gains and energies of all terms per context, without a term as a matrix.
 
     ``q``, ``k`` as in :func:`terms`; ``allowed [query key]`` or ``[batch query key]`` (causal for ``None``); ``bias [... head query
-    key]`` is added to the scores and becomes the last term. The first ``drop`` queries and keys are left out. ``energy=False``
-    leaves the energies NaN. ``working_set`` bounds the bytes held at a time. Half precision is computed in float32; sums are float64.
+    key]`` is added to the scores and becomes the last term. The first ``drop`` queries and keys are left out. ``softcap`` c makes the
+    pattern behind the gains that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains. ``working_set``
+    bounds the bytes held at a time. Half precision is computed in float32; sums are float64.
 
-    Cost per head and token over one product of all queries with all keys: about parts + 1 such products for the numerators,
-    parts (parts + BLOCK / d_head) d_head / keys for the energies.
+    Cost per head and token over one product of all queries with all keys: about parts + 1 such products for the numerators, parts
+    more for the gains, parts (parts + BLOCK / d_head) d_head / keys for the energies.
 
     >>> q = torch.randn(3, 2, 9, 4, 8); k = torch.randn(3, 2, 9, 4, 8)
     >>> sums = share_sums(q, k).pooled()
@@ -185,16 +244,17 @@ def share_sums(
     if bias is not None:
         bias = bias[..., drop:, drop:].to(q)
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
-        bias = row_center(bias.expand(max(len(bias), len(mask)), -1, -1, -1), mask.unsqueeze(1))
+        bias = bias.expand(max(len(bias), len(mask)), -1, -1, -1)
     parts, batch, queries, heads, width = q.shape
-    per_context = q.element_size() * heads * (queries * (min(BLOCK, queries) + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2)
+    rows = (1 + 2 * gain) * min(BLOCK, queries)  # of scores, and of the softmax behind the gains
+    per_context = q.element_size() * heads * (queries * (rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2)
     step = max(1, working_set // per_context)
     found: list[ShareSums] = []
     for at in range(0, batch, step):
         part = slice(at, at + step)
         some = mask if len(mask) == 1 else mask[part]
         added = bias if bias is None or len(bias) == 1 else bias[part]
-        found.append(_sums(q[:, part], k[:, part], some, added, energy))
+        found.append(_sums(q[:, part], k[:, part], some, added, _Wanted(softcap, energy, gain)))
     return ShareSums.cat(found)
 
 
@@ -229,50 +289,75 @@ def _blocks(mask: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
         yield _Block(start, stop, full, end, mask[:, None, start:stop, full:end].to(dtype))
 
 
-def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, energy: bool) -> ShareSums:
+class _Wanted(NamedTuple):
+    """What :func:`share_sums` was asked for."""
+
+    softcap: float | None
+    energy: bool
+    gain: bool
+
+
+def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Wanted) -> ShareSums:
     """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring does not see it, rounding does."""
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
     size = torch.linalg.vector_norm(queries.flatten(2), dim=-1) * torch.linalg.vector_norm(keys.flatten(2), dim=-1)
-    keys = keys - keys.mean(2, keepdim=True)  # not in place: it may be the caller's memory
+    shift = keys.mean(2, keepdim=True)
+    keys = keys - shift  # not in place: it may be the caller's memory
     query, key, tables = reduce(torch.add, queries.unbind(2)), reduce(torch.add, keys.unbind(3)), keys.flatten(3)
+    level = None if wanted.softcap is None else (query * shift.sum(3)).sum(-1, keepdim=True)
+    extra = None if bias is None else row_center(bias, mask.unsqueeze(1))
+    if bias is not None and extra is not None and level is not None:
+        level = level + torch.where(mask.unsqueeze(1), bias - extra, -torch.inf).amax(-1, keepdim=True)
     shape = {"dtype": torch.float64, "device": q.device}
     n = parts**2 + (bias is not None)
-    numerators, energies = torch.zeros(batch, heads, n, **shape), torch.zeros(batch, heads, n, **shape)
-    total = torch.zeros(batch, heads, **shape)
+    sums = {name: torch.zeros(batch, heads, n, **shape) for name in ("numerators", "gains", "energies")}
+    total, gain_total = (torch.zeros(batch, heads, **shape) for _ in range(2))
     seen = _Moments(keys)
     for block in _blocks(mask, q.dtype):
+        at = slice(block.start, block.stop)
         count = (block.full + block.mask.sum(-1, keepdim=True)).clamp(min=1)
-        centred = _centred(query[:, :, block.start : block.stop], key, block, count)
-        if bias is not None:
-            extra = bias[:, :, block.start : block.stop, : block.end]
-            centred = centred + extra
-            numerators[..., -1] += (centred * extra).sum((-2, -1), dtype=torch.float64)
-            energies[..., -1] += extra.square().sum((-2, -1), dtype=torch.float64)
+        rows = queries[:, :, :, at]
+        centred, mean = _centred(query[:, :, at], key, block, count)
+        added = None if extra is None else extra[:, :, at, : block.end]
+        centred = centred if added is None else centred + added
         total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
-        weighted = rearrange(centred @ tables[:, :, : block.end], "b h i (c e) -> b h (i e) c", c=parts)
-        rows = queries[:, :, :, block.start : block.stop]
-        numerators[..., : parts**2] += (rows.flatten(3) @ weighted).flatten(2)
-        if energy:
+        sums["numerators"] += _contracted(centred, rows, tables[:, :, : block.end], added)
+        if wanted.gain:
+            moved = _moved(centred, block, count, wanted.softcap, None if level is None else mean + level[:, :, at])
+            sums["gains"] += _contracted(moved, rows, tables[:, :, : block.end], added)
+            gain_total += moved.mul_(centred).sum((-2, -1), dtype=torch.float64)
+        if wanted.energy:
             seen.extend(block.full)
-            energies[..., : parts**2] += seen.energies(rows, block, count).flatten(2)
+            sums["energies"][..., : parts**2] += seen.energies(rows, block, count).flatten(2)
+            if added is not None:
+                sums["energies"][..., -1] += added.square().sum((-2, -1), dtype=torch.float64)
     many = mask.sum(-1)  # allowed keys of each row
     several = torch.where(many > 1, many, 0)
     ones = torch.ones(batch, **shape)
     unit = 32 * unit_roundoff(q.dtype)
     floor = (unit * size.double()).square()
-    if bias is not None:
-        floor = floor + unit**2 * bias.double().square().sum((-2, -1))
-    if not energy:
-        energies.fill_(torch.nan)
-    return ShareSums(
-        numerators=numerators, energies=energies, total=total, floor=floor, rows=ones * (several > 0).sum(-1), cells=ones * several.sum(-1)
-    )
+    if extra is not None:
+        floor = floor + unit**2 * extra.double().square().sum((-2, -1))
+    for name, made in (("energies", wanted.energy), ("gains", wanted.gain)):
+        if not made:
+            sums[name].fill_(torch.nan)
+    return ShareSums(**sums, total=total, gain_total=gain_total, floor=floor, rows=ones * (several > 0).sum(-1), cells=ones * several.sum(-1))
 
 
-def _centred(query: Tensor, key: Tensor, block: _Block, count: Tensor) -> Float[Tensor, "batch head query key"]:
-    """Row-centred total scores of one block: ``q . k - q . (mean allowed key)``, in one product."""
+def _contracted(
+    weight: Float[Tensor, "batch head query key"], rows: Float[Tensor, "batch head part query d_head"], tables: Tensor, added: Tensor | None
+) -> Float[Tensor, "batch head term"]:
+    """``sum_ij W_ij X_ij`` of all terms X, of which ``added`` is one that is there as a matrix; rows of W sum to zero."""
+    parts = rows.shape[2]
+    weighted = rearrange(weight @ tables, "b h i (c e) -> b h (i e) c", c=parts)
+    found = (rows.flatten(3) @ weighted).flatten(2).double()
+    return found if added is None else torch.cat([found, (weight * added).sum((-2, -1), dtype=torch.float64).unsqueeze(-1)], -1)
+
+
+def _centred(query: Tensor, key: Tensor, block: _Block, count: Tensor) -> tuple[Float[Tensor, "batch head query key"], Tensor]:
+    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product; and the means that were taken out."""
     known = key[:, :, : block.end]
     prefix = known[:, :, : block.full].sum(2, keepdim=True)
     if block.end > block.full:
@@ -282,7 +367,30 @@ def _centred(query: Tensor, key: Tensor, block: _Block, count: Tensor) -> Float[
     centred = torch.baddbmm(rows, query.flatten(0, 1), known.flatten(0, 1).mT, beta=-1).unflatten(0, query.shape[:2])
     if block.end > block.full:
         centred[..., block.full :] *= block.mask
-    return centred
+    return centred, mean
+
+
+def _moved(
+    centred: Float[Tensor, "batch head query key"], block: _Block, count: Tensor, softcap: float | None, level: Tensor | None
+) -> Float[Tensor, "batch head query key"]:
+    """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
+
+    With ``e^(s - max) - 1 = w``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits where attention is nearly uniform. ``level``
+    is what row-centring took out of the scores, which a soft cap sees.
+    """
+    near = slice(block.full, block.end)
+    if softcap is None:  # a masked zero is never above the largest allowed of a row whose mean is zero
+        w = centred - centred.amax(-1, keepdim=True)
+    else:
+        w = softcap * torch.tanh((centred + level) / softcap)
+        w[..., near].masked_fill_(block.mask == 0, torch.finfo(w.dtype).min)
+        w -= w.amax(-1, keepdim=True)
+    w.expm1_()
+    w[..., near] *= block.mask
+    summed = w.sum(-1, keepdim=True, dtype=torch.float64)  # cancels against the count where one key has everything
+    w.sub_((summed / count).to(w)).div_((summed + count).to(w))
+    w[..., near] *= block.mask
+    return w
 
 
 class _Moments:
@@ -323,7 +431,9 @@ class _Moments:
         return energy - (sums.square() / count.unsqueeze(2)).sum(3)
 
 
-def share_sums_dense(terms: Float[Tensor, "term batch head query key"], allowed: Bool[Tensor, "..."], *, drop: int = 0) -> ShareSums:
+def share_sums_dense(
+    terms: Float[Tensor, "term batch head query key"], allowed: Bool[Tensor, "..."], *, drop: int = 0, softcap: float | None = None
+) -> ShareSums:
     """The sums of :func:`share_sums` from terms held as matrices, ``allowed`` broadcasting to ``[batch head query key]``; float64."""
     allowed = allowed.expand(terms.shape[1:])[..., drop:, drop:]
     centred = row_center(terms[..., drop:, drop:].double(), allowed)
@@ -331,12 +441,18 @@ def share_sums_dense(terms: Float[Tensor, "term batch head query key"], allowed:
     many = allowed[:, 0].sum(-1)
     several = torch.where(many > 1, many, 0)
     energies = centred.square().sum((-2, -1))
+    whole = torch.where(allowed, terms[..., drop:, drop:].double(), 0).sum(0)
+    entered = whole if softcap is None else softcap * torch.tanh(whole / softcap)
+    even = allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
+    moved = torch.where(allowed, entered, torch.finfo(entered.dtype).min).softmax(-1) * allowed - even
     unit = 32 * unit_roundoff(terms.dtype)
     size = torch.where(allowed, terms[..., drop:, drop:].double(), 0).square().sum((0, -2, -1))
     return ShareSums(
         numerators=rearrange((centred * scores).sum((-2, -1)), "term batch head -> batch head term"),
         energies=rearrange(energies, "term batch head -> batch head term"),
+        gains=rearrange((moved * centred).sum((-2, -1)), "term batch head -> batch head term"),
         total=scores.square().sum((-2, -1)),
+        gain_total=(moved * scores).sum((-2, -1)),
         floor=size * unit**2,
         rows=(several > 0).sum(-1).double(),
         cells=several.sum(-1).double(),

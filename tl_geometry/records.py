@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -158,7 +158,8 @@ class LayerView:
     ``scores`` are the model's own (``scores`` is ``None`` where the hook holds the pattern; it is masked and after the soft
     cap). Tensors have ``dtype`` float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the
     model's values (expanded) and its mixed values ``[batch position head d_head]``, ``v_map`` and ``v_constant`` the
-    values of a part (``v_scale`` is one over the norm scale). ``closing`` is the report of the checks that were made.
+    values of a part (``v_scale`` is one over the norm scale). ``rotary`` says whether the maps rotate. ``closing`` is the report of the
+    checks that were made.
     """
 
     layer: int
@@ -188,6 +189,26 @@ class LayerView:
     z: Float[Tensor, "batch position head d_head"] | None
     roundoff: float
     closing: ClosingReport
+    rotary: bool = False
+
+    def without_norm(self, scale: Float[Tensor, "batch position head"]) -> Float[Tensor, "batch position head"]:
+        """A frozen scale without that of the norm: exactly one, or the QK-norm's."""
+        same = torch.equal(scale, self.v_scale)
+        return torch.ones_like(scale) if same else scale * self.norm_scale.unsqueeze(-1)
+
+    def normalized(self) -> LayerView:
+        """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no norm scale is frozen any more.
+
+        ``q = q_map(x) * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that of the QK-norm where there is one, else one.
+        """
+        return replace(
+            self,
+            h=self.norm.normalize(self.h),
+            norm_scale=torch.ones_like(self.norm_scale),
+            q_scale=self.without_norm(self.q_scale),
+            k_scale=self.without_norm(self.k_scale),
+            v_scale=torch.ones_like(self.v_scale),
+        )
 
     def project_q(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
         """Queries of additive parts (without the constant)."""

@@ -140,6 +140,7 @@ class Layers:
             pattern=None if pattern is None else upcast(pattern), scores=None if scores is None else upcast(scores),
             v=self._grouped(own["v"], facts), z=None if z is None else upcast(z),
             roundoff=self.roundoff(layer), closing=ClosingReport(checks={}, scale=0.0),
+            rotary=facts.rotation is not None,
         )  # fmt: skip
         if not verify:
             return view

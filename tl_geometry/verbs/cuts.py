@@ -86,10 +86,13 @@ def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
     )
 
 
-def provenance_of(view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, flags: Sequence[str]) -> Provenance:
+def provenance_of(
+    view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, flags: Sequence[str], normalized: bool
+) -> Provenance:
     """What a split was computed from."""
     start = 0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1)
-    return view.provenance(rows, window=(start, rows.tokens.shape[1]), preset=preset, flags=tuple(flags))
+    window = (start, rows.tokens.shape[1])
+    return view.provenance(rows, window=window, preset=preset, flags=tuple(flags), normalized=normalized)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +111,15 @@ class Piece:
     q_again: Tensor | None
     checks: list[Check]
     scale: float
+    rotary: bool
+    relative: bool
 
 
 class Cut:
-    """Cuts layers into parts and projects them."""
+    """Cuts layers into parts and projects them; with a normalised basis the parts are those of the normed stream.
+
+    User parts are parts of the stream itself, whatever the basis.
+    """
 
     def __init__(
         self,
@@ -127,6 +135,12 @@ class Cut:
         require(not double or preset == "reference", "legacy_double_ln", expected="preset='reference'", got=repr(preset))
         self.view, self.basis, self.parts, self.preset, self.double = view, basis, parts, preset, double
         self.layers = tuple(sorted(layers))
+        self.normalized = not own and basis is not None and basis.provenance.normalized
+        require(
+            preset == "exact" or not self.normalized, f"basis with preset={preset!r}",
+            expected="a basis of the states themselves, as published", got="a normalised basis",
+            instead="decompose(model, tokens, normalize=False), or preset='exact'",
+        )  # fmt: skip
         self.flags: list[str] = []
         if basis is not None and not own:
             for layer in self.layers:
@@ -149,8 +163,13 @@ class Cut:
             found = {"mean": found["mean"], "pos": found["pos"], "ctx": ctx, "resid": cvec - ctx}
         return {name: value.to(layer.h) for name, value in found.items()}
 
+    def reading(self, layer: LayerView) -> LayerView:
+        """The layer as a function of what is split: its input, or with a normalised basis the normed input."""
+        return layer.normalized() if self.normalized else layer
+
     def layer(self, layer: LayerView, heads: Sequence[int], device: torch.device | str) -> Piece:
         """Project one layer's parts for the chosen heads and check that they close."""
+        layer = self.reading(layer)
         make = {"exact": self._exact, "paper": self._paper, "reference": self._reference}[self.preset]
         q, k, again = make(layer)
         if layer.softcap is not None and "scores before the soft cap" not in self.flags:
@@ -175,23 +194,27 @@ class Cut:
             sinks=torch.full((n,), -torch.inf, **options) if layer.sinks is None else layer.sinks[cells].to(device),
             scores=own.to(device) if self.preset == "reference" else None,
             q_again=None if again is None else again[..., cells, :].to(device),
-            checks=checks, scale=scale,
+            checks=checks, scale=scale, rotary=layer.rotary and self._merged, relative=is_relative(layer),
         )  # fmt: skip
+
+    @property
+    def _merged(self) -> bool:
+        """Whether ``bias`` holds the mean, or the constants alone."""
+        return not isinstance(self.parts, Mapping) and "mean" not in self.parts
 
     def _exact(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
         return self._project(layer, "q") * layer.scale, self._project(layer, "k"), None
 
     def values(self, layer: LayerView) -> Float[Tensor, "part batch position head d_head"]:
         """Values of the parts, the constants with ``bias``."""
-        return self._project(layer, "v")
+        return self._project(self.reading(layer), "v")
 
     def _project(self, layer: LayerView, which: str) -> Float[Tensor, "part batch position head d_head"]:
         project = {"q": layer.project_q, "k": layer.project_k, "v": layer.project_v}[which]
         constant = {"q": layer.q_constant, "k": layer.k_constant, "v": layer.v_constant}[which]
         projected = project(torch.stack(list(self.stream(layer).values())))
-        merged = not isinstance(self.parts, Mapping) and "mean" not in self.parts
-        first = constant + projected[0] if merged else constant
-        return torch.cat([first.unsqueeze(0), projected[1:] if merged else projected])
+        first = constant + projected[0] if self._merged else constant
+        return torch.cat([first.unsqueeze(0), projected[1:] if self._merged else projected])
 
     def _paper(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
         weights = self.view.weights(layer.layer)
@@ -241,6 +264,11 @@ class Cut:
             checks.append((layer.layer, "sum scores", worst["sum scores"], closing_bound(layer.roundoff, scale)))
         require_closed(checks, f"split of layer {layer.layer}")
         return scale
+
+
+def is_relative(layer: LayerView) -> bool:
+    """Whether no frozen scale varies by token, so that products of constants depend on the rotation alone."""
+    return all(bool((scale == 1).all()) for scale in (layer.q_scale, layer.k_scale))
 
 
 def _own_parts(parts: UserParts, layer: LayerView, layers: Sequence[int], n_layers: int) -> dict[str, Tensor]:

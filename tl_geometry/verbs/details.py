@@ -114,10 +114,12 @@ class Details:
                 self.null_bases[name] = (layer.q_map(pos.to(layer.h)) * layer.scale, layer.k_map(pos.to(layer.h)))
         for name, (q_pos, k_pos) in self.null_bases.items():
             made = []
-            for own, other, scale in ((parts.q, q_pos, layer.q_scale), (parts.k, k_pos, layer.k_scale)):
+            scales = (layer.q_scale, layer.k_scale)
+            scales = tuple(layer.without_norm(s) for s in scales) if basis.provenance.normalized else scales
+            for own, other, scale in zip((parts.q, parts.k), (q_pos, k_pos), scales, strict=True):
                 pos = other * scale[rows, :, :, None]
                 made.append(torch.stack([own[0], pos, own[1] + own[2] - pos]))
-            sums = share_sums(made[0], made[1], layer.allowed, bias=layer.bias, drop=self.drop, energy=False).pooled()
+            sums = share_sums(made[0], made[1], layer.allowed, bias=layer.bias, drop=self.drop, energy=False, gain=False).pooled()
             self.null_sums[name] = self.null_sums[name] + sums if name in self.null_sums else sums
 
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:

@@ -1,6 +1,7 @@
 """Exact split of attention scores and head outputs by parts of the residual stream.
 
-1. One forward pass gives each layer's input h and its frozen scales (:class:`tl_geometry.records.LayerView`).
+1. One forward pass gives each layer's input h and its frozen scales (:class:`tl_geometry.records.LayerView`). With a normalised basis
+   what is cut is ``x = norm(h)`` without gain and bias, which the layer reads linearly: no norm scale is frozen.
 2. h is cut into additive parts: the mean and the constants of norm and projection (``bias``), ``pos``, ``cvec``, or the caller's own.
 3. Each part is projected by itself to queries and keys, linearly because the scales are frozen; nothing is got by subtraction.
 4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms; with ALiBi they sum to the model's scores before any soft cap, which is
@@ -12,6 +13,7 @@ part through LayerNorm by itself, so that its four parts do not sum to the score
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from tl_geometry import _check, capture
 from tl_geometry._check import Head, require
-from tl_geometry.attention import ShareSums, dropped_mass, share_sums, term_names
+from tl_geometry.attention import BIAS_BIAS, ShareSums, bias_label, dropped_mass, label, share_sums
 from tl_geometry.closing import Check
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.records import ClosingReport, LayerView
@@ -86,11 +88,20 @@ class ScoreSplit(Result):
     checks: tuple[Check, ...] = ()
     scale: float = 0.0
     str_tokens: tuple[str, ...] = ()
+    bias_label: str = BIAS_BIAS
 
     @property
     def terms(self) -> Terms:
         """The terms, lazily: ``split.terms["pos", "cvec"]`` is ``[batch head query key]``, query part first."""
         return Terms(self)
+
+    def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
+        """One term: ``split["pos-cvec"]`` is ``split.terms["pos", "cvec"]``."""
+        return self.terms[term]
+
+    def label(self, term: str) -> str:
+        """How a term is shown to a reader (``bias_label`` for (bias, bias), :func:`tl_geometry.attention.bias_label`)."""
+        return label(term, self.bias_label)
 
     @property
     def closing(self) -> ClosingReport:
@@ -138,25 +149,31 @@ class ScoreSplit(Result):
         return weight / torch.where(norm > 0, norm, 1.0)
 
     def shares(self, drop: int | None = None) -> ShareTable:
-        """Covariance and energy shares of terms and groups for each head; see :func:`tl_geometry.attention.share_sums`.
+        """Covariance, gain and energy shares of terms and groups for each head; see :func:`tl_geometry.attention.share_sums`.
 
-        The first ``drop`` queries and keys are left out (by default those before the window of the basis).
+        The first ``drop`` queries and keys are left out (by default those before the window of the basis); the attention paid to
+        them stands beside the shares as ``dropped_mass``.
         """
         additive = self.provenance.preset != "reference"
         require(additive, "shares", expected="terms that sum to the scores", got="preset='reference'", instead="preset='exact'")
         start = (self.provenance.window or (0, 0))[0] if drop is None else drop
         found: list[ShareSums] = []
+        order: list[Tensor] = []
         for layer in dict.fromkeys(layer for layer, _ in self.heads):
             rows = torch.tensor([i for i, (at, _) in enumerate(self.heads) if at == layer])
+            order.append(rows)
             bias = None if self.bias is None else self.bias[rows]
-            sums = share_sums(self.q[..., rows, :], self.k[..., rows, :], self.allowed[rows[0]], bias=bias, drop=start)
+            cap = float(self.softcap[rows[0]])
+            options = {"bias": bias, "drop": start, "softcap": cap if math.isfinite(cap) else None}
+            sums = share_sums(self.q[..., rows, :], self.k[..., rows, :], self.allowed[rows[0]], **options)
             found.append(sums.pooled())
         return ShareTable.of(
-            ShareSums.beside(found),
+            ShareSums.beside(found).select(torch.cat(order).argsort()),
             self.heads,
-            term_names(self.parts, alibi=self.bias is not None),
+            self.parts,
             drop=start,
-            dropped_mass=dropped_mass(self.pattern(), start).mean(0).double() if start else None,
+            dropped_mass=dropped_mass(self.pattern(), start).mean(0).double().cpu() if start else None,
+            bias_label=self.bias_label,
             provenance=self.provenance,
         )
 
@@ -200,10 +217,14 @@ def split_scores(
         legacy_double_ln: with ``"reference"``, normalise the query again for the second key part, as the published code did.
         cache: a TransformerLens ``ActivationCache`` of these tokens, in place of running the model.
 
-    Frozen scales make terms attributions, not interventions: pos-pos of a token still depends on its norm in this prompt.
+    Frozen scales make terms attributions, not interventions: pos-pos of a token still depends on its norm in this prompt. With a basis
+    of ``decompose(..., normalize=True)`` the parts are those of the normed input, ``q_a = (p_a gain) W_Q``, and nothing of the norm is
+    frozen (a QK-norm's scale still is): the same scores, other terms. Then (bias, bias) of a rotary model without QK-norm is
+    exactly a function of the offset i - j, and is shown as "relative position"; on a raw basis it is the "mean-mean" term.
 
     Raises ``ClosingError`` where the terms do not sum to the model's scores, ``BudgetError`` where all terms together would exceed
-    ``memory_budget`` bytes, ``GeometryError`` for a basis of another model, positions beyond the basis, and parts that do not sum.
+    ``memory_budget`` bytes, ``GeometryError`` for a basis of another model, positions beyond the basis, parts that do not sum, and a
+    normalised basis with another preset than ``"exact"``.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -232,7 +253,7 @@ def split_scores(
     beside = lambda name, axis: torch.cat([getattr(p, name) for p in pieces], dim=axis).index_select(axis, pick)  # noqa: E731
     has = lambda name: all(getattr(p, name) is not None for p in pieces)  # noqa: E731
     return ScoreSplit(
-        provenance=provenance_of(view, rows, basis, preset, cut.flags),
+        provenance=provenance_of(view, rows, basis, preset, cut.flags, cut.normalized),
         heads=chosen,
         parts=names,
         q=beside("q", 3),
@@ -246,6 +267,7 @@ def split_scores(
         checks=tuple(check for p in pieces for check in p.checks),
         scale=max(p.scale for p in pieces),
         str_tokens=rows.str_tokens,
+        bias_label=bias_label(rotary=all(p.rotary for p in pieces), relative=all(p.relative for p in pieces)),
     )
 
 

@@ -3,10 +3,11 @@
 Each batch runs once through the model; as soon as a layer's attention has been computed its queries and keys are split (frozen
 norm scale) and the sums behind the shares are updated, a few contexts at a time, so that no term exists as a matrix:
 
-1. mean and pos are projected once per layer and divided by the frozen scale, cvec is the rest of the model's own q and k;
+1. mean and pos are projected once per layer and divided by the frozen scale (parts of the normed input, from a normalised basis, are
+   not), cvec is the rest of the model's own q and k;
 2. on the first context the model's queries, keys, scores and patterns are recomputed from the stream, and cvec is projected
    explicitly, because the subtraction alone would close whatever mean and pos were;
-3. :func:`tl_geometry.attention.share_sums` adds up numerators and energies.
+3. :func:`tl_geometry.attention.share_sums` adds up numerators, gains and energies.
 
 Head types come from repeated random tokens made for the model.
 """
@@ -26,13 +27,14 @@ from tqdm.auto import tqdm
 
 from tl_geometry import _check, capture
 from tl_geometry._check import require
-from tl_geometry.attention import ShareSums, bootstrap, share_sums, term_names
+from tl_geometry.attention import ShareSums, bias_label, bootstrap, share_sums, term_names
 from tl_geometry.closing import closing_bound
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import BudgetError, ClosingError
 from tl_geometry.head_types import HEAD_TYPES, head_type_scores, period_for, repeated_random_tokens, token_range
 from tl_geometry.records import LayerView, ModelView
 from tl_geometry.results import Provenance, hash_tokens
+from tl_geometry.verbs.cuts import is_relative
 from tl_geometry.verbs.details import DETAILS, Details, Parts
 from tl_geometry.verbs.shares import ShareTable
 
@@ -45,6 +47,9 @@ WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SweepTable(ShareTable):
     """One row per head: shares of groups and terms, the dominant ones with their margin, head-type scores with baselines.
+
+    ``group_gain`` and ``term_gain`` are the gain shares of the group and the term with the largest covariance share (the label's, where
+    there is one), ``dropped_mass`` the attention that no share describes.
 
     ``types[name]`` and ``baselines[name]`` are the head-type scores (see :mod:`tl_geometry.head_types`) on repeated random tokens and
     what uniform attention would score; ``details`` holds what ``detail=`` asked for, one tensor per quantity, heads first.
@@ -60,10 +65,11 @@ class SweepTable(ShareTable):
         return ShareTable(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ShareTable)})
 
     def columns(self) -> Sequence[str]:
-        best = ["dominant_group", "group_share", "group_margin", "dominant_term", "term_share", "term_margin"]
-        shares = [f"{kind}_{name}" for kind in ("cs", "es") for name in (*self.groups, *self.terms)]
+        best = ["dominant_group", "group_share", "group_margin", "group_gain"]
+        best += ["dominant_term", "term_share", "term_margin", "term_gain"]
+        shares = [f"{share}_{name}" for share in ("cs", "gs", "es") for name in (*self.groups, *self.terms)]
         types = [name for t in self._types() for name in (t, f"{t}_uniform")]
-        return ["layer", "head", *best, *types, "dropped_mass", *shares, *self._scalars()]
+        return ["layer", "head", *best, "dropped_mass", *types, *shares, *self._scalars()]
 
     def _types(self) -> list[str]:
         return [t for t in HEAD_TYPES if t in self.types]
@@ -72,22 +78,20 @@ class SweepTable(ShareTable):
         return sorted(name for name, value in self.details.items() if value.dim() == 1)
 
     def rows(self) -> Sequence[Sequence[object]]:
-        group, term = self.by_group, self.by_term
-        shares = torch.cat([self.group_cs, self.cs, self.group_es, self.es], dim=1).tolist()
+        grouped = (self.group_cs, self.group_gs, self.group_es)
+        shares = torch.cat([x for pair in zip(grouped, (self.cs, self.gs, self.es), strict=True) for x in pair], dim=1).tolist()
+        best = [(found, _of_largest(cs, gs)) for found, cs, gs in (
+            (self.by_group, self.group_cs, self.group_gs), (self.by_term, self.cs, self.gs)
+        )]  # fmt: skip
         flat = [self.details[name].tolist() for name in self._scalars()]
-        mass = torch.full_like(self.total, torch.nan) if self.dropped_mass is None else self.dropped_mass
+        mass = self._mass().tolist()
         out: list[list[object]] = []
         for h, (layer, head) in enumerate(self.heads):
-            best = [
-                group.labels[h],
-                float(group.share[h]),
-                float(group.margin[h]),
-                term.labels[h],
-                float(term.share[h]),
-                float(term.margin[h]),
-            ]
+            row: list[object] = [layer, head]
+            for found, gain in best:
+                row += [found.labels[h], float(found.share[h]), float(found.margin[h]), float(gain[h])]
             types = [x for t in self._types() for x in (float(self.types[t][h]), self.baselines[t])]
-            out.append([layer, head, *best, *types, float(mass[h]), *shares[h], *(v[h] for v in flat)])
+            out.append([*row, mass[h], *types, *shares[h], *(v[h] for v in flat)])
         return out
 
     def top(self, column: str, n: int | None = 10, *, ascending: bool = False) -> SweepTable:
@@ -123,13 +127,15 @@ def sweep_heads(
 ) -> SweepTable:
     """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a term as a matrix.
 
-    For each head, over all prompts and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2`` and energy share of the terms X over
-    {bias, pos, cvec} on either side and of the groups position, content and mixed (row-centred; Song & Zhong 2023, Eq. 7, with the norm
-    scale frozen so that the terms sum to the model's scores). Shares have no unit; formulas in :mod:`tl_geometry.attention`.
+    For each head, over all prompts and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2``, gain share ``gs_X`` (the part in where
+    attention goes) and energy share of the terms X over {bias, pos, cvec} on either side and of the groups position, content and mixed
+    (row-centred; Song & Zhong 2023, Eq. 7, with the norm scale frozen so that the terms sum to the model's scores). Shares have no
+    unit; formulas in :mod:`tl_geometry.attention`.
 
     Args:
         tokens: anything that :func:`tl_geometry.decompose` takes, any number of prompts of one length.
-        basis: from :func:`tl_geometry.decompose` of the same model. The first ``basis.window[0]`` queries and keys are left out of the
+        basis: from :func:`tl_geometry.decompose` of the same model, of its states or normalised (the same scores, other terms; see
+            :func:`tl_geometry.split_scores`). The first ``basis.window[0]`` queries and keys are left out of the
             shares (position 0 is an attention sink); the attention paid to them is the column ``dropped_mass``.
         layers: blocks to look at, all by default.
         detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern without each term), ``"toeplitz"`` and
@@ -181,6 +187,7 @@ def sweep_heads(
         contexts=done,
         seed=seed,
         flags=work.flags(),
+        normalized=basis.provenance.normalized,
     )
     return work.table(types, baselines, provenance)
 
@@ -198,11 +205,22 @@ def _rows_per_batch(view: ModelView, columns: int, memory_budget: int, batch_siz
     return max(1, min(fits, batch_size or capture.default_batch(columns, view.device)))
 
 
+def _of_largest(shares: Float[Tensor, "head term"], values: Float[Tensor, "head term"]) -> Float[Tensor, " head"]:
+    """The value of what has the largest share; NaN without any."""
+    if shares.shape[1] == 0:
+        return torch.full(shares.shape[:1], torch.nan, dtype=values.dtype)
+    return values.gather(1, torch.nan_to_num(shares).argmax(1, keepdim=True))[:, 0]
+
+
 class Positional(NamedTuple):
-    """Mean and pos of one layer's input, projected: ``[mean or pos, head, position, d_head]`` without the frozen scale."""
+    """Mean and pos of one layer's input, projected: ``[mean or pos, head, position, d_head]`` without the frozen scale.
+
+    ``normalized`` says that they are parts of the normed input, whose norm scale is not frozen.
+    """
 
     q: Tensor
     k: Tensor
+    normalized: bool = False
 
 
 def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Positional:
@@ -211,7 +229,7 @@ def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Pos
     pos = basis.pos_columns[row, :columns]
     both = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
     q, k = (rearrange(f(both), "part position head e -> part head position e").contiguous() for f in (layer.q_map, layer.k_map))
-    return Positional(q, k)
+    return Positional(q, k, basis.provenance.normalized)
 
 
 def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: int = 0) -> Parts:
@@ -234,12 +252,16 @@ def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: 
         torch.mul(whole, scale, out=parts[2]).sub_(parts[0]).sub_(parts[1])
         return rearrange(parts, "p b h i e -> p b i h e")
 
-    q = split(projected.q, layer.q_scale, layer.q_constant, layer.q, layer.scale, "b h p i e")
-    return Parts(q, split(projected.k, layer.k_scale, layer.k_constant, layer.k, 1.0, "b h i p e"))
+    q_scale, k_scale = layer.q_scale, layer.k_scale
+    if projected.normalized:
+        q_scale, k_scale = layer.without_norm(q_scale), layer.without_norm(k_scale)
+    q = split(projected.q, q_scale, layer.q_constant, layer.q, layer.scale, "b h p i e")
+    return Parts(q, split(projected.k, k_scale, layer.k_constant, layer.k, 1.0, "b h i p e"))
 
 
 def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
     """Compare cvec by subtraction with its explicit projection, within 32 u A (4 u A in half precision), A the sum of the parts' sizes."""
+    layer = layer.normalized() if basis.provenance.normalized else layer
     row = basis.index(layer.layer)
     h = layer.h.double()
     cvec = (h - (basis.mean[row] + basis.pos_columns[row, : h.shape[1]]).to(h)).to(layer.h)
@@ -287,11 +309,13 @@ class _Sweep:
         self.sums: dict[int, list[ShareSums]] = {}
         self.mass: dict[int, list[Tensor]] = {}
         self.details: dict[int, Details] = {}
-        self.alibi = False
-        self.softcap = False
+        self.alibi = self.softcap = False
+        self.rotary = self.relative = True
 
     def verify(self, layer: LayerView) -> None:
         """Check one context explicitly; the view has verified its own scores."""
+        read = layer.normalized() if self.basis.provenance.normalized else layer
+        self.relative = self.relative and is_relative(read)
         check_cvec(layer, self.basis, split_layer(layer, self._projection(layer), slice(None)))
 
     def on_layer(self, layer: LayerView) -> None:
@@ -299,8 +323,9 @@ class _Sweep:
         projected = self._projection(layer)
         batch, length, heads, width = layer.q.shape
         self.alibi, self.softcap = self.alibi or layer.bias is not None, self.softcap or layer.softcap is not None
+        self.rotary = self.rotary and layer.rotary
         number = layer.q.element_size()
-        per_context = number * heads * (length * (3 * 64 + 18 * width) + 9 * 64 * 64)
+        per_context = number * heads * (length * (5 * 64 + 18 * width) + 9 * 64 * 64)
         limit = min(WORKING_SET.get(layer.q.device.type, 2**23), max(1, self.memory_budget // 4))
         step = max(1, limit // per_context)
         found: list[ShareSums] = []
@@ -309,7 +334,8 @@ class _Sweep:
             start_at = 0 if self.detail else self.drop  # only details look at what is dropped
             parts = split_layer(layer, projected, rows, start=start_at)
             allowed, bias = (None if x is None else x[..., start_at:, start_at:] for x in (layer.allowed, layer.bias))
-            found.append(share_sums(parts.q, parts.k, allowed, bias=bias, drop=self.drop - start_at, working_set=limit))
+            options = {"bias": bias, "drop": self.drop - start_at, "softcap": layer.softcap, "working_set": limit}
+            found.append(share_sums(parts.q, parts.k, allowed, **options))
             if self.detail:
                 made = self.details.setdefault(layer.layer, Details(self.detail, self.drop, self.seed))
                 made.update(layer, parts, rows, self.batch[rows], self.basis)
@@ -350,11 +376,15 @@ class _Sweep:
         return SweepTable(
             provenance=provenance,
             heads=tuple((layer, head) for layer in order for head in range(self.view.n_heads)),
+            parts=PARTS,
             terms=names,
             numerators=pooled.numerators,
             energies=pooled.energies,
+            gains=pooled.gains,
             total=pooled.total,
+            gain_total=pooled.gain_total,
             floor=pooled.floor,
+            bias_label=bias_label(rotary=self.rotary, relative=self.relative),
             rows_used=float(pooled.rows),
             cells=float(pooled.cells),
             drop=self.drop,

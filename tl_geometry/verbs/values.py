@@ -4,7 +4,8 @@ With the pattern A and the norm scale frozen, the mixed value of a head is linea
 
     z[i] = sum_j A[i, j] v[j],    v = sum_a ((p_a A / s) gain) W_V + ((norm bias) W_V + b_V),    output = z W_O,
 
-so that ``z_a`` of each part sum to the model's own ``hook_z`` (checked). The direct effect on a logit is the output through the
+so that ``z_a`` of each part sum to the model's own ``hook_z`` (checked). With a normalised basis the parts are those of the normed input
+and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``. The direct effect on a logit is the output through the
 final norm with its scale frozen, ``((output A) / s_final) gain W_U`` (direct logit attribution, by source part).
 """
 
@@ -135,7 +136,7 @@ def split_values(
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
     return ValueSplit(
-        provenance=provenance_of(view, rows, basis, "exact", cut.flags),
+        provenance=provenance_of(view, rows, basis, "exact", cut.flags, cut.normalized),
         heads=chosen,
         parts=names,
         z=mixed,
