@@ -398,7 +398,8 @@ def test_a_block_that_does_nothing_can_be_skipped_for_nothing():
         with torch.no_grad():
             for p, _ in kept:
                 p.zero_()
-        found = skip_map(deep(), tokens(40, 8, 1), pairs=[(2, 3)], kinds=("identity", "mean", "linear"), progress=False)
+        kinds, places = ("identity", "mean", "linear"), ("pilot", "all")
+        found = skip_map(deep(), tokens(40, 8, 1), pairs=[(2, 3)], kinds=kinds, places=places, progress=False)
     finally:
         with torch.no_grad():
             for p, old in kept:
