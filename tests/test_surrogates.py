@@ -13,7 +13,17 @@ from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import weights
 from tl_geometry.errors import GeometryError, UnsupportedModelError
 from tl_geometry.interventions.live import score_of
-from tl_geometry.interventions.surrogates import PARTS, replaced_scores, replacements, structured_part, surrogate, surrogate_effect
+from tl_geometry.interventions.offsets import OffsetReplacement, offset_diagonals
+from tl_geometry.interventions.surrogates import (
+    PARTS,
+    Replacement,
+    offset_parts,
+    replaced_scores,
+    replacements,
+    structured_part,
+    surrogate,
+    surrogate_effect,
+)
 from tl_geometry.verbs.details import model_pattern
 from tl_geometry.weights import Factors
 
@@ -74,6 +84,7 @@ def test_new_patterns_by_hand() -> None:
     view.run_layers(tokens(), [1], lambda s: seen.__setitem__(1, s))
     s = seen[1]
     new = replacements(view, basis, [(1, 3)], "structured")[1]
+    assert isinstance(new, Replacement)
     own = score_of(s, [3])
     close(model_pattern(own, s, [3]), s.pattern[:, 3:4], 1e-5)
     edited = model_pattern(replaced_scores(s, own, new), s, [3])
@@ -138,11 +149,13 @@ def test_refusals() -> None:
     import dataclasses
 
     llama, bert, gpt2 = (tiny("bridge", a) for a in ("llama", "bert", "gpt2"))
-    with (
-        pytest.raises(UnsupportedModelError, match="surrogate: expected a model whose W_QK does not depend on the offset"),
-        surrogate(llama, basis_of(llama)),
-    ):
+    asked = r"part 'thresholded': expected a part of a W_QK that is one matrix for all offsets, got rotary .*Use one of 'structured'"
+    with pytest.raises(UnsupportedModelError, match=asked), surrogate(llama, basis_of(llama), part="thresholded"):
         pass
+    with pytest.raises(UnsupportedModelError, match="part 'thresholded'"):
+        surrogate_effect(llama, tokens(), basis_of(llama), parts=("none", "thresholded"))
+    with pytest.raises(GeometryError, match="part: expected one of 'structured'"):
+        surrogate_effect(llama, tokens(), basis_of(llama), parts=("half",))
     with pytest.raises(UnsupportedModelError, match="surrogate_effect: expected a causal model"):
         surrogate_effect(bert, tokens(), basis_of(bert))
     untrained = dataclasses.replace(tlg.view(gpt2), head_trained=False)
@@ -159,3 +172,103 @@ def test_moved_patterns_are_the_mean_over_all_prompts() -> None:
     assert whole.parts == ("structured",)
     close(whole.moved, (8 * first.moved + 3 * rest.moved) / 11, 1e-5)
     assert not torch.allclose(first.moved, rest.moved, atol=1e-3)
+
+
+# rotary models: another W_QK at every offset
+
+ROTARY = [("bridge", a) for a in ("llama", "neox", "gptj", "qwen3", "gemma3", "phi", "olmo2", "llama3-rope")]
+ROTARY += [("hooked", "llama"), ("hooked", "gptj")] if HAS_HOOKED else []
+
+
+@pytest.mark.parametrize(("kind", "architecture"), ROTARY)
+def test_in_rotary_models_the_whole_changes_nothing_and_every_part_does(kind: str, architecture: str) -> None:
+    model = tiny(kind, architecture)
+    view, basis = tlg.view(model), basis_of(model)
+    clean = view.run(tokens(), {}, logits=True)
+    assert clean is not None
+    assert offset_parts(view) == ("structured", "low_rank", "diagonal", "random", "none")
+    for part in (*offset_parts(view), "whole"):
+        with surrogate(model, basis, part=part, rank=4):
+            edited = view.run(tokens(), {}, logits=True)
+        assert edited is not None
+        change = float((edited - clean).abs().max())
+        assert (change < 1e-4) == (part == "whole"), (part, change)
+    again = view.run(tokens(), {}, logits=True)
+    assert again is not None
+    assert torch.equal(again, clean)
+
+
+def turned(angle: Tensor, x: Tensor) -> Tensor:
+    """Rotation of the pairs (e, e + half) of every row by an angle of its own, as complex numbers."""
+    a, b = x.chunk(2, dim=-1)
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], dim=-1)
+
+
+def dense_llama(model: Any, layer: int, head: int, offset: int) -> Tensor:
+    """W_D of a head of the tiny Llama from its Hugging Face weights, 10000^(-e / half) radians per position."""
+    block = model.original_model.model.layers[layer]
+    gain = block.input_layernorm.weight.detach().double()
+    q, k = (getattr(block.self_attn, f"{n}_proj").weight.detach().double() * gain for n in "qk")
+    q, k = q[8 * head : 8 * head + 8].mT, k[8 * (head // 2) : 8 * (head // 2) + 8].mT
+    angle = offset * 10000.0 ** (-torch.arange(4).double() / 4)
+    return turned(angle, q) @ k.mT / 8**0.5
+
+
+@torch.no_grad()
+def test_every_offset_gets_its_own_least_squares_fit() -> None:
+    """Brute force: for each cell the dense W_D, its best V L V^T + diag by a general solver, applied to the normalised stream."""
+    model = tiny("bridge", "llama")
+    view, basis, kept = tlg.view(model), basis_of(model), {}
+    ids = tokens(2, 7)
+    view.run_layers(ids, [1], lambda s: kept.__setitem__(1, s))
+    seen, heads, k = kept[1], [(1, 1), (1, 2)], 3
+    own = score_of(seen, [1, 2])
+    x = (seen.h / seen.norm_scale[..., None]).double()
+    V = weights.leading_directions(basis.pos[basis.index(1)], 60)[0][:, :k]
+    design = [torch.outer(V[:, a], V[:, b]).flatten() for a in range(k) for b in range(k)]
+    design += [torch.diag(torch.eye(32, dtype=torch.float64)[e]).flatten() for e in range(32)]
+    made = {p: replaced_scores(seen, own, replacements(view, basis, heads, p, rank=k)[1]) for p in ("structured", "low_rank", "diagonal")}
+    for n, (_, head) in enumerate(heads):
+        for i, j in ((0, 0), (3, 3), (4, 1), (6, 5), (6, 0)):
+            W = dense_llama(model, 1, head, i - j)
+            close(torch.einsum("bd,de,be->b", x[:, i], W, x[:, j]), own[:, n, i, j].double(), 1e-3)
+            best = torch.linalg.lstsq(torch.stack(design, 1), W.flatten()[:, None]).solution[:, 0]
+            fitted = V @ best[: k * k].view(k, k) @ V.mT + torch.diag(best[k * k :])
+            P = V @ V.mT
+            for part, dense in (("structured", fitted), ("low_rank", P @ W @ P), ("diagonal", torch.diag(W.diagonal()))):
+                expected = torch.einsum("bd,de,be->b", x[:, i], dense, x[:, j])
+                close(made[part][:, n, i, j].double(), expected, 1e-4)
+    other = dense_llama(model, 1, 1, 0)  # the twin: one matrix for all offsets is another thing
+    assert not torch.allclose(torch.einsum("bd,de,be->b", x[:, 6], other, x[:, 0]), own[:, 0, 6, 0].double(), atol=1e-2)
+
+
+def test_diagonals_of_keys_ahead_are_those_of_the_transposed_matrix() -> None:
+    """W_D at D < 0: exchanging the roles of query and key at D and -D gives the same diagonal."""
+    model, kept = tiny("bridge", "llama"), {}
+    tlg.view(model).run_layers(tokens(1, 6), [0], lambda s: kept.__setitem__(0, s))
+    ahead = offset_diagonals(kept[0], [0, 3], None, ahead=True)
+    behind = offset_diagonals(kept[0], [0, 3], None)
+    for n, head in enumerate((0, 3)):
+        for offset in (0, 2, 5):
+            close(behind[offset, n], dense_llama(model, 0, head, offset).diagonal(), 1e-5)
+            close(ahead[offset, n], dense_llama(model, 0, head, -offset).diagonal(), 1e-5)
+    assert not torch.allclose(ahead[2], behind[2], atol=1e-3)
+
+
+def test_offset_fits_are_kept_for_a_length_and_the_effect_leaves_out_what_has_no_meaning() -> None:
+    model = tiny("bridge", "llama")
+    basis = basis_of(model)
+    effect = surrogate_effect(model, tokens(11), basis, ["L0H1", "L1H3"], rank=4)
+    assert effect.parts == ("structured", "low_rank", "diagonal", "random", "none")
+    assert effect.moved.shape == (5, 2)
+    assert bool((effect.moved > 1e-3).all())
+    whole = surrogate_effect(model, tokens(11), basis, parts="whole")
+    assert float(whole.moved.max()) < 1e-4
+    new = replacements(tlg.view(model), basis, [(0, 1)], "structured", rank=4)[0]
+    assert isinstance(new, OffsetReplacement)
+    kept: dict[int, Any] = {}
+    for length in (5, 8, 5):
+        tlg.view(model).run_layers(tokens(1, length), [0], lambda s: kept.__setitem__(0, s))
+        new.product(kept[0])
+    assert sorted(new.found) == [(5, False), (8, False)]

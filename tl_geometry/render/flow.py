@@ -132,8 +132,8 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     axes[0].set_xscale("log", base=2)
     axes[0].set(xlabel="directions kept, K", ylabel="KL (nats)")
     axes[0].legend(fontsize=7)
-    K0 = first.needed()
-    caption = f"two standard errors; 10% of the mean baseline from K = {K0}; {first.provenance.line()}"
+    low = f"10% of the mean baseline from K = {first.needed()}" if first.claimed else "no K claimed from fewer chunks than dimensions"
+    caption = f"two standard errors; {low}; {first.provenance.line()}"
     return View(figure, title="Output with K directions", caption=caption)
 
 
@@ -235,9 +235,13 @@ def skip_figure(
 ) -> View:
     """How many layers can be skipped for how much loss: rows the first skipped block, columns the block that goes on; one panel per map.
 
-    One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``), where it was measured.
+    One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``), where it was measured. Of deep models
+    with few of their pairs measured, a line for each map instead, one panel per number of blocks skipped.
     """
     from matplotlib.ticker import MaxNLocator
+
+    if ax is None and len(skips.table(skips.kinds[0], metric, place=place)) > 9 and len({b - a for a, b in skips.pairs()}) <= 4:
+        return _skip_lines(skips, list(kinds or skips.kinds), metric, place)
 
     shown = list(kinds or skips.kinds)
     figure, axes = canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4)) if ax is None else canvas(ax=ax)
@@ -268,6 +272,26 @@ def skip_figure(
     axes[0].set_ylabel("first block skipped")
     if image is not None:
         figure.colorbar(image, ax=axes, label=metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""), shrink=0.8)
+    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
+
+
+def _skip_caption(skips: SkipMap, place: str) -> str:
     own = skips.loss[0 if place == "pilot" else 1]
-    caption = f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} nats; {skips.provenance.line()}"
-    return View(figure, title="Layers skipped", caption=caption)
+    return f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} nats; {skips.provenance.line()}"
+
+
+def _skip_lines(skips: SkipMap, kinds: Sequence[str], metric: str, place: str) -> View:
+    """The cost of skipping as lines over the first skipped block."""
+    lengths = sorted({b - a for a, b in skips.pairs()})
+    figure, axes = canvas(len(lengths), size=(3.2, 2.6))
+    for axis, length in zip(axes, lengths, strict=True):
+        for kind in kinds:
+            line = skips.table(kind, metric, place=place).diagonal(length)
+            axis.plot(range(len(line)), line, "o-", ms=2, lw=2 if kind == "flow" else 1, label=kind)
+        if "mean" in kinds and not metric.startswith("top"):
+            axis.set_ylim(None, 1.2 * float(skips.table("mean", metric, place=place).diagonal(length).nan_to_num().max()))
+        axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
+        axis.set_xlabel("first block skipped")
+    axes[0].set_ylabel(metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""))
+    axes[0].legend(fontsize=6)
+    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))

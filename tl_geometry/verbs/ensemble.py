@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -67,8 +69,11 @@ class Trajectories(Result):
         return replace(self, X=self.X[rows], post_norm=last, provenance=replace(self.provenance, contexts=len(rows)), **chosen)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
-        """Two disjoint parts, the first with about ``share`` of the trajectories; whole documents where labels say which is which."""
-        first, second = split_rows(len(self), self.labels, share, seed)
+        """Two disjoint parts, the first with about ``share`` of the trajectories; whole documents where labels say which is which.
+
+        A chunk that occurs more than once is in one part only.
+        """
+        first, second = split_rows(len(self), self.labels, share, seed, self.tokens)
         return self.pick(first), self.pick(second)
 
     def after_norm(self) -> Trajectories:
@@ -102,13 +107,18 @@ class Trajectories(Result):
         return ensembles.spectra(self.frames(align="none").S)
 
     def residuals(self, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U") -> residuals.Maps:
-        """Statistics of what rotation and stretch leave, for all pairs of states; frames of ``train`` make them held out."""
+        """Statistics of what rotation and stretch leave, for all pairs of states; frames of ``train`` make them held out.
+
+        Raises ``GeometryError`` where ``train`` and this ensemble share a chunk.
+        """
+        _require_apart(train, self)
         return residuals.residual_maps(self.X, partial(residuals.flow_map, (train or self).frames(align=align), signs=signs))
 
     def isotropy(
         self, start: int, end: int, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U", fdr: float = 0.05
     ) -> noise.Isotropy:
-        """Isotropy and Gaussianity of the residual between two states."""
+        """Isotropy and Gaussianity of the residual between two states; held out with ``train``, as in :meth:`residuals`."""
+        _require_apart(train, self)
         a, b = self.row(start), self.row(end)
         moved = residuals.flow_map((train or self).frames(align=align), a, b, signs=signs)(self.X[:, a].double())
         return noise.isotropy_tests(self.X[:, b].double() - moved, fdr=fdr)
@@ -135,8 +145,13 @@ def fit_law(maps: residuals.Maps, law: str, times: Tensor) -> noise.NoiseLaw:
     return noise.fit_noise_law(maps.log_variance, law=law, times=times)
 
 
-def split_rows(n: int, labels: Tensor | None, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows of two disjoint parts; whole documents in one part where there are at least two labels."""
+def split_rows(
+    n: int, labels: Tensor | None, share: float, seed: int, tokens: Tensor | None = None
+) -> tuple[Int[Tensor, " trajectory"], Int[Tensor, " sample"]]:
+    """Rows of two disjoint parts; whole documents in one part where there are at least two labels.
+
+    Chunks of the second part whose ``tokens`` also stand in the first go to the first: what is held out was not fitted on.
+    """
     require(0 < share < 1 and n >= 2, "split", expected="a share between 0 and 1 of at least 2 trajectories", got=f"{share} of {n}")
     generator = torch.Generator().manual_seed(seed)
     first = torch.zeros(n, dtype=torch.bool)
@@ -148,7 +163,42 @@ def split_rows(n: int, labels: Tensor | None, share: float, seed: int) -> tuple[
         sizes = torch.stack([(labels == name).sum() for name in order]).cumsum(0)
         last = min(max(int((sizes <= share * n).sum()), 1), len(order) - 1)
         first = torch.isin(labels, order[:last])
+    if tokens is not None:
+        first = first | shared_rows(tokens, tokens[first])
+        require(not bool(first.all()), "split", expected="chunks that differ, to hold some out", got=f"{n} that repeat each other")
     return first.nonzero()[:, 0], (~first).nonzero()[:, 0]
+
+
+def shared_rows(rows: Int[Tensor, "row position"], fitted: Int[Tensor, "sample position"]) -> Bool[Tensor, " row"]:
+    """Which of ``rows`` also stand among ``fitted``, by their tokens.
+
+    >>> shared_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [5, 6]])).tolist()
+    [False, True]
+    """
+    if rows.shape[1] != fitted.shape[1]:
+        return torch.zeros(len(rows), dtype=torch.bool)
+    known = {hash_tokens(row[None]) for row in fitted}
+    return torch.tensor([hash_tokens(row[None]) in known for row in rows], dtype=torch.bool)
+
+
+def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
+    """Refuse to call residuals held out whose chunks were fitted on."""
+    if train is None or train.tokens is None or test.tokens is None:
+        return
+    shared = int(shared_rows(test.tokens, train.tokens).sum())
+    require(
+        shared == 0, "train", expected="other chunks than those that are measured", got=f"{shared} of {len(test)} in both",
+        instead="ensemble.split()",
+    )  # fmt: skip
+
+
+def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
+    """The flag of what was fitted on fewer trajectories than there are dimensions, where this is so.
+
+    >>> too_few(300, 576, "maps"), too_few(600, 576, "maps")
+    (('maps fitted on 300 trajectories, fewer than the 576 dimensions',), ())
+    """
+    return (f"{what} fitted on {fitted} trajectories, fewer than the {d_model} dimensions",) if fitted < d_model else ()
 
 
 def pseudo_sentences(
@@ -195,6 +245,52 @@ def gibberish(
         require(view.bos_id is not None, "prepend_bos", expected="a tokenizer with a BOS token", got="none", instead="prepend_bos=False")
         tokens[:, 0] = view.bos_id or 0
     return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus=name)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How many chunks to follow: ``n`` of the ``wanted``, about ``seconds`` of forward passes (NaN where nothing was timed)."""
+
+    n: int
+    wanted: int
+    seconds: float
+
+    @property
+    def note(self) -> str:
+        """One sentence for a report."""
+        took = "" if math.isnan(self.seconds) else f", about {self.seconds:.0f} s"
+        few = "" if self.n >= self.wanted else f" of {self.wanted} wanted (twice d_model and a tenth)"
+        return f"{self.n} chunks{few}{took}"
+
+
+def plan_chunks(model: Any, tokens: Any, *, budget: float | None = None, share: float = 0.5) -> ChunkPlan:
+    """How many of these chunks an ensemble needs, and how many of them a budget of seconds allows.
+
+    Maps and directions are fitted on a ``share`` of the trajectories, which should be more than d_model: ``n >= 1.1 d_model /
+    share``. With a budget two batches are run to see what a chunk costs. At least 32 chunks (or all there are) are planned.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.verbs.ensemble.plan_chunks(model, tlg.zoo.default_windows(model, 16, n=40)).n
+    40
+    """
+    view = as_view(model)
+    source = TokenSource.of(view, tokens, None, None)
+    known = source.contexts is not None
+    require(known, "tokens", expected="chunks whose number is known", got="an iterable", instead="a tensor of token ids")
+    require(budget is None or budget > 0, "budget", expected="seconds above 0", got=budget)
+    require(0 < share < 1, "share", expected="a share between 0 and 1", got=share)
+    there, wanted = source.contexts or 0, math.ceil(1.1 * view.d_model / share)
+    n, each = min(there, wanted), math.nan
+    if budget is not None:
+        rows = next(iter(source.batches(default_batch(source.columns, view.device))))
+        hooks: dict[str, Hook] = {view.state_hooks[-1]: lambda h: None}
+        view.run(rows, hooks)  # the first pass of a process pays for what later ones find ready
+        before = time.perf_counter()
+        view.run(rows, hooks)
+        each = (time.perf_counter() - before) / len(rows)
+        n = min(n, max(min(32, there), int(budget / each)))
+    return ChunkPlan(n, wanted, n * each)
 
 
 def trajectories(

@@ -14,11 +14,13 @@ from torch import Tensor
 from tl_geometry import noise
 from tl_geometry._check import require
 from tl_geometry.frames import Frames
-from tl_geometry.residuals import MAPS, MapOf, Maps, fit_map, flow_map, residual_maps
+from tl_geometry.residuals import MAPS, LayerMap, MapOf, Maps, MapsFrom, flow_map, map_errors, residual_maps
 from tl_geometry.results import Result
-from tl_geometry.verbs.ensemble import Trajectories, require_trajectories
+from tl_geometry.verbs.ensemble import Trajectories, require_trajectories, too_few
 
 YARDSTICKS = ("linear", "ridge", "scaled", "shift", "identity", "mean")
+ALWAYS = ("ridge", "identity")
+"""Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the best linear map."""
 ISOTROPY = noise.Isotropy._fields
 
 
@@ -80,8 +82,10 @@ def flow_report(
     """Rotation and stretch between all pairs of states of an ensemble, with yardsticks, noise laws, isotropy tests, anomalies.
 
     Maps are fitted on one part of the trajectories (whole documents where labelled) and measured on the other; "in-sample" numbers
-    are those of the fitted part, as published; a flag counts directions that the maps had to drop. Sarfati et al. 2025, sections 3.3
-    and 4; ``align`` and ``signs`` as in :func:`tl_geometry.frames.fit_frames` and :func:`tl_geometry.residuals.flow_map`.
+    are those of the fitted part, as published; a flag counts directions that the maps had to drop, another says that fewer
+    trajectories than dimensions were fitted on. ``kinds`` are the yardsticks; ridge (its penalty chosen on the fitted part) and the
+    identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and ``signs`` as in
+    :func:`tl_geometry.frames.fit_frames` and :func:`tl_geometry.residuals.flow_map`.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -95,6 +99,7 @@ def flow_report(
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     unknown = [k for k in kinds if k not in MAPS]
     require(not unknown, "kinds", expected=f"some of {', '.join(MAPS)}", got=unknown)
+    kinds = (*kinds, *(k for k in ALWAYS if k not in kinds))
     train, test = ensemble.split(train_share, seed=seed)
     flow = partial(flow_map, train.frames(align=align), signs=signs)
     inside = residual_maps(train.X, flow)
@@ -107,10 +112,10 @@ def flow_report(
 
     outside = residual_maps(test.X, flow, collect=look)
     tests["sphericity_q"] = _corrected(tests["sphericity_p"])
-    errors = {kind: residual_maps(test.X, _fitted(train, kind)).relative_error for kind in kinds}
+    errors = {kind: map_errors(test.X, _fitted(train, kind)) for kind in kinds}
     pairs = n * (n - 1) // 2
     laws: dict[str, Tensor] = {}
-    flags = _dropped(train.frames(align=align), ensemble.states)
+    flags = [*too_few(len(train), train.X.shape[-1], "maps"), *_dropped(train.frames(align=align), ensemble.states)]
     if pairs >= 3 and n - drop_first - drop_last >= 3:
         for law in noise.LAWS:
             fit = noise.fit_noise_law(inside.log_variance, law=law, times=ensemble.times, drop_first=drop_first, drop_last=drop_last)
@@ -132,7 +137,16 @@ def flow_report(
 
 
 def _fitted(train: Trajectories, kind: str) -> MapOf:
-    return lambda start, end: fit_map(train.X[:, start], train.X[:, end], kind)
+    """Maps fitted on ``train``; the decomposition of the start that was asked for last is kept."""
+    kept: dict[int, MapsFrom] = {}
+
+    def found(start: int, end: int) -> LayerMap:
+        if start not in kept:
+            kept.clear()
+            kept[start] = MapsFrom(train.X[:, start])
+        return kept[start].to(train.X[:, end], kind)
+
+    return found
 
 
 def _dropped(frames: Frames, states: tuple[int, ...]) -> list[str]:
@@ -204,5 +218,7 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10, ali
         for name, value in row.items():
             table.setdefault(name, []).append(value)
     first = next(iter(ensembles.values()))
+    fewest = min(ensembles.values(), key=len)
+    provenance = first.provenance.flagged(*too_few(len(fewest), fewest.X.shape[-1], "directions and maps"))
     statistics = {name: torch.tensor(values, dtype=torch.float64) for name, values in table.items()}
-    return NullComparison(names=tuple(ensembles), statistics=statistics, provenance=first.provenance)
+    return NullComparison(names=tuple(ensembles), statistics=statistics, provenance=provenance)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry._check import require
+from tl_geometry.adapters.continuing import Behind, behind
 from tl_geometry.capture import default_batch
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import Hook, ModelView
 
 ELEMENTS = 2**27
 """Logits of one forward pass, at most (0.5 GiB in float32)."""
+KEPT_BYTES, PILOTS = 2**28, 512
+"""Keys and values of the earlier tokens, and rows, of one pass over last tokens alone, at most."""
 
 
 def require_output(view: ModelView, what: str) -> None:
@@ -57,6 +61,47 @@ def log_probabilities(
     if column is None:
         return logits.float().log_softmax(-1)
     return logits[:, 0 if narrow else column].double().log_softmax(-1)
+
+
+class PilotRuns(NamedTuple):
+    """Forward passes of some chunks that differ at the last token only: the tokens before it are run once.
+
+    From :func:`pilot_runs`, which verified that the output is the model's own; without ``kept`` every pass runs all tokens.
+    """
+
+    view: ModelView
+    tokens: Int[Tensor, "batch position"]
+    kept: Behind | None
+    copies: int
+    """Edited copies of the chunks that one pass can take."""
+
+    @property
+    def columns(self) -> int:
+        """Positions that hooks see."""
+        return self.tokens.shape[1] if self.kept is None else 1
+
+    def log_probabilities(self, copies: int, hooks: Mapping[str, Hook]) -> Float[Tensor, "*batch d_vocab"]:
+        """The next token after ``copies`` copies of the chunks, one after the other; hooks see the last token last."""
+        view = self.view if self.kept is None else self.kept.times(copies)
+        return log_probabilities(view, self.tokens[:, -self.columns :].repeat(copies, 1), hooks)
+
+
+def pilot_runs(view: ModelView, tokens: Int[Tensor, "batch position"], own: Float[Tensor, "batch d_vocab"], limit: int) -> PilotRuns:
+    """Passes over ``tokens`` with an edited last token, ``own`` their log-probabilities without an edit.
+
+    Where the model's class keeps keys and values rightly (its clean output behind them is ``own``, to a relative 1e-4, 0.05 in half
+    precision) only the last token is run; with other people's hooks in place, or anywhere else, all tokens are. ``limit`` is the
+    number of whole chunks of one pass.
+    """
+    whole = PilotRuns(view, tokens, None, max(1, limit // len(tokens)))
+    kept = None if view.hooked() else behind(view, tokens)
+    if kept is None:
+        return whole
+    copies = max(1, min(PILOTS // len(tokens), int(KEPT_BYTES / max(1, kept.size))))
+    runs = PilotRuns(view, tokens, kept, copies)
+    error = float((runs.log_probabilities(1, {}) - own).abs().max())
+    half = torch.finfo(view.dtype).bits < 32
+    return runs if error <= (0.05 if half else 1e-4) * max(1.0, float(own.abs().max())) else whole
 
 
 class Distances(NamedTuple):

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry._check import choice, describe, fail, require
-from tl_geometry.residuals import flow_map
+from tl_geometry.residuals import MAPS, MapsFrom, flow_map
 from tl_geometry.results import Provenance, Result
-from tl_geometry.verbs.ensemble import Trajectories
+from tl_geometry.verbs.ensemble import Trajectories, too_few
 
 CLASSIFIERS = ("svm", "perceptron")
 
@@ -115,23 +115,36 @@ class SeparationTable(Result):
 
 
 def true_against_extrapolated(
-    ensemble: Trajectories, *, start: int, align: str = "greedy", signs: str = "U", classifier: str = "svm", seed: int = 0, **options: Any
+    ensemble: Trajectories,
+    *,
+    start: int,
+    kind: str = "flow",
+    align: str = "greedy",
+    signs: str = "U",
+    classifier: str = "svm",
+    seed: int = 0,
+    **options: Any,
 ) -> SeparationTable:
     """Linear separability of true states from those extrapolated from state ``start``, at every later state.
 
-    Directions come from one half of the trajectories, the comparison from the other: in-sample the two have the same second
-    moments by construction. A trajectory and its extrapolation stay on one side of every split.
+    Maps come from one half of the trajectories, the comparison from the other: in-sample the two have the same second
+    moments by construction. A trajectory and its extrapolation stay on one side of every split. ``kind`` is the map: the published
+    flow, or any other of :data:`tl_geometry.residuals.MAPS` to compare it with.
     """
+    choice(kind, MAPS, "kind")
     train, test = ensemble.split(seed=seed)
     row = ensemble.row(start)
-    flow = partial(flow_map, train.frames(align=align), signs=signs)
+    flow = partial(flow_map, train.frames(align=align), row, signs=signs) if kind == "flow" else None
+    maps = MapsFrom(train.X[:, row])
     names, found = [], []
     for end in range(row + 1, len(ensemble.states)):
-        moved = flow(row, end)(test.X[:, row].double())
+        move = maps.to(train.X[:, end], kind) if flow is None else flow(end)
+        moved = move(test.X[:, row].double())
         names.append(f"{start}->{ensemble.states[end]}")
         found.append(separability(test.X[:, end].double(), moved, paired=True, classifier=classifier, seed=seed, **options))
     require(bool(found), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
-    return _table(names, found, classifier, ensemble.provenance)
+    few = too_few(len(train), train.X.shape[-1], "maps") if kind not in ("identity", "mean", "shift", "scaled") else ()
+    return _table(names, found, classifier, ensemble.provenance.flagged(*few))
 
 
 def ensembles_apart(a: Trajectories, b: Trajectories, *, classifier: str = "perceptron", seed: int = 0, **options: Any) -> SeparationTable:

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry._check import choice, require
 from tl_geometry.capture import TokenSource, as_view
 from tl_geometry.frames import Frames, fit_frames
-from tl_geometry.records import Hook, ModelView
-from tl_geometry.residuals import LayerMap, fit_map, flow_map
+from tl_geometry.records import ModelView
+from tl_geometry.residuals import LayerMap, MapsFrom, flow_map
 from tl_geometry.results import Result, hash_tokens
-from tl_geometry.verbs.ensemble import SOURCE, split_rows
-from tl_geometry.verbs.outputs import distances, log_probabilities, output_batch, require_output
+from tl_geometry.verbs.ensemble import SOURCE, shared_rows, split_rows, too_few
+from tl_geometry.verbs.outputs import output_batch, require_output
+from tl_geometry.verbs.replacing import METRICS, Job, Measure, Pair, take
 
 KINDS = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
 """Maps that take the place of blocks: the published flow, the flow with the best signs, and the yardsticks of ``residuals.fit_map``."""
-METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
 PLACES = ("pilot", "all")
+SKIPS = (1, 2, 4)
+"""Blocks that are skipped at a time unless pairs are given."""
+ALWAYS = ("ridge", "identity")
+"""Maps that stand beside the flow whatever was asked for."""
+PART = 32
+"""Test chunks that are measured at a time."""
 LOST = 0.75
 """Share of the loss of a uniform guess above which a model is flagged as not knowing the text: then skipping may even help."""
-
-Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,7 +60,7 @@ class SkipMap(Result):
 
     def pairs(self) -> list[Pair]:
         """Measured pairs of states."""
-        known = torch.isfinite(next(iter(self.values.values())))
+        known = torch.stack([torch.isfinite(table) for table in self.values.values()]).any(0)
         return [(int(a), int(b)) for a, b in known.nonzero()]
 
     def skippable(self, budget: float, kind: str, *, metric: str = "loss_increase", place: str = "pilot") -> tuple[int, Pair] | None:
@@ -81,86 +86,165 @@ def skip_map(
     tokens: Any,
     *,
     test: Any = None,
-    pairs: Sequence[Pair] | None = None,
+    pairs: Sequence[Pair] | str | None = None,
     kinds: Sequence[str] = KINDS,
-    places: Sequence[str] = PLACES,
+    places: Sequence[str] = ("pilot",),
     align: str = "greedy",
     train_share: float = 0.5,
     fit_rows: int = 20_000,
+    budget: float | None = None,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> SkipMap:
-    """Skip blocks: for every pair of states a < b, put a map of state a in the place of state b and finish the forward pass.
+    """Skip blocks: for pairs of states a < b, put a map of state a in the place of state b and finish the forward pass.
 
     The maps are fitted on some chunks and measured on others (in-sample the best linear map wins by construction when there are
     fewer states than d_model^2). ``"flow"`` is rotation and stretch (Sarfati et al. 2025, Eq. 1) with the published signs,
     ``"flow-signed"`` with the signs that fit best; ``"linear"`` and ``"ridge"`` the best linear and affine maps; ``"shift"`` adds the
-    mean step; ``"identity"`` deletes the blocks; ``"mean"`` forgets the state: what a map must beat. At place ``"pilot"`` only the
-    token before the last is replaced and later blocks attend to the true earlier states; at ``"all"`` every position but the first
-    is (the first is an attention sink whose norm would decide every fit).
+    mean step; ``"identity"`` deletes the blocks; ``"mean"`` forgets the state: what a map must beat. Ridge and identity always stand
+    beside a flow. At place ``"pilot"`` only the token before the last is replaced and later blocks attend to the true earlier
+    states, which are run once for all maps; at ``"all"`` every position but the first is (the first is an attention sink whose norm
+    would decide every fit), a whole forward pass for each map and pair.
 
     Args:
         tokens: chunks; the last column is only a target. Split by document where labelled, else at random, unless ``test`` is given.
-        pairs: ``(a, b)`` with a < b, default all: n_layers (n_layers + 1) / 2 pairs, one forward pass each per map and place.
+        test: chunks to measure on. Those whose tokens also stand in ``tokens`` are left out, with a flag.
+        pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default skips of 1, 2 and 4 blocks.
+        places: ``"pilot"``, ``"all"`` or both. On a deep model ``"all"`` takes as many times longer as a chunk has tokens.
         fit_rows: states that the maps of place ``"all"`` are fitted on, a seeded sample of positions.
+        budget: seconds for the measuring. The shortest skips come first; what is left out (pairs, then chunks) is a flag.
+
+    Raises ``GeometryError`` where no test chunk is left that was not fitted on, and for encoders and models without a trained head.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=24)
-    >>> skips = tlg.skip_map(model, windows, pairs=[(3, 4)], kinds=("identity",), places=("pilot",), progress=False)
+    >>> skips = tlg.skip_map(model, windows, pairs=[(3, 4)], kinds=("identity",), progress=False)
     >>> skips.columns()[:4]
     ('place', 'kind', 'from_layer', 'to_layer')
     """
     view = as_view(model)
     require_output(view, "skip_map")
+    require(budget is None or budget > 0, "budget", expected="seconds above 0", got=budget)
+    kinds, places = _names(kinds, KINDS, "kind"), _names(places, PLACES, "place")
+    kinds = (*kinds, *(k for k in ALWAYS if k not in kinds)) if any(k.startswith("flow") for k in kinds) else kinds
+    source, train, held_out, flags = _chunks(view, tokens, test, prepend_bos, train_share, seed)
+    chosen = _pairs(view, pairs)
+    flags += [] if pairs is not None or view.n_layers <= 2 else [f"skips of {', '.join(map(str, SKIPS))} blocks only"]
+    limit = batch_size or output_batch(view, source.columns, all_columns="all" in places)
+    states = sorted({s for pair in chosen for s in pair})
+    jobs = _jobs(chosen, kinds)
+    maps: dict[str, Mapping[Job, LayerMap]] = {}
+    with tqdm(total=len(places) * len(jobs) * len(held_out), disable=not progress, desc="skipping", unit="pass") as bar:
+        for place in places:
+            bar.set_postfix_str("fitting")
+            X = _collect(view, train, states, place, fit_rows, limit, seed)
+            fits = _fit(X, states, jobs, align)
+            maps[place] = fits if view.dtype == torch.float64 else {job: found.single() for job, found in fits.items()}
+            fitted = tuple(k for k in kinds if k not in ("identity", "mean"))
+            flags += too_few(len(X), view.d_model, f"maps at place {place}") if fitted else ()
+        bar.set_postfix_str("measuring")
+        work = Measure(view, dict.fromkeys(places, jobs), chosen, limit, bar)
+        measured = _measure(work, held_out, places, maps, budget)
+    values, loss = work.finish(places, kinds)
+    flags += _left_out(work, places, jobs, measured, len(held_out), budget)
+    own = min(v for v in loss if not math.isnan(v))
+    if own > LOST * math.log(view.d_vocab):
+        flags += [f"the model's own loss, {own:.2f} nats, is near chance ({math.log(view.d_vocab):.2f}): is BOS missing?"]
+    provenance = view.provenance(
+        corpus=source.corpus, token_hash=hash_tokens(held_out[:measured]), window=(0, source.columns), contexts=measured, seed=seed,
+        sources=SOURCE, flags=tuple(flags),
+    )  # fmt: skip
+    return SkipMap(
+        values=values, loss=loss, kinds=kinds, places=places, train=len(train), test=measured, provenance=provenance
+    )  # fmt: skip
+
+
+def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value)
+    require(len(names) > 0, f"{what}s", expected=f"some of {', '.join(options)}", got="none")
+    for name in names:
+        choice(name, options, what)
+    return names
+
+
+def _chunks(
+    view: ModelView, tokens: Any, test: Any, prepend_bos: bool | None, share: float, seed: int
+) -> tuple[TokenSource, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]]:
+    """Chunks to fit on and others to measure on; flags say which were left out."""
     for chunks in (tokens, test):
         wrong = isinstance(chunks, Result)
         require(not wrong, "tokens", expected="chunks of tokens", got=type(chunks).__name__, instead="the chunks it was made from")
-    kinds, places = ((v,) if isinstance(v, str) else tuple(v) for v in (kinds, places))
-    for kind in kinds:
-        choice(kind, KINDS, "kind")
-    for place in places:
-        choice(place, PLACES, "place")
     source = TokenSource.of(view, tokens, None, prepend_bos)
     require(source.columns >= 3, "tokens", expected="at least 3 columns (the last is a target)", got=source.columns)
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
-        first, second = split_rows(len(rows), source.labels, train_share, seed)
-        train_rows, test_rows = rows[first], rows[second]
-    else:
-        other = TokenSource.of(view, test, None, prepend_bos)
-        train_rows, test_rows = rows, torch.cat(list(other.batches(1024)))
-    chosen = _pairs(view, pairs)
-    limit = batch_size or output_batch(view, source.columns, all_columns="all" in places)
-    states = sorted({s for pair in chosen for s in pair})
-    maps = {p: _fit(_collect(view, train_rows, states, p, fit_rows, limit, seed), states, chosen, kinds, align) for p in places}
-    work = _Measure(view, kinds, chosen, limit)
-    for part in tqdm(test_rows.split(max(1, limit // 4)), disable=not progress, desc="skipping", unit="batch"):
-        for place in places:
-            work.add(part, place, maps[place])
-    values, loss = work.finish(places)
-    provenance = view.provenance(
-        corpus=source.corpus, token_hash=hash_tokens(test_rows), window=(0, source.columns), contexts=len(test_rows), seed=seed,
-        sources=SOURCE,
+        first, second = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
+        return source, rows[first], rows[second], []
+    other = TokenSource.of(view, test, None, prepend_bos)
+    require(
+        other.columns == source.columns, "test", expected=f"chunks of {source.columns} tokens, as those that maps are fitted on",
+        got=f"chunks of {other.columns}",
     )  # fmt: skip
-    own = min(v for v in loss if not math.isnan(v))
-    if own > LOST * math.log(view.d_vocab):
-        provenance = provenance.flagged(
-            f"the model's own loss, {own:.2f} nats, is near chance ({math.log(view.d_vocab):.2f}): is BOS missing?"
-        )
-    return SkipMap(
-        values=values, loss=loss, kinds=kinds, places=places, train=len(train_rows), test=len(test_rows), provenance=provenance
+    held_out = torch.cat(list(other.batches(1024)))
+    shared = shared_rows(held_out[:, :-1], rows[:, :-1])
+    n = int(shared.sum())
+    require(
+        n < len(held_out), "test", expected="chunks that maps are not fitted on", got=f"{n} of {len(held_out)} that also stand in tokens",
+        instead="other chunks, or test=None to split these",
     )  # fmt: skip
+    flags = [f"{n} of {len(held_out)} test chunks left out: maps are fitted on them"] if n else []
+    return source, rows, held_out[~shared], flags
 
 
-def _pairs(view: ModelView, pairs: Sequence[Pair] | None) -> list[Pair]:
+def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
+    """Pairs of states, the shortest skips first."""
     n = view.n_layers
-    chosen = [(a, b) for a in range(n) for b in range(a + 1, n + 1)] if pairs is None else sorted(set(pairs))
+    every = [(a, b) for a in range(n) for b in range(a + 1, n + 1)]
+    if isinstance(pairs, str):
+        require(pairs == "all", "pairs", expected='"all", or states (a, b)', got=repr(pairs))
+        chosen = every
+    else:
+        chosen = [(a, b) for a, b in every if b - a in SKIPS] if pairs is None else sorted(set(pairs))
     ok = bool(chosen) and all(0 <= a < b <= n for a, b in chosen)
     require(ok, "pairs", expected=f"states 0 <= a < b <= {n}", got=chosen)
-    return chosen
+    return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
+
+
+def _jobs(pairs: Sequence[Pair], kinds: Sequence[str]) -> list[Job]:
+    """What is measured, in order; the constant map is the same from every start and measured once for each end."""
+    seen: set[int] = set()
+    jobs: list[Job] = []
+    for pair in pairs:
+        jobs += [(pair, kind) for kind in kinds if kind != "mean" or pair[1] not in seen]
+        seen.add(pair[1])
+    return jobs
+
+
+def _measure(work: Measure, rows: Tensor, places: Sequence[str], maps: Mapping[str, Mapping[Job, LayerMap]], budget: float | None) -> int:
+    """Measure part by part while the budget lasts; returns how many chunks were."""
+    begun, longest, done = time.monotonic(), 0.0, 0
+    for part in rows.split(PART if budget is None else max(1, min(PART, len(rows) // 4))):
+        before = time.monotonic()
+        if done and budget is not None and before - begun + longest > budget:
+            break
+        for i, place in enumerate(places):
+            until = None if budget is None or done else begun + budget * (i + 1) / len(places)
+            work.add(part, place, maps[place], until)
+        longest = max(longest, time.monotonic() - before)
+        done += len(part)
+    return done
+
+
+def _left_out(work: Measure, places: Sequence[str], jobs: Sequence[Job], measured: int, chunks: int, budget: float | None) -> list[str]:
+    flags = []
+    for place in places:
+        short = len(jobs) - len(work.jobs[place])
+        flags += [f"budget of {budget:g} s: {short} of {len(jobs)} maps left out at place {place}, longest skips first"] if short else []
+    flags += [f"budget of {budget:g} s: {measured} of {chunks} chunks measured"] if measured < chunks else []
+    return flags
 
 
 def _collect(
@@ -178,99 +262,22 @@ def _collect(
             picked = (torch.rand(len(part), columns - 1, generator=generator) < share).nonzero()
             where = (picked[:, 0], picked[:, 1] + 1)
         found: dict[int, Tensor] = {}
-        view.run(part[:, :-1], {view.state_hooks[s]: _take(found, s, where) for s in states})
+        view.run(part[:, :-1], {view.state_hooks[s]: take(found, s, where) for s in states})
         out.append(torch.stack([found[s] for s in states], dim=1))
     return torch.cat(out)
 
 
-def _take(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor] | None) -> Hook:
-    def hook(h: Tensor) -> None:
-        into[state] = h.detach() if where is None else h.detach()[where[0].to(h.device), where[1].to(h.device)].float().cpu()
-
-    return hook
-
-
-def _fit(
-    X: Float[Tensor, "trajectory state d_model"], states: list[int], pairs: list[Pair], kinds: tuple[str, ...], align: str
-) -> dict[tuple[Pair, str], LayerMap]:
-    frames: Frames | None = fit_frames(X, align=align) if any(k.startswith("flow") for k in kinds) else None
-    maps: dict[tuple[Pair, str], LayerMap] = {}
-    for a, b in pairs:
-        i, j = states.index(a), states.index(b)
-        for kind in kinds:
+def _fit(X: Float[Tensor, "trajectory state d_model"], states: list[int], jobs: Sequence[Job], align: str) -> dict[Job, LayerMap]:
+    flows = any(kind.startswith("flow") for _, kind in jobs)
+    frames: Frames | None = fit_frames(X, align=align) if flows else None
+    maps: dict[Job, LayerMap] = {}
+    for a in states:
+        i = states.index(a)
+        start = MapsFrom(X[:, i])
+        for job in (job for job in jobs if job[0][0] == a):
+            j, kind = states.index(job[0][1]), job[1]
             if kind.startswith("flow") and frames is not None:
-                maps[(a, b), kind] = flow_map(frames, i, j, signs="U" if kind == "flow" else "V")
+                maps[job] = flow_map(frames, i, j, signs="U" if kind == "flow" else "V")
             else:
-                maps[(a, b), kind] = fit_map(X[:, i], X[:, j], kind)
+                maps[job] = start.to(X[:, j], kind)
     return maps
-
-
-class _Measure:
-    """Per-chunk results in progress."""
-
-    def __init__(self, view: ModelView, kinds: tuple[str, ...], pairs: list[Pair], limit: int) -> None:
-        self.view, self.kinds, self.pairs, self.limit = view, kinds, pairs, limit
-        self.found: dict[tuple[str, str, Pair], list[Tensor]] = {}
-        self.loss: dict[str, list[Tensor]] = {}
-
-    def add(self, rows: Tensor, place: str, maps: Mapping[tuple[Pair, str], LayerMap]) -> None:
-        """Measure all maps on some test chunks."""
-        view, column = self.view, -1 if place == "pilot" else None
-        tokens = rows[:, :-1]
-        target = rows[:, -1:] if place == "pilot" else rows[:, 2:]
-        clean: dict[int, Tensor] = {}
-        hooks = {view.state_hooks[s]: _take(clean, s, None) for s in {a for a, _ in self.pairs}}
-        own = self._from_second(log_probabilities(view, tokens, hooks, column=column), place)
-        own_loss = self._loss(own, target)
-        self.loss.setdefault(place, []).append(own_loss.mean(1))
-        copies = max(1, self.limit // len(tokens))
-        for end in sorted({b for _, b in self.pairs}):
-            pairs = [pair for pair in self.pairs if pair[1] == end]
-            jobs = [(pair, kind) for pair in pairs for kind in self.kinds if kind != "mean" or pair == pairs[0]]
-            for start in range(0, len(jobs), copies):
-                group = jobs[start : start + copies]
-                moved = torch.cat([self._moved(maps[job], clean[job[0][0]], place) for job in group])
-                hooks = {view.state_hooks[end]: _put(moved, place)}
-                changed = log_probabilities(view, tokens.repeat(len(group), 1), hooks, column=column)
-                for job, part in zip(group, self._from_second(changed, place).split(len(tokens))):
-                    self._record(place, job, part, own, self._loss(part, target) - own_loss)
-
-    @staticmethod
-    def _moved(found: LayerMap, state: Tensor, place: str) -> Tensor:
-        return found(state[:, -1:] if place == "pilot" else state[:, 1:])
-
-    @staticmethod
-    def _from_second(values: Tensor, place: str) -> Tensor:
-        return values[:, None] if place == "pilot" else values[:, 1:]
-
-    def _loss(self, log_p: Tensor, target: Tensor) -> Tensor:
-        return -log_p.gather(-1, target.to(log_p.device)[..., None])[..., 0]
-
-    def _record(self, place: str, job: tuple[Pair, str], changed: Tensor, own: Tensor, increase: Tensor) -> None:
-        compared = distances(changed, own)
-        k = min(5, own.shape[-1])
-        row = torch.stack([compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]).mean(2)
-        alike = [p for p in self.pairs if p[1] == job[0][1]] if job[1] == "mean" else [job[0]]  # the mean is the same from every start
-        for pair in alike:
-            self.found.setdefault((place, job[1], pair), []).append(row.double().cpu())
-
-    def finish(self, places: tuple[str, ...]) -> tuple[dict[str, Tensor], tuple[float, float]]:
-        """The maps, and the model's own loss at the pilot and at all positions."""
-        n = self.view.n_layers + 1
-        keys = [f"{p}|{k}|{m}" for p in places for k in self.kinds for m in METRICS]
-        values = {key: torch.full((n, n), torch.nan, dtype=torch.float64) for key in keys}
-        for (place, kind, (a, b)), parts in self.found.items():
-            table = torch.cat(parts, dim=1)
-            mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
-            for metric, value in zip(METRICS, (mean[0], error, mean[1], mean[2], mean[3])):
-                values[f"{place}|{kind}|{metric}"][a, b] = value
-        loss = [float(torch.cat(self.loss[p]).mean()) if p in self.loss else float("nan") for p in PLACES]
-        return values, (loss[0], loss[1])
-
-
-def _put(moved: Tensor, place: str) -> Hook:
-    def hook(h: Tensor) -> Tensor:
-        kept = h[:, :-1] if place == "pilot" else h[:, :1]
-        return torch.cat([kept, moved.to(h)], dim=1)
-
-    return hook

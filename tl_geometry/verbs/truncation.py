@@ -15,8 +15,8 @@ from tl_geometry.capture import TokenSource, as_view
 from tl_geometry.frames import Frames
 from tl_geometry.records import Hook, ModelView
 from tl_geometry.results import Result, hash_tokens
-from tl_geometry.verbs.ensemble import AFTER_NORM, SOURCE, Trajectories, require_trajectories
-from tl_geometry.verbs.outputs import distances, log_probabilities, output_batch, require_output
+from tl_geometry.verbs.ensemble import AFTER_NORM, SOURCE, Trajectories, require_trajectories, too_few
+from tl_geometry.verbs.outputs import distances, log_probabilities, output_batch, pilot_runs, require_output
 
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 """Published numbers of directions; those that the frames do not have are left out, all of them are added."""
@@ -28,7 +28,8 @@ class TruncationCurve(Result):
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for "unrelated": the published code
     takes the median, its caption says average. ``needed(share)`` is the smallest K with a mean KL of at most that share of the
-    baseline. ``held_out`` says that no chunk measured is among those that the directions were fitted on.
+    baseline. ``held_out`` says that no chunk measured is among those that the directions were fitted on, ``fitted`` how many those
+    were: where they are fewer than the dimensions, their span is small for that reason alone, and no K is claimed.
     """
 
     K: tuple[int, ...]
@@ -42,19 +43,24 @@ class TruncationCurve(Result):
     where: str
     positions: str
     held_out: bool
+    fitted: int
+    claimed: bool
 
     def needed(self, share: float = 0.1, *, baseline: str = "mean") -> int | None:
-        """Smallest K from which on the mean KL stays at most ``share`` of the baseline; ``None`` if none does."""
+        """Smallest K from which on the mean KL stays at most ``share`` of the baseline; ``None`` if none does, or none is claimed."""
         scale = self.baseline_mean if choice(baseline, ("mean", "median"), "baseline") == "mean" else self.baseline_median
+        if not self.claimed:
+            return None
         bad = (self.kl > share * scale).nonzero()[:, 0].tolist()
         first = bad[-1] + 1 if bad else 0
         return self.K[first] if first < len(self.K) else None
 
     def columns(self) -> tuple[str, ...]:
-        return ("K", "kl", "kl_se", "kl_reverse", "top1", "top5", "baseline_mean", "baseline_median", "where", "positions", "held_out")
+        names = ("K", "kl", "kl_se", "kl_reverse", "top1", "top5", "baseline_mean", "baseline_median", "where", "positions")
+        return (*names, "held_out", "fitted", "claimed")
 
     def rows(self) -> list[tuple[object, ...]]:
-        tail = (self.baseline_mean, self.baseline_median, self.where, self.positions, self.held_out)
+        tail = (self.baseline_mean, self.baseline_median, self.where, self.positions, self.held_out, self.fitted, self.claimed)
         values = zip(self.kl, self.kl_se, self.kl_reverse, self.top1, self.top5)
         return [(k, *(float(x) for x in v), *tail) for k, v in zip(self.K, values)]
 
@@ -74,8 +80,9 @@ def truncation_kl(
 ) -> TruncationCurve:
     """Replace the state x by its projection ``U_K U_K^T x`` on K directions after every block and compare the next-token outputs.
 
-    Sarfati et al. 2025, section 3.2. All K run in one batch. ``basis`` holds the directions, of the last token's states before the final
-    norm: give the ensemble of other chunks than ``tokens`` for a held-out curve (in-sample chunks lie in the span of their own
+    Sarfati et al. 2025, section 3.2. All K run in one batch; at the pilot alone the earlier tokens are run once for all of them.
+    ``basis`` holds the directions, of the last token's states before the final norm: give the ensemble of other chunks than
+    ``tokens`` for a held-out curve (in-sample chunks lie in the span of their own
     directions, so that the KL is 0 from K = rank on). The curve is ``held_out`` only if the two share no chunk.
 
     Args:
@@ -117,10 +124,12 @@ def truncation_kl(
     provenance = replace(basis.provenance, token_hash=hash_tokens(ids), corpus=source.corpus, contexts=len(ids), sources=SOURCE)
     if not held_out:
         provenance = provenance.flagged("directions fitted on the same chunks" if fitted else "chunks of the directions not known")
+    few = too_few(len(basis), view.d_model, "directions")
+    provenance = provenance.flagged(*(f"{flag}: no K is claimed" for flag in few))
     return TruncationCurve(
         K=grid, kl=kl.mean(0), kl_se=error, kl_reverse=reverse.mean(0), top1=top1.mean(0), top5=top5.mean(0),
         baseline_mean=float(chunks.mean()), baseline_median=float(chunks.median()), where=where, positions=positions,
-        held_out=held_out, provenance=provenance,
+        held_out=held_out, fitted=len(basis), claimed=not few, provenance=provenance,
     )  # fmt: skip
 
 
@@ -158,23 +167,30 @@ def _run(
     view: ModelView, ids: Tensor, frames: Frames, grid: tuple[int, ...], rows: dict[int, int], positions: str, limit: int, progress: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
     chunk = max(1, limit // len(grid))
-    at_once = max(1, limit // chunk)
     U = {s: frames.U[r].to(view.device, view.dtype) for s, r in rows.items()}
     centre = {s: frames.centre[r].to(view.device, view.dtype) for s, r in rows.items()}
+    ranks = torch.arange(frames.rank, device=view.device)
     parts: list[Tensor] = []
     own: list[Tensor] = []
-    for tokens in tqdm(ids.split(chunk), disable=not progress, desc="truncation", unit="batch"):
-        plain = log_probabilities(view, tokens, {})
-        own.append(plain.cpu())
-        columns = []
-        for start in range(0, len(grid), at_once):
-            ks = torch.tensor(grid[start : start + at_once], device=view.device)
-            keep = (torch.arange(frames.rank, device=view.device) < ks[:, None]).to(view.dtype).repeat_interleave(len(tokens), 0)
-            hooks = {view.state_hooks[s]: _project(U[s], centre[s], keep, positions) for s in rows}
-            changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
-            compared = distances(changed, plain.repeat(len(ks), 1))
-            columns.append(torch.stack([v.view(len(ks), len(tokens)).T.cpu() for v in compared]))
-        parts.append(torch.cat(columns, dim=2))
+    with tqdm(total=len(ids) * len(grid), disable=not progress, desc="truncation", unit="pass") as bar:
+        for tokens in ids.split(chunk):
+            plain = log_probabilities(view, tokens, {})
+            own.append(plain.cpu())
+            runs = pilot_runs(view, tokens, plain, limit) if positions == "pilot" else None
+            at_once = max(1, limit // len(tokens)) if runs is None else runs.copies
+            columns = []
+            for start in range(0, len(grid), at_once):
+                ks = torch.tensor(grid[start : start + at_once], device=view.device)
+                keep = (ranks < ks[:, None]).to(view.dtype).repeat_interleave(len(tokens), 0)
+                hooks = {view.state_hooks[s]: _project(U[s], centre[s], keep, positions) for s in rows}
+                if runs is None:
+                    changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
+                else:
+                    changed = runs.log_probabilities(len(ks), hooks)
+                compared = distances(changed, plain.repeat(len(ks), 1))
+                columns.append(torch.stack([v.view(len(ks), len(tokens)).T.cpu() for v in compared]))
+                bar.update(len(ks) * len(tokens))
+            parts.append(torch.cat(columns, dim=2))
     kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
     return (kl, reverse, top1, top5), torch.cat(own)
 
