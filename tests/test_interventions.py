@@ -16,7 +16,7 @@ from tl_geometry import decompose, interventions
 from tl_geometry.adapters import view
 from tl_geometry.attention import row_center
 from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.errors import GeometryError, UnsupportedModelError
 from tl_geometry.head_types import head_type_scores
 from tl_geometry.interventions import dominant_only, keep_term, mean_term, necessity_sufficiency, project_stream, remove_term
 from tl_geometry.interventions.live import edited_scores
@@ -135,7 +135,7 @@ def test_edits_of_different_heads_nest_and_of_one_head_are_refused() -> None:
         nested = logits(model)
     assert torch.allclose(nested, both, atol=1e-5)
     with (
-        pytest.raises(ClosingError, match=r"layer 0 of tiny-gpt2: expected z = pattern @ v within .* and one edit for each head"),
+        pytest.raises(GeometryError, match=r"heads: expected heads that no open edit changes, got L0H0, edited already. Use one edit"),
         remove_term(model, basis, "content", "L0H0"),
         remove_term(model, basis, "content", "L0H0"),
     ):
@@ -146,7 +146,7 @@ def test_a_padding_mask_is_refused_and_not_edited_wrongly() -> None:
     model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
     mask = torch.ones_like(PROMPTS)
     mask[0, :4] = 0
-    with pytest.raises(ClosingError, match=r"Use prompts of equal length without padding mask"), remove_term(model, basis, "content"):
+    with pytest.raises(GeometryError, match=r"expected no padding.* got zeros in attention_mask"), remove_term(model, basis, "content"):
         model(PROMPTS, attention_mask=mask)
 
 
@@ -348,7 +348,7 @@ def test_the_ten_most_extreme_predictions_hold_in_the_embedded_model() -> None:
     except FileNotFoundError:
         pytest.skip("the embedded model is not built")
     rows = zoo.default_windows(model, 48, n=24).tokens
-    basis, few = decompose(model, rows, progress=False), rows[:3]
+    basis, few, seen = decompose(model, rows, progress=False), rows[:3], view(model)
     table = sweep_heads(model, few, basis, detail="ablation", progress=False)
     effects = [
         (float(v), name.removeprefix("tv_"), h)
@@ -363,7 +363,7 @@ def test_the_ten_most_extreme_predictions_hold_in_the_embedded_model() -> None:
         found: dict[str, Tensor] = {}
         names = {name: f"blocks.{head[0]}.attn.hook_{name}" for name in "vz"}
         with remove_term(model, basis, term, head):
-            view(model).run(few, {hook: lambda x, name=name, found=found: found.update({name: x}) for name, hook in names.items()})
+            seen.run(few, {hook: lambda x, name=name, found=found: found.update({name: x}) for name, hook in names.items()})
         mixed = torch.einsum("bij,bje->bie", pattern[:, 0], found["v"][:, :, head[1]])
         assert (found["z"][:, :, head[1]] - mixed).abs().max() < 1e-5 * max(1.0, float(found["v"].abs().max())), (term, head)
         tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean() / 2

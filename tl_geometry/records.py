@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -139,6 +139,14 @@ LinearMap = Callable[[Tensor], Tensor]
 """A linear map of additive parts of the stream, ``[*part position d_model] -> [*part position head d_head]``."""
 
 
+class AddedPosition(NamedTuple):
+    """A positional embedding that is added after the norm to what queries and keys are made of, and what they become by it."""
+
+    embedding: Float[Tensor, "position d_model"]
+    q: Float[Tensor, "position head d_head"]
+    k: Float[Tensor, "position head d_head"]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerView:
     """One attention layer of one forward pass, with every scale frozen, so that scores are bilinear in parts of the stream.
@@ -153,7 +161,9 @@ class LayerView:
 
     ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q, the linear part of QK-norm, the rotation by the
     column; ``q_scale`` the frozen scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
-    projection, scaled and rotated alike. Grouped keys are expanded to all heads. ``bias`` is ALiBi, analytic or measured
+    projection, scaled and rotated alike. ``added`` is the positional embedding of models that add it to the inputs of queries
+    and keys only (Shortformer), and its share of the constants: position, though not in the stream. Grouped keys are expanded
+    to all heads. ``bias`` is ALiBi, analytic or measured
     (``bias_source``), else ``None``. ``allowed`` is the mask (causal, sliding window, bidirectional). ``pattern`` and
     ``scores`` are the model's own (``scores`` is ``None`` where the hook holds the pattern; it is masked and after the soft
     cap). Tensors have ``dtype`` float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the
@@ -190,6 +200,7 @@ class LayerView:
     roundoff: float
     closing: ClosingReport
     rotary: bool = False
+    added: AddedPosition | None = None
 
     def without_norm(self, scale: Float[Tensor, "batch position head"]) -> Float[Tensor, "batch position head"]:
         """A frozen scale without that of the norm: exactly one, or the QK-norm's."""

@@ -22,7 +22,7 @@ from tl_geometry.adapters.parameters import Parameters, block_of, inner, part, u
 from tl_geometry.attention import row_center
 from tl_geometry.closing import closing_bound
 from tl_geometry.linalg import unit_roundoff
-from tl_geometry.records import HeadWeights, NormWeights
+from tl_geometry.records import AddedPosition, HeadWeights, NormWeights
 
 MASKED = {torch.float16: -3e4, torch.bfloat16: -1e38, torch.float32: -1e38, torch.float64: -1e38}
 """Scores below this are masked (minus infinity, or the most negative number of the dtype, perhaps plus a score)."""
@@ -101,6 +101,12 @@ class Facts:
         bias = {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
         source = self.norm.bias if self.added is None or which == "v" else self.norm.bias + self.added
         return einsum(source, self.matrix(which), "... d, h d e -> ... h e") + bias
+
+    def added_position(self) -> AddedPosition | None:
+        """``added`` and its share of the constants. Models that have it have neither rotation nor QK-norm."""
+        if self.added is None:
+            return None
+        return AddedPosition(self.added, *(einsum(self.added, self.matrix(w), "t d, h d e -> t h e") for w in "qk"))
 
     def head_map(self, x: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         """The linear part of QK-norm, then the rotation."""

@@ -90,7 +90,8 @@ class Layers:
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
     def view(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
-        """The layer as this forward pass went through it, verified. Without ``verify`` pattern, scores and z may be missing.
+        """The layer as this forward pass went through it, verified. Without ``verify`` pattern, scores and z may be missing, and
+        gradients pass through the activations and weights.
 
         Raises ``ClosingError`` where recomputed queries, keys, scores or patterns are not the model's within the closing error.
         """
@@ -109,13 +110,13 @@ class Layers:
 
     def _build(self, layer: int, found: Mapping[str, Tensor], verify: bool) -> LayerView:
         prefix = f"blocks.{layer}."
-        h = upcast(found[prefix + "hook_resid_pre"])
-        facts, length = self._local(layer, h), h.shape[1]
+        h = upcast(found[prefix + "hook_resid_pre"], detach=verify)
+        facts, length = self._local(layer, h, detach=verify), h.shape[1]
         own = {name: found.get(f"{prefix}attn.hook_{name}") for name in ("q", "k", "v", "z", "pattern", "attn_scores")}
         turn = turn_of(self.parameters, layer, found, length, facts.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
         norm_scale, heads = facts.norm_scale(h), facts.constant("q").shape[-2]
-        hooked = {w: self._grouped(own[w], facts) for w in "qk"}
+        hooked = {w: self._grouped(own[w], facts, detach=verify) for w in "qk"}
         taken = {w: value for w, value in hooked.items() if value is not None and not verify}  # unverified: the model's own
         raw = {w: taken[w] if w in taken else facts.raw(h, w) for w in "qk"}
         frozen = {w: (1 / norm_scale).unsqueeze(-1).expand(*h.shape[:2], heads) for w in "qkv"}
@@ -137,8 +138,9 @@ class Layers:
             v_map=partial(facts.linear, which="v", turn=None),
             q_scale=frozen["q"], k_scale=frozen["k"], v_scale=frozen["v"],
             q_constant=constant["q"], k_constant=constant["k"], v_constant=constant["v"], q=q, k=k,
+            added=facts.added_position(),
             pattern=None if pattern is None else upcast(pattern), scores=None if scores is None else upcast(scores),
-            v=self._grouped(own["v"], facts), z=None if z is None else upcast(z),
+            v=self._grouped(own["v"], facts, detach=verify), z=None if z is None else upcast(z),
             roundoff=self.roundoff(layer), closing=ClosingReport(checks={}, scale=0.0),
             rotary=facts.rotation is not None,
         )  # fmt: skip
@@ -153,10 +155,12 @@ class Layers:
         dtype = next(iter(self.parameters.model.parameters())).dtype
         return unit_roundoff(torch.float32 if self.facts(layer).single else dtype)
 
-    def _local(self, layer: int, h: Tensor) -> Facts:
+    def _local(self, layer: int, h: Tensor, *, detach: bool = True) -> Facts:
         """Facts with the layer's weights, in the dtype and on the device of ``h``. Weights are not kept between forward passes."""
-        facts, weights = self.facts(layer), self.parameters.weights(layer)
+        facts, weights = self.facts(layer), self.parameters.weights(layer, detach=detach)
         norm, qk = facts.norm, facts.qk_norm
+        if not detach:
+            norm, qk = self.parameters.with_gradients(layer, norm, qk)
         return replace(
             facts,
             norm=replace(norm, gain=norm.gain.to(h), bias=norm.bias.to(h)),
@@ -164,15 +168,15 @@ class Layers:
             qk_norm=None if qk is None else replace(qk, gain_q=qk.gain_q.to(h), gain_k=qk.gain_k.to(h)),
             sinks=None if facts.sinks is None else facts.sinks.to(h),
             slopes=None if facts.slopes is None else facts.slopes.to(h),
-            added=None if facts.added is None else upcast(self.parameters.model.pos_embed.W_pos)[: h.shape[1]].to(h),
+            added=None if facts.added is None else upcast(self.parameters.model.pos_embed.W_pos, detach=detach)[: h.shape[1]].to(h),
         )
 
     @staticmethod
-    def _grouped(value: Tensor | None, facts: Facts) -> Tensor | None:
+    def _grouped(value: Tensor | None, facts: Facts, *, detach: bool = True) -> Tensor | None:
         if value is None:
             return None
         heads = facts.constant("q").shape[-2]
-        return upcast(value if value.shape[-2] == heads else value.repeat_interleave(heads // value.shape[-2], -2))
+        return upcast(value if value.shape[-2] == heads else value.repeat_interleave(heads // value.shape[-2], -2), detach=detach)
 
     def _bias(self, layer: int, facts: Facts, length: int, h: Tensor) -> tuple[Tensor | None, str]:
         if facts.bias_form is None:

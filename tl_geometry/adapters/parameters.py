@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import HeadWeights, NormWeights
 
 
-def upcast(value: Tensor) -> Tensor:
-    """At least float32, detached."""
-    return value.detach() if value.dtype == torch.float64 else value.detach().float()
+def upcast(value: Tensor, *, detach: bool = True) -> Tensor:
+    """At least float32, detached unless gradients are to pass."""
+    value = value.detach() if detach else value
+    return value if value.dtype == torch.float64 else value.float()
 
 
 def block_of(model: Any, layer: int) -> Any:
@@ -41,6 +43,17 @@ def inner(module: Any) -> Any:
     return part(module, "original_component") or module
 
 
+def _attached(value: Tensor, source: Tensor | None) -> Tensor:
+    """``value`` with the gradient of the parameter that it was read from, up to a constant."""
+    if source is None or not source.requires_grad:
+        return value
+    change = (source - source.detach()).to(value)
+    if change.dim() == 1 and value.dim() == 2:  # one gain of each head, or one of all (grouped) heads in a row
+        change = change.reshape(-1, value.shape[-1])
+        change = change.repeat_interleave(len(value) // len(change), 0)
+    return value + change
+
+
 @dataclass(eq=False)
 class Parameters:
     """Reads weights from one model."""
@@ -63,16 +76,16 @@ class Parameters:
         )  # fmt: skip
         return attn
 
-    def weights(self, layer: int) -> HeadWeights:
-        """Head weights of one layer."""
-        attn = self.attention(layer)
-        W_Q, W_O = upcast(attn.W_Q), upcast(attn.W_O)
+    def weights(self, layer: int, *, detach: bool = True) -> HeadWeights:
+        """Head weights of one layer, with ``detach=False`` as part of the graph."""
+        attn, lift = self.attention(layer), partial(upcast, detach=detach)
+        W_Q, W_O = lift(attn.W_Q), lift(attn.W_O)
         ok = W_Q.dim() == 3 and W_O.dim() == 3
         require(ok, f"block {layer} of {self.name}", expected="W_Q [head d_model d_head]", got=describe(W_Q), error=UnsupportedModelError)
         heads, d_model, d_head = W_Q.shape
 
         def expanded(value: Tensor) -> Tensor:
-            value = upcast(value)
+            value = lift(value)
             return value if len(value) == heads else value.repeat_interleave(heads // len(value), 0)
 
         def bias(name: str, width: int) -> Tensor:
@@ -88,8 +101,20 @@ class Parameters:
             b_Q=bias("b_Q", d_head),
             b_K=bias("b_K", d_head),
             b_V=bias("b_V", W_V.shape[-1]),
-            b_O=torch.zeros(d_model, dtype=W_Q.dtype, device=W_Q.device) if b_O is None else upcast(b_O),
+            b_O=torch.zeros(d_model, dtype=W_Q.dtype, device=W_Q.device) if b_O is None else lift(b_O),
         )
+
+    def with_gradients(self, layer: int, norm: NormWeights, qk_norm: Any) -> tuple[NormWeights, Any]:
+        """Norms of a layer with the same numbers, through which gradients reach the parameters that they were read from."""
+        attn, source = self.attention(layer), inner(part(block_of(self.model, layer), "ln1"))
+        if norm.kind is not None and source is not None:
+            found = {"gain": part(source, "weight", "w"), "bias": part(source, "bias", "b")}
+            norm = replace(norm, **{k: _attached(getattr(norm, k), v) for k, v in found.items()})
+        if qk_norm is not None:
+            modules = {w: inner(part(attn, f"{w}_norm") or part(inner(attn), f"{w}_norm", f"{w}_layernorm")) for w in "qk"}
+            gains = {f"gain_{w}": part(m, "weight", "w") for w, m in modules.items()}
+            qk_norm = replace(qk_norm, **{k: _attached(getattr(qk_norm, k), v) for k, v in gains.items()})
+        return norm, qk_norm
 
     def norm_candidates(self, norm: Any, like: Tensor) -> Iterator[NormWeights]:
         """Readings of a norm module, the likeliest first: the one that reproduces the model's numbers is the right one."""

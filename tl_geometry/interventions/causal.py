@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from tl_geometry import _check, capture
 from tl_geometry._check import require
 from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.head_types import period_for, repeated_random_tokens, token_range
 from tl_geometry.interventions.live import edited_scores
 from tl_geometry.interventions.terms import Change, HeadsLike, Term, edits_for, keeping, per_head, placebo, removing, terms_of, uniform
@@ -139,6 +140,15 @@ def measure_effects(
     return {name: (s.loss / s.count, s.kl / s.count) for name, s in sums.items()}
 
 
+def _require_same_vocabulary(view: ModelView, what: str) -> None:
+    """Refuse models whose outputs are not tokens (``d_vocab_out``): they have no next-token loss."""
+    outputs = view.unembed().shape[-1]
+    require(
+        outputs == view.d_vocab, what, expected=f"one output for each of {view.d_vocab} tokens", got=f"{outputs} of {view.name}",
+        instead="remove_term(...) and your own measure", error=UnsupportedModelError,
+    )  # fmt: skip
+
+
 def repeated_for(
     view: ModelView, basis: PositionContext, batch: int, seed: int
 ) -> tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]:
@@ -199,6 +209,7 @@ def necessity_sufficiency(
     """
     view = capture.as_view(model)
     require_output(view, "necessity_sufficiency")
+    _require_same_vocabulary(view, "necessity_sufficiency")
     rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
     basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
     require(len(rows) >= 2 and seeds >= 1, "tokens", expected="at least 2 prompts, and a placebo", got=f"{len(rows)} and {seeds} seeds")
@@ -255,6 +266,7 @@ def dominant_only(
     """
     view = capture.as_view(model)
     require_output(view, "dominant_only")
+    _require_same_vocabulary(view, "dominant_only")
     rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
     again, mark = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint

@@ -14,7 +14,7 @@ from tl_geometry import linalg
 from tl_geometry._check import choice, fail, index, require
 from tl_geometry.capture import as_view
 from tl_geometry.decomposition import PositionContext
-from tl_geometry.interventions.live import attached
+from tl_geometry.interventions.points import Placed, attached
 
 ENERGY = 0.99
 """Share of the squared norm of the basis that a subspace of default rank holds."""
@@ -68,7 +68,7 @@ def _projected(model: Any, basis: PositionContext, state: int, subspace: str, ke
         inside = ((h.double() - m) @ V) @ V.mT
         return (m + inside if keep else h.double() - inside).to(h.dtype)
 
-    with attached(view, {view.state_hooks[state]: hook}, first=True):
+    with attached(view, [Placed(view.state_hooks[state], hook, "first")]):
         yield
 
 

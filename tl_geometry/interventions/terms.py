@@ -26,10 +26,10 @@ from tl_geometry._check import Head, fail, require
 from tl_geometry.attention import ALIBI, GROUPS, group_of, row_center, term_names
 from tl_geometry.capture import as_view
 from tl_geometry.decomposition import PositionContext
-from tl_geometry.interventions.live import Edit, edited_scores
+from tl_geometry.interventions.live import Edit, OpenEdit, edited_scores
 from tl_geometry.records import LayerView, ModelView
 from tl_geometry.verbs.details import Parts
-from tl_geometry.verbs.sweep import PARTS, project_basis, split_layer
+from tl_geometry.verbs.sweep import PARTS, project_basis
 
 Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
 """One term, one group, or several."""
@@ -83,23 +83,28 @@ def weighted_score(
 
 
 class Splitter:
-    """Parts of the running forward pass for some heads; mean and pos are projected once per layer and length."""
+    """Parts of the running forward pass for some heads, with gradients, from the weights as they are now."""
 
     def __init__(self, basis: PositionContext) -> None:
         self.basis = basis
-        self._projected: dict[tuple[int, int], Any] = {}
 
     def __call__(self, layer: LayerView, heads: Sequence[int]) -> Parts:
-        length = layer.h.shape[1]
+        length, chosen = layer.h.shape[1], list(heads)
         require(
             length <= self.basis.columns, "tokens", expected=f"at most {self.basis.columns} positions, as the basis has seen", got=length,
             instead="decompose(...) on windows of this length",
         )  # fmt: skip
-        key = (layer.layer, length)
-        if key not in self._projected:
-            self._projected[key] = project_basis(layer, self.basis, length)
-        parts = split_layer(layer, self._projected[key], slice(None))
-        return Parts(parts.q[..., list(heads), :], parts.k[..., list(heads), :])
+        projected, more = project_basis(layer, self.basis, length), layer.added
+
+        def split(both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor) -> Tensor:
+            mean, pos = rearrange(both[:, chosen], "part head position e -> part 1 position head e") * frozen[:, :, chosen].unsqueeze(-1)
+            mean = mean + constant[:, :, chosen]
+            if added is not None:  # position, which reaches queries and keys beside the stream
+                mean, pos = mean - added[:, chosen], pos + added[:, chosen]
+            return torch.stack([mean, pos, whole[:, :, chosen] - mean - pos])
+
+        q = split(projected.q, layer.q_scale, layer.q_constant, more and more.q, layer.q) * layer.scale
+        return Parts(q, split(projected.k, layer.k_scale, layer.k_constant, more and more.k, layer.k))
 
 
 Change = Callable[[LayerView, Tensor, Parts, tuple[int, ...]], Tensor]
@@ -113,6 +118,11 @@ def edits_for(
     basis.check_model(view)
     chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)
     splitter = Splitter(basis)
+
+    def check_tokens(ids: Tensor) -> None:
+        if view.bos_id is not None:
+            basis.check_model(view, bool((ids[:, 0] == view.bos_id).all()))
+
     out: list[Edit] = []
     for at in sorted({layer for layer, _ in chosen}):
         basis.index(at)
@@ -121,7 +131,7 @@ def edits_for(
         def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
             return change(layer, whole, splitter(layer, mine), mine)
 
-        out.append(Edit(at, mine, scores))
+        out.append(Edit(at, mine, scores, check_tokens))
     return out
 
 
@@ -209,13 +219,13 @@ def _several(scores: Tensor, what: str) -> None:
 
 
 @contextmanager
-def _apply(model: Any, basis: PositionContext, heads: HeadsLike, change: Change) -> Iterator[None]:
-    view = as_view(model)
-    with edited_scores(view, edits_for(view, basis, heads, change)):
-        yield
+def _apply(model: Any, basis: PositionContext, heads: HeadsLike, change: Change) -> Iterator[OpenEdit]:
+    view = as_view(model)  # before any hook of ours
+    with edited_scores(view, edits_for(view, basis, heads, change)) as edit:
+        yield edit
 
 
-def remove_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[None]:
+def remove_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[OpenEdit]:
     """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for ``None``), ``S - X``.
 
     ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Edits act through ``hook_z`` and the model is as
@@ -225,7 +235,7 @@ def remove_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike
     return _apply(model, basis, heads, removing(terms_of(term)))
 
 
-def keep_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[None]:
+def keep_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[OpenEdit]:
     """Context manager: keep only a term, with every term that has bias on either side; ``()`` for those alone.
 
     Bias terms stay because mean and constants belong to any input; compare with them alone to see what the term adds.
@@ -233,7 +243,7 @@ def keep_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike =
     return _apply(model, basis, heads, keeping(terms_of(term)))
 
 
-def mean_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[None]:
+def mean_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[OpenEdit]:
     """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X`` (at least two prompts)."""
     return _apply(model, basis, heads, averaging(terms_of(term)))
 

@@ -15,7 +15,7 @@ from tl_geometry import _check
 from tl_geometry._check import describe, require
 from tl_geometry.closing import CHUNK, Check, closing_bound, pattern_bound, pattern_error, require_closed
 from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import BudgetError
+from tl_geometry.errors import BudgetError, UnsupportedModelError
 from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import LayerHook, LayerView, ModelView, TokenWindows
 from tl_geometry.results import Provenance
@@ -170,6 +170,10 @@ class Cut:
     def layer(self, layer: LayerView, heads: Sequence[int], device: torch.device | str) -> Piece:
         """Project one layer's parts for the chosen heads and check that they close."""
         layer = self.reading(layer)
+        require(
+            layer.added is None or self.preset == "exact", "preset", expected="'exact' where positions are added to queries and keys (Shortformer)",
+            got=repr(self.preset), instead="preset='exact'", error=UnsupportedModelError,
+        )  # fmt: skip
         make = {"exact": self._exact, "paper": self._paper, "reference": self._reference}[self.preset]
         q, k, again = make(layer)
         if layer.softcap is not None and "scores before the soft cap" not in self.flags:
@@ -213,6 +217,9 @@ class Cut:
         project = {"q": layer.project_q, "k": layer.project_k, "v": layer.project_v}[which]
         constant = {"q": layer.q_constant, "k": layer.k_constant, "v": layer.v_constant}[which]
         projected = project(torch.stack(list(self.stream(layer).values())))
+        if layer.added is not None and which != "v" and not isinstance(self.parts, Mapping):
+            added = layer.added.q if which == "q" else layer.added.k  # position, though not in the stream
+            constant, projected = constant - added, torch.cat([projected[:1], projected[1:2] + added, projected[2:]])
         first = constant + projected[0] if self._merged else constant
         return torch.cat([first.unsqueeze(0), projected[1:] if self._merged else projected])
 
@@ -287,13 +294,27 @@ def _own_parts(parts: UserParts, layer: LayerView, layers: Sequence[int], n_laye
     total = torch.stack([v.double() for v in found.values()]).sum(0)
     size = torch.stack([v.double().abs() for v in found.values()]).sum(0).max()
     coarsest = max([layer.roundoff, *(unit_roundoff(v.dtype) for v in found.values())])
-    error = float((total - layer.h.double()).abs().max())
+    rest = total - layer.h.double()
+    error = float(rest.abs().max())
+    _refuse_added(layer, rest)
     require(
         error <= max(closing_bound(coarsest, float(size)), 1e-12 * float(size)), "parts",
         expected=f"parts that sum to the input of layer {layer.layer}", got=f"a sum that is off by {error:.3g}",
         instead="one more part for the rest",
     )  # fmt: skip
     return {name: value.to(layer.h) for name, value in found.items()}
+
+
+def _refuse_added(layer: LayerView, rest: Tensor) -> None:
+    """Refuse parts that hold the positional embedding of a model that adds it after the norm, not to the stream."""
+    if layer.added is None:
+        return
+    embedding = layer.added.embedding.double().expand_as(rest)
+    far = float((rest - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
+    require(
+        far, "parts", expected=f"parts that sum to the input of layer {layer.layer}", got="the positional embedding among them",
+        instead="the parts without it (it is added to queries and keys after the norm, and is in 'bias')",
+    )  # fmt: skip
 
 
 def _norm_scale(layer: LayerView, x: Tensor) -> Tensor:

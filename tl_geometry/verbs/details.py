@@ -10,8 +10,10 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_geometry._check import require
 from tl_geometry.attention import GROUPS, ShareSums, group_of, row_center, share_sums, term_names
 from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import LayerView
 from tl_geometry.score_shapes import ContrastSums, OffsetSums, ablation_effect, contrast_sums, offset_sums
 
@@ -108,6 +110,10 @@ class Details:
             self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
 
     def _nulls(self, layer: LayerView, parts: Parts, rows: slice, basis: PositionContext) -> None:
+        require(
+            layer.added is None, "detail='nulls'", expected="positions that are part of the stream",
+            got="a positional embedding added to queries and keys (Shortformer)", instead="the other details", error=UnsupportedModelError,
+        )  # fmt: skip
         length = parts.q.shape[2]
         if not self.null_bases:
             for name, pos in null_positions(basis, layer.layer, length, self.drop, self.seed):

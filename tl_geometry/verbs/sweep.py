@@ -241,7 +241,7 @@ def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: 
     def heads_first(x: Tensor) -> Tensor:
         return rearrange(x[rows, start:], "batch position head ... -> batch head position ...")
 
-    def split(both: Tensor, frozen: Tensor, constant: Tensor, whole: Tensor, scale: float, order: str) -> Tensor:
+    def split(both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor, scale: float, order: str) -> Tensor:
         mean, pos = both[:, :, start:]
         frozen, whole = heads_first(frozen).unsqueeze(-1) * scale, heads_first(whole)
         sizes = dict(zip("bhie", whole.shape, strict=True)) | {"p": 3}
@@ -249,14 +249,18 @@ def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: 
         parts = rearrange(store, f"{order} -> p b h i e")
         torch.mul(mean, frozen, out=parts[0]).add_(heads_first(constant), alpha=scale)
         torch.mul(pos, frozen, out=parts[1])
+        if added is not None:  # position, which reaches queries and keys beside the stream
+            own = rearrange(added[start:], "position head e -> head position e") * scale
+            parts[0].sub_(own)
+            parts[1].add_(own)
         torch.mul(whole, scale, out=parts[2]).sub_(parts[0]).sub_(parts[1])
         return rearrange(parts, "p b h i e -> p b i h e")
 
-    q_scale, k_scale = layer.q_scale, layer.k_scale
+    q_scale, k_scale, more = layer.q_scale, layer.k_scale, layer.added
     if projected.normalized:
         q_scale, k_scale = layer.without_norm(q_scale), layer.without_norm(k_scale)
-    q = split(projected.q, q_scale, layer.q_constant, layer.q, layer.scale, "b h p i e")
-    return Parts(q, split(projected.k, k_scale, layer.k_constant, layer.k, 1.0, "b h i p e"))
+    q = split(projected.q, q_scale, layer.q_constant, more and more.q, layer.q, layer.scale, "b h p i e")
+    return Parts(q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k, 1.0, "b h i p e"))
 
 
 def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:

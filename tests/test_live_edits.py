@@ -1,0 +1,623 @@
+"""Edits of a live model beside other people's hooks: always those of the stream that was read, or refused by their cause."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.modified import modified
+from tests.tiny import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
+from tl_geometry import decompose
+from tl_geometry.adapters import from_hf, view
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.interventions import keep_term, mean_term, necessity_sufficiency, project_stream, remove_term
+from tl_geometry.verbs.split import split_scores
+
+KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
+BY_HAND = [(kind, architecture) for kind in KINDS for architecture in ("gpt2", "llama", "bloom")]
+CLEAN, CORRUPTED = tokens(2, 5, seed=8), tokens(2, 5, seed=9)
+TERMS = [("cvec", "cvec"), ("pos", "cvec")]
+NAMES = ["cvec-cvec", "pos-cvec"]
+LONG = tokens(3, 14, seed=4)
+
+
+@cache
+def basis_of(kind: str, architecture: str, dtype: torch.dtype = torch.float32) -> PositionContext:
+    return decompose(tiny(kind, architecture, dtype=dtype), tokens(batch=16, length=18, seed=2), progress=False)
+
+
+def logits(model: Any, ids: Tensor = CORRUPTED, **options: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, return_type="logits", **options).clone()
+
+
+def by_hand(kind: str, architecture: str, heads: dict[int, tuple[int, ...]]) -> AbstractContextManager[Any]:
+    """The model without TERMS at heads by layer, edited in its own code."""
+    model, basis, stack = tiny(kind, architecture), basis_of(kind, architecture), ExitStack()
+    for layer, some in heads.items():
+        stack.enter_context(modified(model, layer, basis, some, TERMS, rotary=architecture == "llama"))
+    return stack
+
+
+EDITED = {0: (1,), 1: (0, 2)}
+PAIRS = [(layer, head) for layer, heads in EDITED.items() for head in heads]
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, atol=2e-4 * float(b.abs().max()), rtol=0)
+
+
+# ------------------------------------------------------------------------------------------- activation patching inside an edit
+
+
+def patches(name: str, source: Tensor) -> Callable[..., Tensor]:
+    """A hook that puts a clean activation in at one position, as a new tensor."""
+
+    def hook(value: Tensor, hook: Any) -> Tensor:
+        out = value.clone()
+        out[:, 2] = source[:, 2]
+        return out
+
+    return hook
+
+
+PATCHED = ["hook_resid_pre", "hook_attn_out", "hook_mlp_out", "attn.hook_v", "attn.hook_z", "attn.hook_pattern", "attn.hook_attn_scores"]
+
+
+@pytest.mark.parametrize("point", PATCHED)
+@pytest.mark.parametrize(("kind", "architecture"), BY_HAND)
+def test_a_patched_activation_is_what_the_edit_sees(kind: str, architecture: str, point: str) -> None:
+    """Hooks of a user before our context, in it, and by run_with_hooks, against the model edited by hand."""
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    seen = view(model)
+    with by_hand(kind, architecture, EDITED):
+        _, cached = model.run_with_cache(CLEAN)
+    for layer in (0, 1):
+        name = f"blocks.{layer}.{point}"
+        hooks = [(name, patches(name, cached[name]))]
+        with by_hand(kind, architecture, EDITED), torch.no_grad():
+            right = model.run_with_hooks(CORRUPTED, fwd_hooks=hooks)
+            unpatched = logits(model)
+        with torch.no_grad():
+            assert not close(model.run_with_hooks(CORRUPTED, fwd_hooks=hooks), right), "the edit matters under this patch"
+            with remove_term(model, basis, NAMES, PAIRS):
+                found = [model.run_with_hooks(CORRUPTED, fwd_hooks=hooks)]
+                with model.hooks(fwd_hooks=hooks):
+                    found.append(logits(model))
+            with model.hooks(fwd_hooks=hooks), remove_term(seen, basis, NAMES, PAIRS):
+                found.append(logits(model))
+        assert not close(unpatched, right), "the patch matters"
+        for value in found:
+            assert close(value, right), (name, float((value - right).abs().max()))
+
+
+def metric(out: Tensor) -> Tensor:
+    return out[0, -1, 5] - out[0, -1, 7] + 0.3 * out[1, 2, 9]
+
+
+PATCHING = ["resid_pre", "resid_mid", "attn_out", "mlp_out", "attn_head_out_all_pos", "attn_head_out_by_pos", "attn_head_v_all_pos"]
+PATCHING += ["attn_head_v_by_pos", "attn_head_pattern_all_pos", "attn_head_pattern_by_pos", "attn_head_pattern_dest_src_pos"]
+
+
+@pytest.mark.parametrize("name", PATCHING)
+@pytest.mark.parametrize("kind", KINDS)
+def test_patching_of_transformer_lens_inside_an_edit(kind: str, name: str) -> None:
+    from transformer_lens import patching
+
+    model, basis = tiny(kind, "gpt2"), basis_of(kind, "gpt2")
+    run = partial(getattr(patching, f"get_act_patch_{name}"), model, CORRUPTED, patching_metric=metric)
+    _, cached = model.run_with_cache(CLEAN)
+    with torch.no_grad():
+        plain = run(clean_cache=cached)
+        with by_hand(kind, "gpt2", EDITED):
+            right = run(clean_cache=cached)
+        with remove_term(model, basis, NAMES, PAIRS):
+            found = run(clean_cache=cached)
+    span = float(right.max() - right.min())
+    assert span > 0.1
+    assert (found - right).abs().max() < 1e-3 * span
+    assert (plain - right).abs().max() > 0.1 * span
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize(("kind", "architecture"), BY_HAND)
+def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> None:
+    """Of heads that are not edited they are taken; of an edited head no split is known, and the message names the hook."""
+    from transformer_lens import patching
+
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    _, cached = model.run_with_cache(CLEAN)
+    name, head = f"blocks.1.attn.hook_{side}", 1
+
+    def other_head(value: Tensor, hook: Any) -> Tensor:
+        out = value.clone()
+        out[:, :, head] = cached[name][:, :, head].view_as(out[:, :, head])
+        return out
+
+    group = 2 if architecture == "llama" and side == "k" and value_heads(model, name) == 2 else 1
+    mine = {1: tuple(h for h in range(4) if h // group != head)[:2]}
+    with torch.no_grad():
+        with by_hand(kind, architecture, mine):
+            right = model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)])
+        with remove_term(model, basis, NAMES, [(1, h) for h in mine[1]]):
+            assert close(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)]), right)
+        word = {"q": "queries", "k": "keys"}[side]
+        with (
+            pytest.raises(ClosingError, match=rf"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of .* with hooks at"),
+            remove_term(model, basis, NAMES, "L1H1" if group == 1 else "L1H3"),
+        ):
+            model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)])
+        if architecture == "gpt2":
+            run = getattr(patching, f"get_act_patch_attn_head_{side}_all_pos")
+            with pytest.raises(ClosingError, match=word), remove_term(model, basis, NAMES, PAIRS):
+                run(model, CORRUPTED, cached, patching_metric=metric)
+
+
+def value_heads(model: Any, name: str) -> int:
+    _, cached = model.run_with_cache(CLEAN)
+    return cached[name].shape[2]
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss", "opt", "gptj", "gpt-neo", "bert"])
+def test_a_patched_stream_in_every_kind_of_attention(architecture: str) -> None:
+    """z of the edited layer against the split of the patched, unedited pass: soft caps, sinks, and attention that only z reaches."""
+    model, basis = tiny("bridge", architecture), basis_of("bridge", architecture)
+    seen = view(model)
+    _, clean = model.run_with_cache(tokens(3, 14, seed=5))
+    hooks = [("blocks.1.hook_resid_pre", patches("", clean["blocks.1.hook_resid_pre"]))]
+    names = seen.layer_hooks(1)
+    found: dict[str, Tensor] = {}
+    keep = [(n, lambda v, hook, n=n: found.__setitem__(n, v.detach().clone())) for n in names]
+    with torch.no_grad():
+        model.run_with_hooks(LONG, fwd_hooks=[*hooks, *keep])
+        split = split_scores(seen, LONG, basis, layers=[1], cache=Patched(seen, found, LONG))
+        scores = split._sum() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        v = found["blocks.1.attn.hook_v"]
+        v = v.unflatten(-1, (-1, 8)) if v.dim() == 3 else v
+        v = v.repeat_interleave(4 // v.shape[2], 2)
+        right = torch.einsum("bhij,bjhe->bihe", pattern_of(split, scores), v)
+        plain = torch.einsum("bhij,bjhe->bihe", split.pattern(), v)
+        with remove_term(model, basis, NAMES, [(1, h) for h in range(4)]):
+            model.run_with_hooks(LONG, fwd_hooks=[*hooks, *keep])
+    z = found["blocks.1.attn.hook_z"].reshape(right.shape)
+    assert close(z, right)
+    assert not torch.allclose(plain, right, atol=0.05 * float(right.abs().max()))
+
+
+class Patched(dict[str, Tensor]):
+    """A cache of one layer of a patched pass, with the embeddings of the tokens that it says it is of."""
+
+    def __init__(self, seen: Any, found: dict[str, Tensor], ids: Tensor) -> None:
+        super().__init__(found)
+        seen.run(ids, {seen.state_hooks[0]: lambda h: self.__setitem__(seen.state_hooks[0], h)})
+
+
+def pattern_of(split: Any, scores: Tensor) -> Tensor:
+    cap, sinks = split.softcap[:, None, None], split.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    capped = scores if torch.isinf(cap).all() else cap * torch.tanh(scores / cap)
+    return torch.cat([capped.masked_fill(~split.allowed, -torch.inf), sinks], -1).softmax(-1)[..., :-1]
+
+
+# ------------------------------------------------------------------------------------------------- contexts and their order
+
+
+@pytest.mark.parametrize(("kind", "architecture"), [*BY_HAND, ("bridge", "opt"), ("bridge", "bert")])
+def test_contexts_nest_in_any_order_and_leave_the_model_as_it_was(kind: str, architecture: str) -> None:
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    before = logits(model)
+    carried = hooks_of(model)
+    with remove_term(model, basis, NAMES, ["L0H0", "L1H1", "L1H3"]):
+        together = logits(model)
+    edits = [remove_term(model, basis, NAMES, "L1H3"), remove_term(model, basis, NAMES, "L0H0"), remove_term(model, basis, NAMES, "L1H1")]
+    for order in ((0, 1, 2), (2, 0, 1)):
+        opened = [remove_term(view(model), basis, NAMES, h) for h in ("L1H3", "L0H0", "L1H1")]
+        for edit in opened:
+            edit.__enter__()
+        assert close(logits(model), together)
+        for i in order:  # not the reverse of the order in which they were opened
+            opened[i].__exit__(None, None, None)
+        assert hooks_of(model) == carried
+        assert torch.equal(logits(model), before)
+    del edits
+
+
+def hooks_of(model: Any) -> int:
+    modules = [m for m in model.modules()]
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules) + sum(len(p.fwd_hooks) for p in model.hook_dict.values())
+
+
+def test_a_projection_is_what_the_edit_sees_in_either_order() -> None:
+    model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
+    seen = view(model)
+    with project_stream(model, basis, 1, "pos"), by_hand("bridge", "gpt2", {1: (0, 2)}):
+        right = logits(model)
+    with remove_term(model, basis, NAMES, ["L1H0", "L1H2"]), project_stream(seen, basis, 1, "pos"):
+        assert close(logits(model), right)
+    with project_stream(model, basis, 1, "pos"), remove_term(seen, basis, NAMES, ["L1H0", "L1H2"]):
+        assert close(logits(model), right)
+
+
+def test_hooks_that_were_removed_are_noticed() -> None:
+    """reset_hooks() leaves permanent hooks, ours among them; with ``including_permanent`` the next pass and the exit say so."""
+    model = from_hf(hf_model("gpt2"), None, name="reset")
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    before, carried = logits(model), hooks_of(model)
+    with remove_term(model, basis, NAMES):
+        edited = logits(model)
+        model.reset_hooks()
+        assert torch.equal(logits(model), edited)
+    text = r"an open edit of reset: expected its hooks to stay until the end of the with block, got none at .*hook"
+    with pytest.raises(GeometryError, match=text), remove_term(model, basis, NAMES):
+        model.reset_hooks(including_permanent=True)
+    assert hooks_of(model) == carried
+    with pytest.raises(RuntimeError, match="seen"), remove_term(model, basis, NAMES):  # noqa: PT012
+        model.reset_hooks(including_permanent=True)
+        with pytest.raises(GeometryError, match=text):
+            logits(model)
+        raise RuntimeError("seen")
+    assert torch.equal(logits(model), before)
+    assert hooks_of(model) == carried
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_errors_are_not_hidden_by_removed_hooks(kind: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, kind=kind, name="reset")
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    before, carried = logits(model), hooks_of(model)
+    with pytest.raises(RuntimeError, match="mine"), remove_term(model, basis, NAMES):
+        model.reset_hooks(including_permanent=True)
+        raise RuntimeError("mine")
+    assert hooks_of(model) == carried
+    assert torch.equal(logits(model), before)
+
+
+def test_a_head_is_free_again_after_its_edit() -> None:
+    model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
+    for _ in range(2):
+        with remove_term(model, basis, NAMES, "L0H0"):
+            pass
+    with remove_term(model, basis, NAMES, "L0H0"), remove_term(model, basis, NAMES, "L0H1"), keep_term(model, basis, NAMES, "L1H0"):
+        logits(model)
+        with pytest.raises(GeometryError, match="got L0H1, edited already"), mean_term(model, basis, NAMES, ["L0H3", "L0H1"]):
+            pass
+        with remove_term(model, basis, NAMES, "L0H3"):
+            logits(model)
+
+
+# ------------------------------------------------------------------------------------------------- what later hooks see
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [*BY_HAND, *(("bridge", a) for a in ("gemma2", "gpt-oss", "neox", "qwen3", "opt", "gptj", "gpt-neo", "bert"))]
+)
+def test_the_cache_shows_edited_scores_or_the_edit_says_so(kind: str, architecture: str) -> None:
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    seen = view(model)
+    _, plain = model.run_with_cache(LONG)
+    with remove_term(model, basis, NAMES, [(1, h) for h in range(4)]) as edit:
+        _, cached = model.run_with_cache(LONG)
+    assert edit.heads == tuple((1, h) for h in range(4))
+    points = [f"blocks.1.attn.hook_{n}" for n in ("attn_scores", "pattern")]
+    assert edit.unedited == (tuple(points) if architecture in ("opt", "gptj", "gpt-neo", "bert") else ())
+    v = cached["blocks.1.attn.hook_v"]
+    v = v.unflatten(-1, (-1, cached["blocks.1.attn.hook_z"].shape[-1])) if v.dim() == 3 else v
+    mixed = torch.einsum("bhij,bjhe->bihe", cached[points[1]], v.repeat_interleave(4 // v.shape[2], 2))
+    z = cached["blocks.1.attn.hook_z"].reshape(mixed.shape)
+    assert not close(z, plain["blocks.1.attn.hook_z"].reshape(z.shape))
+    assert close(z, mixed) == (points[1] not in edit.unedited)
+    for point in points:
+        allowed = plain[point] > -1e30
+        assert torch.equal(torch.where(allowed, cached[point], 0), torch.where(allowed, plain[point], 0)) == (point in edit.unedited)
+    if not edit.unedited:
+        layer = seen.layer(1, plain)
+        split = split_scores(seen, LONG, basis, layers=[1])
+        right = split._sum() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        right = right if layer.softcap is None else layer.softcap * torch.tanh(right / layer.softcap)
+        off = torch.where(layer.allowed, cached[points[0]] - right, 0).abs().max()
+        assert off < 1e-4 * right.abs().max()
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [remove_term, keep_term, mean_term])
+def test_gradients_are_those_of_finite_differences(kind: str, change: Any) -> None:
+    """Through every path: the stream, the norm's scale, queries and keys, in two edited layers."""
+    model, basis = tiny(kind, "gpt2", dtype=torch.float64), basis_of(kind, "gpt2", torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    at = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
+    direction = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
+
+    def loss(step: Tensor) -> Tensor:
+        hooks = [("blocks.0.hook_resid_pre", lambda h, hook: h + 0.3 * at + step * direction)]
+        return metric(model.run_with_hooks(CORRUPTED, fwd_hooks=hooks))
+
+    def slope() -> tuple[float, float]:
+        step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(loss(step), step)
+        with torch.no_grad():
+            eps = torch.tensor(1e-5, dtype=torch.float64)
+            return float(gradient), float((loss(eps) - loss(-eps)) / (2 * eps))
+
+    plain, _ = slope()
+    with change(model, basis, NAMES):
+        gradient, finite = slope()
+    assert gradient == pytest.approx(finite, rel=1e-6, abs=1e-8)
+    assert abs(gradient - plain) > 1e-3, "the edit matters for the gradient"
+
+
+@pytest.mark.parametrize(("kind", "architecture"), [*BY_HAND, ("bridge", "gemma2"), ("bridge", "qwen3"), ("bridge", "opt"), ("bridge", "gptj")])
+def test_gradients_in_every_kind_of_attention(kind: str, architecture: str) -> None:
+    """Attribution patching: the gradient at a stream and at an activation before it, against differences in the running model."""
+    model, basis = tiny(kind, architecture, dtype=torch.float64), basis_of(kind, architecture, torch.float64)
+    direction = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def loss(step: Tensor) -> Tensor:
+        return metric(model.run_with_hooks(CORRUPTED, fwd_hooks=[("blocks.1.hook_resid_pre", lambda h, hook: h + step * direction)]))
+
+    def slope() -> tuple[float, float]:
+        step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(loss(step), step)
+        with torch.no_grad():
+            eps = torch.tensor(1e-2 if architecture != "gpt2" else 1e-5, dtype=torch.float64)
+            five = [loss(i * eps) for i in (-2, -1, 1, 2)]  # a wide stencil: some layers compute in float32
+            return float(gradient), float((five[0] - 8 * five[1] + 8 * five[2] - five[3]) / (12 * eps))
+
+    plain, _ = slope()
+    with remove_term(model, basis, NAMES, [(1, h) for h in range(4)]):
+        gradient, finite = slope()
+    assert gradient == pytest.approx(finite, rel=2e-3, abs=1e-5)
+    assert abs(gradient - plain) > 20 * abs(gradient - finite) + 1e-4
+
+
+@pytest.mark.parametrize(("kind", "architecture"), [(k, a) for k in KINDS for a in ("gpt2", "llama")])
+def test_gradients_reach_weights(kind: str, architecture: str) -> None:
+    """Also through the projections of the removed term: against the gradient of the model edited by hand."""
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    chosen = [p for n, p in model.named_parameters() if p.requires_grad]
+
+    def gradients() -> list[Tensor | None]:
+        return list(torch.autograd.grad(metric(model(CORRUPTED)), chosen, allow_unused=True))
+
+    with by_hand(kind, architecture, EDITED):
+        right = gradients()
+    with remove_term(model, basis, NAMES, PAIRS):
+        found = gradients()
+    size = max(float(g.abs().max()) for g in right if g is not None)
+    compared = [(a, b) for a, b in zip(found, right, strict=True) if b is not None]
+    assert len(compared) > 10
+    for a, b in compared:
+        assert a is not None
+        assert (a - b).abs().max() < 1e-3 * size
+
+
+# ------------------------------------------------------------------------------------------------- refusals, each by its cause
+
+
+@contextmanager
+def refused(cause: str, error: type[GeometryError] = GeometryError, kind: str = "bridge", architecture: str = "gpt2") -> Iterator[Any]:
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    before, carried = logits(model), hooks_of(model)
+    with pytest.raises(error, match=cause), remove_term(model, basis, NAMES, PAIRS):
+        yield model
+    assert hooks_of(model) == carried
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("kind", "architecture"), [*BY_HAND, ("bridge", "opt")])
+def test_padding_is_refused(kind: str, architecture: str, rows: int) -> None:
+    """Left padding of every row too, and of a batch of one: there all rows have one mask, and positions are shifted."""
+    mask = torch.ones(rows, 5, dtype=torch.int64)
+    with refused("expected no padding: .* got zeros in attention_mask", kind=kind, architecture=architecture) as model:
+        logits(model, CORRUPTED[:rows], attention_mask=mask.index_fill(1, torch.tensor([0, 1]), 0))
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    with remove_term(model, basis, NAMES, PAIRS):
+        assert close(logits(model, CORRUPTED[:rows], attention_mask=mask), logits(model, CORRUPTED[:rows]))
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+def test_the_mask_that_hooked_transformer_makes_itself_is_refused() -> None:
+    from tests.test_adapter import small_tokenizer
+
+    model = from_hf(hf_model("gpt2"), small_tokenizer(), kind="hooked", name="padding")
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    model.tokenizer.padding_side, pad = "left", model.tokenizer.pad_token_id
+    ids = CORRUPTED[:1].clone()
+    ids[:, :2] = pad
+    with pytest.raises(GeometryError, match="expected no padding"), remove_term(model, basis, NAMES, PAIRS):
+        logits(model, ids)
+    with remove_term(model, basis, NAMES, PAIRS):
+        logits(model, ids, attention_mask=torch.ones_like(ids))
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedEncoder")
+def test_padding_of_an_encoder_is_refused() -> None:
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[:, 3:] = 0
+    with refused("got zeros in one_zero_attention_mask", kind="hooked", architecture="bert") as model:
+        logits(model, one_zero_attention_mask=mask)
+
+
+def test_custom_masks_and_positions_are_refused() -> None:
+    with refused("position_ids") as model:
+        model(CORRUPTED, position_ids=torch.arange(3, 8).expand(2, -1))
+    ragged = torch.full((2, 1, 5, 5), 0.0).masked_fill(~torch.ones(5, 5).tril().bool(), torch.finfo(torch.float32).min)
+    ragged[0, 0, 3, 1] = torch.finfo(torch.float32).min
+    with refused("mask of layer 0 of tiny-gpt2: expected one mask for all prompts", ClosingError) as model:
+        model(CORRUPTED, attention_mask=ragged)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_is_refused(kind: str) -> None:
+    with refused("expected the model's own dtype, got torch.autocast", kind=kind) as model, torch.autocast("cpu", torch.bfloat16):
+        logits(model)
+
+
+@pytest.mark.parametrize(("kind", "architecture"), [*((k, "gpt2") for k in KINDS), ("bridge", "llama"), ("bridge", "gptj")])
+def test_bfloat16_models_are_edited(kind: str, architecture: str) -> None:
+    model, basis = tiny(kind, architecture, dtype=torch.bfloat16), basis_of(kind, architecture)
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    with remove_term(model, basis, NAMES, PAIRS):
+        found = logits(model).float()
+    with remove_term(tiny(kind, architecture), basis_of(kind, architecture), NAMES, PAIRS):
+        right = logits(tiny(kind, architecture))
+    plain = logits(tiny(kind, architecture))
+    assert (found - right).norm() < 0.35 * (plain - right).norm()
+
+
+def test_training_mode_is_named() -> None:
+    model = from_hf(hf_model("llama"), None, name="dropout")
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    model.train()
+    for block in model.blocks:
+        block.attn.original_component.attention_dropout = 0.5
+    with pytest.raises(ClosingError, match=r"pattern of layer 0 of dropout: .*Use model.eval\(\)"), remove_term(view_in_training(model), basis, NAMES):
+        logits(model)
+
+
+def view_in_training(model: Any) -> Any:
+    training, model_training = model.training, model.original_model.training
+    model.eval()
+    seen = view(model)
+    model.train(training)
+    model.original_model.train(model_training)
+    return seen
+
+
+def test_weights_that_change_inside_an_edit_are_noticed_or_taken() -> None:
+    model = from_hf(hf_model("gpt2"), None, name="trained")
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    with torch.no_grad(), remove_term(model, basis, NAMES, PAIRS):
+        model.blocks[0].ln1.original_component.weight.mul_(1.5)
+        with pytest.raises(ClosingError, match="weights that stay the same while the edit is open"):
+            logits(model)
+
+
+# ------------------------------------------------------------------------------------------------- BOS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_without_the_bos_of_the_basis_are_refused(kind: str) -> None:
+    seen = dataclasses.replace(view(tiny(kind, "gpt2")), bos_id=0)
+    rows = tokens(batch=16, length=18, seed=2)
+    rows[:, 0] = 0
+    basis = decompose(seen, rows, progress=False)
+    assert basis.provenance.has_bos
+    with pytest.raises(GeometryError, match="tokens: expected has_bos=True, as in the basis, got has_bos=False"):
+        with remove_term(seen, basis, NAMES):
+            logits(seen.model)
+    with remove_term(seen, basis, NAMES):
+        logits(seen.model, rows[:2, :6])
+        if kind == "hooked":  # a pass that begins in the middle embeds no tokens
+            _, cached = seen.model.run_with_cache(rows[:2, :6])
+            seen.model(cached["blocks.1.hook_resid_pre"], start_at_layer=1)
+    without = dataclasses.replace(basis, provenance=dataclasses.replace(basis.provenance, has_bos=False))
+    with pytest.raises(GeometryError, match="got has_bos=True"), remove_term(seen, without, NAMES):
+        logits(seen.model, rows[:2, :6])
+
+
+# ------------------------------------------------------------------------------------------------- generation
+
+
+@pytest.mark.parametrize(("kind", "architecture"), [(k, a) for k in KINDS for a in ("gpt2", "llama")])
+def test_generation(kind: str, architecture: str) -> None:
+    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False, "return_type": "tokens"}
+    every = {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}
+    with by_hand(kind, architecture, every):
+        right = model.generate(CORRUPTED[:1], use_past_kv_cache=False, **options)
+    plain = model.generate(CORRUPTED[:1], use_past_kv_cache=False, **options)
+    assert not torch.equal(plain, right)
+    with remove_term(model, basis, NAMES):
+        assert torch.equal(model.generate(CORRUPTED[:1], use_past_kv_cache=False, **options), right)
+        with pytest.raises(GeometryError, match=r"expected whole prompts, got tokens after 5 others .* Use generate\(\.\.\., use_past_kv_cache=False\)"):
+            model.generate(CORRUPTED[:1], use_past_kv_cache=True, **options)
+
+
+# ------------------------------------------------------------------------------------------------- Shortformer
+
+
+def shortformer(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    return tiny_hooked(normalization_type="LN", positional_embedding_type="shortformer", dtype=dtype, **settings)
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+@pytest.mark.parametrize("attn_only", [True, False])
+def test_the_positional_embedding_of_shortformer_is_position(attn_only: bool) -> None:
+    model = shortformer(attn_only=attn_only).requires_grad_(False)
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    _, cached = model.run_with_cache(LONG)
+    for parts in (("pos", "cvec"), ("mean", "pos", "ctx", "resid")):
+        split = split_scores(model, LONG, basis, layers=[1], parts=parts)
+        assert split.closing.closes
+        W = model.W_pos[:14].double()
+        attn, ln, h = model.blocks[1].attn, model.blocks[1].ln1, cached["blocks.1.hook_resid_pre"].double()
+        s = (h.var(-1, keepdim=True, unbiased=False) + ln.eps).sqrt()
+        pos = basis.pos_columns[basis.index(1), :14]
+        x = (pos - pos.mean(-1, keepdim=True)) / s * ln.w.double() + W
+        q, k = (torch.einsum("bid,hde->bihe", x, w.double()) for w in (attn.W_Q, attn.W_K))
+        right = torch.einsum("bihe,bjhe->bhij", q, k) / 8**0.5
+        assert torch.allclose(split.terms["pos", "pos"].double(), right, atol=1e-4 * float(right.abs().max()))
+        without = torch.einsum("bihe,bjhe->bhij", *(v - torch.einsum("id,hde->ihe", W, w.double()) for v, w in ((q, attn.W_Q), (k, attn.W_K))))
+        assert not torch.allclose(without / 8**0.5, right, atol=0.1 * float(right.abs().max()))
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+def test_edits_and_sweeps_of_shortformer_agree_with_its_split() -> None:
+    from tl_geometry.verbs.sweep import sweep_heads
+
+    model = shortformer()
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    split = split_scores(model, LONG, basis, layers=[1])
+    table = sweep_heads(model, LONG, basis, progress=False)
+    own = split.shares()
+    assert torch.allclose(table.cs[4:].double(), own.cs.double(), atol=1e-4)
+    _, plain = model.run_with_cache(LONG)
+    with remove_term(model, basis, "pos-pos", [(1, h) for h in range(4)]):
+        _, cached = model.run_with_cache(LONG)
+    moved = plain["blocks.1.attn.hook_attn_scores"] - cached["blocks.1.attn.hook_attn_scores"]
+    term = split.terms["pos", "pos"]
+    assert torch.allclose(torch.where(split.allowed, moved - term, 0), torch.zeros(()), atol=1e-4 * float(term.abs().max()))
+    with pytest.raises(UnsupportedModelError, match="nulls"):
+        sweep_heads(model, LONG, basis, detail=("nulls",), progress=False)
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+def test_parts_with_the_positional_embedding_of_shortformer_are_refused() -> None:
+    model = shortformer()
+    _, cached = model.run_with_cache(LONG)
+    own = {"tokens": cached["hook_embed"]}
+    assert split_scores(model, LONG, None, layers=[0], parts=own).closing.closes
+    with pytest.raises(GeometryError, match=r"got the positional embedding among them. Use the parts without it"):
+        split_scores(model, LONG, None, layers=[0], parts={**own, "positions": cached["hook_pos_embed"]})
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    for preset in ("paper", "reference"):
+        with pytest.raises(UnsupportedModelError, match="Shortformer"):
+            split_scores(model, LONG, basis, preset=preset)
+
+
+# ------------------------------------------------------------------------------------------------- output heads
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+@pytest.mark.parametrize("outputs", [7, 90])
+def test_another_output_vocabulary_is_refused(outputs: int) -> None:
+    model = tiny_hooked(normalization_type="LN", d_vocab_out=outputs)
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    with pytest.raises(UnsupportedModelError, match=rf"expected one output for each of 61 tokens, got {outputs}"):
+        necessity_sufficiency(model, LONG, basis, "L0H0", "content", progress=False)
+
+
+def test_nothing_else_is_needed_for_no_edit() -> None:
+    with nullcontext(tiny("bridge", "gpt2")) as model, remove_term(model, basis_of("bridge", "gpt2"), ()):
+        assert torch.equal(logits(model), logits(tiny("bridge", "gpt2")))
