@@ -89,7 +89,8 @@ def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
 def provenance_of(view: ModelView, rows: TokenWindows, basis: PositionContext | None, preset: str, flags: Sequence[str]) -> Provenance:
     """What a split was computed from."""
     start = 0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1)
-    return view.provenance(rows, window=(start, rows.tokens.shape[1]), preset=preset, flags=tuple(flags))
+    about = () if basis is None else basis.remarks(view)
+    return view.provenance(rows, window=(start, rows.tokens.shape[1]), preset=preset, flags=(*flags, *about))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,7 @@ class Cut:
         self.layers = tuple(sorted(layers))
         self.flags: list[str] = []
         if basis is not None and not own:
+            basis.require_identifiable("split")
             for layer in self.layers:
                 basis.index(layer)
 
