@@ -30,7 +30,7 @@ def basis_of(states: int, contexts: int, columns: int, width: int) -> PositionCo
     t = (torch.arange(columns) + 0.5) / columns
     waves = torch.cos(torch.arange(1, 9) * torch.pi * t[:, None])
     h = torch.randn(states, contexts, columns, width, generator=generator)
-    return tlg.decompose(h + waves @ torch.randn(states, 1, 8, width, generator=generator), window=(1, columns), progress=False)
+    return tlg.decompose_activations(h + waves @ torch.randn(states, 1, 8, width, generator=generator), window=(1, columns))
 
 
 def screenot() -> Any:

@@ -78,7 +78,7 @@ def test_every_source_gives_the_same_basis(model: Any, tmp_path: Path) -> None:
         basis = tlg.decompose(model, source, batch_size=4, progress=False)
         assert same(basis, whole, 1e-6), name
         assert basis.provenance.token_hash == whole.provenance.token_hash, name
-    cached = tlg.decompose(cache, window=(1, 8), progress=False)
+    cached = tlg.decompose_activations(cache, window=(1, 8))
     assert same(cached, whole, 1e-6)
     some = tlg.decompose(model, ids, states=[2, 0], progress=False)
     assert torch.allclose(some.pos, whole.pos[[2, 0]], atol=1e-6)
@@ -102,12 +102,12 @@ def test_bos_is_recorded_and_a_foreign_basis_is_refused(model: Any) -> None:
 
 def test_a_basis_from_a_cache_belongs_to_the_model_of_the_cache(model: Any) -> None:
     _, cache = model.run_with_cache(tokens(4, 6))
-    basis = tlg.decompose(cache, progress=False)
+    basis = tlg.decompose_activations(cache)
     basis.check_model(tlg.view(model))
     with pytest.raises(tlg.GeometryError, match="basis: expected the model it was computed from, tiny-gpt2"):
         basis.check_model(tlg.view(tiny("bridge", "llama")))
     cache.model = None
-    assert tlg.decompose(cache, progress=False).provenance.fingerprint is None
+    assert tlg.decompose_activations(cache).provenance.fingerprint is None
 
 
 class Killed(Exception):
@@ -275,7 +275,7 @@ def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
         (lambda m: tlg.decompose(m, tokens(2, 65), progress=False), "tokens: expected at most 64 positions"),
         (lambda m: tlg.decompose(m), "tokens: expected tokens to run the model on, got None"),
         (lambda m: tlg.decompose(m, tokens(2, 5), states=[3]), "states: expected an index from 0 to 2, got 3"),
-        (lambda m: tlg.decompose(m, tokens(2, 5), labels=[1]), "labels: expected one integer label for each of 2 contexts"),
+        (lambda m: tlg.decompose(m, tokens(2, 5), labels=[1]), r"labels: expected one integer label \(0 or more\) for each of 2 contexts"),
         (lambda m: tlg.decompose(m, "text"), "prepend_bos: expected True or False with text"),
         (lambda m: tlg.decompose(m, "/nowhere/ids.npy"), "tokens: expected an existing .npy file"),
         (

@@ -25,7 +25,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
 
 
 def basis_of(h: Tensor, **options: object) -> PositionContext:
-    return tlg.decompose(h, progress=False, **options)  # type: ignore[arg-type]
+    return tlg.decompose_activations(h, **options)  # type: ignore[arg-type]
 
 
 @given(**SIZES)
@@ -157,14 +157,15 @@ def test_float64_states_are_centred_before_they_are_rounded() -> None:
 def test_the_dtype_of_the_products_stays_with_the_basis(tmp_path: Path) -> None:
     h = random_states(1, 9, 5, 3)
     plain, exact = basis_of(h), basis_of(h, moments_dtype=torch.float64)
+    other_plain, other = basis_of(-h), basis_of(-h, moments_dtype=torch.float64)
     loaded = PositionContext.load(exact.save(tmp_path / "basis.safetensors"))
     for basis, dtype in (
         (plain, torch.float32),
         (exact, torch.float64),
         (loaded, torch.float64),
-        (PositionContext.merge([exact, loaded]), torch.float64),
-        (PositionContext.merge([exact, plain]), torch.float32),
-        (PositionContext.merge([plain, exact]), torch.float32),
+        (PositionContext.merge([other, loaded]), torch.float64),
+        (PositionContext.merge([exact, other_plain]), torch.float32),
+        (PositionContext.merge([plain, other]), torch.float32),
     ):
         assert basis.moments.product_dtype == dtype
 
@@ -199,7 +200,9 @@ def test_groups_labels_and_samples() -> None:
     labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1])
     basis = basis_of(h, groups=4, keep=5, labels=labels, batch_size=3)
     assert basis.group_counts.tolist() == [3, 3, 3, 2]
-    assert close(basis.group_sums[1], h[:, 1::4].sum(1))
+    assert close(basis.group_sums[1], h[:, 3:6].sum(1))
+    assert basis.group_of is not None
+    assert basis.group_of.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     assert basis.label_sums is not None
     assert basis.label_counts is not None
     assert basis.label_counts.tolist() == [4, 4, 3]
@@ -276,7 +279,7 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
     assert torch.equal(loaded.pos, table.pos)
     assert loaded.states == table.states
     assert list(loaded.to_dataframe().columns) == list(table.columns())
-    with pytest.raises(tlg.GeometryError, match="expected schema tl_geometry/PositionContext/1, got 'tl_geometry/Anova/1'"):
+    with pytest.raises(tlg.GeometryError, match="expected schema tl_geometry/PositionContext/2, got 'tl_geometry/Anova/1'"):
         PositionContext.load(tmp_path / "anova.safetensors")
     whole = (tmp_path / "basis.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])

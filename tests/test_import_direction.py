@@ -15,11 +15,11 @@ PACKAGE = Path(tl_geometry.__file__).parent
 RANKS: dict[str, int] = {
     **dict.fromkeys(("errors", "_axes"), 0),
     **dict.fromkeys(("_check", "linalg", "results", "_html", "_latex", "processes"), 1),
-    **dict.fromkeys(("moments", "records", "frames"), 2),
+    **dict.fromkeys(("moments", "records", "frames", "largest", "anova", "merging"), 2),
     **dict.fromkeys(("decomposition", "tokens", "attention", "head_types", "score_shapes", "weights", "readout", "kernels", "sphere"), 3),
     **dict.fromkeys(("positional", "differences", "rank_estimation", "contextual"), 3),
     **dict.fromkeys(("ensembles", "residuals", "noise", "langevin"), 3),
-    **dict.fromkeys(("capture", "accumulation", "closing", "adapters"), 4),
+    **dict.fromkeys(("capture", "sources", "accumulation", "closing", "adapters"), 4),
     **dict.fromkeys(("verbs", "interventions"), 5),
     **dict.fromkeys(("render", "zoo"), 6),
     **dict.fromkeys(("experiments", "report", "reproduce"), 7),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_geometry import contextual, decompose, decompose_tensor, linalg, positional
+from tl_geometry import contextual, decompose_activations, decompose_tensor, linalg, positional
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import GeometryError
 from tl_geometry.verbs import comparison, measures, resample
@@ -32,7 +33,7 @@ def planted(*, noise: float = 0.3, seed: int = 0, contexts: int = CONTEXTS) -> T
 
 
 def basis_of(h: Tensor, **options: object) -> PositionContext:
-    return decompose(h, progress=False, moments_dtype=torch.float64, **options)  # type: ignore[arg-type]
+    return decompose_activations(h, moments_dtype=torch.float64, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_values_are_those_of_the_whole_basis(report: measures.PositionalReport) 
 def test_jackknife_is_that_of_the_decomposition_without_each_group(report: measures.PositionalReport) -> None:
     h, left_out = planted(), []
     for g in range(8):
-        kept = torch.arange(CONTEXTS) % 8 != g
+        kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
         P = decompose_tensor(h[:, kept]).pos
         left_out.append(torch.stack([linalg.stable_rank(torch.linalg.svdvals(P)), positional.roughness(P)]))
     for name, values in zip(("stable_rank", "roughness"), torch.stack(left_out, dim=1), strict=True):
@@ -76,7 +77,7 @@ def test_jackknife_is_that_of_the_decomposition_without_each_group(report: measu
 
 def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(report: measures.PositionalReport) -> None:
     assert report.curve_contexts == (3, 6, 12, 24)
-    h, group = planted(), torch.arange(CONTEXTS) % 8
+    h, group = planted(), torch.arange(CONTEXTS) * 8 // CONTEXTS
     halves = [linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, part]).pos)) for part in (group < 4, group >= 4)]
     assert torch.allclose(report.curve["stable_rank"][2], (halves[0] + halves[1]) / 2)
     for name, values in report.curve.items():
@@ -158,10 +159,17 @@ def test_short_windows_and_missing_moments_are_flagged() -> None:
     assert short["relative_norm"].isnan().all()
     assert "rank bound k=0 of 20 (short window)" in short.provenance.flags
     assert "no second moments: no relative norm" in short.provenance.flags
-    single = measures.positional_report(basis_of(gaussian(0, 1, 1, 10, 6)), k=2)
+    few = measures.positional_report(basis_of(gaussian(0, 1, 9, 10, 6)), k=2)
+    assert "fewer than 10 contexts: no errors" in few.provenance.flags
+    assert all(e.isnan().all() for e in few.errors.values())
+    assert measures.positional_report(basis_of(gaussian(0, 1, 10, 10, 6)), k=2).errors["stable_rank"].isfinite().all()
+    single = measures.positional_report(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
     assert not single.errors
     assert single["split_half"].isnan().all()
     assert not any("noise" in n for n in single.nulls)
+    for report in (measures.positional_report, measures.contextual_report):
+        with pytest.raises(GeometryError, match="with one, position and content cannot be told apart"):
+            report(basis_of(gaussian(0, 1, 1, 10, 6)))
     constant = measures.positional_report(basis_of(torch.ones(1, 8, 10, 6)), k=2)
     assert constant["rank"].tolist() == [0]
     assert constant["stable_rank"].isnan().all()
@@ -202,7 +210,7 @@ def test_contextual_jackknife_leaves_whole_groups_out(basis: PositionContext) ->
     found = measures.contextual_report(basis, LABELS, rank=3, nulls=False)
     h, values = planted(), []
     for g in range(8):
-        kept = torch.arange(CONTEXTS) % 8 != g
+        kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
         parts = decompose_tensor(h[:, kept])
         similar = contextual.cluster_similarity(parts.ctx, LABELS[kept])
         values.append(torch.stack([contextual.incoherence(parts.pos, parts.ctx).avg, similar.inter]))
@@ -262,7 +270,7 @@ def test_float64_products_resolve_what_float32_products_cannot() -> None:
     exact = measures.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
     expected = contextual.cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
     assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)
-    plain = measures.contextual_report(decompose(h, progress=False), LABELS, jackknife=False, nulls=False)
+    plain = measures.contextual_report(decompose_activations(h), LABELS, jackknife=False, nulls=False)
     assert plain["compactness_raw"].isnan().all()
 
 
@@ -295,9 +303,12 @@ def test_overlap_is_limited_by_the_directions_there_are() -> None:
 
 def test_merged_basis_has_no_known_groups_and_says_so() -> None:
     h = planted()
-    parts = [basis_of(h[:, :11]), basis_of(h[:, 11:])]
+    parts = [dataclasses.replace(basis_of(h[:, part]), contiguous=False) for part in (slice(0, 11), slice(11, None))]
     merged = measures.contextual_report(PositionContext.merge(parts), LABELS)
-    assert "groups of contexts not known (merged basis): no errors" in merged.provenance.flags
+    assert "groups of contexts not known (merged files of an earlier version): no errors" in merged.provenance.flags
+    assert not merged.errors
+    own = PositionContext.merge([basis_of(h[:, part]) for part in (slice(0, 11), slice(11, None))])
+    assert measures.contextual_report(own, LABELS).errors["intra"].isfinite().all()  # groups of today are known
     whole = measures.contextual_report(basis_of(h), LABELS, jackknife=False)
     assert torch.allclose(merged["intra"], whole["intra"])
 

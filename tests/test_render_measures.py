@@ -9,7 +9,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from tl_geometry import decompose
+from tl_geometry import decompose_activations
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import GeometryError
 from tl_geometry.render import measures as views
@@ -21,7 +21,7 @@ from tl_geometry.verbs.measures import ContextualReport, PositionalReport, conte
 def basis() -> PositionContext:
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(3, 16, 20, 8, generator=generator) + torch.linspace(-3, 3, 20)[:, None] * torch.randn(8, generator=generator)
-    return decompose(h, progress=False, labels=[0, 1] * 8)
+    return decompose_activations(h, labels=[0, 1] * 8)
 
 
 @pytest.fixture(scope="module")
@@ -103,5 +103,5 @@ def test_views_save_and_refuse(basis: PositionContext, positional: PositionalRep
     with pytest.raises(GeometryError, match="labels="):
         views.similarity(contextual_report(basis, [0] * 16, jackknife=False))
     with pytest.raises(GeometryError, match="decompose"):
-        bare = decompose(torch.randn(4, 5, 3), progress=False, keep=0)
+        bare = decompose_activations(torch.randn(4, 5, 3), keep=0)
         views.singular_values(bare, adjust="subsample")

@@ -157,7 +157,7 @@ def test_refusals() -> None:
         weight_geometry(model, partial, "OV")
     with pytest.raises(GeometryError, match="basis: expected the model it was computed from"):
         weight_geometry(tiny("bridge", "opt"), basis_of(model))
-    same = tlg.decompose(torch.ones(1, 3, 4, 32).expand(3, -1, -1, -1), progress=False)
+    same = tlg.decompose_activations(torch.ones(1, 3, 4, 32).expand(3, -1, -1, -1))
     with pytest.raises(GeometryError, match="basis: expected positional vectors that differ"):
         weight_geometry(model, same)
     with pytest.raises(GeometryError, match="kind: expected one of 'QK', 'OV'"):

@@ -14,7 +14,7 @@ from tl_geometry.records import ModelView, TokenWindows
 from tl_geometry.results import Provenance, Result
 from tl_geometry.verbs.check import check_model
 from tl_geometry.verbs.comparison import compare_bases
-from tl_geometry.verbs.decompose import decompose, glue, windows
+from tl_geometry.verbs.decompose import decompose, decompose_activations, glue, windows
 from tl_geometry.verbs.ensemble import trajectories
 from tl_geometry.verbs.measures import contextual_report, positional_report
 from tl_geometry.verbs.split import split_scores
@@ -51,6 +51,7 @@ __all__ = [
     "compare_bases",
     "contextual_report",
     "decompose",
+    "decompose_activations",
     "decompose_tensor",
     "flow_report",
     "gibberish",

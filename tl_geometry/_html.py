@@ -20,7 +20,25 @@ def escape(text: object) -> str:
     >>> escape("</script>")
     '&lt;/script&gt;'
     """
-    return html.escape(str(text), quote=True)
+    return html.escape(sound(str(text)), quote=True)
+
+
+def sound(text: str) -> str:
+    r"""Text that UTF-8 can hold: a lone surrogate (half a character, from broken tokens or file names) is written out.
+
+    >>> print(sound("a\udcffb"))
+    a\udcffb
+    """
+    return text if text.isascii() else "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+def plain(text: object) -> str:
+    r"""Text for a terminal: control characters, direction marks, line breaks and lone surrogates are written out.
+
+    >>> print(plain("a\x1b[31m\u202eb\n"))
+    a\x1b[31m\u202eb\n
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
 
 
 def number(value: object) -> str:

@@ -1,9 +1,10 @@
-"""Tables for papers: escaped LaTeX."""
+"""Tables for papers: LaTeX in plain ASCII, which compiles with every engine whatever the tokens are."""
 
 from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 _SPECIAL = {
@@ -18,17 +19,48 @@ _SPECIAL = {
     "⏎": r"$\hookleftarrow$",
     "⇥": r"$\mapsto$",
     "∅": r"$\emptyset$",
+    "[": "{[}",  # behind the end of a row it would begin an argument, as a star would
+    "*": "{*}",
     "–": "--",
+    "—": "---",
+    "…": r"\ldots{}",
+    "‘": "`",
+    "’": "'",
+    "“": "``",
+    "”": "''",
+    "ß": r"\ss{}",
+    "æ": r"\ae{}",
+    "ø": r"\o{}",
+    "Δ": r"$\Delta$",
+    "λ": r"$\lambda$",
+    "≥": r"$\geq$",
+    "≤": r"$\leq$",
+    "×": r"$\times$",
+    "°": r"$^\circ$",
 }
+_ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0304": "=", "\u0306": "u", "\u0307": "."}
+_ACCENTS |= {"\u0308": '"', "\u030a": "r", "\u030b": "H", "\u030c": "v", "\u0327": "c", "\u0328": "k"}
+"""Combining marks -> LaTeX accents."""
 
 
 def escape(text: object) -> str:
-    """Text as LaTeX; control characters become spaces.
+    r"""Text as LaTeX: white space is one space, a character without a command (a broken token's too) its code point.
 
-    >>> escape("a_b & 5% of $x$")
-    'a\\\\_b \\\\& 5\\\\% of \\\\$x\\\\$'
+    >>> print(escape("a_b & 5% of $x$"), escape("caf\u00e9 \ufffd"))
+    a\_b \& 5\% of \$x\$ caf\'{e} \texttt{U+FFFD}
     """
-    return "".join(_SPECIAL.get(c, c if c.isprintable() else " ") for c in str(text))
+    return "".join(_character(c) for c in str(text))
+
+
+def _character(c: str) -> str:
+    if c in _SPECIAL:
+        return _SPECIAL[c]
+    if c.isascii():
+        return c if c.isprintable() else " "
+    base, *marks = unicodedata.normalize("NFD", c)
+    if len(marks) == 1 and marks[0] in _ACCENTS and base.isascii() and base.isalpha():
+        return f"\\{_ACCENTS[marks[0]]}{{{base}}}"
+    return rf"\texttt{{U+{ord(c):04X}}}"
 
 
 def cell(value: object, digits: int = 4) -> str:
@@ -57,7 +89,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, digits: i
     number = [bool(rows) and all(v is None or (isinstance(v, int | float) and not isinstance(v, bool)) for v in c) for c in zip(*rows)]
     align = "".join("r" if n else "l" for n in number) or "l" * len(columns)
     top, middle, bottom = (r"\toprule", r"\midrule", r"\bottomrule") if booktabs else (r"\hline",) * 3
-    comment = "% " + " ".join(note.split()) + (r"; needs \usepackage{booktabs}" if booktabs else "")
+    comment = (
+        "% " + " ".join(note.encode("ascii", "backslashreplace").decode().split()) + (r"; needs \usepackage{booktabs}" if booktabs else "")
+    )
     line = lambda cells: " & ".join(cells) + r" \\"  # noqa: E731
     body = [line(cell(v, digits) for v in row) for row in rows]
     parts = [comment, rf"\begin{{tabular}}{{{align}}}", top, line(escape(c) for c in columns), middle, *body, bottom, r"\end{tabular}"]

@@ -13,14 +13,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry._check import fail, require
-from tl_geometry.decomposition import PositionContext
+from tl_geometry._check import fail, require, whole
+from tl_geometry.decomposition import HEADER, TENSORS, PositionContext
 from tl_geometry.errors import BudgetError
+from tl_geometry.largest import Largest, gathered
 from tl_geometry.moments import Moments, Reservoir
 from tl_geometry.processes import Processes
-from tl_geometry.results import Provenance, hash_tokens, read_file, write_atomically
+from tl_geometry.results import Provenance, hash_tokens, read_file, refuse_unknown, row_hashes, write_atomically
 
-CHECKPOINT = "tl_geometry/checkpoint/1"
+CHECKPOINT = "tl_geometry/checkpoint/2"
 """File format identifier of a checkpoint."""
 KEEP_LIMIT = 2**30
 """Bytes up to which ``"auto"`` keeps second moments, context means and samples, each."""
@@ -66,7 +67,10 @@ class Accumulation:
         require(
             0 <= start < end <= columns, "window", expected=f"0 <= start < end <= {columns} (columns of the input)", got=repr(plan.window)
         )
-        require(plan.groups >= 1, "groups", expected="at least 1", got=plan.groups)
+        for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
+            value = whole(getattr(plan, name))
+            good = value is not None and value >= least
+            require(good, name, expected=f"at least {least}", got=repr(getattr(plan, name)))
         self.plan, self.columns, self.contexts, self.d_model = plan, columns, contexts, d_model
         n = len(plan.states)
         flags: list[str] = []
@@ -79,10 +83,14 @@ class Accumulation:
             flags.append(f"{'column 0' if start == 1 else f'columns 0 to {start - 1}'} left out of the statistics")
         self.provenance = provenance.flagged(*flags)
         self.moments = Moments.zeros(
-            states=n, columns=columns, d_model=d_model, window=(start, end), groups=plan.groups,
+            states=n, columns=columns, d_model=d_model, window=(start, end), groups=plan.groups * (1 if contexts else 2),
             second=second, product_dtype=plan.moments_dtype, device=device,
         )  # fmt: skip
         self.reservoir = Reservoir(size=keep, seed=plan.seed)
+        self.largest = Largest.empty(n, device)
+        self.hashes: list[Tensor] = []
+        self.labels: Tensor | None = None
+        self.block = 1  # contexts of one group, where their number is not known
         self.means: list[Tensor] = []
         self.token_hash = ""
         self.has_bos: bool | None = None
@@ -98,9 +106,10 @@ class Accumulation:
             flags.append(f"{name} not kept (over 1 GiB)")
         return size <= KEEP_LIMIT if wanted == "auto" else bool(wanted)
 
-    def set_labels(self, labels: int) -> None:
-        """Keep sums for each of ``labels`` labels as well."""
-        sums = self.moments.sums
+    def set_labels(self, of_context: Int[Tensor, " context"]) -> None:
+        """Keep sums for each label as well; ``of_context`` are those of all contexts."""
+        sums, labels = self.moments.sums, int(of_context.max()) + 1
+        self.labels = of_context.long()
         self.moments.label_sums = torch.zeros(labels, sums.shape[1], sums.shape[3], dtype=torch.float64, device=sums.device)
         self.moments.label_counts = torch.zeros(labels, dtype=torch.int64)
 
@@ -117,6 +126,7 @@ class Accumulation:
         Nothing here waits for a GPU: what has to be read back is read when the next batch is on its way (:meth:`settle`).
         """
         device = self.moments.sums.device
+        self._room(size)
         groups, marks = self._groups(size, device), None if labels is None else labels.to(device, non_blocking=True)
         chosen = self._sample(size, tokens)
         order = range(len(self.plan.states))
@@ -124,11 +134,19 @@ class Accumulation:
         finite: list[list[Tensor]] = [[] for _ in order]
         samples: list[tuple[int, int, Tensor]] = []
 
+        start, end = self.moments.window
+        contexts = self.done + torch.arange(size, device=device)
+        ids = None if tokens is None else tokens[:, start:end].to(device, non_blocking=True)
+
+        def seen(row: int, part: slice) -> Callable[[Tensor, Tensor], None]:
+            some = None if ids is None else ids[part]
+            return lambda h, norms: self.largest.add(row, h, norms, contexts[part], start, some)
+
         def take(row: int, h: Tensor, part: slice) -> None:
             for slot, i in chosen:
                 if part.start <= i < part.stop:
                     self._keep(samples, slot, row, h[i - part.start])
-            mean, ok = self.moments.add(row, h, groups[part], None if marks is None else marks[part])
+            mean, ok = self.moments.add(row, h, groups[part], None if marks is None else marks[part], seen(row, part))
             means[row].append(mean)
             finite[row].append(ok)
 
@@ -152,6 +170,7 @@ class Accumulation:
 
     def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
         """Leave the next contexts to another process."""
+        self._room(len(tokens))
         for slot, _ in self._sample(len(tokens), tokens):
             assert self.reservoir.states is not None
             self.reservoir.states[slot] = 0
@@ -170,8 +189,18 @@ class Accumulation:
         return chosen
 
     def _groups(self, size: int, device: torch.device | str) -> Int[Tensor, " batch"]:
-        """Group of each of the next contexts, made where it is needed (a transfer would wait for the device)."""
-        return (self.done + torch.arange(size, device=device)) % self.plan.groups
+        """Group of each of the next contexts, made where it is needed (a transfer would wait for the device).
+
+        Groups are contiguous, so that what neighbouring contexts share stays in one: ``floor(c G / C)``, or blocks of equal size.
+        """
+        index = self.done + torch.arange(size, device=device)
+        return index * self.plan.groups // self.contexts if self.contexts else index // self.block
+
+    def _room(self, size: int) -> None:
+        """Where the number of contexts is not known: 2G blocks, joined in pairs as often as the next contexts need room."""
+        while not self.contexts and self.done + size > 2 * self.plan.groups * self.block:
+            self.moments.halve_groups()
+            self.block *= 2
 
     def _keep(self, later: list[tuple[int, int, Tensor]], slot: int, row: int, value: Tensor) -> None:
         """Keep one state of one sampled context: at once on the CPU, otherwise a copy for ``later``."""
@@ -185,6 +214,7 @@ class Accumulation:
         """Note that ``size`` contexts are behind, whoever takes them in."""
         if tokens is not None:
             self.token_hash = hash_tokens(tokens, self.token_hash)
+            self.hashes.append(row_hashes(tokens))
             begins = bos_id is not None and bool((tokens[:, 0] == bos_id).all())
             self.has_bos = begins and self.has_bos is not False
         self.done += size
@@ -242,12 +272,15 @@ class Accumulation:
             processes.total(self.means[0])
         if self.reservoir.states is not None:
             processes.total(self.reservoir.states)
+        if processes.size > 1:
+            self.largest = gathered(self.largest, processes.rank, processes.size, processes.total)
 
     def clear(self) -> None:
         """Forget the sums, which another process holds; what is known about the contexts stays."""
         for name, tensor in self.moments.tensors().items():
             if name != "pilot":
                 tensor.zero_()
+        self.largest.clear()
         if self.keep_ctx:
             self.means = [self._nothing(self.done)]
         if self.reservoir.states is not None:
@@ -270,6 +303,10 @@ class Accumulation:
         if not theirs["done"]:
             return
         self.share_pilot(processes)
+        self._room(theirs["done"] - self.done)
+        hashes = torch.zeros(theirs["done"], dtype=torch.int64) if processes.rank > 0 else torch.cat(self.hashes)
+        processes.share(hashes)
+        self.hashes = [hashes]
         rows = [(slot, slot) for slot in range(len(theirs["priorities"]))]
         if processes.rank > 0:
             self.done, self.token_hash, self.has_bos, self.keep_ctx = (theirs[k] for k in ("done", "token_hash", "has_bos", "keep_ctx"))
@@ -287,11 +324,12 @@ class Accumulation:
         if sample.tokens is not None:
             sample.tokens[: len(rows)] = tokens
 
-    def finish(self, labels: Tensor | None, names: tuple[str, ...]) -> PositionContext:
-        """The basis of everything taken in so far, on the CPU."""
+    def finish(self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True) -> PositionContext:
+        """The basis of everything taken in so far, on the CPU; groups that may still grow are kept where it is not the ``final`` one."""
         self.settle()
         require(self.done > 0, "tokens", expected="at least one context", got="none")
         moments = Moments.of(self.moments.window, self.moments.tensors(), self.plan.moments_dtype)
+        moments = self._full_groups(moments) if final and not self.contexts else moments
         reservoir = self.reservoir.ordered() if self.reservoir.states is not None else None
         return PositionContext(
             provenance=dataclasses.replace(
@@ -308,25 +346,38 @@ class Accumulation:
             labels=None if labels is None else labels[: self.done],
             names=names,
             reservoir=reservoir,
+            token_hashes=torch.cat(self.hashes) if self.hashes else None,
+            largest=Largest(**{name: v.cpu() for name, v in self.largest.tensors().items()}),
         )
+
+    def _full_groups(self, moments: Moments) -> Moments:
+        """Without empty blocks; a last block of fewer than half the contexts of the others joins the one before."""
+        used = -(-self.done // self.block)
+        rest = self.done - (used - 1) * self.block
+        groups = used - 1 if used > 1 and 2 * rest < self.block else used
+        return moments.regrouped(torch.arange(len(moments.counts)).clamp(max=groups - 1), groups)
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that resumes it."""
         plan = {f.name: getattr(self.plan, f.name) for f in dataclasses.fields(self.plan)}
-        fields = {k: getattr(self.provenance, k) for k in ("model", "fingerprint", "corpus", "dtype")}
+        fields = {k: getattr(self.provenance, k) for k in ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")}
         sizes = {"columns": self.columns, "window": self.moments.window, "contexts": self.contexts}
+        sizes["labels"] = 0 if self.moments.label_counts is None else len(self.moments.label_counts)
         return json.loads(json.dumps(plan | fields | sizes, default=str))
 
     def save(self, path: Path) -> None:
         """Write a checkpoint: the file holds the last whole one at every moment."""
-        basis = self.finish(None, ())
+        basis = self.finish(None, (), final=False)
         run = {"settings": self.settings(), **{k: getattr(self, k) for k in ("done", "token_hash", "has_bos", "keep_ctx")}}
+        run["label_hash"] = self.label_hash(self.done)
         header = basis.header() | {"schema": CHECKPOINT, "run": run}
         write_atomically(path, basis.tensors(), {k: json.dumps(v) for k, v in header.items()})
 
     def resume(self, path: Path) -> None:
         """Take up a checkpoint, or raise and leave it as it is."""
         header, tensors = read_file(path, CHECKPOINT)
+        refuse_unknown(path, header, (*HEADER, "run"), "fields")
+        refuse_unknown(path, tensors, TENSORS, "tensors")
         run, mine = header["run"], self.settings()
         differing = [k for k in mine if mine[k] != run["settings"].get(k)]
         shown = ", ".join(f"{k}={run['settings'].get(k)!r} (now {mine[k]!r})" for k in differing)
@@ -337,22 +388,38 @@ class Accumulation:
             got=f"another: {shown}",
             instead="another checkpoint= path",
         )
+        same = run["label_hash"] == self.label_hash(run["done"])
+        text = f"the labels of the first {run['done']} contexts that it was made with"
+        require(same, f"checkpoint {path}", expected=text, got="others", instead="another checkpoint= path")
         basis = PositionContext.of(header, tensors)
         device = self.moments.sums.device
+        self._room(run["done"])
         self.moments = Moments.of(basis.window, basis.moments.tensors(), self.plan.moments_dtype, device)
         self.reservoir = basis.reservoir or self.reservoir
         self.keep_ctx = run["keep_ctx"]
         self.means = [] if basis.context_means is None else [basis.context_means]
         self.done, self.token_hash, self.has_bos, self.provenance = run["done"], run["token_hash"], run["has_bos"], basis.provenance
+        self.hashes = [] if basis.token_hashes is None else [basis.token_hashes]
+        if basis.largest is not None:
+            self.largest = Largest(**{name: v.to(device) for name, v in basis.largest.tensors().items()})
+
+    def label_hash(self, contexts: int) -> str:
+        """Identifies the labels of the first contexts; empty where there are none."""
+        return "" if self.labels is None else hash_tokens(self.labels[:contexts].unsqueeze(0))
 
 
 def run_tensor(
-    h: Float[Tensor, "state context position d_model"], plan: Plan, labels: Tensor | None, provenance: Provenance, batch: int
+    h: Float[Tensor, "state context position d_model"],
+    plan: Plan,
+    labels: Tensor | None,
+    provenance: Provenance,
+    batch: int,
+    device: torch.device,
 ) -> PositionContext:
     """The statistics of activations that are already in memory."""
-    work = Accumulation(plan, provenance, columns=h.shape[2], d_model=h.shape[3], contexts=h.shape[1], device=h.device)
+    work = Accumulation(plan, provenance, columns=h.shape[2], d_model=h.shape[3], contexts=h.shape[1], device=device)
     if labels is not None:
-        work.set_labels(int(labels.max()) + 1)
+        work.set_labels(labels)
     for start in range(0, h.shape[1], batch):
         part = h[:, start : start + batch]
 

@@ -24,9 +24,15 @@ from torch import Tensor
 
 from tl_geometry import _check
 from tl_geometry._check import describe, fail, require
-from tl_geometry.moments import Moments, Reservoir, half_width
+from tl_geometry.anova import LOW_RELIABILITY, Anova, analysis, half_pos, spans
+from tl_geometry.largest import Largest, LargestTokens, Sinks, median_norm, merged_texts, sinks_of, top_share
+from tl_geometry.merging import joined, same_contexts
+from tl_geometry.moments import SETTINGS, Moments, Reservoir
 from tl_geometry.records import ModelView
-from tl_geometry.results import Provenance, Result, read_file, write_atomically
+from tl_geometry.results import UNCHECKED, Provenance, read_file, refuse_unknown, write_atomically
+
+RAW = "basis of raw activations: its model is not known"
+"""Flag of results that use a basis without a fingerprint with a model."""
 
 
 class Parts(NamedTuple):
@@ -63,59 +69,16 @@ def decompose_tensor(h: Float[Tensor, "*state context position d_model"]) -> Par
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Anova(Result):
-    """Analysis of variance of each state: sums of squares, degrees of freedom, shares, and how far to trust them.
-
-    Sums of squares (units of the activations squared): ``total = pos + ctx + resid``. Degrees of freedom per coordinate: pos
-    T - 1, ctx C - 1, resid (C - 1)(T - 1). ``pos_debiased`` is the share of pos after subtracting what C contexts of noise
-    leave in an average, ``max(0, SS_pos - (T - 1) SS_resid / ((C - 1)(T - 1)))``; it assumes residuals independent across
-    contexts. ``pos_reliability`` is the mean cosine of pos from two disjoint halves of the contexts.
-
-    The context share has no such correction, because residuals are correlated along a text: any slowly varying text has a
-    large one. ``ctx_agreement`` is the correlation of a context's means over the first and last part of the window (a quarter
-    left out between); ``ctx_null`` the context share of windows glued from random places of the same corpus, where it was asked for.
-    """
-
-    states: tuple[int, ...]
-    contexts: int
-    positions: int
-    total: Float[Tensor, " state"]
-    pos: Float[Tensor, " state"]
-    ctx: Float[Tensor, " state"]
-    resid: Float[Tensor, " state"]
-    pos_debiased: Float[Tensor, " state"]
-    pos_reliability: Float[Tensor, " state"]
-    ctx_agreement: Float[Tensor, " state"]
-    ctx_null: Float[Tensor, " state"] | None = None
-    identifiable: bool = True
-
-    @property
-    def degrees_of_freedom(self) -> dict[str, int]:
-        """Degrees of freedom per coordinate of each sum of squares."""
-        c, t = self.contexts - 1, self.positions - 1
-        return {"pos": t, "ctx": c, "resid": c * t, "total": self.contexts * self.positions - 1}
-
-    @property
-    def shares(self) -> dict[str, Float[Tensor, " state"]]:
-        """Each sum of squares over the total (NaN where the total is zero); they add up to one."""
-        return {k: getattr(self, k) / torch.where(self.total > 0, self.total, torch.nan) for k in ("pos", "ctx", "resid")}
-
-    def columns(self) -> Sequence[str]:
-        names = ["state", "ss_total", "pos", "ctx", "resid", "pos_debiased", "pos_reliability", "ctx_agreement"]
-        return [*names, "ctx_null"] if self.ctx_null is not None else names
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        values = [self.total, *self.shares.values(), self.pos_debiased, self.pos_reliability, self.ctx_agreement]
-        values += [self.ctx_null] if self.ctx_null is not None else []
-        return [[s, *(float(v[i]) for v in values)] for i, s in enumerate(self.states)]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class PositionContext:
     """Positional and context basis of a model's states over a corpus: what :func:`tl_geometry.decompose` returns.
 
     Position sums are kept for every column seen (:meth:`pos_at`); mean, ctx, analysis of variance and second moments use
     ``window``, half-open in absolute columns. Everything is float64 on the CPU; the sampled states are float32.
+
+    ``groups`` of contexts are contiguous blocks (:attr:`group_of`), ``token_hashes`` one hash for each context (``None`` for
+    activations), ``largest`` the tokens of largest norm (:meth:`largest_tokens`, :meth:`sinks`). A basis of normalised states
+    (``provenance.normalized``) holds no raw ones: :meth:`transform` takes states normed in the same way, which cannot be told by
+    their values.
     """
 
     provenance: Provenance
@@ -125,6 +88,10 @@ class PositionContext:
     labels: Int[Tensor, " context"] | None = None
     names: tuple[str, ...] = ()
     reservoir: Reservoir | None = None
+    token_hashes: Int[Tensor, " context"] | None = None
+    largest: Largest | None = None
+    largest_texts: tuple[tuple[str, ...], ...] = ()
+    contiguous: bool = True
 
     @property
     def window(self) -> tuple[int, int]:
@@ -150,6 +117,15 @@ class PositionContext:
     def group_counts(self) -> Int[Tensor, " group"]:
         """Contexts of each group."""
         return self.moments.counts
+
+    @property
+    def group_of(self) -> Int[Tensor, " context"] | None:
+        """Group of each context: contiguous blocks (``None`` for merged files of earlier versions, which do not say)."""
+        if self.contiguous:
+            return torch.repeat_interleave(torch.arange(len(self.group_counts)), self.group_counts)
+        found = torch.arange(self.contexts) % len(self.group_counts)
+        known = torch.equal(torch.bincount(found, minlength=len(self.group_counts)), self.group_counts)
+        return found if known else None
 
     @property
     def label_sums(self) -> Float[Tensor, "label state d_model"] | None:
@@ -225,67 +201,91 @@ class PositionContext:
     def anova(self, *, null: PositionContext | None = None) -> Anova:
         """The analysis of variance table; ``null`` is the basis of windows glued from random places (see :func:`tl_geometry.glue`).
 
-        Degenerate designs have defined values: with one context ctx and resid are zero and ``identifiable`` is false; with one
-        position pos and resid are zero.
+        Degenerate designs have defined values: with one context ctx and resid are zero, ``identifiable`` is false and the shares of
+        pos are NaN; with one position pos and resid are zero.
         """
-        m, c, t = self.moments, self.contexts, self.window[1] - self.window[0]
-        inside = slice(*self.window)
-        squares = self.mean.square().sum(-1)
-        clip = lambda x: torch.where(x > 1e-12 * m.squares[:, :, inside].sum((0, 2)), x, 0.0)  # noqa: E731 (rounding of the difference)
-        total = clip(m.squares[:, :, inside].sum((0, 2)) - c * t * squares)
-        pos = torch.minimum(c * self.pos.square().sum((1, 2)), total) if t > 1 else torch.zeros_like(total)
-        ctx = torch.minimum(clip(t * (m.context_squares.sum(0) - c * squares)), total) if c > 1 else torch.zeros_like(total)
-        resid = (total - pos - ctx).clamp(min=0) if c > 1 and t > 1 else torch.zeros_like(total)
-        if c == 1 or t == 1:
-            pos, ctx = (total, ctx) if c == 1 and t > 1 else (pos, total)
-        noise = resid / max(1, c - 1)
-        share = (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan)
+        values, held = analysis(self.moments), self._top_share()
+        reliability = values["pos_reliability"]
+        remarks = [self._remark(row, float(reliability[row])) for row in range(len(self.states))]
+        low = [s for s, r in zip(self.states, reliability.tolist(), strict=True) if r < LOW_RELIABILITY]
+        flags = [f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"] if low else []
         return Anova(
-            provenance=self.provenance,
+            provenance=self.provenance.flagged(*self.flags(), *flags),
             states=self.states,
-            contexts=c,
-            positions=t,
-            total=total,
-            pos=pos,
-            ctx=ctx,
-            resid=resid,
-            pos_debiased=share,
-            pos_reliability=self._reliability(),
-            ctx_agreement=self._agreement(),
+            contexts=self.contexts,
+            positions=self.window[1] - self.window[0],
+            **values,
             ctx_null=None if null is None else null.anova().shares["ctx"],
-            identifiable=c > 1,
+            identifiable=self.contexts > 1,
+            top_share=held,
+            remarks=tuple(remarks),
         )
 
+    def _remark(self, row: int, reliability: float) -> str:
+        """What makes the row of one state hard to read."""
+        found = ["one context: position and content together"] if self.contexts == 1 else []
+        found += [f"reliability below {LOW_RELIABILITY}"] if reliability < LOW_RELIABILITY else []
+        held = self.sinks(self.states[row])
+        return "; ".join([*found, *([held.remark] if held is not None and held.remark else [])])
+
+    def _top_share(self) -> Float[Tensor, " state"]:
+        if self.moments.tail is None or self.largest is None:
+            return torch.full((len(self.states),), torch.nan, dtype=torch.float64)
+        return top_share(self.moments.tail, self.largest.norm)
+
+    def sinks(self, state: int) -> Sinks | None:
+        """How much of a state's sum of squares its largest tokens hold, in numbers and words; ``None`` for files of before.
+
+        >>> h = torch.ones(4, 50, 3)
+        >>> h[:, 1] += 99
+        >>> from tl_geometry import decompose_activations
+        >>> held = decompose_activations(h).sinks(0)
+        >>> held.tokens, held.of, round(held.share, 2), held.positions
+        (1, 200, 0.25, (1,))
+        """
+        row = self.index(state)
+        if self.moments.tail is None or self.largest is None:
+            return None
+        return sinks_of(self.moments.tail[row], self.largest, row, self.largest_texts[row] if self.largest_texts else ())
+
+    def flags(self) -> tuple[str, ...]:
+        """What a reader of anything made from this basis should know: states in which few tokens hold most, a single context."""
+        found = {s: held for s in self.states if (held := self.sinks(s)) is not None and held.remark}
+        flags = [] if self.contexts > 1 else ["one context: position and content cannot be told apart"]
+        if found:
+            worst = max(found, key=lambda s: found[s].share)
+            flags.append(f"in states {spans(list(found))} few tokens hold much: in state {worst} {found[worst].remark}")
+        return tuple(flags)
+
+    def largest_tokens(self) -> LargestTokens:
+        """The tokens of largest norm in the window, a row per state and token; see :meth:`sinks` for what they do to sums."""
+        tail, largest = self.moments.tail, self.largest
+        if tail is None or largest is None:
+            fail("largest_tokens", expected="a basis that holds them", got="one of an earlier version", instead="decompose(...) again")
+        total = tail[:, 1].sum(-1, keepdim=True)
+        kept = int((largest.context >= 0).sum(1).max())
+        values = {name: v[:, :kept] for name, v in largest.tensors().items()}
+        share = values["norm"].square() / torch.where(total > 0, total, torch.nan)
+        return LargestTokens(
+            provenance=self.provenance.flagged(*self.flags()), states=self.states, tokens=int(tail[0, 0].sum()), share=share,
+            median=median_norm(tail), top_share=self._top_share(), str_tokens=self.largest_texts, **values,
+        )  # fmt: skip
+
+    def require_identifiable(self, what: str) -> None:
+        """Raise unless there are two contexts: with one, position and content cannot be told apart."""
+        require(
+            self.contexts >= 2, what, expected="a basis of at least 2 contexts (with one, position and content cannot be told apart)",
+            got=f"{self.contexts}", instead="decompose(model, more windows)",
+        )  # fmt: skip
+
+    def require_raw(self, what: str) -> None:
+        """Raise for a basis of normalised states where raw ones are meant."""
+        got = "one of normalised states"
+        require(not self.provenance.normalized, what, expected="a basis of raw states", got=got, instead="decompose(..., normalize=False)")
+
     def half_pos(self) -> tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state position d_model"]] | None:
-        """The positional basis from the even and from the odd groups of contexts, or ``None`` when one of them is empty."""
-        halves = []
-        for part in (slice(0, None, 2), slice(1, None, 2)):
-            count = self.group_counts[part].sum()
-            if count == 0:
-                return None
-            mean = self.group_sums[part, :, slice(*self.window)].sum(0) / count
-            halves.append(mean - mean.mean(1, keepdim=True))
-        return halves[0], halves[1]
-
-    def _reliability(self) -> Float[Tensor, " state"]:
-        halves = self.half_pos()
-        if halves is None:
-            return torch.full((len(self.states),), torch.nan, dtype=torch.float64)
-        return torch.nan_to_num(torch.cosine_similarity(*halves, dim=-1), nan=0.0).mean(-1)
-
-    def _agreement(self) -> Float[Tensor, " state"]:
-        """Correlation over contexts of the means of the window's two ends, summed over coordinates."""
-        start, end = self.window
-        part, c = half_width(end - start), self.contexts
-        sums = self.moments.sums.sum(0)
-        if part == 0 or c < 2:
-            return torch.full((len(self.states),), torch.nan, dtype=torch.float64)
-        a, b = sums[:, start : start + part].mean(1) / c, sums[:, end - part : end].mean(1) / c
-        aa, bb, ab = self.moments.halves.sum(0).unbind(-1)
-        var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
-        floor = 1e-12 * (aa + bb)  # below it the difference is rounding
-        known = (var_a > floor) & (var_b > floor)
-        return torch.where(known, (ab - c * (a * b).sum(-1)) / (var_a * var_b).clamp(min=1e-300).sqrt(), torch.nan)
+        """The positional basis from every other group of contexts and from the rest, or ``None`` when there is only one group."""
+        return half_pos(self.moments)
 
     def transform(
         self,
@@ -327,7 +327,10 @@ class PositionContext:
         return Parts(*(p[0] for p in parts)) if single else parts
 
     def check_model(self, view: ModelView, has_bos: bool | None = None) -> None:
-        """Raise unless this basis was computed from the weights of ``view`` (and with the same BOS setting, where it is known)."""
+        """Raise unless this basis was computed from the weights of ``view`` (and with the same BOS setting, where it is known).
+
+        What can be used and should be said with the result is :meth:`remarks`.
+        """
         known = self.provenance.fingerprint
         same = known is None or known == view.fingerprint
         names = (f"{self.provenance.model} ({known})", f"{view.name} ({view.fingerprint})")
@@ -339,30 +342,50 @@ class PositionContext:
             got=f"has_bos={has_bos}",
             instead="the same prepend_bos= for both",
         )
+        width = self.mean.shape[1]
+        require(width == view.d_model, "basis", expected=f"d_model {view.d_model} of {view.name}", got=width, instead="its own activations")
+
+    def remarks(self, view: ModelView) -> tuple[str, ...]:
+        """Flags of a result that uses this basis with a model: hooks of one that the other did not have, an unknown model."""
+        mine, theirs = set(self.provenance.hooks), set(view.hooked())
+        flags = [RAW] if self.provenance.fingerprint is None else []
+        flags += [f"basis fitted without these hooks ({', '.join(sorted(theirs - mine))})"] if theirs - mine else []
+        flags += [f"basis fitted under other hooks ({', '.join(sorted(mine - theirs))})"] if mine - theirs else []
+        return (*flags, *self.flags())
 
     @staticmethod
     def merge(parts: Sequence[PositionContext]) -> PositionContext:
         """One basis from partial results over disjoint contexts (shards of a corpus), in the given order.
 
         Mean, pos and ctx equal the single run's to 1e-10, second moments to 1e-6 of their trace. Contexts are renumbered in
-        the given order; groups are joined group by group.
+        the given order, and groups joined to as many contiguous ones as the part with most has.
+
+        Raises ``GeometryError`` for parts of other models, settings or states, and for the same contexts twice.
         """
         require(len(parts) > 0, "merge", expected="at least one basis", got="none")
         first = parts[0]
-        moments, reservoir = first.moments, first.reservoir
         for other in parts[1:]:
-            for field in ("model", "fingerprint", "has_bos", "dtype"):
+            for field in ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized"):
                 a, b = getattr(first.provenance, field), getattr(other.provenance, field)
                 require(a == b, f"merge: {field}", expected=repr(a), got=repr(b), instead="partial results of one model and one setting")
             require(first.states == other.states, "merge: states", expected=first.states, got=other.states)
+            same = first.contiguous == other.contiguous
+            require(same, "merge: groups", expected="files of one version", got="contiguous and interleaved", instead="decompose again")
             require(first.names == other.names, "merge: document names", expected=first.names, got=other.names)
-            if reservoir is not None and other.reservoir is not None:
-                reservoir = Reservoir.merge(reservoir, other.reservoir, moments.contexts)
-            moments = Moments.merge(moments, other.moments)
+        sums, known = [p.moments for p in parts], [p.token_hashes for p in parts]
+        starts = [sum(p.contexts for p in parts[:i]) for i in range(len(parts))]
+        moments = joined(sums, contiguous=first.contiguous)
+        flags = [flag for p in parts for flag in p.provenance.flags] + same_contexts(sums, known)
+        reservoir = first.reservoir
+        for part, start in zip(parts[1:], starts[1:], strict=True):
+            if reservoir is not None and part.reservoir is not None:
+                reservoir = Reservoir.merge(reservoir, part.reservoir, start)
         means = [p.context_means for p in parts]
         labels = [p.labels for p in parts]
         hashes = "+".join(str(p.provenance.token_hash) for p in parts) if len(parts) > 1 else first.provenance.token_hash
-        flags = [flag for p in parts for flag in p.provenance.flags]
+        tops = [p.largest for p in parts if p.largest is not None]
+        largest = Largest.merge(tops, starts) if len(tops) == len(parts) else None
+        texts = merged_texts(largest, tops, [p.largest_texts for p in parts])
         return PositionContext(
             provenance=dataclasses.replace(first.provenance, token_hash=hashes, contexts=moments.contexts).flagged(*flags),
             states=first.states,
@@ -371,12 +394,18 @@ class PositionContext:
             labels=None if any(v is None for v in labels) else torch.cat([v for v in labels if v is not None]),
             names=first.names,
             reservoir=reservoir,
+            token_hashes=None if any(v is None for v in known) else torch.cat([v for v in known if v is not None]),
+            largest=largest,
+            largest_texts=texts,
+            contiguous=first.contiguous,
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that is stored as a tensor, by name."""
         found = {f"moments|{k}": v for k, v in self.moments.tensors().items()}
         optional: dict[str, Tensor | None] = {"context_means": self.context_means, "labels": self.labels}
+        optional |= {"token_hashes": self.token_hashes}
+        optional |= {} if self.largest is None else {f"largest|{k}": v for k, v in self.largest.tensors().items()}
         if self.reservoir is not None and self.reservoir.states is not None:
             fields = dataclasses.asdict(self.reservoir)
             optional |= {f"reservoir|{k}": fields[k] for k in ("priorities", "contexts", "states", "tokens")}
@@ -393,6 +422,8 @@ class PositionContext:
             "names": self.names,
             "product_dtype": str(self.moments.product_dtype).removeprefix("torch."),
             "reservoir": {"size": size, "seed": seed},
+            "largest_texts": self.largest_texts,
+            "contiguous": self.contiguous,
         }
 
     def save(self, path: str | Path) -> Path:
@@ -402,23 +433,32 @@ class PositionContext:
 
     @staticmethod
     def load(path: str | Path) -> PositionContext:
-        """Read a file that :meth:`save` wrote; a truncated or foreign file is refused."""
-        return PositionContext.of(*read_file(path, SCHEMA))
+        """Read a file that :meth:`save` wrote; a truncated, altered or foreign file, and one of a newer version, is refused."""
+        header, tensors = read_file(path, SCHEMA, OLD_SCHEMA)
+        refuse_unknown(path, header, HEADER, "fields")
+        refuse_unknown(path, tensors, TENSORS, "tensors")
+        return PositionContext.of(header, tensors)
 
     @staticmethod
     def of(header: dict[str, Any], tensors: dict[str, Tensor]) -> PositionContext:
         """A basis from :meth:`header` and :meth:`tensors`."""
         moments = {k.removeprefix("moments|"): v for k, v in tensors.items() if k.startswith("moments|")}
         sample: dict[str, Any] = {k.removeprefix("reservoir|"): v for k, v in tensors.items() if k.startswith("reservoir|")}
+        top = {k.removeprefix("largest|"): v for k, v in tensors.items() if k.startswith("largest|")}
         product_dtype = getattr(torch, header.get("product_dtype", "float32"))  # files of earlier versions do not say
+        provenance = Provenance.of(header["provenance"])
         return PositionContext(
-            provenance=Provenance.of(header["provenance"]),
+            provenance=provenance if "checksum" in header else provenance.flagged(UNCHECKED),
             states=tuple(header["states"]),
             moments=Moments.of(header["window"], moments, product_dtype),
             context_means=tensors.get("context_means"),
             labels=tensors.get("labels"),
             names=tuple(header["names"]),
             reservoir=Reservoir(**header["reservoir"], **sample) if header["reservoir"]["size"] else None,
+            token_hashes=tensors.get("token_hashes"),
+            largest=Largest(**top) if top else None,
+            largest_texts=tuple(tuple(row) for row in header.get("largest_texts", ())),
+            contiguous=header.get("contiguous", False),  # groups of files of before are the index modulo their number
         )
 
     def __repr__(self) -> str:
@@ -433,5 +473,13 @@ class PositionContext:
         return self.anova()._repr_html_()
 
 
-SCHEMA = "tl_geometry/PositionContext/1"
-"""File format identifier of :class:`PositionContext`."""
+SCHEMA, OLD_SCHEMA = "tl_geometry/PositionContext/2", "tl_geometry/PositionContext/1"
+"""File format identifiers of :class:`PositionContext`: the one that is written, and one that can be read (with a flag)."""
+HEADER = ("schema", "provenance", "states", "window", "names", "product_dtype", "reservoir", "largest_texts", "contiguous", "checksum")
+"""Fields of its header."""
+TENSORS = (
+    "context_means", "labels", "token_hashes", *(f"reservoir|{k}" for k in ("priorities", "contexts", "states", "tokens")),
+    *(f"largest|{f.name}" for f in dataclasses.fields(Largest)),
+    *(f"moments|{f.name}" for f in dataclasses.fields(Moments) if f.name not in SETTINGS),
+)  # fmt: skip
+"""Names of its tensors."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry._check import require
+from tl_geometry.largest import OCTAVES, PER_OCTAVE, log_histogram
 
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**26}
 """Bytes of activations converted to float64 at a time: about the cache of a core (half the time of whole batches), or enough for a GPU."""
@@ -29,6 +30,8 @@ HALF_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32 product."""
 PILOT_SPREAD = 3.0
 """Standard deviations from zero beyond which half-precision coordinates are centred on their pilot."""
+GROUPED = ("sums", "squares", "context_squares", "halves", "counts")
+"""Sums that are kept apart for each group of contexts."""
 SETTINGS = ("window", "product_dtype", "fixed", "scratch", "busy")
 """Fields of :class:`Moments` that are not sums."""
 
@@ -53,13 +56,14 @@ def half_width(width: int) -> int:
     return (width - max(1, width // 4)) // 2
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class Moments:
-    """Running sums of states ``h [context position d_model]``, kept apart for disjoint groups of contexts (index modulo groups).
+    """Running sums of states ``h [context position d_model]``, kept apart for disjoint groups of contexts.
 
     ``sums`` is the sum of h over contexts, ``squares`` of |h|^2, ``context_squares`` of |mean over the window of h|^2, ``halves``
     of (|a|^2, |b|^2, a.b) for the means a, b of the window's two ends (a quarter of the window left out between them).
-    ``second`` is the lower block triangle of sum (h - pilot)(h - pilot)^T over the window. Columns are all that were seen; the
+    ``second`` is the lower block triangle of sum (h - pilot)(h - pilot)^T over the window, ``tail`` the histogram of |h|^2 inside it
+    (:func:`tl_geometry.largest.log_histogram`). Columns are all that were seen; the
     quantities named with a window use ``window`` only.
     """
 
@@ -73,6 +77,7 @@ class Moments:
     pilot: Float[Tensor, "state d_model"] | None = None
     label_sums: Float[Tensor, "label state d_model"] | None = None
     label_counts: Int[Tensor, " label"] | None = None
+    tail: Float[Tensor, "state 2 bin"] | None = None
     product_dtype: torch.dtype = torch.float32
     fixed: set[int] = field(default_factory=set)
     scratch: Scratch = field(default_factory=Scratch)
@@ -109,6 +114,7 @@ class Moments:
             pilot=zeros(states, d_model) if second else None,
             label_sums=zeros(labels, states, d_model) if labels else None,
             label_counts=torch.zeros(labels, dtype=torch.int64) if labels else None,
+            tail=zeros(states, 2, PER_OCTAVE * OCTAVES),
         )
 
     @property
@@ -128,8 +134,11 @@ class Moments:
         h: Float[Tensor, "batch column d_model"],
         group_of: Int[Tensor, " batch"],
         label_of: Int[Tensor, " batch"] | None = None,
+        on_norms: Callable[[Tensor, Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "batch d_model"], Bool[Tensor, ""]]:
         """Add one batch of one state; returns each context's mean over the window (float64) and whether every number is finite.
+
+        ``on_norms(h, norms)`` receives states ``[batch position d_model]`` and norms ``[batch position]`` of the window.
 
         Everything large is allocated before the first sum changes; ``busy`` is true while they change, so that running out of
         memory before (then the batch can be taken in again, in parts) and in between (then it cannot) can be told apart.
@@ -173,6 +182,10 @@ class Moments:
             self.halves[:, state] += member @ products
         if self.label_sums is not None and label_of is not None:
             self.label_sums[:, state].index_add_(0, label_of.to(device), whole)
+        if self.tail is not None:
+            self.tail[state] += log_histogram(norms[:, start:end].square())
+        if on_norms is not None:
+            on_norms(h[:, start:end], norms[:, start:end])
         self.busy = False
         return means, torch.isfinite(norms).all()
 
@@ -212,6 +225,10 @@ class Moments:
                 torch.mm(rows[:, low:high].T, rows[:, :high], out=product)
             self.second[state, low:high, :high] += product
 
+    def __repr__(self) -> str:
+        groups, states, columns, width = self.sums.shape
+        return f"Moments({self.contexts} contexts in {groups} groups, {states} states of {columns} columns and d_model {width})"
+
     def window_sum(self) -> Float[Tensor, "state d_model"]:
         """Sum of h over contexts and window columns."""
         return self.sums[:, :, self.window[0] : self.window[1]].sum((0, 2))
@@ -249,13 +266,30 @@ class Moments:
         added = {
             f.name: getattr(a, f.name) + getattr(b, f.name).to(a.sums.device)
             for f in dataclasses.fields(a)
-            if f.name not in (*SETTINGS, "second", "pilot") and getattr(a, f.name) is not None
+            if f.name not in (*SETTINGS, "second", "pilot") and getattr(a, f.name) is not None and getattr(b, f.name) is not None
         }
         second = None
         if a.second is not None and a.pilot is not None:
             second = a.second + torch.stack([b.centred_second(s, a.pilot[s]) for s in range(len(a.second))])
         coarse = max(a.product_dtype, b.product_dtype, key=lambda dtype: torch.finfo(dtype).eps)
         return Moments(window=a.window, product_dtype=coarse, second=second, pilot=a.pilot, fixed=set(a.fixed), **added)
+
+    def halve_groups(self) -> None:
+        """Join groups 0 and 1, 2 and 3, ... in place; the second half of the groups is empty afterwards."""
+        half = len(self.counts) // 2
+        for name in GROUPED:
+            values = getattr(self, name)
+            values[:half] = values[0::2] + values[1::2]
+            values[half:] = 0
+
+    def regrouped(self, group_of: Int[Tensor, " group"], groups: int) -> Moments:
+        """The same sums in other groups: group g joins group ``group_of[g]`` of ``groups``."""
+        made: dict[str, Tensor] = {}
+        for name in GROUPED:
+            values = getattr(self, name)
+            made[name] = torch.zeros(groups, *values.shape[1:], dtype=values.dtype, device=values.device)
+            made[name].index_add_(0, group_of.to(values.device), values)
+        return dataclasses.replace(self, **made, fixed=set(self.fixed), scratch=Scratch())
 
     def tensors(self) -> dict[str, Tensor]:
         """All sums by name, as they are stored in a file."""
@@ -275,7 +309,7 @@ class Moments:
         return made
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, repr=False)
 class Reservoir:
     """A uniform sample of contexts whose states are kept whole, chosen by a seeded priority of the context's index.
 
@@ -289,6 +323,9 @@ class Reservoir:
     contexts: Int[Tensor, " sample"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     states: Float[Tensor, "sample state column d_model"] | None = None
     tokens: Int[Tensor, "sample column"] | None = None
+
+    def __repr__(self) -> str:
+        return f"Reservoir({len(self.contexts)} of {self.size} contexts, seed {self.seed})"
 
     def enter(self, first: int, count: int) -> list[tuple[int, int]]:
         """Let the contexts ``first``, ``first + 1``, ... in where their priority is low enough: (slot, row of the batch) of each.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,18 +11,24 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry._check import describe, require, whole
+from tl_geometry._check import describe, fail, require, whole
+from tl_geometry._html import plain
 from tl_geometry.results import Provenance, hash_tokens
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+Selection = int | slice | Sequence[int] | Sequence[bool] | Int[Tensor, "batch"] | Bool[Tensor, "context"] | Any
+"""Contexts: one, a slice, or several (a list, a tensor, an array), as numbers or as a mask."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenWindows:
     """Windows of one length: ``tokens [context position]``, a document label per context (or ``None``), whether column 0 is BOS.
 
-    ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the readable tokens of the first window.
+    ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the readable tokens of the first window;
+    ``notes`` say what was done to the text.
     """
 
     tokens: Int[Tensor, "context position"]
@@ -30,9 +37,10 @@ class TokenWindows:
     names: tuple[str, ...] = ()
     corpus: str = ""
     str_tokens: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        ok = self.tokens.dim() == 2 and not self.tokens.is_floating_point() and self.tokens.numel() > 0
+        ok = self.tokens.dim() == 2 and not self.tokens.is_floating_point() and self.tokens.dtype != torch.bool and self.tokens.numel() > 0
         require(ok, "TokenWindows", expected="integer tokens [context position], at least one", got=describe(self.tokens))
         if self.labels is not None:
             ok = self.labels.shape == self.tokens.shape[:1]
@@ -41,18 +49,57 @@ class TokenWindows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, contexts: int | slice | Int[Tensor, "batch"]) -> TokenWindows:
-        """Some of the contexts, in the given order; one of them for a number."""
-        if whole(contexts) is not None:
-            contexts = torch.arange(len(self))[contexts].unsqueeze(0)  # IndexError beyond the last ends a loop
-        labels, tokens = None if self.labels is None else self.labels[contexts], self.tokens[contexts]
+    def __getitem__(self, contexts: Selection) -> TokenWindows:
+        """Some of the contexts, in the given order: those of a slice, a list, a tensor or a mask; one of them for a number.
+
+        >>> rows = TokenWindows(tokens=torch.arange(6).view(3, 2), has_bos=False)
+        >>> [rows[i].tokens.tolist() for i in (1, torch.tensor([2]), [True, False, False])]
+        [[[2, 3]], [[4, 5]], [[0, 1]]]
+        """
+        chosen = self._rows(contexts)
+        labels, tokens = None if self.labels is None else self.labels[chosen], self.tokens[chosen]
         texts = self.str_tokens if len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0]) else ()
-        return TokenWindows(tokens=tokens, has_bos=self.has_bos, labels=labels, names=self.names, corpus=self.corpus, str_tokens=texts)
+        return dataclasses.replace(self, tokens=tokens, labels=labels, str_tokens=texts)
+
+    def _rows(self, contexts: Selection) -> Int[Tensor, "batch"]:
+        every = torch.arange(len(self))
+        if isinstance(contexts, slice):
+            return every[contexts]
+        if whole(contexts) is not None and not getattr(contexts, "shape", ()):  # a tensor of one number is a tensor
+            return every[contexts].unsqueeze(0)  # IndexError beyond the last ends a loop
+        try:
+            index = torch.as_tensor(contexts if isinstance(contexts, Tensor) else list(contexts)).cpu()
+            mask = index.dtype == torch.bool
+            if index.dim() == 1 and not index.is_floating_point() and len(index) == (len(self) if mask else max(1, len(index))):
+                return every[index if mask else index.long()]
+        except (TypeError, ValueError, IndexError, RuntimeError):
+            pass
+        size = len(self)
+        return fail("contexts", expected=f"a slice, numbers from 0 to {size - 1}, or a mask of {size}", got=describe(contexts))
 
     @property
     def token_hash(self) -> str:
         """Hash of the tokens in their order."""
         return hash_tokens(self.tokens)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What a result made from these windows should say: notes, and how many of them begin with BOS twice."""
+        twice = int((self.tokens[:, 0] == self.tokens[:, 1]).sum()) if self.has_bos and self.tokens.shape[1] > 1 else 0
+        return (*self.notes, *([double_bos(twice, len(self))] if twice else []))
+
+    def __repr__(self) -> str:
+        contexts, length = self.tokens.shape
+        known = [f"{contexts} contexts of {length} tokens", "with BOS" if self.has_bos else "no BOS"]
+        known += [f"corpus {self.corpus[:60]!r}"] if self.corpus else []
+        known += [f"{len(self.names)} documents"] if self.names else []
+        known += [repr("".join(self.str_tokens)[:60])] if self.str_tokens else [str(self.tokens[0, :8].tolist())]
+        return f"TokenWindows({plain('; '.join([*known, *self.flags]))})"
+
+
+def double_bos(contexts: int, of: int) -> str:
+    """Flag of windows that begin with BOS twice."""
+    return f"{contexts} of {of} contexts begin with BOS twice"
 
 
 @runtime_checkable
@@ -267,7 +314,8 @@ class ModelView:
     ``l`` from a mapping that holds ``layer_hooks(l)`` (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams
     them through one forward pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm before the
     unembedding ``unembed [d_model d_vocab]``, ``None`` where there is none or the output is not a linear readout of the last state.
-    ``hooked()`` names the hook points at which somebody else's hook acts now.
+    ``hooked()`` names the hook points at which somebody else's hook acts now. ``pad_id`` is the tokenizer's padding token where it
+    is no other special token too, so that it means padding and nothing else.
     """
 
     model: Any
@@ -303,6 +351,7 @@ class ModelView:
     unembed: Callable[[], Float[Tensor, "d_model d_vocab"]]
     hooked: Callable[[], tuple[str, ...]]
     notes: tuple[str, ...] = ()
+    pad_id: int | None = None
 
     @property
     def states(self) -> range:
@@ -320,6 +369,7 @@ class ModelView:
         about |= {"library": f"{self.kind}, {self.library}", "dtype": str(self.dtype).removeprefix("torch."), "hooks": self.hooked()}
         if rows is not None:
             about |= {"corpus": rows.corpus, "token_hash": rows.token_hash, "has_bos": rows.has_bos, "contexts": len(rows)}
+            fields = {**fields, "flags": tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())]))}
         return Provenance(**(about | fields))
 
 

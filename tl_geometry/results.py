@@ -1,16 +1,20 @@
 """Frozen results: one base class that saves, loads, tabulates and shows itself, and one list of provenance fields.
 
-Files are safetensors with a JSON header (``schema``, then every field that is not a tensor); nothing is pickled. A file is
-written next to its place and moved there, so that a reader sees the old one or the new one.
+Files are safetensors with a JSON header (``schema``, then every field that is not a tensor, then ``checksum`` over all of it);
+nothing is pickled. A file is written next to its place and moved there, so that a reader sees the old one or the new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+import stat
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -95,31 +99,93 @@ def hash_tokens(tokens: Tensor, previous: str = "") -> str:
     return previous
 
 
+UNCHECKED = "no checksum (file of an earlier version)"
+"""Flag of what was read from a file that cannot be checked."""
+
+
+def row_hashes(tokens: Tensor) -> Tensor:
+    """One 63-bit hash for each row of token ids, as int64 ``[context]``: the same window has the same hash anywhere.
+
+    >>> a = row_hashes(torch.tensor([[1, 2], [3, 4], [1, 2]]))
+    >>> bool(a[0] == a[2]), bool(a[0] == a[1])
+    (True, False)
+    """
+    rows = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
+    return torch.tensor([int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8], "little") >> 1 for row in rows], dtype=torch.int64)
+
+
+def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    """32 hex digits over every bit of the tensors (with names, dtypes and shapes) and every other field of the header."""
+    digest = hashlib.sha256()
+    for name, text in sorted(header.items()):
+        digest.update(f"{name}={text}\0".encode() if name != "checksum" else b"")
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}\0".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
+    return digest.hexdigest()[:32]
+
+
 def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour, synced, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour, synced, then renamed.
+
+    Raises ``GeometryError`` where it cannot be written (a full disk, no permission); the file that was there stays.
+    """
+    held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    metadata = {**header, "checksum": json.dumps(checksum(held, header))}
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{secrets.token_hex(4)}.part")
     try:
-        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, part, metadata=dict(header))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        mode = stat.S_IMODE(part.stat().st_mode)  # what the user's umask leaves; safetensors makes files that nobody else may read
+        save_file(held, part, metadata=metadata)
+        part.chmod(mode)
         with open(part, "rb") as handle:
             os.fsync(handle.fileno())
         os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        got = f"{type(error).__name__}: {error}"
+        fail(str(path), expected="a file that can be written (what was there is unchanged)", got=got, instead="a folder with room")
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
-def read_file(path: str | Path, schema: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header (JSON-decoded) and tensors of a file written by :func:`write_atomically`, if its schema is ``schema``."""
+def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header (JSON-decoded) and tensors of a file written by :func:`write_atomically`, if its schema is one of ``schemas``.
+
+    A file whose numbers or header do not have its checksum is refused; ``header["checksum"]`` is missing in files of before.
+    """
     path = Path(path)
     require(path.is_file(), "file", expected="an existing safetensors file", got=str(path))
     try:
         with safe_open(path, framework="pt") as handle:
-            header = {k: json.loads(v) for k, v in (handle.metadata() or {}).items()}
+            texts = handle.metadata() or {}
+            header = {k: json.loads(v) for k, v in texts.items()}
             tensors = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
         fail(str(path), expected="a whole file written by tl_geometry", got=f"{type(error).__name__}: {error}")
-    require(header.get("schema") == schema, str(path), expected=f"schema {schema}", got=f"{header.get('schema')!r}")
+    schema = header.get("schema")
+    instead = _other_version(str(schema), schemas)
+    require(schema in schemas, str(path), expected=f"schema {schemas[0]}", got=f"{schema!r}", instead=instead)
+    whole = "checksum" not in header or header["checksum"] == checksum(tensors, texts)
+    require(whole, str(path), expected="the numbers that were written (checksum)", got="altered ones", instead="a copy of the file")
     return header, tensors
+
+
+def _other_version(schema: str, schemas: Sequence[str]) -> str | None:
+    """What to do about a file of another version of the same format."""
+    name, _, version = schema.rpartition("/")
+    known = [int(s.rpartition("/")[2]) for s in schemas if s.rpartition("/")[0] == name]
+    if not known or not version.isdigit():
+        return None
+    return "a newer tl_geometry" if int(version) > max(known) else "a new file: this one is of an earlier tl_geometry"
+
+
+def refuse_unknown(path: str | Path, found: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise where a file holds fields or tensors that this version does not know: they would be left out of the result."""
+    unknown = sorted(set(found) - set(known))
+    expected = f"{what} of this version"
+    require(not unknown, str(path), expected=expected, got=", ".join(unknown[:8]), instead="the newer tl_geometry that wrote it")
 
 
 def _tuples(value: Any) -> Any:
@@ -192,6 +258,9 @@ class Result:
     def load(cls: type[R], path: str | Path) -> R:
         """Read a file that :meth:`save` wrote."""
         header, tensors = read_file(path, cls.schema())
+        names = {f.name for f in dataclasses.fields(cls)}
+        refuse_unknown(path, header, names | {"schema", "checksum"}, "fields")
+        refuse_unknown(path, (k.split("|", 1)[0] for k in tensors), names, "tensors")
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             prefix = f"{field.name}|"
@@ -201,18 +270,19 @@ class Result:
                 values[field.name] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             elif field.name in header:
                 values[field.name] = _tuples(header[field.name])
-        values["provenance"] = Provenance.of(header["provenance"])
+        provenance = Provenance.of(header["provenance"])
+        values["provenance"] = provenance if "checksum" in header else provenance.flagged(UNCHECKED)
         return cls(**values)
 
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
         table = list(self.rows())
-        rows = [[_html.number(self.shown(v)) for v in row] for row in (self.columns(), *table)]
+        rows = [[_html.plain(_html.number(self.shown(v))) for v in row] for row in (self.columns(), *table)]
         shown = rows if limit is None else rows[: limit + 1]
         widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
         lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
         more = [f"  ... {len(rows) - len(shown)} more rows"] if len(rows) > len(shown) else []
-        return "\n".join([self._caption(table), *lines, *more])
+        return "\n".join([_html.plain(self._caption(table)), *lines, *more])
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
         """What it is, where it comes from, and how many NaN each column of the table has."""

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from tl_geometry._check import require
 
+MANY_ROWS, CERTAIN_RUN = 16, 3
+"""Rows among which one padding token at an end may be chance, and the run of them that is none."""
+
 
 def cut(ids: Sequence[int], length: int) -> Int[Tensor, "context position"]:
     """Consecutive non-overlapping windows of ``length`` ids; a shorter rest at the end is left out.
@@ -44,3 +47,23 @@ def glue(
     body = windows[:, int(keep_first) :]
     parts = [p[torch.randperm(contexts, generator=generator)] for p in body.split(piece, dim=1)]
     return torch.cat([windows[:, : int(keep_first)], *parts], dim=1)
+
+
+def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
+    """How many rows begin or end with padding, as far as that can be told from the ids; 0 where it cannot.
+
+    Ids that hold the padding token inside rows too are random ids or texts that use it, and a single one at an end of one row among
+    many may be chance: both are left alone, unless a row has three or more in a run at an end.
+
+    >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0), padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
+    (1, 0)
+    """
+    is_pad = ids == pad
+    if not bool(is_pad.any()):
+        return 0
+    left, right = is_pad.long().cumprod(1), is_pad.flip(1).long().cumprod(1)
+    run = torch.maximum(left.sum(1), right.sum(1))
+    inside = int(is_pad.sum() - (left.bool() | right.flip(1).bool()).sum())
+    rows, longest = int((run > 0).sum()), int(run.max())
+    chance = inside > 0 or (longest == 1 and rows == 1 and len(ids) >= MANY_ROWS)
+    return 0 if chance and longest < CERTAIN_RUN else rows

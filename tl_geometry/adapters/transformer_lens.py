@@ -158,6 +158,7 @@ def view(model: Any) -> ModelView:
         unembed=parameters.unembed,
         hooked=run.hooked,
         notes=_notes(model, kind, run),
+        pad_id=_pad_id(model),
     )
 
 
@@ -241,6 +242,14 @@ def _bos_id(model: Any) -> int | None:
     tokenizer = getattr(model, "tokenizer", None)
     found = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
     return next((int(i) for i in found if i is not None), None)
+
+
+def _pad_id(model: Any) -> int | None:
+    """The padding token, unless it is another special token as well (many tokenizers pad with EOS): then nothing tells it apart."""
+    tokenizer = getattr(model, "tokenizer", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    others = [getattr(tokenizer, f"{which}_token_id", None) for which in ("bos", "eos", "unk", "cls", "sep", "mask")]
+    return None if pad is None or pad in others else int(pad)
 
 
 def _encode(model: Any, name: str, text: str) -> list[int]:

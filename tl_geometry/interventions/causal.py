@@ -232,7 +232,7 @@ def necessity_sufficiency(
     similar = sum(cosines) / len(cosines)
     flags = [f"the placebo is nearly the term (cosine {similar:.2f}): see placebos='positions'"] if similar > 0.9 else []
     return NecessitySufficiency(
-        provenance=view.provenance(rows, window=basis.window, seed=seed, flags=tuple(flags)),
+        provenance=view.provenance(rows, window=basis.window, seed=seed, flags=(*flags, *basis.remarks(view))),
         conditions=(*CONDITIONS, "placebo"),
         loss=torch.cat([loss[:n], loss[n:].mean(0, keepdim=True)]),
         induction_loss=torch.cat([induction[:n], induction[n:].mean(0, keepdim=True)]),

@@ -60,6 +60,8 @@ def project_stream(
 def _projected(model: Any, basis: PositionContext, state: int, subspace: str, keep: bool, rank: int | None) -> Iterator[None]:
     view = as_view(model)
     basis.check_model(view)
+    basis.require_identifiable("interventions")
+    basis.require_raw("interventions on the stream")
     index(state, view.n_layers + 1, "state")
     directions, mean = subspace_of(basis, state, subspace, rank), basis.mean[basis.index(state)]
 

@@ -272,7 +272,7 @@ def surrogate_effect(
         moved.append(torch.tensor([distance.get(pair, torch.nan) for pair in pairs]))
     return SurrogateEffect(
         provenance=dataclasses.replace(
-            weight_provenance(view, sources=("song2023",)),
+            weight_provenance(view, sources=("song2023",), flags=basis.remarks(view)),
             corpus=rows.corpus,
             token_hash=rows.token_hash,
             has_bos=rows.has_bos,

@@ -116,6 +116,7 @@ def edits_for(
 ) -> list[Edit]:
     """One edit for each layer that has chosen heads."""
     basis.check_model(view)
+    basis.require_identifiable("interventions")
     chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)
     splitter = Splitter(basis)
 

@@ -76,9 +76,9 @@ def compare_bases(
     The floors are conservative: a half has half the contexts, so the difference between halves carries twice the noise variance of the
     difference of two whole bases of that size. Agreement above the floor cannot be told from identity.
 
-    >>> from tl_geometry import decompose
+    >>> from tl_geometry import decompose_activations
     >>> h = torch.randn(16, 6, 4, generator=torch.Generator().manual_seed(0)) + 3 * torch.randn(6, 4)
-    >>> a, b = decompose(h, progress=False), decompose(-2 * h, progress=False)
+    >>> a, b = decompose_activations(h), decompose_activations(-2 * h)
     >>> c = compare_bases(a, b, rank=2)
     >>> round(float(c.procrustes), 6), round(float(c.angle_max), 6)
     (1.0, 0.0)
@@ -113,7 +113,7 @@ def compare_bases(
     names = ("angle_mean", "angle_max", "overlap", "procrustes", "difference")
     names += ("overlap_floor", "procrustes_floor", "difference_floor", "overlap_random", "mean_cosine")
     table = {n: torch.stack([row[k] for row in rows]) for k, n in enumerate(names)}
-    return BasisComparison(provenance=a.provenance, other=b.provenance.line(), pairs=pairs, rank=tuple(used), **table)
+    return BasisComparison(provenance=a.provenance.flagged(*a.flags()), other=b.provenance.line(), pairs=pairs, rank=tuple(used), **table)
 
 
 def _rank(s: Tensor, shape: tuple[int, int]) -> int:

@@ -91,8 +91,8 @@ def provenance_of(
 ) -> Provenance:
     """What a split was computed from."""
     start = 0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1)
-    window = (start, rows.tokens.shape[1])
-    return view.provenance(rows, window=window, preset=preset, flags=tuple(flags), normalized=normalized)
+    window, about = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
+    return view.provenance(rows, window=window, preset=preset, flags=(*flags, *about), normalized=normalized)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +143,7 @@ class Cut:
         )  # fmt: skip
         self.flags: list[str] = []
         if basis is not None and not own:
+            basis.require_identifiable("split")
             for layer in self.layers:
                 basis.index(layer)
 

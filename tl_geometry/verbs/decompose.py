@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,19 @@ from torch import Tensor
 
 from tl_geometry import _check, capture
 from tl_geometry import tokens as token_math
-from tl_geometry._check import describe, require
+from tl_geometry._check import describe, fail, require, whole
 from tl_geometry.accumulation import Plan, run_tensor
-from tl_geometry.capture import TokenSource, as_view, default_batch, run_corpus
+from tl_geometry.capture import as_view, batch_of, device_of, run_corpus
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import GeometryError
 from tl_geometry.records import TokenWindows
 from tl_geometry.results import Provenance
+from tl_geometry.sources import TokenSource, is_cache, label_ids, refuse_file_names, state_indices, without_bos
 
 
 def windows(
     model: Any,
-    texts: str | Sequence[str],
+    texts: str | Path | Iterable[str | Path] | Mapping[str, Any],
     length: int,
     *,
     n: int | None = None,
@@ -35,11 +37,13 @@ def windows(
 ) -> TokenWindows:
     """Cut texts into windows of ``length`` tokens, non-overlapping and each used once.
 
-    Every text is tokenised whole, then cut; its last, shorter piece is left out. With ``prepend_bos`` each window is the BOS
-    id and ``length - 1`` tokens. ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes
-    all. ``labels`` names the document of each text (by default its index). ``replace=True`` draws ``n`` places where a window can
-    start instead, each of all texts as likely as another, with replacement, so that windows overlap: the published sampling
-    (Song & Zhong 2023), whose windows are not independent. A text shorter than a window is left out.
+    ``texts`` is a text, several, ``pathlib.Path`` s of text files, or a data set with a ``text`` column. Every text is tokenised
+    whole, then cut; its last, shorter piece is left out. With ``prepend_bos`` each window is the BOS id and ``length - 1`` tokens; a
+    BOS string that the text itself has at the beginning of a window is not doubled (it, or the window, is left out, and noted).
+    ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes all. ``labels`` names the document
+    of each text (by default its index). ``replace=True`` draws ``n`` places where a window can start instead, each of all texts as
+    likely as another, with replacement, so that windows overlap: the published sampling (Song & Zhong 2023), whose windows are not
+    independent. A text shorter than a window is left out.
 
     Raises ``GeometryError`` when no text is long enough, or when ``n`` exceeds the windows there are.
 
@@ -50,10 +54,9 @@ def windows(
     (16, True)
     """
     view = as_view(model)
-    documents = [texts] if isinstance(texts, str) else list(texts)
-    ok = documents and all(isinstance(t, str) for t in documents)
-    require(ok, "texts", expected="a string or a list of strings", got=describe(texts), instead="decompose(model, tokens) for token ids")
-    require(length >= 2, "length", expected="at least 2 tokens", got=length)
+    documents = _documents(texts)
+    size = whole(length)
+    require(size is not None and size >= 2, "length", expected="a whole number, at least 2 tokens", got=length)
     require(
         not prepend_bos or view.bos_id is not None,
         "prepend_bos",
@@ -65,14 +68,19 @@ def windows(
     require(len(named) == len(documents), "labels", expected=f"one for each of {len(documents)} texts", got=len(named))
     names = tuple(dict.fromkeys(named))
     body = length - int(prepend_bos)
-    ids = [view.encode(text) for text in documents]
+    ids, notes = without_bos([view.encode(text) for text in documents], view.bos_id if prepend_bos else None)
     longest = max(len(row) for row in ids)
     require(longest >= body, "texts", expected=f"a text of at least {body} tokens", got=f"at most {longest}", instead="a shorter length=")
+    bos = view.bos_id if prepend_bos else None
     if replace:
         require(n is not None and n >= 1, "n", expected="a number of windows with replace=True", got=n)
-        cut = _anywhere(ids, body, n or 1, seed)
+        cut = _anywhere(ids, body, n or 1, seed, bos)
     else:
         cut = [token_math.cut(row, body) for row in ids]
+        doubled = sum(int((c[:, 0] == bos).sum()) for c in cut) if bos is not None else 0
+        cut = [c[c[:, 0] != bos] for c in cut] if doubled else cut
+        notes += (f"{doubled} windows that begin with the BOS string left out",) if doubled else ()
+        require(any(len(c) for c in cut), "texts", expected="text between BOS strings", got="none", instead="prepend_bos=False")
     rows = torch.cat(cut)
     which = torch.cat([torch.full((len(c),), names.index(named[i])) for i, c in enumerate(cut)])
     if n is not None:
@@ -82,17 +90,44 @@ def windows(
     if prepend_bos and view.bos_id is not None:
         rows = torch.cat([torch.full((len(rows), 1), view.bos_id), rows], dim=1)
     shown = tuple(view.decode(rows[0].tolist()))
-    return TokenWindows(tokens=rows, has_bos=prepend_bos, labels=which, names=names, corpus=corpus, str_tokens=shown)
+    return TokenWindows(
+        tokens=rows, has_bos=prepend_bos, labels=which, names=names, corpus=corpus, str_tokens=shown, notes=notes
+    )  # fmt: skip
 
 
-def _anywhere(ids: Sequence[Sequence[int]], length: int, n: int, seed: int) -> list[Int[Tensor, "context position"]]:
-    """``n`` windows, by text: their starts are drawn with replacement from all places of all texts where one fits."""
-    starts = torch.tensor([max(0, len(row) - length + 1) for row in ids])
-    ends = starts.cumsum(0)
+def _documents(texts: Any) -> list[str]:
+    """Texts as strings: files are read, a data set gives its column ``text``."""
+    if isinstance(texts, Mapping) or hasattr(texts, "column_names"):
+        columns = list(texts) if isinstance(texts, Mapping) else list(texts.column_names or ())
+        require("text" in columns, "texts", expected="a column named 'text'", got=f"columns {columns}", instead="a list of strings")
+        whole_column = isinstance(texts, Mapping) or hasattr(texts, "__getitem__")
+        texts = texts["text"] if whole_column else (row["text"] for row in texts)
+    given = [texts] if isinstance(texts, str | Path) or not isinstance(texts, Iterable) else list(texts)
+    documents = [_read(t) if isinstance(t, Path) else t for t in given]
+    ok = documents and all(isinstance(t, str) for t in documents)
+    require(ok, "texts", expected="a string or a list of strings", got=describe(texts), instead="decompose(model, tokens) for token ids")
+    refuse_file_names(documents)
+    return documents
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail("texts", expected="text files in UTF-8", got=f"{path}: {type(error).__name__}", instead="a string")
+
+
+def _anywhere(ids: Sequence[Sequence[int]], length: int, n: int, seed: int, bos: int | None) -> list[Int[Tensor, "context position"]]:
+    """``n`` windows, by text: their starts are drawn with replacement from all places where one fits (and none begins with ``bos``)."""
+    rows = [torch.as_tensor(row, dtype=torch.int64) for row in ids]
+    firsts = [row[: max(0, len(row) - length + 1)] for row in rows]
+    starts = [(first != (-1 if bos is None else bos)).nonzero().flatten() for first in firsts]
+    ends = torch.tensor([len(s) for s in starts]).cumsum(0)
+    require(int(ends[-1]) > 0, "texts", expected="text between BOS strings", got="none", instead="prepend_bos=False")
     drawn = torch.randint(int(ends[-1]), (n,), generator=torch.Generator().manual_seed(seed)).sort().values
     sizes = torch.bincount(torch.bucketize(drawn, ends, right=True), minlength=len(ids)).tolist()
-    places = zip(ids, drawn.split(sizes), (ends - starts).tolist(), strict=True)
-    return [torch.as_tensor(row, dtype=torch.int64)[(at - first)[:, None] + torch.arange(length)] for row, at, first in places]
+    at = torch.cat(starts)[drawn].split(sizes)
+    return [row[place[:, None] + torch.arange(length)] for row, place in zip(rows, at, strict=True)]
 
 
 def glue(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> TokenWindows:
@@ -109,16 +144,17 @@ def glue(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> To
     """
     length = source.tokens.shape[1]
     rows = token_math.glue(source.tokens, piece or max(1, length // 8), seed=seed, keep_first=source.has_bos)
-    return TokenWindows(tokens=rows, has_bos=source.has_bos, corpus=f"{source.corpus}, glued")
+    return TokenWindows(tokens=rows, has_bos=source.has_bos, corpus=f"{source.corpus}, glued", notes=source.notes)
 
 
 def decompose(
-    source: Any,
+    model: Any,
     tokens: Any = None,
     *,
-    states: Sequence[int] | None = None,
+    states: Sequence[int] | Sequence[str] | None = None,
     window: tuple[int, int] | None = None,
     batch_size: int | None = None,
+    normalize: bool = False,
     second_moments: bool | str = "auto",
     keep_ctx: bool | str = "auto",
     groups: int = 8,
@@ -135,51 +171,49 @@ def decompose(
     """Positional and context basis of every residual stream state over a corpus: h = mean + pos + ctx + resid.
 
     Song & Zhong 2023, Eq. 2 and 3, streamed: one forward pass per batch, and only sums are kept, whatever the corpus size.
+    For activations that are there already, see :func:`decompose_activations`.
 
     Args:
-        source: a TransformerLens model (with ``tokens``), a tensor of activations ``[context position d_model]`` or
-            ``[state context position d_model]``, or an ``ActivationCache``.
-        tokens: ids ``[context position]``, :class:`TokenWindows`, an iterable of batches, a ``.npy`` file or memory map, a
-            ``datasets.Dataset`` (or ``IterableDataset``) with a ``tokens`` column, or strings of equal token length (then
-            ``prepend_bos`` is needed). Ids are never edited.
-        states: which states, 0 (embedding output) to n_layers (before the final norm); ``None`` for all.
-        window: half-open columns of the statistics; by default ``(1, T)`` for tokens, because position 0 is an attention sink
-            (its sums are kept all the same), and all columns for activations.
+        model: a TransformerLens model, or a view of one.
+        tokens: ids ``[context position]``, :class:`TokenWindows`, what a tokenizer returns, an iterable of rows or batches (a
+            ``DataLoader``), a ``.npy`` file or memory map, a ``datasets.Dataset`` (or ``IterableDataset``) with a ``tokens`` column, or
+            strings of equal token length (then ``prepend_bos`` is needed). Ids are never edited; padded rows are refused.
+        states: which states, 0 (embedding output) to n_layers (before the final norm), or hooks that hold them
+            (``"blocks.1.hook_resid_pre"``); ``None`` for all.
+        window: half-open columns of the statistics; by default ``(1, T)``, because position 0 is an attention sink (its sums are
+            kept all the same).
         batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on a GPU. Halved, as often as
             needed, when memory runs out: the result is the same.
+        normalize: take the sums of ``norm(h)`` without gain and bias, what the next block reads (the output head for the last
+            state): no token then weighs more than another. States that are read without a norm stay as they are (a flag says which).
         second_moments, keep_ctx: keep ``[state d_model d_model]`` products and ``[state context d_model]`` context vectors;
             ``"auto"`` while each is under 1 GiB (the result says when it is not).
-        groups: disjoint groups of contexts whose sums are kept apart, for split halves, learning curves and jackknife errors.
+        groups: disjoint, contiguous groups of contexts whose sums are kept apart, for split halves, learning curves and jackknife
+            errors (between that many and twice as many for an iterable, whose length is not known before its end).
         keep: contexts whose states are kept whole, a seeded uniform sample (fewer where they would exceed 1 GiB).
-        labels: a document label for each context.
-        checkpoint: file that holds the finished batches at every moment; a run that finds it goes on from there. Writing
-            takes at most 5% of the time, so that on big models it holds all but the last minute.
+        labels: a document label for each context, numbers or names.
+        checkpoint: file that holds the finished batches at every moment; a run that finds it goes on from there, if its model,
+            hooks, tokens, labels and settings are the same. Writing takes at most 5% of the time, so that on big models it holds
+            all but the last minute.
         device: where the sums live, by default the model's device.
         moments_dtype: dtype of the products in second moments (``torch.float64``: partitions agree to 1e-10).
         group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD``), all of whose processes make this same
             call with the same tokens. Each reads all of them and runs its share of the batches; all return the whole basis, equal
             to that of one process. The first one writes the checkpoint, from which any number of processes goes on.
 
-    Raises ``GeometryError`` for ragged or foreign tokens, training mode, NaN or infinite activations, windows beyond the
+    Raises ``GeometryError`` for ragged, padded or foreign tokens, training mode, NaN or infinite activations, windows beyond the
     columns, and checkpoints of another run.
 
-    >>> basis = decompose(torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0)), progress=False)
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> basis = decompose(model, tlg.zoo.default_windows(model, 16, n=8), progress=False)
     >>> basis.pos.shape, basis.ctx.shape, basis.window
-    (torch.Size([1, 5, 4]), torch.Size([1, 6, 4]), (0, 5))
+    (torch.Size([5, 15, 128]), torch.Size([5, 8, 128]), (1, 16))
     """
-    shared: dict[str, Any] = {"groups": groups, "keep": keep, "second_moments": second_moments, "keep_ctx": keep_ctx}
-    shared |= {"moments_dtype": moments_dtype, "seed": seed}
-    if isinstance(source, Tensor) or hasattr(source, "cache_dict"):
-        require(
-            tokens is None, "tokens", expected="none with activations or a cache", got=describe(tokens), instead="decompose(model, tokens)"
-        )
-        h, provenance = _activations(source)
-        chosen = _check.indices(states, len(h), "states")
-        plan = Plan(states=chosen, window=_check.window(window, h.shape[2], 0), **shared)
-        given = None if labels is None else torch.as_tensor(labels)
-        size = batch_size or default_batch(h.shape[2], h.device)
-        return run_tensor(h[list(chosen)], plan, given, provenance, size)
-    view = as_view(source)
+    if isinstance(model, Tensor) or is_cache(model):
+        instead = "decompose_activations(...) for activations and caches"
+        fail("model", expected="a TransformerLens model", got=describe(model), instead=instead)
+    view = as_view(model)
     require(
         tokens is not None,
         "tokens",
@@ -188,24 +222,90 @@ def decompose(
         instead="decompose(model, windows(model, texts, length, ...))",
     )
     corpus = TokenSource.of(view, tokens, labels, prepend_bos)
-    chosen = _check.indices(states, view.n_layers + 1, "states")
-    plan = Plan(states=chosen, window=_check.window(window, corpus.columns, 1), **shared)
-    return run_corpus(corpus, plan, batch_size=batch_size, checkpoint=checkpoint, progress=progress, device=device, group=group)
+    plan = Plan(
+        states=state_indices(states, view.n_layers + 1, view.state_hooks), window=_window(window, corpus.columns, 1),
+        groups=groups, keep=keep, second_moments=second_moments, keep_ctx=keep_ctx, moments_dtype=moments_dtype, seed=seed,
+    )  # fmt: skip
+    return run_corpus(
+        corpus, plan, batch_size=batch_size, checkpoint=checkpoint, progress=progress, device=device, group=group, normalize=normalize
+    )
+
+
+def decompose_activations(
+    source: Any,
+    *,
+    states: Sequence[int] | Sequence[str] | None = None,
+    window: tuple[int, int] | None = None,
+    batch_size: int | None = None,
+    second_moments: bool | str = "auto",
+    keep_ctx: bool | str = "auto",
+    groups: int = 8,
+    keep: int = 32,
+    labels: Any = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    moments_dtype: torch.dtype = torch.float32,
+) -> PositionContext:
+    """The basis of activations that are there already: h = mean + pos + ctx + resid, as :func:`decompose` gives it.
+
+    Args:
+        source: a tensor ``[context position d_model]`` (one state) or ``[state context position d_model]``, or a TransformerLens
+            ``ActivationCache`` with every residual stream state (or the plain dictionary of ``return_cache_object=False``).
+        states: which of them, as numbers or hook names; ``None`` for all.
+        window: half-open columns of the statistics; by default all.
+        batch_size: contexts that are summed at a time.
+        device: where the sums live, by default that of the activations.
+
+    The other arguments are those of :func:`decompose`. A basis of a tensor does not know its model: results that use it with one
+    say so. Raises ``GeometryError`` for what is no activations, NaN, windows beyond the columns and labels that do not fit.
+
+    >>> basis = decompose_activations(torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0)))
+    >>> basis.pos.shape, basis.ctx.shape, basis.window
+    (torch.Size([1, 5, 4]), torch.Size([1, 6, 4]), (0, 5))
+    """
+    h, provenance = _activations(source)
+    chosen = state_indices(states, len(h))
+    plan = Plan(
+        states=chosen, window=_window(window, h.shape[2], 0), groups=groups, keep=keep, second_moments=second_moments,
+        keep_ctx=keep_ctx, moments_dtype=moments_dtype, seed=seed,
+    )  # fmt: skip
+    given, names = label_ids(labels, h.shape[1])
+    size = batch_of(batch_size, h.shape[2], h.device)
+    basis = run_tensor(h[list(chosen)], plan, given, provenance, size, device_of(device, h.device))
+    return dataclasses.replace(basis, names=names)
+
+
+def _window(value: Any, columns: int, default_start: int) -> tuple[int, int]:
+    """A half-open window; numbers of any type that are whole."""
+    if value is None:
+        return _check.window(None, columns, default_start)
+    try:
+        start, end = (v if isinstance(v, bool) else int(v) if float(v) == int(v) else v for v in value)
+    except (TypeError, ValueError, RuntimeError):
+        fail("window", expected="(start, end) in columns", got=describe(value))
+    ok = all(whole(v) is not None for v in (start, end))
+    require(ok, "window", expected="whole numbers (start, end)", got=repr(value))
+    return _check.window((start, end), columns, default_start)
 
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if source.dim() == 3 else source
-        ok = h.dim() == 4 and h.is_floating_point() and h.numel() > 0
+        ok = h.dim() == 4 and h.is_floating_point() and h.numel() > 0 and not h.is_meta and h.layout == torch.strided
         shape = "floating [context position d_model] or [state context position d_model]"
-        require(ok, "activations", expected=shape, got=describe(source), instead="decompose(model, tokens) for token ids")
-        return h, Provenance(corpus="activations", dtype=str(h.dtype).removeprefix("torch."))
-    h = capture.cached_states(source)
+        got = f"{'meta ' if source.is_meta else ''}{describe(source)}"
+        require(ok, "activations", expected=shape, got=got, instead="decompose(model, tokens) for token ids")
+        return h.detach(), Provenance(corpus="activations", dtype=str(h.dtype).removeprefix("torch."))
+    instead = "decompose(model, tokens) to run a model"
+    require(is_cache(source), "activations", expected="a tensor or an ActivationCache", got=describe(source), instead=instead)
+    h = capture.cached_states(source).detach()
     return h, Provenance(corpus="ActivationCache", dtype=str(h.dtype).removeprefix("torch."), **_origin(getattr(source, "model", None)))
 
 
 def _origin(model: Any) -> dict[str, Any]:
     """Provenance of the model that a cache holds on to; its class alone where no view of it can be had."""
+    if model is None:
+        return {}
     try:
         view = as_view(model)
     except GeometryError:

@@ -13,14 +13,17 @@ from torch import Tensor
 from tl_geometry import contextual, differences, linalg, positional
 from tl_geometry import rank_estimation as ranks
 from tl_geometry._check import describe, require
+from tl_geometry.anova import LOW_RELIABILITY
 from tl_geometry.contextual import Space
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition import PositionContext, spans
 from tl_geometry.results import Result
 from tl_geometry.verbs.resample import Subsets, jackknife_error, noise_weights, subsets, window_means
 
 Values = dict[str, Tensor]
 SIMILARITY_LIMIT = 1024
 """Contexts whose pairwise cosines are averaged; from more, that many are taken at even distances (a flag says so)."""
+FEWEST = 10
+"""Contexts below which no error is given: a jackknife over so few says nothing."""
 CACHE = 2**22
 """Bytes of bases that are measured at a time."""
 
@@ -148,11 +151,16 @@ def _collect(basis: PositionContext, sets: Subsets, per_state: list[tuple[Values
     table = {n: torch.stack([values[n] for values, _ in per_state], dim=1) for n in names}  # [sample state]
     varied = [n for n in names if len(table[n]) > 1 and n != "fracture_at"]  # a place has no mean over subsets
     curve = {n: torch.stack([*(table[n][span].mean(0) for _, span in sets.levels), table[n][0]]) for n in varied if sets.levels}
+    errors = {n: jackknife_error(table[n][sets.jackknife]) for n in varied if sets.jackknife.stop > 1}
+    flags = list(more.pop("flags", ()))
+    if errors and basis.contexts < FEWEST:
+        errors = {n: torch.full_like(v, torch.nan) for n, v in errors.items()}
+        flags.append(f"fewer than {FEWEST} contexts: no errors")
     return {
-        "provenance": basis.provenance.flagged(*more.pop("flags", ())),
+        "provenance": basis.provenance.flagged(*flags, *basis.flags()),
         "states": basis.states,
         "values": {n: table[n][0] for n in names},
-        "errors": {n: jackknife_error(table[n][sets.jackknife]) for n in varied if sets.jackknife.stop > 1},
+        "errors": errors,
         "nulls": {n: torch.stack([nulls[n] for _, nulls in per_state]) for n in per_state[0][1]},
         "curve": curve,
         "curve_contexts": (*(c for c, _ in sets.levels), basis.contexts) if curve else (),
@@ -187,16 +195,19 @@ def positional_report(
     errors and nulls keep the denominators of the whole corpus.
 
     >>> h = torch.randn(16, 9, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.linspace(-1, 1, 9)[:, None]
-    >>> from tl_geometry import decompose
-    >>> report = positional_report(decompose(h, progress=False))
+    >>> from tl_geometry import decompose_activations
+    >>> report = positional_report(decompose_activations(h))
     >>> int(report["rank"]), round(float(report["relative_norm"]), 2), report["low_frequency"].shape
     (1, 0.98, torch.Size([1]))
     """
+    basis.require_identifiable("positional_report")
     positions, d_model = basis.pos.shape[1:]
     used = min(k, ranks.usable_k(k, min(positions, d_model)))
     sets = subsets(basis, jackknife=jackknife)
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
+    unsure = [s for s, r in zip(basis.states, _split_half(basis).tolist(), strict=True) if r < LOW_RELIABILITY]
+    flags += [f"split_half below {LOW_RELIABILITY} in states {spans(unsure)}: mostly noise"] if unsure else []
     found, spectra, blocks, adjacent = [], [], [], []
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(positions, generator=generator) for _ in range(draws)]
@@ -306,8 +317,8 @@ def contextual_report(
 
     >>> h = torch.randn(16, 5, 6, generator=torch.Generator().manual_seed(0))
     >>> h[:8] += 9 * torch.eye(6)[0]
-    >>> from tl_geometry import decompose
-    >>> report = contextual_report(decompose(h, progress=False), labels=[0] * 8 + [1] * 8)
+    >>> from tl_geometry import decompose_activations
+    >>> report = contextual_report(decompose_activations(h), labels=[0] * 8 + [1] * 8)
     >>> bool(report["intra"] > 0.9), bool(report["compactness_raw"] > report.nulls["compactness_raw|shuffled"])
     (True, True)
     """
@@ -318,10 +329,10 @@ def contextual_report(
     ok = given is None or (given.dim() == 1 and len(given) == basis.contexts and not given.is_floating_point() and bool((given >= 0).all()))
     require(ok, "labels", expected=f"a label >= 0 for each of {basis.contexts} contexts", got=describe(given))
     z = None if given is None or len(given.unique()) < 2 else given.long()
-    group_of = torch.arange(basis.contexts) % len(basis.group_counts)
-    aligned = torch.equal(torch.bincount(group_of, minlength=len(basis.group_counts)), basis.group_counts)
-    sets = subsets(basis, jackknife=jackknife and aligned)
-    flags = [] if aligned else ["groups of contexts not known (merged basis): no errors"]
+    basis.require_identifiable("contextual_report")
+    group_of = basis.group_of
+    sets = subsets(basis, jackknife=jackknife and group_of is not None)
+    flags = [] if group_of is not None else ["groups of contexts not known (merged files of an earlier version): no errors"]
     chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
     flags += [f"similarities from {len(chosen)} contexts"] if z is not None and len(chosen) < basis.contexts else []
     r = _overlap_rank(basis, rank)
@@ -333,7 +344,7 @@ def contextual_report(
         bases = window_means(basis, row, sets.member.double())
         per_set: list[Values] = []
         for columns, member in zip(bases, sets.member, strict=True):
-            inside = member[group_of]
+            inside = torch.ones(basis.contexts, dtype=torch.bool) if group_of is None else member[group_of]
             kept = chosen[inside[chosen]]
             pos, ctx = columns - columns.mean(0), means[row] - columns.mean(0)
             per_set.append(_pair(pos, ctx[inside], r) | ({} if z is None else _clusters(ctx[kept], z[kept])))

@@ -109,6 +109,7 @@ def token_paths(
     view = as_view(model)
     if basis is not None:
         basis.check_model(view)
+        basis.require_raw("token_paths")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     size = _contexts_per_batch(view, rows, method, memory_budget, batch_size)
     shown, place, fitted_on = _projection(view, basis, method, seed)

@@ -1,6 +1,6 @@
 """Uncertainty from the group sums of a basis: delete-one jackknife, learning curve over the number of contexts, split half, null draws.
 
-A bootstrap over contexts cannot be had from sums; the disjoint groups (context index modulo their number) are what there is. Each
+A bootstrap over contexts cannot be had from sums; the disjoint, contiguous groups are what there is. Each
 resampled basis is a weighted sum of group sums, so that all of one state are formed in one product.
 """
 
@@ -43,8 +43,8 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
         rows += list(~torch.eye(len(used), dtype=torch.bool))
         dropped = slice(1, 1 + len(used))
         for share in (8, 4, 2):
-            if len(used) % share == 0:
-                blocks = torch.arange(len(used)).chunk(share)
+            if len(used) >= share:
+                blocks = torch.arange(len(used)).tensor_split(share)
                 spans.append((int(counts.sum()) // share, slice(len(rows), len(rows) + share)))
                 rows += [torch.zeros(len(used), dtype=torch.bool).index_fill(0, b, True) for b in blocks]
     member = torch.zeros(len(rows), len(counts), dtype=torch.bool)

@@ -163,6 +163,7 @@ def sweep_heads(
         _check.choice(name, DETAILS, "detail")
     chosen = _check.indices(layers, view.n_layers, "layers")
     source = capture.TokenSource.of(view, tokens, prepend_bos=prepend_bos)
+    basis.require_identifiable("sweep_heads")
     rows = _rows_per_batch(view, source.columns, memory_budget, batch_size)
     work = _Sweep(view, basis, chosen, source.columns, wanted, memory_budget, seed)
     done, token_hash, begins = 0, "", view.bos_id is not None
@@ -186,7 +187,7 @@ def sweep_heads(
         window=(work.drop, source.columns),
         contexts=done,
         seed=seed,
-        flags=work.flags(),
+        flags=(*work.flags(), *basis.remarks(view), *source.flags),
         normalized=basis.provenance.normalized,
     )
     return work.table(types, baselines, provenance)

@@ -137,6 +137,7 @@ def weight_geometry(
     """
     view = as_view(model)
     basis.check_model(view)
+    basis.require_identifiable("weight_geometry")
     chosen = _check.indices(layers, view.n_layers, "layers")
     need = [s for l in chosen for s in ((l, l + 1) if kind == "OV" else (l,))]
     require(
@@ -177,7 +178,7 @@ def weight_geometry(
 def _merged(basis: PositionContext, mine: Provenance) -> Provenance:
     """The weights' provenance with the corpus of the basis."""
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
-    return dataclasses.replace(mine, **{f: getattr(basis.provenance, f) for f in fields})
+    return dataclasses.replace(mine.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields})
 
 
 def _points(basis: PositionContext, state: int, centred: bool, seed: int) -> Tensor | None:
