@@ -5,38 +5,17 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tl_geometry.errors import GeometryError
+from tl_geometry.errors import choice, fail, message, require
+
+__all__ = ["choice", "describe", "fail", "finite", "heads", "index", "indices", "message", "require", "whole", "window"]
 
 Head = str | Sequence[int]
 """A head as ``(layer, head)`` or ``"L5H1"``."""
-
-
-def message(what: str, *, expected: object, got: object, instead: str | None = None) -> str:
-    """The one error text of the package.
-
-    >>> message("window", expected="0 <= start < end <= 8", got="(3, 12)", instead="window=(3, 8)")
-    'window: expected 0 <= start < end <= 8, got (3, 12). Use window=(3, 8).'
-    """
-    tail = f" Use {instead.rstrip('.')}." if instead else ""
-    return f"{what}: expected {expected}, got {got}.{tail}"
-
-
-def fail(what: str, *, expected: object, got: object, instead: str | None = None, error: type[GeometryError] = GeometryError) -> NoReturn:
-    """Raise ``error`` with the text of :func:`message`."""
-    raise error(message(what, expected=expected, got=got, instead=instead))
-
-
-def require(
-    condition: object, what: str, *, expected: object, got: object, instead: str | None = None, error: type[GeometryError] = GeometryError
-) -> None:
-    """Raise ``error`` unless ``condition`` holds."""
-    if not condition:
-        fail(what, expected=expected, got=got, instead=instead, error=error)
 
 
 def describe(value: object) -> str:
@@ -49,12 +28,6 @@ def describe(value: object) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
-
-
-def choice(value: str, options: Sequence[str], what: str) -> str:
-    """``value`` if it is one of ``options``, else an error that lists them."""
-    require(value in options, what, expected=f"one of {', '.join(map(repr, options))}", got=repr(value))
-    return value
 
 
 def finite(values: Tensor, what: str) -> Tensor:

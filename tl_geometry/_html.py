@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 STYLE = (
@@ -13,23 +14,26 @@ STYLE = (
 )
 NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
 
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
+"""Characters that are not seen but act: controls, direction marks, joiners, line separators, and halves of surrogate pairs."""
+
 
 def escape(text: object) -> str:
-    """Text as HTML: ``<``, ``>``, ``&`` and quotes escaped, so that token strings and file names stay data.
+    """Text as HTML: ``<``, ``>``, ``&`` and quotes escaped, so that token strings and file names stay data; see :func:`visible`.
 
     >>> escape("</script>")
     '&lt;/script&gt;'
     """
-    return html.escape(sound(str(text)), quote=True)
+    return html.escape(visible(str(text)), quote=True)
 
 
-def sound(text: str) -> str:
-    r"""Text that UTF-8 can hold: a lone surrogate (half a character, from broken tokens or file names) is written out.
+def visible(text: str) -> str:
+    """Control characters, direction marks and lone surrogates as ``\\uXXXX``, so that they act on nothing; line ends and tabs stay.
 
-    >>> print(sound("a\udcffb"))
-    a\udcffb
+    >>> print(visible("a\\u202eb\\ud800"))
+    a\\u202eb\\ud800
     """
-    return text if text.isascii() else "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in text)
+    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def plain(text: object) -> str:

@@ -1,9 +1,15 @@
-"""The command line: parse, call one public function, save; nothing else."""
+"""The command line: parse, check, call one public function, save; nothing else.
+
+Arguments are checked before torch is imported, so that a mistyped one costs no more than starting Python.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import inspect
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,41 +17,76 @@ from typing import Annotated, Any
 
 import typer
 
-from tl_geometry.errors import GeometryError
+from tl_geometry import __version__, _arguments
+from tl_geometry.errors import GeometryError, choice, require
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+PLACES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EFBIG, errno.EIO}
+"""Errors of a file system, which a user can mend: one line. Others are ours and keep their traceback."""
+USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""What typer raises for a command line that it cannot parse (its own copy of click's exception, or click's)."""
+STOPPED = 130
+"""Exit code of a run that was interrupted from the keyboard."""
 
 Model = Annotated[
-    str | None, typer.Argument(help="A name TransformerLens knows, a local Hugging Face directory, or nothing: the embedded model.")
+    str | None,
+    typer.Argument(help="A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; nothing: the embedded model."),
 ]
 Corpus = Annotated[
     list[Path] | None, typer.Option("--corpus", help="Text file, one document each; repeat it. Default: held-out standard library.")
 ]
-Contexts = Annotated[int | None, typer.Option("--contexts", help="Windows to use (default: up to 1024).")]
-Length = Annotated[int | None, typer.Option("--length", help="Tokens of a window (default: what the model takes, at most 512).")]
+Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
+Contexts = Annotated[int | None, typer.Option("--contexts", help="Windows to use (default: what the budget allows, at most 1024).")]
+Length = Annotated[int | None, typer.Option("--length", help="Tokens of a window (default: what model and budget allow, at most 512).")]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write to.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, bfloat16 or float16.")]
 Class = Annotated[str, typer.Option("--class", help="bridge (TransformerBridge) or hooked (HookedTransformer, TransformerLens 3.9).")]
 Processed = Annotated[bool, typer.Option("--processed", help="Fold and centre the weights as TransformerLens does.")]
 Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one).")]
-Seed = Annotated[int, typer.Option("--seed")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice: windows, nulls, controls.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint, where there is one.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what a stopped run of the same settings has finished.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")]
+BudgetOption = Annotated[
+    str, typer.Option("--budget", help="Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the report says so.")
+]
+Sections = Annotated[
+    str | None, typer.Option("--sections", help=f"Some of {', '.join(_arguments.SECTIONS)}, separated by commas. Default: all.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tl-geometry {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = False,
+) -> None:
     """Geometry of transformer activations, attention scores and weights, for TransformerLens models."""
 
 
-def _analysis(name: str, about: str, sections: tuple[str, ...] | None) -> None:
-    """Add a command that runs the analysis and writes these sections (``None``: all) with their tables."""
+def _check_run(
+    model: str | None, corpus: list[Path] | None, contexts: int | None, length: int | None, seed: int, encoding: str, **loading: str
+) -> None:
+    """Checks that the commands which run a model on a corpus share."""
+    _arguments.model_options(model, **loading)
+    _arguments.at_least(contexts, 1, "--contexts")
+    _arguments.at_least(length, 2, "--length")
+    _arguments.at_least(seed, 0, "--seed")
+    _arguments.check_corpus(corpus, encoding, tokens=False)
+
+
+def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
+    """Add a command that runs the analysis and writes these sections (``None``: those of ``--sections``) with their tables."""
 
     def command(
         model: Model = None,
         corpus: Corpus = None,
+        encoding: Encoding = "utf-8",
         contexts: Contexts = None,
         length: Length = None,
         out: Out = Path("tl-geometry-report"),
@@ -55,18 +96,34 @@ def _analysis(name: str, about: str, sections: tuple[str, ...] | None) -> None:
         processed: Processed = False,
         bos: Bos = None,
         seed: Seed = 0,
+        budget: BudgetOption = "10m",
+        sections: Sections = None,
         resume: Resume = False,
         as_json: Json = False,
         quiet: Quiet = False,
     ) -> None:
-        from tl_geometry.report.build import build
+        allowed = _arguments.seconds(budget)
+        wanted = chosen if chosen is not None else _arguments.sections(sections)
+        _check_run(model, corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device)
+        _arguments.folder(out)
+        _arguments.own_folder(out, "report")
+        from tl_geometry.report.build import Request, build
 
-        summary = build(
-            model, corpus=corpus, contexts=contexts, length=length, out=out, device=device, dtype=dtype, kind=kind, processed=processed,
-            bos=bos, seed=seed, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]], sections=sections,
+        request = Request(
+            model=model, corpus=tuple(corpus or ()), encoding=encoding, contexts=contexts, length=length, device=device,
+            dtype=dtype, kind=kind, processed=processed, bos=bos, seed=seed, budget=allowed, sections=wanted,
         )  # fmt: skip
+        summary = build(request, out, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]])
         say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
+        if summary["failed"]:
+            said = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
+            typer.echo(f"tl-geometry: not everything could be computed ({said}); the tracebacks are in the report", err=True)
+            raise typer.Exit(1)
 
+    if chosen is not None:
+        signature = inspect.signature(command, eval_str=True)
+        kept = [p for p in signature.parameters.values() if p.name != "sections"]
+        vars(command)["__signature__"] = signature.replace(parameters=kept)
     app.command(name, help=about)(command)
 
 
@@ -80,8 +137,9 @@ _analysis("trajectories", "Only the trajectories of pilot tokens as a stochastic
 def fit(
     model: Model = None,
     corpus: Corpus = None,
+    encoding: Encoding = "utf-8",
     contexts: Annotated[int | None, typer.Option("--contexts", help="Windows to use (default: all).")] = None,
-    length: Length = None,
+    length: Annotated[int | None, typer.Option("--length", help="Tokens of a window (default: what the model takes, at most 512).")] = None,
     out: Annotated[Path, typer.Option("--out", help="File to write the basis to.")] = Path("basis.safetensors"),
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Windows of one forward pass.")] = None,
     device: Device = "cpu",
@@ -98,6 +156,12 @@ def fit(
 
     On many processes, on any number of machines: torchrun --nproc-per-node=8 -m tl_geometry fit MODEL --corpus FILE --device cuda
     """
+    ids = bool(corpus) and corpus is not None and corpus[0].suffix == ".npy"
+    _check_run(model, None if ids else corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device)
+    _arguments.check_corpus(corpus, encoding, tokens=True)
+    require(not ids or (length is None and bos is None), "--length, --bos", expected="none with a token file", got="some")
+    _arguments.at_least(batch_size, 1, "--batch-size")
+    _arguments.file(out, suffix=".safetensors")
     from tl_geometry.processes import launched
     from tl_geometry.report.build import load_model, token_source
     from tl_geometry.verbs.decompose import decompose
@@ -105,7 +169,7 @@ def fit(
     checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
     with launched(device) as (group, own, first):
         loaded = load_model(model, kind=kind, processed=processed, dtype=dtype, device=own)
-        tokens = token_source(loaded, corpus, contexts=contexts, length=length, bos=bos, seed=seed)
+        tokens = token_source(loaded, corpus, encoding=encoding, contexts=contexts, length=length, bos=bos, seed=seed)
         if first and not resume:
             checkpoint.unlink(missing_ok=True)
         basis = decompose(
@@ -122,6 +186,7 @@ def check(
     model: Model = None, kind: Class = "bridge", processed: Processed = False, dtype: Dtype = "float32", device: Device = "cpu"
 ) -> None:
     """What is supported, verified and refused for a model: the first thing to run."""
+    _arguments.model_options(model, kind=kind, dtype=dtype, device=device)
     from tl_geometry.report.build import load_model
     from tl_geometry.verbs.check import check_model
 
@@ -131,8 +196,8 @@ def check(
 @app.command()
 def readout(
     model: Model = None,
-    layer: Annotated[int, typer.Option("--layer")] = 0,
-    head: Annotated[int, typer.Option("--head")] = 0,
+    layer: Annotated[int, typer.Option("--layer", help="Block of the head, counted from 0.")] = 0,
+    head: Annotated[int, typer.Option("--head", help="The head in that block, counted from 0.")] = 0,
     what: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
     k: Annotated[int, typer.Option("--k", help="Tokens of each direction.")] = 5,
     out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
@@ -140,32 +205,50 @@ def readout(
     processed: Processed = False,
 ) -> None:
     """What one head reads and writes, in tokens: singular directions against the vocabulary."""
+    _arguments.model_options(model, kind=kind, dtype="float32", device="cpu")
+    choice(what, ("QK", "OV"), "--weights")
+    _arguments.at_least(layer, 0, "--layer")
+    _arguments.at_least(head, 0, "--head")
+    _arguments.at_least(k, 1, "--k")
+    if out is not None:
+        _arguments.file(out)
     from tl_geometry.report.build import load_model
     from tl_geometry.verbs.weights import token_readout
 
-    table = token_readout(
-        load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu"), kind=what, heads=[(layer, head)], k=k
-    )
+    loaded = load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu")
+    table = token_readout(loaded, kind=what, heads=[(layer, head)], k=k)
     if out is not None:
-        table.to_dataframe().to_csv(out, index=False)
+        table.to_dataframe().to_csv(out, index=False, errors="backslashreplace")
     typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
 
 
 @app.command()
 def reproduce(
     work: Annotated[str, typer.Argument(help="song-zhong or lines-of-thought.")],
-    model: Annotated[str | None, typer.Option("--model", help="A name or directory; default: the embedded model.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A name, a directory, smollm2 or minilm; default: the embedded model.")
+    ] = None,
     corpus: Corpus = None,
+    encoding: Encoding = "utf-8",
     row: Annotated[str | None, typer.Option("--row", help='Published row to compare with, such as "GPT-2 OWT".')] = None,
+    contexts: Annotated[
+        int | None, typer.Option("--contexts", help="Windows or chunks (default: as published, where the text has as many).")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Published settings and numbers, with ours beside them."""
+    choice(work, ("song-zhong", "lines-of-thought"), "work")
+    _arguments.model_options(model, kind="bridge", dtype="float32", device="cpu")
+    _arguments.check_corpus(corpus, encoding)
+    _arguments.at_least(contexts, 2, "--contexts")
+    if out is not None:
+        _arguments.file(out)
     from tl_geometry.reproduce import run
 
-    table = run(work, model=model, corpus=corpus, row=row, progress=not quiet)
+    table = run(work, model=model, corpus=corpus, encoding=encoding, row=row, contexts=contexts, progress=not quiet)
     if out is not None:
-        table.to_dataframe().to_csv(out, index=False)
+        table.to_dataframe().to_csv(out, index=False, errors="backslashreplace")
     typer.echo(table.text())
 
 
@@ -176,29 +259,63 @@ def experiment(
     out: Out = Path("tl-geometry-experiment"),
     seeds: Annotated[list[int] | None, typer.Option("--seeds", help="A run for each; repeat it. Default: 0.")] = None,
     text: Annotated[list[Path] | None, typer.Option("--text", help="Text file to train on; repeat it. Default: standard library.")] = None,
+    encoding: Encoding = "utf-8",
     change: Annotated[list[str] | None, typer.Option("--set", help="A setting of the scale, such as context=512; repeat it.")] = None,
     device: Device = "cpu",
     quiet: Quiet = False,
 ) -> None:
     """Train small models on other formats and measure their geometry on the way; a stopped run goes on in its folder."""
+    choice(name, ("randomisation", "addition", "nanogpt"), "experiment")
+    choice(scale, ("smoke", "cpu", "paper"), "--scale")
+    for seed in seeds or ():
+        _arguments.at_least(seed, 0, "--seeds")
+    _arguments.check_device(device)
+    _arguments.read_texts(text or [], encoding, "--text")
+    _arguments.folder(out)
+    _arguments.own_folder(out, name)
     from tl_geometry.experiments import run
 
     outcome = run(
-        name, scale=scale, out=out, seeds=seeds or [0], texts=text, changes=change, device=device, progress=not quiet,
-        command=["tl-geometry", *sys.argv[1:]],
+        name, scale=scale, out=out, seeds=seeds or [0], texts=text, encoding=encoding, changes=change, device=device,
+        progress=not quiet, command=["tl-geometry", *sys.argv[1:]],
     )  # fmt: skip
     typer.echo(f"{outcome.text()}\n{out / 'report.html'}")
 
 
 def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
     """Print a result: JSON, or one line for a person."""
-    typer.echo(json.dumps(summary, default=str) if as_json else line)
+    typer.echo(json.dumps(summary, default=str) if as_json else _arguments.printable_lines(line))
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line on standard error and exit code 2."""
+    """Run the command line. An error that the user can mend is one line on standard error and exit code 2; stopped is 130."""
     try:
-        app(prog_name="tl-geometry")
+        code = app(prog_name="tl-geometry", standalone_mode=False)
     except GeometryError as error:
-        typer.echo(f"tl-geometry: {' '.join(str(error).split())} [{shlex.join(sys.argv[1:])}]", err=True)
-        raise SystemExit(2) from None
+        raise SystemExit(_line(str(error), 2)) from None
+    except (KeyboardInterrupt, typer.Abort):
+        raise SystemExit(_line("stopped; what was finished is kept, --resume goes on from it", STOPPED)) from None
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as error:
+        said = str(getattr(error, "format_message")()) if isinstance(error, USAGE) else file_trouble(error)  # noqa: B009
+        if said is None:
+            raise
+        raise SystemExit(_line(said, 2)) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def file_trouble(error: BaseException) -> str | None:
+    """What a file system says in an exception (safetensors wraps it in its own), or ``None``."""
+    if isinstance(error, OSError) and error.errno in PLACES:
+        return f"{error.strerror}: {error.filename or 'a file'}"
+    text = str(error)
+    known = [os.strerror(number) for number in PLACES if os.strerror(number) in text]
+    return text if known and type(error).__name__ == "SafetensorError" else None
+
+
+def _line(text: str, code: int) -> int:
+    said = " ".join(text.split())
+    typer.echo(_arguments.printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
+    return code

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NoReturn
+
 
 class GeometryError(ValueError):
     """Input from which no correct answer can be computed. Nothing is lost when it is raised: files and models are as before."""
@@ -17,3 +20,45 @@ class ClosingError(GeometryError):
 
 class BudgetError(GeometryError):
     """A request that would not fit the memory budget; the text names the cheaper request."""
+
+
+def message(what: str, *, expected: object, got: object, instead: str | None = None) -> str:
+    """The one error text of the package.
+
+    >>> message("window", expected="0 <= start < end <= 8", got="(3, 12)", instead="window=(3, 8)")
+    'window: expected 0 <= start < end <= 8, got (3, 12). Use window=(3, 8).'
+    """
+    tail = f" Use {instead.rstrip('.')}." if instead else ""
+    return f"{what}: expected {expected}, got {got}.{tail}"
+
+
+def fail(
+    what: str,
+    *,
+    expected: object,
+    got: object,
+    instead: str | None = None,
+    error: type[GeometryError] = GeometryError,
+) -> NoReturn:
+    """Raise ``error`` with the text of :func:`message`."""
+    raise error(message(what, expected=expected, got=got, instead=instead))
+
+
+def require(
+    condition: object,
+    what: str,
+    *,
+    expected: object,
+    got: object,
+    instead: str | None = None,
+    error: type[GeometryError] = GeometryError,
+) -> None:
+    """Raise ``error`` unless ``condition`` holds."""
+    if not condition:
+        fail(what, expected=expected, got=got, instead=instead, error=error)
+
+
+def choice(value: str, options: Sequence[str], what: str) -> str:
+    """``value`` if it is one of ``options``, else an error that lists them."""
+    require(value in options, what, expected=f"one of {', '.join(map(repr, options))}", got=repr(value))
+    return value

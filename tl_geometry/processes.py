@@ -106,9 +106,16 @@ class Launch(NamedTuple):
 @contextmanager
 def launched(device: str) -> Iterator[Launch]:
     """Join the group of a program that ``torchrun`` started, NCCL on GPUs (``"cuda"`` becomes this process's own), gloo elsewhere."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    size = os.environ.get("WORLD_SIZE", "1")
+    require(size.isdecimal() and int(size) >= 1, "WORLD_SIZE", expected="a number of processes", got=repr(size), instead="torchrun")
+    if int(size) == 1:
         yield Launch(None, device, True)
         return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    require(
+        not missing, f"WORLD_SIZE={size}", expected="the environment that torchrun makes", got=f"no {', '.join(missing)}",
+        instead="torchrun, or unset WORLD_SIZE for one process",
+    )  # fmt: skip
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)

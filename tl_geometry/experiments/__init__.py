@@ -7,10 +7,12 @@ what was expected or published. Three scales: ``"smoke"`` (seconds, says nothing
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tl_geometry._arguments import own_folder, read_texts
 from tl_geometry._check import choice, require
 from tl_geometry.experiments import arithmetic, characters, random_tokens
 from tl_geometry.experiments.arithmetic import addition
@@ -29,6 +31,7 @@ def run(
     out: Path | None = None,
     seeds: Sequence[int] = (0,),
     texts: Sequence[Path] | None = None,
+    encoding: str = "utf-8",
     changes: Sequence[str] | None = None,
     device: str = "cpu",
     progress: bool = True,
@@ -37,17 +40,20 @@ def run(
     """Run an experiment by its name, write it to ``out``, and return it: what the command line calls.
 
     ``changes`` are settings that differ from those of the scale, such as ``"context=512"``; ``texts`` are files to train on (addition
-    makes its own lines).
+    makes its own lines). A folder that holds another experiment, or a report, is refused.
     """
     module = MODULES[choice(name, tuple(MODULES), "experiment")]
     setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
-    missing = [str(p) for p in texts or () if not p.is_file()]
-    require(not missing, "--text", expected="existing text files", got=", ".join(missing))
     require(not texts or name != "addition", "--text", expected="none for addition, which makes its own", got=len(texts or ()))
     require(len(seeds) > 0, "--seeds", expected="at least one", got="none")
     options: dict[str, Any] = {"seeds": tuple(seeds), "out": out, "device": device, "progress": progress}
     if texts:
-        options["texts"] = [p.read_text(encoding="utf-8", errors="replace") for p in texts]
+        options["texts"] = read_texts(texts, encoding, "--text")[0]
+    if out is not None:
+        own_folder(out, name)
+        out.mkdir(parents=True, exist_ok=True)
+        if not (out / "run.json").exists():  # a stopped run is known by it
+            (out / "run.json").write_text(json.dumps({"experiment": name, "finished": False}) + "\n", encoding="utf-8")
     outcome: Outcome = getattr(module, name)(setup, **options)
     if out is not None:
         outcome.save(out, command=command)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tl_geometry._check import fail, require
-from tl_geometry.results import Result
+from tl_geometry.results import Result, write_atomically
 from tl_geometry.zoo.trainer import Batch, TrainSettings, train
 
 SCALES = ("smoke", "cpu", "paper")
@@ -141,7 +141,7 @@ def run_training(
         if done in wanted and not any(r["step"] == done for r in records):
             records.extend({"step": done, **row} for row in measure(done, model))
             if folder is not None:
-                save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / f"step-{done:06d}.safetensors")
+                write_atomically(folder / f"step-{done:06d}.safetensors", dict(model.named_parameters()), {})
 
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

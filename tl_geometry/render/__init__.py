@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tl_geometry.render.sweeps import head_shares, head_types
     from tl_geometry.render.weights import coverage_curves, sphere_paths, surrogate_bars, weight_blocks
 
-_ROOMS = {
+_VIEWS = {
     "basis": ("gram", "norms", "spirals", "variance_shares"),
     "flow": (
         "angle_maps", "bundle_figure", "clouds", "first_coordinate", "noise_figure", "residual_figure", "skip_figure", "spectra_figure",
@@ -45,7 +45,7 @@ _ROOMS = {
     "weights": ("coverage_curves", "sphere_paths", "surrogate_bars", "weight_blocks"),
 }  # fmt: skip
 """Public views by the module that holds them; a module is loaded when one is first used."""
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_HOME = {name: module for module, names in _VIEWS.items() for name in names}
 
 __all__ = [
     "angle_maps",
@@ -84,12 +84,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    if name == "circuitsvis":
-        return importlib.import_module(f"{__name__}.circuitsvis")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {', '.join(__all__)}")
+if not TYPE_CHECKING:  # a type checker reads the imports above, and would take every unknown name for Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        if name == "circuitsvis":
+            return importlib.import_module(f"{__name__}.circuitsvis")
+        known = ", ".join(__all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {known}")
 
 
 def __dir__() -> list[str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from tl_geometry import linalg
+from tl_geometry._html import visible
 from tl_geometry.decomposition import Anova, PositionContext
-from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas, drawable, some, whole_ticks
+from tl_geometry.results import Provenance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +37,7 @@ def variance_shares(table: Anova, *, twin: Anova | None = None, ax: Axes | None 
         axis.set_title(name if twin is not None else "")
     axes[0].set_ylabel("share of variance")
     axes[0].legend(loc="upper right", fontsize=7, framealpha=0.9)
-    axes[0].set_xticks(table.states if len(table.states) <= 14 else table.states[::4])
+    axes[0].set_xticks(whole_ticks(table.states))
     return View(figure, title="Variance of each state", caption=f"position, context and neither, per state; {table.provenance.line()}")
 
 
@@ -50,7 +55,7 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     for name, value in values.items():
         axes[0].semilogy(basis.states, value.clamp(min=1e-12).numpy(), "o-", ms=3, color=PARTS[name], label=name)
     axes[0].set_xlabel("state")
-    axes[0].set_xticks(basis.states if len(basis.states) <= 14 else basis.states[::4])
+    axes[0].set_xticks(whole_ticks(basis.states))
     axes[0].set_ylabel("root mean square norm")
     axes[0].legend(fontsize=7)
     return View(figure, title="Norms of the parts", caption=f"root mean square over contexts and positions; {basis.provenance.line()}")
@@ -59,10 +64,10 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
 def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, twin: PositionContext | None = None) -> View:
     """The positional basis of each state on its first two principal directions, shaded by position (Song & Zhong 2023, Fig. 1).
 
-    A second row shows the untrained twin on its own directions. Axes are scaled per panel; the share of |pos|^2 that the two
-    directions hold stands above it.
+    By default at most seven states at even distances. A second row shows the untrained twin on its own directions. Axes are scaled per
+    panel; the share of |pos|^2 that the two directions hold stands above it.
     """
-    chosen = states or basis.states
+    chosen = states or tuple(some(basis.states, 7))
     rows = [b for b in (basis, twin) if b is not None]
     figure, axes = canvas(len(chosen), len(rows), size=(1.9, 2.0))
     for r, current in enumerate(rows):
@@ -85,8 +90,10 @@ def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, tw
                 axis.set_ylabel("u2" if twin is None else ("trained: u2", "untrained twin: u2")[r])
             if c == len(chosen) - 1:
                 figure.colorbar(shade, ax=axis, label="position", shrink=0.8)
+    which = "" if len(chosen) == len(basis.states) else f"{len(chosen)} of {len(basis.states)} states; "
     caption = (
-        "two leading principal directions of pos, colour by position; above, their share of |pos|^2 and how many outliers lie off the frame"
+        f"{which}two leading principal directions of pos, colour by position; above, their share of |pos|^2 and how many outliers lie off "
+        "the frame"
     )
     return View(figure, title="Positional basis of each state", caption=f"{caption}; {basis.provenance.line()}")
 
@@ -126,3 +133,44 @@ def gram(basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | 
     return View(
         figure, title=f"Normalised Gram matrix, state {state}", caption=f"cosines; contexts ordered by document; {basis.provenance.line()}"
     )
+
+
+def token_norms(
+    norms: Float[Tensor, "sample position"],
+    window: tuple[int, int],
+    marked: Sequence[tuple[int, float, str]],
+    *,
+    state: int,
+    title: str,
+    provenance: Provenance,
+    ax: Axes | None = None,
+) -> View:
+    """Norm of every token of some contexts by its position, the largest ones named: ``marked`` holds position, norm and token of each.
+
+    Where a few tokens stand far above the others, sums of squares are about them.
+    """
+    figure, axes = canvas(ax=ax, size=(6.4, 3.2))
+    axis, column = axes[0], torch.arange(*window)
+    axis.scatter(column.expand_as(norms).flatten(), norms.flatten(), s=3, color="#999999", alpha=0.35, lw=0, rasterized=True)
+    axis.plot(column, norms.median(0).values, color="#0072b2", lw=1, label="median of the contexts")
+    axis.scatter([p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color="#d55e00", zorder=3)
+    axis.set_yscale("log")
+    seen: dict[tuple[int, str], float] = {}
+    for position, norm, token in marked:  # the largest of each position and token
+        seen.setdefault((position, token), norm)
+    usual, below = float(norms.median()), 0.0
+    for (position, token), norm in [item for item in seen.items() if item[1] > 3 * usual][:8]:
+        if below and norm > 0.8 * below:  # its name would lie on the one above
+            continue
+        right, below = position < (window[0] + window[1]) / 2, norm
+        short = token if len(token) <= 16 else f"{token[:15]}…"
+        axis.annotate(
+            f"{drawable(visible(short))} at {position}", (position, norm), xytext=(6 if right else -6, 0), textcoords="offset points",
+            ha="left" if right else "right", va="center", fontsize=7,
+        )  # fmt: skip
+    axis.set_xlabel("position")
+    axis.set_ylabel(f"norm in state {state}")
+    axis.set_title(drawable(title), fontsize=9, loc="left")
+    axis.legend(fontsize=7, loc="lower right")
+    caption = f"a point for every token of {len(norms)} sampled contexts; the largest are named"
+    return View(figure, title=title, caption=f"{caption}; {provenance.line()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,39 @@ def canvas(
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, **options)
         return figure, [a for row in grid for a in row]
+
+
+def some(values: Sequence[int], most: int) -> list[int]:
+    """At most ``most`` of the values at even distances, the first and the last among them.
+
+    >>> some(range(31), 7)
+    [0, 5, 10, 15, 20, 25, 30]
+    """
+    last = len(values) - 1
+    if last < most:
+        return list(values)
+    return [values[round(i * last / (most - 1))] for i in range(most)]
+
+
+def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
+    """Ticks for states or layers: all of a few, every second, fifth or tenth of many.
+
+    >>> whole_ticks(range(31))
+    [0, 5, 10, 15, 20, 25, 30]
+    """
+    step = next((s for s in (1, 2, 5, 10, 20, 50) if (values[-1] - values[0]) / s < most), 100)
+    return [v for v in values if v % step == 0]
+
+
+def shades(figure: Figure, axis: Axes | Sequence[Axes], values: Sequence[int], label: str, cmap: str = SEQUENTIAL) -> Any:
+    """A colour for each of the values, with a colour bar where a legend would not fit; call the result with a value."""
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    scale = ScalarMappable(Normalize(values[0], max(values[-1], values[0] + 1)), matplotlib.colormaps[cmap])
+    figure.colorbar(scale, ax=axis, label=label, shrink=0.8, ticks=whole_ticks(values, 8))  # type: ignore[arg-type]
+    return scale.to_rgba
 
 
 def drawable(text: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_geometry._check import require
 from tl_geometry.frames import top_directions
 from tl_geometry.noise import LAWS
-from tl_geometry.render.figure import SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import SEQUENTIAL, View, canvas, shades, whole_ticks
 from tl_geometry.residuals import flow_map
 from tl_geometry.verbs.ensemble import Trajectories
 from tl_geometry.verbs.flows import FlowReport
@@ -63,7 +63,7 @@ def bundle_figure(
         )  # fmt: skip
     axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
     if shade is not None:
-        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, pad=0.15, ticks=ensemble.states if len(ensemble.states) <= 12 else None)
+        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, pad=0.15, ticks=whole_ticks(ensemble.states))
     caption = f"{len(points)} of {len(ensemble)} trajectories; {ensemble.provenance.line()}"
     return View(figure, title="Bundle of trajectories", caption=caption)
 
@@ -71,7 +71,7 @@ def bundle_figure(
 def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None = None) -> View:
     """Histogram of the first singular coordinate of every state, one row each: nearly the ensemble mean, far from zero."""
     frames = ensemble.frames(align="none")
-    figure, axes = canvas(ax=ax, size=(4.4, 3.2))
+    figure, axes = canvas(ax=ax, size=(4.4, max(3.2, 0.16 * len(ensemble.states) + 0.8)))
     for t, state in enumerate(ensemble.states):
         value = ensemble.X[:, t].double() @ frames.U[t, :, 0]
         value = value * (1 if float(value.mean()) >= 0 else -1)
@@ -104,18 +104,13 @@ def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
 
 def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
     """Singular values of every state against rank, log-log; rank 1 (the mean) is left out (Sarfati et al. 2025, Fig. 2b)."""
-    import matplotlib
-
     S = ensemble.frames(align="none").S
-    figure, axes = canvas(ax=ax, size=(4.2, 3.0))
-    shade = matplotlib.colormaps[TIME]
+    figure, axes = canvas(ax=ax, size=(4.6, 3.0))
+    colour = shades(figure, axes[0], ensemble.states, "state", TIME)
     for t, state in enumerate(ensemble.states):
         values = S[t, 1:512]
-        colour = shade(t / max(1, len(ensemble.states) - 1))
-        axes[0].loglog(range(2, 2 + len(values)), values.clamp(min=1e-12), color=colour, lw=1, label=f"state {state}")
+        axes[0].loglog(range(2, 2 + len(values)), values.clamp(min=1e-12), color=colour(state), lw=1)
     axes[0].set(xlabel="rank", ylabel="singular value")
-    if len(ensemble.states) <= 8:
-        axes[0].legend(fontsize=7)
     return View(figure, title="Singular values", caption=f"from rank 2, blue first layers, red last; {ensemble.provenance.line()}")
 
 
@@ -161,21 +156,23 @@ def yardstick_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     for name, table in curves.items():
         step = table.diagonal(1)
         axes[0].plot(report.states[1:], step, "o-", ms=3, lw=2 if name == "rotation and stretch" else 1, label=name)
-    axes[0].set(xlabel="t + 1", ylabel="relative error, t to t + 1", ylim=(0, None))
+    axes[0].set(xlabel="t + 1", ylabel="relative error, t to t + 1", ylim=(0, None), xticks=whole_ticks(report.states[1:]))
+    usual = max(float(step.nan_to_num().quantile(0.9)) for step in (v.diagonal(1) for v in curves.values()))
+    if max(float(v.diagonal(1).nan_to_num().max()) for v in curves.values()) > 5 * usual > 0:  # one jump would flatten all the rest
+        axes[0].set_yscale("log")
     axes[0].legend(fontsize=7)
     return View(figure, title="Maps from one state to the next", caption=f"held out; {report.provenance.line()}")
 
 
 def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati et al. 2025, Eq. 2)."""
-    import matplotlib
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = canvas(ax=ax, size=(4.4, 3.0))
+    figure, axes = canvas(ax=ax, size=(4.8, 3.0))
     table, states = report.in_sample["log_variance"], torch.tensor(report.states, dtype=torch.float64)
-    shade = matplotlib.colormaps[TIME]
+    shade = shades(figure, axes[0], report.states[:-1], "t", TIME)
     for i in range(len(states) - 1):
-        colour = shade(i / max(1, len(states) - 2))
+        colour = shade(report.states[i])
         ends = states[i + 1 :]
         axes[0].plot(ends, table[i, i + 1 :], "o", ms=3, color=colour)
         for law, style in zip(LAWS, ("-", ":"), strict=True):

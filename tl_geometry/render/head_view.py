@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_geometry import _check
 from tl_geometry._check import require
 from tl_geometry.head_types import HEAD_TYPES
-from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable, whole_ticks
 from tl_geometry.render.page import PageView, document
 from tl_geometry.results import Result
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FIRST = ("cs_position", "lift")
 """Columns shown at first, the first that a table has."""
+NUMBERED = 160
+"""Cells of a map up to which each has its number written in it."""
 
 
 def heads(sweep: Result, value: str | None = None, *, title: str | None = None) -> PageView:
@@ -40,7 +42,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     >>> heads(sweep, "induction").title
     'SweepTable by layer and head'
     """
-    pairs, columns = numbers(sweep)
+    pairs, columns = numbers(_table(sweep, "heads"))
     chosen = _chosen(value, columns)
     words = {n: [str(row[i]) for row in sweep.rows()] for i, n in enumerate(sweep.columns()) if n not in ("layer", "head", *columns)}
     layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
@@ -67,14 +69,23 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
 
 def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None) -> View:
     """The same map as an image for paper, with the number in each cell of a small one. Arguments as :func:`heads`."""
-    pairs, columns = numbers(sweep)
+    pairs, columns = numbers(_table(sweep, "head_grid"))
     name = _chosen(value, columns)
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
-    figure, axes = canvas(ax=ax, size=(0.5 * count + 1.8 if count <= 16 else 9, 0.34 * rows + 1.2))
+    tall = 0.34 if rows * count <= NUMBERED else 0.2
+    figure, axes = canvas(ax=ax, size=(0.5 * count + 1.8 if count <= 16 else 9, tall * rows + 1.2))
     draw_map(axes[0], pairs, columns[name], name.replace("_", " "), *scale(name, columns[name]))
     axes[0].set_ylabel("layer")
     title = f"{type(sweep).__name__}: {name}"
     return View(figure, title=title, caption=f"{name} of each head; {sweep.provenance.line()}")
+
+
+def _table(value: object, what: str) -> Result:
+    """``value`` if it is a result with a row for each head, else an error that says where one comes from."""
+    if not isinstance(value, Result) or not {"layer", "head"} <= set(value.columns()):
+        got, instead = type(value).__name__, "sweep_heads(model, tokens, basis) or weight_geometry(model, basis)"
+        _check.fail(what, expected="a table with a row for each layer and head", got=got, instead=instead)
+    return value
 
 
 def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tensor, " head"]]]:
@@ -114,11 +125,12 @@ def draw_map(axis: Axes, heads: Sequence[tuple[int, int]], values: Tensor, title
     image = axis.imshow(
         grid.numpy(), cmap=DIVERGING if low < 0 else SEQUENTIAL, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
     )
-    axis.set_title(title, fontsize=9)
+    axis.set_title(drawable(title), fontsize=9)
     axis.set_xlabel("head")
-    axis.set_xticks(range(grid.shape[1]) if grid.shape[1] <= 16 else range(0, grid.shape[1], 4))
-    axis.set_yticks(range(len(layers)), [str(layer) for layer in layers])
-    for row, column in torch.isfinite(grid).nonzero().tolist() if grid.numel() <= 160 else ():
+    axis.set_xticks(whole_ticks(range(grid.shape[1]), 17))
+    rows = whole_ticks(range(len(layers)), 17)
+    axis.set_yticks(rows, [str(layers[row]) for row in rows])
+    for row, column in torch.isfinite(grid).nonzero().tolist() if grid.numel() <= NUMBERED else ():
         value = float(grid[row, column])
         bright = abs(value) < 0.6 * high if low < 0 else value > (low + high) / 2
         text = f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"

@@ -9,8 +9,9 @@ import torch
 
 from tl_geometry import _check, linalg, positional
 from tl_geometry._check import fail, require
+from tl_geometry._html import visible
 from tl_geometry.decomposition import PositionContext
-from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas, drawable, shades, whole_ticks
 from tl_geometry.verbs.measures import ContextualReport, PositionalReport, StateMeasures
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def fourier(report: PositionalReport, *, states: Sequence[int] | None = None, sk
         image = axis.imshow(values.numpy(), interpolation="nearest", **look)
         axis.set_title(f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8)
         axis.set_xlabel("frequency")
+        axis.set_xticks(whole_ticks(range(int(skip_constant), report.fourier.shape[-1]), 6))
     figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")
     caption = f"shared colour limits; the percentage is the share of the first {report.fourier.shape[-1]} frequencies"
@@ -115,7 +117,8 @@ def planes(basis: PositionContext, *, states: Sequence[int] | None = None, conte
         axis.set_xticks([])
         axis.set_yticks([])
     axes[0].set_ylabel("u2")
-    caption = f"pos (colour by position) and cvec of {contexts} contexts (grey) on the two leading directions of pos"
+    which = "" if len(rows) == len(basis.states) else f"{len(rows)} of {len(basis.states)} states; "
+    caption = f"{which}pos (colour by position) and cvec of {contexts} contexts (grey) on the two leading directions of pos"
     return View(figure, title="Position and context in the plane of pos", caption=f"{caption}; {basis.provenance.line()}")
 
 
@@ -128,6 +131,7 @@ def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
             axis.plot(report.states, null, "--", lw=1, color=NULLS[kind], label=kind)
     axis.set_title(name.replace("_", " "), fontsize=9)
     axis.set_xlabel("state")
+    axis.set_xticks(whole_ticks(report.states, 8))
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=6)
 
@@ -164,20 +168,14 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
         expected=f"one of {', '.join(report.curve) or 'no measure (jackknife=False)'}",
         got=repr(name),
     )
-    import matplotlib
-
-    figure, axes = canvas(ax=ax, size=(3.6, 2.6))
-    colours = matplotlib.colormaps[SEQUENTIAL]
+    figure, axes = canvas(ax=ax, size=(4.2, 2.8))
+    shade = shades(figure, axes[0], report.states, "state")
     for i, state in enumerate(report.states):
-        share = i / max(1, len(report.states) - 1)
-        axes[0].semilogx(
-            report.curve_contexts, report.curve[name][:, i].numpy(), "o-", ms=3, lw=1, color=colours(0.9 * share), label=f"{state}"
-        )
+        axes[0].semilogx(report.curve_contexts, report.curve[name][:, i].numpy(), "o-", ms=3, lw=1, color=shade(state))
     axes[0].set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
     axes[0].minorticks_off()
     axes[0].set_xlabel("contexts")
     axes[0].set_ylabel(name.replace("_", " "))
-    axes[0].legend(fontsize=6, title="state", ncols=2)
     return View(figure, title=f"{name} and the size of the corpus", caption=f"means over disjoint blocks; {report.provenance.line()}")
 
 
@@ -190,8 +188,9 @@ def similarity(report: ContextualReport, *, state: int | None = None, ax: Axes |
     image = axes[0].imshow(report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest")
     count = report.similarity.shape[-1]
     if 0 < len(report.names) == count <= 12:
-        axes[0].set_xticks(range(count), report.names, rotation=60, ha="right", fontsize=6)
-        axes[0].set_yticks(range(count), report.names, fontsize=6)
+        names = [drawable(visible(name)) for name in report.names]
+        axes[0].set_xticks(range(count), names, rotation=60, ha="right", fontsize=6)
+        axes[0].set_yticks(range(count), names, fontsize=6)
     else:
         axes[0].set_xlabel("document")
         axes[0].set_ylabel("document")

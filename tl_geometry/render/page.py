@@ -62,7 +62,7 @@ def document(title: str, data: Mapping[str, Any], script: str) -> str:
     code = f"'use strict';\n{helpers}{body}"
     allowed = f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
-    text = json.dumps({"title": title, **data}, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_shown({"title": title, **data}), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return (
@@ -70,6 +70,15 @@ def document(title: str, data: Mapping[str, Any], script: str) -> str:
         f"<title>{_html.escape(title)}</title><style>{style}</style></head><body>"
         f'<script type="application/json" id="data">{text}</script><script>{code}</script></body></html>'
     )
+
+
+def _shown(value: Any) -> Any:
+    """Data with every text as :func:`tl_geometry._html.visible` shows it."""
+    if isinstance(value, str):
+        return _html.visible(value)
+    if isinstance(value, Mapping):
+        return {_shown(k): _shown(v) for k, v in value.items()}
+    return [_shown(v) for v in value] if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float) else value
 
 
 def small_png(view: View, limit: int) -> bytes:

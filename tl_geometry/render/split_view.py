@@ -83,6 +83,9 @@ def split(
     >>> view.title, "closing error" in view.caption
     ('Split of the scores of L1H0', True)
     """
+    if not isinstance(split, ScoreSplit):
+        instead = "split_scores(model, tokens, basis)"
+        fail("split", expected="a ScoreSplit", got=type(split).__name__, instead=instead)
     rows = _rows(split, heads)
     one = _narrow(split, rows, _check.index(context, split.q.shape[1], "context"))
     chosen = planes_of(one, planes)

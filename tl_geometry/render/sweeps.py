@@ -9,7 +9,7 @@ from tl_geometry.verbs.sweep import SweepTable
 
 def head_shares(sweep: SweepTable) -> View:
     """Covariance shares of position, content and mixed terms for every head; each triple adds up to one."""
-    figure, axes = canvas(len(sweep.groups), size=(3.4, 2.6))
+    figure, axes = canvas(len(sweep.groups), size=(3.4, _height(sweep)))
     for column, (axis, group) in enumerate(zip(axes, sweep.groups, strict=True)):
         draw_map(axis, sweep.heads, sweep.group_cs[:, column], f"share of {group}", -1.0, 1.0)
     axes[0].set_ylabel("layer")
@@ -18,10 +18,15 @@ def head_shares(sweep: SweepTable) -> View:
     )
 
 
+def _height(sweep: SweepTable) -> float:
+    """Inches in which the rows of a deep model stay apart."""
+    return max(2.6, 0.13 * len({layer for layer, _ in sweep.heads}) + 0.8)
+
+
 def head_types(sweep: SweepTable) -> View:
     """Head-type scores on repeated random tokens for every head; uniform attention's score stands in each title."""
     names = [n for n in ("previous", "induction", "duplicate") if n in sweep.types]
-    figure, axes = canvas(len(names), size=(3.4, 2.6))
+    figure, axes = canvas(len(names), size=(3.4, _height(sweep)))
     for axis, name in zip(axes, names, strict=True):
         draw_map(axis, sweep.heads, sweep.types[name], f"{name} (uniform {sweep.baselines[name]:.2f})", 0.0, 1.0)
     axes[0].set_ylabel("layer")

@@ -11,7 +11,7 @@ import torch
 from tl_geometry import _check, _html
 from tl_geometry._check import Head, require
 from tl_geometry.interventions.surrogates import SurrogateEffect
-from tl_geometry.render.figure import SEQUENTIAL, View, canvas, drawable
+from tl_geometry.render.figure import SEQUENTIAL, View, canvas, drawable, shades, whole_ticks
 from tl_geometry.verbs.paths import TokenPaths
 from tl_geometry.verbs.weights import TokenReadout, WeightGeometry
 
@@ -71,21 +71,16 @@ def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = 
     present = sorted({l for l, _ in readout.heads})
     chosen = _check.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
     require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
-    import matplotlib
-
-    colours = matplotlib.colormaps[SEQUENTIAL]
-    figure, axes = canvas(ax=ax, size=(4.4, 3.0))
+    figure, axes = canvas(ax=ax, size=(4.8, 3.0))
     steps = range(1, readout.values.shape[1] + 1)
-    named: set[int] = set()
+    shade = shades(figure, axes[0], sorted(chosen), "layer")
     for (layer, _), curve in zip(readout.heads, readout.coverage, strict=True):
         if layer in chosen:
-            shade = colours(chosen.index(layer) / max(1, len(chosen) - 1))
-            axes[0].plot(steps, curve, color=shade, lw=0.8, label=None if layer in named else f"layer {layer}")
-            named.add(layer)
+            axes[0].plot(steps, curve, color=shade(layer), lw=0.8)
     axes[0].plot(steps, [s / len(steps) for s in steps], "k:", lw=0.8, label="equal singular values")
     axes[0].set_xlabel("singular directions")
     axes[0].set_ylabel("share of their sum")
-    axes[0].legend(fontsize=6, ncols=2)
+    axes[0].legend(fontsize=7)
     return View(
         figure,
         title=f"Coverage of W_{readout.kind}",
@@ -111,7 +106,7 @@ def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] |
     for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
         label(f"{paths.method} {n}")
     if shade is not None:
-        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, pad=0.12, ticks=range(points.shape[1]))
+        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, pad=0.12, ticks=whole_ticks(range(points.shape[1])))
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
     caption = f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; {paths.provenance.line()}"
     return View(figure, title="Paths on the sphere", caption=caption)

@@ -1,118 +1,115 @@
 """The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors results and ``run.json``.
 
-A section is a function ``section(analysis) -> Section | None`` in a module of this package, named in :data:`SECTIONS` in
-reading order. To add one, write the function and add its name; ``None`` leaves it out (with nothing said).
+A section is a function ``section(analysis) -> Section`` in a module of this package, named in :data:`SECTIONS` in reading order, with
+``estimate(analysis) -> float``, the seconds that it takes at full size. To add one, write both and add its name. A section never
+returns nothing: what it cannot do is a card that says why (:class:`Draft`). It is written as soon as it is finished.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from tl_geometry import _html
+from tl_geometry._arguments import SECTIONS
 from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import GeometryError
 from tl_geometry.records import ModelView, TokenWindows
-from tl_geometry.report import page
-from tl_geometry.results import SOURCES, Result
+from tl_geometry.report.clock import Clock
+from tl_geometry.report.folder import Folder
+from tl_geometry.report.section import Card, Draft, Figure, Section, failure, upright
 
-SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
-"""Modules of this package that hold a ``section`` function, in reading order."""
+TITLES = {
+    "overview": "What was analysed",
+    "basis": "Position and context",
+    "heads": "What drives each head",
+    "measures": "Measures of position and context",
+    "weights": "Weights and the sphere",
+    "flow": "Trajectories as a flow",
+}
+"""Section -> its title."""
+WEIGHTS = {"decompose": 26, "overview": 1, "basis": 12, "heads": 24, "measures": 9, "weights": 8, "flow": 28}
+"""Share of the time that each stage may take, measured on a model of 30 layers."""
 
 
-@runtime_checkable
-class Figure(Protocol):
-    """Anything that shows itself as an HTML fragment (see :mod:`tl_geometry.render`)."""
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds of a forward pass for each token, without and with the output head, and of a singular value decomposition.
 
-    def html(self) -> str: ...
+    The last is for each ``rows * columns * min(rows, columns)``: how fast this machine, as busy as it is, does linear algebra.
+    """
+
+    token: float = 0.0
+    output: float = 0.0
+    svd: float = 2e-9
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
-    """What sections are made from: the model, the tokens, the basis, its null and its untrained twin (where there is one)."""
+    """What sections are made from: the model, the tokens, the basis, and the time that there is.
+
+    ``embedded`` says that this is the embedded model, which has an untrained twin; ``smaller`` are remarks on what was made smaller
+    to keep the budget.
+    """
 
     model: Any
     view: ModelView
     windows: TokenWindows
     basis: PositionContext
-    null: PositionContext | None = None
-    twin: PositionContext | None = None
+    clock: Clock
+    costs: Costs = Costs()
+    embedded: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
-    progress: bool = True
+    smaller: tuple[str, ...] = ()
+
+    def pick(self, count: int) -> TokenWindows:
+        """``count`` windows at even distances."""
+        import torch
+
+        return self.windows[torch.linspace(0, len(self.windows) - 1, min(count, len(self.windows))).long()]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Section:
-    """One part of the report: paragraphs (plain text, escaped), figures, and tables that are also written as CSV and safetensors."""
-
-    title: str
-    text: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
-    tables: dict[str, Result] = field(default_factory=dict)
-
-    def html(self) -> str:
-        """The section as an HTML fragment."""
-        parts = [f"<section><h2>{_html.escape(self.title)}</h2>", *(f"<p>{_html.escape(t)}</p>" for t in self.text)]
-        parts += [f'<div class="card">{figure.html()}</div>' for figure in self.figures]
-        for name, table in self.tables.items():
-            body = _html.table(*upright(table), caption=name)
-            long = len(table.rows()) > 12 or len(table.columns()) > 12
-            parts.append(f"<details><summary>Table: {_html.escape(name)}</summary>" if long else "")
-            parts.append(f'<div class="scroll">{body}</div>' + ("</details>" if long else ""))
-        return "".join([*parts, "</section>"])
+def make(analysis: Analysis, name: str) -> Section:
+    """One section; where it cannot be had at all, a section with a card that says why."""
+    title = TITLES[name]
+    try:
+        analysis.clock.begin(name, estimate(analysis, name), title)
+        return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
+    except GeometryError as error:
+        return Section(title=title, figures=[Card(kind="refused", what="this section", why=" ".join(str(error).split()))])
+    except Exception as error:
+        return Section(title=title, figures=[failure("this section", error)])
 
 
-def upright(table: Result, *, widest: int = 12) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Columns and rows of a table for the page: one with many columns and few rows stands on its side, a measure per line."""
-    columns, rows = table.columns(), table.rows()
-    if len(columns) <= widest or len(rows) > widest:
-        return columns, rows
-    return [columns[0], *(str(row[0]) for row in rows)], [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i]
+def estimate(analysis: Analysis, name: str) -> float:
+    """Seconds that a section takes at full size."""
+    return importlib.import_module(f"tl_geometry.report.{name}").estimate(analysis)
 
 
-def sections(analysis: Analysis, names: Sequence[str] = SECTIONS) -> list[Section]:
-    """All sections that apply to this analysis, in order."""
-    made = []
+def write(
+    analysis: Analysis, out: Path, *, command: Sequence[str] = (), names: Sequence[str] = SECTIONS, folder: Folder | None = None
+) -> dict[str, Any]:
+    """Write the report into ``out``, each section as it is finished, and return the summary that is also written as ``run.json``.
+
+    Sections that ``folder`` knows to be finished are not made again. ``summary["failed"]`` names the sections with an unexpected error.
+    """
+    folder = folder or Folder(out, analysis.view.name, command=command, versions=versions())
+    folder.describe(analysis.basis.provenance, notes=(*analysis.notes, *analysis.smaller), names=names)
+    analysis.clock.expect({name: estimate(analysis, name) for name in names if not folder.has(name)})
     for name in names:
-        build: Callable[[Analysis], Section | None] = importlib.import_module(f"tl_geometry.report.{name}").section
-        part = build(analysis)
-        if part is not None:
-            made.append(part)
-    return made
-
-
-def write(analysis: Analysis, out: Path, *, command: Sequence[str] = (), names: Sequence[str] = SECTIONS) -> dict[str, Any]:
-    """Write the report into ``out`` and return the summary that is also written as ``run.json``."""
-    out.mkdir(parents=True, exist_ok=True)
-    made = sections(analysis, names)
-    for part in made:
-        for name, table in part.tables.items():
-            table.to_dataframe().to_csv(out / f"{name}.csv", index=False)
-            table.save(out / f"{name}.safetensors")
-    analysis.basis.save(out / "basis.safetensors")
-    provenance = dataclasses.asdict(analysis.basis.provenance)
-    summary = {
-        "command": list(command),
-        "provenance": provenance,
-        "versions": versions(),
-        "notes": list(analysis.notes),
-        "sections": [part.title for part in made],
-        "files": sorted(p.name for p in out.iterdir() if p.suffix in (".csv", ".safetensors") and p.stem != "checkpoint"),
-        "tables": {n: {"columns": list(t.columns()), "rows": [list(r) for r in t.rows()]} for part in made for n, t in part.tables.items()},
-    }
-    sources = [SOURCES[key] for key in analysis.basis.provenance.sources]
-    text = page.document(f"Geometry of {analysis.view.name}", [part.html() for part in made], [part.title for part in made], sources)
-    (out / "report.html").write_text(text, encoding="utf-8")
-    brief = {k: v for k, v in summary.items() if k != "tables"}
-    (out / "run.json").write_text(json.dumps(brief, indent=2, default=str) + "\n", encoding="utf-8")
-    return summary
+        if folder.has(name):
+            analysis.clock.skip(name)
+            continue
+        started = analysis.clock.elapsed()
+        made = make(analysis, name)
+        folder.add(name, made, seconds=analysis.clock.elapsed() - started)
+    analysis.clock.finish()
+    return folder.finish(analysis.clock.elapsed())
 
 
 def versions() -> dict[str, str]:
@@ -127,3 +124,9 @@ def versions() -> dict[str, str]:
         except Exception:  # an uninstalled checkout has no metadata
             found[name] = "unknown"
     return {"python": platform.python_version(), "platform": sys.platform, **found}
+
+
+__all__ = [
+    "SECTIONS", "TITLES", "WEIGHTS", "Analysis", "Card", "Clock", "Costs", "Draft", "Figure", "Folder", "Section", "make", "upright",
+    "versions", "write",
+]  # fmt: skip

@@ -1,36 +1,95 @@
-"""How much of each state is position, context, or neither; the positional curves; norms; the normalised Gram matrix."""
+"""How much of each state is position, context, or neither; the positional curves; norms, and tokens that dwarf the others."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from tl_geometry.decomposition import PositionContext
 from tl_geometry.render import basis as views
-from tl_geometry.report import Analysis, Section
+from tl_geometry.report import TITLES, Analysis, Draft, Section, massive
+from tl_geometry.verbs.decompose import decompose, glue
+
+NULL_CONTEXTS = 256
+"""Windows of the null and of the untrained twin."""
+
+
+def estimate(analysis: Analysis) -> float:
+    """Seconds of the null (and the twin) at full size."""
+    count = min(NULL_CONTEXTS, len(analysis.windows))
+    return 5.0 + 1.1 * (1 + analysis.embedded) * analysis.costs.token * count * analysis.windows.tokens.shape[1]
+
+
+def spliced(analysis: Analysis, count: int) -> PositionContext:
+    """The basis of windows spliced from random places of the same corpus: the null of the context share."""
+    return decompose(analysis.view, glue(analysis.pick(count), seed=analysis.seed), keep_ctx=False, **_small(analysis))
+
+
+def untrained(analysis: Analysis, count: int) -> PositionContext:
+    """The basis of the embedded model's untrained twin on some of the windows."""
+    from tl_geometry.report.build import load_model
+
+    view = analysis.view
+    kind = "hooked" if view.kind == "HookedTransformer" else "bridge"
+    dtype = str(view.dtype).removeprefix("torch.")
+    twin = load_model(None, kind=kind, processed=view.processed, dtype=dtype, device=str(view.device), trained=False)
+    return decompose(twin, analysis.pick(count), **_small(analysis))
+
+
+def _small(analysis: Analysis) -> dict[str, Any]:
+    return {"second_moments": False, "keep": 0, "progress": False, "seed": analysis.seed}
 
 
 def section(analysis: Analysis) -> Section:
     """The mean decomposition of every state."""
-    basis, twin = analysis.basis, analysis.twin
-    table = basis.anova(null=analysis.null)
-    states = basis.states if len(basis.states) <= 7 else tuple(basis.states[round(i * (len(basis.states) - 1) / 6)] for i in range(7))
-    middle = basis.states[len(basis.states) // 2]
-    shares = table.shares
-    row = basis.index(middle)
-    text = [
+    draft, basis = Draft(TITLES["basis"]), analysis.basis
+    draft.text.append(
         "Every state is split into mean + pos + ctx + resid (Song & Zhong 2023, Eq. 2): what all positions and contexts share, what depends on the "
-        "position alone, on the context alone, and on both. The squared norms of the last three add up to the variance.",
-        f"At state {middle}: {float(shares['pos'][row]):.1%} position ({float(table.pos_debiased[row]):.1%} after the correction for sampling noise, "
-        f"reliability {float(table.pos_reliability[row]):.3f} between halves of the corpus), {float(shares['ctx'][row]):.1%} context, "
-        f"{float(shares['resid'][row]):.1%} neither.",
-    ]
-    if table.ctx_null is not None:
-        text.append(
-            f"Windows glued from random places of the same corpus have a context share of {float(table.ctx_null[row]):.1%} there, and the two ends of a "
-            f"window agree with a correlation of {float(table.ctx_agreement[row]):.2f}: the part of the context share above the glued one is what "
-            "lasts longer than a piece of text."
+        "position alone, on the context alone, and on both. The squared norms of the last three add up to the variance."
+    )
+    null, twin = _beside(draft, analysis)
+    middle = basis.states[len(basis.states) // 2]
+    with draft.part("the analysis of variance"):
+        table = basis.anova(null=null)
+        draft.tables["anova"] = table
+        row, shares = basis.index(middle), table.shares
+        draft.text.append(
+            f"At state {middle}: {float(shares['pos'][row]):.1%} position ({float(table.pos_debiased[row]):.1%} after the correction for sampling noise, "
+            f"reliability {float(table.pos_reliability[row]):.3f} between halves of the corpus), {float(shares['ctx'][row]):.1%} context, "
+            f"{float(shares['resid'][row]):.1%} neither."
         )
-    figures = [
-        views.variance_shares(table, twin=None if twin is None else twin.anova()),
-        views.spirals(basis, states=states, twin=twin),
-        views.norms(basis),
-        views.gram(basis, middle),
-    ]
-    return Section(title="Position and context", text=text, figures=figures, tables={"anova": table})
+        if table.ctx_null is not None:
+            draft.text.append(
+                f"Windows glued from random places of the same corpus have a context share of {float(table.ctx_null[row]):.1%} there, and the two ends of a "
+                f"window agree with a correlation of {float(table.ctx_agreement[row]):.2f}: the part of the context share above the glued one is what "
+                "lasts longer than a piece of text."
+            )
+        draft.draw(views.variance_shares(table, twin=None if twin is None else twin.anova()))
+    with draft.part("massive tokens"):
+        massive.add(draft, analysis)
+    with draft.part("the positional basis of each state"):
+        draft.draw(views.spirals(basis, twin=twin))
+    with draft.part("norms of the parts"):
+        draft.draw(views.norms(basis))
+    with draft.part("the normalised Gram matrix"):
+        draft.draw(views.gram(basis, middle))
+    return draft.section()
+
+
+def _beside(draft: Draft, analysis: Analysis) -> tuple[PositionContext | None, PositionContext | None]:
+    """The null and the twin, as far as the time allows."""
+    clock, each = analysis.clock, 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
+    most = min(NULL_CONTEXTS, len(analysis.windows))
+    null = twin = None
+    least = min(16, most)
+    if count := clock.fits(each, most, least, share=0.45 if analysis.embedded else 0.9):
+        clock.say(f"{count} spliced windows")
+        with draft.part("the null of spliced windows"):
+            null = spliced(analysis, count)
+        if count < most:
+            draft.text.append(f"The null is made of {count} windows in place of {most}, to keep the budget.")
+    else:
+        draft.too_long("the null of spliced windows", least * each)
+    if analysis.embedded:
+        with draft.part("the untrained twin"):
+            twin = untrained(analysis, max(count, least))
+    return null, twin

@@ -1,128 +1,251 @@
-"""From the arguments of ``tl-geometry report`` to an :class:`~tl_geometry.report.Analysis`: load, cut, decompose."""
+"""From the arguments of ``tl-geometry report`` to an :class:`~tl_geometry.report.Analysis`: load, choose sizes, cut, decompose."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tl_geometry import zoo
+from tl_geometry import __version__, zoo
+from tl_geometry._arguments import CLASSES, DTYPES, read_texts
 from tl_geometry._check import choice, fail, require
 from tl_geometry.capture import as_view
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.errors import GeometryError
 from tl_geometry.records import ModelView, TokenWindows
-from tl_geometry.report import SECTIONS, Analysis, write
-from tl_geometry.verbs.decompose import decompose, glue, windows
+from tl_geometry.report import SECTIONS, WEIGHTS, Analysis, Clock, Costs, Folder, versions, write
+from tl_geometry.report.clock import span
+from tl_geometry.verbs.decompose import decompose, windows
 
-CONTEXTS, NULL_CONTEXTS, LENGTH = 1024, 256, 512
-"""Windows of the corpus, windows of the null and of the untrained twin, and longest window, where the user does not say."""
+CONTEXTS, LENGTH, BUDGET = 1024, 512, 600.0
+"""Windows of the corpus, longest window and seconds, where the user does not say."""
+ENOUGH, SHORTEST = 256, 128
+"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the time of the decomposition."""
+SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
+"""Bytes that position sums may take before windows are halved, and bytes of the contexts that are kept whole."""
+GROUPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a report was asked for: the options of the command."""
+
+    model: str | None = None
+    corpus: tuple[Path, ...] = ()
+    encoding: str = "utf-8"
+    contexts: int | None = None
+    length: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    kind: str = "bridge"
+    processed: bool = False
+    bos: bool | None = None
+    seed: int = 0
+    budget: float = BUDGET
+    sections: tuple[str, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sections to write."""
+        return SECTIONS if self.sections is None else self.sections
+
+    def loading(self) -> dict[str, Any]:
+        """Options of :func:`load_model`."""
+        return {"kind": self.kind, "processed": self.processed, "dtype": self.dtype, "device": self.device}
+
+    def settings(self, view: ModelView, texts: Sequence[str]) -> dict[str, Any]:
+        """Everything that the numbers depend on, but for the tokens: what a run to be gone on with must share."""
+        told = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("corpus", "sections", "model")}
+        text = hashlib.sha256("\0".join(texts).encode(errors="replace")).hexdigest()[:16]
+        return told | {"version": __version__, "model": view.name, "fingerprint": view.fingerprint, "text": text}
 
 
 def load_model(name: str | None, *, kind: str, processed: bool, dtype: str, device: str, trained: bool = True) -> Any:
     """The model that a command names: a TransformerLens name, a local directory, ``smollm2``, ``minilm``, or the embedded model."""
-    choice(kind, ("bridge", "hooked"), "--class")
-    choice(dtype, ("float32", "float64", "bfloat16", "float16"), "--dtype")
+    choice(kind, CLASSES, "--class")
+    choice(dtype, DTYPES, "--dtype")
     if name is None:
         model = zoo.embedded(kind=kind, trained=trained, processed=processed)
         return model.to(device).to(getattr(torch, dtype)) if (device, dtype) != ("cpu", "float32") else model
-    from tl_geometry.adapters import load
+    return zoo.by_name(name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device)
 
-    if name == "smollm2":
-        return zoo.smollm2(kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device)
-    name = str(zoo.minilm_directory()) if name == "minilm" else name
-    return load(name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Texts:
+    """Documents of a corpus: texts and names, a label for all, and remarks."""
+
+    texts: tuple[str, ...]
+    names: tuple[str, ...]
+    label: str
+    notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(corpus: Sequence[Path] | None, encoding: str = "utf-8") -> Texts:
+        """The user's text files, or the held-out standard-library modules."""
+        if not corpus:
+            found = zoo.corpus.held_out_documents()
+            notes = (found.note,) if found.note else ()
+            return Texts(texts=found.texts, names=found.names, label="held-out standard-library modules", notes=notes)
+        texts, names = read_texts(corpus, encoding, binary="tl-geometry fit for a .npy file of token ids")
+        return Texts(texts=tuple(texts), names=tuple(names), label=", ".join(names))
 
 
 def token_source(
-    model: Any, corpus: Sequence[Path] | None, *, contexts: int | None, length: int | None, bos: bool | None, seed: int
+    model: Any,
+    corpus: Sequence[Path] | None,
+    *,
+    encoding: str = "utf-8",
+    contexts: int | None,
+    length: int | None,
+    bos: bool | None,
+    seed: int,
 ) -> TokenWindows | np.ndarray:
     """Tokens that a command names: all windows of its texts, or a ``.npy`` file of ids ``[context position]``, left on the disk."""
-    if corpus is None or corpus[0].suffix != ".npy":
-        return corpus_windows(as_view(model), corpus, contexts=contexts, length=length, bos=bos, seed=seed, most=None)[0]
+    if not corpus or corpus[0].suffix != ".npy":
+        view, texts = as_view(model), Texts.of(corpus, encoding)
+        size = length or min(view.n_ctx, LENGTH)
+        return corpus_windows(view, texts, contexts=contexts, length=size, bos=bos, seed=seed, most=None)
     require(len(corpus) == 1 and corpus[0].is_file(), "--corpus", expected="one existing .npy file", got=", ".join(map(str, corpus)))
     require(length is None and bos is None, "--length, --bos", expected="none with a token file", got="some", instead="text files")
-    return np.load(corpus[0], mmap_mode="r", allow_pickle=False)[:contexts]
+    try:
+        ids = np.load(corpus[0], mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        fail("--corpus", expected="a .npy file of token ids", got=f"{corpus[0].name} ({' '.join(str(error).split())[:120]})")
+    rows = len(ids) if getattr(ids, "ndim", 0) else 0
+    require(contexts is None or contexts <= rows, "--contexts", expected=f"at most {rows}, the rows of the file", got=contexts)
+    return ids[:contexts]
 
 
 def corpus_windows(
     view: ModelView,
-    corpus: Sequence[Path] | None,
+    corpus: Texts,
     *,
     contexts: int | None,
-    length: int | None,
+    length: int,
     bos: bool | None,
     seed: int,
     most: int | None = CONTEXTS,
-) -> tuple[TokenWindows, list[str]]:
-    """Windows of the user's text files (one document each) or of the held-out standard-library modules, and remarks on them."""
-    length = length or min(view.n_ctx, LENGTH)
+) -> TokenWindows:
+    """Windows of the documents: ``contexts`` of them, or at most ``most``, a seeded choice in the order of the corpus."""
     require(2 <= length <= view.n_ctx, "--length", expected=f"2 to {view.n_ctx} tokens", got=length)
     prepend = view.bos_id is not None if bos is None else bos
-    notes: list[str] = []
-    if corpus:
-        missing = [str(p) for p in corpus if not p.is_file()]
-        require(not missing, "--corpus", expected="existing text files", got=", ".join(missing))
-        texts, names = [p.read_text(encoding="utf-8", errors="replace") for p in corpus], [p.name for p in corpus]
-        binary = [p.name for p, text in zip(corpus, texts, strict=True) if "\0" in text or p.suffix == ".npy"]
-        require(
-            not binary, "--corpus", expected="text files", got=", ".join(binary), instead="tl-geometry fit for a .npy file of token ids"
-        )
-        label = ", ".join(dict.fromkeys(names))
-    else:
-        found = zoo.corpus.held_out_documents()
-        texts, names, label = list(found.texts), list(found.names), "held-out standard-library modules"
-        notes += [found.note] if found.note else []
-    everything = windows(view, texts, length, prepend_bos=prepend, labels=names, seed=seed, corpus=label)
+    everything = windows(view, corpus.texts, length, prepend_bos=prepend, labels=corpus.names, seed=seed, corpus=corpus.label)
     n = min(len(everything), contexts or most or len(everything))
     if contexts is not None and contexts > len(everything):
-        fail(
-            "--contexts",
-            expected=f"at most {len(everything)} windows of {length} tokens in this corpus",
-            got=contexts,
-            instead="more --corpus",
-        )
+        expected = f"at most {len(everything)} windows of {length} tokens in this corpus"
+        fail("--contexts", expected=expected, got=contexts, instead="more --corpus")
     kept = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))[:n].sort().values
-    return everything[kept], notes
+    return everything[kept]
 
 
-def build(
-    name: str | None,
-    *,
-    corpus: Sequence[Path] | None,
-    contexts: int | None,
-    length: int | None,
-    out: Path,
-    device: str,
-    dtype: str,
-    kind: str,
-    processed: bool,
-    bos: bool | None,
-    seed: int,
-    resume: bool,
-    progress: bool,
-    command: Sequence[str],
-    sections: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """Run the whole analysis and write it; returns the summary of :func:`tl_geometry.report.write`."""
-    options = {"kind": kind, "processed": processed, "dtype": dtype, "device": device}
-    model = load_model(name, **options)
-    view = as_view(model)
-    tokens, notes = corpus_windows(view, corpus, contexts=contexts, length=length, bos=bos, seed=seed)
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint = out / "checkpoint.safetensors"
+def measured_costs(view: ModelView, tokens: torch.Tensor) -> Costs:
+    """Seconds for each token of a forward pass, of the second of two: the first one warms up."""
+    rows = tokens[: max(1, 1024 // tokens.shape[1])]
+
+    def timed(logits: bool) -> float:
+        hook = {view.state_hooks[-1]: lambda h: None}
+        started = time.perf_counter()
+        view.run(rows, hook, logits=logits)
+        return (time.perf_counter() - started) / rows.numel()
+
+    timed(False)
+    token = timed(False)
+    output = timed(True) if view.causal and view.head_trained else token
+    square = torch.randn(256, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.linalg.svdvals(square)
+    started = time.perf_counter()
+    torch.linalg.svd(square)
+    return Costs(token=token, output=max(token, output), svd=(time.perf_counter() - started) / 256**3)
+
+
+def choose_sizes(request: Request, view: ModelView, corpus: Texts, clock: Clock) -> tuple[TokenWindows, Costs, tuple[str, ...]]:
+    """Windows that the decomposition can take in its time, the cost of a token, and what was made smaller for it."""
+    length = request.length or min(view.n_ctx, LENGTH)
+    options: dict[str, Any] = {"contexts": request.contexts, "bos": request.bos, "seed": request.seed}
+    found = corpus_windows(view, corpus, length=length, **options)
+    costs = measured_costs(view, found.tokens)
+    usual, wanted = length, len(found)
+    while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
+        fit = clock.fits(1.1 * costs.token * length, wanted, 1)
+        sums = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
+        if fit >= min(ENOUGH, wanted) and sums <= SUMS:
+            break
+        length //= 2
+        found = corpus_windows(view, corpus, length=length, **options)
+        costs, wanted = measured_costs(view, found.tokens), len(found)
+    smaller = [f"windows of {length} tokens in place of {usual}, to keep the budget of {span(clock.budget)}"] if length < usual else []
+    if request.contexts is None:
+        fit = max(min(32, wanted), clock.fits(1.1 * costs.token * length, wanted, 1))
+        if fit < wanted:
+            smaller.append(f"{fit} of {wanted} windows, to keep the budget of {span(clock.budget)}")
+            found = corpus_windows(view, corpus, length=length, **{**options, "contexts": fit})
+    return found, costs, tuple(smaller)
+
+
+def kept_samples(view: ModelView, length: int) -> int:
+    """Contexts whose states are kept whole: 32, or as many as take a quarter of a GiB."""
+    return max(4, min(32, SAMPLED // (4 * len(view.state_hooks) * length * view.d_model)))
+
+
+def basis_of(
+    view: ModelView, tokens: TokenWindows, folder: Folder, settings: dict[str, Any], *, seed: int, resume: bool
+) -> PositionContext:
+    """The basis of the windows: that of a stopped run of the same settings, or computed now and saved."""
+    out = folder.out
+    kept, checkpoint = out / "basis.safetensors", out / "checkpoint.safetensors"
+    if resume and kept.is_file():
+        try:
+            basis = PositionContext.load(kept)
+            basis.check_model(view)
+            if basis.provenance.token_hash == tokens.token_hash and basis.provenance.seed in (None, seed):
+                return basis
+        except GeometryError:
+            pass  # of another model or version: computed again
     if not resume:
         checkpoint.unlink(missing_ok=True)
-    basis = decompose(view, tokens, checkpoint=checkpoint, progress=progress, seed=seed)
-    needed = sections is None or "basis" in sections  # the null and the twin are drawn in the section on position and context only
-    few = tokens[torch.linspace(0, len(tokens) - 1, min(len(tokens), NULL_CONTEXTS)).long()]
-    small: dict[str, Any] = {"second_moments": False, "keep": 0, "progress": progress, "seed": seed}
-    null = decompose(view, glue(few, seed=seed), keep_ctx=False, **small) if needed else None
-    twin = decompose(load_model(None, **options, trained=False), few, **small) if name is None and needed else None
-    analysis = Analysis(
-        model=model, view=view, windows=tokens, basis=basis, null=null, twin=twin, seed=seed, notes=tuple(notes), progress=progress
-    )  # fmt: skip
-    summary = write(analysis, out, command=command, names=SECTIONS if sections is None else sections)
+    samples = kept_samples(view, tokens.tokens.shape[1])
+    basis = decompose(view, tokens, checkpoint=checkpoint, progress=False, seed=seed, groups=GROUPS, keep=samples)
+    basis.save(kept)
     checkpoint.unlink(missing_ok=True)
-    return summary
+    return basis
+
+
+def build(request: Request, out: Path, *, resume: bool = False, progress: bool = True, command: Sequence[str] = ()) -> dict[str, Any]:
+    """Run the analysis and write it; returns the summary of :func:`tl_geometry.report.write`.
+
+    The basis and each section are on the disk as soon as they are finished; with ``resume`` what a stopped run of the same request
+    has finished is not computed again.
+    """
+    weights = {name: WEIGHTS[name] for name in ("decompose", *request.names)}
+    clock = Clock(request.budget, weights, show=progress)
+    corpus = Texts.of(request.corpus, request.encoding)
+    if progress:
+        clock.say("loading the model")
+    model = load_model(request.model, **request.loading())
+    view = as_view(model)
+    folder = Folder(out, view.name, command=command, versions=versions(), resume=resume)
+    clock.begin("decompose", None, "position and context of every state")
+    settings = request.settings(view, corpus.texts)
+    plan = folder.planned(settings)
+    if plan:
+        tokens = corpus_windows(view, corpus, contexts=plan["contexts"], length=plan["length"], bos=request.bos, seed=request.seed)
+        costs, smaller = measured_costs(view, tokens.tokens), tuple(plan["smaller"])
+    else:
+        tokens, costs, smaller = choose_sizes(request, view, corpus, clock)
+    folder.remember(settings, contexts=len(tokens), length=tokens.tokens.shape[1], smaller=smaller)
+    folder.begin({**settings, "tokens": tokens.token_hash})
+    count, length = tokens.tokens.shape
+    clock.say(f"{count} windows of {length} tokens, about {span(1.1 * costs.token * count * length)}")
+    basis = basis_of(view, tokens, folder, settings, seed=request.seed, resume=resume)
+    analysis = Analysis(
+        model=model, view=view, windows=tokens, basis=basis, clock=clock, costs=costs, embedded=request.model is None,
+        seed=request.seed, notes=corpus.notes, smaller=smaller,
+    )  # fmt: skip
+    return write(analysis, out, command=command, names=request.names, folder=folder)

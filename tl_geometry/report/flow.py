@@ -2,65 +2,177 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tl_geometry.records import TokenWindows
 from tl_geometry.render import flow as views
-from tl_geometry.report import Analysis, Figure, Section
-from tl_geometry.results import Result
-from tl_geometry.verbs.ensemble import gibberish, trajectories
+from tl_geometry.report import TITLES, Analysis, Draft, Section
+from tl_geometry.verbs.ensemble import Trajectories, gibberish, trajectories
 from tl_geometry.verbs.flows import compare_ensembles, flow_report
 from tl_geometry.verbs.nulls import reinitialized
 from tl_geometry.verbs.skipping import skip_map
-from tl_geometry.verbs.truncation import truncation_kl
+from tl_geometry.verbs.truncation import GRID, truncation_kl
 
-CHUNK, CHUNKS, SKIPPED = 50, 384, 96
-"""Tokens of a chunk, chunks followed, and chunks that the output-based measures use."""
+CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
+"""Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the output-based measures use."""
+SKIPS = (1, 2, 4)
+"""Numbers of blocks that are skipped in a deep model; all where there are few."""
+SHALLOW = 12
+KINDS = ("flow", "ridge", "identity", "mean")
 
 
-def section(analysis: Analysis) -> Section | None:
+def estimate(analysis: Analysis) -> float:
+    """Seconds of three ensembles, the maps between all their states, and the replaced outputs."""
+    view, length = analysis.view, _length(analysis)
+    chunks = min(CHUNKS, len(analysis.windows))
+    followed = 3.3 * analysis.costs.token * chunks * length + _maps_cost(analysis, chunks)
+    return (
+        followed + _truncation_cost(analysis) * min(SKIPPED // 2, chunks) + _skip_cost(analysis, view.n_layers) * min(SKIPPED // 2, chunks)
+    )
+
+
+def _length(analysis: Analysis) -> int:
+    return min(CHUNK, analysis.windows.tokens.shape[1])
+
+
+def _maps_cost(analysis: Analysis, chunks: int) -> float:
+    """Maps between all pairs of states, in-sample, held out, and for each yardstick."""
+    pairs = analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
+    return 2 + analysis.costs.svd * pairs * chunks * analysis.view.d_model * min(chunks, analysis.view.d_model)
+
+
+def _truncation_cost(analysis: Analysis) -> float:
+    grid = sum(k < analysis.view.d_model for k in GRID) + 2
+    return 1.3 * grid * analysis.costs.output * _length(analysis)
+
+
+def _skip_cost(analysis: Analysis, n_layers: int) -> float:
+    return 1.3 * analysis.costs.output * _length(analysis) * len(KINDS) * len(_pairs(n_layers))
+
+
+def _pairs(n_layers: int) -> list[tuple[int, int]]:
+    return [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1) if n_layers <= SHALLOW or b - a in SKIPS]
+
+
+def section(analysis: Analysis) -> Section:
     """Follow the last token of consecutive chunks (the first token of an encoder) through the layers."""
-    windows, view = analysis.windows, analysis.view
-    length = min(CHUNK, windows.tokens.shape[1])
-    if view.n_layers < 2 or len(windows) < 32:
-        return None
-    few = windows[torch.linspace(0, len(windows) - 1, min(CHUNKS, len(windows))).long()]
+    draft, windows, view = Draft(TITLES["flow"]), analysis.windows, analysis.view
+    if view.n_layers < 2:
+        draft.leave_out("trajectories", f"a model of {view.n_layers} block has no path to follow")
+        return draft.section()
+    if len(windows) < FEWEST:
+        draft.leave_out("trajectories", f"{len(windows)} windows are fewer than {FEWEST}")
+        return draft.section()
+    length, most = _length(analysis), min(CHUNKS, len(windows))
+    each = 3.3 * analysis.costs.token * length + _maps_cost(analysis, most) / most
+    count = analysis.clock.fits(each, most, FEWEST, share=0.6)
+    if not count:
+        draft.too_long("trajectories", FEWEST * each)
+        return draft.section()
+    few = analysis.pick(count)
     chunks = TokenWindows(tokens=few.tokens[:, :length], has_bos=few.has_bos, labels=few.labels, names=few.names, corpus=few.corpus)
-    ensemble = trajectories(analysis.model, chunks, progress=analysis.progress, post_norm=view.causal)
-    report = flow_report(ensemble, seed=analysis.seed)
-    figures: list[Figure] = [
-        views.bundle_figure(ensemble),
-        views.spectra_figure(ensemble),
-        views.yardstick_figure(report),
-        views.residual_figure(report),
-    ]
-    figures += [views.noise_figure(report)] if report.laws else []
-    tables: dict[str, Result] = {"flow": report}
-    noise = gibberish(analysis.model, len(chunks), length, prepend_bos=bool(chunks.has_bos) and view.bos_id is not None, seed=analysis.seed)
-    ensembles = {
-        "text": ensemble,
-        "gibberish": trajectories(analysis.model, noise, progress=False),
-    }
-    text = [
-        f"One token of each of {len(chunks)} chunks of {length} tokens is followed through the blocks ({'the last' if ensemble.column == -1 else 'the first'}). Rotation and stretch "
-        "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next exactly, by construction; what counts is the error on chunks it was not "
-        "fitted on, beside the identity and the best linear map.",
-    ]
-    with reinitialized(analysis.model, seed=analysis.seed) as null:
-        ensembles["untrained"] = trajectories(null, chunks, progress=False)
-    tables["flow_nulls"] = compare_ensembles(ensembles)
-    if view.causal and view.head_trained:
-        some = chunks[torch.linspace(0, len(chunks) - 1, min(SKIPPED, len(chunks))).long()]
-        kinds, places = ("flow", "ridge", "identity", "mean"), ("pilot",)
-        skips = skip_map(analysis.model, some, kinds=kinds, places=places, progress=analysis.progress, seed=analysis.seed)
-        half = len(some) // 2
-        curve = truncation_kl(
-            analysis.model, some[slice(half, None)], trajectories(analysis.model, some[slice(0, half)], progress=False), progress=False
+    if count < most:
+        draft.text.append(f"{count} chunks in place of {most}, to keep the budget.")
+    if count // 2 < view.d_model:
+        draft.text.append(
+            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they span a subspace by necessity, so that few directions "
+            "sufficing says nothing about the model."
         )
-        figures += [views.truncation_figure(curve), views.skip_figure(skips)]
-        tables |= {"skipped_layers": skips, "truncation": curve}
-        text.append(
-            "How many layers can be skipped for how much loss? Each cell replaces the blocks between two states by a fitted map, on held-out chunks; "
-            "'mean' forgets the state altogether: what a map must beat."
+    ensemble = _followed(draft, analysis, chunks)
+    if ensemble is not None:
+        with draft.part("nulls of the trajectories"):
+            _nulls(draft, analysis, chunks, ensemble)
+        _outputs(draft, analysis, chunks)
+    return draft.section()
+
+
+def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Trajectories | None:
+    """The ensemble, its figures and its table of maps."""
+    ensemble = None
+    with draft.part("trajectories"):
+        analysis.clock.say(f"{len(chunks)} chunks followed")
+        ensemble = trajectories(analysis.model, chunks, progress=False, post_norm=analysis.view.causal)
+        where = "the last" if ensemble.column == -1 else "the first"
+        draft.text.append(
+            f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is followed through the blocks ({where}). Rotation and stretch "
+            "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next exactly, by construction; what counts is the error on chunks it was not "
+            "fitted on, beside the identity and the best linear map."
         )
-    return Section(title="Trajectories as a flow", text=text, figures=figures, tables=tables)
+        draft.draw(views.bundle_figure(ensemble))
+        draft.draw(views.spectra_figure(ensemble))
+    if ensemble is None:
+        return None
+    with draft.part("maps between states"):
+        analysis.clock.say("maps between all pairs of states")
+        report = flow_report(ensemble, seed=analysis.seed)
+        draft.tables["flow"] = report
+        draft.draw(views.yardstick_figure(report))
+        draft.draw(views.residual_figure(report))
+        if report.laws:
+            draft.draw(views.noise_figure(report))
+        else:
+            draft.leave_out("the law of the residual variance", "there are too few states for it")
+    return ensemble
+
+
+def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Trajectories) -> None:
+    view, model = analysis.view, analysis.model
+    analysis.clock.say("gibberish and the untrained model")
+    bos = bool(chunks.has_bos) and view.bos_id is not None
+    noise = gibberish(model, len(chunks), chunks.tokens.shape[1], prepend_bos=bos, seed=analysis.seed)
+    ensembles: Mapping[str, Trajectories] = {"text": ensemble, "gibberish": trajectories(model, noise, progress=False)}
+    with reinitialized(model, seed=analysis.seed) as null:
+        ensembles = {**ensembles, "untrained": trajectories(null, chunks, progress=False)}
+    draft.tables["flow_nulls"] = compare_ensembles(ensembles)
+
+
+def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
+    """What the output needs of the states, and which layers it needs."""
+    view = analysis.view
+    if not (view.causal and view.head_trained):
+        draft.leave_out("truncated states and skipped layers", "they take a decoder with a trained output head")
+        return
+    most = min(SKIPPED, len(chunks))
+    some = chunks[torch.linspace(0, len(chunks) - 1, most).long()]
+    half = most // 2
+    count = analysis.clock.fits(_truncation_cost(analysis), most - half, 8, share=0.5)
+    if not count:
+        draft.too_long("truncated states", 8 * _truncation_cost(analysis))
+    else:
+        with draft.part("truncated states"):
+            analysis.clock.say(f"states truncated to few directions, {count} chunks")
+            fitted = trajectories(analysis.model, some[slice(0, half)], progress=False)
+            curve = truncation_kl(analysis.model, some[slice(half, half + count)], fitted, progress=False)
+            draft.tables["truncation"] = curve
+            draft.draw(views.truncation_figure(curve))
+    with draft.part("skipped layers"):
+        _skips(draft, analysis, some)
+
+
+def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
+    pairs, n = _pairs(analysis.view.n_layers), analysis.view.n_layers
+    each, half = _skip_cost(analysis, n), len(some) // 2
+    count = analysis.clock.fits(each, len(some) - half, 8)
+    while not count and len(pairs) > n:  # longer skips are left out before fewer chunks say nothing
+        longest = max(b - a for a, b in pairs)
+        pairs = [(a, b) for a, b in pairs if b - a < longest]
+        each = _skip_cost(analysis, n) * len(pairs) / len(_pairs(n))
+        count = analysis.clock.fits(each, len(some) - half, 8)
+    if not count:
+        draft.too_long("skipped layers", 8 * each)
+        return
+    lengths = sorted({b - a for a, b in pairs})
+    analysis.clock.say(f"{len(pairs)} skips of layers, {count} chunks")
+    skips = skip_map(
+        analysis.model, some[slice(0, half)], test=some[slice(half, half + count)], pairs=pairs, kinds=KINDS, places=("pilot",),
+        progress=False, seed=analysis.seed,
+    )  # fmt: skip
+    draft.tables["skipped_layers"] = skips
+    draft.draw(views.skip_figure(skips))
+    which = "all pairs of states" if n <= SHALLOW else f"skips of {', '.join(map(str, lengths))} of {n} blocks"
+    draft.text.append(
+        f"How many layers can be skipped for how much loss ({which}; {count} held-out chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out chunks; "
+        "'mean' forgets the state altogether: what a map must beat."
+    )

@@ -7,62 +7,128 @@ import torch
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
-from tl_geometry.report import Analysis, Figure, Section
-from tl_geometry.results import Result
+from tl_geometry.report import TITLES, Analysis, Draft, Section
 from tl_geometry.verbs.split import ScoreSplit, split_scores
 from tl_geometry.verbs.sweep import SweepTable, sweep_heads
 
-PROMPTS, PERIOD = 64, 20
-"""Windows that the sweep looks at; tokens of text that the example repeats."""
+PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
+"""Windows of the sweep, tokens that the example repeats, windows and control draws of the causal question."""
+SWEEP, EDIT = 1.7, 5.0
+"""Forward passes that a sweep and an edited forward pass cost (measured; a shared machine can make them dearer)."""
 
 
-def section(analysis: Analysis) -> Section | None:
+def estimate(analysis: Analysis) -> float:
+    """Seconds of the sweep and of the edited passes."""
+    return _sweep_cost(analysis) * min(PROMPTS, len(analysis.windows)) + 5 + (5 + DRAWS) * _edit_cost(analysis) * (KEPT + 8)
+
+
+def _sweep_cost(analysis: Analysis) -> float:
+    return SWEEP * analysis.costs.token * analysis.windows.tokens.shape[1]
+
+
+def _edit_cost(analysis: Analysis) -> float:
+    return EDIT * analysis.costs.output * analysis.windows.tokens.shape[1]
+
+
+def section(analysis: Analysis) -> Section:
     """The sweep over all heads, and the causal question."""
-    few = analysis.windows[torch.linspace(0, len(analysis.windows) - 1, min(PROMPTS, len(analysis.windows))).long()]
-    table = sweep_heads(analysis.model, few, analysis.basis, progress=analysis.progress, seed=analysis.seed)
-    order = [table.top(name, 3) for name in ("previous", "induction")]
-    named = [
-        "; ".join(f"L{layer}H{head} {float(t.types[k][i]):.2f}" for i, (layer, head) in enumerate(t.heads))
-        for k, t in zip(("previous", "induction"), order, strict=True)
-    ]
-    text = [
+    draft = Draft(TITLES["heads"])
+    draft.text.append(
         "Attention scores before the softmax are split exactly, with the norm scale of the actual forward pass frozen: score = sum over pairs of parts "
         "{bias, pos, cvec} of query and key. Shares are covariances with the whole score over allowed keys; they add up to one and can be negative. "
-        "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the rest.",
-        f"On repeated random tokens the strongest previous-token heads are {named[0]} (uniform attention: {table.baselines['previous']:.3f}), the strongest induction heads "
-        f"{named[1]} (uniform: {table.baselines['induction']:.3f}).",
-    ]
-    figures: list[Figure] = [views.head_shares(table), views.head_types(table), heads(table, "induction")]
-    example = repeated(analysis, table)
-    if example is not None:
-        shown = [f"L{layer}H{head}" for layer, head in example.heads]
-        figures.append(
-            split(example, center=True, title=f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text")
-        )
-        text.append(
-            f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and {shown[-1]} (induction) every cell can be read, and a click on a "
-            "token colours its sources in the text by any group of terms. Rows are centred, which the softmax does not see."
-        )
-    tables: dict[str, Result] = {"heads": table}
-    if analysis.view.head_trained and analysis.view.causal:
-        from tl_geometry.interventions import dominant_only
+        "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the rest."
+    )
+    table = _sweep(draft, analysis)
+    if table is None:
+        return draft.section()
+    with draft.part("maps of shares and head types"):
+        draft.draw(views.head_shares(table))
+        draft.draw(views.head_types(table))
+        draft.draw(heads(table, "induction" if "induction" in table.types else None, title="Every number of every head"))
+    with draft.part("the example on repeated text"):
+        _example(draft, analysis, table)
+    with draft.part("the model with dominant terms only"):
+        _dominant(draft, analysis, table)
+    return draft.section()
 
-        effect = dominant_only(analysis.model, few[:16], analysis.basis)
-        tables["dominant_only"] = effect
-        loss = {str(row[0]): float(str(row[1])) for row in effect.rows()}
-        text.append(
-            f"If every head kept only its dominant term, how much of the model would survive? Its loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
-            f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with uniform attention {loss['uniform attention']:.2f}. Edits act in the live model."
-        )
-    return Section(title="What drives each head", text=text, figures=figures, tables=tables)
+
+def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
+    most, each = min(PROMPTS, len(analysis.windows)), _sweep_cost(analysis)
+    count = analysis.clock.fits(each, most, min(8, most), share=0.55)
+    if not count:
+        draft.too_long("the sweep over all heads", min(8, most) * each)
+        return None
+    analysis.clock.say(f"a sweep over all heads of {count} windows")
+    table = None
+    with draft.part("the sweep over all heads"):
+        table = sweep_heads(analysis.model, analysis.pick(count), analysis.basis, progress=False, seed=analysis.seed)
+        draft.tables["heads"] = table
+        if count < min(PROMPTS, len(analysis.windows)):
+            draft.text.append(f"{count} windows in place of {most}, to keep the budget.")
+        known = [k for k in ("previous", "induction") if k in table.types]
+        for name, words in zip(known, ("previous-token", "induction")):
+            top = table.top(name, 3)
+            named = "; ".join(f"L{layer}H{head} {float(top.types[name][i]):.2f}" for i, (layer, head) in enumerate(top.heads))
+            draft.text.append(
+                f"On repeated random tokens the strongest {words} heads are {named} (uniform attention: {table.baselines[name]:.3f})."
+            )
+    return table
+
+
+def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
+    if not analysis.view.causal:
+        draft.leave_out("the example on repeated text", "an encoder has no previous-token or induction heads to show")
+        return
+    example = repeated(analysis, table)
+    if example is None:
+        draft.leave_out("the example on repeated text", "windows of fewer than 9 tokens hold no piece of text written twice")
+        return
+    shown = [f"L{layer}H{head}" for layer, head in example.heads]
+    title = f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
+    draft.draw(split(example, center=True, title=title))
+    draft.text.append(
+        f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and {shown[-1]} (induction) every cell can be read, and a click on a "
+        "token colours its sources in the text by any group of terms. Rows are centred, which the softmax does not see."
+    )
 
 
 def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
-    """The split of the strongest previous-token and induction heads on a piece of the first window written twice (causal models only)."""
+    """The split of the strongest previous-token and induction heads on a piece of the first window written twice."""
     window, start = analysis.windows.tokens[0], int(bool(analysis.windows.has_bos))
     period = min(PERIOD, (analysis.basis.pos_columns.shape[1] - start) // 2, len(window) - start)
-    if not analysis.view.causal or period < 4:
+    if period < 4:
         return None
     prompt = torch.cat([window[:start], window[start : start + period], window[start : start + period]])
-    chosen = dict.fromkeys(table.top(name, 1).heads[0] for name in ("previous", "induction"))
-    return split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen))
+    chosen = dict.fromkeys(table.top(name, 1).heads[0] for name in ("previous", "induction") if name in table.types)
+    return split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen)) if chosen else None
+
+
+def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
+    what = "the model with dominant terms only"
+    if not (analysis.view.head_trained and analysis.view.causal):
+        draft.leave_out(what, "it takes a decoder with a trained output head")
+        return
+    from tl_geometry.interventions import dominant_only
+
+    # fewer draws, then fewer windows; eight short sequences of repeated tokens go through every condition besides
+    draws, each = DRAWS, _edit_cost(analysis)
+    repeats = min(8, len(analysis.windows))
+    while draws > 1 and (5 + draws) * each * (KEPT + repeats) > analysis.clock.left():
+        draws -= 1
+    cost = (5 + draws) * each
+    most = min(KEPT, len(analysis.windows))
+    count = analysis.clock.fits(cost, most + repeats, 2 + repeats) - repeats
+    if count < 1:
+        draft.too_long(what, cost * (2 + repeats))
+        return
+    analysis.clock.say(f"{what}, {count} windows")
+    effect = dominant_only(
+        analysis.model, analysis.pick(count), analysis.basis, table=table, draws=draws, progress=False, seed=analysis.seed
+    )
+    draft.tables["dominant_only"] = effect
+    loss = {str(row[0]): float(str(row[1])) for row in effect.rows()}
+    smaller = f" ({count} windows and {draws} draws, to keep the budget)" if (count, draws) != (most, DRAWS) else ""
+    draft.text.append(
+        f"If every head kept only its dominant term, how much of the model would survive? Its loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
+        f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."
+    )

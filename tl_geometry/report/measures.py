@@ -3,39 +3,81 @@
 from __future__ import annotations
 
 from tl_geometry.render import measures as views
-from tl_geometry.report import Analysis, Figure, Section
-from tl_geometry.results import Result
+from tl_geometry.report import TITLES, Analysis, Draft, Section
 from tl_geometry.verbs.measures import contextual_report, positional_report
 
 SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture")
+FEWEST = 8
+"""Positions that measures of a positional basis need."""
+DECOMPOSITIONS = 25
+"""Singular value decompositions of the basis that errors, curves and nulls of a state cost (measured)."""
 
 
-def section(analysis: Analysis) -> Section | None:
+def estimate(analysis: Analysis) -> float:
+    """Seconds of both reports, with jackknife errors."""
+    width, d = analysis.basis.window[1] - analysis.basis.window[0], analysis.view.d_model
+    small, large = sorted((width, d))
+    return 3 + DECOMPOSITIONS * analysis.costs.svd * len(analysis.basis.states) * small**2 * large
+
+
+def section(analysis: Analysis) -> Section:
     """Rank, norm, smoothness of the positional basis; similarity, incoherence, compactness of the context basis."""
+    draft, basis = Draft(TITLES["measures"]), analysis.basis
+    width = basis.window[1] - basis.window[0]
+    if width < FEWEST:
+        draft.leave_out("measures", f"{width} positions are fewer than {FEWEST}")
+        return draft.section()
+    needed = estimate(analysis)
+    jackknife = needed <= 2 * analysis.clock.left()
+    if needed / 3 > 3 * analysis.clock.left():
+        draft.too_long("measures", needed / 3)
+        return draft.section()
+    if not jackknife:
+        draft.text.append("Errors and learning curves are left out, to keep the budget.")
+    with draft.part("measures of position"):
+        _position(draft, analysis, jackknife)
+    with draft.part("measures of context"):
+        _context(draft, analysis, jackknife)
+    return draft.section()
+
+
+def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
     basis = analysis.basis
-    if basis.window[1] - basis.window[0] < 8:
-        return None
-    position = positional_report(basis, seed=analysis.seed)
-    tables: dict[str, Result] = {"positional": position}
-    figures: list[Figure] = [views.singular_values(basis), views.fourier(position), views.measure_curves(position, SHAPE)]
+    position = positional_report(basis, seed=analysis.seed, jackknife=jackknife)
+    draft.tables["positional"] = position
     middle = len(basis.states) // 2
     row = basis.states[middle]
-    text = [
+    draft.text += [
         "Is the positional basis low-dimensional and smooth? Bars are jackknife errors over groups of contexts; dashed lines are nulls "
         "(positions in random order, sampling noise alone, isotropic noise of the same energy): a measure that lies on its null is no finding.",
         f"At state {row} the rank estimate is {float(position['rank'][middle]):.0f} (ScreeNOT), the stable rank {float(position['stable_rank'][middle]):.2f}, and "
         f"{float(position['low_frequency'][middle]):.0%} of the cosines' energy lies in the ten lowest frequencies. The rank grows with the number of contexts, "
         "because sampling noise falls: see the learning curve. The published relative norm divides by the uncentred states; both forms are in the table.",
     ]
-    figures.append(views.learning_curve(position, "rank"))
-    if basis.ctx is not None:
-        context = contextual_report(basis, seed=analysis.seed)
-        tables["contextual"] = context
-        figures += [views.planes(basis), views.incoherence(context)]
-        if context.similarity is not None:
-            figures.append(views.similarity(context))
-        text.append(
-            f"Positional and context vectors of state {row} have a mean |cos| of {float(context['incoherence_avg'][middle]):.3f} where random directions have "
-            f"{float(context.nulls['incoherence_avg|random'][middle]):.3f}. The paper defines incoherence as a maximum and tabulates an average; both are here."
-        )
-    return Section(title="Measures of position and context", text=text, figures=figures, tables=tables)
+    with draft.part("singular values"):
+        draft.draw(views.singular_values(basis))
+    with draft.part("the Fourier transform of the cosines"):
+        draft.draw(views.fourier(position))
+    draft.draw(views.measure_curves(position, SHAPE))
+    if jackknife:
+        draft.draw(views.learning_curve(position, "rank"))
+
+
+def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
+    basis = analysis.basis
+    if basis.ctx is None:
+        draft.leave_out("measures of context", "context vectors would take more than 1 GiB and were not kept")
+        return
+    middle = len(basis.states) // 2
+    context = contextual_report(basis, seed=analysis.seed, jackknife=jackknife)
+    draft.tables["contextual"] = context
+    draft.draw(views.planes(basis))
+    draft.draw(views.incoherence(context))
+    if context.similarity is None:
+        draft.leave_out("similarity of documents", "it takes at least two documents")
+    else:
+        draft.draw(views.similarity(context))
+    draft.text.append(
+        f"Positional and context vectors of state {basis.states[middle]} have a mean |cos| of {float(context['incoherence_avg'][middle]):.3f} where random directions have "
+        f"{float(context.nulls['incoherence_avg|random'][middle]):.3f}. The paper defines incoherence as a maximum and tabulates an average; both are here."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tl_geometry.report import Analysis, Section
+from tl_geometry.report import TITLES, Analysis, Section
 from tl_geometry.results import Result
 
 LIMITS = (
@@ -32,6 +32,11 @@ class Facts(Result):
         return self.facts
 
 
+def estimate(analysis: Analysis) -> float:
+    """Seconds: next to nothing."""
+    return 0.5
+
+
 def section(analysis: Analysis) -> Section:
     """Model, corpus, window and cautions."""
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
@@ -41,19 +46,18 @@ def section(analysis: Analysis) -> Section:
         if start
         else "all columns in the statistics"
     )
+    names = analysis.windows.names
     facts = (
         ("model", f"{view.name} ({view.kind}, {view.library}{', processed weights' if view.processed else ''})"),
         ("size", f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, vocabulary {view.d_vocab}"),
         ("weights", f"fingerprint {view.fingerprint}, computed in {p.dtype}"),
         ("corpus", f"{p.corpus}: {basis.contexts} windows of {basis.columns} tokens, hash {p.token_hash}"),
-        (
-            "documents",
-            f"{len(analysis.windows.names)}: {', '.join(analysis.windows.names[:12])}{' ...' if len(analysis.windows.names) > 12 else ''}",
-        ),
+        ("documents", f"{len(names)}: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"),
         ("first token", "BOS" if p.has_bos else "text (no BOS)"),
         ("window", f"columns {start} to {end - 1}; {left_out}"),
         ("kept", repr(basis).split("kept: ")[1].rstrip(")")),
+        ("made smaller", "; ".join(analysis.smaller) or "nothing"),
         ("remarks", "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none"),
     )
-    text = [LIMITS] if analysis.twin is None else [EMBEDDED, LIMITS]
-    return Section(title="What was analysed", text=text, tables={"overview": Facts(provenance=p, facts=facts)})
+    text = [EMBEDDED, LIMITS] if analysis.embedded else [LIMITS]
+    return Section(title=TITLES["overview"], text=text, tables={"overview": Facts(provenance=p, facts=facts)})

@@ -4,43 +4,91 @@ from __future__ import annotations
 
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
-from tl_geometry.report import Analysis, Figure, Section
-from tl_geometry.results import Result
+from tl_geometry.report import TITLES, Analysis, Draft, Section
+from tl_geometry.report.measures import FEWEST
 from tl_geometry.verbs.paths import token_paths
 from tl_geometry.verbs.weights import token_readout, weight_geometry
 
+SURROGATES, TOKENS = 16, 24
+"""Windows that surrogates of W_QK are tried on, and tokens whose paths are drawn."""
+PASSES = 30.0
+"""Forward passes with output that the surrogates of one window cost, all parts and controls together (measured)."""
 
-def section(analysis: Analysis) -> Section | None:
+
+def estimate(analysis: Analysis) -> float:
+    """Seconds; most of it singular value decompositions of all heads, and the surrogates of a decoder."""
+    view = analysis.view
+    heads_ = view.n_layers * view.n_heads
+    geometry = analysis.costs.svd * heads_ * view.d_model * (10 * view.d_model + 0.2 * view.d_vocab)
+    decoder = view.causal and view.head_trained
+    return 3 + geometry + (_surrogate_cost(analysis) * min(SURROGATES, len(analysis.windows)) if decoder else 0.0)
+
+
+def _surrogate_cost(analysis: Analysis) -> float:
+    return PASSES * analysis.costs.output * analysis.windows.tokens.shape[1]
+
+
+def section(analysis: Analysis) -> Section:
     """Concentration of the weights in the positional directions with its null, surrogates of W_QK, readouts, paths."""
-    basis, model, view = analysis.basis, analysis.model, analysis.view
-    if basis.states != tuple(view.states) or basis.window[1] - basis.window[0] < 8:
-        return None
-    qk, ov = weight_geometry(model, basis, "QK", seed=analysis.seed), weight_geometry(model, basis, "OV", seed=analysis.seed)
-    read = token_readout(model, kind="OV")
-    layer = max(range(view.n_layers), key=lambda l: max(float(v) for (a, _), v in zip(qk.heads, qk.lift, strict=True) if a == l))
-    figures: list[Figure] = [
-        heads(qk, "lift", title="W_QK of each head against the positional directions"),
-        views.weight_blocks(qk, [(layer, h) for h in range(min(view.n_heads, 8))]),
-        views.coverage_curves(read),
-    ]
-    tables: dict[str, Result] = {"weights_qk": qk, "weights_ov": ov, "readout_ov": read}
-    best = max(range(len(qk.heads)), key=lambda i: float(qk.lift[i]))
-    text = [
+    draft, basis, view = Draft(TITLES["weights"]), analysis.basis, analysis.view
+    width = basis.window[1] - basis.window[0]
+    if width < FEWEST:
+        draft.leave_out("weights in the geometry of the basis", f"{width} positions are fewer than {FEWEST}")
+    elif basis.states != tuple(view.states):
+        draft.leave_out("weights in the geometry of the basis", "the basis does not hold every state")
+    else:
+        with draft.part("weights in the geometry of the basis"):
+            _geometry(draft, analysis)
+    with draft.part("what heads write, in tokens"):
+        analysis.clock.say("what heads write, in tokens")
+        read = token_readout(analysis.model, kind="OV")
+        draft.tables["readout_ov"] = read
+        draft.draw(views.coverage_curves(read))
+    with draft.part("paths on the sphere"):
+        tokens = analysis.windows.tokens[:1, : min(TOKENS, analysis.windows.tokens.shape[1])]
+        paths = token_paths(analysis.model, tokens)
+        draft.tables["paths"] = paths
+        draft.draw(views.sphere_paths(paths))
+    with draft.part("surrogates of W_QK in the live model"):
+        _surrogates(draft, analysis)
+    return draft.section()
+
+
+def _geometry(draft: Draft, analysis: Analysis) -> None:
+    model, view, basis = analysis.model, analysis.view, analysis.basis
+    qk = weight_geometry(model, basis, "QK", seed=analysis.seed)
+    draft.tables["weights_qk"] = qk
+    draft.tables["weights_ov"] = weight_geometry(model, basis, "OV", seed=analysis.seed)
+    best = max(range(len(qk.heads)), key=lambda i: float(qk.lift[i].nan_to_num(nan=-1.0)))
+    layer, head = qk.heads[best]
+    draft.text += [
         "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) lies in the leading positional directions? The concentration is divided by its exact "
         "expectation for a random subspace (lift); weights and activations share outlier directions, so a second null takes random subspaces of the activations: see the table.",
-        f"Largest lift: L{qk.heads[best][0]}H{qk.heads[best][1]} with {float(qk.lift[best]):.1f} times chance (concentration {float(qk.concentration[best]):.2f}, activation null "
+        f"Largest lift: L{layer}H{head} with {float(qk.lift[best]):.1f} times chance (concentration {float(qk.concentration[best]):.2f}, activation null "
         f"{float(qk.activation_null[best]):.2f}).",
     ]
-    paths = token_paths(model, analysis.windows.tokens[:1, : min(24, analysis.windows.tokens.shape[1])])
-    figures.append(views.sphere_paths(paths))
-    tables["paths"] = paths
-    if view.head_trained and view.causal:
-        from tl_geometry.interventions import surrogate_effect
+    draft.draw(heads(qk, "lift", title="W_QK of each head against the positional directions"))
+    draft.draw(views.weight_blocks(qk, [(layer, h) for h in range(min(view.n_heads, 8))]))
 
-        effect = surrogate_effect(model, analysis.windows.tokens[:16], basis)
-        figures.append(views.surrogate_bars(effect))
-        tables["surrogates"] = effect
-        text.append(
-            "Does that structure carry the computation? W_QK of all heads is replaced by a part of it in the live model; grey bars are controls of the same rank."
-        )
-    return Section(title="Weights and the sphere", text=text, figures=figures, tables=tables)
+
+def _surrogates(draft: Draft, analysis: Analysis) -> None:
+    what = "surrogates of W_QK in the live model"
+    if not (analysis.view.head_trained and analysis.view.causal):
+        draft.leave_out(what, "it takes a decoder with a trained output head")
+        return
+    from tl_geometry.interventions import surrogate_effect
+
+    most, each = min(SURROGATES, len(analysis.windows)), _surrogate_cost(analysis)
+    count = analysis.clock.fits(each, most, min(2, most))
+    if not count:
+        draft.too_long(what, min(2, most) * each)
+        return
+    analysis.clock.say(f"{what}, {count} windows")
+    effect = surrogate_effect(analysis.model, analysis.windows.tokens[:count], analysis.basis)
+    draft.draw(views.surrogate_bars(effect))
+    draft.tables["surrogates"] = effect
+    smaller = f" {count} windows in place of {most}, to keep the budget." if count < most else ""
+    draft.text.append(
+        "Does that structure carry the computation? W_QK of all heads is replaced by a part of it in the live model; grey bars are controls of the same rank."
+        + smaller
+    )

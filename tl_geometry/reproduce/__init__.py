@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from tl_geometry._arguments import read_texts
 from tl_geometry._check import choice, require
+from tl_geometry.capture import as_view
 from tl_geometry.reproduce.lines_of_thought import sarfati
 from tl_geometry.reproduce.protocol import Settings, causal_attention, settings_for
 from tl_geometry.reproduce.tables import Reproduction, loaded, published_tables, song_zhong
@@ -16,18 +19,32 @@ from tl_geometry.zoo.corpus import held_out_documents
 
 
 def run(
-    work: str, *, model: str | None = None, corpus: Sequence[Path] | None = None, row: str | None = None, progress: bool = True
+    work: str,
+    *,
+    model: str | None = None,
+    corpus: Sequence[Path] | None = None,
+    encoding: str = "utf-8",
+    row: str | None = None,
+    contexts: int | None = None,
+    progress: bool = True,
 ) -> Result:
-    """Run the published settings of a work by its name, ``"song-zhong"`` or ``"lines-of-thought"``: what the command line calls."""
+    """Run the published settings of a work by its name, ``"song-zhong"`` or ``"lines-of-thought"``: what the command line calls.
+
+    ``contexts`` windows (chunks) in place of the published number.
+    """
     choice(work, ("song-zhong", "lines-of-thought"), "work")
-    paths = None if corpus is None else list(corpus)
+    texts = read_texts(corpus, encoding)[0] if corpus else None
     if work == "song-zhong":
-        return song_zhong(model, paths, row=row, progress=progress)
-    missing = [str(p) for p in paths or () if not p.is_file()]
-    require(not missing, "--corpus", expected="existing text files", got=", ".join(missing))
-    texts = [p.read_text(encoding="utf-8", errors="replace") for p in paths] if paths else list(held_out_documents().texts)
-    known = find_spec("sklearn") is not None  # the separability rows need the ml extra
-    return sarfati(loaded(model), "\n".join(texts), separate=known, progress=progress)
+        known = published_tables()["table_1"] | published_tables()["table_2"]
+        require(row is None or row in known, "--row", expected=f"one of {', '.join(known)}", got=repr(row))
+        view = as_view(loaded(model))
+        settings = settings_for(view)
+        settings = settings if contexts is None else replace(settings, contexts=contexts, fresh=min(settings.fresh, contexts))
+        return song_zhong(view, texts, row=row, settings=settings, progress=progress)
+    require(row is None, "--row", expected="none with lines-of-thought", got=repr(row))
+    text = "\n".join(texts if texts is not None else held_out_documents().texts)
+    separate = find_spec("sklearn") is not None  # the separability rows need the ml extra
+    return sarfati(loaded(model), text, n=contexts, separate=separate, progress=progress)
 
 
 __all__ = [

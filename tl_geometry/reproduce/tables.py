@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry import contextual, linalg, positional
+from tl_geometry import contextual, linalg, positional, zoo
 from tl_geometry import rank_estimation as ranks
+from tl_geometry._arguments import read_texts
 from tl_geometry._check import require
 from tl_geometry.capture import as_view
 from tl_geometry.records import ModelView
@@ -144,21 +145,14 @@ def song_zhong(
 
 
 def loaded(model: Any) -> Any:
+    """A model by name or directory (as commands take it), the embedded one for ``None``, or the model itself."""
     if model is None:
-        from tl_geometry import zoo
-
         return zoo.embedded()
-    if isinstance(model, str | Path):
-        from tl_geometry.adapters import load
-
-        return load(model)
-    return model
+    return zoo.by_name(model) if isinstance(model, str | Path) else model
 
 
 def _texts(corpus: Any, topics: Any) -> tuple[Text, Sequence[Any] | None]:
     if corpus is None:
-        from tl_geometry import zoo
-
         held_out = zoo.corpus.held_out_documents().texts
         return list(held_out), sorted(held_out, key=len, reverse=True)[:4] if topics is None else _read(topics)
     files = [corpus] if isinstance(corpus, Path) else corpus
@@ -166,9 +160,7 @@ def _texts(corpus: Any, topics: Any) -> tuple[Text, Sequence[Any] | None]:
 
 
 def _read(items: Sequence[Any]) -> list[Any]:
-    missing = [str(p) for p in items if isinstance(p, Path) and not p.is_file()]
-    require(not missing, "corpus", expected="existing text files", got=", ".join(missing))
-    return [p.read_text(encoding="utf-8", errors="replace") if isinstance(p, Path) else p for p in items]
+    return [read_texts([p], what="corpus")[0][0] if isinstance(p, Path) else p for p in items]
 
 
 def _measure(

@@ -46,6 +46,18 @@ def hugging_face(*, trained: bool = True) -> Any:
     return model
 
 
+def by_name(name: str | Path, *, kind: str = "bridge", processed: bool = False, **options: Any) -> Any:
+    """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name of TransformerLens, or a directory.
+
+    ``options`` are ``dtype`` and ``device`` of :func:`tl_geometry.adapters.load`.
+    """
+    from tl_geometry.adapters import load
+
+    if name == "smollm2":
+        return smollm2(kind=kind, processed=processed, **options)
+    return load(minilm_directory() if name == "minilm" else name, kind=kind, processed=processed, **options)
+
+
 def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
     """The embedded model as a TransformerBridge (``kind="bridge"``) or HookedTransformer (``"hooked"``, TransformerLens 3.9)."""
     from tl_geometry.adapters import from_hf
@@ -66,6 +78,6 @@ def default_windows(model: Any, length: int, *, n: int | None = None, prepend_bo
 
 
 __all__ = [
-    "NAME", "card", "corpus", "default_windows", "directory", "embedded", "hugging_face", "minilm", "minilm_directory", "smollm2",
-    "smollm2_hugging_face", "tokenizer",
+    "NAME", "by_name", "card", "corpus", "default_windows", "directory", "embedded", "hugging_face", "minilm", "minilm_directory",
+    "smollm2", "smollm2_hugging_face", "tokenizer",
 ]  # fmt: skip

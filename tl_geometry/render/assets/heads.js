@@ -2,6 +2,8 @@ const LEFT = 52, TOP = 4, rows = DATA.layers.length, c = DATA.cell, H = 22;
 const grid = new Map(DATA.heads.map(([row, head], i) => [row * DATA.count + head, i]));
 const state = {value: DATA.value, head: 0, over: null};
 const number = v => v === null ? 'NaN' : String(v).replace('-', '−');
+/* The same in the width of a cell: what is nothing on the scale of the others is 0. */
+const brief = v => { const text = number(+v.toPrecision(2)); return text.length <= 6 ? text : Math.abs(v) < 0.001 ? '0' : number(v.toExponential(0)); };
 const name = i => `L${DATA.layers[DATA.heads[i][0]]}H${DATA.heads[i][1]}`;
 
 make('h1', DATA.title);
@@ -28,7 +30,7 @@ function draw() {
     const colour = v == null ? null : shade(v, high, low < 0, low);
     pen.fillStyle = v === undefined ? css('--out') : v === null ? holes : rgb(colour);
     pen.fillRect(x, y, c - 1, H - 1);
-    if (colour && c >= 34) { pen.fillStyle = ink(colour); pen.font = '10px system-ui'; pen.textAlign = 'center'; pen.fillText(number(+v.toPrecision(2)), x + c / 2, y + H / 2); }
+    if (colour && c >= 34) { pen.fillStyle = ink(colour); pen.font = '10px system-ui'; pen.textAlign = 'center'; pen.fillText(brief(v), x + c / 2, y + H / 2); }
     if (i === state.head || i !== undefined && i === state.over) {
       pen.strokeStyle = css('--mark'); pen.lineWidth = i === state.head ? 2 : 1; pen.strokeRect(x - 0.5, y - 0.5, c, H);
     }
