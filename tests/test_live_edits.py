@@ -151,7 +151,9 @@ def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> No
             assert close(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)]), right)
         word = {"q": "queries", "k": "keys"}[side]
         with (
-            pytest.raises(ClosingError, match=rf"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of .* with hooks at"),
+            pytest.raises(
+                ClosingError, match=rf"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of .* with hooks at"
+            ),
             remove_term(model, basis, NAMES, "L1H1" if group == 1 else "L1H3"),
         ):
             model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)])
@@ -258,7 +260,7 @@ def test_hooks_that_were_removed_are_noticed() -> None:
     with pytest.raises(GeometryError, match=text), remove_term(model, basis, NAMES):
         model.reset_hooks(including_permanent=True)
     assert hooks_of(model) == carried
-    with pytest.raises(RuntimeError, match="seen"), remove_term(model, basis, NAMES):  # noqa: PT012
+    with pytest.raises(RuntimeError, match="seen"), remove_term(model, basis, NAMES):
         model.reset_hooks(including_permanent=True)
         with pytest.raises(GeometryError, match=text):
             logits(model)
@@ -355,7 +357,9 @@ def test_gradients_are_those_of_finite_differences(kind: str, change: Any) -> No
     assert abs(gradient - plain) > 1e-3, "the edit matters for the gradient"
 
 
-@pytest.mark.parametrize(("kind", "architecture"), [*BY_HAND, ("bridge", "gemma2"), ("bridge", "qwen3"), ("bridge", "opt"), ("bridge", "gptj")])
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [*BY_HAND, ("bridge", "gemma2"), ("bridge", "qwen3"), ("bridge", "opt"), ("bridge", "gptj")]
+)
 def test_gradients_in_every_kind_of_attention(kind: str, architecture: str) -> None:
     """Attribution patching: the gradient at a stream and at an activation before it, against differences in the running model."""
     model, basis = tiny(kind, architecture, dtype=torch.float64), basis_of(kind, architecture, torch.float64)
@@ -481,7 +485,10 @@ def test_training_mode_is_named() -> None:
     model.train()
     for block in model.blocks:
         block.attn.original_component.attention_dropout = 0.5
-    with pytest.raises(ClosingError, match=r"pattern of layer 0 of dropout: .*Use model.eval\(\)"), remove_term(view_in_training(model), basis, NAMES):
+    with (
+        pytest.raises(ClosingError, match=r"pattern of layer 0 of dropout: .*Use model.eval\(\)"),
+        remove_term(view_in_training(model), basis, NAMES),
+    ):
         logits(model)
 
 
@@ -540,7 +547,9 @@ def test_generation(kind: str, architecture: str) -> None:
     assert not torch.equal(plain, right)
     with remove_term(model, basis, NAMES):
         assert torch.equal(model.generate(CORRUPTED[:1], use_past_kv_cache=False, **options), right)
-        with pytest.raises(GeometryError, match=r"expected whole prompts, got tokens after 5 others .* Use generate\(\.\.\., use_past_kv_cache=False\)"):
+        with pytest.raises(
+            GeometryError, match=r"expected whole prompts, got tokens after 5 others .* Use generate\(\.\.\., use_past_kv_cache=False\)"
+        ):
             model.generate(CORRUPTED[:1], use_past_kv_cache=True, **options)
 
 
@@ -568,7 +577,9 @@ def test_the_positional_embedding_of_shortformer_is_position(attn_only: bool) ->
         q, k = (torch.einsum("bid,hde->bihe", x, w.double()) for w in (attn.W_Q, attn.W_K))
         right = torch.einsum("bihe,bjhe->bhij", q, k) / 8**0.5
         assert torch.allclose(split.terms["pos", "pos"].double(), right, atol=1e-4 * float(right.abs().max()))
-        without = torch.einsum("bihe,bjhe->bhij", *(v - torch.einsum("id,hde->ihe", W, w.double()) for v, w in ((q, attn.W_Q), (k, attn.W_K))))
+        without = torch.einsum(
+            "bihe,bjhe->bhij", *(v - torch.einsum("id,hde->ihe", W, w.double()) for v, w in ((q, attn.W_Q), (k, attn.W_K)))
+        )
         assert not torch.allclose(without / 8**0.5, right, atol=0.1 * float(right.abs().max()))
 
 

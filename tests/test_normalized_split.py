@@ -240,7 +240,7 @@ def test_details_work_on_a_normalised_basis() -> None:
     tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean((0, 2)) / 2
     assert torch.allclose(table.details["tv_cvec-cvec"].float(), tv, atol=1e-4)
     h = view(model).attention_norm(1).normalize(states_from_cache(model.run_with_cache(PROMPTS)[1])[1]).double()
-    from tl_geometry.verbs.details import null_positions, score  # noqa: PLC0415
+    from tl_geometry.verbs.details import null_positions, score
 
     layers: list[Any] = []
     view(model).run_layers(PROMPTS, (1,), lambda layer: layers.append(layer.normalized()))

@@ -83,7 +83,6 @@ __all__ = [
     "contextual_report",
     "decompose",
     "decompose_activations",
-    "decompose_activations",
     "decompose_tensor",
     "flow_report",
     "gibberish",

@@ -343,7 +343,9 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
     for name, made in (("energies", wanted.energy), ("gains", wanted.gain)):
         if not made:
             sums[name].fill_(torch.nan)
-    return ShareSums(**sums, total=total, gain_total=gain_total, floor=floor, rows=ones * (several > 0).sum(-1), cells=ones * several.sum(-1))
+    return ShareSums(
+        **sums, total=total, gain_total=gain_total, floor=floor, rows=ones * (several > 0).sum(-1), cells=ones * several.sum(-1)
+    )
 
 
 def _contracted(

@@ -25,9 +25,7 @@ class Dominant(NamedTuple):
     margin: Float[Tensor, " head"]
 
 
-def dominant(
-    shares: Float[Tensor, "head term"], names: Sequence[str], *, share_over: float = 0.5, margin_over: float = 0.1
-) -> Dominant:
+def dominant(shares: Float[Tensor, "head term"], names: Sequence[str], *, share_over: float = 0.5, margin_over: float = 0.1) -> Dominant:
     """The name with the largest share, if that is over ``share_over`` and leads by more than ``margin_over``, else ``"unclear"``.
 
     Heads whose shares are NaN are ``"uniform"``.
@@ -199,9 +197,7 @@ class ShareTable(Result):
         return unknown if self.dropped_mass is None else self.dropped_mass
 
     @staticmethod
-    def of(
-        sums: ShareSums, heads: Sequence[tuple[int, int]], parts: Sequence[str], **fields: object
-    ) -> ShareTable:
+    def of(sums: ShareSums, heads: Sequence[tuple[int, int]], parts: Sequence[str], **fields: object) -> ShareTable:
         """From sums (pooled here) of the terms of ``parts``; ``fields`` are the remaining fields, ``provenance`` among them."""
         s = sums.to("cpu").pooled()
         return ShareTable(
