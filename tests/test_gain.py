@@ -45,9 +45,7 @@ def mask_of(name: str, length: int) -> Tensor:
     return found.get(name, scattered)
 
 
-def by_hand(
-    matrices: Tensor, mask: Tensor, drop: int = 0, cap: float | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def by_hand(matrices: Tensor, mask: Tensor, drop: int = 0, cap: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gains ``[context head term]`` and both directions of KL ``[context head]``, row by row."""
     n, contexts, heads, length, _ = matrices.shape
     gains = np.zeros((contexts, heads, n))
@@ -71,9 +69,7 @@ def by_hand(
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("drop", [0, 3])
 @pytest.mark.parametrize(("with_bias", "cap"), [(False, None), (True, None), (True, 2.0)])
-def test_gains_equal_the_definition_row_by_row(
-    name: str, drop: int, with_bias: bool, cap: float | None
-) -> None:
+def test_gains_equal_the_definition_row_by_row(name: str, drop: int, with_bias: bool, cap: float | None) -> None:
     length = attention.BLOCK + 13
     q, k, mask = draw(3, 2, length, 2, 4), draw(3, 2, length, 2, 4, seed=7), mask_of(name, length)
     bias = draw(2, length, length, seed=9) if with_bias else None
@@ -98,9 +94,7 @@ def test_gains_equal_the_definition_row_by_row(
     name=st.sampled_from(MASKS[:3]),
     size=st.floats(1e-3, 8),
 )
-def test_the_whole_score_gains_the_jeffreys_divergence_exactly(
-    seed: int, parts: int, drop: int, name: str, size: float
-) -> None:
+def test_the_whole_score_gains_the_jeffreys_divergence_exactly(seed: int, parts: int, drop: int, name: str, size: float) -> None:
     q, k = draw(parts, 2, 9, 2, 3, seed=seed, size=size), draw(parts, 2, 9, 2, 3, seed=seed + 50)
     sums = share_sums(q, k, mask_of(name, 9), drop=drop)
     _, forward, backward = by_hand(terms(q, k).flatten(0, 1), mask_of(name, 9), drop)
@@ -202,9 +196,7 @@ def test_gains_merge_in_any_partition() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0, 30.0])
-def test_lower_precision_stays_close_for_flat_and_for_sharp_attention(
-    dtype: torch.dtype, size: float
-) -> None:
+def test_lower_precision_stays_close_for_flat_and_for_sharp_attention(dtype: torch.dtype, size: float) -> None:
     q, k = draw(3, 2, 300, 2, 8, size=size).to(dtype), draw(3, 2, 300, 2, 8, seed=4).to(dtype)
     exact = share_sums(q.double(), k.double()).pooled()
     ours = share_sums(q, k).pooled()
@@ -256,7 +248,7 @@ def test_marginals_of_parts_with_any_names() -> None:
     frame = table.marginals().to_dataframe()
     assert frame.part.tolist() == ["L3H5", "mlp3"] * 2
     assert table.groups == ()
-    assert np.allclose(frame.groupby("side").gs.sum(), 1)
+    assert frame.groupby("side").gs.sum().tolist() == pytest.approx([1, 1])
 
 
 def test_the_table_holds_gains_beside_covariances(tmp_path: Path) -> None:
