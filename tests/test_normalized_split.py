@@ -7,20 +7,22 @@ import itertools
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
-from tl_geometry import compare_bases, decompose, split_scores, split_values, sweep_heads
+from tl_geometry import compare_bases, decompose, render, split_scores, split_values, sweep_heads
 from tl_geometry.adapters import facts, states_from_cache, view
 from tl_geometry.attention import row_center
 from tl_geometry.closing import closing_bound
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.errors import ClosingError, GeometryError
 from tl_geometry.interventions import keep_term, remove_term
+from tl_geometry.render import head_view, sweeps
 from tl_geometry.verbs import sweep
-from tl_geometry.verbs.details import DETAILS
+from tl_geometry.verbs.details import DETAILS, null_positions, score
 from tl_geometry.verbs.split import ScoreSplit
 
 KINDS = ["gpt2", "llama", "neox", "gptj", "bloom", "qwen3", "gemma2", "gemma3", "phi", "olmo2", "opt", "gpt-oss", "bert"]
@@ -240,8 +242,6 @@ def test_details_work_on_a_normalised_basis() -> None:
     tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean((0, 2)) / 2
     assert torch.allclose(table.details["tv_cvec-cvec"].float(), tv, atol=1e-4)
     h = view(model).attention_norm(1).normalize(states_from_cache(model.run_with_cache(PROMPTS)[1])[1]).double()
-    from tl_geometry.verbs.details import null_positions, score
-
     layers: list[Any] = []
     view(model).run_layers(PROMPTS, (1,), lambda layer: layers.append(layer.normalized()))
     mean, layer = basis.mean[1], layers[0]
@@ -307,3 +307,24 @@ def test_terms_are_removed_from_a_live_model(architecture: str) -> None:
         assert float((z - clean["z", 1].view_as(z)).abs().max()) > 0.01
         with keep_term(model, basis, "pos-pos", "L1H0"):
             assert model(PROMPTS).isfinite().all()
+
+
+# ----------------------------------------------------------------------------------------- figures
+
+
+def test_figures_show_the_readable_names_and_the_gains() -> None:
+    model, basis = tiny("bridge", "llama"), bases("bridge", "llama")["normalized"]
+    split, table = split_scores(model, PROMPTS, basis), sweep_heads(model, PROMPTS, basis, progress=False)
+    assert "relative position" in render.split(split, "L1H0", planes="terms").html()
+    assert "bias-bias" not in render.split(split, "L1H0", planes="terms").html()
+    page = render.heads(table, "gs_bias-bias").html()
+    assert "gs_relative position" in page
+    assert "bias-bias" not in page
+    assert render.head_grid(table, "cs_bias-bias").title == "SweepTable: cs_relative position"
+    assert head_view.scale("gs_position", torch.tensor([0.2])) == (-1.0, 1.0)
+    for share, values in (("cs", table.group_cs), ("gs", table.group_gs)):
+        drawn = sweeps.head_shares(table, share=share)
+        image = np.asarray(drawn.figure.axes[0].images[0].get_array())
+        assert np.allclose(image.ravel(), values[:, 0])
+    with pytest.raises(GeometryError, match="share: expected one of 'cs', 'gs', got 'es'"):
+        sweeps.head_shares(table, share="es")

@@ -377,11 +377,11 @@ def _moved(
 ) -> Float[Tensor, "batch head query key"]:
     """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
 
-    With ``e^(s - max) - 1 = w``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits where attention is nearly uniform. ``level``
-    is what row-centring took out of the scores, which a soft cap sees.
+    With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits where attention is nearly
+    uniform. ``level`` is what row-centring took out of the scores, which a soft cap sees.
     """
     near = slice(block.full, block.end)
-    if softcap is None:  # a masked zero is never above the largest allowed of a row whose mean is zero
+    if softcap is None or level is None:  # a masked zero is never above the largest allowed of a row whose mean is zero
         w = centred - centred.amax(-1, keepdim=True)
     else:
         w = softcap * torch.tanh((centred + level) / softcap)

@@ -217,7 +217,7 @@ class Result:
         fields = [f for f in dataclasses.fields(self) if f.name != "provenance"]
         return [(f.name, _brief(getattr(self, f.name))) for f in fields]
 
-    def shown(self, value: object) -> object:
+    def readable(self, value: object) -> object:
         """How a cell or a column name of the table is shown to a reader (tables keep the key)."""
         return value
 
@@ -277,7 +277,7 @@ class Result:
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
         table = list(self.rows())
-        rows = [[_html.plain(_html.number(self.shown(v))) for v in row] for row in (self.columns(), *table)]
+        rows = [[_html.plain(_html.number(self.readable(v))) for v in row] for row in (self.columns(), *table)]
         shown = rows if limit is None else rows[: limit + 1]
         widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
         lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
@@ -295,7 +295,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         table = list(self.rows())
-        names, cells = [str(self.shown(c)) for c in self.columns()], [[self.shown(v) for v in row] for row in table]
+        names, cells = [str(self.readable(c)) for c in self.columns()], [[self.readable(v) for v in row] for row in table]
         return _html.table(names, cells, caption=self._caption(table))
 
 

@@ -44,7 +44,11 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     """
     pairs, columns = numbers(_table(sweep, "heads"))
     chosen = _chosen(value, columns)
-    words = {n: [str(row[i]) for row in sweep.rows()] for i, n in enumerate(sweep.columns()) if n not in ("layer", "head", *columns)}
+    words = {
+        n: [str(sweep.readable(row[i])) for row in sweep.rows()]
+        for i, n in enumerate(sweep.columns())
+        if n not in ("layer", "head", *columns)
+    }
     layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
     cell = min(46, max(14, 640 // count))
     width, height = max(560, 60 + count * cell + 20), len(layers) * 22 + 42
@@ -56,9 +60,9 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "count": count,
         "cell": cell,
         "canvas": [width, height],
-        "columns": {n: {"values": [_short(v) for v in x.tolist()], "scale": scale(n, x)} for n, x in columns.items()},
+        "columns": {str(sweep.readable(n)): {"values": [_short(v) for v in x.tolist()], "scale": scale(n, x)} for n, x in columns.items()},
         "words": words,
-        "value": chosen,
+        "value": str(sweep.readable(chosen)),
         "caption": caption,
     }
     entries = -(-(len(columns) + len(words)) // max(1, (max(width, 760) - 24) // 118))
@@ -74,10 +78,11 @@ def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
     tall = 0.34 if rows * count <= NUMBERED else 0.2
     figure, axes = canvas(ax=ax, size=(0.5 * count + 1.8 if count <= 16 else 9, tall * rows + 1.2))
-    draw_map(axes[0], pairs, columns[name], name.replace("_", " "), *scale(name, columns[name]))
+    shown = str(sweep.readable(name))
+    draw_map(axes[0], pairs, columns[name], shown.replace("_", " "), *scale(name, columns[name]))
     axes[0].set_ylabel("layer")
-    title = f"{type(sweep).__name__}: {name}"
-    return View(figure, title=title, caption=f"{name} of each head; {sweep.provenance.line()}")
+    title = f"{type(sweep).__name__}: {shown}"
+    return View(figure, title=title, caption=f"{shown} of each head; {sweep.provenance.line()}")
 
 
 def _table(value: object, what: str) -> Result:
@@ -102,12 +107,12 @@ def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tenso
 
 
 def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
-    """Ends of the colour scale: from -1 to 1 for covariance shares, 0 to 1 for other shares and head types, else to the largest |value|.
+    """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for others and head types, else to the largest |value|.
 
     >>> scale("kl_pos-pos", torch.tensor([0.5, 2.0])), scale("cs_pos-pos", torch.tensor([0.5])), scale("induction", torch.tensor([0.3]))
     ((0.0, 2.0), (-1.0, 1.0), (0.0, 1.0))
     """
-    if name.startswith("cs_"):
+    if name.startswith(("cs_", "gs_")):
         return (-1.0, 1.0)
     known = values[torch.isfinite(values)]
     if name.startswith("es_") or name.endswith("_uniform") or name in HEAD_TYPES:

@@ -208,7 +208,7 @@ def _page(
     center: bool,
     title: str,
 ) -> PageView:
-    names = [*planes, "total", "pattern"]
+    names = [*(split.label(name) for name in planes), "total", "pattern"]
     top, high = _limit(drawn, limit)
     caption = _caption(split, planes, drawn, packed, len(texts), top, center)
     rows, columns, places = _layout(split, planes)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from tl_geometry._check import choice
 from tl_geometry.render.figure import View, canvas
 from tl_geometry.render.head_view import draw_map
 from tl_geometry.verbs.sweep import SweepTable
 
 
-def head_shares(sweep: SweepTable) -> View:
-    """Covariance shares of position, content and mixed terms for every head; each triple adds up to one."""
+def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
+    """Shares of position, content and mixed terms for every head; each triple adds up to one.
+
+    ``share`` is ``"cs"`` (of the covariance over all cells) or ``"gs"`` (gain: of where attention goes).
+    """
+    about = {"cs": ("Shares of the score", "covariance shares"), "gs": ("Shares of the gain", "gain shares (of where attention goes)")}
+    title, said = about[choice(share, tuple(about), "share")]
+    values = {"cs": sweep.group_cs, "gs": sweep.group_gs}[share]
     figure, axes = canvas(len(sweep.groups), size=(3.4, _height(sweep)))
     for column, (axis, group) in enumerate(zip(axes, sweep.groups, strict=True)):
-        draw_map(axis, sweep.heads, sweep.group_cs[:, column], f"share of {group}", -1.0, 1.0)
+        draw_map(axis, sweep.heads, values[:, column], f"share of {group}", -1.0, 1.0)
     axes[0].set_ylabel("layer")
-    return View(
-        figure, title="Shares of the score", caption=f"covariance shares, summing to one over the panels; {sweep.provenance.line()}"
-    )
+    return View(figure, title=title, caption=f"{said}, summing to one over the panels; {sweep.provenance.line()}")
 
 
 def _height(sweep: SweepTable) -> float:

@@ -188,7 +188,7 @@ class ShareTable(Result):
         """How a term, a group or a column about one is shown to a reader."""
         return label(term, self.bias_label)
 
-    def shown(self, value: object) -> object:
+    def readable(self, value: object) -> object:
         return self.label(value) if isinstance(value, str) else value
 
     def _mass(self) -> Float[Tensor, " head"]:
@@ -212,14 +212,14 @@ class ShareTable(Result):
         return [*names, "numerator", "gain", "energy", "total", "cells"]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        sums = (self.numerators, self.gains, self.energies)
+        sums = [self.numerators, self.gains, self.energies]
         nothing = torch.full_like(self.numerators, torch.nan)
         bounds = [nothing if b is None else b for b in (self.low, self.high)] if self.low is not None else []
         tables = [(self.by_term, self.terms, (self.cs, *bounds, self.gs, self.es), sums)]
         if self.groups:
             unknown = [torch.full_like(self.group_cs, torch.nan) for _ in bounds]
             values = (self.group_cs, *unknown, self.group_gs, self.group_es)
-            tables.append((self.by_group, self.groups, values, tuple(self._grouped(x) for x in sums)))
+            tables.append((self.by_group, self.groups, values, [self._grouped(x) for x in sums]))
         mass, out = self._mass(), []
         for h, (layer, head) in enumerate(self.heads):
             for grouped, (best, names, shares, counted) in enumerate(tables):
