@@ -70,6 +70,7 @@ FAULTS = (
     Fault("NaN let through", "accumulation.py", "if not good[i]]", "if False]"),
 )
 
+BESIDE = "tests/test_live_edits.py"
 ATTENTION, TYPES, SWEEP, LIVE = (f"tests/test_{name}.py" for name in ("attention", "head_types", "sweep", "interventions"))
 FAULTS += (
     Fault("row mean over masked keys too", "attention.py", "/ allowed.sum(-1, keepdim=True).clamp(min=1)",
@@ -107,9 +108,15 @@ FAULTS += (
           "whole + _term_score(parts, layer, heads, weight, alibi)", LIVE),
     Fault("bias terms not kept", "interventions/terms.py", "weight[BIAS], weight[:, BIAS] = 1, 1", "weight[BIAS, BIAS] = 1", LIVE),
     Fault("placebo of another energy", "interventions/terms.py", "return whole - other * (own / safe)", "return whole - other", LIVE),
-    Fault("edits on the wrong head", "interventions/live.py", "change[:, :, heads] =", "change[:, :, [h - 1 for h in heads]] =", LIVE),
-    Fault("hooks left behind", "interventions/live.py", "handle.hook.remove()", "pass", LIVE),
-    Fault("a mask not noticed", "interventions/live.py", "float(error) <= bound", "True", LIVE),
+    Fault("edits on the wrong head", "interventions/live.py", "(slice(None),) * axis + (self.heads,)",
+          "(slice(None),) * axis + ([h - 1 for h in self.heads],)", LIVE),
+    Fault("hooks left behind", "interventions/points.py", "self.handle.hook.remove()", "pass", LIVE),
+    Fault("a patched query not noticed", "interventions/live.py", "if float(error) <= bound:", "if True:", BESIDE),
+    Fault("a mask not noticed", "interventions/points.py", "bool((mask == 0).any())", "False", BESIDE),
+    Fault("the stream before a user's hooks", "interventions/live.py", 'self._alone(self._read(n)), "last")',
+          'self._alone(self._read(n)), "first")', BESIDE),
+    Fault("the edit after a user's hooks", "interventions/live.py", 'self._alone(a), "first")', 'self._alone(a), "last")', BESIDE),
+    Fault("no gradient through the stream", "adapters/layers.py", '"hook_resid_pre"], detach=verify)', '"hook_resid_pre"])', BESIDE),
     Fault("projection of the mean too", "interventions/stream.py", "((h.double() - m) @ V) @ V.mT", "(h.double() @ V) @ V.mT", LIVE),
     Fault("the first copy counted", "interventions/causal.py", "column > periods", "column > 0", LIVE),
 )  # fmt: skip

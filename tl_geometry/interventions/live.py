@@ -45,12 +45,15 @@ STREAM_HOOKS = ("hook_resid_pre", "attn.hook_v", "attn.hook_attn_scores", "attn.
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """New scores for some heads of one layer. ``on_tokens`` is called with the token ids of a pass, where they are known."""
+    """New scores for some heads of one layer.
+
+    ``on_tokens`` is called with the token ids of a pass, where they are known; it refuses them, or returns a flag or ``None``.
+    """
 
     layer: int
     heads: tuple[int, ...]
     scores: ScoreEdit
-    on_tokens: Callable[[Tensor], None] | None = None
+    on_tokens: Callable[[Tensor], str | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +61,8 @@ class OpenEdit:
     """What ``with remove_term(...) as edit`` gives.
 
     ``unedited`` names the hook points of edited layers that show the model's own scores or pattern, not the edited ones, because the
-    class computes attention where no hook reaches it; ``hook_z`` and everything after it are edited in every class.
+    class computes attention where no hook reaches it; ``hook_z`` and everything after it are edited in every class. ``flags`` grows
+    with what was noticed in the passes that were run.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -76,12 +80,13 @@ def edited_scores(view: ModelView, edits: Sequence[Edit]) -> Iterator[OpenEdit]:
     """
     heads = tuple((edit.layer, head) for edit in edits for head in edit.heads)
     given = Given(view)
-    layers = [_LiveLayer(view, edit, given) for edit in edits]
+    flags: list[str] = []
+    layers = [_LiveLayer(view, edit, given, flags) for edit in edits]
     with ExitStack() as stack:
         stack.enter_context(claimed(view, heads))
         stack.enter_context(given.watched(sorted({edit.layer for edit in edits})))
         stack.enter_context(attached(view, [hook for layer in layers for hook in layer.hooks()]))
-        yield OpenEdit(heads, tuple(name for layer in layers for name in layer.unedited()))
+        yield OpenEdit(heads, tuple(name for layer in layers for name in layer.unedited()), flags)
 
 
 def score_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "batch head query key"]:
@@ -106,8 +111,8 @@ class _Step(NamedTuple):
 class _LiveLayer:
     """The hooks of one edit, and what one forward pass has shown them so far."""
 
-    def __init__(self, view: ModelView, edit: Edit, given: Given) -> None:
-        self.view, self.edit, self.given = view, edit, given
+    def __init__(self, view: ModelView, edit: Edit, given: Given, flags: list[str]) -> None:
+        self.view, self.edit, self.given, self.flags = view, edit, given, flags
         self.heads = list(edit.heads)
         self.prefix = f"blocks.{edit.layer}."
         self.names = view.layer_hooks(edit.layer)
@@ -150,7 +155,8 @@ class _LiveLayer:
         h = self.seen[self.names[0]]
         ids = self.given.check(h)
         if ids is not None and self.edit.on_tokens is not None:
-            self.edit.on_tokens(ids)
+            flag = self.edit.on_tokens(ids)
+            self.flags.extend([flag] if flag and flag not in self.flags else [])
         found = self.seen if scores is None else self.seen | {self.scores: scores}
         record = open_edits(self.view)
         record.suspended = True  # a bias that can only be measured is measured by running the model

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class _Attachment:
         self.point.fwd_hooks[:] = [h for h in self.point.fwd_hooks if h is not self.handle]
 
 
-def _removed(view: ModelView, gone: Sequence[_Attachment]) -> None:
+def _removed(view: ModelView, gone: Sequence[_Attachment]) -> NoReturn:
     names = ", ".join(dict.fromkeys(a.hook.name for a in gone))
     fail(
         f"an open edit of {view.name}", expected="its hooks to stay until the end of the with block", got=f"none at {names} any more",

@@ -120,9 +120,12 @@ def edits_for(
     chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)
     splitter = Splitter(basis)
 
-    def check_tokens(ids: Tensor) -> None:
-        if view.bos_id is not None:
-            basis.check_model(view, bool((ids[:, 0] == view.bos_id).all()))
+    def check_tokens(ids: Tensor) -> str | None:
+        if view.bos_id is None:
+            return None
+        bos = ids[:, :2] == view.bos_id
+        basis.check_model(view, bool(bos[:, 0].all()))
+        return "prompts that begin with two BOS tokens" if bos.shape[1] == 2 and bool(bos.all(-1).any()) else None
 
     out: list[Edit] = []
     for at in sorted({layer for layer, _ in chosen}):
@@ -229,9 +232,15 @@ def _apply(model: Any, basis: PositionContext, heads: HeadsLike, change: Change)
 def remove_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[OpenEdit]:
     """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for ``None``), ``S - X``.
 
-    ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Edits act through ``hook_z`` and the model is as
-    before on exit. Raises ``ClosingError`` where the scores that are edited are not those the model used (a padding mask, two edits of
-    one head), ``GeometryError`` for prompts longer than the basis has seen.
+    ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Inside, the model is one whose heads attend by S - X:
+    X is the term of the stream as it leaves everybody's hooks (a patched stream gives the patched term), hooks and caches at
+    scores, pattern and z see the edited ones, and gradients pass. ``with ... as edit`` gives an
+    :class:`~tl_geometry.interventions.live.OpenEdit`, whose ``unedited`` names the points that cannot show the edit. The model is as
+    before on exit.
+
+    Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value cache, autocast, prompts with another BOS
+    setting than the basis or longer than it has seen, and where ``reset_hooks(including_permanent=True)`` took the edit away;
+    ``ClosingError`` where queries, keys, scores or patterns do not follow from the stream (a hook on ``hook_q`` of an edited head).
     """
     return _apply(model, basis, heads, removing(terms_of(term)))
 

@@ -172,8 +172,8 @@ class Cut:
         """Project one layer's parts for the chosen heads and check that they close."""
         layer = self.reading(layer)
         require(
-            layer.added is None or self.preset == "exact", "preset", expected="'exact' where positions are added to queries and keys (Shortformer)",
-            got=repr(self.preset), instead="preset='exact'", error=UnsupportedModelError,
+            layer.added is None or self.preset == "exact", "preset", got=repr(self.preset), instead="preset='exact'",
+            expected="'exact' where positions are added to queries and keys (Shortformer)", error=UnsupportedModelError,
         )  # fmt: skip
         make = {"exact": self._exact, "paper": self._paper, "reference": self._reference}[self.preset]
         q, k, again = make(layer)
