@@ -18,7 +18,7 @@ from torch import Tensor
 
 import tl_geometry
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
-from tl_geometry import decompose
+from tl_geometry import decompose, records
 from tl_geometry.adapters import facts, from_hf, parameters, view
 from tl_geometry.attention import row_center, share_sums_dense
 from tl_geometry.closing import closing_bound, pattern_error
@@ -524,7 +524,7 @@ ADAPTER_FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "QK-norm per head in place of flat": (
         "olmo2", facts.QKNorm, "scale", lambda self, x: (x.square().mean(-1) + self.eps).sqrt(),
     ),
-    "mean not taken out by the norm": ("gpt2", facts.Facts, "norm_scale", lambda self, h: (h.square().mean(-1) + self.norm.eps).sqrt()),
+    "mean not taken out by the norm": ("gpt2", records.NormWeights, "scale", lambda self, h: (h.square().mean(-1) + self.eps).sqrt()),
 }  # fmt: skip
 
 

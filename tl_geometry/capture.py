@@ -29,9 +29,9 @@ SAVE_SHARE = 0.05
 
 
 def as_view(model: Any) -> ModelView:
-    """The view of a TransformerLens model (a view is returned as it is). The one lazy call into the adapter."""
+    """The view of a TransformerLens model as it is now (a view of edited weights is made anew). The one lazy call into the adapter."""
     if isinstance(model, ModelView):
-        return model
+        return model if model.refresh is None else model.refresh(model)
     from tl_geometry.adapters import view
 
     return view(model)

@@ -21,8 +21,9 @@ CHUNK = 2**25
 def closing_bound(roundoff: float, scale: float) -> float:
     """Largest error allowed: 32 u A in float32, 4 u A in half precision, 1e-12 A in float64.
 
-    ``roundoff`` u is the unit roundoff of the model's arithmetic, ``scale`` A the largest sum over terms of their absolute values on
-    allowed cells. Absolute tolerances do not hold: scores of real models reach thousands.
+    ``roundoff`` u is the unit roundoff of the model's arithmetic, ``scale`` A the largest product of absolute values on allowed cells,
+    ``scale * sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|``: rounding of a dot product grows with its absolute sum, not with its
+    value. Absolute tolerances do not hold: scores of real models reach thousands.
 
     >>> closing_bound(2**-24, 10.0) == 320 * 2**-24
     True

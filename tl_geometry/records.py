@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -164,12 +164,14 @@ class NormWeights:
 class ClosingReport:
     """How far sums of parts are from what the model computed, each as (largest error, largest error allowed).
 
-    ``checks`` has ``q`` and ``k`` (against ``hook_q``, ``hook_k``), ``pattern`` (row-centred logarithm of ``hook_pattern``)
-    and ``scores`` (where the hook holds scores). ``scale`` is A, the largest sum over terms of |X| on allowed cells.
+    ``checks`` has ``q`` and ``k`` (against ``hook_q``, ``hook_k``), ``pattern`` (row-centred logarithm of ``hook_pattern``),
+    ``pattern sum`` (its rows sum to one, or to what a sink leaves) and ``scores`` (where the hook holds scores). ``scale`` is A, the
+    largest product of absolute values on allowed cells; ``sizes`` has the same for queries and keys, ``sum_d |x_d W_de| + |constant|``.
     """
 
     checks: Mapping[str, tuple[float, float]]
     scale: float
+    sizes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def closes(self) -> bool:
@@ -268,6 +270,11 @@ class LayerView:
             v_scale=torch.ones_like(self.v_scale),
         )
 
+    def __repr__(self) -> str:
+        batch, length, heads, d_head = self.q.shape
+        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}, norm {self.norm.kind}, scale {self.scale:.4g}"
+        return f"LayerView(layer {self.layer}, {size}, worst check {self.closing.worst:.2g} of what is allowed)"
+
     def project_q(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
         """Queries of additive parts (without the constant)."""
         return self.q_map(parts) * self.q_scale.unsqueeze(-1)
@@ -315,7 +322,8 @@ class ModelView:
     them through one forward pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm before the
     unembedding ``unembed [d_model d_vocab]``, ``None`` where there is none or the output is not a linear readout of the last state.
     ``hooked()`` names the hook points at which somebody else's hook acts now. ``pad_id`` is the tokenizer's padding token where it
-    is no other special token too, so that it means padding and nothing else.
+    is no other special token too, so that it means padding and nothing else. ``refresh(view)`` is the view as the model is now (the
+    same one, if its weights and settings are the same), which every public function takes in place of the one that it was given.
     """
 
     model: Any
@@ -350,8 +358,13 @@ class ModelView:
     final_norm: Callable[[], NormWeights | None]
     unembed: Callable[[], Float[Tensor, "d_model d_vocab"]]
     hooked: Callable[[], tuple[str, ...]]
+    refresh: Callable[[ModelView], ModelView] | None = None
     notes: tuple[str, ...] = ()
     pad_id: int | None = None
+
+    def __repr__(self) -> str:
+        size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}, {str(self.dtype).removeprefix('torch.')}"
+        return f"ModelView({self.name} ({self.fingerprint}), {self.kind}, {self.library}, {size}, on {self.device})"
 
     @property
     def states(self) -> range:

@@ -57,6 +57,7 @@ class Facts:
 
     ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary tables, GPT-Neo's products), as
     its own numbers on the probe show. ``added`` is what Shortformer models add to the inputs of queries and keys, by position.
+    ``ignore`` is the score that the layer itself gives to masked keys, where it is finite.
     """
 
     norm: NormWeights
@@ -69,6 +70,7 @@ class Facts:
     bias_form: str | None = None
     slopes: Float[Tensor, " head"] | None = None
     window: int | None = None
+    ignore: float | None = None
     has_scores: bool = False
     single: bool = False
     added: Float[Tensor, "position d_model"] | None = None
@@ -87,8 +89,7 @@ class Facts:
 
     def projected(self, parts: Tensor, which: str) -> Tensor:
         """The same before QK-norm and rotation: centring, gain and the weight matrix."""
-        x = parts - parts.mean(-1, keepdim=True) if self.norm.kind == "LN" else parts
-        return einsum(x * self.norm.gain, self.matrix(which), "... d, h d e -> ... h e")
+        return einsum(self.norm.centre(parts) * self.norm.gain, self.matrix(which), "... d, h d e -> ... h e")
 
     def matrix(self, which: str) -> Tensor:
         """W_Q, W_K or W_V."""
@@ -116,16 +117,14 @@ class Facts:
             x = self.qk_norm.centre(x) * (self.qk_norm.gain_q if which == "q" else self.qk_norm.gain_k)
         return x if self.rotation is None or turn is None else rotate(x, *turn, self.rotation)
 
-    def norm_scale(self, h: Float[Tensor, "... d_model"]) -> Float[Tensor, "..."]:
-        """The norm's scale s of each token (one where there is no norm)."""
-        if self.norm.kind is None:
-            return torch.ones_like(h[..., 0])
-        x = h - h.mean(-1, keepdim=True) if self.norm.kind == "LN" else h
-        return (x.square().mean(-1) + self.norm.eps).sqrt()
-
     def raw(self, h: Tensor, which: str) -> Tensor:
         """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v`` hold it."""
-        return self.projected(h, which) / self.norm_scale(h)[..., None, None] + self.constant(which)
+        return self.projected(h, which) / self.norm.scale(h)[..., None, None] + self.constant(which)
+
+    def sizes(self, h: Tensor, which: str) -> Float[Tensor, "... head d_head"]:
+        """The same as :meth:`raw` with absolute values throughout, ``sum_d |x_d W_de| + |constant|``, which rounding grows with."""
+        x = (self.norm.normalize(h) * self.norm.gain).abs()
+        return einsum(x, self.matrix(which).abs(), "... d, h d e -> ... h e") + self.constant(which).abs()
 
     def full(self, h: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         """Query or key as it enters the score."""
@@ -222,7 +221,9 @@ class FactFinder:
             return facts
         is_scores = raw_scores is not None and not torch.allclose(raw_scores, pattern)
         scores = raw_scores if is_scores else None
-        facts = replace(facts, softcap=self.softcap(), sinks=self.sinks(), has_scores=is_scores, window=self.window())
+        facts = replace(
+            facts, softcap=self.softcap(), sinks=self.sinks(), has_scores=is_scores, window=self.window(), ignore=ignore_of(self.attn)
+        )
         original = self.found.get(f"blocks.{self.layer}.attn.hook_attn_scores") if is_scores else None
         allowed = allowed_cells(facts, self.length, self.causal, original, pattern)
         best, least, size = facts, math.inf, 0.0
@@ -230,12 +231,13 @@ class FactFinder:
             turn = turn_of(self.parameters, self.layer, self.found, self.length, option.rotation)
             if (turn is None) != (option.rotation is None):
                 continue
-            content = scores_of(option.full(self.h, "q", turn), option.full(self.h, "k", turn), 1.0)
+            q, k = (option.full(self.h, w, turn) for w in "qk")
+            content, absolute = scores_of(q, k, 1.0), float(scores_of(q.abs(), k.abs(), 1.0).max())
             for scaled in self.scaled(option, content, pattern, allowed):
-                completed = self.with_bias(scaled, content, scores, allowed) if self.is_alibi() else scaled
+                completed = self.with_bias(scaled, content, absolute, scores, allowed) if self.is_alibi() else scaled
                 error = self.misfit(completed, content, scores, pattern, allowed)
                 if error < least * 0.99:  # ties go to the earlier reading
-                    best, least, size = completed, error, float(content.abs().max()) * scaled.scale
+                    best, least, size = completed, error, absolute * scaled.scale
         return replace(best, single=best.single or self.is_single(least, size))
 
     def is_single(self, error: float, size: float) -> bool:
@@ -336,8 +338,8 @@ class FactFinder:
             if energy > 0:
                 yield replace(facts, scale=float((x * y).sum()) / energy)
 
-    def with_bias(self, facts: Facts, content: Tensor, scores: Tensor | None, allowed: Tensor) -> Facts:
-        """The analytic ALiBi bias, where it matches the measured one."""
+    def with_bias(self, facts: Facts, content: Tensor, absolute: float, scores: Tensor | None, allowed: Tensor) -> Facts:
+        """The analytic ALiBi bias, where it matches the measured one; ``absolute`` is the largest content in absolute values."""
         if scores is None:
             return facts
         cells = allowed.expand(self.heads, -1, -1)
@@ -350,7 +352,7 @@ class FactFinder:
                 option = replace(facts, slopes=exact, bias_form=form)
                 bias = option.bias(self.length)
                 assert bias is not None
-                size = float(measured.abs().max() + content.abs().max() * facts.scale)
+                size = float(measured.abs().max()) + absolute * facts.scale
                 if float(torch.where(cells, measured - bias, 0.0).abs().max()) <= closing_bound(self.roundoff, size):
                     return option
         return replace(facts, bias_form="measured")
@@ -382,10 +384,18 @@ def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
     return torch.tensor(main + rest, dtype=torch.float64)
 
 
+def ignore_of(attn: Any) -> float | None:
+    """The score that a layer gives to masked keys (a buffer of HookedTransformer), where it is finite: -1e5 in older checkpoints."""
+    value = part(attn, "IGNORE")
+    return float(value) if isinstance(value, Tensor) and bool(torch.isfinite(value)) else None
+
+
 def allowed_cells(facts: Facts, length: int, causal: bool, scores: Tensor | None, pattern: Tensor | None) -> Bool[Tensor, "query key"]:
     """Which keys each query may attend to: from the model's masked scores, else causal and window by its own account."""
     if scores is not None:
-        return (scores[0] > MASKED[scores.dtype]).any(0)  # windows have no padding: one mask for all contexts
+        seen = scores[0] > MASKED[scores.dtype]
+        seen = seen if facts.ignore is None else seen & (scores[0] != torch.tensor(facts.ignore).to(scores))
+        return seen.any(0)  # windows have no padding: one mask for all contexts
     i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
     allowed = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
     if facts.window is not None:

@@ -8,15 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import einsum
 from torch import Tensor
 
 from tl_geometry._check import describe, index, require
-from tl_geometry.adapters.facts import FactFinder, Facts, allowed_cells, scores_of, turn_of
+from tl_geometry.adapters.facts import FactFinder, Facts, allowed_cells, ignore_of, scores_of, turn_of
+from tl_geometry.adapters.hooks import without_hooks
 from tl_geometry.adapters.parameters import Parameters, part, upcast
-from tl_geometry.adapters.running import Runner
+from tl_geometry.adapters.precision import is_half
+from tl_geometry.adapters.running import Runner, require_full_precision
 from tl_geometry.closing import CHUNK, closing_bound, pattern_bound, pattern_error, require_closed
-from tl_geometry.errors import UnsupportedModelError
+from tl_geometry.errors import ClosingError, UnsupportedModelError
 from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import ClosingReport, Hook, LayerHook, LayerView, NormWeights
 
@@ -53,7 +54,18 @@ class Layers:
                 got=f"no {', '.join(need)}", instead="a model with eager attention", error=UnsupportedModelError,
             )  # fmt: skip
             self.memo[layer] = replace(finder.find(), weights=None)
+            self._verify_facts(layer, h)
         return self.memo[layer]
+
+    def _verify_facts(self, layer: int, h: Tensor) -> None:
+        """Verify the facts of a half-precision model on its probe in float32, where faults below 1% show (a measured bias has its own)."""
+        if h.dtype != torch.float32 or not is_half(self.parameters.model) or self.memo[layer].bias_form == "measured":
+            return
+        try:
+            self._build(layer, self.probe, True, unit_roundoff(torch.float32))
+        except ClosingError:
+            del self.memo[layer]
+            raise
 
     def norm(self, layer: int) -> NormWeights:
         """The norm in front of the projections of one layer, as the model has it."""
@@ -108,14 +120,15 @@ class Layers:
         require(h.dim() == 3, "cache", expected="a batch dimension", got=describe(h), instead="remove_batch_dim=False")
         return self._build(layer, found, verify)
 
-    def _build(self, layer: int, found: Mapping[str, Tensor], verify: bool) -> LayerView:
+    def _build(self, layer: int, found: Mapping[str, Tensor], verify: bool, roundoff: float | None = None) -> LayerView:
         prefix = f"blocks.{layer}."
+        require_full_precision(self.runner.device, self.parameters.name)
         h = upcast(found[prefix + "hook_resid_pre"], detach=verify)
         facts, length = self._local(layer, h, detach=verify), h.shape[1]
         own = {name: found.get(f"{prefix}attn.hook_{name}") for name in ("q", "k", "v", "z", "pattern", "attn_scores")}
         turn = turn_of(self.parameters, layer, found, length, facts.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
-        norm_scale, heads = facts.norm_scale(h), facts.constant("q").shape[-2]
+        norm_scale, heads = facts.norm.scale(h), facts.constant("q").shape[-2]
         hooked = {w: self._grouped(own[w], facts, detach=verify) for w in "qk"}
         taken = {w: value for w, value in hooked.items() if value is not None and not verify}  # unverified: the model's own
         raw = {w: taken[w] if w in taken else facts.raw(h, w) for w in "qk"}
@@ -141,12 +154,12 @@ class Layers:
             added=facts.added_position(),
             pattern=None if pattern is None else upcast(pattern), scores=None if scores is None else upcast(scores),
             v=self._grouped(own["v"], facts, detach=verify), z=None if z is None else upcast(z),
-            roundoff=self.roundoff(layer), closing=ClosingReport(checks={}, scale=0.0),
+            roundoff=roundoff or self.roundoff(layer), closing=ClosingReport(checks={}, scale=0.0),
             rotary=facts.rotation is not None,
         )  # fmt: skip
         if not verify:
             return view
-        report = check_scores(view, self._check_inputs(facts, view.roundoff, raw, hooked))
+        report = check_scores(view, self._check_inputs(facts, view, raw, hooked))
         require_closed([(layer, name, *pair) for name, pair in report.checks.items()], f"layer {layer} of {self.parameters.name}")
         return replace(view, closing=report)
 
@@ -166,6 +179,7 @@ class Layers:
             norm=replace(norm, gain=norm.gain.to(h), bias=norm.bias.to(h)),
             weights=replace(weights, **{k: v.to(h) for k, v in vars(weights).items()}),
             qk_norm=None if qk is None else replace(qk, gain_q=qk.gain_q.to(h), gain_k=qk.gain_k.to(h)),
+            ignore=ignore_of(self.parameters.attention(layer)),
             sinks=None if facts.sinks is None else facts.sinks.to(h),
             slopes=None if facts.slopes is None else facts.slopes.to(h),
             added=None if facts.added is None else upcast(self.parameters.model.pos_embed.W_pos, detach=detach)[: h.shape[1]].to(h),
@@ -201,11 +215,12 @@ class Layers:
             h = found[f"blocks.{layer}.hook_resid_pre"].double()
             facts = self._local(layer, h)
             turn = turn_of(self.parameters, layer, found, length, facts.rotation)
-            content = scores_of(facts.full(h, "q", turn), facts.full(h, "k", turn), facts.scale)
+            q, k = (facts.full(h, w, turn) for w in "qk")
+            content, absolute = scores_of(q, k, facts.scale), scores_of(q.abs(), k.abs(), facts.scale)
             scores = found[f"blocks.{layer}.attn.hook_attn_scores"]
             rest = torch.where(allowed_cells(facts, length, self.causal, scores, None), scores.double() - content, 0.0)
             spread = _largest(rest - rest.mean(0))
-            bound = closing_bound(self.roundoff(layer), _largest(content) + _largest(rest))
+            bound = closing_bound(self.roundoff(layer), _largest(absolute) + _largest(rest))
             what = f"score bias of layer {layer} of {self.parameters.name}"
             require(
                 spread <= bound, what, expected=f"one for all sequences to {bound:.1e}",
@@ -213,17 +228,22 @@ class Layers:
             )  # fmt: skip
             self.memo["bias", layer, length] = rest.mean(0)
 
-        self._stream(ids, wanted, take)
+        with without_hooks(self.parameters.model):  # the bias is the model's own
+            self._stream(ids, wanted, take)
 
     @staticmethod
-    def _check_inputs(facts: Facts, roundoff: float, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]) -> ClosingReport:
-        checks = {}
+    def _check_inputs(facts: Facts, view: LayerView, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]) -> ClosingReport:
+        """Queries and keys against the hooks, and the sizes behind them, as they are and as they enter the scores."""
+        checks, sizes = {}, {}
         for w in "qk":
-            value = hooked[w]
+            value, size = hooked[w], facts.sizes(view.h, w)
             if value is not None:
-                size = raw[w].abs() + 2 * facts.constant(w).abs()  # the input's own part and the constant's
-                checks[w] = (_largest(raw[w] - value), closing_bound(roundoff, _largest(size)))
-        return ClosingReport(checks=checks, scale=0.0)
+                checks[w] = (_largest(raw[w] - value), closing_bound(view.roundoff, _largest(size)))
+            if facts.qk_norm is not None:
+                gain = facts.qk_norm.gain_q if w == "q" else facts.qk_norm.gain_k
+                size = size / facts.qk_norm.scale(raw[w]).unsqueeze(-1) * gain.abs()
+            sizes[w] = _largest(size)
+        return ClosingReport(checks=checks, scale=0.0, sizes=sizes)
 
     def run(self, tokens: Tensor, layers: Sequence[int], on_layer: LayerHook, *, verify: bool = True) -> None:
         """One forward pass; each layer is handed over at its end and let go."""
@@ -263,7 +283,8 @@ class Layers:
         last = self.runner.state_hooks[-1]
         ids = torch.randint(0, self.runner.d_vocab, (1, 4), generator=torch.Generator().manual_seed(1))
         states: dict[str, Tensor] = {}
-        logits = self.runner(ids, {last: lambda value: _put(states, last, value)}, logits=True)
+        with without_hooks(model):
+            logits = self.runner(ids, {last: lambda value: _put(states, last, value)}, logits=True)
         h, W_U, b_U = states[last].double(), self.parameters.unembed().double(), self.parameters.unembed_bias()
         if logits is None or W_U.shape[0] != h.shape[-1]:
             return None
@@ -271,9 +292,7 @@ class Layers:
             model.cfg, "output_logits_soft_cap"
         )
         for norm in self.parameters.norm_candidates(part(model, "ln_final"), h):
-            facts = Facts(norm=norm)
-            x = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
-            ours = (x / facts.norm_scale(h).unsqueeze(-1) * norm.gain + norm.bias) @ W_U + (0.0 if b_U is None else b_U.double())
+            ours = norm.apply(h) @ W_U + (0.0 if b_U is None else b_U.double())
             ours = cap * torch.tanh(ours / cap) if cap and float(cap) > 0 else ours
             if _largest(ours - logits.double()) <= 1e3 * closing_bound(unit_roundoff(logits.dtype), _largest(logits.double())) + 1e-4:
                 return replace(norm, gain=norm.gain.to(upcast(logits)), bias=norm.bias.to(upcast(logits)))
@@ -292,7 +311,7 @@ def check_scores(view: LayerView, report: ClosingReport) -> ClosingReport:
     """The report with ``pattern`` and ``scores``: recomputed scores against the model's, a few heads at a time."""
     batch, length, heads = view.q.shape[:3]
     step = max(1, CHUNK // (batch * length**2))
-    errors: dict[str, list[float]] = {"pattern": [], "scores": []}
+    errors: dict[str, list[float]] = {"pattern": [], "pattern sum": [], "scores": []}
     scale = 0.0
     for start in range(0, heads, step):
         part_ = slice(start, min(start + step, heads))
@@ -303,15 +322,26 @@ def check_scores(view: LayerView, report: ClosingReport) -> ClosingReport:
             errors["scores"].append(_largest(torch.where(view.allowed, capped - view.scores[:, part_], 0.0)))
         if view.pattern is not None:
             errors["pattern"].append(pattern_error(capped, view.pattern[:, part_], view.allowed, view.roundoff))
+            errors["pattern sum"].append(_sum_error(view, capped, part_))
     bounds = {"pattern": pattern_bound(view.pattern, view.roundoff, scale), "scores": closing_bound(view.roundoff, scale)}
+    bounds["pattern sum"] = pattern_bound(view.pattern, view.roundoff, 1.0 if view.sinks is None else scale)
     found = {name: (max(values), bounds[name]) for name, values in errors.items() if values}
-    return ClosingReport(checks={**report.checks, **found}, scale=scale)
+    return replace(report, checks={**report.checks, **found}, scale=scale)
+
+
+def _sum_error(view: LayerView, scores: Tensor, heads: slice) -> float:
+    """How far rows of the pattern are from summing to one (less the sink's share), which row-centred logarithms do not see."""
+    assert view.pattern is not None
+    found = view.pattern[:, heads].sum(-1, dtype=torch.float64)
+    if view.sinks is None:
+        return _largest(found - 1)
+    whole = torch.where(view.allowed, scores, -torch.inf).double().logsumexp(-1)
+    return _largest(found - (whole - torch.logaddexp(whole, view.sinks[heads, None].double())).exp())
 
 
 def _total_and_size(view: LayerView, heads: slice) -> tuple[Tensor, Tensor]:
-    """Scores, and the sum over the four products of input and constant of their absolute values."""
-    q0, k0 = view.q_constant[:, :, heads], view.k_constant[:, :, heads]
-    parts_q, parts_k = torch.stack([view.q[:, :, heads] - q0, q0]), torch.stack([view.k[:, :, heads] - k0, k0])
-    terms = einsum(parts_q, parts_k, "m b i h e, n b j h e -> m n b h i j") * view.scale
-    total, size = scores_of(view.q[:, :, heads], view.k[:, :, heads], view.scale), terms.abs().sum((0, 1))
+    """Scores, and the product of the absolute values of queries and keys, of what comes from the input and of the constant."""
+    q, k, q0, k0 = (x[:, :, heads] for x in (view.q, view.k, view.q_constant, view.k_constant))
+    total = scores_of(q, k, view.scale)
+    size = scores_of((q - q0).abs() + q0.abs(), (k - k0).abs() + k0.abs(), view.scale)
     return (total, size) if view.bias is None else (total + view.bias[heads], size + view.bias[heads].abs())

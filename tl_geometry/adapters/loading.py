@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from tl_geometry._check import choice, fail, require
 from tl_geometry.adapters.configs import BY_HAND, hooked_config
-from tl_geometry.adapters.transformer_lens import remember
+from tl_geometry.adapters.directories import ENCODERS, quiet, read_directory
+from tl_geometry.adapters.identity import DTYPES, remember, require_numbers
 from tl_geometry.errors import GeometryError, UnsupportedModelError
 
 KINDS = ("bridge", "hooked")
-ENCODERS = ("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForNextSentencePrediction")
 
 
 def load(
@@ -39,20 +38,27 @@ def load(
     Raises ``GeometryError`` where the weights cannot be had, ``UnsupportedModelError`` where the class cannot hold the model.
     """
     choice(kind, KINDS, "kind")
+    _check_arguments(dtype, device)
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
-        hf, tokenizer = _read(directory, kind, dtype)
+        hf, tokenizer = read_directory(directory, kind, dtype)
         return from_hf(hf, tokenizer, kind=kind, processed=processed, name=_shown(directory), dtype=dtype, device=device)
     if directory.is_dir() or str(name).startswith(("/", ".", "~")):
         got = f"{directory.name} without one" if directory.is_dir() else f"no directory {name}"
         fail("model", expected="a Hugging Face directory with config.json, or a name that TransformerLens knows", got=got)
+    return _by_name(str(name), kind, processed, dtype, device)
+
+
+def _check_arguments(dtype: Any, device: Any) -> None:
+    """Refuse what cannot be had before anything large is imported or read."""
+    known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+    require(dtype in DTYPES, "dtype", expected=f"torch.{known}".replace(", ", ", torch."), got=repr(dtype))
     try:
-        return _by_name(str(name), kind, processed, dtype, device)
-    except GeometryError:
-        raise
-    except Exception as error:  # every loader and hub raises its own kind; the reader needs one line
-        text = str(error).strip().splitlines() or [""]
-        fail("model", expected=f"weights of {name!r}", got=f"{type(error).__name__}: {text[0][:200]}", instead="a local directory")
+        found = torch.device(device)
+        here = found.type == "cpu" or torch.empty(0, device=found).device.type not in ("cpu", "meta")
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError):
+        here = False
+    require(here, "device", expected="one that torch has here", got=repr(str(device)), instead="device='cpu'")
 
 
 @torch.no_grad()
@@ -72,6 +78,7 @@ def from_hf(
     computes is refused (ALiBi of 6 heads or local YaRN as a HookedTransformer, folding of a mixture of experts).
     """
     choice(kind, KINDS, "kind")
+    require_numbers(hf_model)
     hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
     with warnings.catch_warnings(), TemporaryDirectory() as scratch:
         warnings.simplefilter("ignore")  # deprecations of HookedTransformer, and remarks on centring that processing makes
@@ -119,57 +126,44 @@ def _shown(directory: Path) -> str:
     return path.parent.name if path.name in ("model", "checkpoint", "snapshot") else path.name
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and no remarks of transformers on standard error (what matters in them becomes ``head_trained``)."""
-    from transformers.utils import logging as hf_logging
-
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
-
-
-def _read(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model and tokenizer of a directory; ``_newly_initialised`` is set where the checkpoint has no output head."""
-    import transformers
-
-    config = json.loads((directory / "config.json").read_text())
-    saved = (config.get("architectures") or [""])[0]
-    if saved in ENCODERS:
-        loader = transformers.BertForPreTraining if kind == "hooked" else transformers.BertForMaskedLM
-    else:
-        loader = getattr(transformers, saved, None) or transformers.AutoModelForCausalLM
-    try:
-        with quiet():
-            loaded: Any = loader.from_pretrained(
-                directory, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        fail("model", expected=f"weights in {directory.name}", got=str(error).strip().splitlines()[0][:200], instead="a whole directory")
-    model, info = loaded
-    heads = ("cls.predictions", "lm_head", "embed_out", "score")
-    model._newly_initialised = any(k.startswith(heads) for k in info["missing_keys"])
-    files = [f for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt") if (directory / f).is_file()]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True) if files else None
-    return model, tokenizer
-
-
 def _by_name(name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """A model of TransformerLens's own list, or (for a bridge) another ``owner/name`` of the Hugging Face hub."""
+    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
+
+    known = [*OFFICIAL_MODEL_NAMES, *(alias for aliases in MODEL_ALIASES.values() for alias in aliases)]
+    listed = name in known or name.lower() in {n.lower() for n in known}
+    near = " or ".join(repr(n) for n in difflib.get_close_matches(name, known, n=3, cutoff=0.5)) or "a local directory"
+    unknown = f"{name!r}, which is not among its {len(OFFICIAL_MODEL_NAMES)} models"
+    expected = "a local directory, or a name that the installed TransformerLens knows"
+    require(listed or (kind == "bridge" and "/" in name), "model", expected=expected, got=unknown, instead=near)
+    try:
+        return _boot(name, kind, processed, dtype, device)
+    except GeometryError:
+        raise
+    except Exception as error:  # every loader and hub raises its own kind; the reader needs one line
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        if listed:
+            fail(
+                "model", expected=f"weights of {name!r}", got=f"a known name that cannot be fetched ({reason})", instead="a local directory"
+            )
+        known_cause = "" if isinstance(error, OSError) else f" ({reason})"  # a hub that was not reached says nothing about an unknown name
+        fail("model", expected=expected, got=unknown + known_cause, instead=near)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _boot(name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if kind == "bridge":
             from transformer_lens.model_bridge import TransformerBridge
 
-            model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype)
+            model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype, trust_remote_code=False)
             _process(model, processed)
             return remember(model, name=name)
-        hooked = _hooked_class("HookedTransformer")
+        hooked = hooked_class("HookedTransformer")
         make = hooked.from_pretrained if processed else hooked.from_pretrained_no_processing
         return remember(make(name, device=str(device), dtype=dtype).eval(), name=name)
 
@@ -193,7 +187,7 @@ def _process(model: Any, processed: bool) -> None:
         model.enable_compatibility_mode(disable_warnings=True)
 
 
-def _hooked_class(which: str) -> Any:
+def hooked_class(which: str) -> Any:
     try:
         module = __import__(f"transformer_lens.{which}", fromlist=[which])
     except ImportError:
@@ -210,7 +204,7 @@ def _hooked_class(which: str) -> Any:
 def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
     encoder = type(hf_model).__name__ in ENCODERS
     hf_model = _with_pooler(hf_model) if encoder else hf_model
-    hooked = _hooked_class("HookedEncoder" if encoder else "HookedTransformer")
+    hooked = hooked_class("HookedEncoder" if encoder else "HookedTransformer")
     import transformer_lens.loading_from_pretrained as loading
 
     architecture, dtype = type(hf_model).__name__, next(hf_model.parameters()).dtype
@@ -265,3 +259,6 @@ def _fill(hooked: Any, cfg: Any, state: dict[str, Any], tokenizer: Any, processe
             state, fold_ln=fold, center_writing_weights=processed, center_unembed=processed and not capped, fold_value_biases=processed
         )
     return model.to(cfg.device, print_details=False)
+
+
+__all__ = ["from_hf", "load", "quiet"]

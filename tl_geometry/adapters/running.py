@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry._check import describe, require
+from tl_geometry.adapters.hooks import names_of
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import Hook
 
@@ -78,7 +79,8 @@ class Runner:
         return out
 
     def checked(self, tokens: Tensor) -> Tensor:
-        """The ids on the model's device, if the model can be run on them now."""
+        """The ids on the model's device, if the model can be run on them now. All of them are attended to: nothing is padding."""
+        require_full_precision(self.device, self.name)
         training = self.is_training()
         require(not training, f"{self.name}", expected="evaluation mode", got=f"training mode ({training})", instead="model.eval()")
         ok = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point() and tokens.numel() > 0
@@ -96,8 +98,8 @@ class Runner:
         return tokens.to(self.device, torch.int64, non_blocking=True)  # waits for nothing where they are pinned
 
     def hooked(self) -> tuple[str, ...]:
-        """Names of hooks that someone else put functions on (TransformerLens's own do not count)."""
-        return tuple(sorted(name for name, point in self.points.items() if any(_foreign(h) for h in point.fwd_hooks)))
+        """Where someone else's hooks act now (see :mod:`tl_geometry.adapters.hooks`)."""
+        return names_of(self.model)
 
     def is_training(self) -> str:
         """What would act differently in training mode, if anything: HookedTransformer itself has no dropout."""
@@ -146,8 +148,13 @@ class Runner:
         return len(self.state_hooks) if name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head")) else 0
 
 
-def _foreign(handle: Any) -> bool:
-    return not (getattr(handle.user_hook, "__module__", None) or "").startswith("transformer_lens")
+def require_full_precision(device: torch.device, name: str) -> None:
+    """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with the model's dtype."""
+    on = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(kind)]
+    require(
+        not on, name, expected="no torch.autocast", got=f"autocast on {', '.join(on)}",
+        instead="the model without autocast, or one that was loaded with dtype=torch.bfloat16",
+    )  # fmt: skip
 
 
 def _stop(value: Tensor) -> None:

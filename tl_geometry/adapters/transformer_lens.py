@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,39 +20,31 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry._check import fail, require
+from tl_geometry.adapters.hooks import without_hooks
+from tl_geometry.adapters.identity import fingerprint, head_trained, loader_facts, remember
 from tl_geometry.adapters.layers import Layers
 from tl_geometry.adapters.parameters import Parameters, block_of
-from tl_geometry.adapters.running import Runner, collect
+from tl_geometry.adapters.precision import can_widen, is_half, widened
+from tl_geometry.adapters.running import Runner, collect, require_full_precision
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.records import ModelView
 
 KINDS = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
 """Size of the probe. Two sequences, because a measured score bias must be the same in both."""
-_WHOLE, _SAMPLE = 2**18, 2**16
-"""Tensors up to ``_WHOLE`` elements are hashed whole, larger ones by about ``_SAMPLE`` evenly spaced elements."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Probe:
-    """What one forward pass over random tokens showed; kept for each model as long as its weights are the same."""
+    """What one forward pass over random tokens showed, without anybody's hooks; kept as long as the fingerprint is the same."""
 
     fingerprint: str
-    hooked: tuple[str, ...]
     activations: Mapping[str, Tensor]
     causal: bool
     layers: dict[int, Any]
 
 
 _PROBES: weakref.WeakKeyDictionary[Any, Probe] = weakref.WeakKeyDictionary()
-_LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""What the loader knows about a model that it made: ``name``, ``head_trained``."""
-
-
-def remember(model: Any, **facts: Any) -> Any:
-    """Note facts about a model that only its loader can know; returns the model."""
-    _LOADED.setdefault(model, {}).update(facts)
-    return model
 
 
 def kind_of(model: Any) -> str:
@@ -67,31 +58,6 @@ def kind_of(model: Any) -> str:
     ok = hasattr(model, "blocks") and len(model.blocks) > 0
     require(ok, type(model).__name__, expected="a stack of blocks", got="none", instead="a decoder or encoder", error=UnsupportedModelError)
     return kind
-
-
-def fingerprint(model: Any) -> str:
-    """16 hex digits that identify the weights: sha256 over names, shapes and bytes (of large tensors evenly spaced elements).
-
-    The same weights in the same class give the same digits in every process and on every device.
-    """
-    digest, random = hashlib.sha256(), _random_parts(model)
-    for name, value in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if name.startswith(random) or not bool(value.detach().any()):
-            continue  # an absent bias and a zero one are the same model; versions of TransformerLens differ in which they keep
-        digest.update(f"{name.replace('_original_component.', '')}|{value.dtype}|{tuple(value.shape)}".encode())
-        flat = value.detach().reshape(-1)
-        if flat.numel() > _WHOLE:
-            flat = flat[:: flat.numel() // _SAMPLE]
-        digest.update(flat.to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _random_parts(model: Any) -> tuple[str, ...]:
-    """Prefixes of parameters that loading draws at random, so that they say nothing about the model."""
-    encoder = ("pooler.", "nsp_head.") if any(c.__name__ == "HookedEncoder" for c in type(model).__mro__) else ()
-    head = () if _LOADED.get(model, {}).get("head_trained", _head_trained(model)) else ("cls.", "lm_head.", "mlm_head.", "unembed.")
-    alibi = getattr(model.cfg, "positional_embedding_type", "") == "alibi"  # HookedTransformer holds an unused, unfilled position table
-    return (*encoder, *head, *(("pos_embed.",) if alibi else ()))
 
 
 def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
@@ -112,15 +78,16 @@ def view(model: Any) -> ModelView:
     range(0, 5)
     """
     if isinstance(model, ModelView):
-        return model
+        return model if model.refresh is None else model.refresh(model)
     kind = kind_of(model)
     cfg, parameter = model.cfg, next(iter(model.parameters()))
-    facts = _LOADED.get(model, {})
+    facts = loader_facts(model)
     hooks = state_hooks(kind, len(model.blocks))
     name, mark = facts.get("name") or _name(model), fingerprint(model)
     run = Runner(model, kind, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
+    require_full_precision(run.device, name)
     probe = _PROBES.get(model)
-    if probe is None or (probe.fingerprint, probe.hooked) != (mark, run.hooked()):
+    if probe is None or probe.fingerprint != mark:
         probe = _PROBES[model] = _probe(model, kind, name, run, mark)
     parameters = Parameters(model, kind, name)
     layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
@@ -142,7 +109,7 @@ def view(model: Any) -> ModelView:
         norm=None if cfg.normalization_type is None else str(cfg.normalization_type).removesuffix("Pre"),
         dtype=parameter.dtype,
         device=parameter.device,
-        head_trained=facts.get("head_trained", _head_trained(model)),
+        head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
         run=run,
@@ -157,13 +124,21 @@ def view(model: Any) -> ModelView:
         final_norm=layers.final_norm,
         unembed=parameters.unembed,
         hooked=run.hooked,
+        refresh=_refreshed,
         notes=_notes(model, kind, run),
         pad_id=_pad_id(model),
     )
 
 
+def _refreshed(seen: ModelView) -> ModelView:
+    """The view itself if it still is of its model, else a new one with the same name: weights may have been edited in place."""
+    require_full_precision(seen.device, seen.name)
+    same = fingerprint(seen.model) == seen.fingerprint and next(iter(seen.model.parameters())).device == seen.device
+    return seen if same else dataclasses.replace(view(seen.model), name=seen.name, head_trained=seen.head_trained, refresh=seen.refresh)
+
+
 def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
-    """Run the model on random tokens and check what every other number relies on."""
+    """Run the model on random tokens, without anybody's hooks, and check what every other number relies on."""
     states = run.state_hooks
     length = min(PROBE_LENGTH, run.n_ctx)
     ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0))
@@ -172,7 +147,8 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
     ]
     wanted = [*states, *ends, *(h for l in range(len(model.blocks)) for h in Layers.available(run, model, l))]
     try:
-        found = collect(run, ids, list(dict.fromkeys(wanted)))
+        with without_hooks(model):
+            found = collect(run, ids, list(dict.fromkeys(wanted)))
     except RuntimeError as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         fail(
@@ -185,15 +161,20 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
     shape = (PROBE_BATCH, length, int(model.cfg.d_model))
     wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
     require(not wrong, f"states of {name}", expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
-    edited = run.hooked()  # a user's own hook between two blocks changes the stream there, and the states hold what it made of it
-    broken = [l for l, end in enumerate(ends) if states[l + 1] not in edited and not torch.equal(found[end], found[states[l + 1]])]
+    broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
     require(
         not broken, f"states of {name}", expected="the output of block l to be the input of block l+1",
         got=f"another stream after blocks {broken[:8]} of {type(model).__name__}", instead="a model with one residual stream",
         error=UnsupportedModelError,
     )  # fmt: skip
     patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
-    return Probe(mark, edited, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {})
+    if is_half(model) and can_widen(model):
+        try:
+            with without_hooks(model), widened(model):
+                found = collect(run, ids, list(found))
+        except RuntimeError:  # a model with casts of its own cannot run in float32, and is verified in its own precision only
+            pass
+    return Probe(mark, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {})
 
 
 def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
@@ -229,13 +210,6 @@ def _name(model: Any) -> str:
     names = [getattr(model.cfg, "model_name", None), getattr(config, "_name_or_path", None)]
     name = next((str(n) for n in names if n and n not in ("external", "custom")), type(model).__name__)
     return Path(name).name if name.startswith(("/", ".", "~")) else name
-
-
-def _head_trained(model: Any) -> bool:
-    """False where the checkpoint was of a model without this output head, so that loading it made a random one."""
-    original = getattr(model, "original_model", None)
-    saved = getattr(getattr(original, "config", None), "architectures", None) or []
-    return not saved or any("For" in a or "Head" in a for a in saved)
 
 
 def _bos_id(model: Any) -> int | None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tl_geometry import capture
+from tl_geometry.closing import closing_bound
 from tl_geometry.errors import GeometryError
+from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import Hook, LayerView, ModelView
 from tl_geometry.results import Result
 
@@ -131,8 +133,11 @@ def _ranges(values: Sequence[str], value: str) -> str:
 
 
 def _additive(view: ModelView, tokens: Tensor) -> str:
-    """Largest ``|resid_pre + attn_out + mlp_out - resid_post|`` over layers, where the class has those hooks."""
-    worst = 0.0
+    """Largest ``|resid_pre + attn_out + mlp_out - resid_post|`` over layers, where the class has those hooks, beside the stream's size.
+
+    Judged as every number of a model is (:func:`tl_geometry.closing.closing_bound`), A being the stream's largest state.
+    """
+    worst, size = 0.0, 0.0
     for layer in range(view.n_layers):
         names = [f"blocks.{layer}.{h}" for h in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")]
         found: dict[str, Tensor] = {}
@@ -145,5 +150,6 @@ def _additive(view: ModelView, tokens: Tensor) -> str:
         except GeometryError:
             return f"hooks missing in layer {layer}"
         pre, attn, mlp, post = (found[n].double() for n in names)
-        worst = max(worst, float((pre + attn + mlp - post).abs().max()))
-    return f"holds within {worst:.1e}" if worst < 1e-3 else f"does not hold, off by up to {worst:.2g}"
+        worst, size = max(worst, float((pre + attn + mlp - post).abs().max())), max(size, float(post.abs().max()), float(pre.abs().max()))
+    holds = worst <= closing_bound(unit_roundoff(view.dtype), size)
+    return f"{'holds within' if holds else 'does not hold, off by up to'} {worst:.2g} in a stream of up to {size:.3g}"

@@ -246,15 +246,17 @@ class Cut:
         return q, k, again
 
     def _close(self, layer: LayerView, q: Tensor, k: Tensor, heads: Tensor, checks: list[Check]) -> float:
-        """Compare the sum of all terms with the model's numbers; returns A, the largest sum over terms of their absolute values."""
+        """Compare the sum of all terms with the model's numbers; returns A, the largest product of the parts' absolute values."""
         for name, ours, model in (("q parts", q / layer.scale, layer.q), ("k parts", k, layer.k)):
-            bound = closing_bound(layer.roundoff, float(ours.abs().sum(0).max()))
+            size = max(float(ours.abs().sum(0).max()), layer.closing.sizes.get(name[0], 0.0))
+            bound = closing_bound(layer.roundoff, size)
             checks.append((layer.layer, name, float((ours.sum(0) - model[:, :, heads]).abs().max()), bound))
         worst, scale = {"sum pattern": 0.0, "sum scores": 0.0}, 0.0
-        step = max(1, CHUNK // (len(q) ** 2 * layer.h.shape[0] * layer.h.shape[1] ** 2))
+        step = max(1, CHUNK // (layer.h.shape[0] * layer.h.shape[1] ** 2))
+        sums, sizes = (q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))
         for some in torch.arange(len(heads)).split(step):
-            terms = einsum(q[:, :, :, some], k[:, :, :, some], "m b i h e, n b j h e -> m n b h i j")
-            total, size, which = terms.sum((0, 1)), terms.abs().sum((0, 1)), heads[some]
+            which = heads[some]
+            total, size = (einsum(a[:, :, some], b[:, :, some], "b i h e, b j h e -> b h i j") for a, b in (sums, sizes))
             if layer.bias is not None:
                 total, size = total + layer.bias[which], size + layer.bias[which].abs()
             scale = max(scale, float(torch.where(layer.allowed, size, 0.0).max()))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry import _check
-from tl_geometry._check import choice
+from tl_geometry._check import choice, require
 from tl_geometry.capture import as_view
 from tl_geometry.records import ModelView
 
@@ -24,7 +24,7 @@ def reinitialized(
 
     ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation), biases 0, gains 1;
     ``how="shuffle"``: the entries of every parameter in random order, which keeps the sizes of the trained weights. Yields a view
-    whose name and fingerprint say so. Sarfati et al. 2025 reinitialise everything, or blocks 13 to 24 of GPT-2-medium.
+    whose name says so (and whose fingerprint is that of the redrawn weights); it is of no use after the block. Sarfati et al. 2025 reinitialise everything, or blocks 13 to 24 of GPT-2-medium.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -42,18 +42,21 @@ def reinitialized(
     kept = [(p, p.detach().clone()) for _, p in named.values()]
     generator = torch.Generator().manual_seed(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
-    label = f"{view.name}, {what} ({how})"
+    label, open_ = f"{view.name}, {what} ({how})", True
     try:
         with torch.no_grad():
             for name, value in named.values():
                 value.copy_(_redrawn(name, value, how, std, generator))
-        yield dataclasses.replace(
-            as_view(view.model),
-            name=label,
-            fingerprint=f"{view.fingerprint}-{how}-{seed}",
-            head_trained=chosen is not None and view.head_trained,
-        )
+        twin = as_view(view.model)
+
+        def refresh(seen: ModelView) -> ModelView:
+            require(open_, label, expected="use inside its `with` block", got="one after it, with the trained weights back",
+                    instead="the model itself")  # fmt: skip
+            return seen if twin.refresh is None else twin.refresh(seen)
+
+        yield dataclasses.replace(twin, name=label, head_trained=chosen is not None and view.head_trained, refresh=refresh)
     finally:
+        open_ = False
         with torch.no_grad():
             for value, old in kept:
                 value.copy_(old)

@@ -265,14 +265,15 @@ def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: 
 
 
 def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
-    """Compare cvec by subtraction with its explicit projection, within 32 u A (4 u A in half precision), A the sum of the parts' sizes."""
+    """Compare cvec by subtraction with its explicit projection, within 32 u A (4 u A in half precision), A the sizes of what is summed."""
     layer = layer.normalized() if basis.provenance.normalized else layer
     row = basis.index(layer.layer)
     h = layer.h.double()
     cvec = (h - (basis.mean[row] + basis.pos_columns[row, : h.shape[1]]).to(h)).to(layer.h)
-    scale = layer.scale
+    scale, sizes = layer.scale, layer.closing.sizes
+    behind = {"q": scale * sizes.get("q", 0.0), "k": sizes.get("k", 0.0)}
     for name, ours, explicit in (("q", parts.q, layer.project_q(cvec) * scale), ("k", parts.k, layer.project_k(cvec))):
-        size = float(ours.abs().sum(0).max())
+        size = max(float(ours.abs().sum(0).max()), behind[name])
         error = float((ours[2] - explicit).abs().max())
         bound = closing_bound(layer.roundoff, size)
         require(

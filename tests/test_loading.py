@@ -1,0 +1,200 @@
+"""Loading: a directory is whole, or refused by the names of its weights; nothing is unpickled, no code of it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
+from tl_geometry.adapters import from_hf, load, view
+from tl_geometry.errors import GeometryError, UnsupportedModelError
+from tl_geometry.verbs.check import check_model
+
+KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
+
+
+def saved(directory: Path, architecture: str = "gpt2") -> Path:
+    hf_model(architecture).save_pretrained(directory)
+    return directory
+
+
+def edit(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    state = load_file(directory / "model.safetensors")
+    change(state)
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def configure(directory: Path, **settings: Any) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return directory
+
+
+def without(*parts: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(state: dict[str, Tensor]) -> None:
+        gone = [k for k in state if any(p in k for p in parts)]
+        assert gone
+        for key in gone:
+            del state[key]
+
+    return change
+
+
+def message(directory: Any, **options: Any) -> str:
+    with pytest.raises(GeometryError) as error:
+        load(directory, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_layer_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    whole = view(load(saved(tmp_path), kind=kind))
+    assert whole.head_trained
+    text = message(edit(tmp_path, without("h.1.attn.")), kind=kind)
+    assert "every weight that its config.json asks for, and no other, got no " in text
+    assert "transformer.h.1.attn.c_attn.bias, transformer.h.1.attn.c_attn.weight" in text
+
+
+def test_another_number_of_layers_is_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path)
+    more = message(configure(tmp_path, n_layer=5))
+    assert "got no transformer.h.2.attn.c_attn.bias" in more
+    assert "and 32 more" in more
+    assert "unexpected transformer.h.1.attn.c_attn.bias" in message(configure(tmp_path, n_layer=1))
+    configure(tmp_path, n_layer=2)
+    load(tmp_path)
+
+
+def test_a_weight_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    text = message(edit(tmp_path, lambda s: s.update({name: torch.zeros(3, 4)})))
+    assert f"of another shape {name} of shape (3, 4) where (64, 32) is asked for" in text
+
+
+def test_only_the_output_head_may_be_new(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    edit(configure(tmp_path, tie_word_embeddings=False), without("lm_head"))
+    seen = view(load(tmp_path))
+    assert not seen.head_trained
+    assert "refused for every output-based measure" in repr(check_model(seen))
+    assert "got no model.norm.weight" in message(edit(tmp_path, without("model.norm")))
+
+
+def test_buffers_that_old_versions_saved_are_no_weights(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    edit(tmp_path, lambda s: s.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    load(tmp_path)
+    assert "unexpected model.layers.0.self_attn.scale" in message(
+        edit(tmp_path, lambda s: s.update({"model.layers.0.self_attn.scale": torch.ones(4)}))
+    )
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "expected weights in " in message(tmp_path)
+
+
+def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    saved(tmp_path)
+    torch.save({"x": Trap()}, tmp_path / "pytorch_model.bin")
+    load(tmp_path)  # there is a safe file beside it
+    (tmp_path / "model.safetensors").unlink()
+    text = message(tmp_path)
+    assert "weights as safetensors in " in text
+    assert "got pytorch_model.bin (pickled)" in text
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_code_in_a_directory_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('it ran')")
+    configure(
+        tmp_path, architectures=["OwnForCausalLM"], model_type="own", auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    assert "which brings code of its own" in message(tmp_path)
+
+
+def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (saved(tmp_path) / "config.json").write_text("{nope")
+    assert "a readable config.json" in message(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_name_is_not_a_connection_problem(kind: str) -> None:
+    text = message("gpt2-smal", kind=kind)
+    assert "'gpt2-smal', which is not among its" in text
+    assert "'gpt2-small'" in text
+    assert "onnect" not in text
+    if kind == "bridge":
+        assert "which is not among its" in message("nobody/no-such-model")
+    known = message("gpt2-xl", kind=kind)  # no network in tests, and nobody has it cached
+    assert "expected weights of 'gpt2-xl', got a known name that cannot be fetched (" in known
+
+
+def test_arguments_are_refused_before_anything_is_read() -> None:
+    for options, text in (
+        ({"kind": "other"}, "one of 'bridge', 'hooked'"),
+        ({"dtype": torch.int8}, "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int8"),
+        ({"device": "nonsense"}, "device: expected one that torch has here, got 'nonsense'"),
+        ({"device": "meta"}, "device: expected one that torch has here, got 'meta'"),
+    ):
+        assert text in message("no-such-model", **options)
+
+
+def test_quantised_weights_and_weights_without_values_are_refused() -> None:
+    model = from_hf(hf_model("llama"), None)
+    weight = model.original_model.model.layers[0].mlp.up_proj.weight if HAS_HOOKED else next(iter(model.parameters()))
+    view(model)
+    name = next(n for n, p in model.named_parameters() if p is weight)
+    owner = model.get_submodule(name.rpartition(".")[0])
+    quantised = torch.nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
+    owner.register_parameter(name.rpartition(".")[2], quantised)
+    with pytest.raises(UnsupportedModelError, match=r"floating-point numbers, not quantised, got .* in int8"):
+        view(model)
+    meta = hf_model("llama").to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"on the meta device, without values"):
+        from_hf(meta, None)
+
+
+class Linear4bit(torch.nn.Linear):
+    """Named as bitsandbytes names its own."""
+
+
+def test_a_module_that_quantises_is_refused_by_its_class() -> None:
+    model = from_hf(hf_model("llama"), None)
+    model.add_module("extra", Linear4bit(2, 2))
+    with pytest.raises(UnsupportedModelError, match="extra, a Linear4bit"):
+        view(model)
+
+
+def test_what_is_no_model_keeps_its_clear_error() -> None:
+    with pytest.raises(GeometryError, match=r"expected HookedTransformer or HookedEncoder or TransformerBridge, got str"):
+        tlg.view("gpt2")
+    with pytest.raises(GeometryError, match="from_hf"):
+        tlg.view(hf_model("gpt2"))
+
+
+def test_a_view_fits_on_a_screen() -> None:
+    seen = view(tiny("bridge", "gpt2"))
+    assert len(repr(seen)) < 250
+    assert seen.fingerprint in repr(seen)
+    layers: list[Any] = []
+    seen.run_layers(tokens(), [1], layers.append)
+    assert len(repr(layers[0])) < 400

@@ -1,0 +1,51 @@
+"""A half-precision model run in float32 for once: the weights are the same numbers, only the arithmetic is exact enough to check.
+
+In half precision a fault below about 1% (a scale, a table, an eps) hides in the rounding. So the probe of such a model is taken with its
+weights widened, its facts are found on that, and each layer is verified on it with the bound of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+LIMIT = 2**32
+"""Bytes that the widened weights may take; larger models are verified in their own precision only."""
+HALF = (torch.float16, torch.bfloat16)
+
+
+def is_half(model: Any) -> bool:
+    """Whether a model's weights are in half precision."""
+    return next(iter(model.parameters())).dtype in HALF
+
+
+def can_widen(model: Any) -> bool:
+    """Whether widened weights stay below :data:`LIMIT`."""
+    return 4 * sum(p.numel() for p in model.parameters() if p.dtype in HALF) <= LIMIT
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """The model in float32 inside ``with``; afterwards its weights are the very tensors that they were, also on exceptions."""
+    roots = [model, getattr(model, "original_model", None)]
+    with ExitStack() as stack:
+        cfg: Any = model.cfg
+        stack.callback(setattr, cfg, "dtype", cfg.dtype)  # HookedTransformer casts to it
+        cfg.dtype = torch.float32
+        for module in {id(m): m for root in roots if isinstance(root, nn.Module) for m in root.modules()}.values():
+            for p in module._parameters.values():
+                if p is not None and p.dtype in HALF:
+                    stack.callback(setattr, p, "data", p.data)
+                    p.data = p.data.float()
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and buffer.dtype in HALF:
+                    stack.callback(module._buffers.__setitem__, name, buffer)
+                    module._buffers[name] = buffer.float()
+        yield
+
+
+__all__ = ["can_widen", "is_half", "widened"]
