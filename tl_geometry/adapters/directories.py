@@ -63,8 +63,8 @@ def read_directory(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any,
         loader = (None if body else getattr(transformers, saved, None)) or transformers.AutoModelForCausalLM
     custom = bool(config.get("auto_map")) and not hasattr(transformers, saved)
     require(
-        not custom, "model", expected="an architecture of the installed transformers", got=f"{directory.name}, which brings code of its own",
-        instead="from_hf(model) with the model that this code makes",
+        not custom, "model", expected="an architecture of the installed transformers",
+        got=f"{directory.name}, which brings code of its own", instead="from_hf(model) with the model that this code makes",
     )  # fmt: skip
     model, info = _loaded(loader, directory, dtype)
     new = _require_whole(directory.name, info)
