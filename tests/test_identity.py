@@ -96,7 +96,7 @@ def test_a_checksum_is_one_number_of_the_values() -> None:
     # the plain sum that it stands for, with integers of any size
     lanes = x.flatten().view(torch.int64)
     weights = identity._weights("cpu")
-    rows = [sum(int(((v >> 32) ^ v)) * int(w) for v, w in zip(r, weights[0], strict=False)) for r in lanes.split(identity.ROW)]
+    rows = [sum(int((v >> 32) ^ v) * int(w) for v, w in zip(r, weights[0], strict=False)) for r in lanes.split(identity.ROW)]
     signed = [(r + 2**63) % 2**64 - 2**63 for r in rows]
     total = sum(((v >> 32) ^ v) * int(w) for v, w in zip(signed, weights[1], strict=False))
     assert len(rows) > 1

@@ -101,7 +101,7 @@ def test_a_rotation_off_by_one_position_is_refused(architecture: str, monkeypatc
         return plain(self, x, which, turn if which == "k" or turn is None else (turn[0].roll(1, 0), turn[1].roll(1, 0)))
 
     monkeypatch.setattr(facts.Facts, "head_map", late)
-    with pytest.raises(ClosingError, match="(scores|pattern) off by"):
+    with pytest.raises(ClosingError, match=r"(scores|pattern) off by"):
         layers_of(seen, tokens())
 
 
@@ -111,7 +111,7 @@ def test_another_eps_of_the_norm_is_refused(architecture: str, monkeypatch: pyte
     layers_of(seen, tokens())
     plain = NormWeights.scale
     monkeypatch.setattr(NormWeights, "scale", lambda self, h: plain(dataclasses.replace(self, eps=self.eps + 1e-3), h))
-    with pytest.raises(ClosingError, match="[qk] off by"):
+    with pytest.raises(ClosingError, match=r"[qk] off by"):
         layers_of(seen, tokens())
 
 
@@ -136,14 +136,16 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
     for kind, processed in loadable(architecture)[::2]:
         model = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
         layers_of(view(model), tokens())
-        scaled = facts.FactFinder.find
-        monkeypatch.setattr(facts.FactFinder, "find", lambda self: off_by(scaled(self), factor))
+        monkeypatch.setattr(facts.FactFinder, "find", lambda self: off_by(FIND(self), factor))
         again = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
-        with pytest.raises(ClosingError, match="(scores|pattern) off by"):
+        with pytest.raises(ClosingError, match=r"(scores|pattern) off by"):
             layers_of(view(again), tokens())
         monkeypatch.setattr(layers.Layers, "_verify_facts", lambda self, layer, h: None)
         layers_of(view(from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)), tokens())  # hidden by rounding
         monkeypatch.undo()
+
+
+FIND = facts.FactFinder.find
 
 
 def off_by(found: facts.Facts, factor: float) -> facts.Facts:
