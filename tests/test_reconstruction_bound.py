@@ -136,14 +136,16 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
     for kind, processed in loadable(architecture)[::2]:
         model = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
         layers_of(view(model), tokens())
-        scaled = facts.FactFinder.find
-        monkeypatch.setattr(facts.FactFinder, "find", lambda self, found=scaled: off_by(found(self), factor))
+        monkeypatch.setattr(facts.FactFinder, "find", lambda self: off_by(FIND(self), factor))
         again = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
         with pytest.raises(ClosingError, match=r"(scores|pattern) off by"):
             layers_of(view(again), tokens())
         monkeypatch.setattr(layers.Layers, "_verify_facts", lambda self, layer, h: None)
         layers_of(view(from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)), tokens())  # hidden by rounding
         monkeypatch.undo()
+
+
+FIND = facts.FactFinder.find
 
 
 def off_by(found: facts.Facts, factor: float) -> facts.Facts:

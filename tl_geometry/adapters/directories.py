@@ -8,7 +8,7 @@ and for the output head, without which states, scores and patterns are right all
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ def read_directory(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any,
     custom = bool(config.get("auto_map")) and not hasattr(transformers, saved)
     require(
         not custom, "model", expected="an architecture of the installed transformers",
-        got=f"{directory.name}, which brings code of its own", instead="from_hf(model) with the model that this code makes",
+        got=f"{directory.name}, which brings code of its own",
+        instead="from_hf(model) with the model that this code makes",
     )  # fmt: skip
     model, info = _loaded(loader, directory, dtype)
     new = _require_whole(directory.name, info)
@@ -107,14 +108,17 @@ def _loaded(loader: Any, directory: Path, dtype: torch.dtype) -> tuple[Any, dict
 
 def _require_whole(name: str, info: dict[str, Any]) -> tuple[str, ...]:
     """Names of weights that the output head lacks, after making sure that nothing else is wrong."""
-    unread = lambda key: key.startswith(UNREAD) or key.endswith(BUFFERS)  # noqa: E731
-    missing = sorted(k for k in info["missing_keys"] if not unread(k))
+
+    def read(keys: Iterable[str]) -> list[str]:
+        return sorted(k for k in keys if not k.startswith(UNREAD) and not k.endswith(BUFFERS))
+
+    missing = read(info["missing_keys"])
     new = tuple(k for k in missing if k.startswith(HEADS))
     shapes = {k[0]: f"{k[0]} of shape {tuple(k[1])} where {tuple(k[2])} is asked for" for k in info["mismatched_keys"]}
     wrong = {
         "no": [k for k in missing if k not in new and k not in shapes],
         "of another shape": list(shapes.values()),
-        "unexpected": sorted(k for k in info["unexpected_keys"] if not unread(k)),
+        "unexpected": read(info["unexpected_keys"]),
         "unreadable": [str(e) for e in info.get("error_msgs", ())],
     }
     got = "; ".join(f"{what} {_some(keys)}" for what, keys in wrong.items() if keys)

@@ -24,7 +24,7 @@ def reinitialized(
 
     ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation), biases 0, gains 1;
     ``how="shuffle"``: the entries of every parameter in random order, which keeps the sizes of the trained weights. Yields a view
-    whose name says so (and whose fingerprint is that of the redrawn weights); it is of no use after the block. Sarfati et al. 2025
+    whose name says so and whose fingerprint is that of the redrawn weights; after the block it is refused. Sarfati et al. 2025
     reinitialise everything, or blocks 13 to 24 of GPT-2-medium.
 
     >>> import tl_geometry as tlg
