@@ -199,6 +199,104 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     assert same(resumed, whole)
 
 
+ROUGH = """
+import sys, time, torch
+from tests.test_distributed import OPTIONS, ids, toy
+import tl_geometry as tlg
+from tl_geometry import capture
+capture.SAVE_SHARE = 1e9
+print("ready", flush=True)
+view = toy(lambda contexts, state: time.sleep(0.002))
+tlg.decompose(view, ids(240), checkpoint=sys.argv[1], **OPTIONS).save(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writers", [1, 2])
+def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
+    """SIGKILL and SIGINT at random moments, of one process or of two that write the same checkpoint."""
+    from tests.test_distributed import OPTIONS, assert_same, ids, toy
+
+    path, outs = tmp_path / "run.safetensors", [tmp_path / f"basis{i}" for i in range(writers)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(tlg.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    random, done, kills = np.random.default_rng(writers), [0], 0
+    for turn in range(20 // writers):
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", ROUGH, str(path), str(out)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+            )
+            for out in outs
+        ]
+        for child in children:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+        time.sleep(float(random.uniform(0.0, 0.25)))
+        for child in children:
+            kills += child.poll() is None
+            child.send_signal(signal.SIGKILL if turn % 2 else signal.SIGINT)
+            child.wait()
+            assert child.stdout is not None
+            child.stdout.close()
+        if path.exists():
+            done.append(accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]["done"])  # whole at every moment
+    assert kills >= 10
+    assert max(done) > 0
+    if writers == 1:
+        assert done == sorted(done)  # never behind what it was
+    whole = tlg.decompose(toy(), ids(240), **OPTIONS)
+    assert_same(tlg.decompose(toy(), ids(240), checkpoint=path, **OPTIONS), whole)
+    assert not any(p.suffix == ".part" and p.name.startswith(path.name) for p in tmp_path.iterdir())
+
+
+def test_files_are_the_users_and_what_cannot_be_written_is_said(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tl_geometry import results
+
+    basis = tlg.decompose_activations(torch.randn(4, 5, 3))
+    before = os.umask(0o027)
+    try:
+        path = basis.save(tmp_path / "basis")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    held = path.read_bytes()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(tlg.GeometryError, match=r"expected a file that can be written \(what was there is unchanged\), got"):
+        basis.save(tmp_path / "file" / "below")
+
+    def full(*args: Any, **options: Any) -> None:
+        Path(args[1]).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "save_file", full)
+    with pytest.raises(tlg.GeometryError, match="No space left on device"):
+        basis.save(path)
+    assert path.read_bytes() == held
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_threads_that_write_one_path_do_not_collide(tmp_path: Path) -> None:
+    import threading
+
+    bases = [tlg.decompose_activations(torch.randn(4, 5, 3)) for _ in range(4)]
+    errors: list[Exception] = []
+
+    def write(basis: PositionContext) -> None:
+        try:
+            for _ in range(10):
+                basis.save(tmp_path / "basis")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(b,)) for b in bases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert any(torch.equal(PositionContext.load(tmp_path / "basis").pos, b.pos) for b in bases)
+    assert [p.name for p in tmp_path.iterdir()] == ["basis"]
+
+
 def test_windows_are_cut_sampled_and_labelled() -> None:
     class Letters:
         """A view that encodes each character as its code."""

@@ -85,12 +85,14 @@ def test_items_of_data_sets_and_what_is_none(model: Any, windows: tlg.TokenWindo
     with pytest.raises(GeometryError, match=r"dataset: expected a column named 'tokens' or 'input_ids', got columns \['text'\]"):
         tlg.decompose(model, [{"text": "a"}], progress=False)
     _, cache = model.run_with_cache(windows.tokens[:2])
-    with pytest.raises(GeometryError, match=r"tokens: expected ids, windows or texts, got ActivationCache\. Use decompose\(cache\)"):
-        tlg.decompose(model, cache, progress=False)
-    encoded = model.tokenizer(["def f"], return_tensors="pt")
-    for verb in (lambda: tlg.decompose(model, encoded, progress=False), lambda: tlg.split_scores(model, encoded, whole)):
-        with pytest.raises(GeometryError, match=r"got BatchEncoding\. Use its input_ids"):
-            verb()
+    for given in (cache, cache.cache_dict):
+        with pytest.raises(GeometryError, match=r"tokens: expected ids, windows or texts, got .*\. Use decompose_activations\(cache\)"):
+            tlg.decompose(model, given, progress=False)
+        with pytest.raises(GeometryError, match=r"tokens: expected ids, windows or texts, got "):
+            tlg.split_scores(model, given, whole)
+    encoded = model.tokenizer(["def f", "def g"], return_tensors="pt")
+    found = tlg.decompose(model, encoded, window=(0, 2), progress=False)
+    torch.testing.assert_close(found.pos, tlg.decompose(model, encoded["input_ids"], window=(0, 2), progress=False).pos)
 
 
 def test_a_corpus_that_is_no_text_is_refused(model: Any, windows: tlg.TokenWindows, tmp_path: Path) -> None:

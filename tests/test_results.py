@@ -126,6 +126,30 @@ def test_latex_is_escaped_and_aligned() -> None:
     assert lines[7:] == [r"c & $1.5 \times 10^{-7}$ & 4 \\", r"d & $-\infty$ & 5 \\", r"\bottomrule", r"\end{tabular}"]
 
 
+def test_latex_is_ascii_whatever_the_tokens_are() -> None:
+    tokens = ["\ufffd", "\u65e5", "caf\u00e9", "\ud800", "\u202e", "\x07", "[x]", "*", "\u2423the \u2423of", "\U0001f600", "\u00e4\u0301"]
+    text = Planted(provenance=WHERE, table=tuple((t, 1.0, 1) for t in tokens)).to_latex()
+    assert text.isascii()
+    assert set(text) - {"\n"} <= set(map(chr, range(32, 127)))
+    rows = text.split(r"\midrule")[1].splitlines()[1:]
+    assert rows[0].startswith(r"\texttt{U+FFFD} & ")
+    assert rows[2].startswith(r"caf\'{e} & ")
+    assert not any(row.startswith(("[", "*")) for row in rows)  # an argument of the line end before
+    assert rows[8].startswith(r"\textvisiblespace{}the \textvisiblespace{}of & ")
+
+
+def test_text_has_no_control_characters_and_pages_no_surrogates() -> None:
+    shown = Planted(
+        provenance=Provenance(model="m\x1b[31m", corpus="\u202eevil\ud800"),
+        table=(("\x1b]0;title\x07", 1.0, 1), ("\u2066a\u202e", 2.0, 2)),
+    )
+    for text in (shown.text(), repr(shown)):
+        assert all(line.isprintable() for line in text.splitlines())
+    page = shown._repr_html_()
+    page.encode("utf-8")
+    assert r"\ud800" in page
+
+
 def test_latex_of_some_columns_and_rows() -> None:
     text = hostile().to_latex(["count", "value"], rows=2, digits=2, booktabs=False)
     assert text.count(r"\hline") == 3

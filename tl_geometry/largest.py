@@ -39,7 +39,9 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     at = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
     at = (at + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
     out = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
-    return out.index_add_(1, at, torch.stack([torch.ones_like(flat), flat]))
+    out[0].scatter_add_(0, at, torch.ones_like(flat))  # index_add_ takes twenty times as long on a CPU
+    out[1].scatter_add_(0, at, flat)
+    return out
 
 
 def top_share(histogram: Float[Tensor, "*state 2 bin"], largest: Float[Tensor, "*state kept"]) -> Float[Tensor, "*state"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry._check import require
@@ -31,7 +30,7 @@ def joined(parts: Sequence[Moments], *, contiguous: bool = True) -> Moments:
     return whole
 
 
-def same_contexts(parts: Sequence[Moments], hashes: Sequence[Int[Tensor, " context"] | None]) -> list[str]:
+def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> list[str]:
     """Refuse a shard given twice, by its sums or the hashes of its tokens; a remark on single contexts that are in two."""
     instead = "each shard once, or decompose over all tokens"
     shared = 0

@@ -25,7 +25,7 @@ from tl_geometry.sources import TokenSource, is_cache, label_ids, refuse_file_na
 
 def windows(
     model: Any,
-    texts: str | Path | Iterable[str | Path] | Mapping[str, Any],
+    texts: Any,
     length: int,
     *,
     n: int | None = None,
@@ -100,7 +100,7 @@ def _documents(texts: Any) -> list[str]:
     if isinstance(texts, Mapping) or hasattr(texts, "column_names"):
         columns = list(texts) if isinstance(texts, Mapping) else list(texts.column_names or ())
         require("text" in columns, "texts", expected="a column named 'text'", got=f"columns {columns}", instead="a list of strings")
-        whole_column = isinstance(texts, Mapping) or hasattr(texts, "__getitem__")
+        whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
         texts = texts["text"] if whole_column else (row["text"] for row in texts)
     given = [texts] if isinstance(texts, str | Path) or not isinstance(texts, Iterable) else list(texts)
     documents = [_read(t) if isinstance(t, Path) else t for t in given]
@@ -151,8 +151,8 @@ def decompose(
     model: Any,
     tokens: Any = None,
     *,
-    states: Sequence[int] | Sequence[str] | None = None,
-    window: tuple[int, int] | None = None,
+    states: Sequence[int | str] | None = None,
+    window: Sequence[int | float] | None = None,
     batch_size: int | None = None,
     normalize: bool = False,
     second_moments: bool | str = "auto",
@@ -234,8 +234,8 @@ def decompose(
 def decompose_activations(
     source: Any,
     *,
-    states: Sequence[int] | Sequence[str] | None = None,
-    window: tuple[int, int] | None = None,
+    states: Sequence[int | str] | None = None,
+    window: Sequence[int | float] | None = None,
     batch_size: int | None = None,
     second_moments: bool | str = "auto",
     keep_ctx: bool | str = "auto",
