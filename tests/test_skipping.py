@@ -333,8 +333,8 @@ def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
     found = skip_map(deep(9), tokens(30, 8), kinds=("flow", "mean"), progress=False)
     lines = skip_figure(found)
     assert [axis.get_title() for axis in lines.figure.axes] == ["1 block skipped", "2 blocks skipped", "4 blocks skipped"]
-    drawn = {line.get_label(): line.get_ydata() for line in lines.figure.axes[1].get_lines()}
+    drawn = {line.get_label(): torch.as_tensor(line.get_ydata()) for line in lines.figure.axes[1].get_lines()}
     assert list(drawn) == ["flow", "mean", "ridge", "identity"]
-    assert drawn["ridge"][3] == float(found.table("ridge", "loss_increase")[3, 5])
+    assert float(drawn["ridge"][3]) == float(found.table("ridge", "loss_increase")[3, 5])
     whole = skip_figure(skip_map(deep(9), tokens(30, 8), kinds="identity", pairs="all", progress=False))
     assert whole.figure.axes[0].get_images()
