@@ -510,7 +510,7 @@ def _unbiased(self: facts.Facts, which: str) -> Tensor:
     return {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
 
 
-def _other_layer(self: parameters.Parameters, layer: int, weights: Any = parameters.Parameters.weights) -> Any:
+def _other_layer(self: parameters.Parameters, layer: int, weights: Any = parameters.Parameters.weights, **options: Any) -> Any:
     return weights(self, 1 - layer)
 
 
