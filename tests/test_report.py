@@ -27,19 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = [out / "plain.txt", out / HOSTILE]
     for path in paths:
         path.write_text(text)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kind": "bridge", "processed": False, "resume": False}
-    build.build(
-        None,
-        corpus=paths,
-        contexts=12,
-        length=32,
-        out=out / "made",
-        bos=None,
-        seed=0,
-        progress=False,
-        command=["tl-geometry", "report"],
-        **options,
-    )
+    request = build.Request(corpus=tuple(paths), contexts=12, length=32)
+    build.build(request, out / "made", progress=False, command=["tl-geometry", "report"])
     return out / "made"
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,12 +98,9 @@ def hash_tokens(tokens: Tensor, previous: str = "") -> str:
 def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
     """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour, synced, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.touch()
-        mode = part.stat().st_mode & 0o777  # what the user's umask leaves; safetensors writes 0600
         save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, part, metadata=dict(header))
-        part.chmod(mode)
         with open(part, "rb") as handle:
             os.fsync(handle.fileno())
         os.replace(part, path)

@@ -19,7 +19,7 @@ def estimate(analysis: Analysis) -> float:
     """Seconds; most of it singular value decompositions of all heads, and the surrogates of a decoder."""
     view = analysis.view
     heads_ = view.n_layers * view.n_heads
-    geometry = analysis.costs.svd * heads_ * view.d_model * (10 * view.d_model + 0.2 * view.d_vocab)
+    geometry = analysis.costs.svd * heads_ * view.d_model * (70 * view.d_model + 1.4 * view.d_vocab)
     decoder = view.causal and view.head_trained
     return 3 + geometry + (_surrogate_cost(analysis) * min(SURROGATES, len(analysis.windows)) if decoder else 0.0)
 
