@@ -214,12 +214,13 @@ def readout(
     if out is not None:
         _arguments.file(out)
     from tl_geometry.report.build import load_model
+    from tl_geometry.report.folder import write_csv
     from tl_geometry.verbs.weights import token_readout
 
     loaded = load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu")
     table = token_readout(loaded, kind=what, heads=[(layer, head)], k=k)
     if out is not None:
-        table.to_dataframe().to_csv(out, index=False, errors="backslashreplace")
+        write_csv(table, out)
     typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
 
 
@@ -245,11 +246,12 @@ def reproduce(
     _arguments.at_least(contexts, 2, "--contexts")
     if out is not None:
         _arguments.file(out)
+    from tl_geometry.report.folder import write_csv
     from tl_geometry.reproduce import run
 
     table = run(work, model=model, corpus=corpus, encoding=encoding, row=row, contexts=contexts, progress=not quiet)
     if out is not None:
-        table.to_dataframe().to_csv(out, index=False, errors="backslashreplace")
+        write_csv(table, out)
     typer.echo(table.text())
 
 
