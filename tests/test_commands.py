@@ -13,11 +13,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import tl_geometry as tlg
-from tests.test_adapter import small_tokenizer
-from tests.tiny import VOCAB, hf_model
+from tests.reports import model_directory
 from tl_geometry import capture, zoo
 from tl_geometry.cli import app
 from tl_geometry.report import Analysis, build
+from tl_geometry.report import basis as basis_section
 
 CORPUS: dict[str, Any] = {"contexts": 12, "length": 16, "bos": None, "seed": 3}
 
@@ -32,19 +32,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_null_is_glued_and_the_twin_is_untrained(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Analysis] = []
     monkeypatch.setattr(build, "write", lambda analysis, *args, **options: kept.append(analysis) or {"sections": []})
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kind": "bridge", "processed": False, "resume": False}
-    build.build(None, corpus=[text], out=tmp_path, progress=False, command=[], **CORPUS, **options)
+    build.build(build.Request(corpus=(text,), **CORPUS), tmp_path, progress=False)
     (a,) = kept
-    assert a.null is not None
-    assert a.twin is not None
+    assert a.embedded
+    null, twin = basis_section.spliced(a, 12), basis_section.untrained(a, 12)
     glued = tlg.decompose(a.view, tlg.glue(a.windows, seed=3), progress=False)
-    assert a.null.provenance.token_hash == glued.provenance.token_hash
-    shares, found = a.basis.anova().shares["ctx"], a.basis.anova(null=a.null).ctx_null
+    assert null.provenance.token_hash == glued.provenance.token_hash
+    shares, found = a.basis.anova().shares["ctx"], a.basis.anova(null=null).ctx_null
     assert found is not None
     assert torch.allclose(found, glued.anova().shares["ctx"])
     assert not torch.allclose(found, shares, atol=1e-2)
-    assert a.twin.provenance.token_hash == a.basis.provenance.token_hash
-    assert a.twin.provenance.fingerprint == tlg.view(zoo.embedded(trained=False)).fingerprint != a.view.fingerprint
+    assert twin.provenance.token_hash == a.basis.provenance.token_hash
+    assert twin.provenance.fingerprint == tlg.view(zoo.embedded(trained=False)).fingerprint != a.view.fingerprint
 
 
 class Killed(Exception):
@@ -66,7 +65,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
         forward(view, states, batch, on_state)
 
     view = tlg.view(zoo.embedded())
-    tokens, _ = build.corpus_windows(view, [text], **CORPUS)
+    tokens = build.corpus_windows(view, build.Texts.of([text]), **CORPUS)
     monkeypatch.setattr(capture, "_forward", lambda *args: counting(*args, most=5))
     (tmp_path / "out").mkdir()
     with pytest.raises(Killed):
@@ -74,8 +73,9 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
     assert seen == [5]
     seen.clear()
     monkeypatch.setattr(capture, "_forward", lambda *args: counting(*args, most=99))
+    monkeypatch.setattr(build, "kept_samples", lambda *_: 32)  # as in the interrupted run
     bases: list[tlg.PositionContext] = []
-    monkeypatch.setattr(build, "write", lambda analysis, *args, **options: bases.append(analysis.basis) or {"sections": []})
+    monkeypatch.setattr(build, "write", lambda analysis, *args, **options: bases.append(analysis.basis) or {"sections": [], "failed": {}})
     out = tmp_path / ("out" if command == "heads" else "out.safetensors")
     options = ["--corpus", str(text), "--contexts", "12", "--length", "16", "--seed", "3", "--out", str(out), "--quiet"]
     done = CliRunner().invoke(app, [command, *options, *(["--resume"] if resume else [])])
@@ -90,12 +90,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny GPT-2 with a tokenizer and a text of its words, as a Hugging Face directory."""
-    path = tmp_path_factory.mktemp("models") / "small"
-    hf_model("gpt2").save_pretrained(path)
-    small_tokenizer().save_pretrained(path)
-    ids = torch.randint(4, VOCAB, (700,), generator=torch.Generator().manual_seed(0)).tolist()
-    (path / "text.txt").write_text(" ".join(f"w{i}" for i in ids))
-    return path
+    return model_directory(tmp_path_factory.mktemp("models") / "small", "gpt2")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,28 @@ def test_the_readme_examples_run(kind: str, tmp_path: Path, monkeypatch: pytest.
     names: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["basis"].contexts > 10  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_cannot_run(tmp_path: Path) -> None:
+    build = "import hatchling.build as b, sys; print(b.build_sdist(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    with tarfile.open(tmp_path / done.stdout.strip().splitlines()[-1]) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert {p.name for p in source.iterdir()} >= {"tl_geometry", "README.md", "LICENSE", "pyproject.toml"}
+    assert not (source / "tests").exists()
+    again = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", again, str(tmp_path)], cwd=source, capture_output=True, text=True, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        assert {"tl_geometry/zoo/assets/model.safetensors", "tl_geometry/render/assets/split.js"} <= set(packed.namelist())
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "$(block 1)" in script
+    assert "$(block 2)" in script
+    assert "--dry-run" in script
+    pins = set(re.findall(r"[\w.-]+==[\w.]+", (ROOT / "README.md").read_text()))
+    assert pins <= set(re.findall(r"[\w.-]+==[\w.]+", script))  # TransformerLens 4.3 is tested with the same models

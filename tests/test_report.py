@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -11,12 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tl_geometry as tlg
 from tl_geometry import cli
-from tl_geometry.report import SECTIONS, build, page
+from tl_geometry.render import page as render_page
+from tl_geometry.render.basis import token_norms
+from tl_geometry.render.figure import View
+from tl_geometry.render.measures import similarity
+from tl_geometry.report import SECTIONS, Card, Section, build, overview, page
+from tl_geometry.report import folder as report_folder
+from tl_geometry.results import Provenance
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
+NASTY = "<script>$x^{$ \x00\x1b[31m\u202e\u2066 \ud800 \u2028&\"'.txt"
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = [out / "plain.txt", out / HOSTILE]
     for path in paths:
         path.write_text(text)
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kind": "bridge", "processed": False, "resume": False}
-    build.build(
-        None,
-        corpus=paths,
-        contexts=12,
-        length=32,
-        out=out / "made",
-        bos=None,
-        seed=0,
-        progress=False,
-        command=["tl-geometry", "report"],
-        **options,
-    )
+    request = build.Request(corpus=tuple(paths), contexts=12, length=32)
+    build.build(request, out / "made", progress=False, command=["tl-geometry", "report"])
     return out / "made"
 
 
@@ -117,3 +115,57 @@ def test_the_command_prints_json_and_resumes(tmp_path: Path) -> None:
     summary = json.loads(done.stdout)
     assert summary["tables"]["anova"]["rows"]
     assert summary["provenance"]["contexts"] == 8
+
+
+def test_hostile_names_break_no_page(tmp_path: Path) -> None:
+    body = page.document(NASTY, ["<p>x</p>"], [NASTY], [NASTY], note=NASTY)
+    assert body.encode()  # no lone surrogate
+    assert "<script" not in body
+    assert not {"\x00", "\x1b", "\u202e", "\u2066", "\u2028"} & set(body)
+    made = report_folder.Folder(tmp_path, NASTY, command=[NASTY])
+    card = Card(kind="failed", what=NASTY, why=NASTY, trace=NASTY)
+    facts = overview.Facts(provenance=Provenance(model=NASTY, corpus=NASTY), facts=((NASTY, NASTY),))
+    made.describe(Provenance(model=NASTY), notes=[NASTY], names=("overview",))
+    made.add("overview", Section(title=NASTY, text=[NASTY], figures=[card], tables={"overview": facts}))
+    made.finish(1.0)
+    for name in ("report.html", "run.json", "overview.csv"):
+        text = (tmp_path / name).read_bytes().decode("utf-8")
+        assert text
+        assert name == "overview.csv" or not {"\x00", "\x1b", "\u202e"} & set(text)
+    assert json.loads((tmp_path / "run.json").read_text())["failed"]["overview"]
+
+
+def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    basis = tlg.decompose(torch.randn(3, 12, 16, 8, generator=generator), progress=False, labels=[0, 1] * 6)
+    context = dataclasses.replace(tlg.contextual_report(basis, rank=3), names=(NASTY, "$$"))
+    marked = [(3, 900.0, NASTY), (4, 90.0, "$a")]
+    norms = torch.rand(4, 16, generator=generator) + 1
+    figure = token_norms(norms, (0, 16), marked, state=1, title=NASTY, provenance=Provenance(model=NASTY))
+    for view in (similarity(context), figure, View(figure.figure, title=NASTY, caption=NASTY)):
+        assert "<script" not in view.html()
+        assert view.html().encode()
+        assert view.save(tmp_path / "x.png").stat().st_size > 1000
+    data = render_page.document(NASTY, {"caption": NASTY, "labels": [NASTY], "numbers": [1.5]}, "paths")
+    assert data.encode()
+    assert data.count("<script") == 2  # its own
+    assert not {"\x00", "\u202e"} & set(data)
+
+
+def test_views_say_what_they_take() -> None:
+    code = """
+import torch, tl_geometry as tlg
+basis = tlg.decompose(torch.randn(4, 6, 3), progress=False)
+for view, value in ((tlg.render.split, basis), (tlg.render.heads, basis), (tlg.render.head_grid, basis.anova())):
+    try:
+        view(value)
+    except tlg.GeometryError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )  # the hook of the tests would refuse first
+    split, heads, grid = done.stdout.splitlines()
+    assert split.startswith("split: expected a ScoreSplit, got PositionContext. Use split_scores")
+    assert heads.startswith("heads: expected a table with a row for each layer and head, got PositionContext. Use sweep_heads")
+    assert "got Anova" in grid

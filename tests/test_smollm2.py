@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import HAS_HOOKED
-from tl_geometry import decompose, split_scores, sweep_heads, zoo
+from tl_geometry import decompose, decompose_activations, split_scores, sweep_heads, zoo
 from tl_geometry.adapters import from_hf, view
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.interventions import remove_term
@@ -100,7 +100,7 @@ def basis_of(kind: str, normalized: bool) -> PositionContext:
     if not normalized:
         return decompose(seen, tokens()[:CORPUS], states=[layer for layer, _ in HEADS], second_moments=False, progress=False)
     normed = torch.stack([Reference(kind).normed(h[:CORPUS].double()) for h in states(kind)])
-    basis = decompose(normed, window=(1, LENGTH), second_moments=False, progress=False)
+    basis = decompose_activations(normed, window=(1, LENGTH), second_moments=False)
     about = seen.provenance(window=(1, LENGTH), contexts=CORPUS, normalized=True)
     return dataclasses.replace(basis, provenance=about)
 

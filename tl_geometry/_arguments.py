@@ -128,7 +128,7 @@ def existing(paths: Sequence[Path], what: str = "--corpus", kind: str = "text fi
 
 
 def read_texts(
-    paths: Sequence[Path], encoding: str = "utf-8", what: str = "--corpus", *, binary: str = "a text file"
+    paths: Sequence[Path], encoding: str = "utf-8", what: str = "--corpus", *, binary: str = "--encoding utf-16 if that is what it is"
 ) -> tuple[list[str], list[str]]:
     """Texts and names of files; what is no text, or not in ``encoding``, is refused by name rather than mended."""
     existing(paths, what)

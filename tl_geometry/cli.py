@@ -27,6 +27,7 @@ USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickE
 """What typer raises for a command line that it cannot parse (its own copy of click's exception, or click's)."""
 STOPPED = 130
 """Exit code of a run that was interrupted from the keyboard."""
+SAID_STOPPED = "stopped; what was finished is kept, --resume goes on from it"
 
 Model = Annotated[
     str | None,
@@ -56,7 +57,7 @@ Sections = Annotated[
 ]
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool | None) -> None:
     if wanted:
         typer.echo(f"tl-geometry {__version__}")
         raise typer.Exit
@@ -64,7 +65,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = False,
+    version: Annotated[bool | None, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = None,
 ) -> None:
     """Geometry of transformer activations, attention scores and weights, for TransformerLens models."""
 
@@ -213,12 +214,13 @@ def readout(
     if out is not None:
         _arguments.file(out)
     from tl_geometry.report.build import load_model
+    from tl_geometry.report.folder import write_csv
     from tl_geometry.verbs.weights import token_readout
 
     loaded = load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu")
     table = token_readout(loaded, kind=what, heads=[(layer, head)], k=k)
     if out is not None:
-        table.to_dataframe().to_csv(out, index=False, errors="backslashreplace")
+        write_csv(table, out)
     typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
 
 
@@ -244,11 +246,12 @@ def reproduce(
     _arguments.at_least(contexts, 2, "--contexts")
     if out is not None:
         _arguments.file(out)
+    from tl_geometry.report.folder import write_csv
     from tl_geometry.reproduce import run
 
     table = run(work, model=model, corpus=corpus, encoding=encoding, row=row, contexts=contexts, progress=not quiet)
     if out is not None:
-        table.to_dataframe().to_csv(out, index=False, errors="backslashreplace")
+        write_csv(table, out)
     typer.echo(table.text())
 
 
@@ -294,7 +297,7 @@ def main() -> None:
     except GeometryError as error:
         raise SystemExit(_line(str(error), 2)) from None
     except (KeyboardInterrupt, typer.Abort):
-        raise SystemExit(_line("stopped; what was finished is kept, --resume goes on from it", STOPPED)) from None
+        raise SystemExit(_line(SAID_STOPPED, STOPPED)) from None
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -303,6 +306,8 @@ def main() -> None:
         if said is None:
             raise
         raise SystemExit(_line(said, 2)) from None
+    if code == STOPPED:  # some versions of typer turn the interruption into a code
+        _line(SAID_STOPPED, STOPPED)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -19,6 +19,8 @@ SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 """Colour maps that stay readable for colour-blind readers and in print."""
 PARTS = {"pos": "#0072b2", "ctx": "#d55e00", "resid": "#999999", "bias": "#cc79a7", "cvec": "#e69f00", "mean": "#009e73"}
 """One colour for each part in every figure (Okabe-Ito)."""
+LONGEST = 80
+"""Characters of a label or title."""
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
@@ -123,13 +125,14 @@ def shades(figure: Figure, axis: Axes | Sequence[Axes], values: Sequence[int], l
 
 
 def drawable(text: str) -> str:
-    r"""Text as labels can hold it: no mathematics, and what the font does not have as ``\uXXXX``.
+    r"""Text as labels can hold it: of some length, no mathematics, and what the font does not have as ``\uXXXX``.
 
     >>> print(drawable("a$b\U0001f9e0"))
     a\$b\u1f9e0
     """
     from matplotlib import font_manager
 
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
     known = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text)
     return known.replace("$", r"\$")

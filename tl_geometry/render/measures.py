@@ -25,6 +25,10 @@ CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec"
 """Measures of a contextual report that are drawn unless others are named."""
 
 
+NAMED = 24
+"""Characters of a document's name, its last ones, that stand on an axis."""
+
+
 def _some(states: Sequence[int], chosen: Sequence[int] | None, most: int) -> list[int]:
     """Rows of the chosen states, by default at most ``most`` at even distances."""
     if chosen is None:
@@ -188,7 +192,7 @@ def similarity(report: ContextualReport, *, state: int | None = None, ax: Axes |
     image = axes[0].imshow(report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest")
     count = report.similarity.shape[-1]
     if 0 < len(report.names) == count <= 12:
-        names = [drawable(visible(name)) for name in report.names]
+        names = [drawable(visible(name)[-NAMED:]) for name in report.names]
         axes[0].set_xticks(range(count), names, rotation=60, ha="right", fontsize=6)
         axes[0].set_yticks(range(count), names, fontsize=6)
     else:

@@ -32,7 +32,7 @@ TITLES = {
     "flow": "Trajectories as a flow",
 }
 """Section -> its title."""
-WEIGHTS = {"decompose": 26, "overview": 1, "basis": 12, "heads": 24, "measures": 9, "weights": 8, "flow": 28}
+WEIGHTS = {"decompose": 26.0, "overview": 1.0, "basis": 12.0, "heads": 24.0, "measures": 9.0, "weights": 8.0, "flow": 28.0}
 """Share of the time that each stage may take, measured on a model of 30 layers."""
 
 

@@ -19,7 +19,7 @@ class Clock:
     """Stages by name with their weights; each may take its share of the time that those before it have left.
 
     >>> time = iter([0.0, 0.0, 30.0, 30.0, 30.0]).__next__
-    >>> clock = Clock(100.0, {"first": 1, "second": 1}, show=False, now=time)
+    >>> clock = Clock(100.0, {"first": 1.0, "second": 1.0}, show=False, now=time)
     >>> clock.begin("first"), clock.left()
     (50.0, 20.0)
     >>> clock.begin("second")

@@ -40,7 +40,7 @@ def _length(analysis: Analysis) -> int:
 def _maps_cost(analysis: Analysis, chunks: int) -> float:
     """Maps between all pairs of states, in-sample, held out, and for each yardstick."""
     pairs = analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
-    return 2 + analysis.costs.svd * pairs * chunks * analysis.view.d_model * min(chunks, analysis.view.d_model)
+    return 2 + 4 * analysis.costs.svd * pairs * chunks * analysis.view.d_model * min(chunks, analysis.view.d_model)
 
 
 def _truncation_cost(analysis: Analysis) -> float:

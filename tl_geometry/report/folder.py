@@ -6,9 +6,11 @@ the hash of the settings that it was made under. A section is taken over only wh
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 from tl_geometry.report import page
 from tl_geometry.report.section import Section
-from tl_geometry.results import SOURCES, Provenance
+from tl_geometry.results import SOURCES, Provenance, Result
 
 RECORD, PAGE, PARTS = "run.json", "report.html", "sections"
 
@@ -38,6 +40,15 @@ def put(path: Path, text: str) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_csv(table: Result, path: Path) -> None:
+    """A table as CSV: empty where there is no number, half characters written out (a DataFrame cannot hold them)."""
+    missing = lambda v: v is None or (isinstance(v, float) and math.isnan(v))  # noqa: E731
+    with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as handle:
+        writer = csv.writer(handle, lineterminator="\n")
+        writer.writerow(table.columns())
+        writer.writerows(["" if missing(v) else v for v in row] for row in table.rows())
 
 
 class Folder:
@@ -98,7 +109,7 @@ class Folder:
         (self.out / PARTS).mkdir(exist_ok=True)
         files, tables = [], {}
         for key, table in section.tables.items():
-            table.to_dataframe().to_csv(self.out / f"{key}.csv", index=False, errors="backslashreplace")
+            write_csv(table, self.out / f"{key}.csv")
             table.save(self.out / f"{key}.safetensors")
             files += [f"{key}.csv", f"{key}.safetensors"]
             tables[key] = {"columns": list(table.columns()), "rows": [list(r) for r in table.rows()]}

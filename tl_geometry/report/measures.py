@@ -9,7 +9,7 @@ from tl_geometry.verbs.measures import contextual_report, positional_report
 SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture")
 FEWEST = 8
 """Positions that measures of a positional basis need."""
-DECOMPOSITIONS = 25
+DECOMPOSITIONS = 70
 """Singular value decompositions of the basis that errors, curves and nulls of a state cost (measured)."""
 
 

@@ -10,7 +10,9 @@ from tl_geometry.verbs.paths import token_paths
 from tl_geometry.verbs.weights import token_readout, weight_geometry
 
 SURROGATES, TOKENS = 16, 24
-"""Windows that surrogates of W_QK are tried on, and tokens whose paths are drawn."""
+"""Windows that surrogates of W_QK are tried on, and tokens whose paths are followed."""
+DEEP = 12
+"""Layers above which only every third path is drawn: they would hide each other."""
 PASSES = 30.0
 """Forward passes with output that the surrogates of one window cost, all parts and controls together (measured)."""
 
@@ -19,7 +21,7 @@ def estimate(analysis: Analysis) -> float:
     """Seconds; most of it singular value decompositions of all heads, and the surrogates of a decoder."""
     view = analysis.view
     heads_ = view.n_layers * view.n_heads
-    geometry = analysis.costs.svd * heads_ * view.d_model * (10 * view.d_model + 0.2 * view.d_vocab)
+    geometry = analysis.costs.svd * heads_ * view.d_model * (70 * view.d_model + 1.4 * view.d_vocab)
     decoder = view.causal and view.head_trained
     return 3 + geometry + (_surrogate_cost(analysis) * min(SURROGATES, len(analysis.windows)) if decoder else 0.0)
 
@@ -48,7 +50,8 @@ def section(analysis: Analysis) -> Section:
         tokens = analysis.windows.tokens[:1, : min(TOKENS, analysis.windows.tokens.shape[1])]
         paths = token_paths(analysis.model, tokens)
         draft.tables["paths"] = paths
-        draft.draw(views.sphere_paths(paths))
+        some = range(0, paths.tokens.shape[1], 3) if analysis.view.n_layers > DEEP else None
+        draft.draw(views.sphere_paths(paths, positions=some))
     with draft.part("surrogates of W_QK in the live model"):
         _surrogates(draft, analysis)
     return draft.section()

@@ -1,0 +1,40 @@
+"""Skips that are expected, by reason and by what is installed: in CI any other one is a failure."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+
+
+def expected() -> dict[str, bool]:
+    """Pattern of a reason -> whether it holds here."""
+    import torch
+
+    from tests.tiny import HAS_HOOKED
+
+    linux = sys.platform.startswith("linux") and os.access("/proc/self/clear_refs", os.W_OK)
+    return {
+        r"TransformerLens 4 has no HookedTransformer": not HAS_HOOKED,
+        r"HookedTransformer is not in TransformerLens 4": not HAS_HOOKED,
+        r".*expected TransformerLens 3 for Hooked(Transformer|Encoder).*": not HAS_HOOKED,
+        r".*(CUDA|GPU).*": not torch.cuda.is_available(),
+        r"needs Linux with .*": not linux,
+        r"no text in shared/data.*": True,
+    }
+
+
+def unexpected(reasons: Iterable[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Reasons that nothing here explains; none outside CI, where a user may have installed less."""
+    if environment.get("CI", "").lower() not in ("1", "true", "yes"):
+        return []
+    reasons = set(reasons)
+    known = [re.compile(pattern, re.DOTALL) for pattern, holds in expected().items() if holds] if reasons else []
+    return sorted(r for r in reasons if not any(k.fullmatch(r) for k in known))
+
+
+def reason(longrepr: object) -> str:
+    """The reason in pytest's representation of a skip: ``(path, line, "Skipped: reason")``."""
+    text = str(longrepr[2]) if isinstance(longrepr, tuple) and len(longrepr) == 3 else str(longrepr)
+    return text.removeprefix("Skipped: ").strip()

@@ -1,0 +1,29 @@
+"""A real pretrained rotary decoder through the command line: thirty layers, grouped keys, massive tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tl_geometry import cli
+
+pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+
+
+def test_the_report_keeps_its_budget_and_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--budget", "60s", "--contexts", "32", "--length", "48", "--sections", "overview,basis,heads,weights", "--quiet"]
+    monkeypatch.setattr(sys, "argv", ["tl-geometry", "report", "smollm2", *options, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["finished"]
+    assert not run["failed"]
+    assert run["provenance"]["model"] == "SmolLM2-135M-Instruct"
+    assert (tmp_path / "anova.csv").read_text().count("\n") == 32  # 31 states
+    page = (tmp_path / "report.html").read_text()
+    assert "of the sum of squares of state" in page  # its second sinks, named
+    assert "7 of 31 states" in page

@@ -1,0 +1,31 @@
+"""What a type checker knows of the public names: pyright reads this file, which states types and, as a twin, errors.
+
+A name that were ``Any`` would make every ``assert_type`` here wrong and every ignored error unnecessary.
+"""
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_type
+
+import tl_geometry as tlg
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    assert_type(tlg.zoo.NAME, str)
+    assert_type(tlg.zoo.directory(), Path)
+    assert_type(tlg.interventions.remove_term.__name__, str)
+    assert_type(tlg.render.split.__doc__, str | None)
+    _ = tlg.decompse  # pyright: ignore[reportAttributeAccessIssue]
+    _ = tlg.render.splitt  # pyright: ignore[reportAttributeAccessIssue]
+    _ = tlg.interventions.remove_turm  # pyright: ignore[reportAttributeAccessIssue]
+    _ = tlg.zoo.embeded  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_same_names_exist() -> None:
+    assert tlg.zoo.NAME
+    assert callable(tlg.interventions.remove_term)
+    assert callable(tlg.render.split)
+    for holder, name in ((tlg, "decompse"), (tlg.render, "splitt"), (tlg.interventions, "remove_turm"), (tlg.zoo, "embeded")):
+        assert not hasattr(holder, name)
