@@ -31,13 +31,8 @@ CORPUS = tokens(batch=24, length=20, seed=2)
 
 
 def normalized_basis(model: Any) -> PositionContext:
-    """The basis of normed states, made in memory from a cache and the model's norms."""
-    seen = view(model)
-    states = states_from_cache(seen.model.run_with_cache(CORPUS)[1])[: seen.n_layers]
-    normed = torch.stack([seen.attention_norm(l).normalize(h) for l, h in enumerate(states)])
-    basis = decompose(normed, window=(1, CORPUS.shape[1]), progress=False)
-    about = seen.provenance(window=(1, CORPUS.shape[1]), contexts=len(CORPUS), normalized=True)
-    return dataclasses.replace(basis, provenance=about)
+    """The basis of normed states."""
+    return decompose(model, CORPUS, normalize=True, progress=False)
 
 
 @cache

@@ -23,6 +23,7 @@ AXES: dict[str, str] = {
     "kept": "the tokens of largest norm of a state, descending",
     "token": "tokens of any contexts",
     "part": "additive parts of the residual stream",
+    "side": "the query side and the key side of a score",
     "term": "pairs of parts: terms of an attention score",
     "rank": "singular directions, strongest first",
     "trajectory": "token trajectories through the layers",
