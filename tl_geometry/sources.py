@@ -22,6 +22,7 @@ from torch import Tensor
 from tl_geometry import _check
 from tl_geometry import tokens as token_math
 from tl_geometry._check import describe, fail, require
+from tl_geometry.errors import GeometryError
 from tl_geometry.records import ModelView, TokenWindows, double_bos
 
 REPACK = "tl_geometry.windows(model, texts, length) for windows of one length, or only the rows without padding"
@@ -266,7 +267,7 @@ def _ids(rows: Any) -> Tensor:
             rows = torch.stack([torch.as_tensor(r) for r in rows]) if lengths != [0] else torch.tensor(rows)
         ids = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        if isinstance(error, _check.GeometryError):
+        if isinstance(error, GeometryError):
             raise
         fail("tokens", expected="integer ids", got=describe(rows), instead="tl_geometry.windows(model, texts, length) for text")
     wrong = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.is_meta or ids.layout != torch.strided

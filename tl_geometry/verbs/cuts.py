@@ -74,6 +74,8 @@ def each_layer(view: ModelView, rows: TokenWindows, cache: Any, layers: Sequence
 def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
     """Refuse a cache whose first state is not what the model makes of these tokens (far beyond rounding, at any of them)."""
     shape = tuple(rows.tokens.shape)
+    mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
+    require(mapping, "cache", expected="an ActivationCache, or a mapping from hook names", got=describe(cache), instead="cache=None")
     name = next((name for name in view.state_hooks if name in cache), None)
     if name is None or tuple(cache[name].shape[:2]) != shape:
         return  # refused with the layer
