@@ -229,7 +229,7 @@ def test_marginals_are_sums_over_the_other_side() -> None:
     bias = draw(2, 9, 9, seed=6)
     table = table_of(share_sums(q, k, bias=bias), dropped_mass=torch.tensor([0.5, 0.25]))
     found = table.marginals()
-    frame = found.to_dataframe()
+    frame: Any = found.to_dataframe()
     assert list(frame.columns) == ["layer", "head", "side", "part", "cs", "gs", "dropped_mass"]
     for side, names in (("query", [f"pos-{b}" for b in PARTS]), ("key", [f"{a}-pos" for a in PARTS])):
         chosen = frame[(frame.side == side) & (frame.part == "pos") & (frame["head"] == 1)]
@@ -245,7 +245,7 @@ def test_marginals_are_sums_over_the_other_side() -> None:
 
 def test_marginals_of_parts_with_any_names() -> None:
     table = table_of(share_sums(draw(2, 2, 9, 1, 4), draw(2, 2, 9, 1, 4, seed=3)), ("L3H5", "mlp3"))
-    frame = table.marginals().to_dataframe()
+    frame: Any = table.marginals().to_dataframe()
     assert frame.part.tolist() == ["L3H5", "mlp3"] * 2
     assert table.groups == ()
     assert frame.groupby("side").gs.sum().tolist() == pytest.approx([1, 1])
@@ -254,7 +254,7 @@ def test_marginals_of_parts_with_any_names() -> None:
 def test_the_table_holds_gains_beside_covariances(tmp_path: Path) -> None:
     sums = share_sums(draw(3, 4, 9, 2, 4), draw(3, 4, 9, 2, 4, seed=3))
     table = table_of(sums, dropped_mass=torch.tensor([0.25, 0.5]), drop=1)
-    frame = table.to_dataframe()
+    frame: Any = table.to_dataframe()
     assert frame[frame.term.notna()].groupby("head").gs.sum().tolist() == pytest.approx([1, 1])
     assert frame[frame.group.notna()].groupby("head").gs.sum().tolist() == pytest.approx([1, 1])
     assert frame.dropped_mass.unique().tolist() == [0.25, 0.5]
@@ -300,7 +300,7 @@ def test_dropped_mass_stands_beside_every_label() -> None:
     split, sweep = split_scores(model, prompts, basis), sweep_heads(model, prompts, basis, progress=False)
     expected = split.pattern()[:, :, 1:, 0].mean((0, 2)).tolist()
     for table in (split.shares(), sweep, sweep.shares, split.shares().marginals()):
-        frame = table.to_dataframe()
+        frame: Any = table.to_dataframe()
         first = frame.groupby(["layer", "head"]).dropped_mass.first()
         assert first.tolist() == pytest.approx(expected, abs=1e-6)
         assert "dropped_mass" in table.text(limit=3).splitlines()[1]

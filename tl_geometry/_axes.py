@@ -21,6 +21,7 @@ AXES: dict[str, str] = {
     "label": "document labels",
     "part": "additive parts of the residual stream",
     "term": "pairs of parts: terms of an attention score",
+    "side": "query side, then key side, of an attention score",
     "rank": "singular directions, strongest first",
     "trajectory": "token trajectories through the layers",
     "sample": "draws of a random quantity",
