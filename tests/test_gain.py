@@ -195,13 +195,13 @@ def test_gains_merge_in_any_partition() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0, 30.0])
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 30.0])
 def test_lower_precision_stays_close_for_flat_and_for_sharp_attention(dtype: torch.dtype, size: float) -> None:
     q, k = draw(3, 2, 300, 2, 8, size=size).to(dtype), draw(3, 2, 300, 2, 8, seed=4).to(dtype)
     exact = share_sums(q.double(), k.double()).pooled()
     ours = share_sums(q, k).pooled()
-    assert float((ours.gain_total / exact.gain_total - 1).abs().max()) < 2e-5
-    assert float((ours.gs - exact.gs).abs().max()) < 2e-5
+    assert float((ours.gain_total / exact.gain_total - 1).abs().max()) < 1e-6
+    assert float((ours.gs - exact.gs).abs().max()) < 1e-6
     assert ours.gains.dtype == torch.float64
 
 
