@@ -195,13 +195,13 @@ def test_gains_merge_in_any_partition() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0, 30.0])
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 30.0])
 def test_lower_precision_stays_close_for_flat_and_for_sharp_attention(dtype: torch.dtype, size: float) -> None:
     q, k = draw(3, 2, 300, 2, 8, size=size).to(dtype), draw(3, 2, 300, 2, 8, seed=4).to(dtype)
     exact = share_sums(q.double(), k.double()).pooled()
     ours = share_sums(q, k).pooled()
-    assert float((ours.gain_total / exact.gain_total - 1).abs().max()) < 2e-5
-    assert float((ours.gs - exact.gs).abs().max()) < 2e-5
+    assert float((ours.gain_total / exact.gain_total - 1).abs().max()) < 1e-6
+    assert float((ours.gs - exact.gs).abs().max()) < 1e-6
     assert ours.gains.dtype == torch.float64
 
 
@@ -229,7 +229,7 @@ def test_marginals_are_sums_over_the_other_side() -> None:
     bias = draw(2, 9, 9, seed=6)
     table = table_of(share_sums(q, k, bias=bias), dropped_mass=torch.tensor([0.5, 0.25]))
     found = table.marginals()
-    frame = found.to_dataframe()
+    frame: Any = found.to_dataframe()
     assert list(frame.columns) == ["layer", "head", "side", "part", "cs", "gs", "dropped_mass"]
     for side, names in (("query", [f"pos-{b}" for b in PARTS]), ("key", [f"{a}-pos" for a in PARTS])):
         chosen = frame[(frame.side == side) & (frame.part == "pos") & (frame["head"] == 1)]
@@ -237,15 +237,15 @@ def test_marginals_are_sums_over_the_other_side() -> None:
         assert float(chosen.cs.iloc[0]) == pytest.approx(expected, abs=1e-12)
         expected = sum(float(table.gs[1, table.terms.index(n)]) for n in names)
         assert float(chosen.gs.iloc[0]) == pytest.approx(expected, abs=1e-12)
-    sums = frame.groupby(["head", "side"])[["cs", "gs"]].sum()
-    assert np.allclose(sums, 1)
+    for share in ("cs", "gs"):
+        assert frame.groupby(["head", "side"])[share].sum().tolist() == pytest.approx([1] * 4)
     assert set(frame.part) == {*PARTS, "alibi"}
     assert isinstance(found, Marginals)
 
 
 def test_marginals_of_parts_with_any_names() -> None:
     table = table_of(share_sums(draw(2, 2, 9, 1, 4), draw(2, 2, 9, 1, 4, seed=3)), ("L3H5", "mlp3"))
-    frame = table.marginals().to_dataframe()
+    frame: Any = table.marginals().to_dataframe()
     assert frame.part.tolist() == ["L3H5", "mlp3"] * 2
     assert table.groups == ()
     assert frame.groupby("side").gs.sum().tolist() == pytest.approx([1, 1])
@@ -254,7 +254,7 @@ def test_marginals_of_parts_with_any_names() -> None:
 def test_the_table_holds_gains_beside_covariances(tmp_path: Path) -> None:
     sums = share_sums(draw(3, 4, 9, 2, 4), draw(3, 4, 9, 2, 4, seed=3))
     table = table_of(sums, dropped_mass=torch.tensor([0.25, 0.5]), drop=1)
-    frame = table.to_dataframe()
+    frame: Any = table.to_dataframe()
     assert frame[frame.term.notna()].groupby("head").gs.sum().tolist() == pytest.approx([1, 1])
     assert frame[frame.group.notna()].groupby("head").gs.sum().tolist() == pytest.approx([1, 1])
     assert frame.dropped_mass.unique().tolist() == [0.25, 0.5]
@@ -300,7 +300,7 @@ def test_dropped_mass_stands_beside_every_label() -> None:
     split, sweep = split_scores(model, prompts, basis), sweep_heads(model, prompts, basis, progress=False)
     expected = split.pattern()[:, :, 1:, 0].mean((0, 2)).tolist()
     for table in (split.shares(), sweep, sweep.shares, split.shares().marginals()):
-        frame = table.to_dataframe()
+        frame: Any = table.to_dataframe()
         first = frame.groupby(["layer", "head"]).dropped_mass.first()
         assert first.tolist() == pytest.approx(expected, abs=1e-6)
         assert "dropped_mass" in table.text(limit=3).splitlines()[1]

@@ -351,6 +351,7 @@ def test_some_heads_in_any_order() -> None:
     rows = [whole.heads.index(h) for h in some.heads]
     assert torch.equal(some.terms["pos", "cvec"], whole.terms["pos", "cvec"][:, rows])
     assert torch.equal(some.total(), whole.total()[:, rows])
+    assert torch.allclose(some.shares().cs, whole.shares().cs[rows], atol=1e-9), "shares follow the heads, not the layers"
     assert some.str_tokens[:2] == tuple(f"<{i}>" for i in PROMPTS[0, :2].tolist())
 
 

@@ -83,11 +83,9 @@ def compare_bases(
     >>> round(float(c.procrustes), 6), round(float(c.angle_max), 6)
     (1.0, 0.0)
     """
-    same = a.provenance.normalized == b.provenance.normalized
-    require(
-        same, "bases", expected="two bases of states, or two normalised ones", got="one of each",
-        instead="decompose(..., normalize=) alike for both",
-    )  # fmt: skip
+    kinds = [f"normalized={x.provenance.normalized}" for x in (a, b)]
+    same = kinds[0] == kinds[1]
+    require(same, "bases", expected=f"states of one kind, {kinds[0]}", got=kinds[1], instead="the same normalize= for both")
     t = a.pos.shape[1], b.pos.shape[1]
     require(t[0] == t[1], "windows", expected=f"equal lengths, {t[0]} positions", got=t[1], instead="decompose(..., window=) for both")
     chosen = [s for s in a.states if s in b.states] if states is None else states
