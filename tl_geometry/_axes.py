@@ -25,7 +25,6 @@ AXES: dict[str, str] = {
     "part": "additive parts of the residual stream",
     "side": "the query side and the key side of a score",
     "term": "pairs of parts: terms of an attention score",
-    "side": "query side, then key side, of an attention score",
     "rank": "singular directions, strongest first",
     "trajectory": "token trajectories through the layers",
     "sample": "draws of a random quantity",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -59,6 +60,18 @@ def require(
 
 
 def choice(value: str, options: Sequence[str], what: str) -> str:
-    """``value`` if it is one of ``options``, else an error that lists them."""
-    require(value in options, what, expected=f"one of {', '.join(map(repr, options))}", got=repr(value))
+    """``value`` if it is one of ``options``, else an error that lists them (of many, the nearest)."""
+    require(value in options, what, expected=f"one of {listed(options, value)}", got=repr(value))
     return value
+
+
+def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str:
+    """Names as a list for a message; of more than ``most`` those nearest to ``value``, and how many there are.
+
+    >>> listed([f"column_{i}" for i in range(40)], "colunm_7")
+    "40 names, such as 'column_7', 'column_9', 'column_8'"
+    """
+    if len(options) <= most:
+        return ", ".join(map(repr, options))
+    near = difflib.get_close_matches(str(value), list(options), n=3, cutoff=0.3) or list(options[:6])
+    return f"{len(options)} names, such as {', '.join(map(repr, near))}"

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tl_geometry import _html, _latex
 from tl_geometry._check import fail, require
+from tl_geometry.errors import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -235,7 +236,7 @@ class Result:
         names, table = list(self.columns()), list(self.rows())
         chosen = names if columns is None else list(columns)
         unknown = [c for c in chosen if c not in names]
-        require(not unknown and chosen, "columns", expected=f"some of {', '.join(names)}", got=unknown or "none")
+        require(not unknown and chosen, "columns", expected=f"some of {listed(names, *unknown[:1])}", got=unknown or "none")
         picked = [[row[names.index(c)] for c in chosen] for row in table[:rows]]
         return _latex.table(chosen, picked, digits=digits, booktabs=booktabs, note=f"{type(self).__name__}: {self.provenance.line()}")
 

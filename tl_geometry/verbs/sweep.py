@@ -99,6 +99,7 @@ class SweepTable(ShareTable):
         names = list(self.columns())
         numeric = [c for c in names if not c.startswith("dominant")]
         _check.choice(column, numeric, "column")
+        require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
         values = torch.tensor([float(row[names.index(column)]) for row in self.rows()], dtype=torch.float64)  # pyright: ignore[reportArgumentType]
         worst = torch.inf if ascending else -torch.inf
         order = torch.where(torch.isnan(values), worst, values).argsort(descending=not ascending, stable=True)
