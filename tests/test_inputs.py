@@ -12,7 +12,7 @@ import torch
 import tl_geometry as tlg
 from tl_geometry import _check
 from tl_geometry.errors import GeometryError
-from tl_geometry.report.build import corpus_windows
+from tl_geometry.report.build import Texts
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,9 @@ def test_items_of_data_sets_and_what_is_none(model: Any, windows: tlg.TokenWindo
             verb()
 
 
-def test_a_corpus_that_is_no_text_is_refused(model: Any, windows: tlg.TokenWindows, tmp_path: Path) -> None:
+def test_a_corpus_that_is_no_text_is_refused(windows: tlg.TokenWindows, tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", windows.tokens.numpy())
     (tmp_path / "binary.txt").write_bytes(b"abc\0def" * 200)
     for name in ("tokens.npy", "binary.txt"):
         with pytest.raises(GeometryError, match=rf"--corpus: expected text files, got {name}\. Use tl-geometry fit"):
-            corpus_windows(tlg.view(model), [tmp_path / name], contexts=None, length=12, bos=None, seed=0)
+            Texts.of([tmp_path / name])
