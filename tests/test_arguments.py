@@ -14,6 +14,7 @@ import pytest
 
 from tl_geometry import _arguments, cli, experiments, processes
 from tl_geometry.errors import GeometryError
+from tl_geometry.report import build
 from tl_geometry.reproduce import tables
 
 WRONG: list[tuple[list[str], str]] = [
@@ -183,6 +184,18 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", ["tl-geometry", "check"])
     with pytest.raises(FileNotFoundError):
         cli.main()
+
+
+@pytest.mark.parametrize(("failed", "code"), [({"heads": "ZeroDivisionError: planted"}, 1), ({}, 0)])
+def test_a_section_that_failed_is_exit_1(
+    failed: dict[str, str], code: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "build", lambda *_, **__: {"sections": ["A"], "failed": failed})
+    assert run(["report", "--out", "made"], monkeypatch) == code
+    out, err = capsys.readouterr()
+    assert out == "made/report.html: A\n"
+    assert err.count("\n") == len(failed)
+    assert ("heads: ZeroDivisionError: planted" in err) == bool(failed)
 
 
 def test_files_with_one_name_are_told_apart(tmp_path: Path) -> None:

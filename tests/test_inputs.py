@@ -95,7 +95,7 @@ def test_items_of_data_sets_and_what_is_none(model: Any, windows: tlg.TokenWindo
     torch.testing.assert_close(found.pos, tlg.decompose(model, encoded["input_ids"], window=(0, 2), progress=False).pos)
 
 
-def test_a_corpus_that_is_no_text_is_refused(model: Any, windows: tlg.TokenWindows, tmp_path: Path) -> None:
+def test_a_corpus_that_is_no_text_is_refused(windows: tlg.TokenWindows, tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", windows.tokens.numpy())
     (tmp_path / "binary.txt").write_bytes(b"abc\0def" * 200)
     for name in ("tokens.npy", "binary.txt"):

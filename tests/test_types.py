@@ -6,14 +6,14 @@ A name that were ``Any`` would make every ``assert_type`` here wrong and every i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 
 import tl_geometry as tlg
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    assert_type(tlg.zoo.NAME, str)
+    assert_type(tlg.zoo.card(), dict[str, Any])
     assert_type(tlg.zoo.directory(), Path)
     assert_type(tlg.interventions.remove_term.__name__, str)
     assert_type(tlg.render.split.__doc__, str | None)
