@@ -122,7 +122,8 @@ def test_groups_are_contiguous_with_a_known_number_and_without(contexts: int) ->
     assert known.group_of is not None
     assert known.group_of.tolist() == [c * 4 // contexts for c in range(contexts)]
     for batch in (1, 3, 7):
-        stream = tlg.decompose(toy(), iter(ids(contexts)), **(OPTIONS | {"batch_size": batch}))
+        options: dict[str, Any] = OPTIONS | {"batch_size": batch}
+        stream = tlg.decompose(toy(), iter(ids(contexts)), **options)
         counts = stream.group_counts.tolist()
         assert sum(counts) == contexts
         assert len(counts) <= 8

@@ -348,7 +348,8 @@ def test_two_functions_for_models_and_for_activations() -> None:
     for source in (cache, plain):
         torch.testing.assert_close(tlg.decompose_activations(source, window=(1, 8)).pos, tlg.decompose(model, ids, progress=False).pos)
     learned = H.clone().requires_grad_()
-    basis = tlg.decompose_activations(learned, window=(1.0, np.int64(4)), device="cpu", states=[0])
+    window: Any = (1.0, np.int64(4))
+    basis = tlg.decompose_activations(learned, window=window, device="cpu", states=[0])
     assert basis.window == (1, 4)
     assert not basis.pos.requires_grad
     assert tlg.decompose(model, ids, window=(1.0, 8.0), progress=False).window == (1, 8)

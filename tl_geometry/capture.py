@@ -182,7 +182,7 @@ def _forward(view: ModelView, states: Sequence[int], tokens: Tensor, on_state: O
 
 def _writable(path: Path) -> None:
     """Raise before anything is computed where no checkpoint could be written."""
-    folder = next(p for p in path.absolute().parents if p.exists())
+    folder = next((p for p in path.absolute().parents if p.exists()), path)
     ok = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
     require(ok, "checkpoint", expected="a file that can be written", got=str(path), instead="a path in a folder of your own")
 

@@ -61,7 +61,7 @@ class TokenWindows:
         texts = self.str_tokens if len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0]) else ()
         return dataclasses.replace(self, tokens=tokens, labels=labels, str_tokens=texts)
 
-    def _rows(self, contexts: Selection) -> Int[Tensor, "batch"]:
+    def _rows(self, contexts: Any) -> Int[Tensor, "batch"]:
         every = torch.arange(len(self))
         if isinstance(contexts, slice):
             return every[contexts]

@@ -122,7 +122,7 @@ def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
         digest.update(f"{name}={text}\0".encode() if name != "checksum" else b"")
     for name, value in sorted(tensors.items()):
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}\0".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy() if value.numel() else b"")
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
     return digest.hexdigest()[:32]
 
 

@@ -208,7 +208,7 @@ def _opened(tokens: Any) -> Any:
 def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
     """An iterable of rows or batches with its first item put back, and the length of a row."""
     if hasattr(tokens, "__getitem__") and hasattr(tokens, "__len__") and not hasattr(tokens, "__iter__"):
-        tokens = (tokens[i] for i in range(len(tokens)))  # a torch data set
+        tokens = map(tokens.__getitem__, range(len(tokens)))  # a torch data set
     try:
         stream = iter(tokens)
     except TypeError:

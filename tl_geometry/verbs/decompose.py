@@ -212,7 +212,8 @@ def decompose(
     """
     if isinstance(model, Tensor) or is_cache(model):
         instead = "decompose_activations(...) for activations and caches"
-        fail("model", expected="a TransformerLens model", got=describe(model), instead=instead)
+        got = describe(model) if isinstance(model, Tensor) else type(model).__name__
+        fail("model", expected="a TransformerLens model", got=got, instead=instead)
     view = as_view(model)
     require(
         tokens is not None,
