@@ -70,7 +70,7 @@ def test_another_number_of_layers_is_refused_by_name(tmp_path: Path) -> None:
     more = message(configure(tmp_path, n_layer=5))
     assert "got no transformer.h.2.attn.c_attn.bias" in more
     assert "and 32 more" in more
-    assert "unexpected transformer.h.1.attn.c_attn.bias" in message(configure(tmp_path, n_layer=1))
+    assert "unexpected transformer.h.1.attn.c_" in message(configure(tmp_path, n_layer=1))
     configure(tmp_path, n_layer=2)
     load(tmp_path)
 

@@ -175,10 +175,12 @@ def _sums(lanes: Tensor, level: int) -> Tensor:
     parts = [lanes[: whole * ROW].view(whole, ROW)] if whole else []
     if whole * ROW < lanes.numel():
         parts.append(lanes[whole * ROW :].unsqueeze(0))
+    height = ROWS if lanes.device.type == "cpu" else 64 * ROWS
+    space = torch.empty(min(height, whole + 1), ROW, dtype=torch.int64, device=lanes.device)  # new memory at each step costs as much again
     found: list[Tensor] = []
-    for rows in (some for p in parts for some in p.split(ROWS if lanes.device.type == "cpu" else 64 * ROWS)):
-        folded = (rows >> 32).bitwise_xor_(rows)
-        w = weights[: rows.shape[1]]
+    for rows in (some for p in parts for some in p.split(height)):
+        folded, w = space[: len(rows), : rows.shape[1]], weights[: rows.shape[1]]
+        torch.bitwise_right_shift(rows, 32, out=folded).bitwise_xor_(rows)
         # integers have no matrix product on a GPU
         found.append(torch.mv(folded, w) if lanes.device.type == "cpu" else folded.mul_(w).sum(1))
     return torch.cat(found) if found else lanes
