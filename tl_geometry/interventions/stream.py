@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_geometry import linalg
 from tl_geometry._check import choice, fail, index, require
 from tl_geometry.capture import as_view
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition import PositionContext, require_basis
 from tl_geometry.interventions.points import Placed, attached
 
 ENERGY = 0.99
@@ -59,6 +59,7 @@ def project_stream(
 @contextmanager
 def _projected(model: Any, basis: PositionContext, state: int, subspace: str, keep: bool, rank: int | None) -> Iterator[None]:
     view = as_view(model)
+    require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
     basis.require_raw("interventions on the stream")

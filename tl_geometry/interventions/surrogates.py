@@ -27,7 +27,7 @@ from torch import Tensor
 from tl_geometry import _check, sphere, weights
 from tl_geometry._check import Head, choice, require
 from tl_geometry.capture import as_view, token_rows
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition import PositionContext, require_basis
 from tl_geometry.errors import UnsupportedModelError
 from tl_geometry.interventions.live import Edit, edited_scores
 from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
@@ -117,6 +117,7 @@ def replacements(
         instead=f"one of {', '.join(map(repr, offset_parts(view)))}",
         error=UnsupportedModelError,
     )
+    require_basis(basis)
     basis.check_model(view)
     layers = sorted({l for l, _ in heads})
     factors = {} if rotary else dict(factors_of(view, layers, "QK"))

@@ -25,7 +25,7 @@ from tl_geometry import _check
 from tl_geometry._check import Head, fail, require
 from tl_geometry.attention import ALIBI, GROUPS, group_of, row_center, term_names
 from tl_geometry.capture import as_view
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition import PositionContext, require_basis
 from tl_geometry.interventions.live import Edit, OpenEdit, edited_scores
 from tl_geometry.records import LayerView, ModelView
 from tl_geometry.verbs.details import Parts
@@ -115,6 +115,7 @@ def edits_for(
     view: ModelView, basis: PositionContext, heads: HeadsLike, change: Change, *, layers: Iterable[int] | int | None = None
 ) -> list[Edit]:
     """One edit for each layer that has chosen heads."""
+    require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
     chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_geometry import _check
 from tl_geometry._check import describe, require
 from tl_geometry.closing import CHUNK, Check, closing_bound, pattern_bound, pattern_error, require_closed
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition import PositionContext, require_basis
 from tl_geometry.errors import BudgetError, UnsupportedModelError
 from tl_geometry.linalg import unit_roundoff
 from tl_geometry.records import LayerHook, LayerView, ModelView, TokenWindows
@@ -47,6 +47,7 @@ def check_request(view: ModelView, rows: TokenWindows, basis: PositionContext | 
     """Raise unless the basis is of this model, has seen these positions, and ``size`` bytes fit the budget."""
     length = rows.tokens.shape[1]
     if basis is not None:
+        require_basis(basis)
         basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
         require(
             length <= basis.columns, "tokens", expected=f"at most {basis.columns} positions, as the basis has seen", got=length,

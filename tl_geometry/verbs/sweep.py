@@ -29,7 +29,7 @@ from tl_geometry import _check, capture
 from tl_geometry._check import require
 from tl_geometry.attention import ShareSums, bias_label, bootstrap, share_sums, term_names
 from tl_geometry.closing import closing_bound
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition import PositionContext, require_basis
 from tl_geometry.errors import BudgetError, ClosingError
 from tl_geometry.head_types import HEAD_TYPES, head_type_scores, period_for, repeated_random_tokens, token_range
 from tl_geometry.records import LayerView, ModelView
@@ -166,6 +166,7 @@ def sweep_heads(
     source = capture.TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
     rows = _rows_per_batch(view, source.columns, memory_budget, batch_size)
+    require_basis(basis)
     work = _Sweep(view, basis, chosen, source.columns, wanted, memory_budget, seed)
     done, token_hash, begins = 0, "", view.bos_id is not None
     bar = tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name)

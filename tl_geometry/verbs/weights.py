@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_geometry import _check, linalg, readout, sphere, weights
 from tl_geometry._check import Head, require
 from tl_geometry.capture import as_view
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition import PositionContext, require_basis
 from tl_geometry.records import ModelView
 from tl_geometry.results import Provenance, Result
 from tl_geometry.verbs.vocabulary import (
@@ -136,6 +136,7 @@ def weight_geometry(
     torch.Size([4])
     """
     view = as_view(model)
+    require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("weight_geometry")
     chosen = _check.indices(layers, view.n_layers, "layers")
