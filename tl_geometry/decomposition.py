@@ -434,14 +434,7 @@ class PositionContext:
     @staticmethod
     def load(path: str | Path) -> PositionContext:
         """Read a file that :meth:`save` wrote; a truncated, altered or foreign file, and one of a newer version, is refused."""
-        header, tensors = read_file(path, def require_basis(value: object) -> None:
-    """Raise unless ``value`` is a :class:`PositionContext` (a path or a table in its place is a common slip)."""
-    ok = isinstance(value, PositionContext)
-    instead = "PositionContext.load(path)" if isinstance(value, str | Path) else "decompose(model, tokens)"
-    require(ok, "basis", expected="a PositionContext", got=describe(value), instead=instead)
-
-
-SCHEMA, OLD_SCHEMA)
+        header, tensors = read_file(path, SCHEMA, OLD_SCHEMA)
         refuse_unknown(path, header, HEADER, "fields")
         refuse_unknown(path, tensors, TENSORS, "tensors")
         return PositionContext.of(header, tensors)
@@ -478,6 +471,13 @@ SCHEMA, OLD_SCHEMA)
 
     def _repr_html_(self) -> str:
         return self.anova()._repr_html_()
+
+
+def require_basis(value: object) -> None:
+    """Raise unless ``value`` is a :class:`PositionContext` (a path or a table in its place is a common slip)."""
+    ok = isinstance(value, PositionContext)
+    instead = "PositionContext.load(path)" if isinstance(value, str | Path) else "decompose(model, tokens)"
+    require(ok, "basis", expected="a PositionContext", got=describe(value), instead=instead)
 
 
 SCHEMA, OLD_SCHEMA = "tl_geometry/PositionContext/2", "tl_geometry/PositionContext/1"
