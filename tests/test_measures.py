@@ -264,9 +264,9 @@ def test_only_a_singular_covariance_is_called_singular(basis: PositionContext) -
 
 
 def test_float64_products_resolve_what_float32_products_cannot() -> None:
-    """Two coordinates that differ by 1e-4 of their size: an eigenvalue of 1e-8, beyond float32 products only."""
+    """Two coordinates that differ by 1e-5 of their size: an eigenvalue of 1e-10, beyond float32 products only."""
     h = planted()
-    h[..., 1] = h[..., 0] + 1e-4 * gaussian(11, *h.shape[:-1])
+    h[..., 1] = h[..., 0] + 1e-5 * gaussian(11, *h.shape[:-1])
     exact = measures.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
     expected = contextual.cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
     assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)

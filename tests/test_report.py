@@ -137,7 +137,7 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
 
 def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    basis = tlg.decompose(torch.randn(3, 12, 16, 8, generator=generator), progress=False, labels=[0, 1] * 6)
+    basis = tlg.decompose_activations(torch.randn(3, 12, 16, 8, generator=generator), labels=[0, 1] * 6)
     context = dataclasses.replace(tlg.contextual_report(basis, rank=3), names=(NASTY, "$$"))
     marked = [(3, 900.0, NASTY), (4, 90.0, "$a")]
     norms = torch.rand(4, 16, generator=generator) + 1
@@ -155,7 +155,7 @@ def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
 def test_views_say_what_they_take() -> None:
     code = """
 import torch, tl_geometry as tlg
-basis = tlg.decompose(torch.randn(4, 6, 3), progress=False)
+basis = tlg.decompose_activations(torch.randn(4, 6, 3))
 for view, value in ((tlg.render.split, basis), (tlg.render.heads, basis), (tlg.render.head_grid, basis.anova())):
     try:
         view(value)

@@ -302,3 +302,14 @@ def test_null_shares_are_those_of_a_split_by_the_null_positions() -> None:
         kind, draw = name.split()
         for i, group in enumerate(attention.GROUPS[:2]):
             assert torch.allclose(table.details[f"draws_{group}_{kind}"][4:, int(draw)], split.shares(drop=1).group_cs[:, i], atol=1e-4)
+
+
+def test_no_interval_from_few_contexts() -> None:
+    model = tiny("bridge", "gpt2")
+    basis = decompose(model, tokens(batch=24, length=20, seed=2), progress=False)
+    for contexts, given in ((10, True), (9, False)):
+        table = sweep_heads(model, tokens(batch=contexts, length=18, seed=7), basis, detail="bootstrap", progress=False)
+        assert table.low is not None
+        assert bool(table.low.isfinite().all()) == given
+        assert bool(table.low.isnan().all()) != given
+        assert any("no intervals" in flag for flag in table.provenance.flags) != given

@@ -118,18 +118,20 @@ class Layers:
         )  # fmt: skip
         h = found[names[0]]
         require(h.dim() == 3, "cache", expected="a batch dimension", got=describe(h), instead="remove_batch_dim=False")
-        return self._build(layer, found, verify)
+        return self._build(layer, found, verify, detach=verify)
 
-    def _build(self, layer: int, found: Mapping[str, Tensor], verify: bool, roundoff: float | None = None) -> LayerView:
+    def _build(
+        self, layer: int, found: Mapping[str, Tensor], verify: bool, roundoff: float | None = None, *, detach: bool = True
+    ) -> LayerView:
         prefix = f"blocks.{layer}."
         require_full_precision(self.runner.device, self.parameters.name)
-        h = upcast(found[prefix + "hook_resid_pre"], detach=verify)
-        facts, length = self._local(layer, h, detach=verify), h.shape[1]
+        h = upcast(found[prefix + "hook_resid_pre"], detach=detach)
+        facts, length = self._local(layer, h, detach=detach), h.shape[1]
         own = {name: found.get(f"{prefix}attn.hook_{name}") for name in ("q", "k", "v", "z", "pattern", "attn_scores")}
         turn = turn_of(self.parameters, layer, found, length, facts.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
         norm_scale, heads = facts.norm.scale(h), facts.constant("q").shape[-2]
-        hooked = {w: self._grouped(own[w], facts, detach=verify) for w in "qk"}
+        hooked = {w: self._grouped(own[w], facts, detach=detach) for w in "qk"}
         taken = {w: value for w, value in hooked.items() if value is not None and not verify}  # unverified: the model's own
         raw = {w: taken[w] if w in taken else facts.raw(h, w) for w in "qk"}
         frozen = {w: (1 / norm_scale).unsqueeze(-1).expand(*h.shape[:2], heads) for w in "qkv"}
@@ -153,7 +155,7 @@ class Layers:
             q_constant=constant["q"], k_constant=constant["k"], v_constant=constant["v"], q=q, k=k,
             added=facts.added_position(),
             pattern=None if pattern is None else upcast(pattern), scores=None if scores is None else upcast(scores),
-            v=self._grouped(own["v"], facts, detach=verify), z=None if z is None else upcast(z),
+            v=self._grouped(own["v"], facts, detach=detach), z=None if z is None else upcast(z),
             roundoff=roundoff or self.roundoff(layer), closing=ClosingReport(checks={}, scale=0.0),
             rotary=facts.rotation is not None,
         )  # fmt: skip

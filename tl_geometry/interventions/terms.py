@@ -103,8 +103,9 @@ class Splitter:
                 mean, pos = mean - added[:, chosen], pos + added[:, chosen]
             return torch.stack([mean, pos, whole[:, :, chosen] - mean - pos])
 
-        q = split(projected.q, layer.q_scale, layer.q_constant, more and more.q, layer.q) * layer.scale
-        return Parts(q, split(projected.k, layer.k_scale, layer.k_constant, more and more.k, layer.k))
+        q_scale, k_scale = projected.scales(layer)
+        q = split(projected.q, q_scale, layer.q_constant, more and more.q, layer.q) * layer.scale
+        return Parts(q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k))
 
 
 Change = Callable[[LayerView, Tensor, Parts, tuple[int, ...]], Tensor]

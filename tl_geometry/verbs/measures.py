@@ -17,13 +17,11 @@ from tl_geometry.anova import LOW_RELIABILITY
 from tl_geometry.contextual import Space
 from tl_geometry.decomposition import PositionContext, spans
 from tl_geometry.results import Result
-from tl_geometry.verbs.resample import Subsets, jackknife_error, noise_weights, subsets, window_means
+from tl_geometry.verbs.resample import FEWEST, Subsets, jackknife_error, noise_weights, subsets, window_means
 
 Values = dict[str, Tensor]
 SIMILARITY_LIMIT = 1024
 """Contexts whose pairwise cosines are averaged; from more, that many are taken at even distances (a flag says so)."""
-FEWEST = 10
-"""Contexts below which no error is given: a jackknife over so few says nothing."""
 CACHE = 2**22
 """Bytes of bases that are measured at a time."""
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from tl_geometry.decomposition import PositionContext
 
+FEWEST = 10
+"""Contexts below which no error and no interval is given."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subsets:

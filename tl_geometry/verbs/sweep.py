@@ -36,6 +36,7 @@ from tl_geometry.records import LayerView, ModelView
 from tl_geometry.results import Provenance, hash_tokens
 from tl_geometry.verbs.cuts import is_relative
 from tl_geometry.verbs.details import DETAILS, Details, Parts
+from tl_geometry.verbs.resample import FEWEST
 from tl_geometry.verbs.shares import ShareTable
 
 PARTS = ("bias", "pos", "cvec")
@@ -225,6 +226,11 @@ class Positional(NamedTuple):
     k: Tensor
     normalized: bool = False
 
+    def scales(self, layer: LayerView) -> tuple[Float[Tensor, "batch position head"], Float[Tensor, "batch position head"]]:
+        """The frozen scales of queries and keys that these parts are divided by: without the norm's for a normalised basis."""
+        scales = layer.q_scale, layer.k_scale
+        return (layer.without_norm(scales[0]), layer.without_norm(scales[1])) if self.normalized else scales
+
 
 def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Positional:
     """Project mean and positional vectors of the first ``columns`` columns to queries and keys."""
@@ -259,9 +265,7 @@ def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: 
         torch.mul(whole, scale, out=parts[2]).sub_(parts[0]).sub_(parts[1])
         return rearrange(parts, "p b h i e -> p b i h e")
 
-    q_scale, k_scale, more = layer.q_scale, layer.k_scale, layer.added
-    if projected.normalized:
-        q_scale, k_scale = layer.without_norm(q_scale), layer.without_norm(k_scale)
+    (q_scale, k_scale), more = projected.scales(layer), layer.added
     q = split(projected.q, q_scale, layer.q_constant, more and more.q, layer.q, layer.scale, "b h p i e")
     return Parts(q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k, 1.0, "b h i p e"))
 
@@ -379,6 +383,9 @@ class _Sweep:
         pooled = ShareSums.beside([ShareSums.cat(self.sums[x]) if "bootstrap" in self.detail else self.sums[x][0] for x in order])
         mass = [sum(self.mass[x], torch.zeros(())) / contexts for x in order if x in self.mass]
         bounds = [bootstrap(ShareSums.cat(self.sums[x]), seed=self.seed) for x in order] if "bootstrap" in self.detail else []
+        if bounds and contexts < FEWEST:
+            bounds = [(torch.full_like(low, torch.nan), torch.full_like(high, torch.nan)) for low, high in bounds]
+            provenance = provenance.flagged(f"fewer than {FEWEST} contexts: no intervals")
         details = Details.beside([self.details[x] for x in order]) if self.details else {}
         names = term_names(PARTS, alibi=self.alibi)
         return SweepTable(
