@@ -275,9 +275,12 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
     layer = layer.normalized() if basis.provenance.normalized else layer
     row = basis.index(layer.layer)
     h = layer.h.double()
-    cvec = (h - (basis.mean[row] + basis.pos_columns[row, : h.shape[1]]).to(h)).to(layer.h)
-    scale, sizes = layer.scale, layer.closing.sizes
-    behind = {"q": scale * sizes.get("q", 0.0), "k": sizes.get("k", 0.0)}
+    mean, pos = basis.mean[row].to(h), basis.pos_columns[row, : h.shape[1]].to(h)
+    rest = h - (mean + pos)
+    apart = (x.norm(dim=-1) for x in (mean, pos, rest))  # parts that cancel are rounded as large as they are
+    larger = max(1.0, float((sum(apart, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max()))
+    cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.closing.sizes
+    behind = {w: larger * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
     for name, ours, explicit in (("q", parts.q, layer.project_q(cvec) * scale), ("k", parts.k, layer.project_k(cvec))):
         size = max(float(ours.abs().sum(0).max()), behind[name])
         error = float((ours[2] - explicit).abs().max())
