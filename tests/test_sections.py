@@ -155,6 +155,7 @@ def test_a_tiny_budget_leaves_out_and_says_so(directories: dict[str, Path], tmp_
 def test_the_budget_chooses_sizes_and_says_which(directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = building.Costs(token=0.5, output=0.5)
     monkeypatch.setattr(building, "measured_costs", lambda *_: slow)
+    monkeypatch.setattr(building, "token_cost", lambda *_, **__: slow.token)
     monkeypatch.setattr(building, "SHORTEST", 8)
     summary = report(directories["llama"], tmp_path, contexts=None, length=None, budget=300.0, sections=("overview", "measures"))
     length, contexts = summary["plan"]["length"], summary["plan"]["contexts"]
@@ -164,6 +165,7 @@ def test_the_budget_chooses_sizes_and_says_which(directories: dict[str, Path], t
     assert f"windows of {length} tokens in place of 64" in said
     assert summary["plan"]["smaller"]
     monkeypatch.setattr(building, "measured_costs", lambda *_: building.Costs(token=1e-6, output=1e-6))
+    monkeypatch.setattr(building, "token_cost", lambda *_, **__: 1e-6)
     resumed = report(
         directories["llama"], tmp_path, contexts=None, length=None, budget=300.0, sections=("overview", "measures"), resume=True
     )

@@ -28,6 +28,8 @@ CONTEXTS, LENGTH, BUDGET = 1024, 512, 600.0
 """Windows of the corpus, longest window and seconds, where the user does not say."""
 ENOUGH, SHORTEST = 256, 128
 """Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the time of the decomposition."""
+TIMED = 512
+"""Tokens of the forward pass that is timed."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 """Bytes that position sums may take before windows are halved, and bytes of the contexts that are kept whole."""
 GROUPS = 8
@@ -145,19 +147,19 @@ def corpus_windows(
     return everything[kept]
 
 
-def measured_costs(view: ModelView, tokens: torch.Tensor) -> Costs:
-    """Seconds for each token of a forward pass, of the second of two: the first one warms up."""
-    rows = tokens[: max(1, 1024 // tokens.shape[1])]
+def token_cost(view: ModelView, tokens: torch.Tensor, *, logits: bool = False) -> float:
+    """Seconds for each token of a forward pass of about 512 tokens, after a short one that warms up."""
+    rows, hook = tokens[: max(1, TIMED // tokens.shape[1])], {view.state_hooks[-1]: lambda h: None}
+    view.run(rows[:1, :8], hook, logits=logits)
+    started = time.perf_counter()
+    view.run(rows, hook, logits=logits)
+    return (time.perf_counter() - started) / rows.numel()
 
-    def timed(logits: bool) -> float:
-        hook = {view.state_hooks[-1]: lambda h: None}
-        started = time.perf_counter()
-        view.run(rows, hook, logits=logits)
-        return (time.perf_counter() - started) / rows.numel()
 
-    timed(False)
-    token = timed(False)
-    output = timed(True) if view.causal and view.head_trained else token
+def measured_costs(view: ModelView, tokens: torch.Tensor, token: float | None = None) -> Costs:
+    """What forward passes and linear algebra cost now; ``token`` where it is known already."""
+    token = token_cost(view, tokens) if token is None else token
+    output = token_cost(view, tokens, logits=True) if view.causal and view.head_trained else token
     square = torch.randn(256, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.linalg.svdvals(square)
     started = time.perf_counter()
@@ -170,16 +172,17 @@ def choose_sizes(request: Request, view: ModelView, corpus: Texts, clock: Clock)
     length = request.length or min(view.n_ctx, LENGTH)
     options: dict[str, Any] = {"contexts": request.contexts, "bos": request.bos, "seed": request.seed}
     found = corpus_windows(view, corpus, length=length, **options)
-    costs = measured_costs(view, found.tokens)
+    token = token_cost(view, found.tokens)
     usual, wanted = length, len(found)
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
-        fit = clock.fits(1.1 * costs.token * length, wanted, 1)
+        fit = clock.fits(1.1 * token * length, wanted, 1)
         sums = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
         if fit >= min(ENOUGH, wanted) and sums <= SUMS:
             break
         length //= 2
         found = corpus_windows(view, corpus, length=length, **options)
-        costs, wanted = measured_costs(view, found.tokens), len(found)
+        wanted = len(found)  # a token of a shorter window costs less, if anything
+    costs = measured_costs(view, found.tokens, token if length == usual else None)
     smaller = [f"windows of {length} tokens in place of {usual}, to keep the budget of {span(clock.budget)}"] if length < usual else []
     if request.contexts is None:
         fit = max(min(32, wanted), clock.fits(1.1 * costs.token * length, wanted, 1))

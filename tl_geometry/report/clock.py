@@ -103,8 +103,8 @@ class Clock:
 def span(seconds: float) -> str:
     """A length of time for people.
 
-    >>> span(3.2), span(75), span(3700)
-    ('3 s', '1 min 15 s', '1 h 2 min')
+    >>> span(3.2), span(75.0), span(3700.0)
+    ('3 s', '1 min 15 s', '1 h 1 min')
     """
     whole = round(seconds)
     if whole < 60:
