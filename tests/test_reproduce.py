@@ -284,7 +284,7 @@ def test_windows_are_shortened_to_the_model_and_said_so(bridge: Any, ids: Tensor
 
 
 def test_errors_say_what_to_do(bridge: Any, ids: Tensor, tmp_path: Path) -> None:
-    with pytest.raises(GeometryError, match=r"weights of 'no-such-model-anywhere'.*a local directory"):
+    with pytest.raises(GeometryError, match=r"got 'no-such-model-anywhere', which is not among .* Use a local directory"):
         reproduce.song_zhong("no-such-model-anywhere", ids, progress=False)
     with pytest.raises(GeometryError, match=r"row: expected one of .*GPT-2 OWT"):
         reproduce.song_zhong(bridge, ids, row="GPT-3 OWT", progress=False)

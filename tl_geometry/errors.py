@@ -69,7 +69,7 @@ def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str
     """Names as a list for a message; of more than ``most`` those nearest to ``value``, and how many there are.
 
     >>> listed([f"column_{i}" for i in range(40)], "colunm_7")
-    "40 names, such as 'column_7', 'column_9', 'column_8'"
+    "40 names, such as 'column_7', 'column_37', 'column_27'"
     """
     if len(options) <= most:
         return ", ".join(map(repr, options))

@@ -2,125 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from tl_geometry import _html
+from tl_geometry.decomposition import PositionContext, spans
+from tl_geometry.errors import GeometryError
+from tl_geometry.largest import LargestTokens
 from tl_geometry.render import basis as views
 from tl_geometry.report import Analysis, Draft
-from tl_geometry.results import Result
 
-TOP, ALARM, LISTED = 0.001, 0.25, 12
-"""Share of tokens that are looked at, share of the sum of squares from which they are named, and tokens listed for a state."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MassiveTokens(Result):
-    """The largest tokens of each state among the sampled contexts: how much of the sum of squares they hold, and which they are.
-
-    ``share [state]`` is held by the largest ``count`` of ``of`` tokens; the lists have a row per state and a column per token, largest
-    first: position in the window, token, norm, coordinate with the largest absolute value.
-    """
-
-    states: tuple[int, ...]
-    count: int
-    of: int
-    share: Float[Tensor, " state"]
-    median: Float[Tensor, " state"]
-    norm: Float[Tensor, "state sample"]
-    position: Int[Tensor, "state sample"]
-    coordinate: Int[Tensor, "state sample"]
-    tokens: tuple[tuple[str, ...], ...]
-
-    def columns(self) -> Sequence[str]:
-        return ("state", "share", "median_norm", "largest_norm", "position", "coordinate", "token")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        first = zip(self.norm[:, 0].tolist(), self.position[:, 0].tolist(), self.coordinate[:, 0].tolist(), self.tokens, strict=True)
-        return [
-            (s, float(self.share[i]), float(self.median[i]), norm, at, where, tokens[0])
-            for i, (s, (norm, at, where, tokens)) in enumerate(zip(self.states, first, strict=True))
-        ]
-
-
-def norms_of(analysis: Analysis) -> tuple[Float[Tensor, "sample state position"], Int[Tensor, "sample position"]] | None:
-    """Norms of the sampled contexts' states inside the window, and their token ids; the one place that knows where they come from."""
-    basis = analysis.basis
-    if basis.samples is None or basis.sample_tokens is None or len(basis.samples) == 0:
-        return None
-    inside = slice(*basis.window)
-    return torch.linalg.vector_norm(basis.samples[:, :, inside], dim=-1), basis.sample_tokens[:, inside]
-
-
-def massive_tokens(analysis: Analysis) -> MassiveTokens | None:
-    """The table, from the sampled contexts; ``None`` where none were kept."""
-    found = norms_of(analysis)
-    if found is None or analysis.basis.samples is None:
-        return None
-    (norms, ids), basis, start = found, analysis.basis, analysis.basis.window[0]
-    samples, _, width = norms.shape
-    flat = norms.transpose(0, 1).flatten(1).double()
-    count, listed = max(1, round(TOP * samples * width)), min(LISTED, samples * width)
-    top = flat.topk(max(count, listed), dim=1)
-    context, column = top.indices[:, :listed] // width, top.indices[:, :listed] % width
-    states = torch.arange(len(basis.states)).unsqueeze(1)
-    coordinate = analysis.basis.samples[context, states, column + start].abs().argmax(-1)
-    texts = [analysis.view.decode(row) for row in ids[context, column].tolist()]
-    return MassiveTokens(
-        states=basis.states, count=count, of=samples * width, share=top.values[:, :count].square().sum(1) / flat.square().sum(1),
-        median=flat.median(1).values, norm=top.values[:, :listed], position=column + start, coordinate=coordinate,
-        tokens=tuple(tuple(_html.token_text(t) for t in row) for row in texts), provenance=basis.provenance,
-    )  # fmt: skip
+LISTED = 12
+"""Tokens marked in the picture."""
 
 
 def add(draft: Draft, analysis: Analysis) -> None:
     """The sentence, the picture of the state where the largest tokens hold most, and the table."""
-    table, found = massive_tokens(analysis), norms_of(analysis)
-    if table is None or found is None:
-        draft.leave_out("massive tokens", "no sampled contexts were kept")
+    basis = analysis.basis
+    try:
+        table = basis.largest_tokens()
+    except GeometryError as error:  # a basis of an earlier version
+        draft.leave_out("massive tokens", str(error))
         return
     draft.tables["massive_tokens"] = table
-    draft.text.append(sentence(table))
-    row = int(table.share.argmax())
-    marked = list(zip(table.position[row].tolist(), table.norm[row].tolist(), table.tokens[row], strict=True))
+    row = int(torch.nan_to_num(table.top_share, nan=-1.0).argmax())
+    draft.text.append(sentence(basis, table, row))
+    if basis.samples is None or len(basis.samples) == 0:
+        return
+    norms = torch.linalg.vector_norm(basis.samples[:, row, slice(*basis.window)], dim=-1)
+    marked = list(zip(table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True))
     draft.draw(
         views.token_norms(
-            found[0][:, row], analysis.basis.window, marked, state=table.states[row], title=title(table, row), provenance=table.provenance
+            norms, basis.window, marked[:LISTED], state=table.states[row], title=title(basis, table, row), provenance=table.provenance
         )
     )
 
 
-def title(table: MassiveTokens, row: int) -> str:
+def texts(table: LargestTokens, row: int) -> list[str]:
+    """The largest tokens of a state as a reader sees them."""
+    if not table.str_tokens:
+        return [f"token {t}" for t in table.token[row].tolist()]
+    return [_html.token_text(t) for t in table.str_tokens[row]]
+
+
+def title(basis: PositionContext, table: LargestTokens, row: int) -> str:
     """What the picture shows, in a sentence."""
-    share, state = float(table.share[row]), table.states[row]
-    if share > ALARM:
-        return f"{table.count} of {table.of:,} tokens hold {share:.0%} of the sum of squares of state {state}"
-    return f"No few tokens dominate: the largest {table.count} of {table.of:,} hold {share:.1%} of state {state}"
+    held, state = basis.sinks(table.states[row]), table.states[row]
+    if held is not None and held.remark:
+        return f"{held.tokens} of {held.of:,} tokens hold {held.share:.0%} of the sum of squares of state {state}"
+    return f"No few tokens dominate: the largest 0.1% of {table.tokens:,} hold {float(table.top_share[row]):.1%} of state {state}"
 
 
-def sentence(table: MassiveTokens) -> str:
+def sentence(basis: PositionContext, table: LargestTokens, row: int) -> str:
     """Which states are dominated by a few tokens, by which, and what follows."""
-    bad = [i for i in range(len(table.states)) if float(table.share[i]) > ALARM]
+    bad = [s for s in table.states if (held := basis.sinks(s)) is not None and held.remark]
     if not bad:
-        worst = int(table.share.argmax())
-        return f"{title(table, worst)}, more than of any other state."
-    worst = max(bad, key=lambda i: float(table.share[i]))
-    which = (
-        ", ".join(str(table.states[i]) for i in bad)
-        if len(bad) <= 6
-        else f"{len(bad)} states ({table.states[bad[0]]} to {table.states[bad[-1]]})"
-    )
+        return f"{title(basis, table, row)}, more than of any other state."
+    usual = float(table.median[row])
     named: dict[tuple[int, str], None] = {}
-    for at, norm, text in zip(table.position[worst].tolist(), table.norm[worst].tolist(), table.tokens[worst], strict=True):
-        if norm > 3 * float(table.median[worst]):
+    for at, norm, text in zip(table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True):
+        if norm > 3 * usual:
             named[at, text if len(text) <= 16 else f"{text[:15]}…"] = None
     places = ", ".join(f"{text!r} at position {at}" for at, text in list(named)[:3])
-    several = "states" if len(bad) > 1 and len(bad) <= 6 else "state" if len(bad) == 1 else "of"
     return (
-        f"{title(table, worst)} ({places}; norm {float(table.norm[worst, 0]):,.0f} where the median token has {float(table.median[worst]):,.0f}, "
-        f"coordinate {int(table.coordinate[worst, 0])}). Shares, spectra and measures of {several} {which} describe these tokens more than the others."
+        f"{title(basis, table, row)} ({places}; norm {float(table.norm[row, 0]):,.0f} where the median token has {usual:,.0f}, "
+        f"coordinate {int(table.coordinate[row, 0])}). Shares, spectra and measures of {len(bad)} of {len(table.states)} states "
+        f"({spans(bad)}) describe these tokens more than the others; a normalised basis weighs all tokens alike."
     )
