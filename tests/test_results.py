@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.browser import HOSTILE
-from tl_geometry import GeometryError, Provenance, Result
+from tl_geometry import GeometryError, Provenance, Result, _html
 
 WHERE = Provenance(model="a<b>_model", corpus="50% & more\nlines", contexts=3, flags=("<script>window.planted=1</script>",))
 

@@ -147,7 +147,7 @@ def test_details_have_columns_and_profiles() -> None:
     assert table.details["offsets_cvec-cvec"].shape == (8, 2 * 19 - 1)
     assert table.low is not None
     assert table.high is not None
-    assert ((table.low <= table.cs + 1e-9) & (table.cs <= table.high + 1e-9)).all()
+    assert table.low.isnan().all()  # 5 contexts are too few
     assert len(table.shares.to_dataframe()) == 8 * 12
     assert set(swept("gpt2").details) == set()
 
@@ -312,4 +312,6 @@ def test_no_interval_from_few_contexts() -> None:
         assert table.low is not None
         assert bool(table.low.isfinite().all()) == given
         assert bool(table.low.isnan().all()) != given
+        assert table.high is not None
+        assert bool(((table.low <= table.cs + 1e-9) & (table.cs <= table.high + 1e-9)).all()) == given
         assert any("no intervals" in flag for flag in table.provenance.flags) != given
