@@ -13,13 +13,13 @@ from tl_geometry.verbs.sweep import SweepTable, sweep_heads
 
 PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
 """Windows of the sweep, tokens that the example repeats, windows and control draws of the causal question."""
-SWEEP, EDIT = 1.7, 5.0
-"""Forward passes that a sweep and an edited forward pass cost (measured; a shared machine can make them dearer)."""
+SWEEP, EDIT, REPEATS = 1.7, 5.0, 3
+"""Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are worth (all measured)."""
 
 
 def estimate(analysis: Analysis) -> float:
     """Seconds of the sweep and of the edited passes."""
-    return _sweep_cost(analysis) * min(PROMPTS, len(analysis.windows)) + 5 + (5 + DRAWS) * _edit_cost(analysis) * (KEPT + 8)
+    return _sweep_cost(analysis) * min(PROMPTS, len(analysis.windows)) + 5 + (5 + DRAWS) * _edit_cost(analysis) * (KEPT + REPEATS)
 
 
 def _sweep_cost(analysis: Analysis) -> float:
@@ -110,9 +110,9 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         return
     from tl_geometry.interventions import dominant_only
 
-    # fewer draws, then fewer windows; eight short sequences of repeated tokens go through every condition besides
+    # fewer draws, then fewer windows; the sequences of repeated tokens that go through every condition too cost about three windows
     draws, each = DRAWS, _edit_cost(analysis)
-    repeats = min(8, len(analysis.windows))
+    repeats = REPEATS
     while draws > 1 and (5 + draws) * each * (KEPT + repeats) > analysis.clock.left():
         draws -= 1
     cost = (5 + draws) * each
