@@ -265,8 +265,8 @@ EDITS = [
     ),
 ]
 VIEWS = [
-    Call("a basis as a split", lambda w: tlg.render.split(w.basis), "ScoreSplit"),
-    Call("a basis as heads", lambda w: tlg.render.heads(w.basis, "induction"), "table|Result|heads"),
+    Call("a basis as a split", lambda w: tlg.render.split(w.basis), "ScoreSplit"),  # pyright: ignore[reportArgumentType]
+    Call("a basis as heads", lambda w: tlg.render.heads(w.basis, "induction"), "table|heads"),  # pyright: ignore[reportArgumentType]
     Call("a value that is not there", lambda w: tlg.render.heads(w.table, "nothing"), "nothing"),
     Call("a matrix that is not there", lambda w: tlg.weight_geometry(w.model, w.basis, "QV"), "QK"),
     Call("a readout of nothing", lambda w: tlg.token_readout(w.model, kind="VO"), "OV"),
