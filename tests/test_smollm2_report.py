@@ -30,4 +30,5 @@ def test_the_report_keeps_its_budget_and_finishes(tmp_path: Path, monkeypatch: p
     assert re.search(r"No few tokens dominate: the largest 0\.1% of 1,504 hold \d+\.\d% of state \d+", page)  # in this corpus
     rows = list(csv.DictReader((tmp_path / "massive_tokens.csv").read_text().splitlines()))
     assert len({row["state"] for row in rows}) == 31
+    assert next(row for row in rows if row["state"] == "12")["coordinate"] == "507"  # where its second sinks live
     assert "7 of 31 states" in page
