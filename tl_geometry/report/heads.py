@@ -36,13 +36,15 @@ def section(analysis: Analysis) -> Section:
     draft.text.append(
         "Attention scores before the softmax are split exactly, with the norm scale of the actual forward pass frozen: score = sum over pairs of parts "
         "{bias, pos, cvec} of query and key. Shares are covariances with the whole score over allowed keys; they add up to one and can be negative. "
-        "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the rest."
+        "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the rest. Gain shares count a cell by the attention "
+        "paid to it: the additive part of a term in where attention goes. A head without a clear winner is 'unclear'."
     )
     table = _sweep(draft, analysis)
     if table is None:
         return draft.section()
     with draft.part("maps of shares and head types"):
         draft.draw(views.head_shares(table))
+        draft.draw(views.head_shares(table, share="gs"))
         draft.draw(views.head_types(table))
         draft.draw(heads(table, "induction" if "induction" in table.types else None, title="Every number of every head"))
     with draft.part("the example on repeated text"):
@@ -67,12 +69,22 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
             draft.text.append(f"{count} windows in place of {most}, to keep the budget.")
         known = [k for k in ("previous", "induction") if k in table.types]
         for name, words in zip(known, ("previous-token", "induction")):
-            top = table.top(name, 3)
-            named = "; ".join(f"L{layer}H{head} {float(top.types[name][i]):.2f}" for i, (layer, head) in enumerate(top.heads))
             draft.text.append(
-                f"On repeated random tokens the strongest {words} heads are {named} (uniform attention: {table.baselines[name]:.3f})."
+                f"On repeated random tokens the strongest {words} heads are {_named(table.top(name, 3), name)} "
+                f"(uniform attention: {table.baselines[name]:.3f})."
             )
     return table
+
+
+def _named(top: SweepTable, name: str) -> str:
+    """Heads with their score, and with what their label on this corpus rests on."""
+    best, found = top.by_group, []
+    for i, (layer, head) in enumerate(top.heads):
+        held = "" if top.dropped_mass is None else f", {float(top.dropped_mass[i]):.0%} of its attention on positions left out"
+        largest = int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())
+        shares = f"{top.groups[largest]} {float(best.share[i]):.2f} of the score and {float(top.group_gs[i, largest]):.2f} of the gain"
+        found.append(f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: {shares}{held})")
+    return "; ".join(found)
 
 
 def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
