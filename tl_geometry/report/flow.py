@@ -9,6 +9,7 @@ import torch
 from tl_geometry.records import TokenWindows
 from tl_geometry.render import flow as views
 from tl_geometry.report import TITLES, Analysis, Draft, Section
+from tl_geometry.report.clock import PATIENCE
 from tl_geometry.verbs.ensemble import Trajectories, gibberish, trajectories
 from tl_geometry.verbs.flows import compare_ensembles, flow_report
 from tl_geometry.verbs.nulls import reinitialized
@@ -17,20 +18,17 @@ from tl_geometry.verbs.truncation import GRID, truncation_kl
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
 """Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the output-based measures use."""
-SKIPS = (1, 2, 4)
-"""Numbers of blocks that are skipped in a deep model; all where there are few."""
 SHALLOW = 12
+"""Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
 KINDS = ("flow", "ridge", "identity", "mean")
 
 
 def estimate(analysis: Analysis) -> float:
     """Seconds of three ensembles, the maps between all their states, and the replaced outputs."""
-    view, length = analysis.view, _length(analysis)
+    length = _length(analysis)
     chunks = min(CHUNKS, len(analysis.windows))
     followed = 3.3 * analysis.costs.token * chunks * length + _maps_cost(analysis, chunks)
-    return (
-        followed + _truncation_cost(analysis) * min(SKIPPED // 2, chunks) + _skip_cost(analysis, view.n_layers) * min(SKIPPED // 2, chunks)
-    )
+    return followed + _truncation_cost(analysis) * min(SKIPPED // 2, chunks) + 2 * _skip_cost(analysis, min(SKIPPED, chunks))
 
 
 def _length(analysis: Analysis) -> int:
@@ -48,12 +46,12 @@ def _truncation_cost(analysis: Analysis) -> float:
     return 1.3 * grid * analysis.costs.output * _length(analysis)
 
 
-def _skip_cost(analysis: Analysis, n_layers: int) -> float:
-    return 1.3 * analysis.costs.output * _length(analysis) * len(KINDS) * len(_pairs(n_layers))
-
-
-def _pairs(n_layers: int) -> list[tuple[int, int]]:
-    return [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1) if n_layers <= SHALLOW or b - a in SKIPS]
+def _skip_cost(analysis: Analysis, chunks: int) -> float:
+    """The passes that maps are fitted on and that all of them share, and the fitting; the measuring takes what time is left."""
+    states = min(analysis.view.n_layers + 1, 31)
+    small = min(chunks, analysis.view.d_model)
+    fitting = 8 * analysis.costs.svd * states * len(KINDS) * chunks * small * analysis.view.d_model
+    return 1 + 1.5 * analysis.costs.output * _length(analysis) * chunks + fitting
 
 
 def section(analysis: Analysis) -> Section:
@@ -152,27 +150,22 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 
 
 def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
-    pairs, n = _pairs(analysis.view.n_layers), analysis.view.n_layers
-    each, half = _skip_cost(analysis, n), len(some) // 2
-    count = analysis.clock.fits(each, len(some) - half, 8)
-    while not count and len(pairs) > n:  # longer skips are left out before fewer chunks say nothing
-        longest = max(b - a for a, b in pairs)
-        pairs = [(a, b) for a, b in pairs if b - a < longest]
-        each = _skip_cost(analysis, n) * len(pairs) / len(_pairs(n))
-        count = analysis.clock.fits(each, len(some) - half, 8)
-    if not count:
-        draft.too_long("skipped layers", 8 * each)
+    view, what = analysis.view, "skipped layers"
+    needed, left = _skip_cost(analysis, len(some)), analysis.clock.left()
+    if needed > PATIENCE * left:
+        draft.too_long(what, needed)
         return
-    lengths = sorted({b - a for a, b in pairs})
-    analysis.clock.say(f"{len(pairs)} skips of layers, {count} chunks")
+    shallow = view.n_layers <= SHALLOW
+    analysis.clock.say(f"{what}, {len(some)} chunks")
     skips = skip_map(
-        analysis.model, some[slice(0, half)], test=some[slice(half, half + count)], pairs=pairs, kinds=KINDS, places=("pilot",),
-        progress=False, seed=analysis.seed,
+        analysis.model, some, pairs="all" if shallow else None, kinds=KINDS, budget=max(left - needed, 1.0), progress=False,
+        seed=analysis.seed,
     )  # fmt: skip
     draft.tables["skipped_layers"] = skips
     draft.draw(views.skip_figure(skips))
-    which = "all pairs of states" if n <= SHALLOW else f"skips of {', '.join(map(str, lengths))} of {n} blocks"
+    lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))
+    which = "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
     draft.text.append(
-        f"How many layers can be skipped for how much loss ({which}; {count} held-out chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out chunks; "
+        f"How many layers can be skipped for how much loss ({which}; {skips.test} held-out chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out chunks; "
         "'mean' forgets the state altogether: what a map must beat."
     )
