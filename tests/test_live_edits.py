@@ -437,7 +437,7 @@ def test_the_mask_that_hooked_transformer_makes_itself_is_refused() -> None:
         logits(model, ids, attention_mask=torch.ones_like(ids))
 
 
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedEncoder")
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
 def test_padding_of_an_encoder_is_refused() -> None:
     mask = torch.ones(2, 5, dtype=torch.int64)
     mask[:, 3:] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Int
@@ -152,7 +152,7 @@ def decompose(
     tokens: Any = None,
     *,
     states: Sequence[int | str] | None = None,
-    window: Sequence[int | float] | None = None,
+    window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     normalize: bool = False,
     second_moments: bool | str = "auto",
@@ -236,7 +236,7 @@ def decompose_activations(
     source: Any,
     *,
     states: Sequence[int | str] | None = None,
-    window: Sequence[int | float] | None = None,
+    window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     second_moments: bool | str = "auto",
     keep_ctx: bool | str = "auto",
