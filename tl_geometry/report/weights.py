@@ -5,6 +5,7 @@ from __future__ import annotations
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.report import TITLES, Analysis, Draft, Section
+from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.measures import FEWEST
 from tl_geometry.verbs.paths import token_paths
 from tl_geometry.verbs.weights import token_readout, weight_geometry
@@ -15,19 +16,44 @@ DEEP = 12
 """Layers above which only every third path is drawn: they would hide each other."""
 PASSES = 30.0
 """Forward passes with output that the surrogates of one window cost, all parts and controls together (measured)."""
+OFFSETS, LENGTHS = 12_000, (128, 64, 32, 16)
+"""What a rotary model's parts cost at each offset, for each head and coordinate (in units of ``Costs.svd``, measured), and the lengths
+that windows are cut to for it."""
 
 
 def estimate(analysis: Analysis) -> float:
     """Seconds; most of it singular value decompositions of all heads, and the surrogates of a decoder."""
     view = analysis.view
     heads_ = view.n_layers * view.n_heads
+    length = analysis.windows.tokens.shape[1] if view.position != "rotary" else LENGTHS[-1]
     geometry = analysis.costs.svd * heads_ * view.d_model * (70 * view.d_model + 1.4 * view.d_vocab)
     decoder = view.causal and view.head_trained
-    return 3 + geometry + (_surrogate_cost(analysis) * min(SURROGATES, len(analysis.windows)) if decoder else 0.0)
+    return (
+        3
+        + geometry
+        + (_surrogate_cost(analysis, length) * min(SURROGATES, len(analysis.windows)) + _offset_cost(analysis, length) if decoder else 0.0)
+    )
 
 
-def _surrogate_cost(analysis: Analysis) -> float:
-    return PASSES * analysis.costs.output * analysis.windows.tokens.shape[1]
+def _surrogate_cost(analysis: Analysis, length: int) -> float:
+    return PASSES * analysis.costs.output * length
+
+
+def _offset_cost(analysis: Analysis, length: int) -> float:
+    """What the parts of W_QK cost once, whatever the number of windows: in a rotary model there is one at every offset."""
+    view = analysis.view
+    if view.position != "rotary":
+        return 0.0
+    return 6 + OFFSETS * analysis.costs.svd * view.n_layers * view.n_heads * view.d_model * length
+
+
+def _surrogate_length(analysis: Analysis) -> int:
+    """Tokens of a window for surrogates: all, or in a rotary model as many as the time allows, 16 at least."""
+    whole = analysis.windows.tokens.shape[1]
+    if analysis.view.position != "rotary":
+        return whole
+    fitting = (n for n in LENGTHS if n <= whole and _offset_cost(analysis, n) <= 0.8 * analysis.clock.left())
+    return next(fitting, min(whole, LENGTHS[-1]))
 
 
 def section(analysis: Analysis) -> Section:
@@ -81,16 +107,22 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
         return
     from tl_geometry.interventions import surrogate_effect
 
-    most, each = min(SURROGATES, len(analysis.windows)), _surrogate_cost(analysis)
-    count = analysis.clock.fits(each, most, min(2, most))
-    if not count:
-        draft.too_long(what, min(2, most) * each)
+    length = _surrogate_length(analysis)
+    most, each, once = min(SURROGATES, len(analysis.windows)), _surrogate_cost(analysis, length), _offset_cost(analysis, length)
+    left = analysis.clock.left()
+    if once > PATIENCE * left:
+        draft.too_long(what, once)
         return
-    analysis.clock.say(f"{what}, {count} windows")
-    effect = surrogate_effect(analysis.model, analysis.windows.tokens[:count], analysis.basis)
+    count = analysis.clock.fits(each, most, min(2, most), share=max(0.1, 1 - once / max(left, 1e-9)))
+    if not count:
+        draft.too_long(what, once + min(2, most) * each)
+        return
+    analysis.clock.say(f"{what}, {count} windows of {length} tokens")
+    effect = surrogate_effect(analysis.model, analysis.windows.tokens[:count, :length], analysis.basis)
     draft.draw(views.surrogate_bars(effect))
     draft.tables["surrogates"] = effect
-    smaller = f" {count} windows in place of {most}, to keep the budget." if count < most else ""
+    whole = analysis.windows.tokens.shape[1]
+    smaller = f" {count} windows of {length} tokens, to keep the budget." if (count, length) != (most, whole) else ""
     draft.text.append(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it in the live model; grey bars are controls of the same rank."
         + smaller
