@@ -408,20 +408,20 @@ def test_token_files_and_streams_are_sources(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", tokens.numpy().astype(np.uint16))
     read = np.memmap(tmp_path / "train.bin", dtype=np.uint16, mode="r")
     rows = [{"tokens": row} for row in tokens.tolist()]
-    sources: dict[str, Any] = {
-        "flat file": read.reshape(-1, LENGTH),
-        "npy": tmp_path / "ids.npy",
-        "dataset": datasets.Dataset.from_list(rows),
-        "torch dataset": datasets.Dataset.from_list(rows).with_format("torch"),
-        "stream": datasets.Dataset.from_list(rows).to_iterable_dataset(),
-        "torch stream": datasets.Dataset.from_list(rows).to_iterable_dataset().with_format("torch"),
+    sources: dict[str, Callable[[], Any]] = {  # each rank makes its own: a stream is not shared between threads
+        "flat file": lambda: read.reshape(-1, LENGTH),
+        "npy": lambda: tmp_path / "ids.npy",
+        "dataset": lambda: datasets.Dataset.from_list(rows),
+        "torch dataset": lambda: datasets.Dataset.from_list(rows).with_format("torch"),
+        "stream": lambda: datasets.Dataset.from_list(rows).to_iterable_dataset(),
+        "torch stream": lambda: datasets.Dataset.from_list(rows).to_iterable_dataset().with_format("torch"),
     }
     for name, source in sources.items():
         for group in (None, *([2] if name == "stream" else [])):
             found = (
-                tlg.decompose(toy(), source, **OPTIONS)
+                tlg.decompose(toy(), source(), **OPTIONS)
                 if group is None
-                else together(group, lambda g: tlg.decompose(toy(), source, group=g, **OPTIONS))[1]  # noqa: B023
+                else together(group, lambda g: tlg.decompose(toy(), source(), group=g, **OPTIONS))[1]  # noqa: B023
             )
             assert found.provenance.token_hash == whole.provenance.token_hash, name
             same = dataclasses.replace(found, provenance=whole.provenance)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache, partial
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -127,12 +128,56 @@ def test_patching_of_transformer_lens_inside_an_edit(kind: str, name: str) -> No
     assert (plain - right).abs().max() > 0.1 * span
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sweep_of_blocks_inside_an_edit(kind: str) -> None:
+    from transformer_lens import patching
+
+    model, basis = tiny(kind, "gpt2"), basis_of(kind, "gpt2")
+    _, cached = model.run_with_cache(CLEAN)
+    with torch.no_grad():
+        with by_hand(kind, "gpt2", EDITED):
+            right = patching.get_act_patch_block_every(model, CORRUPTED, cached, metric)
+        with remove_term(model, basis, NAMES, PAIRS):
+            found = patching.get_act_patch_block_every(model, CORRUPTED, cached, metric)
+    assert right.shape == (3, 2, 5)
+    assert (found - right).abs().max() < 1e-3 * float(right.max() - right.min())
+
+
+@pytest.mark.parametrize("where", ["all_pos", "by_pos"])
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_patching_of_queries_and_keys_inside_an_edit(kind: str, side: str, where: str) -> None:
+    """TransformerLens's sweeps over heads that are not edited; the sweeps over all heads patch edited ones, and are refused."""
+    from transformer_lens import patching
+
+    model, basis = tiny(kind, "gpt2"), basis_of(kind, "gpt2")
+    _, cached = model.run_with_cache(CLEAN)
+    axes = {"all_pos": ["layer", "head"], "by_pos": ["layer", "pos", "head"]}[where]
+    others = [(layer, head) for layer in (0, 1) for head in range(4) if (layer, head) not in PAIRS]
+    rows = [(la, h) if where == "all_pos" else (la, p, h) for la, h in others for p in ([0] if where == "all_pos" else range(5))]
+    run = getattr(patching, f"get_act_patch_attn_head_{side}_{where}")
+    some = partial(run, index_axis_names=None, index_df=pd.DataFrame(rows, columns=axes))
+    every = getattr(patching, f"get_act_patch_attn_head_{where}_every")
+    word = {"q": "queries", "k": "keys"}[side]
+    with torch.no_grad():
+        plain = some(model, CORRUPTED, cached, patching_metric=metric)
+        with by_hand(kind, "gpt2", EDITED):
+            right = some(model, CORRUPTED, cached, patching_metric=metric)
+        with remove_term(model, basis, NAMES, PAIRS):
+            found = some(model, CORRUPTED, cached, patching_metric=metric)
+        with pytest.raises(ClosingError, match=word), remove_term(model, basis, NAMES, PAIRS):
+            run(model, CORRUPTED, cached, patching_metric=metric)
+        with pytest.raises(ClosingError, match="queries"), remove_term(model, basis, NAMES, PAIRS):
+            every(model, CORRUPTED, cached, metric)
+    span = float(right.max() - right.min())
+    assert (found - right).abs().max() < 1e-3 * span
+    assert (plain - right).abs().max() > 0.1 * span
+
+
 @pytest.mark.parametrize("side", ["q", "k"])
 @pytest.mark.parametrize(("kind", "architecture"), BY_HAND)
 def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> None:
     """Of heads that are not edited they are taken; of an edited head no split is known, and the message names the hook."""
-    from transformer_lens import patching
-
     model, basis = tiny(kind, architecture), basis_of(kind, architecture)
     _, cached = model.run_with_cache(CLEAN)
     name, head = f"blocks.1.attn.hook_{side}", 1
@@ -156,10 +201,6 @@ def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> No
             remove_term(model, basis, NAMES, "L1H1" if group == 1 else "L1H3"),
         ):
             model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)])
-        if architecture == "gpt2":
-            run = getattr(patching, f"get_act_patch_attn_head_{side}_all_pos")
-            with pytest.raises(ClosingError, match=word), remove_term(model, basis, NAMES, PAIRS):
-                run(model, CORRUPTED, cached, patching_metric=metric)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss", "opt", "gptj", "gpt-neo", "bert"])

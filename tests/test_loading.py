@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry.adapters import from_hf, load, view
 from tl_geometry.errors import GeometryError, UnsupportedModelError
 from tl_geometry.verbs.check import check_model
+from tl_geometry.zoo import tokenizer
 
 KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 
@@ -146,6 +150,44 @@ def test_an_unknown_name_is_not_a_connection_problem(kind: str) -> None:
         assert "which is not among its" in message("nobody/no-such-model")
     known = message("gpt2-xl", kind=kind)  # no network in tests, and nobody has it cached
     assert "expected weights of 'gpt2-xl', got a known name that cannot be fetched (" in known
+
+
+CACHED = """
+import sys
+import tl_geometry as tlg
+from tl_geometry.adapters import load
+for name in sys.argv[2:]:
+    try:
+        seen = tlg.view(load(name, kind=sys.argv[1]))
+        print("loaded", seen.n_layers, seen.head_trained)
+    except tlg.GeometryError as error:
+        print("refused", error)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_by_name_are_whole_as_well(kind: str, tmp_path: Path) -> None:
+    """A hub's cache with small models under known names: whole, without the output head, and without a layer's attention."""
+
+    def cached(name: str) -> Path:
+        snapshot = saved(tmp_path / f"models--{name}" / "snapshots" / "0")
+        tokenizer().save_pretrained(snapshot)
+        refs = tmp_path / f"models--{name}" / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("0")
+        return configure(snapshot, n_ctx=64)
+
+    cached("gpt2")
+    configure(cached("gpt2-medium"), tie_word_embeddings=False)
+    edit(cached("gpt2-large"), without("h.1.attn."))
+    command = [sys.executable, "-c", CACHED, kind, "gpt2", "gpt2-medium", "gpt2-large"]
+    options = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    printed = subprocess.run(command, env=options, capture_output=True, text=True, check=True).stdout.splitlines()
+    whole, headless, broken = (line for line in printed if line.startswith(("loaded", "refused")))
+    assert whole == "loaded 2 True"
+    assert headless == "loaded 2 False"
+    assert broken.startswith("refused model: expected in gpt2-large every weight that its config.json asks for")
+    assert "got no transformer.h.1.attn.c_attn.bias" in broken
 
 
 def test_arguments_are_refused_before_anything_is_read() -> None:

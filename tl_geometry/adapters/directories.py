@@ -76,6 +76,29 @@ def read_directory(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any,
     return model, transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
+@contextmanager
+def only_whole(name: str) -> Iterator[list[bool]]:
+    """Inside, what transformers loads for somebody else's loader is refused like a directory that is not whole.
+
+    The list that it gives says of each model that was loaded whether its output head was new.
+    """
+    import transformers
+
+    base, new = transformers.PreTrainedModel, []
+    loader = base.__dict__["from_pretrained"]
+
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        model, info = loader.__func__(cls, *args, **{**options, "output_loading_info": True})
+        new.append(any(k.startswith(HEADS) for k in _require_whole(name, info)))
+        return (model, info) if options.get("output_loading_info") else model
+
+    base.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield new
+    finally:
+        base.from_pretrained = loader
+
+
 def _config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -137,4 +160,4 @@ def _some(keys: Sequence[str]) -> str:
     return shown if len(keys) <= 4 else f"{shown} and {len(keys) - 4} more"
 
 
-__all__ = ["ENCODERS", "quiet", "read_directory"]
+__all__ = ["ENCODERS", "only_whole", "quiet", "read_directory"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_geometry._check import choice, fail, require
 from tl_geometry.adapters.configs import BY_HAND, hooked_config
-from tl_geometry.adapters.directories import ENCODERS, quiet, read_directory
+from tl_geometry.adapters.directories import ENCODERS, only_whole, quiet, read_directory
 from tl_geometry.adapters.identity import DTYPES, remember, require_numbers
 from tl_geometry.errors import GeometryError, UnsupportedModelError
 
@@ -155,17 +155,18 @@ def _first_line(error: Exception) -> str:
 
 
 def _boot(name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str) -> Any:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), only_whole(name) as new:
         warnings.simplefilter("ignore")
         if kind == "bridge":
             from transformer_lens.model_bridge import TransformerBridge
 
             model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype, trust_remote_code=False)
             _process(model, processed)
-            return remember(model, name=name)
+            return remember(model, name=name, head_trained=not any(new))
         hooked = hooked_class("HookedTransformer")
         make = hooked.from_pretrained if processed else hooked.from_pretrained_no_processing
-        return remember(make(name, device=str(device), dtype=dtype).eval(), name=name)
+        model = make(name, device=str(device), dtype=dtype).eval()
+        return remember(model, name=name, head_trained=not any(new))
 
 
 def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
