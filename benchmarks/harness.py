@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tl_geometry.records import ModelView
+from tl_geometry.models.model_view import ModelView
 
 STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 """Settings under which glibc keeps what was freed. It otherwise hands large buffers back to the kernel and takes them again page by

@@ -13,8 +13,8 @@ from torch import Tensor
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
 from benchmarks.harness import Row, grown, paired
-from tl_geometry.records import ModelView
-from tl_geometry.verbs.sweep import sweep_heads
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.scores.sweep import sweep_heads
 
 BASE = {"layers": 4, "width": 256, "length": 128, "contexts": 32}
 """What stays fixed while one size varies."""

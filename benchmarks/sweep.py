@@ -9,10 +9,10 @@ import torch
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
 from benchmarks.harness import Row, child, interleave, machine, paired
-from tl_geometry.attention import ShareSums, share_sums_dense
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.verbs.details import DETAILS, score
-from tl_geometry.verbs.sweep import sweep_heads
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.scores.details import DETAILS, score
+from tl_geometry.scores.sums import ShareSums, share_sums_dense
+from tl_geometry.scores.sweep import sweep_heads
 
 SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 96), "gpu": (12, 768, 256, 512)}
 """Layers, d_model, length, contexts."""
@@ -86,7 +86,7 @@ CHILD = """
 import sys, time, torch
 from benchmarks.harness import grown
 from benchmarks.sweep import made, materialised
-from tl_geometry.verbs.sweep import sweep_heads
+from tl_geometry.scores.sweep import sweep_heads
 torch.set_num_threads(1)
 view, tokens, basis, batch = made(sys.argv[1])
 few = tokens[:8]

@@ -15,9 +15,9 @@ from scipy.linalg import logm
 from torch import Tensor
 
 from benchmarks.harness import Row, interleave
-from tl_geometry.capture import as_view
-from tl_geometry.langevin import LangevinModel
-from tl_geometry.verbs.ensemble import trajectories
+from tl_geometry.flow.ensemble import trajectories
+from tl_geometry.flow.langevin import LangevinModel
+from tl_geometry.models.describing import as_view
 
 SIZES = {"smoke": (16, 2, 200, 32, 4), "cpu": (256, 3, 10_000, 1024, 24), "gpu": (2048, 3, 10_000, 1024, 24)}
 """Chunks, rounds; paths, d_model and layers of the flow."""

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Row, grown
-from tl_geometry import linalg, weights
-from tl_geometry.records import HeadWeights, NormWeights
-from tl_geometry.weights import Factors
+from tl_geometry.base import linalg
+from tl_geometry.models.layer_view import HeadWeights
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.weights import bilinear
+from tl_geometry.weights.bilinear import Factors
 
 SIZES = {"smoke": (2, 2, 64, 16, 3), "cpu": (12, 12, 768, 64, 5), "gpu": (12, 12, 768, 64, 5)}
 """Layers, heads, d_model, d_head, rounds."""
@@ -49,23 +51,23 @@ def positions(states: int, size: int) -> list[Tensor]:
     return [(waves @ torch.randn(39, size, generator=g) + 0.01 * torch.randn(rows, size, generator=g)).double() for _ in range(states)]
 
 
-def geometry(model: list[Layer], bases: list[Tensor]) -> list[tuple[weights.Structure, weights.LowRankDiagonal, Tensor]]:
+def geometry(model: list[Layer], bases: list[Tensor]) -> list[tuple[bilinear.Structure, bilinear.LowRankDiagonal, Tensor]]:
     """Structure, joint fit and exact null of W_QK and W_OV of every layer."""
     out = []
     for l, (w, norm) in enumerate(model):
         for kind, right in (("QK", None), ("OV", bases[l + 1])):
-            f = weights.fold(w, norm, kind)
+            f = bilinear.fold(w, norm, kind)
             k = min(K, bases[l].shape[1])
-            s = weights.structure(f, bases[l], right, k=k)
+            s = bilinear.structure(f, bases[l], right, k=k)
             product = s.product[..., :k, :k]
-            fit = weights.fit_low_rank_diagonal(f, bases[l][:, :k], None if right is None else right[:, :k], product=product)
-            out.append((s, fit, weights.haar_null(f, k, one_basis=right is None)))
+            fit = bilinear.fit_low_rank_diagonal(f, bases[l][:, :k], None if right is None else right[:, :k], product=product)
+            out.append((s, fit, bilinear.haar_null(f, k, one_basis=right is None)))
     return out
 
 
 def folded(model: list[Layer]) -> list[Factors]:
     """Canonical factors of W_QK and W_OV of every layer."""
-    return [weights.fold(w, norm, kind) for w, norm in model for kind in weights.KINDS]
+    return [bilinear.fold(w, norm, kind) for w, norm in model for kind in bilinear.KINDS]
 
 
 def dense_of(f: Factors) -> Tensor:
@@ -76,7 +78,7 @@ def dense_of(f: Factors) -> Tensor:
 def check(model: list[Layer], bases: list[Tensor], svds: list[linalg.SVD]) -> float:
     """Agreement with dense float64 results on the first layer; the largest relative error of a singular value is returned."""
     w, norm = model[0]
-    f = weights.fold(w, norm, "QK")
+    f = bilinear.fold(w, norm, "QK")
     dense = f.left @ f.right.mT
     expected = torch.linalg.svdvals(dense)[:, : svds[0].S.shape[-1]]
     error = float((svds[0].S - expected).abs().max() / expected.max())
@@ -103,10 +105,10 @@ def run(size: str) -> list[Row]:
     """Seconds for all heads, and ratios to dense SVDs of the same matrices (below 0.025 is more than 40 times faster)."""
     n, heads, width, d_head, rounds = SIZES[size]
     model, rows = layers_of(n, heads, width, d_head), positions(n + 1, width)
-    bases = [weights.leading_directions(p, min(SHOWN, width // 2), centred=True)[0] for p in rows]
+    bases = [bilinear.leading_directions(p, min(SHOWN, width // 2), centred=True)[0] for p in rows]
     factors = folded(model)
     error = check(model, bases, [linalg.product_svd(factors[0].left, factors[0].right)])
-    sample = dense_of(weights.fold(*model[0], "QK"))
+    sample = dense_of(bilinear.fold(*model[0], "QK"))
     torch.linalg.svd(sample[:1])
     with grown() as used:
         geometry(model, bases)
@@ -116,13 +118,13 @@ def run(size: str) -> list[Row]:
 
     def null() -> None:
         for w, norm in model:
-            weights.subspace_null(weights.fold(w, norm, "QK"), points, k=min(K, width // 2))
+            bilinear.subspace_null(bilinear.fold(w, norm, "QK"), points, k=min(K, width // 2))
 
     routes: dict[str, Callable[[], object]] = {
         "geometry, QK and OV": lambda: geometry(model, bases),
         "factor SVDs, QK and OV": lambda: [linalg.product_svd(f.left, f.right) for f in factors],
         "folding, QK and OV": lambda: folded(model),
-        "bases of the states": lambda: [weights.leading_directions(p, SHOWN, centred=True) for p in rows],
+        "bases of the states": lambda: [bilinear.leading_directions(p, SHOWN, centred=True) for p in rows],
         "activation null, QK": null,
     }
     times: dict[str, list[float]] = {name: [] for name in ("dense", *routes)}

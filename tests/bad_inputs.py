@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import tl_geometry as tlg
-from tl_geometry.errors import GeometryError
+from tl_geometry.base.errors import GeometryError
 
 
 @dataclass(frozen=True)

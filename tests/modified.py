@@ -15,7 +15,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext
 
 ROPE_BASE = 10000.0
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_geometry.results import Provenance
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.base.results import Provenance
+from tl_geometry.scores.split import ScoreSplit
 
 
 def synthetic(

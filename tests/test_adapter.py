@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import tl_geometry
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, VOCAB, hf_model, loadable, refusal, tiny, tiny_hooked, tiny_native, tokens
-from tl_geometry.adapters import from_hf, load, states_from_cache, view
-from tl_geometry.adapters.running import collect
-from tl_geometry.errors import GeometryError, UnsupportedModelError
-from tl_geometry.records import ModelView
-from tl_geometry.verbs.check import check_model
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
+from tl_geometry.models import from_hf, load, states_from_cache, view
+from tl_geometry.models.checking import check_model
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.running import collect
 
 KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 NORMS = {"gpt2": "LN", "llama": "RMS", "gemma3": "RMS", "bloom": "LN", "olmo2": None, "bert": None}
@@ -263,7 +263,7 @@ def test_other_objects_are_refused(thing: object) -> None:
 
 
 def test_hugging_face_models_are_told_the_way() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"got GPT2LMHeadModel. Use tl_geometry.adapters.from_hf"):
+    with pytest.raises(UnsupportedModelError, match=r"got GPT2LMHeadModel. Use tl_geometry.models.from_hf"):
         view(hf_model("gpt2"))
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from tl_geometry import _arguments, cli, experiments, processes
-from tl_geometry.errors import GeometryError
+from tl_geometry import cli, experiments
+from tl_geometry.base import arguments
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.decomposition import processes
 from tl_geometry.report import build
 from tl_geometry.reproduce import tables
 
@@ -149,7 +151,7 @@ def test_the_version_and_being_stopped(monkeypatch: pytest.MonkeyPatch, capsys: 
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_arguments, "model_options", stop)
+    monkeypatch.setattr(arguments, "model_options", stop)
     assert run(["check"], monkeypatch) == 130
     assert capsys.readouterr().err.startswith("tl-geometry: stopped; what was finished is kept")
 
@@ -169,7 +171,7 @@ def test_a_full_disk_is_one_line(error: Exception, text: str, monkeypatch: pytes
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(_arguments, "model_options", fail)
+    monkeypatch.setattr(arguments, "model_options", fail)
     assert run(["check"], monkeypatch) == 2
     said = capsys.readouterr().err
     assert text in said
@@ -180,7 +182,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any, **__: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "of ours", "x")
 
-    monkeypatch.setattr(_arguments, "model_options", fail)
+    monkeypatch.setattr(arguments, "model_options", fail)
     monkeypatch.setattr(sys, "argv", ["tl-geometry", "check"])
     with pytest.raises(FileNotFoundError):
         cli.main()
@@ -203,23 +205,23 @@ def test_files_with_one_name_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     paths = [tmp_path / "a/x.txt", tmp_path / "b/x.txt"]
-    assert _arguments.read_texts(paths) == (["a/x.txt", "b/x.txt"], ["a/x.txt", "b/x.txt"])
-    assert _arguments.text_names([tmp_path / "y.txt", tmp_path / "a/x.txt"]) == ["y.txt", "x.txt"]
+    assert arguments.read_texts(paths) == (["a/x.txt", "b/x.txt"], ["a/x.txt", "b/x.txt"])
+    assert arguments.text_names([tmp_path / "y.txt", tmp_path / "a/x.txt"]) == ["y.txt", "x.txt"]
 
 
 def test_other_encodings_and_names(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes("\xe9t\xe9\r\n".encode("latin-1"))
-    assert _arguments.read_texts([path], "latin-1")[0] == ["\xe9t\xe9\n"]
+    assert arguments.read_texts([path], "latin-1")[0] == ["\xe9t\xe9\n"]
     path.write_bytes("\ufeff\xe9t\xe9".encode())
-    assert _arguments.read_texts([path])[0] == ["\xe9t\xe9"]
+    assert arguments.read_texts([path])[0] == ["\xe9t\xe9"]
     path.write_bytes("\xe9t\xe9".encode("utf-16"))
-    assert _arguments.read_texts([path], "utf-16")[0] == ["\xe9t\xe9"]
+    assert arguments.read_texts([path], "utf-16")[0] == ["\xe9t\xe9"]
     with pytest.raises(GeometryError, match=r"expected text files, got latin.txt. Use --encoding utf-16"):
-        _arguments.read_texts([path])
+        arguments.read_texts([path])
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9$x$.txt"))
     odd.write_text("text")
-    assert _arguments.read_texts([odd])[1] == ["caf\\xe9$x$.txt"]
+    assert arguments.read_texts([odd])[1] == ["caf\\xe9$x$.txt"]
     path.write_bytes(b"\xe9t\xe9")
     with pytest.raises(GeometryError, match="byte 0"):
         tables._read([path])
@@ -249,7 +251,7 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
         with pytest.raises(GeometryError, match="can be written to"):
-            _arguments.folder(tmp_path / "new")
+            arguments.folder(tmp_path / "new")
         tmp_path.chmod(stat.S_IRWXU)
-    _arguments.folder(tmp_path / "new")
+    arguments.folder(tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []

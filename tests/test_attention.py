@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 from torch import Tensor
 
-from tl_geometry import attention, score_shapes
-from tl_geometry.attention import ShareSums, bootstrap, causal_mask, row_center, share_sums, share_sums_dense, term_names, terms
-from tl_geometry.errors import GeometryError
-from tl_geometry.results import Provenance
-from tl_geometry.verbs.shares import ShareTable, dominant
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.results import Provenance
+from tl_geometry.base.rows import causal_mask, row_center
+from tl_geometry.scores import shapes
+from tl_geometry.scores.sums import BLOCK, GROUPS, ShareSums, bootstrap, dropped_mass, share_sums, share_sums_dense
+from tl_geometry.scores.tables import ShareTable, dominant
+from tl_geometry.scores.terms import group_of, term_names, terms
 
 PARTS = ("bias", "pos", "cvec")
 
@@ -55,7 +57,7 @@ def masks(length: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("drop", [0, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_contraction_equals_matrices(name: str, drop: int, with_bias: bool) -> None:
-    length = 2 * attention.BLOCK + 21
+    length = 2 * BLOCK + 21
     q, k, mask = draw(3, 2, length, 2, 5), draw(3, 2, length, 2, 5, seed=7), masks(length)[name]
     bias = draw(2, length, length, seed=9) if with_bias else None
     matrices = terms(q, k).flatten(0, 1)
@@ -149,7 +151,7 @@ def test_uniform_heads_are_nan_and_labelled_and_others_are_not() -> None:
 
 def test_groups_partition_the_terms() -> None:
     names = term_names(("bias", "pos", "ctx", "resid"), alibi=True)
-    groups = {g: [n for n in names if attention.group_of(n) == g] for g in attention.GROUPS}
+    groups = {g: [n for n in names if group_of(n) == g] for g in GROUPS}
     assert sorted(itertools.chain(*groups.values())) == sorted(names)
     assert groups["position"] == ["bias-bias", "bias-pos", "pos-bias", "pos-pos", "alibi-alibi"]
     assert groups["content"] == ["ctx-ctx", "ctx-resid", "resid-ctx", "resid-resid"]
@@ -197,7 +199,7 @@ def test_bootstrap_interval_holds_the_estimate_and_shrinks() -> None:
 def test_dropped_mass_is_the_attention_left_out() -> None:
     pattern = draw(2, 3, 6, 6).masked_fill(~causal_mask(6), -torch.inf).softmax(-1)
     expected = pattern[:, :, 2:, :2].sum(-1).mean(-1)
-    assert torch.allclose(attention.dropped_mass(pattern, 2).double(), expected, atol=1e-6)
+    assert torch.allclose(dropped_mass(pattern, 2).double(), expected, atol=1e-6)
 
 
 def test_errors_say_what_came() -> None:
@@ -213,7 +215,7 @@ def test_row_centring_keeps_the_pattern_and_zeroes_rows() -> None:
     centred = row_center(scores, causal_mask(7))
     assert torch.allclose(centred.sum(-1), torch.zeros(2, 7, dtype=torch.float64), atol=1e-12)
     allowed = causal_mask(7)
-    assert torch.allclose(score_shapes.pattern_of(centred, allowed), scores.softmax(-1))
+    assert torch.allclose(shapes.pattern_of(centred, allowed), scores.softmax(-1))
 
 
 # ---- shapes
@@ -221,7 +223,7 @@ def test_row_centring_keeps_the_pattern_and_zeroes_rows() -> None:
 
 def test_ablation_effect_equals_numpy() -> None:
     scores, term, allowed = draw(2, 8, 8), draw(2, 8, 8, seed=5), causal_mask(8)
-    effect = score_shapes.ablation_effect(scores, term, allowed)
+    effect = shapes.ablation_effect(scores, term, allowed)
     tv, kl = np.zeros((2, 7)), np.zeros((2, 7))
     for h, i in itertools.product(range(2), range(1, 8)):
         p = log_softmax(scores[h, i, : i + 1].numpy())
@@ -235,8 +237,8 @@ def test_ablation_effect_equals_numpy() -> None:
 def test_ablating_what_softmax_ignores_does_nothing() -> None:
     scores, allowed = draw(1, 8, 8), causal_mask(8)
     rows = draw(1, 8, 1, seed=2).expand(1, 8, 8)
-    assert score_shapes.ablation_effect(scores, rows, allowed).tv.item() == pytest.approx(0, abs=1e-12)
-    assert score_shapes.ablation_effect(scores, scores, allowed).tv.item() > 0.1
+    assert shapes.ablation_effect(scores, rows, allowed).tv.item() == pytest.approx(0, abs=1e-12)
+    assert shapes.ablation_effect(scores, scores, allowed).tv.item() > 0.1
 
 
 def test_toeplitz_r2_is_a_regression_on_offsets_and_rows() -> None:
@@ -248,27 +250,27 @@ def test_toeplitz_r2_is_a_regression_on_offsets_and_rows() -> None:
         y = np.concatenate([x[c, h][allowed].numpy() for c in range(2)])
         one = np.linalg.lstsq(np.concatenate([dummies, dummies]), y, rcond=None)[0]
         expected = 1 - ((y - np.concatenate([dummies, dummies]) @ one) ** 2).sum() / (y**2).sum()
-        assert score_shapes.offset_sums(x, allowed).toeplitz_r2[h].item() == pytest.approx(expected, abs=1e-10)
-    parts = score_shapes.offset_sums(x[:1], allowed) + score_shapes.offset_sums(x[1:], allowed)
-    assert torch.allclose(parts.toeplitz_r2, score_shapes.offset_sums(x, allowed).toeplitz_r2)
+        assert shapes.offset_sums(x, allowed).toeplitz_r2[h].item() == pytest.approx(expected, abs=1e-10)
+    parts = shapes.offset_sums(x[:1], allowed) + shapes.offset_sums(x[1:], allowed)
+    assert torch.allclose(parts.toeplitz_r2, shapes.offset_sums(x, allowed).toeplitz_r2)
 
 
 def test_an_exactly_toeplitz_term_scores_one_only_with_row_means() -> None:
     allowed = causal_mask(9)
     offset = torch.arange(9.0, dtype=torch.float64).unsqueeze(1) - torch.arange(9.0)
     x = row_center(torch.exp(-offset.abs()), allowed)[None, None]
-    sums = score_shapes.offset_sums(x, allowed)
+    sums = shapes.offset_sums(x, allowed)
     assert sums.toeplitz_r2.item() == pytest.approx(1)
     plain = (sums.counts * sums.profile.nan_to_num().square()).sum(-1) / sums.energy
     assert plain.item() < 0.95
-    noise = score_shapes.offset_sums(row_center(draw(40, 1, 9, 9, offset=0), allowed), allowed)
+    noise = shapes.offset_sums(row_center(draw(40, 1, 9, 9, offset=0), allowed), allowed)
     assert noise.toeplitz_r2.item() < 0.1
 
 
 def test_offset_profile_equals_a_loop() -> None:
     allowed = causal_mask(6)
     x = row_center(draw(3, 2, 6, 6), allowed)
-    profile = score_shapes.offset_sums(x, allowed).profile
+    profile = shapes.offset_sums(x, allowed).profile
     for d in range(6):
         assert torch.allclose(profile[:, 5 + d], x.diagonal(-d, -2, -1).mean((0, 2)))
     assert torch.isnan(profile[:, :5]).all()
@@ -279,7 +281,7 @@ def test_contrast_equals_a_loop_and_finds_matching_heads() -> None:
     allowed = causal_mask(12)
     x = row_center(draw(3, 2, 12, 12), allowed)
     x[:, 1] += row_center((tokens.unsqueeze(2) == tokens.unsqueeze(1)).double() * 5, allowed)
-    found = score_shapes.contrast_sums(x, tokens, allowed).contrast
+    found = shapes.contrast_sums(x, tokens, allowed).contrast
     for h in range(2):
         same, other = [], []
         for c, i in itertools.product(range(3), range(12)):

@@ -14,13 +14,14 @@ import torch
 
 from tests.browser import HOSTILE, Browser, as_cells
 from tests.splits import synthetic
-from tl_geometry import _html, render
+from tl_geometry import render
+from tl_geometry.base import html
+from tl_geometry.base.results import Provenance, Result
 from tl_geometry.render import space
 from tl_geometry.render.page import PageView
-from tl_geometry.report import Section
 from tl_geometry.report.page import document
-from tl_geometry.results import Provenance, Result
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.report.section import Section
+from tl_geometry.scores.split import ScoreSplit
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +97,7 @@ def test_hostile_tokens_stay_text(name: str, browser: Browser, tmp_path: Path) -
         assert "onerror" in page.evaluate("document.body.innerText")
         if name in ("split", "terms", "blocks"):
             shown = page.evaluate("[...document.querySelectorAll('.text span')].map(s => s.textContent)")
-            assert shown == [_html.token_text(t) for t in HOSTILE]
+            assert shown == [html.token_text(t) for t in HOSTILE]
         page.click(200, 150)
         page.hover(220, 160)
         page.assert_harmless()
@@ -119,7 +120,7 @@ def test_tables_images_and_the_report_hold_hostile_names(name: str, browser: Bro
         with browser.open(text) as page:
             page.assert_harmless()
             assert page.evaluate("document.getElementById('after').textContent") == "the end"
-            assert "".join(_html.visible(name).split()) in "".join(page.evaluate("document.body.textContent").split())
+            assert "".join(html.visible(name).split()) in "".join(page.evaluate("document.body.textContent").split())
 
 
 def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser) -> None:

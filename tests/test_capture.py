@@ -16,8 +16,9 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
-from tl_geometry import accumulation, capture
-from tl_geometry.decomposition import PositionContext, decompose_tensor
+from tl_geometry.decomposition import accumulation, streaming
+from tl_geometry.decomposition.position_context import PositionContext, decompose_tensor
+from tl_geometry.decomposition.streaming import _forward
 
 KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 
@@ -115,11 +116,11 @@ class Killed(Exception):
 
 
 def test_interrupted_run_resumes_without_repeating_finished_batches(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "SAVE_SHARE", 1e9)  # every batch is saved
+    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # every batch is saved
     ids, path = tokens(20, 8), tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, batch_size=3, progress=False, moments_dtype=torch.float64)
     seen: list[int] = []
-    forward = capture._forward
+    forward = _forward
 
     def counting(view: Any, states: Any, batch: torch.Tensor, on_state: Any) -> None:
         if len(seen) == 3:
@@ -128,7 +129,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(model: Any, 
         forward(view, states, batch, on_state)
 
     options: dict[str, Any] = {"progress": False, "checkpoint": path, "moments_dtype": torch.float64}
-    monkeypatch.setattr(capture, "_forward", counting)
+    monkeypatch.setattr(streaming, "_forward", counting)
     with pytest.raises(Killed):
         tlg.decompose(model, ids, batch_size=3, **options)
     again: list[int] = []
@@ -137,7 +138,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(model: Any, 
         again.append(len(batch))
         forward(view, states, batch, on_state)
 
-    monkeypatch.setattr(capture, "_forward", recording)
+    monkeypatch.setattr(streaming, "_forward", recording)
     resumed = tlg.decompose(model, ids, batch_size=4, **options)
     assert sum(seen) + sum(again) == 20  # nine contexts were finished, eleven were left
     assert same(resumed, whole)
@@ -166,15 +167,15 @@ def test_checkpoint_of_another_run_is_refused_and_kept(model: Any, tmp_path: Pat
 CHILD = """
 import sys, time, torch
 import tl_geometry as tlg
-from tl_geometry import capture
+from tl_geometry.decomposition import streaming
 from tests.tiny import tiny, tokens
-capture.SAVE_SHARE = 1e9
-forward = capture._forward
+streaming.SAVE_SHARE = 1e9
+forward = streaming._forward
 def slow(*args):
     time.sleep(0.02)
     forward(*args)
     print("batch", flush=True)
-capture._forward = slow
+streaming._forward = slow
 tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), batch_size=2, checkpoint=sys.argv[1], progress=False, moments_dtype=torch.float64)
 """
 
@@ -203,8 +204,8 @@ ROUGH = """
 import sys, time, torch
 from tests.test_distributed import OPTIONS, ids, toy
 import tl_geometry as tlg
-from tl_geometry import capture
-capture.SAVE_SHARE = 1e9
+from tl_geometry.decomposition import streaming
+streaming.SAVE_SHARE = 1e9
 print("ready", flush=True)
 view = toy(lambda contexts, state: time.sleep(0.002))
 tlg.decompose(view, ids(240), checkpoint=sys.argv[1], **OPTIONS).save(sys.argv[2])
@@ -249,7 +250,7 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
 
 
 def test_files_are_the_users_and_what_cannot_be_written_is_said(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tl_geometry import results
+    from tl_geometry.base import results
 
     basis = tlg.decompose_activations(torch.randn(4, 5, 3))
     before = os.umask(0o027)
@@ -309,7 +310,7 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         def decode(self, ids: list[int]) -> list[str]:
             return [chr(i) for i in ids]
 
-    import tl_geometry.verbs.decompose as verb
+    import tl_geometry.decomposition.decomposing as verb
 
     original = verb.as_view
     verb.as_view = lambda model: model  # type: ignore[assignment]
@@ -418,7 +419,7 @@ def test_training_mode_is_refused_and_the_users_hooks_stay(model: Any) -> None:
 
 def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path) -> None:
     from tests.tiny import hf_model
-    from tl_geometry.adapters import from_hf
+    from tl_geometry.models import from_hf
 
     broken = from_hf(hf_model("gpt2", seed=3), None, kind="bridge", name="broken")
     ids, path = tokens(4, 6), tmp_path / "run.safetensors"
@@ -439,10 +440,10 @@ def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path)
 
 
 def test_an_interrupted_run_with_labels_resumes_with_theirs(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "SAVE_SHARE", 1e9)
+    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)
     ids, labels, path = tokens(20, 8), torch.arange(20) % 3, tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, labels=labels, progress=False)
-    forward, left = capture._forward, [2]
+    forward, left = _forward, [2]
 
     def dying(*args: Any) -> None:
         left[0] -= 1
@@ -450,10 +451,10 @@ def test_an_interrupted_run_with_labels_resumes_with_theirs(model: Any, tmp_path
             raise Killed
         forward(*args)
 
-    monkeypatch.setattr(capture, "_forward", dying)
+    monkeypatch.setattr(streaming, "_forward", dying)
     with pytest.raises(Killed):
         tlg.decompose(model, ids, labels=labels, batch_size=4, checkpoint=path, progress=False)
-    monkeypatch.setattr(capture, "_forward", forward)
+    monkeypatch.setattr(streaming, "_forward", forward)
     resumed = tlg.decompose(model, ids, labels=labels, batch_size=5, checkpoint=path, progress=False)
     assert resumed.labels is not None
     assert torch.equal(resumed.labels, labels)

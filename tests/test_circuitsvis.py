@@ -20,10 +20,10 @@ import tl_geometry as tlg
 from tests.browser import HOSTILE, Browser, as_cells
 from tests.induction import corpus, induction_model, prompts
 from tl_geometry import GeometryError
-from tl_geometry.attention import row_center
+from tl_geometry.base.rows import row_center
 from tl_geometry.render import circuitsvis as views
 from tl_geometry.render.page import PageView
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.scores.split import ScoreSplit
 
 TEXTS = (*HOSTILE, *HOSTILE[:8])
 

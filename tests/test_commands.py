@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 import tl_geometry as tlg
 from tests.reports import model_directory
-from tl_geometry import capture, zoo
+from tl_geometry import zoo
 from tl_geometry.cli import app
+from tl_geometry.decomposition import streaming
+from tl_geometry.decomposition.streaming import _forward
 from tl_geometry.report import Analysis, build
 from tl_geometry.report import basis as basis_section
 
@@ -56,7 +58,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
     command: str, checkpoint: str, resume: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    forward = capture._forward
+    forward = _forward
 
     def counting(view: Any, states: Any, batch: Tensor, on_state: Any, most: int) -> None:
         if sum(seen) + len(batch) > most:
@@ -66,13 +68,13 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
 
     view = tlg.view(zoo.embedded())
     tokens = build.corpus_windows(view, build.Texts.of([text]), **CORPUS)
-    monkeypatch.setattr(capture, "_forward", lambda *args: counting(*args, most=5))
+    monkeypatch.setattr(streaming, "_forward", lambda *args: counting(*args, most=5))
     (tmp_path / "out").mkdir()
     with pytest.raises(Killed):
         tlg.decompose(view, tokens, checkpoint=tmp_path / checkpoint, batch_size=5, progress=False, seed=3)
     assert seen == [5]
     seen.clear()
-    monkeypatch.setattr(capture, "_forward", lambda *args: counting(*args, most=99))
+    monkeypatch.setattr(streaming, "_forward", lambda *args: counting(*args, most=99))
     monkeypatch.setattr(build, "kept_samples", lambda *_: 32)  # as in the interrupted run
     bases: list[tlg.PositionContext] = []
     monkeypatch.setattr(build, "write", lambda analysis, *args, **options: bases.append(analysis.basis) or {"sections": [], "failed": {}})

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tl_geometry import contextual
-from tl_geometry.errors import GeometryError
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.measures import contextual
 
 cases = settings(deadline=None, max_examples=20)
 seeds = st.integers(0, 10_000)

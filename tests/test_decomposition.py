@@ -13,8 +13,8 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.fixtures import additive, random_states
-from tl_geometry.decomposition import PositionContext, decompose_tensor
-from tl_geometry.moments import Moments, half_width
+from tl_geometry.decomposition.moments import Moments, half_width
+from tl_geometry.decomposition.position_context import PositionContext, decompose_tensor
 
 SIZES = {"contexts": st.integers(2, 9), "positions": st.integers(2, 8), "d_model": st.integers(1, 6), "seed": st.integers(0, 99)}
 

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tl_geometry import accumulation, capture
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.moments import Moments, Scratch
-from tl_geometry.processes import Processes
-from tl_geometry.records import ModelView
+from tl_geometry.decomposition import accumulation, streaming
+from tl_geometry.decomposition.moments import Moments, Scratch
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.processes import Processes
+from tl_geometry.decomposition.streaming import time
+from tl_geometry.models.model_view import ModelView
 
 ROOT = Path(tlg.__file__).parent.parent
 STATES, D, LENGTH, VOCAB = 3, 16, 12, 50
@@ -137,7 +138,7 @@ def together(size: int, call: Callable[[Thread], Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _threads_as_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "Processes", lambda group: group if isinstance(group, Thread) else Processes(group))
+    monkeypatch.setattr(streaming, "Processes", lambda group: group if isinstance(group, Thread) else Processes(group))
 
 
 OPTIONS: dict[str, Any] = {"progress": False, "batch_size": 3, "keep": 5, "groups": 4}
@@ -197,7 +198,7 @@ class Killed(Exception):
 def test_a_checkpoint_of_some_processes_resumes_with_others(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "SAVE_SHARE", 1e9)  # every round is saved
+    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # every round is saved
     path, tokens = tmp_path / "run.safetensors", ids(40)
     whole = tlg.decompose(toy(), tokens, **OPTIONS)
     counts: dict[int, int] = {}
@@ -300,7 +301,7 @@ def test_other_errors_and_a_context_too_large_are_raised() -> None:
 
 def test_checkpoints_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, saved = [0.0], []
-    monkeypatch.setattr(capture.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
     def save(self: Any, path: Path) -> None:
         now[0] += 2.0
@@ -438,8 +439,8 @@ PROGRAM = """
 import os, sys, torch
 from tests.test_distributed import OPTIONS, ids, toy
 import tl_geometry as tlg
-from tl_geometry import capture
-capture.SAVE_SHARE = 1e9
+from tl_geometry.decomposition import streaming
+streaming.SAVE_SHARE = 1e9
 torch.set_num_threads(1)
 folder = sys.argv[1]
 torch.distributed.init_process_group("gloo")

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tl_geometry import GeometryError
-from tl_geometry.ensembles import basis_angles, bundle, gaussian_wasserstein, mmd, outliers, spectra, subspace_angles
-from tl_geometry.frames import ALIGNMENTS, Frames, align_directions, check_ensemble, common_basis, fit_frames, top_directions
-from tl_geometry.noise import anderson_darling, fit_noise_law, isotropy_tests, layer_anomalies, normality_p
-from tl_geometry.residuals import MAPS, fit_map, flow_map, residual_maps, residual_statistics, score_map, yardsticks
+from tl_geometry.flow.alignment import ALIGNMENTS, Frames, align_directions, check_ensemble, common_basis, fit_frames, top_directions
+from tl_geometry.flow.bases import basis_angles, bundle, gaussian_wasserstein, mmd, outliers, spectra, subspace_angles
+from tl_geometry.flow.noise import anderson_darling, fit_noise_law, isotropy_tests, layer_anomalies, normality_p
+from tl_geometry.flow.residuals import MAPS, fit_map, flow_map, residual_maps, residual_statistics, score_map, yardsticks
 
 LAWS = settings(deadline=None, max_examples=20)
 SIZES = st.tuples(st.integers(3, 14), st.integers(2, 4), st.integers(2, 7), st.integers(0, 10**6))

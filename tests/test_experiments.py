@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tl_geometry import cli, experiments
-from tl_geometry.errors import GeometryError
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.experiments import arithmetic, characters, formats, random_tokens
 from tl_geometry.experiments.formats import ALPHABET, Problem, answer_batch, encode, longest, problems, randomise, shifted
 from tl_geometry.experiments.setup import Setup, load_weights, run_training

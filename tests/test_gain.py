@@ -17,13 +17,15 @@ from scipy.special import log_softmax, softmax
 from torch import Tensor
 
 from tests.tiny import tiny, tokens
-from tl_geometry import attention, decompose
-from tl_geometry.attention import ShareSums, causal_mask, share_sums, share_sums_dense, terms
-from tl_geometry.errors import GeometryError
-from tl_geometry.results import Provenance
-from tl_geometry.verbs.shares import Marginals, ShareTable
-from tl_geometry.verbs.split import split_scores
-from tl_geometry.verbs.sweep import SweepTable, sweep_heads
+from tl_geometry import decompose
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.results import Provenance
+from tl_geometry.base.rows import causal_mask
+from tl_geometry.scores.split import split_scores
+from tl_geometry.scores.sums import BLOCK, ShareSums, share_sums, share_sums_dense
+from tl_geometry.scores.sweep import SweepTable, sweep_heads
+from tl_geometry.scores.tables import Marginals, ShareTable
+from tl_geometry.scores.terms import term_names, terms
 
 PARTS = ("bias", "pos", "cvec")
 MASKS = ["causal", "full", "sliding", "scattered"]
@@ -70,7 +72,7 @@ def by_hand(matrices: Tensor, mask: Tensor, drop: int = 0, cap: float | None = N
 @pytest.mark.parametrize("drop", [0, 3])
 @pytest.mark.parametrize(("with_bias", "cap"), [(False, None), (True, None), (True, 2.0)])
 def test_gains_equal_the_definition_row_by_row(name: str, drop: int, with_bias: bool, cap: float | None) -> None:
-    length = attention.BLOCK + 13
+    length = BLOCK + 13
     q, k, mask = draw(3, 2, length, 2, 4), draw(3, 2, length, 2, 4, seed=7), mask_of(name, length)
     bias = draw(2, length, length, seed=9) if with_bias else None
     matrices = terms(q, k).flatten(0, 1)
@@ -169,8 +171,8 @@ def test_a_term_that_decides_where_attention_goes_has_the_gain_whatever_its_cova
     mask = torch.zeros(length, length, dtype=torch.bool)
     mask[8:] = True  # the first rows are only keys
     sums = share_sums(q, k, mask).pooled()
-    content = attention.term_names(PARTS).index("cvec-cvec")
-    position = attention.term_names(PARTS).index("pos-pos")
+    content = term_names(PARTS).index("cvec-cvec")
+    position = term_names(PARTS).index("pos-pos")
     assert float(sums.cs[0, content]) < 0.2
     assert float(sums.cs[0, position]) > 0.8
     assert float(sums.gs[0, content]) > 0.55

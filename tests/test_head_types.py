@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_geometry.errors import GeometryError
-from tl_geometry.head_types import HEAD_TYPES, detection_patterns, head_type_scores, period_for, repeated_random_tokens, token_range
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.scores.head_types import HEAD_TYPES, detection_patterns, head_type_scores, period_for, repeated_random_tokens, token_range
 
 PUBLISHED = [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625]
 

@@ -17,11 +17,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import tl_geometry as tlg
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, VOCAB, hf_model, loadable, randomize, tiny, tiny_hooked, tokens
-from tl_geometry.adapters import from_hf, identity, view
-from tl_geometry.adapters.hooks import names_of, without_hooks
-from tl_geometry.adapters.identity import checksum, configuration, fingerprint
-from tl_geometry.capture import as_view
-from tl_geometry.errors import ClosingError, GeometryError
+from tl_geometry.base.errors import ClosingError, GeometryError
+from tl_geometry.models import from_hf, identity, view
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.hooks import names_of, without_hooks
+from tl_geometry.models.identity import checksum, configuration, fingerprint
 
 KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 needs_hooked = pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
@@ -260,7 +260,7 @@ def test_the_score_of_masked_keys_counts_only_where_it_acts() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    code = "from tests.tiny import tiny; from tl_geometry.adapters import view; print(view(tiny('bridge', 'gemma2', True)).fingerprint)"
+    code = "from tests.tiny import tiny; from tl_geometry.models import view; print(view(tiny('bridge', 'gemma2', True)).fingerprint)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=dict(os.environ),
                          cwd=Path(__file__).parent.parent)  # fmt: skip
     assert run.stdout.strip().endswith(view(tiny("bridge", "gemma2", True)).fingerprint), run.stderr

@@ -96,8 +96,8 @@ def test_rooms_import_from_lower_ranks_only() -> None:
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
-        ("linalg", "from tl_geometry.records import ModelView"),
-        ("decomposition", "from tl_geometry.tokens import cut"),
+        ("linalg", "from tl_geometry.models.model_view import ModelView"),
+        ("decomposition", "from tl_geometry.corpus.cutting import cut"),
         ("decomposition", "def f():\n    from tl_geometry import capture"),
         ("verbs.decompose", "import transformer_lens"),
         ("render.basis", "import matplotlib.pyplot as plt"),
@@ -112,10 +112,10 @@ def test_a_planted_import_is_caught(name: str, planted: str) -> None:
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
-        ("decomposition", "from tl_geometry.moments import Moments"),
+        ("decomposition", "from tl_geometry.decomposition.moments import Moments"),
         ("render.basis", "def f():\n    import matplotlib"),
         ("adapters", "def f():\n    import transformer_lens"),
-        ("capture", "def f():\n    from tl_geometry.adapters import view"),
+        ("capture", "def f():\n    from tl_geometry.models import view"),
     ],
 )
 def test_an_allowed_import_is_let_through(name: str, planted: str) -> None:
@@ -149,7 +149,7 @@ def test_public_names_exist_and_differ_from_submodules() -> None:
 def test_axis_names_come_from_the_vocabulary() -> None:
     import re
 
-    from tl_geometry._axes import AXES
+    from tl_geometry.base.axes import AXES
 
     pattern = re.compile(r"\b(?:Float|Int|Bool|Num|Shaped|Complex)\[Tensor, \"([^\"]*)\"\]")
     used = {(n, axis) for n, source in modules().items() for text in pattern.findall(source) for axis in text.split()}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tl_geometry import _check
-from tl_geometry.errors import GeometryError
+from tl_geometry.base import checks
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.report.build import Texts
 
 
@@ -29,27 +29,27 @@ def windows(model: Any) -> tlg.TokenWindows:
     "given", ["L1H0", "1.0", "l1h0", "L1.H0", (1, 0), [1, 0], [[1, 0]], [(np.int64(1), np.int64(0))], np.array([[1, 0]]), ["1.0"]]
 )
 def test_heads_in_every_spelling(given: Any) -> None:
-    assert _check.heads(given, 2, 2) == ((1, 0),)
+    assert checks.heads(given, 2, 2) == ((1, 0),)
 
 
 def test_heads_that_are_none_are_refused() -> None:
     for given in ("10", "head 1", "L1", "L1H0H0", 5, [(1,)], [1.5, 0.5]):
         with pytest.raises(GeometryError, match=r'heads: expected \(layer, head\) pairs or "L5H1", got .*\. Use \(5, 1\) or "L5H1"'):
-            _check.heads(given, 2, 2)
+            checks.heads(given, 2, 2)
     with pytest.raises(GeometryError, match=r"layer of head '2\.0': expected an index from 0 to 1, got 2"):
-        _check.heads("2.0", 2, 2)
+        checks.heads("2.0", 2, 2)
 
 
 def test_indices_of_any_integer_type() -> None:
     rows = torch.tensor([[1, 1], [0, 1]])
-    assert _check.heads(rows, 2, 2) == _check.heads(rows.numpy(), 2, 2) == ((1, 1), (0, 1))
+    assert checks.heads(rows, 2, 2) == checks.heads(rows.numpy(), 2, 2) == ((1, 1), (0, 1))
     for value in (1, np.int64(1), torch.tensor(1)):
-        assert _check.indices(value, 2, "layers") == (1,)
+        assert checks.indices(value, 2, "layers") == (1,)
     for bad in (1.5, torch.tensor(1.5), True, torch.tensor(True), np.bool_(True), "1", None, 2, -1):
         with pytest.raises(GeometryError, match="layer: expected an index from 0 to 1"):
-            _check.index(bad, 2, "layer")
+            checks.index(bad, 2, "layer")
     with pytest.raises(GeometryError, match="each index once"):
-        _check.indices(torch.tensor([0, 0]), 2, "layers")
+        checks.indices(torch.tensor([0, 0]), 2, "layers")
 
 
 def test_windows_are_rows_with_their_texts(model: Any, windows: tlg.TokenWindows) -> None:

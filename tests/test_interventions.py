@@ -13,17 +13,17 @@ from torch import Tensor
 from tests.induction import attention_only, corpus, induction_model, prompts, rotary_previous_token
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import decompose, interventions
-from tl_geometry.adapters import view
-from tl_geometry.attention import row_center
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import GeometryError, UnsupportedModelError
-from tl_geometry.head_types import head_type_scores
-from tl_geometry.interventions import dominant_only, keep_term, mean_term, necessity_sufficiency, project_stream, remove_term
-from tl_geometry.interventions.live import edited_scores
-from tl_geometry.interventions.stream import removed_share, subspace_of
-from tl_geometry.interventions.terms import derangement, edits_for, per_head, terms_of
-from tl_geometry.verbs.split import ScoreSplit, split_scores
-from tl_geometry.verbs.sweep import sweep_heads
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
+from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.interventions.causal import dominant_only, necessity_sufficiency
+from tl_geometry.interventions.stream import project_stream, removed_share, subspace_of
+from tl_geometry.interventions.terms import derangement, edits_for, keep_term, mean_term, per_head, remove_term, terms_of
+from tl_geometry.models import view
+from tl_geometry.models.live import edited_scores
+from tl_geometry.scores.head_types import head_type_scores
+from tl_geometry.scores.split import ScoreSplit, split_scores
+from tl_geometry.scores.sweep import sweep_heads
 
 KINDS = ("gpt2", "llama", "bloom", "neox", "qwen3", "gemma2", "gpt-oss", "olmo2", "opt", "gptj", "gpt-neo", "bert")
 HOOKED = ("gpt2", "llama", "bloom", "gpt-neo", "bert") if HAS_HOOKED else ()

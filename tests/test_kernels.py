@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tl_geometry import kernels
-from tl_geometry.errors import GeometryError
-from tl_geometry.linalg import normalize_rows
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.linalg import normalize_rows
+from tl_geometry.measures import kernels
+from tl_geometry.models.norms import remove_mean
 
 cases = settings(deadline=None, max_examples=20)
 seeds = st.integers(0, 10_000)
@@ -157,18 +158,19 @@ def test_structured_gaps_equal_the_dense_ones_of_each_head(seed: int, rank: int)
 
 
 def test_kernel_gaps_of_a_model_are_those_of_its_fitted_weights() -> None:
-    from tl_geometry import decompose, sphere, weights, zoo
-    from tl_geometry.verbs.factorisation import kernel_gaps
-    from tl_geometry.verbs.weights import weight_geometry
+    from tl_geometry import decompose, zoo
+    from tl_geometry.measures.factorisation import kernel_gaps
+    from tl_geometry.weights import bilinear
+    from tl_geometry.weights.heads import weight_geometry
 
     model = zoo.embedded()
     tokens = torch.randint(0, 500, (8, 24), generator=torch.Generator().manual_seed(0))
     basis = decompose(model, tokens, progress=False)
     found = kernel_gaps(model, basis, layers=1, rank=3, pairs=200)
     fit = weight_geometry(model, basis, layers=1, rank=3, draws=0)
-    pos = sphere.centred(basis.pos[1], "LN")
+    pos = remove_mean(basis.pos[1], "LN")
     assert basis.samples is not None
-    cvec = sphere.centred((basis.samples[:, 1, 1:].double() - basis.mean[1] - basis.pos[1]).flatten(0, 1), "LN")
+    cvec = remove_mean((basis.samples[:, 1, 1:].double() - basis.mean[1] - basis.pos[1]).flatten(0, 1), "LN")
     V = torch.linalg.svd(pos).Vh[:3].T
     V = V * torch.where(V.gather(0, V.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
     parts = {(1, 1): V @ fit.L[2] @ V.T, (0, 0): torch.diag(fit.delta[2])}
@@ -176,7 +178,7 @@ def test_kernel_gaps_of_a_model_are_those_of_its_fitted_weights() -> None:
     assert found.heads[2] == (1, 2)
     assert float(found.relative[2]) == pytest.approx(dense.relative, rel=1e-6)
     assert float(found.incoherence_max[2]) == pytest.approx(dense.incoh_max)
-    assert weights.leading_directions(basis.pos[1], 3, centred=True)[0].shape == V.shape
+    assert bilinear.leading_directions(basis.pos[1], 3, centred=True)[0].shape == V.shape
     assert list(found.to_dataframe().columns[:3]) == ["layer", "head", "relative"]
     with pytest.raises(GeometryError, match="sampled contexts"):
         kernel_gaps(model, decompose(model, tokens, keep=0, progress=False))

@@ -14,10 +14,10 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 
 from tl_geometry import GeometryError
-from tl_geometry.frames import fit_frames
-from tl_geometry.langevin import LangevinModel, proper_rotations
-from tl_geometry.linalg import rotation_exp
-from tl_geometry.residuals import flow_map
+from tl_geometry.base.linalg import rotation_exp
+from tl_geometry.flow.alignment import fit_frames
+from tl_geometry.flow.langevin import LangevinModel, proper_rotations
+from tl_geometry.flow.residuals import flow_map
 
 LAWS = settings(deadline=None, max_examples=20)
 

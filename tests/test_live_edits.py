@@ -16,11 +16,13 @@ from torch import Tensor
 from tests.modified import modified
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tl_geometry import decompose
-from tl_geometry.adapters import from_hf, view
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import ClosingError, GeometryError, UnsupportedModelError
-from tl_geometry.interventions import keep_term, mean_term, necessity_sufficiency, project_stream, remove_term
-from tl_geometry.verbs.split import split_scores
+from tl_geometry.base.errors import ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.interventions.causal import necessity_sufficiency
+from tl_geometry.interventions.stream import project_stream
+from tl_geometry.interventions.terms import keep_term, mean_term, remove_term
+from tl_geometry.models import from_hf, view
+from tl_geometry.scores.split import split_scores
 
 KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 BY_HAND = [(kind, architecture) for kind in KINDS for architecture in ("gpt2", "llama", "bloom")]
@@ -609,7 +611,7 @@ def test_the_positional_embedding_of_shortformer_is_position(attn_only: bool) ->
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
 def test_edits_and_sweeps_of_shortformer_agree_with_its_split() -> None:
-    from tl_geometry.verbs.sweep import sweep_heads
+    from tl_geometry.scores.sweep import sweep_heads
 
     model = shortformer()
     basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)

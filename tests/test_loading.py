@@ -17,9 +17,9 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
-from tl_geometry.adapters import from_hf, load, view
-from tl_geometry.errors import GeometryError, UnsupportedModelError
-from tl_geometry.verbs.check import check_model
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
+from tl_geometry.models import from_hf, load, view
+from tl_geometry.models.checking import check_model
 from tl_geometry.zoo import tokenizer
 
 KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
@@ -155,7 +155,7 @@ def test_an_unknown_name_is_not_a_connection_problem(kind: str) -> None:
 CACHED = """
 import sys
 import tl_geometry as tlg
-from tl_geometry.adapters import load
+from tl_geometry.models import load
 for name in sys.argv[2:]:
     try:
         seen = tlg.view(load(name, kind=sys.argv[1]))

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_geometry import contextual, decompose_activations, decompose_tensor, linalg, positional
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import GeometryError
-from tl_geometry.verbs import comparison, measures, resample
+from tl_geometry import decompose_activations, decompose_tensor
+from tl_geometry.base import linalg
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.decomposition import resampling
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.measures import comparison, contextual, positional, reports
 
 CONTEXTS, POSITIONS, D = 24, 48, 12
 
@@ -42,11 +44,11 @@ def basis() -> PositionContext:
 
 
 @pytest.fixture(scope="module")
-def report(basis: PositionContext) -> measures.PositionalReport:
-    return measures.positional_report(basis, k=4)
+def report(basis: PositionContext) -> reports.PositionalReport:
+    return reports.positional_report(basis, k=4)
 
 
-def test_values_are_those_of_the_whole_basis(report: measures.PositionalReport) -> None:
+def test_values_are_those_of_the_whole_basis(report: reports.PositionalReport) -> None:
     h = planted()
     for i in range(2):
         M = (h[i] - h[i].mean((0, 1))).numpy()
@@ -64,7 +66,7 @@ def test_values_are_those_of_the_whole_basis(report: measures.PositionalReport) 
     assert report.fourier.shape == (2, 10, 10)
 
 
-def test_jackknife_is_that_of_the_decomposition_without_each_group(report: measures.PositionalReport) -> None:
+def test_jackknife_is_that_of_the_decomposition_without_each_group(report: reports.PositionalReport) -> None:
     h, left_out = planted(), []
     for g in range(8):
         kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
@@ -75,7 +77,7 @@ def test_jackknife_is_that_of_the_decomposition_without_each_group(report: measu
         assert np.allclose(report.errors[name], expected, rtol=1e-6)
 
 
-def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(report: measures.PositionalReport) -> None:
+def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(report: reports.PositionalReport) -> None:
     assert report.curve_contexts == (3, 6, 12, 24)
     h, group = planted(), torch.arange(CONTEXTS) * 8 // CONTEXTS
     halves = [linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, part]).pos)) for part in (group < 4, group >= 4)]
@@ -94,15 +96,15 @@ def test_jackknife_error_covers_the_truth_and_shrinks_with_the_corpus() -> None:
     """The error of roughness over fresh corpora is what the jackknife says, within a factor of two; four times C halves it."""
     values, errors = [], []
     for seed in range(24):
-        found = measures.positional_report(basis_of(planted(seed=1000 + seed)), k=4, nulls=False)
+        found = reports.positional_report(basis_of(planted(seed=1000 + seed)), k=4, nulls=False)
         values.append(float(found["stable_rank"][0]))
         errors.append(float(found.errors["stable_rank"][0]))
     assert 0.5 < np.mean(errors) / np.std(values) < 2
-    more = measures.positional_report(basis_of(planted(seed=5, contexts=4 * CONTEXTS)), k=4, nulls=False)
+    more = reports.positional_report(basis_of(planted(seed=5, contexts=4 * CONTEXTS)), k=4, nulls=False)
     assert float(more.errors["stable_rank"][0]) < 0.75 * np.mean(errors)
 
 
-def test_nulls_have_lost_the_effect(report: measures.PositionalReport) -> None:
+def test_nulls_have_lost_the_effect(report: reports.PositionalReport) -> None:
     for i in range(2):
         assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency|shuffled"][i]
         assert report["smoothness"][i] < 0.2 * report.nulls["smoothness|shuffled"][i]
@@ -111,7 +113,7 @@ def test_nulls_have_lost_the_effect(report: measures.PositionalReport) -> None:
         assert report["stable_rank"][i] < report.nulls["stable_rank|isotropic"][i]
         assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency|isotropic"][i]
     assert (report["split_half"] > 0.98).all()
-    nothing = measures.positional_report(basis_of(gaussian(7, 1, CONTEXTS, POSITIONS, D)), k=4)
+    nothing = reports.positional_report(basis_of(gaussian(7, 1, CONTEXTS, POSITIONS, D)), k=4)
     assert float(nothing["relative_norm"]) == pytest.approx(float(nothing.nulls["relative_norm|noise"]), rel=0.3)
     assert abs(float(nothing["low_frequency"]) - float(nothing.nulls["low_frequency|shuffled"])) < 0.15
     assert abs(float(nothing["split_half"])) < 0.2
@@ -120,23 +122,23 @@ def test_nulls_have_lost_the_effect(report: measures.PositionalReport) -> None:
 def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
     """E|P_null|^2 is what averages over C contexts of independent noise leave: (1 - 1/T) T d / C."""
     bare = basis_of(gaussian(3, 1, 64, POSITIONS, D) + 20 * gaussian(4, POSITIONS, D))
-    noise = resample.window_means(bare, 0, resample.noise_weights(bare, 30, seed=0))
+    noise = resampling.window_means(bare, 0, resampling.noise_weights(bare, 30, seed=0))
     noise = noise - noise.mean(1, keepdim=True)
     assert float(noise.square().sum((1, 2)).mean()) == pytest.approx((POSITIONS - 1) * D / 64, rel=0.1)
-    whole = resample.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
+    whole = resampling.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
     assert float(whole.square().sum()) > 100 * float(noise[0].square().sum())
 
 
-def test_report_is_deterministic_saved_and_tabulated(basis: PositionContext, report: measures.PositionalReport, tmp_path: Path) -> None:
-    again = measures.positional_report(basis, k=4)
+def test_report_is_deterministic_saved_and_tabulated(basis: PositionContext, report: reports.PositionalReport, tmp_path: Path) -> None:
+    again = reports.positional_report(basis, k=4)
     assert all(torch.equal(again.nulls[n], report.nulls[n]) for n in report.nulls)
-    loaded = measures.PositionalReport.load(report.save(tmp_path / "r.safetensors"))
+    loaded = reports.PositionalReport.load(report.save(tmp_path / "r.safetensors"))
     assert torch.equal(loaded["rank"], report["rank"])
     assert loaded.nulls.keys() == report.nulls.keys()
     frame = report.to_dataframe()
     assert list(frame["state"]) == [0, 1]
     assert {"rank", "rank_se", "rank_noise", "low_frequency_shuffled", "fracture_at"} <= set(frame.columns)
-    bare = measures.positional_report(basis, jackknife=False, nulls=False)
+    bare = reports.positional_report(basis, jackknife=False, nulls=False)
     assert not bare.errors
     assert not bare.nulls
     assert not bare.curve
@@ -148,29 +150,29 @@ def test_report_is_deterministic_saved_and_tabulated(basis: PositionContext, rep
 def test_fracture_is_given_in_absolute_columns() -> None:
     h = planted(noise=0.01)
     h[:, :, 20:] = h[:, :, 20:] @ torch.linalg.qr(gaussian(9, D, D)).Q
-    found = measures.positional_report(basis_of(h, window=(5, POSITIONS)), k=4)
+    found = reports.positional_report(basis_of(h, window=(5, POSITIONS)), k=4)
     assert found["fracture_at"].tolist() == [19, 19]
     assert (found["fracture"] > 10).all()
 
 
 def test_short_windows_and_missing_moments_are_flagged() -> None:
-    short = measures.positional_report(basis_of(gaussian(0, 1, 8, 3, 6), second_moments=False))
+    short = reports.positional_report(basis_of(gaussian(0, 1, 8, 3, 6), second_moments=False))
     assert short["rank"].isnan().all()
     assert short["relative_norm"].isnan().all()
     assert "rank bound k=0 of 20 (short window)" in short.provenance.flags
     assert "no second moments: no relative norm" in short.provenance.flags
-    few = measures.positional_report(basis_of(gaussian(0, 1, 9, 10, 6)), k=2)
+    few = reports.positional_report(basis_of(gaussian(0, 1, 9, 10, 6)), k=2)
     assert "fewer than 10 contexts: no errors" in few.provenance.flags
     assert all(e.isnan().all() for e in few.errors.values())
-    assert measures.positional_report(basis_of(gaussian(0, 1, 10, 10, 6)), k=2).errors["stable_rank"].isfinite().all()
-    single = measures.positional_report(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
+    assert reports.positional_report(basis_of(gaussian(0, 1, 10, 10, 6)), k=2).errors["stable_rank"].isfinite().all()
+    single = reports.positional_report(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
     assert not single.errors
     assert single["split_half"].isnan().all()
     assert not any("noise" in n for n in single.nulls)
-    for report in (measures.positional_report, measures.contextual_report):
+    for report in (reports.positional_report, reports.contextual_report):
         with pytest.raises(GeometryError, match="with one, position and content cannot be told apart"):
             report(basis_of(gaussian(0, 1, 1, 10, 6)))
-    constant = measures.positional_report(basis_of(torch.ones(1, 8, 10, 6)), k=2)
+    constant = reports.positional_report(basis_of(torch.ones(1, 8, 10, 6)), k=2)
     assert constant["rank"].tolist() == [0]
     assert constant["stable_rank"].isnan().all()
 
@@ -182,7 +184,7 @@ LABELS = torch.arange(CONTEXTS) % 3
 
 
 def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: PositionContext) -> None:
-    found = measures.contextual_report(basis, LABELS, rank=3)
+    found = reports.contextual_report(basis, LABELS, rank=3)
     parts = decompose_tensor(planted())
     incoherent = contextual.incoherence(parts.pos, parts.ctx)
     similar = contextual.cluster_similarity(parts.ctx, LABELS)
@@ -207,7 +209,7 @@ def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: Positio
 
 
 def test_contextual_jackknife_leaves_whole_groups_out(basis: PositionContext) -> None:
-    found = measures.contextual_report(basis, LABELS, rank=3, nulls=False)
+    found = reports.contextual_report(basis, LABELS, rank=3, nulls=False)
     h, values = planted(), []
     for g in range(8):
         kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
@@ -225,57 +227,57 @@ def test_flipped_signs_keep_outlier_coordinates_and_lose_alignment() -> None:
     h = gaussian(0, 1, CONTEXTS, POSITIONS, D)
     shared = gaussian(1, D)
     h = h + 5 * gaussian(2, CONTEXTS, 1, 1) * shared + 5 * gaussian(3, POSITIONS, 1) * shared
-    aligned = measures.contextual_report(basis_of(h), jackknife=False)
+    aligned = reports.contextual_report(basis_of(h), jackknife=False)
     assert aligned["incoherence_avg"] > 1.5 * aligned.nulls["incoherence_avg|flipped"]
     outlier = torch.zeros(D, dtype=torch.float64)
     outlier[0] = 1
     h = gaussian(0, 1, CONTEXTS, POSITIONS, D) + 5 * gaussian(2, CONTEXTS, 1, 1) * outlier + 5 * gaussian(3, POSITIONS, 1) * outlier
-    spiked = measures.contextual_report(basis_of(h), jackknife=False)
+    spiked = reports.contextual_report(basis_of(h), jackknife=False)
     assert spiked["incoherence_avg"] > 2 * spiked.nulls["incoherence_avg|random"]
     assert float(spiked.nulls["incoherence_avg|flipped"]) == pytest.approx(float(spiked["incoherence_avg"]), rel=0.1)
 
 
 def test_contextual_report_without_documents_and_its_refusals(basis: PositionContext) -> None:
-    bare = measures.contextual_report(basis, jackknife=False)
+    bare = reports.contextual_report(basis, jackknife=False)
     assert "intra" not in bare.values
     assert bare.similarity is None
     with pytest.raises(GeometryError, match=r"a label >= 0 for each of 24 contexts, got int64 tensor of shape \(3,\)"):
-        measures.contextual_report(basis, [0, 1, 2])
+        reports.contextual_report(basis, [0, 1, 2])
     with pytest.raises(GeometryError, match="keep_ctx=True"):
-        measures.contextual_report(basis_of(planted(), keep_ctx=False))
+        reports.contextual_report(basis_of(planted(), keep_ctx=False))
     hyperplane = planted() @ (torch.eye(D, dtype=torch.float64) - 1 / D)
-    flagged = measures.contextual_report(basis_of(hyperplane), LABELS, jackknife=False)
+    flagged = reports.contextual_report(basis_of(hyperplane), LABELS, jackknife=False)
     assert flagged["compactness_raw"].isnan().all()
     assert any("covariance singular at states [0, 1]" in f for f in flagged.provenance.flags)
-    projected = measures.contextual_report(basis_of(hyperplane), LABELS, jackknife=False, space=("pca", 4))
+    projected = reports.contextual_report(basis_of(hyperplane), LABELS, jackknife=False, space=("pca", 4))
     assert (projected["compactness_raw"] > 0).all()
 
 
 def test_only_a_singular_covariance_is_called_singular(basis: PositionContext) -> None:
     for options, text in (({"norm": "n"}, "norm: expected one of 'N', 'dof'"), ({"space": ("pca", 99)}, "space: expected")):
         with pytest.raises(GeometryError, match=text):
-            measures.contextual_report(basis, LABELS, jackknife=False, **options)  # type: ignore[arg-type]
-    bare = measures.contextual_report(basis_of(planted(), second_moments=False), LABELS, jackknife=False)
+            reports.contextual_report(basis, LABELS, jackknife=False, **options)  # type: ignore[arg-type]
+    bare = reports.contextual_report(basis_of(planted(), second_moments=False), LABELS, jackknife=False)
     assert bare["compactness_cvec"].isnan().all()
     assert bare.nulls["compactness_raw|shuffled"].isnan().all()
     assert "no second moments: no compactness" in bare.provenance.flags
     assert not any("singular" in f for f in bare.provenance.flags)
-    assert torch.equal(bare["intra"], measures.contextual_report(basis, LABELS, jackknife=False)["intra"])
+    assert torch.equal(bare["intra"], reports.contextual_report(basis, LABELS, jackknife=False)["intra"])
 
 
 def test_float64_products_resolve_what_float32_products_cannot() -> None:
     """Two coordinates that differ by 1e-5 of their size: an eigenvalue of 1e-10, beyond float32 products only."""
     h = planted()
     h[..., 1] = h[..., 0] + 1e-5 * gaussian(11, *h.shape[:-1])
-    exact = measures.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
+    exact = reports.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
     expected = contextual.cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
     assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)
-    plain = measures.contextual_report(decompose_activations(h), LABELS, jackknife=False, nulls=False)
+    plain = reports.contextual_report(decompose_activations(h), LABELS, jackknife=False, nulls=False)
     assert plain["compactness_raw"].isnan().all()
 
 
 def test_overlap_has_one_rank_whatever_is_resampled(basis: PositionContext) -> None:
-    found, bare = (measures.contextual_report(basis, rank=9, jackknife=j) for j in (True, False))
+    found, bare = (reports.contextual_report(basis, rank=9, jackknife=j) for j in (True, False))
     assert torch.equal(found["overlap"], bare["overlap"])
     assert found.curve["overlap"].isnan().all(1).tolist() == [True, True, False, False]  # 3 and 6 contexts have fewer than 9 directions
     assert found.errors["overlap"].isfinite().all()
@@ -288,35 +290,35 @@ def test_overlap_is_limited_by_the_directions_there_are() -> None:
     h = gaussian(4, 2, CONTEXTS, 1, D) + parts.pos[:, None]
     t = torch.linspace(0, 1, POSITIONS, dtype=torch.float64)
     h[0] += torch.stack([t, t**2], dim=1) @ gaussian(5, 2, D) - parts.pos[0]  # two directions only
-    found = measures.contextual_report(basis_of(h), jackknife=False)
+    found = reports.contextual_report(basis_of(h), jackknife=False)
     assert "overlap of 2 of 10 directions (some state has no more)" in found.provenance.flags
     exact = decompose_tensor(h)
     assert torch.allclose(found["overlap"], contextual.subspace_overlap(exact.pos, exact.ctx, 2).overlap)
     assert found.nulls["overlap|random"].tolist() == [2 / D] * 2
     h[0] = gaussian(6, CONTEXTS, 1, D).round()  # no position at all: no overlap, and no limit for the other state
-    empty = measures.contextual_report(basis_of(h), jackknife=False)
+    empty = reports.contextual_report(basis_of(h), jackknife=False)
     assert empty["overlap"].isnan().tolist() == [True, False]
     assert not any("overlap" in f for f in empty.provenance.flags)
     with pytest.raises(GeometryError, match="rank: expected at least 1 direction, got 0"):
-        measures.contextual_report(basis_of(h), rank=0)
+        reports.contextual_report(basis_of(h), rank=0)
 
 
 def test_merged_basis_has_no_known_groups_and_says_so() -> None:
     h = planted()
     parts = [dataclasses.replace(basis_of(h[:, part]), contiguous=False) for part in (slice(0, 11), slice(11, None))]
-    merged = measures.contextual_report(PositionContext.merge(parts), LABELS)
+    merged = reports.contextual_report(PositionContext.merge(parts), LABELS)
     assert "groups of contexts not known (merged files of an earlier version): no errors" in merged.provenance.flags
     assert not merged.errors
     own = PositionContext.merge([basis_of(h[:, part]) for part in (slice(0, 11), slice(11, None))])
-    assert measures.contextual_report(own, LABELS).errors["intra"].isfinite().all()  # groups of today are known
-    whole = measures.contextual_report(basis_of(h), LABELS, jackknife=False)
+    assert reports.contextual_report(own, LABELS).errors["intra"].isfinite().all()  # groups of today are known
+    whole = reports.contextual_report(basis_of(h), LABELS, jackknife=False)
     assert torch.allclose(merged["intra"], whole["intra"])
 
 
 def test_many_contexts_are_thinned_for_similarities_and_flagged(monkeypatch: pytest.MonkeyPatch, basis: PositionContext) -> None:
-    full = measures.contextual_report(basis, LABELS, jackknife=False)
-    monkeypatch.setattr(measures, "SIMILARITY_LIMIT", 12)
-    thin = measures.contextual_report(basis, LABELS, jackknife=False)
+    full = reports.contextual_report(basis, LABELS, jackknife=False)
+    monkeypatch.setattr(reports, "SIMILARITY_LIMIT", 12)
+    thin = reports.contextual_report(basis, LABELS, jackknife=False)
     assert "similarities from 12 contexts" in thin.provenance.flags
     assert not torch.equal(thin["intra"], full["intra"])
     assert torch.equal(thin["incoherence_avg"], full["incoherence_avg"])

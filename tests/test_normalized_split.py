@@ -14,16 +14,16 @@ from torch import Tensor
 
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry import compare_bases, decompose, render, split_scores, split_values, sweep_heads
-from tl_geometry.adapters import facts, states_from_cache, view
-from tl_geometry.attention import row_center
-from tl_geometry.closing import closing_bound
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import ClosingError, GeometryError
-from tl_geometry.interventions import keep_term, remove_term
+from tl_geometry.base.errors import ClosingError, GeometryError
+from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.interventions.terms import keep_term, remove_term
+from tl_geometry.models import facts, states_from_cache, view
+from tl_geometry.models.reconstruction import closing_bound
 from tl_geometry.render import head_view, sweeps
-from tl_geometry.verbs import sweep
-from tl_geometry.verbs.details import DETAILS, null_positions, score
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.scores import sweep
+from tl_geometry.scores.details import DETAILS, null_positions, score
+from tl_geometry.scores.split import ScoreSplit
 
 KINDS = ["gpt2", "llama", "neox", "gptj", "bloom", "qwen3", "gemma2", "gemma3", "phi", "olmo2", "opt", "gpt-oss", "bert"]
 PROMPTS = tokens(batch=3, length=18, seed=7)

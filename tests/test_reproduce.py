@@ -14,10 +14,10 @@ import torch
 from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
-from tl_geometry import adapters, reproduce
-from tl_geometry.capture import as_view
-from tl_geometry.errors import GeometryError
-from tl_geometry.records import ModelView
+from tl_geometry import models, reproduce
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.reproduce import protocol, tables
 
 transformers = pytest.importorskip("transformers")
@@ -41,7 +41,7 @@ def gpt2() -> Any:
 
 @pytest.fixture(scope="module")
 def bridge(gpt2: Any) -> Any:
-    return adapters.from_hf(copy.deepcopy(gpt2), name="tiny")
+    return models.from_hf(copy.deepcopy(gpt2), name="tiny")
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_causal_bert_is_hugging_face_s_decoder_and_is_put_back(kind: str) -> Non
         expected = decoder.eval()(rows, output_hidden_states=True).hidden_states
         usual = bert(rows, output_hidden_states=True).hidden_states
     try:
-        view = as_view(adapters.from_hf(bert, name="bert-base-cased", kind=kind))
+        view = as_view(models.from_hf(bert, name="bert-base-cased", kind=kind))
     except GeometryError as error:
         pytest.skip(str(error))
 
@@ -252,7 +252,7 @@ def test_tables_one_and_three_to_five_agree_except_where_noted() -> None:
 
 
 def test_verdicts(gpt2: Any, ids: Tensor, tmp_path: Path) -> None:
-    named = adapters.from_hf(copy.deepcopy(gpt2), name="gpt2")
+    named = models.from_hf(copy.deepcopy(gpt2), name="gpt2")
     found = reproduce.song_zhong(named, ids, row="GPT-2 OWT", settings=SMALL, progress=False)
     verdicts = {(c[0], c[1]): c[5] for c in found.cells}
     assert verdicts[("table 1", "rank")] == "differs"

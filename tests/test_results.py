@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.browser import HOSTILE
-from tl_geometry import GeometryError, Provenance, Result, _html
+from tl_geometry import GeometryError, Provenance, Result
+from tl_geometry.base import html
 
 WHERE = Provenance(model="a<b>_model", corpus="50% & more\nlines", contexts=3, flags=("<script>window.planted=1</script>",))
 
@@ -68,7 +69,7 @@ def test_html_is_an_escaped_table_with_nan_counts_and_provenance() -> None:
     seen = Cells(hostile()._repr_html_())
     assert set(seen.tags) == {"div", "table", "tr", "th", "td"}
     assert seen.cells[1:4] == ["token", "value", "count"]
-    assert seen.cells[4::3] == [_html.visible(t) for t in HOSTILE]
+    assert seen.cells[4::3] == [html.visible(t) for t in HOSTILE]
     assert any(a != b for a, b in zip(seen.cells[4::3], HOSTILE, strict=True))  # direction marks are written out
     assert seen.cells[5:12:3] == ["–", "0.1235", "-2.5e-07"]
     assert seen.cells[0] == "Planted(a<b>_model, 50% & more\nlines, 3 contexts, float32, <script>window.planted=1</script>); NaN: value 4"

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tests.reports import model_directory, report
-from tl_geometry.errors import GeometryError
-from tl_geometry.report import SECTIONS, TITLES, WEIGHTS, Clock, Draft, flow, folder, heads, measures
+from tl_geometry.base.arguments import SECTIONS
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.report import TITLES, WEIGHTS, flow, folder, heads, measures
 from tl_geometry.report import build as building
-from tl_geometry.report.clock import span
+from tl_geometry.report.clock import Clock, span
+from tl_geometry.report.section import Draft
 
 SHAPES = ("llama", "gemma2", "bloom", "bert")
 

@@ -16,10 +16,11 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.test_distributed import OPTIONS, _threads_as_groups, ids, together, toy, ungrouped  # noqa: F401 (a fixture)
 from tests.tiny import ARCHITECTURES, loadable, tiny, tokens
-from tl_geometry import capture, decompose_activations
-from tl_geometry.decomposition import RAW, PositionContext
-from tl_geometry.errors import GeometryError
-from tl_geometry.largest import KEPT, Largest, log_histogram, top_share
+from tl_geometry import decompose_activations
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.decomposition import streaming
+from tl_geometry.decomposition.largest import KEPT, Largest, log_histogram, top_share
+from tl_geometry.decomposition.position_context import RAW, PositionContext
 
 
 def planted(contexts: int = 40, positions: int = 60, d_model: int = 6, seed: int = 0) -> Tensor:
@@ -279,7 +280,7 @@ class Killed(Exception):
 
 
 def test_a_checkpoint_belongs_to_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "SAVE_SHARE", 1e9)
+    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)
     path, rows, labels = tmp_path / "run", ids(20), torch.arange(20) % 3
     left = [3]
 

@@ -14,16 +14,17 @@ import tl_geometry as tlg
 from tests.test_trajectories import deep, ensemble
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
-from tl_geometry.adapters import continuing
-from tl_geometry.capture import as_view
-from tl_geometry.residuals import PENALTIES, MapsFrom, fit_map, map_errors, residual_maps, score_map
-from tl_geometry.verbs import outputs, skipping
-from tl_geometry.verbs.ensemble import plan_chunks, shared_rows, split_rows, trajectories
-from tl_geometry.verbs.flows import compare_ensembles, flow_report
-from tl_geometry.verbs.outputs import log_probabilities, pilot_runs
-from tl_geometry.verbs.separation import true_against_extrapolated
-from tl_geometry.verbs.skipping import SKIPS, SkipMap, skip_map
-from tl_geometry.verbs.truncation import truncation_kl
+from tl_geometry.flow import skipping
+from tl_geometry.flow.ensemble import shared_rows, split_rows, trajectories
+from tl_geometry.flow.planning import plan_chunks
+from tl_geometry.flow.reports import compare_ensembles, flow_report
+from tl_geometry.flow.residuals import PENALTIES, MapsFrom, fit_map, map_errors, residual_maps, score_map
+from tl_geometry.flow.separation import true_against_extrapolated
+from tl_geometry.flow.skipping import SKIPS, SkipMap, skip_map
+from tl_geometry.flow.truncation import truncation_kl
+from tl_geometry.models import continuing, outputs
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.outputs import log_probabilities, pilot_runs
 
 MODELS = [("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "gpt-neo", "neox", "opt")]
 MODELS += [("hooked", a) for a in ("gpt2", "llama", "mistral")] if HAS_HOOKED else []

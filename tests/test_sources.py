@@ -12,10 +12,10 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import tiny, tokens
-from tl_geometry import sources
-from tl_geometry.errors import GeometryError
-from tl_geometry.tokens import padded_rows
-from tl_geometry.verbs import decompose as decompose_module
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.corpus import sources
+from tl_geometry.corpus.cutting import padded_rows
+from tl_geometry.decomposition.decomposing import _window
 
 BOS = "<|endoftext|>"
 
@@ -82,7 +82,7 @@ def test_padded_ids_are_refused_wherever_tokens_come_in(view: Any, windows: tlg.
 
 
 def test_padding_tokens_that_mean_something_else_are_unknown(model: Any, view: Any) -> None:
-    from tl_geometry.adapters.transformer_lens import _pad_id
+    from tl_geometry.models.describing import _pad_id
 
     assert view.pad_id is None
 
@@ -355,6 +355,6 @@ def test_two_functions_for_models_and_for_activations() -> None:
     assert tlg.decompose(model, ids, window=(1.0, 8.0), progress=False).window == (1, 8)
     for bad in (3, ("a", "b"), (True, 4), object()):
         with pytest.raises(GeometryError, match="window: expected"):
-            decompose_module._window(bad, 8, 1)
+            _window(bad, 8, 1)
     with pytest.raises(TypeError, match="checkpoint"):
         tlg.decompose_activations(H, checkpoint="x")  # type: ignore[call-arg]

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tl_geometry import linalg, sphere
-from tl_geometry.errors import GeometryError
+from tl_geometry.base import linalg
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.models.norms import remove_mean
+from tl_geometry.sphere import projection
 
 SEEDS = st.integers(0, 10_000)
 KINDS = st.sampled_from(["LN", "RMS"])
@@ -33,7 +35,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
 @fast
 def test_points_and_surfaces(seed: int, kind: str, eps: float) -> None:
     x, gain, bias = 3 * normal(5, 8, seed=seed) + 2, normal(8, seed=seed + 1), normal(8, seed=seed + 2)
-    g = sphere.norm_geometry(x, gain, bias, eps, kind)
+    g = projection.norm_geometry(x, gain, bias, eps, kind)
     module = torch.nn.functional.layer_norm if kind == "LN" else torch.nn.functional.rms_norm
     close(g.z, module(x, (8,), eps=eps), 1e-9)
     close(g.y, gain * g.z + bias)
@@ -42,7 +44,7 @@ def test_points_and_surfaces(seed: int, kind: str, eps: float) -> None:
     assert bool((g.radius <= 8**0.5 + 1e-12).all())
     if kind == "LN":
         assert float(g.hyperplane_residual.max()) < 1e-9
-        off = sphere.norm_geometry(x, gain, bias, eps, "RMS").z
+        off = projection.norm_geometry(x, gain, bias, eps, "RMS").z
         assert float(off.sum(-1).abs().max()) > 0.1  # the same states without the centring are not in the hyperplane
     else:
         assert bool(g.hyperplane_residual.isnan().all())
@@ -53,28 +55,28 @@ def test_points_and_surfaces(seed: int, kind: str, eps: float) -> None:
 @fast
 def test_layernorm_forgets_scale_and_shift_and_its_cosines_are_correlations(seed: int, a: float, b: float) -> None:
     x = normal(6, 9, seed=seed)
-    z = sphere.norm_geometry(x, eps=0.0).z
-    close(z, sphere.norm_geometry(a * x + b, eps=0.0).z, 1e-8)
+    z = projection.norm_geometry(x, eps=0.0).z
+    close(z, projection.norm_geometry(a * x + b, eps=0.0).z, 1e-8)
     close(linalg.normalize_rows(z)[0] @ linalg.normalize_rows(z)[0].mT, torch.from_numpy(np.corrcoef(x.numpy())), 1e-9)
 
 
 def test_the_deficit_of_a_long_vector_survives_rounding() -> None:
-    g = sphere.norm_geometry(1e6 * normal(1, 100), eps=1e-5, kind="RMS")
+    g = projection.norm_geometry(1e6 * normal(1, 100), eps=1e-5, kind="RMS")
     length = float(torch.linalg.vector_norm(1e6 * normal(1, 100)))
     assert float(g.deficit) == pytest.approx(10 * 100 * 1e-5 / (2 * length**2), rel=1e-6)
 
 
 def test_constant_vectors_zero_gains_and_zero_vectors() -> None:
     gain = torch.tensor([0.0, 1.0, 2.0, 0.0]).double()
-    g = sphere.norm_geometry(torch.tensor([[0.1, 0.1, 0.1, 0.1], [1, 2, 3, 5], [0, 0, 0, 0]]).double(), gain, eps=0.0)
+    g = projection.norm_geometry(torch.tensor([[0.1, 0.1, 0.1, 0.1], [1, 2, 3, 5], [0, 0, 0, 0]]).double(), gain, eps=0.0)
     assert g.degenerate.tolist() == [True, False, True]
     assert g.radius.tolist() == pytest.approx([0, 2, 0])
     assert float(g.ellipsoid_residual.max()) < 1e-12
-    p = sphere.path_geometry(torch.zeros(3, 4))
+    p = projection.path_geometry(torch.zeros(3, 4))
     assert math.isnan(float(p.tortuosity))
-    still = sphere.path_geometry(torch.tensor([[1.0, 2, 4], [2, 4, 8]]), kind="RMS")
+    still = projection.path_geometry(torch.tensor([[1.0, 2, 4], [2, 4, 8]]), kind="RMS")
     assert float(still.net) == pytest.approx(0, abs=1e-7)
-    u = sphere.update_split(torch.zeros(4), torch.ones(4))
+    u = projection.update_split(torch.zeros(4), torch.ones(4))
     assert all(math.isnan(float(v)) for v in u)
 
 
@@ -82,27 +84,27 @@ def test_constant_vectors_zero_gains_and_zero_vectors() -> None:
 @fast
 def test_paths(seed: int, kind: str) -> None:
     points = normal(3, 6, 7, seed=seed)
-    p = sphere.path_geometry(points, kind)
+    p = projection.path_geometry(points, kind)
     assert bool((p.tortuosity >= 1 - 1e-12).all())
     close(p.length, p.steps.sum(-1))
     scaled = points * (1 + torch.arange(6).double())[:, None] + (2.0 if kind == "LN" else 0.0)
-    close(sphere.path_geometry(scaled, kind).steps, p.steps, 1e-9)
-    c = sphere.centred(points, kind)
+    close(projection.path_geometry(scaled, kind).steps, p.steps, 1e-9)
+    c = remove_mean(points, kind)
     cosine = torch.nn.functional.cosine_similarity(c[:, :-1], c[:, 1:], dim=-1)
     close(p.steps.cos(), cosine)
     if kind == "RMS":
-        close(sphere.path_geometry(points @ torch.linalg.qr(normal(7, 7)).Q, kind).steps, p.steps, 1e-9)
+        close(projection.path_geometry(points @ torch.linalg.qr(normal(7, 7)).Q, kind).steps, p.steps, 1e-9)
 
 
 @given(SEEDS, KINDS)
 @fast
 def test_updates_split_by_pythagoras_and_only_the_tangential_part_turns(seed: int, kind: str) -> None:
     h, u = normal(5, 8, seed=seed), normal(5, 8, seed=seed + 1)
-    s = sphere.update_split(h, u, kind)
-    close(s.radial.square() + s.tangential.square(), sphere.centred(u, kind).square().sum(-1))
-    length = torch.linalg.vector_norm(sphere.centred(h, kind), dim=-1)
+    s = projection.update_split(h, u, kind)
+    close(s.radial.square() + s.tangential.square(), remove_mean(u, kind).square().sum(-1))
+    length = torch.linalg.vector_norm(remove_mean(h, kind), dim=-1)
     close(s.turn, torch.atan2(s.tangential, length + s.radial))
-    along = sphere.update_split(h, 0.5 * h, kind)
+    along = projection.update_split(h, 0.5 * h, kind)
     assert float(along.turn.max()) < 1e-7
     assert float(along.tangential.max()) < 1e-12
 
@@ -113,41 +115,41 @@ def test_rank_and_angle_of_a_token_equal_brute_force(seed: int, kind: str, chunk
     points, vocabulary = normal(2, 4, 6, seed=seed), normal(30, 6, seed=seed + 1)
     target = torch.randint(0, 30, (2, 4), generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sphere, "VOCABULARY_CHUNK", chunk)
-        a = sphere.token_approach(points, vocabulary, target, kind)
-    cosine = torch.nn.functional.cosine_similarity(sphere.centred(points, kind)[:, :, None], sphere.centred(vocabulary, kind), dim=-1)
+        patch.setattr(projection, "VOCABULARY_CHUNK", chunk)
+        a = projection.token_approach(points, vocabulary, target, kind)
+    cosine = torch.nn.functional.cosine_similarity(remove_mean(points, kind)[:, :, None], remove_mean(vocabulary, kind), dim=-1)
     own = cosine.gather(-1, target[..., None])
     close(a.angle.cos(), own[..., 0])
     assert a.rank.tolist() == ((cosine > own).sum(-1) + 1).tolist()
-    assert sphere.token_approach(vocabulary, vocabulary, torch.arange(30), kind).rank.tolist() == [1] * 30
+    assert projection.token_approach(vocabulary, vocabulary, torch.arange(30), kind).rank.tolist() == [1] * 30
 
 
 def test_a_zero_state_has_no_rank_and_targets_are_checked() -> None:
-    a = sphere.token_approach(torch.zeros(2, 3), torch.eye(3), torch.tensor([0, 1]))
+    a = projection.token_approach(torch.zeros(2, 3), torch.eye(3), torch.tensor([0, 1]))
     assert a.rank.tolist() == [0, 0]
     assert bool(a.angle.isnan().all())
     with pytest.raises(GeometryError, match="target: expected token ids from 0 to 2, got 1 to 3"):
-        sphere.token_approach(torch.ones(2, 3), torch.eye(3), torch.tensor([1, 3]))
+        projection.token_approach(torch.ones(2, 3), torch.eye(3), torch.tensor([1, 3]))
 
 
 @pytest.mark.parametrize("rows", [10, 60])
 def test_principal_axes(rows: int) -> None:
     x = normal(rows, 8) * torch.arange(1, 9).double()
-    p = sphere.principal_projection(x, 3)
+    p = projection.principal_projection(x, 3)
     close(p.axes.mT @ p.axes, torch.eye(3).double())
     close(p(x).var(0), torch.linalg.eigvalsh(x.mT.cov()).flip(-1)[:3])
     assert bool((p.axes.gather(0, p.axes.abs().argmax(0, keepdim=True)) > 0).all())
     close(p.share, p(x).var(0) / x.var(0).sum())
-    close(p(x), sphere.principal_projection(x.flip(0), 3)(x), 1e-8)
-    assert bool(sphere.principal_projection(torch.ones(4, 3), 1).share.isnan().all())
+    close(p(x), projection.principal_projection(x.flip(0), 3)(x), 1e-8)
+    assert bool(projection.principal_projection(torch.ones(4, 3), 1).share.isnan().all())
     with pytest.raises(GeometryError, match="k: expected 1 to 8 axes, got 9"):
-        sphere.principal_projection(x[:10], 9)
+        projection.principal_projection(x[:10], 9)
 
 
 def test_umap_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "umap", None)
     with pytest.raises(GeometryError, match=r'umap: expected the optional package umap-learn, got not installed\. Use pip install "tl-geo'):
-        sphere.umap_coordinates(normal(5, 4), normal(5, 4))
+        projection.umap_coordinates(normal(5, 4), normal(5, 4))
 
     class Fake:
         def __init__(self, **settings: object) -> None:
@@ -161,13 +163,13 @@ def test_umap_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "umap", types.SimpleNamespace(UMAP=Fake))
     points = normal(2, 5, 4)
-    close(sphere.umap_coordinates(normal(6, 4), points, seed=7), points[..., :3] + 6)
+    close(projection.umap_coordinates(normal(6, 4), points, seed=7), points[..., :3] + 6)
 
 
 def test_errors() -> None:
     with pytest.raises(GeometryError, match="kind: expected one of 'LN', 'RMS', got 'BN'"):
-        sphere.norm_geometry(torch.ones(2, 3), kind="BN")
+        projection.norm_geometry(torch.ones(2, 3), kind="BN")
     with pytest.raises(GeometryError, match="eps: expected a number of at least 0"):
-        sphere.norm_geometry(torch.ones(2, 3), eps=-1.0)
+        projection.norm_geometry(torch.ones(2, 3), eps=-1.0)
     with pytest.raises(GeometryError, match="points: expected at least two states"):
-        sphere.path_geometry(torch.ones(1, 3))
+        projection.path_geometry(torch.ones(1, 3))

@@ -18,16 +18,19 @@ from torch import Tensor
 
 import tl_geometry
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
-from tl_geometry import decompose, records
-from tl_geometry.adapters import facts, from_hf, parameters, view
-from tl_geometry.attention import row_center, share_sums_dense
-from tl_geometry.closing import closing_bound, pattern_error
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
-from tl_geometry.records import LayerView, ModelView
-from tl_geometry.verbs.cuts import Cut
-from tl_geometry.verbs.split import ScoreSplit, split_scores, split_values
-from tl_geometry.verbs.values import _token_ids
+from tl_geometry import decompose
+from tl_geometry.base.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models import facts, from_hf, parameters, view
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.reconstruction import closing_bound, pattern_error
+from tl_geometry.scores.split import ScoreSplit, split_scores
+from tl_geometry.scores.splitter import Cut
+from tl_geometry.scores.sums import share_sums_dense
+from tl_geometry.scores.values import _token_ids, split_values
 
 PROMPTS = tokens(batch=2, length=18, seed=7)
 HALF = (torch.float16, torch.bfloat16)
@@ -235,7 +238,7 @@ def test_any_additive_split_closes(seed: int, size: float) -> None:
 
 @cache
 def states(kind: str, architecture: str) -> Tensor:
-    return tl_geometry.adapters.states_from_cache(tiny(kind, architecture).run_with_cache(PROMPTS)[1])
+    return tl_geometry.models.states_from_cache(tiny(kind, architecture).run_with_cache(PROMPTS)[1])
 
 
 # ------------------------------------------------------------------------------------------------------- the published versions
@@ -525,7 +528,7 @@ ADAPTER_FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "QK-norm per head in place of flat": (
         "olmo2", facts.QKNorm, "scale", lambda self, x: (x.square().mean(-1) + self.eps).sqrt(),
     ),
-    "mean not taken out by the norm": ("gpt2", records.NormWeights, "scale", lambda self, h: (h.square().mean(-1) + self.eps).sqrt()),
+    "mean not taken out by the norm": ("gpt2", NormWeights, "scale", lambda self, h: (h.square().mean(-1) + self.eps).sqrt()),
 }  # fmt: skip
 
 

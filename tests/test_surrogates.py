@@ -10,9 +10,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, tiny, tokens
-from tl_geometry import weights
-from tl_geometry.errors import GeometryError, UnsupportedModelError
-from tl_geometry.interventions.live import score_of
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.interventions.offsets import OffsetReplacement, offset_diagonals
 from tl_geometry.interventions.surrogates import (
     PARTS,
@@ -24,8 +22,9 @@ from tl_geometry.interventions.surrogates import (
     surrogate,
     surrogate_effect,
 )
-from tl_geometry.verbs.details import model_pattern
-from tl_geometry.weights import Factors
+from tl_geometry.models.live import score_of
+from tl_geometry.weights import bilinear
+from tl_geometry.weights.bilinear import Factors
 
 MODELS = [("bridge", a) for a in ("gpt2", "opt", "bert", "bloom", "gpt-neo")] + (
     [("hooked", "gpt2"), ("hooked", "bert")] if HAS_HOOKED else []
@@ -86,8 +85,8 @@ def test_new_patterns_by_hand() -> None:
     new = replacements(view, basis, [(1, 3)], "structured")[1]
     assert isinstance(new, Replacement)
     own = score_of(s, [3])
-    close(model_pattern(own, s, [3]), s.pattern[:, 3:4], 1e-5)
-    edited = model_pattern(replaced_scores(s, own, new), s, [3])
+    close(s.pattern_of(own, [3]), s.pattern[:, 3:4], 1e-5)
+    edited = s.pattern_of(replaced_scores(s, own, new), [3])
     z = (s.h - s.h.mean(-1, keepdim=True)) / s.norm_scale[..., None]
     w, norm = view.weights(1), view.attention_norm(1)
     b_Q = w.b_Q[3] + norm.bias @ w.W_Q[3]
@@ -115,8 +114,8 @@ def test_parts_of_a_planted_matrix() -> None:
     close(product("whole"), W)
     P = V[:, :3] @ V[:, :3].mT
     close(product("low_rank"), P @ W @ P)
-    threshold = float(weights.structure(f, V, k=3).threshold)
-    Q = weights.complete(V, torch.eye(30, dtype=torch.float64))
+    threshold = float(bilinear.structure(f, V, k=3).threshold)
+    Q = bilinear.complete(V, torch.eye(30, dtype=torch.float64))
     rotated = Q.mT @ (W - torch.diag(W.diagonal())) @ Q
     close(product("thresholded"), Q @ torch.where(rotated.abs() > threshold, rotated, 0.0) @ Q.mT)
     assert int((rotated.abs() > threshold).sum()) > 0
@@ -225,7 +224,7 @@ def test_every_offset_gets_its_own_least_squares_fit() -> None:
     seen, heads, k = kept[1], [(1, 1), (1, 2)], 3
     own = score_of(seen, [1, 2])
     x = (seen.h / seen.norm_scale[..., None]).double()
-    V = weights.leading_directions(basis.pos[basis.index(1)], 60)[0][:, :k]
+    V = bilinear.leading_directions(basis.pos[basis.index(1)], 60)[0][:, :k]
     design = [torch.outer(V[:, a], V[:, b]).flatten() for a in range(k) for b in range(k)]
     design += [torch.diag(torch.eye(32, dtype=torch.float64)[e]).flatten() for e in range(32)]
     made = {p: replaced_scores(seen, own, replacements(view, basis, heads, p, rank=k)[1]) for p in ("structured", "low_rank", "diagonal")}

@@ -13,18 +13,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny import tiny, tokens
-from tl_geometry import attention, decompose
-from tl_geometry.adapters import view
-from tl_geometry.attention import row_center
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import BudgetError, ClosingError, GeometryError
-from tl_geometry.head_types import head_type_scores, repeated_random_tokens
-from tl_geometry.score_shapes import contrast_sums, offset_sums
-from tl_geometry.verbs import sweep
-from tl_geometry.verbs.details import DETAILS, DRAWS, model_pattern, null_positions, score
-from tl_geometry.verbs.nulls import reinitialized
-from tl_geometry.verbs.split import split_scores
-from tl_geometry.verbs.sweep import SweepTable, sweep_heads
+from tl_geometry import decompose
+from tl_geometry.base.errors import BudgetError, ClosingError, GeometryError
+from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models import view
+from tl_geometry.models.control import reinitialized
+from tl_geometry.scores import sweep
+from tl_geometry.scores.details import DETAILS, DRAWS, null_positions, score
+from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
+from tl_geometry.scores.shapes import contrast_sums, offset_sums
+from tl_geometry.scores.split import split_scores
+from tl_geometry.scores.sums import GROUPS
+from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
 KINDS = ["gpt2", "llama", "bloom", "qwen3", "gemma2", "gpt-neo", "bert"]
 PROMPTS = tokens(batch=5, length=20, seed=4)
@@ -123,7 +124,7 @@ def test_model_pattern_is_the_models_own() -> None:
 
         def check(layer: Any, architecture: str = architecture) -> None:
             total = score(layer.q, layer.k) * layer.scale + (0 if layer.bias is None else layer.bias)
-            assert torch.allclose(model_pattern(total, layer), layer.pattern, atol=1e-5), architecture
+            assert torch.allclose(layer.pattern_of(total), layer.pattern, atol=1e-5), architecture
 
         model.run_layers(PROMPTS, range(2), check)
 
@@ -221,7 +222,7 @@ def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPat
 
 def test_uniform_heads_are_labelled() -> None:
     from tests.tiny import hf_model
-    from tl_geometry.adapters import from_hf
+    from tl_geometry.models import from_hf
 
     hf = hf_model("gpt2")
     with torch.no_grad():
@@ -235,14 +236,14 @@ def test_uniform_heads_are_labelled() -> None:
     assert table.by_group.labels[4] == "uniform"
     assert torch.isnan(table.cs[4]).all()
     assert not torch.isnan(table.cs[[0, 1, 2, 3, 5, 6, 7]]).any()
-    assert len(attention.GROUPS) == len(table.groups)
+    assert len(GROUPS) == len(table.groups)
 
 
 def test_a_freshly_initialised_model_is_not_refused() -> None:
     """Its scores are of size 0.1: the pattern closes to its own rounding, not to that of the scores."""
     import transformers
 
-    from tl_geometry.adapters import from_hf
+    from tl_geometry.models import from_hf
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=100, bos_token_id=0, eos_token_id=0)
@@ -300,7 +301,7 @@ def test_null_shares_are_those_of_a_split_by_the_null_positions() -> None:
     for name, null in null_positions(basis, 1, 20, 1, 0):
         split = split_scores(model, PROMPTS, None, layers=1, parts={"mean": mean, "pos": null.expand_as(mean), "cvec": h[0] - mean - null})
         kind, draw = name.split()
-        for i, group in enumerate(attention.GROUPS[:2]):
+        for i, group in enumerate(GROUPS[:2]):
             assert torch.allclose(table.details[f"draws_{group}_{kind}"][4:, int(draw)], split.shares(drop=1).group_cs[:, i], atol=1e-4)
 
 

@@ -19,17 +19,18 @@ from torch import Tensor
 import tl_geometry
 from tests.tiny import HAS_HOOKED, VOCAB, hf_model, randomize, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
-from tl_geometry.capture import as_view
-from tl_geometry.frames import fit_frames
-from tl_geometry.noise import isotropy_tests
-from tl_geometry.residuals import fit_map, flow_map, residual_statistics, score_map
-from tl_geometry.verbs.ensemble import FOLDED, Trajectories, fit_law, gibberish, pseudo_sentences, split_rows, trajectories
-from tl_geometry.verbs.flows import FlowReport, _corrected, compare_ensembles, flow_report
-from tl_geometry.verbs.nulls import reinitialized
-from tl_geometry.verbs.outputs import distances, log_probabilities
-from tl_geometry.verbs.separation import ensembles_apart, separability, true_against_extrapolated
-from tl_geometry.verbs.skipping import SkipMap, skip_map
-from tl_geometry.verbs.truncation import TruncationCurve, truncation_kl
+from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
+from tl_geometry.flow.alignment import fit_frames
+from tl_geometry.flow.ensemble import FOLDED, Trajectories, fit_law, split_rows, trajectories
+from tl_geometry.flow.noise import isotropy_tests
+from tl_geometry.flow.reports import FlowReport, _corrected, compare_ensembles, flow_report
+from tl_geometry.flow.residuals import fit_map, flow_map, residual_statistics, score_map
+from tl_geometry.flow.separation import ensembles_apart, separability, true_against_extrapolated
+from tl_geometry.flow.skipping import SkipMap, skip_map
+from tl_geometry.flow.truncation import TruncationCurve, truncation_kl
+from tl_geometry.models.control import reinitialized
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.outputs import distances, log_probabilities
 
 ROOT = Path(tl_geometry.__file__).parent.parent
 KINDS = [
@@ -43,7 +44,7 @@ def deep(layers: int = 4) -> Any:
     """A tiny GPT-2 with more blocks than the shared ones."""
     import transformers
 
-    from tl_geometry.adapters.loading import from_hf
+    from tl_geometry.models.loading import from_hf
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -526,7 +527,7 @@ def test_separation_tables_have_a_row_per_state():
 def test_the_import_of_verbs_is_light_and_a_missing_extra_says_what_to_install():
     code = (
         "import sys; sys.modules['sklearn'] = None\n"
-        "from tl_geometry.verbs.separation import separability\n"
+        "from tl_geometry.flow.separation import separability\n"
         "import torch\n"
         "assert 'matplotlib' not in sys.modules\n"
         "try:\n    separability(torch.zeros(20, 2), torch.zeros(20, 2))\n"

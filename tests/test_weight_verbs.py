@@ -11,10 +11,11 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, VOCAB, loadable, tiny, tokens
-from tl_geometry import readout, sphere, weights
-from tl_geometry.errors import BudgetError, GeometryError, UnsupportedModelError
-from tl_geometry.verbs import paths, probes, vocabulary
-from tl_geometry.verbs.weights import TokenReadout, WeightGeometry, token_readout, weight_geometry
+from tl_geometry.base.errors import BudgetError, GeometryError, UnsupportedModelError
+from tl_geometry.models.norms import remove_mean
+from tl_geometry.sphere import paths, projection
+from tl_geometry.weights import bilinear, probes, readout, vocabulary
+from tl_geometry.weights.heads import TokenReadout, WeightGeometry, token_readout, weight_geometry
 
 ARCHITECTURES = ["gpt2", "llama", "bloom", "bert", "qwen3", "gemma3"]
 LOADINGS = [("bridge", False), ("bridge", True), *([("hooked", False), ("hooked", True)] if HAS_HOOKED else [])]
@@ -62,7 +63,7 @@ def test_raw_weights_do_depend_on_the_loading_and_reproduce_the_plain_product() 
     w = tlg.view(raw).weights(1)
     W = (w.W_Q @ w.W_K.mT / w.W_Q.shape[-1] ** 0.5).double()
     close(a.diagonal[4:], W.diagonal(dim1=-2, dim2=-1), 1e-5)
-    V = weights.leading_directions(basis_of(raw).pos[1], 32)[0][:, : a.k[1]]
+    V = bilinear.leading_directions(basis_of(raw).pos[1], 32)[0][:, : a.k[1]]
     W_o = W - torch.diag_embed(W.diagonal(dim1=-2, dim2=-1))
     close(a.concentration[4:], (V.mT @ W_o @ V).square().sum((-2, -1)) / W_o.square().sum((-2, -1)), 1e-5)
     assert a.provenance.preset == "paper"
@@ -78,7 +79,7 @@ def test_the_score_is_the_bilinear_form_of_the_factors_at_every_offset() -> None
         s = seen[1]
         for offset in (0, 5) if view.position == "rotary" else (0,):
             ((_, f),) = vocabulary.factors_of(view, [1], "QK", offsets=(offset,))
-            x = sphere.centred(s.h, s.norm.kind)[0].double()
+            x = remove_mean(s.h, s.norm.kind)[0].double()
             i, j = 9, 9 - offset
             scale = (s.q_scale[0, i] * s.k_scale[0, j]).double()
             ours = scale * torch.einsum("d,hde,hfe,f->h", x[i], f.left, f.right, x[j])
@@ -111,7 +112,7 @@ def test_the_sum_over_heads_of_all_terms_is_the_attention_block(architecture: st
     view.run(ids, {n: lambda v, n=n: found.__setitem__(n, v.double()) for n in names})
     w, norm = view.weights(1), view.attention_norm(1)
     h = found[names[0]]
-    x = h if norm.kind is None else sphere.norm_geometry(h, norm.gain, norm.bias, norm.eps, norm.kind).y
+    x = h if norm.kind is None else projection.norm_geometry(h, norm.gain, norm.bias, norm.eps, norm.kind).y
     d = {n: getattr(w, n).double() for n in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")}
     root = w.W_Q.shape[-1] ** 0.5
     both = torch.einsum("bid,hde,hfe,bjf->bhij", x, d["W_Q"], d["W_K"], x)
@@ -184,7 +185,7 @@ def test_readout_equals_dense_singular_vectors_against_all_tokens() -> None:
     _, S, Vh = torch.linalg.svd(f.left[3] @ f.right[3].mT)
     close(r.values[1], S[:8], 1e-9)
     norm = view.attention_norm(1)
-    z = sphere.norm_geometry(model.W_E.detach(), eps=norm.eps).z
+    z = projection.norm_geometry(model.W_E.detach(), eps=norm.eps).z
     for i in range(3):
         scores = z @ Vh[i]
         scores = scores if float(scores.max()) >= float(-scores.min()) else -scores
@@ -218,8 +219,8 @@ def test_writes_are_read_where_the_logits_are() -> None:
     rows = vocabulary.output_rows(view)
     norm, U = view.final_norm(), view.unembed().detach()
     assert norm is not None
-    u = sphere.centred(torch.randn(32, generator=torch.Generator().manual_seed(0)))
-    logits = sphere.norm_geometry(1e4 * u, norm.gain, None, norm.eps).y.float() @ U
+    u = remove_mean(torch.randn(32, generator=torch.Generator().manual_seed(0)))
+    logits = projection.norm_geometry(1e4 * u, norm.gain, None, norm.eps).y.float() @ U
     centred = logits - logits.mean()
     assert float(torch.corrcoef(torch.stack([rows @ u, centred]))[0, 1]) > 1 - 1e-5
     raw = vocabulary.output_rows(view, raw=True)
@@ -253,12 +254,12 @@ def test_noun_probe_by_hand(embedded: Any) -> None:
     w, norm, final = view.weights(1), view.attention_norm(1), view.final_norm()
     assert final is not None
     E = embedded.W_E.detach()
-    x = sphere.norm_geometry(E, norm.gain, norm.bias, norm.eps).y.float()
+    x = projection.norm_geometry(E, norm.gain, norm.bias, norm.eps).y.float()
     for h in range(view.n_heads):
         scores = (x[noun] @ w.W_Q[h] + w.b_Q[h]) @ (x @ w.W_K[h]).T
         assert p.key_ids[0, h, 1].tolist() == scores.argsort(descending=True)[:3].tolist()
         u = (x[noun] @ w.W_V[h] + w.b_V[h]) @ w.W_O[h]
-        logits = sphere.norm_geometry(E[noun] + u + w.b_O, final.gain, final.bias, final.eps).y.float() @ view.unembed()
+        logits = projection.norm_geometry(E[noun] + u + w.b_O, final.gain, final.bias, final.eps).y.float() @ view.unembed()
         assert p.value_ids[0, h, 1].tolist() == logits.argsort(descending=True)[:3].tolist()
         assert float(p.norms[0, h, 1]) == pytest.approx(float(torch.linalg.vector_norm(u - u.mean())), rel=1e-4)
     without = probes.noun_probe(embedded, ["map"], layers=[1], biases=False)
@@ -274,9 +275,9 @@ def test_bias_readout_and_its_file(embedded: Any, tmp_path: Any) -> None:
     b = probes.bias_readout(embedded, heads="L2H1", k=4)
     view = tlg.view(embedded)
     w, norm = view.weights(2), view.attention_norm(2)
-    z = sphere.norm_geometry(embedded.W_E.detach(), eps=norm.eps).z
+    z = projection.norm_geometry(embedded.W_E.detach(), eps=norm.eps).z
     key = norm.gain * (w.W_K[1] @ (w.b_Q[1] + norm.bias @ w.W_Q[1]))
-    order = (z @ sphere.centred(key).double()).argsort(descending=True)
+    order = (z @ remove_mean(key).double()).argsort(descending=True)
     assert b.top_ids[0, 1].tolist() == order[:4].tolist()
     assert b.bottom_ids[0, 1].tolist() == order.flip(0)[:4].tolist()
     assert [row[2] for row in b.rows()] == ["query", "key", "value"]
@@ -306,8 +307,8 @@ def test_embedding_tables() -> None:
     assert by["norm"][7] == pytest.approx(float(u.norm()), rel=1e-5)
     assert by["scaled_bias"][7] == pytest.approx(float((norm.gain * u).norm() + norm.bias @ u), rel=1e-5)
     states = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0)).double()
-    best = sphere.centred(norm.gain * (u - U.mean(1)))[None].double()
-    logits = sphere.norm_geometry(torch.cat([states, best]), norm.gain, norm.bias, 0.0).y @ U.double() + model.b_U.detach().double()
+    best = remove_mean(norm.gain * (u - U.mean(1)))[None].double()
+    logits = projection.norm_geometry(torch.cat([states, best]), norm.gain, norm.bias, 0.0).y @ U.double() + model.b_U.detach().double()
     above = (logits - logits.mean(-1, keepdim=True))[:, 7]
     assert by["max_logit"][7] == pytest.approx(float(above[-1]), rel=1e-4)
     assert float(above.max()) <= by["max_logit"][7] + 1e-4
@@ -336,7 +337,7 @@ def test_paths_by_hand(architecture: str) -> None:
     found: dict[str, Tensor] = {}
     view.run(ids, {n: lambda v, n=n: found.__setitem__(n, v.double()) for n in view.state_hooks})
     h = torch.stack([found[n] for n in view.state_hooks], dim=2)
-    c = sphere.centred(h, view.norm)
+    c = remove_mean(h, view.norm)
     close(p.steps.cos(), torch.cosine_similarity(c[:, :, :-1], c[:, :, 1:], dim=-1), 1e-6)
     rows = vocabulary.output_rows(view).double()
     cosine = torch.nn.functional.normalize(c[:, :-1], dim=-1) @ torch.nn.functional.normalize(rows, dim=-1).mT
@@ -347,7 +348,7 @@ def test_paths_by_hand(architecture: str) -> None:
     both = p.radial.square() + p.tangential.square()
     assert both.shape == (2, 2, 2, 7)
     attention = torch.stack([found_update(view, ids, l) for l in range(2)])
-    close(both[0], sphere.centred(attention, view.norm).square().sum(-1), 1e-4)
+    close(both[0], remove_mean(attention, view.norm).square().sum(-1), 1e-4)
     assert p.coordinates.shape == (2, 7, 3, 3)
     assert 0 < p.shown < 1
     fitted = paths.token_paths(model, ids, basis_of(model))
@@ -413,7 +414,7 @@ def test_the_mlp_turns_the_stream_that_attention_has_added_to(architecture: str)
     for l in range(2):
         names = [f"blocks.{l}.hook_{name}" for name in ("resid_pre", "attn_out", "mlp_out")]
         view.run(ids, {n: lambda v, n=n: found.__setitem__(n, v.double()) for n in names})
-        before, attention, update = (sphere.centred(found[n], view.norm) for n in names)
+        before, attention, update = (remove_mean(found[n], view.norm) for n in names)
         state = before + attention
         radial = (update * torch.nn.functional.normalize(state, dim=-1)).sum(-1)
         close(p.radial[1, l], radial, 1e-4)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tl_geometry import weights
-from tl_geometry.errors import GeometryError
-from tl_geometry.records import HeadWeights, NormWeights
-from tl_geometry.weights import Factors
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.models.layer_view import HeadWeights
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.weights import bilinear
+from tl_geometry.weights.bilinear import Factors
 
 SEEDS = st.integers(0, 10_000)
 fast = settings(deadline=None, max_examples=20)
@@ -64,12 +65,12 @@ def test_quantities_of_the_factors_equal_those_of_the_product(seed: int) -> None
 def test_structure_equals_the_dense_rotation(seed: int, k: int) -> None:
     f, V, U = random_factors(seed=seed), basis(12, 5, seed), basis(12, 6, seed + 1)
     eye = torch.eye(12, dtype=torch.float64)
-    q_left, q_right = weights.complete(V, eye), weights.complete(U, eye)
+    q_left, q_right = bilinear.complete(V, eye), bilinear.complete(U, eye)
     close(q_left.mT @ q_left, eye)
     close(q_left[:, :5], V)
     W_o = without_diagonal(dense(f))
     rotated = q_left.mT @ W_o @ q_right
-    s = weights.structure(f, V, U, k=k, outside=True)
+    s = bilinear.structure(f, V, U, k=k, outside=True)
     close(s.block, rotated[:, :5, :6])
     close(s.mean, rotated.mean((-2, -1)))
     close(s.std, torch.from_numpy(rotated.numpy().std((-2, -1))))
@@ -80,16 +81,16 @@ def test_structure_equals_the_dense_rotation(seed: int, k: int) -> None:
     assert s.survivors.tolist() == above[:, :k, :k].sum((-2, -1)).tolist()
     assert s.survivors_outside.tolist() == (above.sum((-2, -1)) - s.survivors).tolist()
     close(s.concentration, rotated[:, :k, :k].square().sum((-2, -1)) / W_o.square().sum((-2, -1)))
-    inside = weights.structure(f, V, U, k=k)
+    inside = bilinear.structure(f, V, U, k=k)
     assert inside.survivors_outside.tolist() == [-1, -1, -1]
     close(inside.highest, s.block.amax((-2, -1)))
 
 
 def test_the_dense_rotation_in_chunks_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     f, V = random_factors(heads=5), basis(12, 4)
-    whole = weights.structure(f, V, k=2, outside=True)
-    monkeypatch.setattr(weights, "DENSE_BYTES", 2 * 3 * 8 * 144)
-    for a, b in zip(whole, weights.structure(f, V, k=2, outside=True), strict=True):
+    whole = bilinear.structure(f, V, k=2, outside=True)
+    monkeypatch.setattr(bilinear, "DENSE_BYTES", 2 * 3 * 8 * 144)
+    for a, b in zip(whole, bilinear.structure(f, V, k=2, outside=True), strict=True):
         close(a, b)
 
 
@@ -97,9 +98,9 @@ def test_the_dense_rotation_in_chunks_gives_the_same(monkeypatch: pytest.MonkeyP
 @fast
 def test_concentration_does_not_depend_on_the_axes_of_the_subspace_nor_std_on_signs(seed: int) -> None:
     f, V = random_factors(seed=seed), basis(12, 4, seed)
-    turned = weights.structure(f, V @ basis(4, 4, seed + 7), k=4)
-    flipped = weights.structure(f, V * torch.tensor([1.0, -1, -1, 1]).double(), k=4, outside=True)
-    plain = weights.structure(f, V, k=4, outside=True)
+    turned = bilinear.structure(f, V @ basis(4, 4, seed + 7), k=4)
+    flipped = bilinear.structure(f, V * torch.tensor([1.0, -1, -1, 1]).double(), k=4, outside=True)
+    plain = bilinear.structure(f, V, k=4, outside=True)
     close(turned.concentration, plain.concentration)
     close(flipped.survivors, plain.survivors)
     close(flipped.block.abs(), plain.block.abs())
@@ -109,11 +110,11 @@ def test_layers_batch() -> None:
     per_layer = [random_factors(seed=10 * l) for l in range(2)]
     both = Factors(torch.stack([f.left for f in per_layer]), torch.stack([f.right for f in per_layer]))
     V = torch.stack([basis(12, 3, seed=l) for l in range(2)])
-    batched, fit = weights.structure(both, V, k=2), weights.fit_low_rank_diagonal(both, V)
+    batched, fit = bilinear.structure(both, V, k=2), bilinear.fit_low_rank_diagonal(both, V)
     for l, f in enumerate(per_layer):
-        for a, b in zip(batched, weights.structure(f, V[l], k=2), strict=True):
+        for a, b in zip(batched, bilinear.structure(f, V[l], k=2), strict=True):
             close(a[l], b)
-        for a, b in zip(fit, weights.fit_low_rank_diagonal(f, V[l]), strict=True):
+        for a, b in zip(fit, bilinear.fit_low_rank_diagonal(f, V[l]), strict=True):
             close(a[l], b)
 
 
@@ -123,12 +124,12 @@ def test_fit_equals_brute_force_least_squares(seed: int, two_sided: bool) -> Non
     size, k = 9, 2
     f, V = random_factors(size=size, seed=seed), basis(size, k, seed)
     U = basis(size, 3, seed + 3) if two_sided else V
-    fit = weights.fit_low_rank_diagonal(f, V, U if two_sided else None)
+    fit = bilinear.fit_low_rank_diagonal(f, V, U if two_sided else None)
     columns = [np.outer(V[:, a], U[:, b]).ravel() for a in range(k) for b in range(U.shape[1])]
     columns += [np.diag(np.eye(size)[i]).ravel() for i in range(size)]
-    given = weights.structure(f, V, U, k=1).product
+    given = bilinear.structure(f, V, U, k=1).product
     close(given, V.mT @ dense(f) @ U)
-    close(weights.fit_low_rank_diagonal(f, V, U if two_sided else None, product=given).L, fit.L)
+    close(bilinear.fit_low_rank_diagonal(f, V, U if two_sided else None, product=given).L, fit.L)
     # the diagonal is the less determined the nearer a coordinate axis comes to the subspaces
     tolerance = 1e-12 / float(1 - (V.square().sum(-1) * U.square().sum(-1)).sqrt().max()) + 1e-11
     for h, W in enumerate(dense(f).numpy()):
@@ -148,7 +149,7 @@ def test_fit_equals_brute_force_least_squares(seed: int, two_sided: bool) -> Non
 def test_planted_low_rank_plus_diagonal_is_recovered(k: int) -> None:
     size = 40
     V, L, d = basis(size, k), normal(4, k, k, seed=1), normal(4, size, seed=2)
-    fit = weights.fit_low_rank_diagonal(from_dense(V @ L @ V.mT + torch.diag_embed(d)), V)
+    fit = bilinear.fit_low_rank_diagonal(from_dense(V @ L @ V.mT + torch.diag_embed(d)), V)
     close(fit.L, L, 1e-8)
     close(fit.delta, d, 1e-8)
     close(fit.r2_joint, torch.ones(4).double(), 1e-12)
@@ -159,7 +160,7 @@ def test_planted_noise_is_what_remains() -> None:
     size, k, noise = 200, 5, 0.05
     V, L = basis(size, k), 4 * normal(8, k, k, seed=1)
     signal, error = V @ L @ V.mT + torch.diag_embed(normal(8, size, seed=2)), noise * normal(8, size, size, seed=3)
-    fit = weights.fit_low_rank_diagonal(from_dense(signal + error), V)
+    fit = bilinear.fit_low_rank_diagonal(from_dense(signal + error), V)
     free = size + k**2
     expected = 1 - (size**2 - free) * noise**2 / (signal + error).square().sum((-2, -1))
     close(fit.r2_joint, expected, 4e-3)
@@ -169,7 +170,7 @@ def test_planted_noise_is_what_remains() -> None:
 @fast
 def test_more_directions_never_explain_less(seed: int) -> None:
     f, V = random_factors(seed=seed), basis(12, 8, seed)
-    r2 = torch.stack([weights.fit_low_rank_diagonal(f, V[:, :k]).r2_joint for k in range(1, 9)])
+    r2 = torch.stack([bilinear.fit_low_rank_diagonal(f, V[:, :k]).r2_joint for k in range(1, 9)])
     assert bool((r2.diff(dim=0) > -1e-10).all())
     assert bool((r2 <= 1 + 1e-12).all())
 
@@ -179,31 +180,31 @@ def test_a_coordinate_axis_inside_the_subspace_gives_the_minimum_norm_fit_and_a_
     V[4, 0] = 1
     V[[0, 1], 1] = 0.5**0.5
     f = random_factors(size=9)
-    fit = weights.fit_low_rank_diagonal(f, V)
+    fit = bilinear.fit_low_rank_diagonal(f, V)
     assert bool(fit.singular)
     close(fit.delta[:, 4], torch.zeros(3).double())  # the axis' diagonal cell is L's to explain
     residual = without_diagonal(dense(f)) + torch.diag_embed(f.diagonal - fit.delta) - V @ fit.L @ V.mT
     close(residual.diagonal(dim1=-2, dim2=-1), torch.zeros(3, 9).double())
     close(V.mT @ residual @ V, torch.zeros(3, 2, 2).double())
-    assert not bool(weights.fit_low_rank_diagonal(f, basis(9, 2)).singular)
+    assert not bool(bilinear.fit_low_rank_diagonal(f, basis(9, 2)).singular)
 
 
 def test_random_fits_lie_between_the_diagonal_alone_and_a_fitted_subspace() -> None:
     V = basis(40, 3)
     f = from_dense(V @ (3 * normal(2, 3, 3, seed=1)) @ V.mT + torch.diag_embed(normal(2, 40, seed=2)))
-    drawn, fit = weights.random_fits(f, 3, draws=6), weights.fit_low_rank_diagonal(f, V)
+    drawn, fit = bilinear.random_fits(f, 3, draws=6), bilinear.fit_low_rank_diagonal(f, V)
     assert drawn.shape == (6, 2)
     assert bool((drawn > fit.r2_diagonal).all())
     assert bool((drawn < fit.r2_joint - 0.2).all())
-    close(drawn, weights.random_fits(f, 3, draws=6))
-    assert not torch.allclose(drawn, weights.random_fits(f, 3, draws=6, seed=1))
+    close(drawn, bilinear.random_fits(f, 3, draws=6))
+    assert not torch.allclose(drawn, bilinear.random_fits(f, 3, draws=6, seed=1))
 
 
 def test_symmetric_share() -> None:
     V = basis(20, 3)
     skew = torch.tensor([[0.0, 1, 2], [-1, 0, 3], [-2, -3, 0]]).double()
     both = torch.stack([skew, skew + skew.mT + torch.eye(3), skew + 2 * torch.eye(3)])
-    fit = weights.fit_low_rank_diagonal(from_dense(V @ both @ V.mT), V)
+    fit = bilinear.fit_low_rank_diagonal(from_dense(V @ both @ V.mT), V)
     close(fit.symmetric, torch.tensor([0, 1, 12 / 40]).double(), 1e-8)
 
 
@@ -216,12 +217,12 @@ def test_the_uniform_null_is_exact() -> None:
     for off_diagonal, W in [(True, without_diagonal(dense(f))), (False, dense(f))]:
         shares = (draws.mT.unsqueeze(1) @ W @ draws.unsqueeze(1)).square().sum((-2, -1)) / W.square().sum((-2, -1))
         error = 5 * shares.std(0) / len(draws) ** 0.5
-        null = weights.haar_null(f, 2, off_diagonal=off_diagonal)
+        null = bilinear.haar_null(f, 2, off_diagonal=off_diagonal)
         assert bool(((shares.mean(0) - null).abs() < error).all())
         if not off_diagonal:
             assert not bool((((2 / 7) ** 2 - shares.mean(0)).abs() < error).any())  # (k/d)^2 is not it
-    close(weights.haar_null(f, 7), torch.ones(2).double())
-    close(weights.haar_null(f, 2, 3, one_basis=False), torch.full((2,), 6 / 49, dtype=torch.float64))
+    close(bilinear.haar_null(f, 7), torch.ones(2).double())
+    close(bilinear.haar_null(f, 2, 3, one_basis=False), torch.full((2,), 6 / 49, dtype=torch.float64))
 
 
 def test_the_activation_null_follows_outlier_coordinates() -> None:
@@ -231,42 +232,42 @@ def test_the_activation_null_follows_outlier_coordinates() -> None:
     loud[:5] = 30
     heavy = Factors(f.left * loud[:, None], f.right * loud[:, None])
     rows = normal(400, size, seed=5) * loud
-    null = weights.subspace_null(heavy, rows, k=5, draws=12)
+    null = bilinear.subspace_null(heavy, rows, k=5, draws=12)
     assert null.shape == (12, 4)
-    assert float(null.mean()) > 10 * float(weights.haar_null(heavy, 5).mean())
-    assert float(weights.subspace_null(f, normal(400, size, seed=5), k=5, draws=60).mean()) == pytest.approx(
-        float(weights.haar_null(f, 5).mean()), rel=0.25
+    assert float(null.mean()) > 10 * float(bilinear.haar_null(heavy, 5).mean())
+    assert float(bilinear.subspace_null(f, normal(400, size, seed=5), k=5, draws=60).mean()) == pytest.approx(
+        float(bilinear.haar_null(f, 5).mean()), rel=0.25
     )
-    close(null, weights.subspace_null(heavy, rows, k=5, draws=12))
-    close(weights.subspace_null(heavy, rows, rows, k=60, draws=2), torch.ones(2, 4).double(), 1e-8)  # the whole space holds everything
+    close(null, bilinear.subspace_null(heavy, rows, k=5, draws=12))
+    close(bilinear.subspace_null(heavy, rows, rows, k=60, draws=2), torch.ones(2, 4).double(), 1e-8)  # the whole space holds everything
 
 
 def test_matrices_without_an_off_diagonal_part_or_at_all() -> None:
     zero = Factors(torch.zeros(1, 8, 2).double(), torch.zeros(1, 8, 2).double())
     V = basis(8, 2)
-    s, fit = weights.structure(zero, V, k=2), weights.fit_low_rank_diagonal(zero, V)
-    assert bool(s.concentration.isnan().all() and fit.r2_joint.isnan().all() and weights.haar_null(zero, 2).isnan().all())
+    s, fit = bilinear.structure(zero, V, k=2), bilinear.fit_low_rank_diagonal(zero, V)
+    assert bool(s.concentration.isnan().all() and fit.r2_joint.isnan().all() and bilinear.haar_null(zero, 2).isnan().all())
     assert int(s.survivors) == 0
     only = from_dense(torch.diag(torch.arange(1.0, 9)).double()[None])
-    assert bool(weights.structure(only, V, k=2).concentration.isnan().all())
-    assert float(weights.fit_low_rank_diagonal(only, V).r2_diagonal) == pytest.approx(1)
+    assert bool(bilinear.structure(only, V, k=2).concentration.isnan().all())
+    assert float(bilinear.fit_low_rank_diagonal(only, V).r2_diagonal) == pytest.approx(1)
 
 
 def test_leading_directions_stop_at_the_numerical_rank() -> None:
     rows = normal(30, 3) @ normal(3, 10, seed=1)
-    V, values, rank = weights.leading_directions(rows, 6)
+    V, values, rank = bilinear.leading_directions(rows, 6)
     assert (rank, tuple(V.shape), len(values)) == (3, (10, 6), 10)
     close(V[:, :3].mT @ V[:, :3], torch.eye(3).double())
     assert not bool(V[:, 3:].any())
     close(rows @ V @ V.mT, rows)
-    wide = weights.leading_directions(normal(4, 10), 6)[0]
+    wide = bilinear.leading_directions(normal(4, 10), 6)[0]
     assert wide.shape == (10, 6)
     f = random_factors(size=10)
-    close(weights.structure(f, V, k=6).concentration, weights.structure(f, V[:, :3], k=3).concentration)
-    close(weights.fit_low_rank_diagonal(f, V).r2_joint, weights.fit_low_rank_diagonal(f, V[:, :3]).r2_joint)
-    _, _, zero_rank = weights.leading_directions(torch.zeros(4, 10).double(), 2)
+    close(bilinear.structure(f, V, k=6).concentration, bilinear.structure(f, V[:, :3], k=3).concentration)
+    close(bilinear.fit_low_rank_diagonal(f, V).r2_joint, bilinear.fit_low_rank_diagonal(f, V[:, :3]).r2_joint)
+    _, _, zero_rank = bilinear.leading_directions(torch.zeros(4, 10).double(), 2)
     assert zero_rank == 0
-    centred = weights.leading_directions(normal(30, 10) + 5, 10, centred=True)
+    centred = bilinear.leading_directions(normal(30, 10) + 5, 10, centred=True)
     assert centred[2] == 9
     assert float(centred[0].sum(0).abs().max()) < 1e-10
 
@@ -287,18 +288,18 @@ def test_folding_before_or_after_gives_the_same_matrix(kind: str, norm_kind: str
         **{n: getattr(w, n) for n in ("W_O", "b_Q", "b_K", "b_V", "b_O")},
     )
     unit = NormWeights(kind=norm_kind, gain=torch.ones(10).double(), bias=torch.zeros(10).double(), eps=1e-5)
-    W = dense(weights.fold(w, norm, kind))
-    close(W, dense(weights.fold(folded, unit, kind)))
+    W = dense(bilinear.fold(w, norm, kind))
+    close(W, dense(bilinear.fold(folded, unit, kind)))
     assert float(W.sum(-2).abs().max() < 1e-10) == float(norm_kind == "LN")
-    assert not torch.allclose(W, dense(weights.fold(w, norm, kind, raw=True)))
+    assert not torch.allclose(W, dense(bilinear.fold(w, norm, kind, raw=True)))
     expected = w.W_Q @ w.W_K.mT / 2 if kind == "QK" else w.W_V @ w.W_O
-    close(dense(weights.fold(w, norm, kind, raw=True)), expected)
+    close(dense(bilinear.fold(w, norm, kind, raw=True)), expected)
 
 
 def test_structure_does_not_depend_on_the_gauge_of_the_factors() -> None:
     f, V, M = random_factors(), basis(12, 4), normal(4, 4, seed=9)
     other = Factors(f.left @ M, f.right @ torch.linalg.inv(M).mT)
-    for a, b in zip(weights.structure(f, V, k=4), weights.structure(other, V, k=4), strict=True):
+    for a, b in zip(bilinear.structure(f, V, k=4), bilinear.structure(other, V, k=4), strict=True):
         close(a, b, 1e-8)
 
 
@@ -307,13 +308,13 @@ def test_factors_of_a_factored_matrix_and_errors() -> None:
         A = normal(2, 6, 3)
         B = normal(2, 3, 6)
 
-    f = weights.as_factors(FactoredMatrix())
+    f = bilinear.as_factors(FactoredMatrix())
     close(dense(f), FactoredMatrix.A @ FactoredMatrix.B)
     with pytest.raises(GeometryError, match="factors: expected a FactoredMatrix or a pair of tensors"):
-        weights.as_factors(normal(3, 3))
+        bilinear.as_factors(normal(3, 3))
     with pytest.raises(GeometryError, match="two factors of one shape"):
-        weights.as_factors((normal(3, 3), normal(4, 3)))
+        bilinear.as_factors((normal(3, 3), normal(4, 3)))
     with pytest.raises(GeometryError, match="k: expected 1 to 4 columns, got 5"):
-        weights.structure(random_factors(), basis(12, 4), k=5)
+        bilinear.structure(random_factors(), basis(12, 4), k=5)
     with pytest.raises(GeometryError, match="kind: expected one of 'QK', 'OV', got 'KQ'"):
-        weights.fold(layer(), NormWeights(kind="LN", gain=torch.ones(10), bias=torch.zeros(10), eps=0.0), "KQ")
+        bilinear.fold(layer(), NormWeights(kind="LN", gain=torch.ones(10), bias=torch.zeros(10), eps=0.0), "KQ")

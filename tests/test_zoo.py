@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tl_geometry import zoo
-from tl_geometry.head_types import head_type_scores, repeated_random_tokens
+from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus, train_embedded
 from tl_geometry.zoo.trainer import IGNORE, TrainSettings, sequence_loss, train
 

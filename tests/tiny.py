@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tl_geometry.adapters import from_hf, view
-from tl_geometry.records import LayerView
+from tl_geometry.models import from_hf, view
+from tl_geometry.models.layer_view import LayerView
 
 HAS_HOOKED = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens has HookedTransformer and HookedEncoder (3.x)."""

@@ -9,59 +9,74 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tl_geometry.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.base.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from tl_geometry import adapters as adapters
+    from tl_geometry import corpus as corpus
+    from tl_geometry import decomposition as decomposition
     from tl_geometry import experiments as experiments
+    from tl_geometry import flow as flow
     from tl_geometry import interventions as interventions
+    from tl_geometry import measures as measures
+    from tl_geometry import models as models
     from tl_geometry import render as render
     from tl_geometry import report as report
     from tl_geometry import reproduce as reproduce
+    from tl_geometry import scores as scores
+    from tl_geometry import sphere as sphere
+    from tl_geometry import weights as weights
     from tl_geometry import zoo as zoo
-    from tl_geometry.adapters import view
-    from tl_geometry.decomposition import Anova, Parts, PositionContext, decompose_tensor
-    from tl_geometry.langevin import LangevinModel
-    from tl_geometry.records import ModelView, TokenWindows
-    from tl_geometry.results import Provenance, Result
-    from tl_geometry.verbs.check import check_model
-    from tl_geometry.verbs.comparison import compare_bases
-    from tl_geometry.verbs.decompose import decompose, decompose_activations, glue, windows
-    from tl_geometry.verbs.ensemble import gibberish, pseudo_sentences, trajectories
-    from tl_geometry.verbs.flows import flow_report
-    from tl_geometry.verbs.measures import contextual_report, positional_report
-    from tl_geometry.verbs.nulls import reinitialized
-    from tl_geometry.verbs.paths import token_paths
-    from tl_geometry.verbs.probes import noun_probe
-    from tl_geometry.verbs.skipping import skip_map
-    from tl_geometry.verbs.split import split_scores
-    from tl_geometry.verbs.sweep import sweep_heads
-    from tl_geometry.verbs.truncation import truncation_kl
-    from tl_geometry.verbs.values import split_values
-    from tl_geometry.verbs.weights import token_readout, weight_geometry
+    from tl_geometry.base.results import Provenance, Result
+    from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
+    from tl_geometry.corpus.texts import glue, windows
+    from tl_geometry.corpus.token_windows import TokenWindows
+    from tl_geometry.decomposition.decomposing import decompose, decompose_activations
+    from tl_geometry.decomposition.position_context import Parts, PositionContext, decompose_tensor
+    from tl_geometry.decomposition.variance import Anova
+    from tl_geometry.flow.ensemble import trajectories
+    from tl_geometry.flow.langevin import LangevinModel
+    from tl_geometry.flow.reports import flow_report
+    from tl_geometry.flow.skipping import skip_map
+    from tl_geometry.flow.truncation import truncation_kl
+    from tl_geometry.measures.comparison import compare_bases
+    from tl_geometry.measures.reports import contextual_report, positional_report
+    from tl_geometry.models.checking import check_model
+    from tl_geometry.models.control import reinitialized
+    from tl_geometry.models.describing import view
+    from tl_geometry.models.model_view import ModelView
+    from tl_geometry.scores.split import split_scores
+    from tl_geometry.scores.sweep import sweep_heads
+    from tl_geometry.scores.values import split_values
+    from tl_geometry.sphere.paths import token_paths
+    from tl_geometry.weights.heads import token_readout, weight_geometry
+    from tl_geometry.weights.probes import noun_probe
 
 __version__ = "0.1.0"
 _HOME = {
-    "adapters": ("view",),
-    "decomposition": ("Anova", "Parts", "PositionContext", "decompose_tensor"),
-    "langevin": ("LangevinModel",),
-    "records": ("ModelView", "TokenWindows"),
-    "results": ("Provenance", "Result"),
-    "verbs.check": ("check_model",),
-    "verbs.comparison": ("compare_bases",),
-    "verbs.decompose": ("decompose", "decompose_activations", "glue", "windows"),
-    "verbs.ensemble": ("gibberish", "pseudo_sentences", "trajectories"),
-    "verbs.flows": ("flow_report",),
-    "verbs.measures": ("contextual_report", "positional_report"),
-    "verbs.nulls": ("reinitialized",),
-    "verbs.paths": ("token_paths",),
-    "verbs.probes": ("noun_probe",),
-    "verbs.skipping": ("skip_map",),
-    "verbs.split": ("split_scores",),
-    "verbs.sweep": ("sweep_heads",),
-    "verbs.truncation": ("truncation_kl",),
-    "verbs.values": ("split_values",),
-    "verbs.weights": ("token_readout", "weight_geometry"),
+    "models.describing": ("view",),
+    "models.checking": ("check_model",),
+    "models.control": ("reinitialized",),
+    "models.model_view": ("ModelView",),
+    "base.results": ("Provenance", "Result"),
+    "corpus.token_windows": ("TokenWindows",),
+    "corpus.texts": ("glue", "windows"),
+    "corpus.nulls": ("gibberish", "pseudo_sentences"),
+    "decomposition.decomposing": ("decompose", "decompose_activations"),
+    "decomposition.position_context": ("Parts", "PositionContext", "decompose_tensor"),
+    "scores.split": ("split_scores",),
+    "scores.values": ("split_values",),
+    "scores.sweep": ("sweep_heads",),
+    "weights.heads": ("token_readout", "weight_geometry"),
+    "weights.probes": ("noun_probe",),
+    "sphere.paths": ("token_paths",),
+    "measures.reports": ("contextual_report", "positional_report"),
+    "measures.comparison": ("compare_bases",),
+    "flow.ensemble": ("trajectories",),
+    "flow.reports": ("flow_report",),
+    "flow.langevin": ("LangevinModel",),
+    "flow.skipping": ("skip_map",),
+    "flow.truncation": ("truncation_kl",),
+    "decomposition.variance": ("Anova",),
 }
 """Module -> the public names that live there."""
 _LAZY = {name: f"tl_geometry.{module}" for module, names in _HOME.items() for name in names}
@@ -103,7 +118,22 @@ __all__ = [
     "weight_geometry",
     "windows",
 ]
-_PACKAGES = ("adapters", "interventions", "render", "zoo", "experiments", "report", "reproduce")
+_PACKAGES = (
+    "models",
+    "corpus",
+    "decomposition",
+    "scores",
+    "weights",
+    "sphere",
+    "measures",
+    "flow",
+    "interventions",
+    "zoo",
+    "render",
+    "reproduce",
+    "report",
+    "experiments",
+)
 """Subpackages that load on first use."""
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and would take every unknown name for Any

@@ -17,8 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tl_geometry import __version__, _arguments
-from tl_geometry.errors import GeometryError, choice, require
+from tl_geometry import __version__
+from tl_geometry.base import arguments
+from tl_geometry.base.errors import GeometryError, choice, require
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 PLACES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EFBIG, errno.EIO}
@@ -53,7 +54,7 @@ BudgetOption = Annotated[
     str, typer.Option("--budget", help="Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the report says so.")
 ]
 Sections = Annotated[
-    str | None, typer.Option("--sections", help=f"Some of {', '.join(_arguments.SECTIONS)}, separated by commas. Default: all.")
+    str | None, typer.Option("--sections", help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.")
 ]
 
 
@@ -74,11 +75,11 @@ def _check_run(
     model: str | None, corpus: list[Path] | None, contexts: int | None, length: int | None, seed: int, encoding: str, **loading: str
 ) -> None:
     """Checks that the commands which run a model on a corpus share."""
-    _arguments.model_options(model, **loading)
-    _arguments.at_least(contexts, 1, "--contexts")
-    _arguments.at_least(length, 2, "--length")
-    _arguments.at_least(seed, 0, "--seed")
-    _arguments.check_corpus(corpus, encoding, tokens=False)
+    arguments.model_options(model, **loading)
+    arguments.at_least(contexts, 1, "--contexts")
+    arguments.at_least(length, 2, "--length")
+    arguments.at_least(seed, 0, "--seed")
+    arguments.check_corpus(corpus, encoding, tokens=False)
 
 
 def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
@@ -103,11 +104,11 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         as_json: Json = False,
         quiet: Quiet = False,
     ) -> None:
-        allowed = _arguments.seconds(budget)
-        wanted = chosen if chosen is not None else _arguments.sections(sections)
+        allowed = arguments.seconds(budget)
+        wanted = chosen if chosen is not None else arguments.sections(sections)
         _check_run(model, corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device)
-        _arguments.folder(out)
-        _arguments.own_folder(out, "report")
+        arguments.folder(out)
+        arguments.own_folder(out, "report")
         from tl_geometry.report.build import Request, build
 
         request = Request(
@@ -159,13 +160,13 @@ def fit(
     """
     ids = bool(corpus) and corpus is not None and corpus[0].suffix == ".npy"
     _check_run(model, None if ids else corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device)
-    _arguments.check_corpus(corpus, encoding, tokens=True)
+    arguments.check_corpus(corpus, encoding, tokens=True)
     require(not ids or (length is None and bos is None), "--length, --bos", expected="none with a token file", got="some")
-    _arguments.at_least(batch_size, 1, "--batch-size")
-    _arguments.file(out, suffix=".safetensors")
-    from tl_geometry.processes import launched
+    arguments.at_least(batch_size, 1, "--batch-size")
+    arguments.file(out, suffix=".safetensors")
+    from tl_geometry.decomposition.decomposing import decompose
+    from tl_geometry.decomposition.processes import launched
     from tl_geometry.report.build import load_model, token_source
-    from tl_geometry.verbs.decompose import decompose
 
     checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
     with launched(device) as (group, own, first):
@@ -187,9 +188,9 @@ def check(
     model: Model = None, kind: Class = "bridge", processed: Processed = False, dtype: Dtype = "float32", device: Device = "cpu"
 ) -> None:
     """What is supported, verified and refused for a model: the first thing to run."""
-    _arguments.model_options(model, kind=kind, dtype=dtype, device=device)
+    arguments.model_options(model, kind=kind, dtype=dtype, device=device)
+    from tl_geometry.models.checking import check_model
     from tl_geometry.report.build import load_model
-    from tl_geometry.verbs.check import check_model
 
     typer.echo(check_model(load_model(model, kind=kind, processed=processed, dtype=dtype, device=device)).text())
 
@@ -206,16 +207,16 @@ def readout(
     processed: Processed = False,
 ) -> None:
     """What one head reads and writes, in tokens: singular directions against the vocabulary."""
-    _arguments.model_options(model, kind=kind, dtype="float32", device="cpu")
+    arguments.model_options(model, kind=kind, dtype="float32", device="cpu")
     choice(what, ("QK", "OV"), "--weights")
-    _arguments.at_least(layer, 0, "--layer")
-    _arguments.at_least(head, 0, "--head")
-    _arguments.at_least(k, 1, "--k")
+    arguments.at_least(layer, 0, "--layer")
+    arguments.at_least(head, 0, "--head")
+    arguments.at_least(k, 1, "--k")
     if out is not None:
-        _arguments.file(out)
+        arguments.file(out)
     from tl_geometry.report.build import load_model
     from tl_geometry.report.folder import write_csv
-    from tl_geometry.verbs.weights import token_readout
+    from tl_geometry.weights.heads import token_readout
 
     loaded = load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu")
     table = token_readout(loaded, kind=what, heads=[(layer, head)], k=k)
@@ -241,11 +242,11 @@ def reproduce(
 ) -> None:
     """Published settings and numbers, with ours beside them."""
     choice(work, ("song-zhong", "lines-of-thought"), "work")
-    _arguments.model_options(model, kind="bridge", dtype="float32", device="cpu")
-    _arguments.check_corpus(corpus, encoding)
-    _arguments.at_least(contexts, 2, "--contexts")
+    arguments.model_options(model, kind="bridge", dtype="float32", device="cpu")
+    arguments.check_corpus(corpus, encoding)
+    arguments.at_least(contexts, 2, "--contexts")
     if out is not None:
-        _arguments.file(out)
+        arguments.file(out)
     from tl_geometry.report.folder import write_csv
     from tl_geometry.reproduce import run
 
@@ -271,11 +272,11 @@ def experiment(
     choice(name, ("randomisation", "addition", "nanogpt"), "experiment")
     choice(scale, ("smoke", "cpu", "paper"), "--scale")
     for seed in seeds or ():
-        _arguments.at_least(seed, 0, "--seeds")
-    _arguments.check_device(device)
-    _arguments.read_texts(text or [], encoding, "--text")
-    _arguments.folder(out)
-    _arguments.own_folder(out, name)
+        arguments.at_least(seed, 0, "--seeds")
+    arguments.check_device(device)
+    arguments.read_texts(text or [], encoding, "--text")
+    arguments.folder(out)
+    arguments.own_folder(out, name)
     from tl_geometry.experiments import run
 
     outcome = run(
@@ -287,7 +288,7 @@ def experiment(
 
 def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
     """Print a result: JSON, or one line for a person."""
-    typer.echo(json.dumps(summary, default=str) if as_json else _arguments.printable_lines(line))
+    typer.echo(json.dumps(summary, default=str) if as_json else arguments.printable_lines(line))
 
 
 def main() -> None:
@@ -322,5 +323,5 @@ def file_trouble(error: BaseException) -> str | None:
 
 def _line(text: str, code: int) -> int:
     said = " ".join(text.split())
-    typer.echo(_arguments.printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
+    typer.echo(arguments.printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
     return code

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tl_geometry._arguments import own_folder, read_texts
-from tl_geometry._check import choice, require
+from tl_geometry.base.arguments import own_folder, read_texts
+from tl_geometry.base.errors import choice, require
 from tl_geometry.experiments import arithmetic, characters, random_tokens
 from tl_geometry.experiments.arithmetic import addition
 from tl_geometry.experiments.characters import nanogpt

@@ -25,14 +25,14 @@ from jaxtyping import Float, Int
 from scipy.stats import rankdata
 from torch import Tensor
 
-from tl_geometry import positional
-from tl_geometry._check import choice, require
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.results import Provenance
 from tl_geometry.experiments.formats import ALPHABET, TASKS, Problem, aligned_problems, answer_batch, encode, longest, problems
 from tl_geometry.experiments.outcome import Finding, Outcome, basis_of, bridge_of, state_measures, table_of
 from tl_geometry.experiments.setup import SCALES, Setup, run_training
+from tl_geometry.measures import positional
 from tl_geometry.render import experiments as views
-from tl_geometry.results import Provenance
-from tl_geometry.verbs.split import ScoreSplit, split_scores
+from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.zoo.trainer import Batch
 
 

@@ -17,15 +17,15 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from tl_geometry._check import choice, require
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.results import Provenance
 from tl_geometry.experiments.formats import shifted
 from tl_geometry.experiments.outcome import Finding, Outcome, basis_of, bridge_of, state_measures, table_of
 from tl_geometry.experiments.random_tokens import held_out_windows, text_windows
 from tl_geometry.experiments.setup import SCALES, Setup, run_training
 from tl_geometry.render import experiments as views
 from tl_geometry.render import measures as measure_views
-from tl_geometry.reproduce import published_tables
-from tl_geometry.results import Provenance
+from tl_geometry.reproduce.tables import published_tables
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import Batch
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry._check import choice, require
+from tl_geometry.base.errors import choice, require
 from tl_geometry.zoo.trainer import IGNORE, Batch
 
 FORMATS = ("baseline", "partial", "full")

@@ -14,14 +14,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.adapters import from_hf
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.base.results import SOURCES, Provenance, Result
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.decomposing import decompose
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.experiments.setup import Setup, Table
-from tl_geometry.records import TokenWindows
-from tl_geometry.report import Section, page, versions
-from tl_geometry.results import SOURCES, Provenance, Result
-from tl_geometry.verbs.decompose import decompose
-from tl_geometry.verbs.measures import positional_report
+from tl_geometry.measures.reports import positional_report
+from tl_geometry.models import from_hf
+from tl_geometry.report import page, versions
+from tl_geometry.report.section import Section
 
 MEASURES = ("rank", "stable_rank", "relative_norm", "relative_norm_reference", "low_frequency", "roughness", "fracture", "fracture_at")
 """Measures of a positional basis that every experiment records; ``split_half`` says how much of them is sampling noise."""
@@ -122,7 +123,7 @@ def jump(pos: Float[Tensor, "state position d_model"]) -> tuple[Float[Tensor, " 
     The fracture score compares directions. A smooth curve about its mean passes near the origin, often in the middle, and turns fast
     there without any break; the length of the step does not see that.
 
-    >>> from tl_geometry.positional import fracture_score
+    >>> from tl_geometry.measures.positional import fracture_score
     >>> line = torch.arange(-3.5, 4.0).double()[None, :, None] * torch.tensor([1.0, 0.0]).double()
     >>> line[0, 5:, 1] = 2
     >>> size, place = jump(line)

@@ -23,13 +23,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry import positional
-from tl_geometry._check import choice, fail, require
+from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.results import Provenance, Result
 from tl_geometry.experiments.formats import FORMATS, randomise, shifted
 from tl_geometry.experiments.outcome import Finding, Outcome, basis_of, bridge_of, state_measures, table_of
 from tl_geometry.experiments.setup import SCALES, Setup, Table, run_training
+from tl_geometry.measures import positional
 from tl_geometry.render import experiments as views
-from tl_geometry.results import Provenance, Result
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import Batch
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from tl_geometry._check import fail, require
-from tl_geometry.results import Result, write_atomically
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.results import Result, write_atomically
 from tl_geometry.zoo.trainer import Batch, TrainSettings, train
 
 SCALES = ("smoke", "cpu", "paper")

@@ -13,17 +13,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry import _check, capture
-from tl_geometry._check import require
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import UnsupportedModelError
-from tl_geometry.head_types import period_for, repeated_random_tokens, token_range
-from tl_geometry.interventions.live import edited_scores
+from tl_geometry.base import checks
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.results import Result
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.terms import Change, HeadsLike, Term, edits_for, keeping, per_head, placebo, removing, terms_of, uniform
-from tl_geometry.records import LayerView, ModelView, TokenWindows
-from tl_geometry.results import Result
-from tl_geometry.verbs.outputs import output_batch, require_output
-from tl_geometry.verbs.sweep import SweepTable, sweep_heads
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.live import edited_scores
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.outputs import output_batch, require_output
+from tl_geometry.scores.head_types import period_for, repeated_random_tokens, token_range
+from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
 CONDITIONS = ("clean", "bias terms only", "keep", "remove")
 """Conditions of :func:`necessity_sufficiency` beside the placebos."""
@@ -44,7 +47,7 @@ class Effects(Result):
 
     def of(self, condition: str) -> dict[str, float]:
         """The numbers of one condition."""
-        at = self.conditions.index(_check.choice(condition, self.conditions, "condition"))
+        at = self.conditions.index(checks.choice(condition, self.conditions, "condition"))
         return {name: float(getattr(self, name)[at]) for name in ("loss", "induction_loss", "kl")}
 
     def survival(self, kept: str, nothing: str = "bias terms only", measure: str = "loss") -> float:
@@ -92,7 +95,7 @@ class NecessitySufficiency(Effects):
 
     def p_value(self, measure: str = "loss") -> float:
         """Share of placebos (and the term itself) that cost at least as much as removing the term: ``(1 + #) / (1 + seeds)``."""
-        placebos = getattr(self, f"placebo_{_check.choice(measure, ('loss', 'induction_loss', 'kl'), 'measure')}")
+        placebos = getattr(self, f"placebo_{checks.choice(measure, ('loss', 'induction_loss', 'kl'), 'measure')}")
         return (1 + int((placebos >= self.of("remove")[measure]).sum())) / (1 + len(placebos))
 
 
@@ -207,14 +210,14 @@ def necessity_sufficiency(
 
     Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
     """
-    view = capture.as_view(model)
+    view = as_view(model)
     require_output(view, "necessity_sufficiency")
     _require_same_vocabulary(view, "necessity_sufficiency")
-    rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
     require(len(rows) >= 2 and seeds >= 1, "tokens", expected="at least 2 prompts, and a placebo", got=f"{len(rows)} and {seeds} seeds")
     names = terms_of(term)
-    chosen = _check.heads(heads, view.n_layers, view.n_heads)
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
     cosines: list[float] = []
 
     def note(layer: LayerView, at: tuple[int, ...], cosine: Tensor) -> None:
@@ -264,10 +267,10 @@ def dominant_only(
     ``result.survival("dominant term")`` is ``(L_bias - L_dominant) / (L_bias - L_clean)``. ``table`` is a finished
     :func:`tl_geometry.sweep_heads` of the model, by default made from the same prompts.
     """
-    view = capture.as_view(model)
+    view = as_view(model)
     require_output(view, "dominant_only")
     _require_same_vocabulary(view, "dominant_only")
-    rows = capture.token_rows(view, tokens, prepend_bos=prepend_bos)
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
     again, mark = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
     known = f"a sweep of {table.provenance.model} ({mark})"

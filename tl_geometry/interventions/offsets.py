@@ -19,8 +19,9 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry import sphere, weights
-from tl_geometry.records import LayerView
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.norms import remove_mean
+from tl_geometry.weights import bilinear
 
 NO_OFFSETS = ("thresholded",)
 """Parts without a meaning here: which entries survive a threshold differs from offset to offset."""
@@ -52,7 +53,7 @@ class OffsetReplacement:
         """``x W'_D x^T`` per head, in the running forward pass."""
         if self.part == "whole":
             return product_of(seen, seen.h, self.heads)
-        x = sphere.centred(seen.h, seen.norm.kind)
+        x = remove_mean(seen.h, seen.norm.kind)
         V = self.V.to(x)
         inside = x @ V @ V.mT
         if self.part == "low_rank":
@@ -108,7 +109,7 @@ def offset_diagonals(
     q, k = _projected(seen, V.mT.to(seen.h), chosen, ahead)
     block = seen.scale * einsum(q, k, "a t h e, b t h e -> t h a b")
     target = diagonal - torch.einsum("da,thab,db->thd", V, block, V)
-    return weights.solve_diagonal(V, V, target.mT)[0].mT
+    return bilinear.solve_diagonal(V, V, target.mT)[0].mT
 
 
 def _projected(seen: LayerView, rows: Tensor, heads: list[int], ahead: bool) -> tuple[Tensor, Tensor]:

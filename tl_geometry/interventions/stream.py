@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry import linalg
-from tl_geometry._check import choice, fail, index, require
-from tl_geometry.capture import as_view
-from tl_geometry.decomposition import PositionContext, require_basis
-from tl_geometry.interventions.points import Placed, attached
+from tl_geometry.base import linalg
+from tl_geometry.base.checks import index
+from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.points import Placed, attached
 
 ENERGY = 0.99
 """Share of the squared norm of the basis that a subspace of default rank holds."""

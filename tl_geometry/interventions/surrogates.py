@@ -3,7 +3,7 @@
 Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a layer, whose scores are
 ``S = x W x^T + (bias terms)`` with x the normalised stream:
 
-1. the layer's view is built from the running forward pass (:mod:`tl_geometry.interventions.live`);
+1. the layer's view is built from the running forward pass (:mod:`tl_geometry.models.live`);
 2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
 3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class obeys.
 
@@ -24,18 +24,21 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry import _check, sphere, weights
-from tl_geometry._check import Head, choice, require
-from tl_geometry.capture import as_view, token_rows
-from tl_geometry.decomposition import PositionContext, require_basis
-from tl_geometry.errors import UnsupportedModelError
-from tl_geometry.interventions.live import Edit, edited_scores
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import UnsupportedModelError, choice, require
+from tl_geometry.base.results import Result
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
-from tl_geometry.records import LayerView, ModelView
-from tl_geometry.results import Result
-from tl_geometry.verbs.details import model_pattern
-from tl_geometry.verbs.vocabulary import factors_of, require_trained_head, weight_provenance
-from tl_geometry.weights import Factors
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.live import Edit, edited_scores
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import remove_mean
+from tl_geometry.weights import bilinear
+from tl_geometry.weights.bilinear import Factors
+from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance
 
 PARTS = ("structured", "low_rank", "diagonal", "thresholded", "random", "none", "whole")
 """What may take the place of W_QK: ``V L V^T + D``, the best ``V L V^T``, diag(W), diag(W) plus the rotated entries above the
@@ -52,7 +55,7 @@ class Replacement(NamedTuple):
 
     def product(self, seen: LayerView) -> Float[Tensor, "batch head query key"]:
         """``x W' x^T`` per head, in the running forward pass."""
-        x, chosen = sphere.centred(seen.h, seen.norm.kind), list(self.heads)
+        x, chosen = remove_mean(seen.h, seen.norm.kind), list(self.heads)
         scaled = (einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d") for s in (seen.q_scale, seen.k_scale))
         return self.scores(*scaled)
 
@@ -83,24 +86,24 @@ def _part(factors: Factors, basis: Tensor, part: str, k: int, seed: int) -> tupl
         return None, factors.diagonal if part == "diagonal" else nothing
     if part == "thresholded":
         eye = torch.eye(V.shape[0], dtype=V.dtype, device=V.device)
-        rotation = weights.complete(basis.to(factors.left), eye)
-        dense = weights.rotated_block(factors, rotation)
-        threshold = weights.structure(factors, basis.to(factors.left), k=k).threshold
+        rotation = bilinear.complete(basis.to(factors.left), eye)
+        dense = bilinear.rotated_block(factors, rotation)
+        threshold = bilinear.structure(factors, basis.to(factors.left), k=k).threshold
         kept = torch.where(dense.abs() > threshold[:, None, None], dense, 0.0)
         return Factors(rotation @ kept, rotation.expand(heads, -1, -1)), factors.diagonal
     if part == "random":
         centred = float(factors.left.sum(-2).abs().max()) < 1e-6 * float(factors.left.abs().max())
         V = random_directions(V, centred, seed)
     if part == "low_rank":
-        return Factors(V @ weights.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)), nothing
-    fit = weights.fit_low_rank_diagonal(factors, V)
+        return Factors(V @ bilinear.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)), nothing
+    fit = bilinear.fit_low_rank_diagonal(factors, V)
     return Factors(V @ fit.L, V.expand(heads, -1, -1)), fit.delta
 
 
 def random_directions(V: Float[Tensor, "d_model rank"], centred: bool, seed: int) -> Float[Tensor, "d_model rank"]:
     """As many orthonormal directions as ``V`` has, uniformly random (orthogonal to the ones for a LayerNorm)."""
     draw = torch.randn(V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(V)
-    return torch.linalg.qr(weights.centre(draw, centred)).Q
+    return torch.linalg.qr(bilinear.centre(draw, centred)).Q
 
 
 def replacements(
@@ -125,7 +128,7 @@ def replacements(
     for layer in layers:
         mine = tuple(h for l, h in heads if l == layer)
         rows, centred = basis.pos[basis.index(layer)], view.attention_norm(layer).kind == "LN"
-        directions, _, found = weights.leading_directions(rows, min(60, view.d_model), centred=centred)
+        directions, _, found = bilinear.leading_directions(rows, min(60, view.d_model), centred=centred)
         k = min(rank or 20, found)
         require(k > 0, "basis", expected="positional vectors that differ", got=f"none at state {layer}", instead="a longer window")
         if rotary:
@@ -164,7 +167,7 @@ def _edit(layer: int, new: Replacement | OffsetReplacement, on_pattern: OnPatter
         after = replaced_scores(seen, before, new)
         if on_pattern is not None:
             chosen = list(new.heads)
-            on_pattern(seen, new.heads, model_pattern(before, seen, chosen), model_pattern(after, seen, chosen))
+            on_pattern(seen, new.heads, seen.pattern_of(before, chosen), seen.pattern_of(after, chosen))
         return after
 
     return Edit(layer, new.heads, scores)
@@ -194,7 +197,7 @@ def surrogate(
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
     view = as_view(model)
-    pairs = _check.heads(heads, view.n_layers, view.n_heads, layers)
+    pairs = checks.heads(heads, view.n_layers, view.n_heads, layers)
     new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
     with edited_scores(view, [_edit(layer, replacement, on_pattern) for layer, replacement in new.items()]):
         yield
@@ -253,7 +256,7 @@ def surrogate_effect(
         error=UnsupportedModelError,
     )
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
-    pairs = tuple(sorted(_check.heads(heads, view.n_layers, view.n_heads, layers)))
+    pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     parts = offset_parts(view) if parts is None else (parts,) if isinstance(parts, str) else tuple(parts)
     for part in parts:
         choice(part, PARTS, "part")

@@ -21,15 +21,19 @@ from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry import _check
-from tl_geometry._check import Head, fail, require
-from tl_geometry.attention import ALIBI, GROUPS, group_of, row_center, term_names
-from tl_geometry.capture import as_view
-from tl_geometry.decomposition import PositionContext, require_basis
-from tl_geometry.interventions.live import Edit, OpenEdit, edited_scores
-from tl_geometry.records import LayerView, ModelView
-from tl_geometry.verbs.details import Parts
-from tl_geometry.verbs.sweep import PARTS, project_basis
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.scores.details import Parts
+from tl_geometry.scores.sums import ALIBI, GROUPS
+from tl_geometry.scores.sweep import PARTS, project_basis
+from tl_geometry.scores.terms import group_of, term_names
 
 Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
 """One term, one group, or several."""
@@ -37,7 +41,7 @@ HeadsLike = Iterable[Head] | Head | None
 PLACEBOS = ("prompt", "positions")
 """Kinds of placebo."""
 BIAS = 0
-"""Index of the bias part in :data:`tl_geometry.verbs.sweep.PARTS`."""
+"""Index of the bias part in :data:`tl_geometry.scores.sweep.PARTS`."""
 
 
 def terms_of(term: Term) -> tuple[str, ...]:
@@ -55,7 +59,7 @@ def terms_of(term: Term) -> tuple[str, ...]:
         if name in GROUPS:
             found += [n for n in names if group_of(n) == name]
         else:
-            found.append(_check.choice(name, [*names, *GROUPS], "term"))
+            found.append(checks.choice(name, [*names, *GROUPS], "term"))
     return tuple(dict.fromkeys(found))
 
 
@@ -119,7 +123,7 @@ def edits_for(
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
-    chosen = _check.heads(heads, view.n_layers, view.n_heads, layers)
+    chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     splitter = Splitter(basis)
 
     def check_tokens(ids: Tensor) -> str | None:
@@ -184,7 +188,7 @@ def placebo(
     terms that hardly differ between prompts. ``similarity`` receives the cosines of term and placebo ``[head]``.
     """
     weight, alibi = weights_of(names)
-    _check.choice(kind, PLACEBOS, "placebo")
+    checks.choice(kind, PLACEBOS, "placebo")
 
     def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
         raw = _term_score(parts, layer, heads, weight, alibi)
@@ -237,7 +241,7 @@ def remove_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike
     ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Inside, the model is one whose heads attend by S - X:
     X is the term of the stream as it leaves everybody's hooks (a patched stream gives the patched term), hooks and caches at
     scores, pattern and z see the edited ones, and gradients pass. ``with ... as edit`` gives an
-    :class:`~tl_geometry.interventions.live.OpenEdit`, whose ``unedited`` names the points that cannot show the edit. The model is as
+    :class:`~tl_geometry.models.live.OpenEdit`, whose ``unedited`` names the points that cannot show the edit. The model is as
     before on exit.
 
     Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value cache, autocast, prompts with another BOS

@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry import linalg
-from tl_geometry._html import visible
-from tl_geometry.decomposition import Anova, PositionContext
+from tl_geometry.base import linalg
+from tl_geometry.base.html import visible
+from tl_geometry.base.results import Provenance
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.variance import Anova
 from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas, drawable, some, whole_ticks
-from tl_geometry.results import Provenance
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

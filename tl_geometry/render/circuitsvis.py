@@ -25,13 +25,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry import _check, _html
-from tl_geometry._check import Head, describe, require
-from tl_geometry.attention import row_center
+from tl_geometry.base import checks, html
+from tl_geometry.base.checks import Head, describe
+from tl_geometry.base.errors import require
+from tl_geometry.base.rows import row_center
 from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import View, canvas
 from tl_geometry.render.page import PageView
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.scores.split import ScoreSplit
 
 POSITIVE, NEGATIVE = "#0072b2", "#d55e00"
 """Colours of the two ends (Okabe-Ito); zero is white."""
@@ -100,7 +101,7 @@ def colored_tokens(
     texts = [_running(str(t)) for t in tokens]
     require(given.shape == (len(texts),), "values", expected=f"one for each of {len(texts)} tokens", got=describe(given))
     _within(len(texts), TOKENS, "tokens", "values of a part of the text")
-    top = _limit(_check.finite(given, "values"), limit)
+    top = _limit(checks.finite(given, "values"), limit)
     props = {
         "values": _short(given),
         "minValue": -top,
@@ -109,7 +110,7 @@ def colored_tokens(
         "negativeColor": NEGATIVE,
         "paddingBottom": 0,
     }
-    best = ", ".join(f"{_html.token_text(str(tokens[i]))} {float(given[i]):.3g}" for i in given.abs().argsort(descending=True)[:5].tolist())
+    best = ", ".join(f"{html.token_text(str(tokens[i]))} {float(given[i]):.3g}" for i in given.abs().argsort(descending=True)[:5].tolist())
     caption = f"{len(texts)} tokens, largest: {best}{_beyond(given, top)}"
     page = _page(title, caption, {"view": "ColoredTokens", "tokens": texts, "props": props, **_scale(given, top)})
     return PageView(page, title=title, caption=caption, width=WIDTH, height=140 + _lines(texts))
@@ -146,7 +147,7 @@ def induction(
     values = torch.stack([_of_split(split, name, context)[row] for name in names])
     copies = [[j for j in range(1, i + 1) if texts[j - 1] == texts[i] and bool(allowed[i, j])] for i in range(size)]
     paid = torch.stack([values[0, i, copies[i]].sum() for i in range(size)])
-    first = (int(paid.argmax()) if float(paid.max()) > 0 else size - 1) if query is None else _check.index(query, size, "query")
+    first = (int(paid.argmax()) if float(paid.max()) > 0 else size - 1) if query is None else checks.index(query, size, "query")
     top = _limit(values[1:], limit)
     label = "L{}H{}".format(*split.heads[row])
     data = {
@@ -167,7 +168,7 @@ def induction(
     )
     title = f"What {label} reads"
     page = _page(title, caption, data)
-    shown = [_html.token_text(t) for t in texts]
+    shown = [html.token_text(t) for t in texts]
     image = functools.partial(_strip, values[:, first], names, shown, top, f"{title} for {first} {shown[first]}", caption)
     height = 210 + 21 * min(len(names), ROWS) + sum(_lines(t, m) for t, m in ((data["tokens"], 18), (data["tokens"], 0), (names, 18)))
     return PageView(page, title=title, caption=caption, width=WIDTH, height=height, image=image)
@@ -187,7 +188,7 @@ def _row(split: ScoreSplit, head: Head | None) -> int:
     if head is None:
         require(len(split.heads) == 1, "head", expected="one of the split's heads", got="none", instead=f"head={split.heads[0]}")
         return 0
-    pair = _check.heads(head, layers, heads)[0]
+    pair = checks.heads(head, layers, heads)[0]
     require(pair in split.heads, "head", expected=f"one of {split.heads}", got=repr(head), instead="split_scores(..., heads=...)")
     return split.heads.index(pair)
 
@@ -203,8 +204,8 @@ def _texts(source: ScoreSplit | None, tokens: Sequence[str] | None, context: int
 def _of_split(split: ScoreSplit, term: str | tuple[str, str], context: int) -> Float[Tensor, "head query key"]:
     """Pattern, total or a term of one context; scores row-centred over the allowed keys."""
     name = "-".join(term) if isinstance(term, tuple) else term
-    _check.index(context, split.q.shape[1], "context")
-    _check.choice(name, ["pattern", "total", *("-".join(t) for t in split.terms)], "term")
+    checks.index(context, split.q.shape[1], "context")
+    checks.choice(name, ["pattern", "total", *("-".join(t) for t in split.terms)], "term")
     if name == "pattern":
         return split.pattern()[context].double()
     found = split.total() if name == "total" else split.terms[tuple(name.split("-"))]  # pyright: ignore[reportArgumentType]
@@ -243,8 +244,8 @@ def _heat(
     later = values[:, torch.ones(values.shape[1:], dtype=torch.bool).triu(1)]
     causal = bool(((later == 0) | (later == -torch.inf)).all())
     shown = values.tril() if causal else values
-    top = _limit(_check.finite(shown, "attention"), limit if limit is not None or what != "pattern" else 1.0)
-    texts = [_html.token_text(t) for t in tokens]
+    top = _limit(checks.finite(shown, "attention"), limit if limit is not None or what != "pattern" else 1.0)
+    texts = [html.token_text(t) for t in tokens]
     many = {"attentionHeadNames": list(names)} if kind == "AttentionHeads" else {}
     matrix = [[_short(row) for row in head] for head in shown]
     props = {
@@ -285,7 +286,7 @@ def _short(values: Tensor) -> list[float]:
 
 def _running(token: str) -> str:
     """A token in running text: spaces stay spaces."""
-    return "".join(c if c == " " else _html.token_text(c) for c in token) or "∅"
+    return "".join(c if c == " " else html.token_text(c) for c in token) or "∅"
 
 
 def _lines(texts: Sequence[str], margin: int = 0) -> int:
@@ -314,8 +315,8 @@ def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH 
     raw = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     fields = {
         "NONCE": hashlib.sha256(raw).hexdigest()[:24],
-        "TITLE": _html.escape(title),
-        "CAPTION": _html.escape(caption),
+        "TITLE": html.escape(title),
+        "CAPTION": html.escape(caption),
         "POSITIVE": POSITIVE,
         "NEGATIVE": NEGATIVE,
         "WIDTH": str(width),

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tl_geometry import linalg, positional
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.base import linalg
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.measures import positional
 from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.scores.split import ScoreSplit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tl_geometry import _html
-from tl_geometry._check import fail
+from tl_geometry.base import html
+from tl_geometry.base.errors import fail
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,8 +55,8 @@ class View:
     def html(self) -> str:
         """The figure as an HTML fragment."""
         data = base64.b64encode(self.bytes("svg")).decode()
-        image = f'<img alt="{_html.escape(self.title)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%;background:white">'
-        return f"<figure style='margin:0'>{image}<figcaption>{_html.escape(self.caption)}</figcaption></figure>"
+        image = f'<img alt="{html.escape(self.title)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%;background:white">'
+        return f"<figure style='margin:0'>{image}<figcaption>{html.escape(self.caption)}</figcaption></figure>"
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""
@@ -64,7 +64,7 @@ class View:
         form = path.suffix.lower().removeprefix(".")
         if form not in ("html", "png", "svg", "pdf"):
             fail("path", expected="a name ending in .html, .png, .svg or .pdf", got=str(path))
-        page = f'<!doctype html><meta charset="utf-8"><title>{_html.escape(self.title)}</title>{self.html()}'
+        page = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>{self.html()}'
         path.write_bytes(page.encode() if form == "html" else self.bytes(form))
         return path
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tl_geometry._check import require
-from tl_geometry.frames import top_directions
-from tl_geometry.noise import LAWS
+from tl_geometry.base.errors import require
+from tl_geometry.flow.alignment import top_directions
+from tl_geometry.flow.ensemble import Trajectories
+from tl_geometry.flow.noise import LAWS
+from tl_geometry.flow.reports import FlowReport
+from tl_geometry.flow.residuals import flow_map
+from tl_geometry.flow.skipping import SkipMap
+from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.render.figure import SEQUENTIAL, View, canvas, shades, whole_ticks
-from tl_geometry.residuals import flow_map
-from tl_geometry.verbs.ensemble import Trajectories
-from tl_geometry.verbs.flows import FlowReport
-from tl_geometry.verbs.skipping import SkipMap
-from tl_geometry.verbs.truncation import TruncationCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry import _check
-from tl_geometry._check import require
-from tl_geometry.head_types import HEAD_TYPES
+from tl_geometry.base import checks
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
 from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable, whole_ticks
 from tl_geometry.render.page import PageView, document
-from tl_geometry.results import Result
+from tl_geometry.scores.head_types import HEAD_TYPES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,7 @@ def _table(value: object, what: str) -> Result:
     """``value`` if it is a result with a row for each head, else an error that says where one comes from."""
     if not isinstance(value, Result) or not {"layer", "head"} <= set(value.columns()):
         got, instead = type(value).__name__, "sweep_heads(model, tokens, basis) or weight_geometry(model, basis)"
-        _check.fail(what, expected="a table with a row for each layer and head", got=got, instead=instead)
+        checks.fail(what, expected="a table with a row for each layer and head", got=got, instead=instead)
     return value
 
 
@@ -145,7 +145,7 @@ def draw_map(axis: Axes, heads: Sequence[tuple[int, int]], values: Tensor, title
 
 def _chosen(value: str | None, columns: dict[str, Tensor]) -> str:
     first = next((n for n in FIRST if n in columns), next(iter(columns)))
-    return first if value is None else _check.choice(value, list(columns), "value")
+    return first if value is None else checks.choice(value, list(columns), "value")
 
 
 def _short(value: float) -> float | None:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_geometry import _check, linalg, positional
-from tl_geometry._check import fail, require
-from tl_geometry._html import visible
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.base import checks, linalg
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.html import visible
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.measures import positional
+from tl_geometry.measures.reports import ContextualReport, PositionalReport, StateMeasures
 from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas, drawable, shades, whole_ticks
-from tl_geometry.verbs.measures import ContextualReport, PositionalReport, StateMeasures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,10 +50,10 @@ def singular_values(
 ) -> View:
     """Leading singular values of P, Cvec and R, one panel per state (Song & Zhong 2023, Fig. 3 left).
 
-    ``adjust`` makes their sizes comparable (:func:`tl_geometry.positional.singular_value_profiles`): ``"sqrt_C"`` takes all rows, from
+    ``adjust`` makes their sizes comparable (:func:`tl_geometry.measures.positional.singular_value_profiles`): ``"sqrt_C"`` takes all rows, from
     second moments; ``"first_context"`` and ``"subsample"`` take as many rows as P has, from the sampled contexts.
     """
-    _check.choice(adjust, positional.ADJUSTMENTS, "adjust")
+    checks.choice(adjust, positional.ADJUSTMENTS, "adjust")
     rows = _some(basis.states, states, 1 if ax is not None else 4)
     figure, axes = canvas(len(rows), ax=ax, size=(2.8, 2.6), sharey=True)
     for axis, row in zip(axes, rows, strict=False):

@@ -15,8 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tl_geometry import _html
-from tl_geometry._check import fail
+from tl_geometry.base import html
+from tl_geometry.base.errors import fail
 from tl_geometry.render.figure import View
 
 FALLBACK = 300_000
@@ -32,7 +32,7 @@ class PageView:
     def html(self) -> str:
         """The page in a frame of its own and of fixed size, so that several live side by side."""
         style = f"display:block;width:{self.width}px;height:{self.height}px;border:0"
-        title, page = _html.escape(self.title), _html.escape(self.page)
+        title, page = html.escape(self.title), html.escape(self.page)
         frame = f'<iframe title="{title}" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
         return f'<div style="overflow-x:auto">{frame}</div>'
 
@@ -67,15 +67,15 @@ def document(title: str, data: Mapping[str, Any], script: str) -> str:
         text = text.replace(character, f"\\u{ord(character):04x}")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{_html.escape(title)}</title><style>{style}</style></head><body>"
+        f"<title>{html.escape(title)}</title><style>{style}</style></head><body>"
         f'<script type="application/json" id="data">{text}</script><script>{code}</script></body></html>'
     )
 
 
 def _shown(value: Any) -> Any:
-    """Data with every text as :func:`tl_geometry._html.visible` shows it."""
+    """Data with every text as :func:`tl_geometry.base.html.visible` shows it."""
     if isinstance(value, str):
-        return _html.visible(value)
+        return html.visible(value)
     if isinstance(value, Mapping):
         return {_shown(k): _shown(v) for k, v in value.items()}
     return [_shown(v) for v in value] if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float) else value

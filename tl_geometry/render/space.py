@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry import _check, _html
+from tl_geometry.base import checks, html
+from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.render.flow import bundle_figure, coordinates
 from tl_geometry.render.page import PageView, document
 from tl_geometry.render.weights import sphere_paths
-from tl_geometry.verbs.ensemble import Trajectories
-from tl_geometry.verbs.paths import TokenPaths
+from tl_geometry.sphere.paths import TokenPaths
 
 
 def bundle_3d(
@@ -44,10 +44,10 @@ def bundle_3d(
 def sphere_3d(paths: TokenPaths, context: int = 0, positions: Sequence[int] | None = None) -> PageView:
     """Paths of tokens through the layers on the norm's sphere, turned by dragging; the last state is labelled by its token."""
     batch, length = paths.tokens.shape
-    _check.index(context, batch, "context")
-    chosen = _check.indices(positions, length, "positions")
+    checks.index(context, batch, "context")
+    chosen = checks.indices(positions, length, "positions")
     points = paths.coordinates[context, list(chosen)].double()
-    labels = [_html.token_text(paths.str_tokens[context][t]) for t in chosen]
+    labels = [html.token_text(paths.str_tokens[context][t]) for t in chosen]
     names = [f"{paths.method} {i + 1}" for i in range(3)]
     image = functools.partial(sphere_paths, paths, context, positions)
     said = f"states on the unit sphere, axes ({paths.method}) fitted on {paths.fitted_on}"

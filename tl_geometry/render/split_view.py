@@ -1,6 +1,6 @@
 """The signed terms of attention scores: every term, their total and the pattern of some heads, linked, on one symmetric scale.
 
-1. Some heads of one context of a :class:`~tl_geometry.verbs.split.ScoreSplit`; terms are taken one by one, or summed to four groups.
+1. Some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`; terms are taken one by one, or summed to four groups.
 2. Beyond ``max_cells`` tokens a side, block maxima; then quantisation (:mod:`tl_geometry.render.cells`), coarser where the page would
    be too large.
 3. The page (``assets/split.js``) draws them; matplotlib draws the image from the same numbers.
@@ -19,13 +19,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry import _check, _html
-from tl_geometry._check import Head, fail, require
-from tl_geometry.attention import CONTEXT_PARTS, group_of, row_center
+from tl_geometry.base import checks, html
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.rows import row_center
 from tl_geometry.render import cells
 from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable
 from tl_geometry.render.page import PageView, document
-from tl_geometry.verbs.split import ScoreSplit
+from tl_geometry.scores.split import ScoreSplit
+from tl_geometry.scores.sums import CONTEXT_PARTS
+from tl_geometry.scores.terms import group_of
 
 Term = tuple[str, str]
 GROUPS = ("position", "position-content", "content-position", "content")
@@ -87,7 +90,7 @@ def split(
         instead = "split_scores(model, tokens, basis)"
         fail("split", expected="a ScoreSplit", got=type(split).__name__, instead=instead)
     rows = _rows(split, heads)
-    one = _narrow(split, rows, _check.index(context, split.q.shape[1], "context"))
+    one = _narrow(split, rows, checks.index(context, split.q.shape[1], "context"))
     chosen = planes_of(one, planes)
     texts = _texts(split, tokens, context)
     most = max_bytes or SIZES[len(chosen) > 4]
@@ -161,7 +164,7 @@ def _rows(split: ScoreSplit, heads: Sequence[Head] | Head | None) -> list[int]:
     if heads is None:
         return list(range(len(split.heads)))
     layers, count = (1 + max(h[i] for h in split.heads) for i in (0, 1))
-    pairs = _check.heads(heads, layers, count)
+    pairs = checks.heads(heads, layers, count)
     missing = [p for p in pairs if p not in split.heads]
     require(not missing, "heads", expected=f"some of {split.heads}", got=missing, instead="split_scores(..., heads=...)")
     return [split.heads.index(p) for p in pairs]
@@ -222,19 +225,19 @@ def _page(
         "heads": [f"L{l}H{h}" for l, h in split.heads],
         "planes": names,
         "places": places,
-        "tokens": [_html.token_text(t) for t in texts],
+        "tokens": [html.token_text(t) for t in texts],
         "breaks": [t.count("\n") + t.count("\u010a") > 0 for t in texts],
         "block": drawn.block,
         "cell": cell,
         "canvas": [width, grid],
         "limit": top,
         "high": high,
-        "query": (len(texts) - 1 if query is None else _check.index(query, len(texts), "query")) // drawn.block,
+        "query": (len(texts) - 1 if query is None else checks.index(query, len(texts), "query")) // drawn.block,
         "caption": caption,
         **packed.fields,
     }
     buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / max(width, 760))
-    text = min(180, 24 * (1 + sum(len(_html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])))
+    text = min(180, 24 * (1 + sum(len(html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])))
     height = 164 + grid + 34 * (readings + buttons) + text + 18 * math.ceil(len(caption) / 105)
     image = functools.partial(_image, split, names, places, drawn, texts, top, title, caption)
     return PageView(document(title, data, "split"), title=title, caption=caption, width=max(width, 760) + 24, height=height, image=image)
@@ -328,7 +331,7 @@ def _image(
     for name, (r, c) in zip(names, at[0], strict=True):
         axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
     every = -(-len(texts) // LABELLED)
-    labels = [drawable(_html.token_text(t)) for t in texts[::every]] if single and drawn.block == 1 else []
+    labels = [drawable(html.token_text(t)) for t in texts[::every]] if single and drawn.block == 1 else []
     ticks = range(0, len(texts), every) if labels else ()
     named = [f"L{l}H{h}" for l, h in split.heads[:count]]
     below = [c for r, c in at[0] if r == rows - 1]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tl_geometry._check import choice
+from tl_geometry.base.errors import choice
 from tl_geometry.render.figure import View, canvas
 from tl_geometry.render.head_view import draw_map
-from tl_geometry.verbs.sweep import SweepTable
+from tl_geometry.scores.sweep import SweepTable
 
 
 def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tl_geometry import _check, _html
-from tl_geometry._check import Head, require
+from tl_geometry.base import checks, html
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import require
 from tl_geometry.interventions.surrogates import SurrogateEffect
 from tl_geometry.render.figure import SEQUENTIAL, View, canvas, drawable, shades, whole_ticks
-from tl_geometry.verbs.paths import TokenPaths
-from tl_geometry.verbs.weights import TokenReadout, WeightGeometry
+from tl_geometry.sphere.paths import TokenPaths
+from tl_geometry.weights.heads import TokenReadout, WeightGeometry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ def weight_blocks(geometry: WeightGeometry, heads: Iterable[Head] | Head | None 
     frame is the k x k block.
     """
     n_layers, n_heads = 1 + max(l for l, _ in geometry.heads), 1 + max(h for _, h in geometry.heads)
-    chosen = list(_check.heads(heads, n_layers, n_heads, geometry.layers[0] if heads is None else None))
+    chosen = list(checks.heads(heads, n_layers, n_heads, geometry.layers[0] if heads is None else None))
     require(ax is None or len(chosen) == 1, "ax", expected="one head when drawing into ax", got=f"{len(chosen)} heads")
     rows = [geometry.head(pair) for pair in chosen]
     columns = min(4, len(rows))
@@ -69,7 +70,7 @@ def _pictures(geometry: WeightGeometry, rows: Sequence[int], size: int) -> torch
 def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None) -> View:
     """Cumulative share of the singular values of each head, one line per head and one colour per layer."""
     present = sorted({l for l, _ in readout.heads})
-    chosen = _check.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
+    chosen = checks.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
     require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
     figure, axes = canvas(ax=ax, size=(4.8, 3.0))
     steps = range(1, readout.values.shape[1] + 1)
@@ -91,8 +92,8 @@ def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = 
 def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] | None = None, *, ax: Axes | None = None) -> View:
     """Paths of tokens through the layers in three dimensions, colour by state, the last state labelled by its token."""
     batch, length = paths.tokens.shape
-    _check.index(context, batch, "context")
-    chosen = _check.indices(positions, length, "positions")
+    checks.index(context, batch, "context")
+    chosen = checks.indices(positions, length, "positions")
     figure, axes = canvas(ax=ax, size=(5.2, 4.6), subplot_kw={"projection": "3d"})
     axis: Any = axes[0]
     require(hasattr(axis, "get_zlim"), "ax", expected="axes with projection='3d'", got=type(axis).__name__)
@@ -102,7 +103,7 @@ def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] |
         x, y, z = points[t].unbind(-1)
         axis.plot(x, y, z, color="#8888", lw=0.8)
         shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
-        axis.text(float(x[-1]), float(y[-1]), float(z[-1]), drawable(_html.token_text(paths.str_tokens[context][t])), fontsize=7)
+        axis.text(float(x[-1]), float(y[-1]), float(z[-1]), drawable(html.token_text(paths.str_tokens[context][t])), fontsize=7)
     for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
         label(f"{paths.method} {n}")
     if shade is not None:

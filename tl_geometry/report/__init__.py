@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tl_geometry._arguments import SECTIONS
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import GeometryError
-from tl_geometry.records import ModelView, TokenWindows
+from tl_geometry.base.arguments import SECTIONS
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.report.clock import Clock
 from tl_geometry.report.folder import Folder
 from tl_geometry.report.section import Card, Draft, Figure, Section, failure, upright

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tl_geometry.decomposition import PositionContext
+from tl_geometry.corpus.texts import glue
+from tl_geometry.decomposition.decomposing import decompose
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.render import basis as views
-from tl_geometry.report import TITLES, Analysis, Draft, Section, massive
-from tl_geometry.verbs.decompose import decompose, glue
+from tl_geometry.report import TITLES, Analysis, massive
+from tl_geometry.report.section import Draft, Section
 
 NULL_CONTEXTS = 256
 """Windows of the null and of the untrained twin."""

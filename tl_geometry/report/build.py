@@ -14,15 +14,17 @@ import numpy as np
 import torch
 
 from tl_geometry import __version__, zoo
-from tl_geometry._arguments import CLASSES, DTYPES, read_texts
-from tl_geometry._check import choice, fail, require
-from tl_geometry.capture import as_view
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.errors import GeometryError
-from tl_geometry.records import ModelView, TokenWindows
-from tl_geometry.report import SECTIONS, WEIGHTS, Analysis, Clock, Costs, Folder, versions, write
-from tl_geometry.report.clock import span
-from tl_geometry.verbs.decompose import decompose, windows
+from tl_geometry.base.arguments import CLASSES, DTYPES, SECTIONS, read_texts
+from tl_geometry.base.errors import GeometryError, choice, fail, require
+from tl_geometry.corpus.texts import windows
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.decomposing import decompose
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.report import WEIGHTS, Analysis, Costs, versions, write
+from tl_geometry.report.clock import Clock, span
+from tl_geometry.report.folder import Folder
 
 CONTEXTS, LENGTH, BUDGET = 1024, 512, 600.0
 """Windows of the corpus, longest window and seconds, where the user does not say."""

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from tl_geometry._check import require
+from tl_geometry.base.errors import require
 
 PATIENCE = 2.0
 """The smallest useful size is still run where it takes at most so many times what is left of its stage."""

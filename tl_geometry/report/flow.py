@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 import torch
 
-from tl_geometry.records import TokenWindows
+from tl_geometry.corpus.nulls import gibberish
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.flow.ensemble import Trajectories, trajectories
+from tl_geometry.flow.reports import compare_ensembles, flow_report
+from tl_geometry.flow.skipping import skip_map
+from tl_geometry.flow.truncation import GRID, truncation_kl
+from tl_geometry.models.control import reinitialized
 from tl_geometry.render import flow as views
-from tl_geometry.report import TITLES, Analysis, Draft, Section
+from tl_geometry.report import TITLES, Analysis
 from tl_geometry.report.clock import PATIENCE
-from tl_geometry.verbs.ensemble import Trajectories, gibberish, trajectories
-from tl_geometry.verbs.flows import compare_ensembles, flow_report
-from tl_geometry.verbs.nulls import reinitialized
-from tl_geometry.verbs.skipping import skip_map
-from tl_geometry.verbs.truncation import GRID, truncation_kl
+from tl_geometry.report.section import Draft, Section
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
 """Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the output-based measures use."""

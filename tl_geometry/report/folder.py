@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.report import page
 from tl_geometry.report.section import Section
-from tl_geometry.results import SOURCES, Provenance, Result
 
 RECORD, PAGE, PARTS = "run.json", "report.html", "sections"
 

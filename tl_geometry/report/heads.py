@@ -7,9 +7,10 @@ import torch
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
-from tl_geometry.report import TITLES, Analysis, Draft, Section
-from tl_geometry.verbs.split import ScoreSplit, split_scores
-from tl_geometry.verbs.sweep import SweepTable, sweep_heads
+from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report.section import Draft, Section
+from tl_geometry.scores.split import ScoreSplit, split_scores
+from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
 PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
 """Windows of the sweep, tokens that the example repeats, windows and control draws of the causal question."""
@@ -120,7 +121,7 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     if not (analysis.view.head_trained and analysis.view.causal):
         draft.leave_out(what, "it takes a decoder with a trained output head")
         return
-    from tl_geometry.interventions import dominant_only
+    from tl_geometry.interventions.causal import dominant_only
 
     # fewer draws, then fewer windows; the sequences of repeated tokens that go through every condition too cost about three windows
     draws, each = DRAWS, _edit_cost(analysis)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tl_geometry import _html
-from tl_geometry.decomposition import PositionContext, spans
-from tl_geometry.errors import GeometryError
-from tl_geometry.largest import LargestTokens
+from tl_geometry.base import html
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.decomposition.largest import LargestTokens
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.variance import spans
 from tl_geometry.render import basis as views
-from tl_geometry.report import Analysis, Draft
+from tl_geometry.report import Analysis
+from tl_geometry.report.section import Draft
 
 LISTED = 12
 """Tokens marked in the picture."""
@@ -41,7 +43,7 @@ def texts(table: LargestTokens, row: int) -> list[str]:
     """The largest tokens of a state as a reader sees them."""
     if not table.str_tokens:
         return [f"token {t}" for t in table.token[row].tolist()]
-    return [_html.token_text(t) for t in table.str_tokens[row]]
+    return [html.token_text(t) for t in table.str_tokens[row]]
 
 
 def title(basis: PositionContext, table: LargestTokens, row: int) -> str:

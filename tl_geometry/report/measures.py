@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tl_geometry.measures.reports import contextual_report, positional_report
 from tl_geometry.render import measures as views
-from tl_geometry.report import TITLES, Analysis, Draft, Section
-from tl_geometry.verbs.measures import contextual_report, positional_report
+from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report.section import Draft, Section
 
 SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture")
 FEWEST = 8

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tl_geometry.report import TITLES, Analysis, Section
-from tl_geometry.results import Result
+from tl_geometry.base.results import Result
+from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report.section import Section
 
 LIMITS = (
     "What these numbers do not say: a share of variance is not a share of computation; large means and outlier coordinates can carry little "

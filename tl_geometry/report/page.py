@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tl_geometry import _html
+from tl_geometry.base import html
 
 STYLE = """
 :root{color-scheme:light dark;--line:#8884;--soft:#8881}
@@ -31,10 +31,10 @@ def anchor(title: str) -> str:
 
 def document(title: str, bodies: Sequence[str], titles: Sequence[str], sources: Sequence[str], *, note: str = "") -> str:
     """The whole page from section fragments (already escaped), their titles, the works to cite, and a line above everything."""
-    links = "".join(f'<a href="#{anchor(t)}">{_html.escape(t)}</a>' for t in titles)
+    links = "".join(f'<a href="#{anchor(t)}">{html.escape(t)}</a>' for t in titles)
     placed = [f'<div id="{anchor(t)}">{b}</div>' for t, b in zip(titles, bodies, strict=True)]
-    cited = "".join(f"<li>{_html.escape(s)}</li>" for s in sources)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_html.escape(title)}</title><style>{STYLE}</style>'
-    above = f'<p class="note">{_html.escape(note)}</p>' if note else ""
+    cited = "".join(f"<li>{html.escape(s)}</li>" for s in sources)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    above = f'<p class="note">{html.escape(note)}</p>' if note else ""
     footer = f"<footer>Made with tl_geometry. Cite:<ul>{cited}</ul></footer>"
-    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{_html.escape(title)}</h1><nav>{links}</nav>{above}{"".join(placed)}{footer}</body></html>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{html.escape(title)}</h1><nav>{links}</nav>{above}{"".join(placed)}{footer}</body></html>'

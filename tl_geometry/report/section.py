@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from tl_geometry import _html
-from tl_geometry.errors import GeometryError
-from tl_geometry.results import Result
+from tl_geometry.base import html
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.results import Result
 
 
 @runtime_checkable
@@ -51,9 +51,9 @@ class Card:
 
     def html(self) -> str:
         """The sentence, and the traceback folded away."""
-        body = f'<p class="note {self.kind.replace(" ", "-")}">{_html.escape(self.line())}</p>'
+        body = f'<p class="note {self.kind.replace(" ", "-")}">{html.escape(self.line())}</p>'
         if self.trace:
-            body += f"<details><summary>Traceback</summary><pre>{_html.escape(self.trace)}</pre></details>"
+            body += f"<details><summary>Traceback</summary><pre>{html.escape(self.trace)}</pre></details>"
         return body
 
 
@@ -73,12 +73,12 @@ class Section:
 
     def html(self) -> str:
         """The section as an HTML fragment."""
-        parts = [f"<section><h2>{_html.escape(self.title)}</h2>", *(f"<p>{_html.escape(t)}</p>" for t in self.text)]
+        parts = [f"<section><h2>{html.escape(self.title)}</h2>", *(f"<p>{html.escape(t)}</p>" for t in self.text)]
         parts += [f'<div class="card{" absent" if isinstance(f, Card) else ""}">{f.html()}</div>' for f in self.figures]
         for name, table in self.tables.items():
-            body = _html.table(*upright(table), caption=name)
+            body = html.table(*upright(table), caption=name)
             long = len(table.rows()) > 12 or len(table.columns()) > 12
-            parts.append(f"<details><summary>Table: {_html.escape(name)}</summary>" if long else "")
+            parts.append(f"<details><summary>Table: {html.escape(name)}</summary>" if long else "")
             parts.append(f'<div class="scroll">{body}</div>' + ("</details>" if long else ""))
         return "".join([*parts, "</section>"])
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
-from tl_geometry.report import TITLES, Analysis, Draft, Section
+from tl_geometry.report import TITLES, Analysis
 from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.measures import FEWEST
-from tl_geometry.verbs.paths import token_paths
-from tl_geometry.verbs.weights import token_readout, weight_geometry
+from tl_geometry.report.section import Draft, Section
+from tl_geometry.sphere.paths import token_paths
+from tl_geometry.weights.heads import token_readout, weight_geometry
 
 SURROGATES, TOKENS = 16, 24
 """Windows that surrogates of W_QK are tried on, and tokens whose paths are followed."""
@@ -105,7 +106,7 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     if not (analysis.view.head_trained and analysis.view.causal):
         draft.leave_out(what, "it takes a decoder with a trained output head")
         return
-    from tl_geometry.interventions import surrogate_effect
+    from tl_geometry.interventions.surrogates import surrogate_effect
 
     length = _surrogate_length(analysis)
     most, each, once = min(SURROGATES, len(analysis.windows)), _surrogate_cost(analysis, length), _offset_cost(analysis, length)

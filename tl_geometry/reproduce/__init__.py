@@ -7,14 +7,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tl_geometry._arguments import read_texts
-from tl_geometry._check import choice, require
-from tl_geometry.capture import as_view
+from tl_geometry.base.arguments import read_texts
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.results import Result
+from tl_geometry.models.describing import as_view
 from tl_geometry.reproduce.lines_of_thought import sarfati
 from tl_geometry.reproduce.protocol import Settings, causal_attention, settings_for
 from tl_geometry.reproduce.tables import Reproduction, loaded, published_tables, song_zhong
 from tl_geometry.reproduce.topics import topic_bases, topic_windows
-from tl_geometry.results import Result
 from tl_geometry.zoo.corpus import held_out_documents
 
 

@@ -11,14 +11,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from tl_geometry._check import require
-from tl_geometry.capture import as_view
-from tl_geometry.noise import fit_noise_law
-from tl_geometry.results import Result
-from tl_geometry.verbs.ensemble import Trajectories, gibberish, pseudo_sentences, trajectories
-from tl_geometry.verbs.nulls import reinitialized
-from tl_geometry.verbs.separation import ensembles_apart, true_against_extrapolated
-from tl_geometry.verbs.truncation import GRID, truncation_kl
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
+from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
+from tl_geometry.flow.ensemble import Trajectories, trajectories
+from tl_geometry.flow.noise import fit_noise_law
+from tl_geometry.flow.separation import ensembles_apart, true_against_extrapolated
+from tl_geometry.flow.truncation import GRID, truncation_kl
+from tl_geometry.models.control import reinitialized
+from tl_geometry.models.describing import as_view
 
 
 class Published(NamedTuple):

@@ -17,10 +17,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry import tokens as token_math
-from tl_geometry._check import describe, fail, require
-from tl_geometry.errors import UnsupportedModelError
-from tl_geometry.records import ModelView, TokenWindows
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.corpus import cutting as token_math
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.models.model_view import ModelView
 
 FAMILIES = {"gpt2": "GPT-2", "bert-base-cased": "BERT", "bloom-560m": "BLOOM", "llama-2-7b": "Llama-2", "llama-2-7b-hf": "Llama-2"}
 """Models of the published tables, by the last part of their name."""

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry import contextual, linalg, positional, zoo
-from tl_geometry import rank_estimation as ranks
-from tl_geometry._arguments import read_texts
-from tl_geometry._check import require
-from tl_geometry.capture import as_view
-from tl_geometry.records import ModelView
+from tl_geometry import zoo
+from tl_geometry.base import linalg
+from tl_geometry.base.arguments import read_texts
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
+from tl_geometry.decomposition.decomposing import decompose
+from tl_geometry.measures import contextual, positional
+from tl_geometry.measures import rank as ranks
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.reproduce.protocol import (
     Settings,
     causal_attention,
@@ -33,8 +37,6 @@ from tl_geometry.reproduce.protocol import (
     wrap_uint16,
 )
 from tl_geometry.reproduce.topics import topic_bases, topic_windows
-from tl_geometry.results import Result
-from tl_geometry.verbs.decompose import decompose
 
 Text = str | Sequence[str] | Tensor
 BY_STATE = {"rank": "table_3_rank", "stable_rank": "table_4_stable_rank", "relative_norm": "table_5_relative_norm"}

@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry._check import require
-from tl_geometry.decomposition import PositionContext
-from tl_geometry.records import ModelView, TokenWindows
-from tl_geometry.verbs.decompose import decompose
+from tl_geometry.base.errors import require
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.decomposing import decompose
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.model_view import ModelView
 
 
 def topic_windows(documents: Sequence[Int[Tensor, "..."]], *, windows: int = 64, length: int = 128) -> TokenWindows:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tl_geometry.records import TokenWindows
+from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.pretrained import minilm, minilm_directory, smollm2, smollm2_hugging_face
 
@@ -49,9 +49,9 @@ def hugging_face(*, trained: bool = True) -> Any:
 def by_name(name: str | Path, *, kind: str = "bridge", processed: bool = False, **options: Any) -> Any:
     """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name of TransformerLens, or a directory.
 
-    ``options`` are ``dtype`` and ``device`` of :func:`tl_geometry.adapters.load`.
+    ``options`` are ``dtype`` and ``device`` of :func:`tl_geometry.models.load`.
     """
-    from tl_geometry.adapters import load
+    from tl_geometry.models import load
 
     if name == "smollm2":
         return smollm2(kind=kind, processed=processed, **options)
@@ -60,7 +60,7 @@ def by_name(name: str | Path, *, kind: str = "bridge", processed: bool = False, 
 
 def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
     """The embedded model as a TransformerBridge (``kind="bridge"``) or HookedTransformer (``"hooked"``, TransformerLens 3.9)."""
-    from tl_geometry.adapters import from_hf
+    from tl_geometry.models import from_hf
 
     return from_hf(
         hugging_face(trained=trained), tokenizer(), kind=kind, processed=processed, name=NAME + ("" if trained else "-untrained")
@@ -69,7 +69,7 @@ def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = Fa
 
 def default_windows(model: Any, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0) -> TokenWindows:
     """Windows of the held-out standard-library modules, labelled by module, for any model."""
-    from tl_geometry.verbs.decompose import windows
+    from tl_geometry.corpus.texts import windows
 
     documents = corpus.held_out_documents()
     return windows(

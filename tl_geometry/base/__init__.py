@@ -1,0 +1,1 @@
+"""Errors, argument checks, linear algebra, masked rows, frozen results: what every other package stands on."""

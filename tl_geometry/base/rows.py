@@ -1,0 +1,25 @@
+"""Rows of scores over the keys that they may see."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def causal_mask(queries: int, *, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
+    """Keys up to and including the query's own position."""
+    return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+
+
+def row_center(scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]) -> Float[Tensor, "*batch query key"]:
+    """Scores minus the mean of their row over the allowed keys; zero elsewhere. Softmax over the allowed keys does not change.
+
+    ``allowed [... query key]`` broadcasts against the scores, which may be infinite outside it.
+
+    >>> row_center(torch.tensor([[5.0, 9.0], [1.0, 3.0]]), causal_mask(2)).tolist()
+    [[0.0, 0.0], [-1.0, 1.0]]
+    """
+    inside = torch.where(allowed, scores, 0)
+    mean = inside.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(allowed, inside - mean, 0)

@@ -1,0 +1,1 @@
+"""Trajectories of tokens through the layers as a stochastic flow: rotation, stretch and noise."""

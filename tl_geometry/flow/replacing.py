@@ -1,0 +1,121 @@
+"""Putting mapped states in the place of later ones in the live model, many maps in one forward pass, and what that costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.flow.residuals import LayerMap
+from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.outputs import PilotRuns, distances, log_probabilities, pilot_runs
+
+METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
+Pair = tuple[int, int]
+"""States a < b: the map of state a takes the place of state b."""
+Job = tuple[Pair, str]
+"""A pair and the kind of map."""
+
+
+def take(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor] | None) -> Hook:
+    """A hook that keeps a state: whole, or at (row, position) in float32 on the CPU."""
+
+    def hook(h: Tensor) -> None:
+        into[state] = h.detach() if where is None else h.detach()[where[0].to(h.device), where[1].to(h.device)].float().cpu()
+
+    return hook
+
+
+def put(moved: Float[Tensor, "row position d_model"], rows: slice) -> Hook:
+    """A hook that replaces the last positions of some rows."""
+
+    def hook(h: Tensor) -> Tensor:
+        edited = h.clone()
+        edited[rows, h.shape[1] - moved.shape[1] :] = moved.to(h)
+        return edited
+
+    return hook
+
+
+class Measure:
+    """Results in progress, chunk by chunk. ``jobs`` are those still measured at each place, ``bar`` counts forward passes."""
+
+    def __init__(self, view: ModelView, jobs: Mapping[str, Sequence[Job]], pairs: Sequence[Pair], limit: int, bar: Any) -> None:
+        self.view, self.jobs, self.pairs, self.limit, self.bar = view, dict(jobs), pairs, limit, bar
+        self.found: dict[tuple[str, str, Pair], list[Tensor]] = {}
+        self.loss: dict[str, list[Tensor]] = {}
+
+    def add(self, rows: Int[Tensor, "batch position"], place: str, maps: Mapping[Job, LayerMap], deadline: float | None) -> None:
+        """Measure the jobs of a place on some chunks. Those not reached by the deadline are left out here and later."""
+        view, column = self.view, -1 if place == "pilot" else None
+        tokens = rows[:, :-1]
+        target = rows[:, -1:] if place == "pilot" else rows[:, 2:]
+        clean: dict[int, Tensor] = {}
+        starts = {a for (a, _), _ in self.jobs[place]}
+        plain = log_probabilities(view, tokens, {view.state_hooks[s]: take(clean, s, None) for s in starts}, column=column)
+        own = _from_second(plain, place)
+        own_loss = _loss(own, target)
+        self.loss.setdefault(place, []).append(own_loss.mean(1))
+        runs = pilot_runs(view, tokens, plain, self.limit) if place == "pilot" else None
+        copies = max(1, self.limit // len(tokens)) if runs is None else runs.copies
+        jobs = self.jobs[place]
+        for start in range(0, len(jobs), copies):
+            if start and deadline is not None and time.monotonic() > deadline:
+                self.jobs[place] = jobs[:start]
+                break
+            group = sorted(jobs[start : start + copies], key=lambda job: job[0][1])
+            changed = self._run(group, tokens, place, maps, clean, runs)
+            for job, part in zip(group, _from_second(changed, place).split(len(tokens)), strict=True):
+                self._record(place, job, part, own, _loss(part, target) - own_loss)
+            self.bar.update(len(group) * len(tokens))
+
+    def _run(
+        self, group: Sequence[Job], tokens: Tensor, place: str, maps: Mapping[Job, LayerMap], clean: Mapping[int, Tensor],
+        runs: PilotRuns | None,
+    ) -> Tensor:  # fmt: skip
+        """One forward pass over a copy of the chunks for each job, in the order of their ends."""
+        hooks: dict[str, Hook] = {}
+        for end in {b for (_, b), _ in group}:
+            mine = [i for i, ((_, b), _) in enumerate(group) if b == end]
+            moved = torch.cat([_moved(maps[group[i]], clean[group[i][0][0]], place) for i in mine])
+            hooks[self.view.state_hooks[end]] = put(moved, slice(mine[0] * len(tokens), (mine[-1] + 1) * len(tokens)))
+        if runs is not None:
+            return runs.log_probabilities(len(group), hooks)
+        return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, column=None)
+
+    def _record(self, place: str, job: Job, changed: Tensor, own: Tensor, increase: Tensor) -> None:
+        compared = distances(changed, own)
+        k = min(5, own.shape[-1])
+        row = torch.stack([compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]).mean(2)
+        alike = [p for p in self.pairs if p[1] == job[0][1]] if job[1] == "mean" else [job[0]]  # the mean is the same from every start
+        for pair in alike:
+            self.found.setdefault((place, job[1], pair), []).append(row.double().cpu())
+
+    def finish(self, places: Sequence[str], kinds: Sequence[str]) -> tuple[dict[str, Tensor], tuple[float, float]]:
+        """The maps, and the model's own loss at the pilot and at all positions."""
+        n = self.view.n_layers + 1
+        keys = [f"{p}|{k}|{m}" for p in places for k in kinds for m in METRICS]
+        values = {key: torch.full((n, n), torch.nan, dtype=torch.float64) for key in keys}
+        for (place, kind, (a, b)), parts in self.found.items():
+            table = torch.cat(parts, dim=1)
+            mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
+            for metric, value in zip(METRICS, (mean[0], error, mean[1], mean[2], mean[3]), strict=True):
+                values[f"{place}|{kind}|{metric}"][a, b] = value
+        loss = [float(torch.cat(self.loss[p]).mean()) if p in self.loss else float("nan") for p in ("pilot", "all")]
+        return values, (loss[0], loss[1])
+
+
+def _moved(found: LayerMap, state: Tensor, place: str) -> Tensor:
+    return found(state[:, -1:] if place == "pilot" else state[:, 1:])
+
+
+def _from_second(values: Tensor, place: str) -> Tensor:
+    return values[:, None] if place == "pilot" else values[:, 1:]
+
+
+def _loss(log_p: Tensor, target: Tensor) -> Tensor:
+    return -log_p.gather(-1, target.to(log_p.device)[..., None])[..., 0]

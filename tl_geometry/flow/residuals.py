@@ -1,0 +1,343 @@
+"""From one state to a later one by a linear map: the rotation and stretch of the paper, its yardsticks, and what each leaves unexplained.
+
+Every map is ``x -> out + scale * (x - in) @ left @ right.T``: the flow (rotation and stretch between two frames), the identity, the
+scaled identity, the mean shift, the best linear map, a ridge regression, the constant mean. In-sample the best linear map wins by
+construction (with fewer trajectories than coordinates it even leaves nothing), so that maps are to be compared on held-out trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.checks import describe, finite, index
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.linalg import SVD, svd
+from tl_geometry.flow.alignment import Frames, inverse_values
+
+MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
+"""Kinds of map from one state to another, see :func:`fit_map`."""
+SIGNS = ("U", "V")
+"""Signs of the directions: as the frames were aligned (published), or the ones that minimise the residual."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerMap:
+    """``x -> output + scale * (x - input) @ left @ right.T``; ``left`` ``None`` stands for the identity.
+
+    ``dropped`` counts the directions left out because their singular value at the start is too small to divide by; ``penalty`` is
+    the one that a ridge regression chose, as a share of the largest squared singular value (0 for every other map).
+    """
+
+    kind: str
+    input: Float[Tensor, " d_model"]
+    output: Float[Tensor, " d_model"]
+    scale: float = 1.0
+    left: Float[Tensor, "d_model rank"] | None = None
+    right: Float[Tensor, "d_model rank"] | None = None
+    dropped: int = 0
+    penalty: float = 0.0
+
+    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The map applied to states, in their own dtype."""
+        moved = x - self.input.to(x)
+        if self.left is not None and self.right is not None:
+            moved = moved @ self.left.to(x) @ self.right.to(x).mT
+        return self.output.to(x) + self.scale * moved
+
+    def single(self) -> LayerMap:
+        """The same map in float32, which is half as large."""
+        parts = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **parts)
+
+
+def flow_map(frames: Frames, start: int, end: int, *, signs: str = "U", rtol: float = 1e-10) -> LayerMap:
+    """Rotation and stretch from state row ``start`` to ``end``: ``x~ = R(end) diag(s_i(end) / s_i(start)) R(start)^T x``.
+
+    Sarfati et al. 2025, Eq. 1, about the centres of the frames (zero when uncentred). By construction ``X~ X~^T = M M^T``: the second
+    moments of the ensemble match exactly (but for directions dropped because their singular value is below ``rtol`` of the largest),
+    and the residual energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that signs and order alone decide the error.
+    ``signs="U"`` keeps the signs of the aligned frames (published); ``"V"`` takes the sign of ``v_i(start).v_i(end)``, the best ones.
+
+    >>> from tl_geometry.flow.alignment import fit_frames
+    >>> X = torch.randn(20, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    >>> moved = flow_map(fit_frames(X), 0, 1)(X[:, 0])
+    >>> torch.allclose(moved.mT @ moved, X[:, 1].mT @ X[:, 1])
+    True
+    """
+    start, end = index(start, len(frames.S), "start"), index(end, len(frames.S), "end")
+    inverse = inverse_values(frames.S[start], rtol)
+    stretch = frames.S[end] * inverse
+    if choice(signs, SIGNS, "signs") == "V":
+        overlap = frames.overlap[start, end]
+        stretch = stretch * torch.where(overlap < 0, -1.0, 1.0)
+    return LayerMap(
+        kind="flow", input=frames.centre[start], output=frames.centre[end], left=frames.U[start] * stretch, right=frames.U[end],
+        dropped=int((inverse == 0).sum()),
+    )  # fmt: skip
+
+
+PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
+"""Ridge penalties that are tried, as shares of the largest squared singular value."""
+
+
+class MapsFrom:
+    """Fits maps from the states of one layer to any later ones; what depends on the start alone is computed once.
+
+    ``MapsFrom(before).to(after, kind)`` is :func:`fit_map`, which documents the kinds.
+
+    >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    >>> maps = MapsFrom(x)
+    >>> torch.allclose(maps.to(2 * x, "linear")(x), 2 * x), round(maps.to(2 * x, "scaled").scale, 6)
+    (True, 2.0)
+    """
+
+    def __init__(self, before: Float[Tensor, "trajectory d_model"]) -> None:
+        ok = isinstance(before, Tensor) and before.dim() == 2
+        require(ok, "states", expected="a tensor [trajectory d_model]", got=describe(before))
+        self.shape = before.shape
+        self.x = finite(before.double(), "states before")
+
+    @cached_property
+    def factors(self) -> SVD:
+        """Singular value decomposition of the states."""
+        return svd(self.x)
+
+    @cached_property
+    def centred(self) -> tuple[Float[Tensor, " d_model"], SVD]:
+        """Their mean, and the decomposition about it."""
+        mean = self.x.mean(0)
+        return mean, svd(self.x - mean)
+
+    def to(self, after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10) -> LayerMap:
+        """The map of a kind to ``after``, states of the same trajectories."""
+        require(
+            self.shape == after.shape,
+            "states",
+            expected="two tensors [trajectory d_model] of one shape",
+            got=f"{describe(self.x)} and {describe(after)}",
+        )
+        choice(kind, MAPS, "map")
+        x, y = self.x, finite(after.double(), "states after")
+        zero = torch.zeros_like(x[0])
+        if kind == "identity":
+            return LayerMap(kind=kind, input=zero, output=zero)
+        if kind == "shift":
+            return LayerMap(kind=kind, input=zero, output=(y - x).mean(0))
+        if kind == "mean":
+            return LayerMap(kind=kind, input=zero, output=y.mean(0), scale=0.0)
+        if kind == "scaled":
+            energy = float(x.square().sum())
+            scale = float((x * y).sum()) / energy if energy > 0 else 0.0
+            return LayerMap(kind=kind, input=zero, output=zero, scale=scale)
+        if kind == "ridge":
+            return _ridge(*self.centred, y)
+        U, S, V = self.factors
+        inverse = inverse_values(S, rtol)
+        dropped = int((inverse == 0).sum())
+        if kind == "flow":
+            _, S2, V2 = svd(y)
+            V2 = V2 * torch.where((V * V2).sum(0) < 0, -1.0, 1.0)
+            return LayerMap(
+                kind=kind, input=zero, output=zero, left=V * (S2 * inverse), right=V2, dropped=dropped
+            )  # fmt: skip
+        return LayerMap(
+            kind=kind, input=zero, output=zero, left=V, right=(y.mT @ U) * inverse, dropped=dropped
+        )  # fmt: skip
+
+
+def fit_map(
+    before: Float[Tensor, "trajectory d_model"], after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10
+) -> LayerMap:
+    """A map from states to later states of the same trajectories, by least squares within its kind.
+
+    ``"identity"``: x; ``"shift"``: x + mean(after - before); ``"scaled"``: c x with the best c; ``"linear"``: the best linear map
+    ``M_after pinv(M_before)`` (no intercept: the lower bound for the flow); ``"ridge"``: the best affine map with a ridge penalty
+    chosen by generalised cross-validation (Golub, Heath & Wahba 1979), the fair yardstick where trajectories are few;
+    ``"mean"``: the constant mean(after); ``"flow"``: rotation and stretch between the two frames, sign-aligned.
+    """
+    return MapsFrom(before).to(after, kind, rtol=rtol)
+
+
+def _ridge(mean: Tensor, factors: SVD, y: Tensor) -> LayerMap:
+    """Affine ridge; the penalty minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2 over :data:`PENALTIES` of s_1^2."""
+    my, n = y.mean(0), len(y)
+    U, S, V = factors
+    target = U.mT @ (y - my)
+    energy, total = target.square().sum(1), (y - my).square().sum()
+    shares = PENALTIES.to(S.device)
+    penalty = S[0].square() * shares[:, None]
+    shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
+    left_over = total - (energy * (2 * shrink - shrink.square())).sum(1)
+    gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
+    chosen = int(gcv.argmin())
+    inverse = torch.where(S > 0, shrink[chosen] / torch.where(S > 0, S, 1.0), 0.0)
+    return LayerMap(
+        kind="ridge", input=mean, output=my, left=V, right=target.mT * inverse, penalty=float(shares[chosen])
+    )  # fmt: skip
+
+
+class Fit(NamedTuple):
+    """How well a map predicts states, over all trajectories."""
+
+    relative_error: float
+    """``|y - y~| / |y|`` (Frobenius)."""
+    r2: float
+    """Share of the variance about the mean of ``y`` that is explained (negative: worse than the mean)."""
+    cosine: float
+    """Mean over trajectories of the cosine between ``y`` and ``y~``."""
+
+
+def score_map(moved: Float[Tensor, "trajectory d_model"], true: Float[Tensor, "trajectory d_model"]) -> Fit:
+    """Relative error, R^2 about the mean and mean cosine of predictions.
+
+    >>> score_map(torch.eye(3), torch.eye(3))
+    Fit(relative_error=0.0, r2=1.0, cosine=1.0)
+    """
+    moved, true = moved.double(), true.double()
+    missing = (true - moved).square().sum()
+    spread = (true - true.mean(0)).square().sum()
+    relative = float((missing / true.square().sum()).sqrt())
+    cosine = torch.nn.functional.cosine_similarity(moved, true, dim=-1, eps=1e-300)
+    return Fit(relative, float(1 - missing / spread) if spread > 0 else float("nan"), float(cosine.mean()))
+
+
+class ResidualStatistics(NamedTuple):
+    """Statistics of a residual ``dx = x - x~`` over trajectories: per coordinate mean m, variance v (n - 1), kurtosis; then averages.
+
+    ``kurtosis`` is the bias-corrected excess (0 for a Gaussian; G2 of Joanes & Gill 1998, MATLAB's flag 0 minus 3).
+    Three published averages differ from the text they stand for, and are given under names of their own:
+    ``mean_over_variance`` = mean |m/v| is plotted as |mean|/sd, ``log10_mean_variance`` = log10(mean v) is plotted as the mean of
+    ln v, and ``mean_abs_kurtosis_minus_3`` = mean |k| - 3 (k not in excess) is plotted as mean |k - 3|, which it equals only
+    where every k is at least 3.
+    """
+
+    mean_over_sd: float
+    log_variance: float
+    abs_kurtosis: float
+    mean_over_variance: float
+    log10_mean_variance: float
+    mean_abs_kurtosis_minus_3: float
+    degenerate: int
+    """Coordinates without variance (left out)."""
+
+
+def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> ResidualStatistics:
+    """The averages over coordinates that the maps of Sarfati et al. 2025 (Fig. 4) show, as the text defines them and as published.
+
+    >>> s = residual_statistics(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)) * 2 + 1)
+    >>> round(s.mean_over_sd, 1), round(s.log_variance, 1)
+    (0.5, 1.4)
+    """
+    n = len(residual)
+    require(n >= 4, "residuals", expected="at least 4 trajectories", got=n, instead="more chunks")
+    x = residual.double()
+    mean = x.mean(0)
+    centred = x - mean
+    second = centred.square().mean(0)
+    rounding = 64 * torch.finfo(torch.float64).eps * x.abs().amax(0)
+    ok = second.sqrt() > rounding
+    if not bool(ok.any()):
+        return ResidualStatistics(*[float("nan")] * 6, degenerate=x.shape[1])
+    mean, second, fourth = mean[ok], second[ok], centred.square().square().mean(0)[ok]
+    variance = second * n / (n - 1)
+    excess = (n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * (fourth / second.square() - 3) + 6)
+    return ResidualStatistics(
+        mean_over_sd=float((mean.abs() / variance.sqrt()).mean()),
+        log_variance=float(variance.log().mean()),
+        abs_kurtosis=float(excess.abs().mean()),
+        mean_over_variance=float((mean / variance).abs().mean()),
+        log10_mean_variance=float(variance.mean().log10()),
+        mean_abs_kurtosis_minus_3=float((excess + 3).abs().mean() - 3),
+        degenerate=int((~ok).sum()),
+    )
+
+
+class Maps(NamedTuple):
+    """One number for every pair of state rows ``[start, end]``; NaN unless ``start < end``."""
+
+    mean_over_sd: Float[Tensor, "state state"]
+    log_variance: Float[Tensor, "state state"]
+    abs_kurtosis: Float[Tensor, "state state"]
+    mean_over_variance: Float[Tensor, "state state"]
+    log10_mean_variance: Float[Tensor, "state state"]
+    mean_abs_kurtosis_minus_3: Float[Tensor, "state state"]
+    relative_error: Float[Tensor, "state state"]
+    r2: Float[Tensor, "state state"]
+    cosine: Float[Tensor, "state state"]
+
+
+MapOf = Callable[[int, int], LayerMap]
+"""Gives the map from one state row to a later one."""
+
+
+def residual_maps(
+    X: Float[Tensor, "trajectory state d_model"], map_of: MapOf, *, collect: Callable[[int, int, Tensor], None] | None = None
+) -> Maps:
+    """Residual statistics and fit of ``x(end) - map(x(start))`` for all pairs of states; one pair in memory at a time.
+
+    ``map_of`` gives the map of a pair (for the paper ``partial(flow_map, frames)``), fitted on these or on other trajectories;
+    ``collect(start, end, residual)`` receives every residual.
+    """
+    states = X.shape[1]
+    require(states >= 2, "trajectories", expected="at least two states", got=states)
+    table = np.full((len(Maps._fields), states, states), np.nan)
+    for start in range(states - 1):
+        x = X[:, start].double()
+        for end in range(start + 1, states):
+            true = X[:, end].double()
+            moved = map_of(start, end)(x)
+            residual = true - moved
+            statistics = residual_statistics(residual)
+            table[:, start, end] = [*statistics[:6], *score_map(moved, true)]
+            if collect is not None:
+                collect(start, end, residual)
+    return Maps(*torch.from_numpy(table).unbind(0))
+
+
+def map_errors(X: Float[Tensor, "trajectory state d_model"], map_of: MapOf) -> Float[Tensor, "state state"]:
+    """``|x(end) - map(x(start))| / |x(end)|`` for all pairs of states: the ``relative_error`` of :func:`residual_maps` alone.
+
+    >>> X = torch.ones(4, 3, 2)
+    >>> map_errors(X, lambda start, end: fit_map(X[:, start], X[:, end], "identity"))[0, 1:].tolist()
+    [0.0, 0.0]
+    """
+    states = X.shape[1]
+    out = torch.full((states, states), torch.nan, dtype=torch.float64)
+    sizes = [X[:, s].double().square().sum() for s in range(states)]
+    for start in range(states - 1):
+        x = X[:, start].double()
+        for end in range(start + 1, states):
+            missing = (X[:, end].double() - map_of(start, end)(x)).square().sum()
+            out[start, end] = (missing / sizes[end]).sqrt()
+    return out
+
+
+def yardsticks(
+    train: Float[Tensor, "trajectory state d_model"],
+    test: Float[Tensor, "trajectory state d_model"],
+    start: int,
+    end: int,
+    frames: Frames | None = None,
+    *,
+    kinds: tuple[str, ...] = MAPS,
+    signs: str = "U",
+) -> dict[str, tuple[Fit, Fit]]:
+    """For each kind of map its fit in-sample (on ``train``) and held out (on ``test``), from one state row to another.
+
+    ``frames`` of ``train`` are used for the flow where given (aligned over all states, as published); else the two states' own.
+    """
+    out: dict[str, tuple[Fit, Fit]] = {}
+    for kind in kinds:
+        from_frames = kind == "flow" and frames is not None
+        found = flow_map(frames, start, end, signs=signs) if from_frames and frames else fit_map(train[:, start], train[:, end], kind)
+        scores = [score_map(found(part[:, start].double()), part[:, end]) for part in (train, test)]
+        out[kind] = (scores[0], scores[1])
+    return out

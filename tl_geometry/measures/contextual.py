@@ -1,0 +1,294 @@
+"""Measures of the context basis, and of how it lies towards the positional one (Song & Zhong 2023, sections 2 and 4).
+
+Rows are context vectors ``ctx [context d_model]`` (or any points), batched over states. Each number that chance alone would
+make positive comes with what random directions give. Zero rows have no direction: they are left out and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from scipy.special import betaincinv
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import GeometryError, fail, require
+from tl_geometry.base.linalg import normalize_rows, principal_angles, svd
+
+BLOCK = 1024
+"""Contexts whose cosines with all others exist at one time."""
+
+Space = str | tuple[str, int]
+"""``"full"``, or ``("pca", k)``: the k leading principal components of the points given."""
+
+
+class SingularError(GeometryError):
+    """A within-cluster covariance without an inverse."""
+
+
+class CosineBaseline(NamedTuple):
+    """Cosines of independent isotropic directions in d dimensions: mean |cos|, root mean square, level reached by one pair in N."""
+
+    avg: float
+    rms: float
+    max: float
+
+
+def cosine_baseline(d_model: int, pairs: int = 1) -> CosineBaseline:
+    """What :func:`incoherence` gives for random directions: ``E|cos| = G(d/2) / (sqrt(pi) G((d+1)/2))``, about sqrt(2 / (pi d)).
+
+    RMS is 1/sqrt(d). The maximum is the level that one of N independent pairs exceeds on average (cos^2 is Beta(1/2, (d-1)/2)).
+    Directions that share a low-dimensional subspace, or outlier coordinates, have larger cosines without any relation of meaning.
+
+    >>> [round(x, 4) for x in cosine_baseline(768, 127 * 256)]
+    [0.0288, 0.0361, 0.1497]
+    """
+    avg = math.exp(math.lgamma(d_model / 2) - math.lgamma((d_model + 1) / 2)) / math.sqrt(math.pi)
+    largest = math.sqrt(1 - float(betaincinv((d_model - 1) / 2, 0.5, 1 / pairs))) if d_model > 1 else 1.0
+    return CosineBaseline(avg, 1 / math.sqrt(d_model), largest)
+
+
+class Incoherence(NamedTuple):
+    """Cosines of all (position, context) pairs: largest and mean absolute value, root mean square, signed mean, and pairs counted."""
+
+    max: Float[Tensor, "*batch"]
+    avg: Float[Tensor, "*batch"]
+    rms: Float[Tensor, "*batch"]
+    signed: Float[Tensor, "*batch"]
+    pairs: Int[Tensor, "*batch"]
+
+
+def incoherence(pos: Float[Tensor, "*batch position d_model"], ctx: Float[Tensor, "*batch context d_model"]) -> Incoherence:
+    """How far positional and context directions are from orthogonal: statistics of cos(pos_t, ctx_c) over all pairs.
+
+    ``0 <= |signed| <= avg <= rms <= max <= 1``. An ambiguity of the source: section 4 of Song & Zhong 2023 defines incoherence as
+    the *maximum*, the caption of Table 1 says *average*, and the tabulated values (0.04 to 0.3) are only compatible with averages.
+    The theorem on kernel factorisation needs the maximum. Compare with :func:`cosine_baseline`. NaN when no pair has two directions.
+
+    >>> i = incoherence(torch.eye(2)[:1], torch.tensor([[3.0, 4.0], [0.0, -1.0]]))
+    >>> [round(float(x), 3) for x in i[:4]]
+    [0.6, 0.3, 0.424, 0.3]
+    """
+    rows, zero_pos = normalize_rows(pos)
+    others, zero_ctx = normalize_rows(ctx)
+    sums = torch.zeros(3, *pos.shape[:-2], dtype=pos.dtype, device=pos.device)
+    largest = torch.zeros(pos.shape[:-2], dtype=pos.dtype, device=pos.device)
+    for block in others.split(BLOCK, dim=-2):
+        cosine = rows @ block.mT
+        size = cosine.abs()
+        sums += torch.stack([size.sum((-2, -1)), cosine.square().sum((-2, -1)), cosine.sum((-2, -1))])
+        largest = torch.maximum(largest, size.amax((-2, -1)))
+    pairs = (~zero_pos).sum(-1) * (~zero_ctx).sum(-1)
+    avg, square, signed = torch.where(pairs > 0, sums / pairs, torch.nan)
+    return Incoherence(torch.where(pairs > 0, largest, torch.nan), avg, square.sqrt(), signed, pairs)
+
+
+class SubspaceOverlap(NamedTuple):
+    """Principal angles (radians, ascending), mean squared cosine over them, and the mean squared cosine of random subspaces."""
+
+    angles: Float[Tensor, "*batch rank"]
+    overlap: Float[Tensor, "*batch"]
+    baseline: float
+
+
+def subspace_overlap(
+    pos: Float[Tensor, "*batch position d_model"], ctx: Float[Tensor, "*batch context d_model"], rank: int, other_rank: int | None = None
+) -> SubspaceOverlap:
+    """Principal angles between the span of the ``rank`` leading directions of pos and the ``other_rank`` leading ones of ctx.
+
+    The overlap is the mean of cos^2 over the min(r, r') angles, between 0 (orthogonal) and 1 (one contains the other); random
+    subspaces of d dimensions have ``max(r, r') / d``. NaN where pos or ctx has fewer directions than that, to rounding: centred
+    rows have one less than there are.
+
+    >>> s = subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)
+    >>> [round(float(a), 3) for a in s.angles], round(float(s.overlap), 3), round(s.baseline, 3)
+    ([0.0, 1.571], 0.5, 0.667)
+    """
+    other_rank = rank if other_rank is None else other_rank
+    for name, rows, r in (("pos", pos, rank), ("ctx", ctx, other_rank)):
+        limit = min(rows.shape[-2:])
+        require(1 <= r <= limit, f"rank of {name}", expected=f"1 to {limit} directions", got=r)
+    mine, theirs = svd(pos), svd(ctx)
+    enough = (numerical_rank(mine.S, pos.shape) >= rank) & (numerical_rank(theirs.S, ctx.shape) >= other_rank)
+    angles = principal_angles(mine.V[..., :rank], theirs.V[..., :other_rank])
+    angles = torch.where(enough.unsqueeze(-1), angles, torch.nan)
+    return SubspaceOverlap(angles, angles.cos().square().mean(-1), max(rank, other_rank) / pos.shape[-1])
+
+
+def numerical_rank(singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]) -> Int[Tensor, "*batch"]:
+    """Singular values above rounding, ``max(rows, columns) eps s_1``, of matrices of this shape."""
+    return (singular_values > max(shape[-2:]) * torch.finfo(singular_values.dtype).eps * singular_values[..., :1]).sum(-1)
+
+
+class ClusterSimilarity(NamedTuple):
+    """Mean cosine between contexts of one document (``intra``) and of different ones (``inter``), and of every pair of documents."""
+
+    intra: Float[Tensor, "*batch"]
+    inter: Float[Tensor, "*batch"]
+    table: Float[Tensor, "*batch label label"]
+
+
+def cluster_similarity(
+    ctx: Float[Tensor, "*batch context d_model"],
+    labels: Int[Tensor, "..."],
+    *,
+    preset: str = "exact",
+    signed: bool = False,
+    pca: int | None = None,
+) -> ClusterSimilarity:
+    """Mean |cos| over pairs of contexts with the same label, and with different labels (Song & Zhong 2023, Table 1).
+
+    ``"exact"`` leaves self-pairs out; ``"reference"`` is the published number: absolute values with the self-pairs counted in
+    ``intra``, so that ``intra_ref = ((n - 1) intra + 1) / n`` for clusters of n. ``signed=True`` averages cosines instead of
+    their sizes, from the sums over each label alone. ``pca=20`` first projects on the 20 leading singular directions, uncentred, as the
+    published code can; the published table does not. A label with fewer than two directions has NaN on the diagonal of ``table``.
+
+    The 1.00 published for Llama-2 says nothing: all 64 windows of a document were the same text.
+
+    >>> ctx = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -2.0]])
+    >>> s = cluster_similarity(ctx, torch.tensor([0, 0, 1, 1]))
+    >>> float(s.intra), float(s.inter), float(cluster_similarity(ctx, torch.tensor([0, 0, 1, 1]), signed=True).intra)
+    (1.0, 0.0, 0.0)
+    """
+    checks.choice(preset, ("exact", "reference"), "preset")
+    require(not (signed and preset == "reference"), "signed", expected='preset="exact"', got='preset="reference" (absolute values)')
+    _check_labels(ctx, labels)
+    if pca is not None:
+        require(1 <= pca <= min(ctx.shape[-2:]), "pca", expected=f"1 to {min(ctx.shape[-2:])} directions", got=pca)
+        ctx = ctx @ svd(ctx).V[..., :pca]
+    rows, zero = normalize_rows(ctx)
+    member = torch.nn.functional.one_hot(labels.long()).to(rows)
+    if signed:
+        sums = einsum(rows, member, "... context d_model, context label -> ... label d_model")
+        totals = sums @ sums.mT
+    else:
+        blocks = zip(rows.split(BLOCK, dim=-2), member.split(BLOCK), strict=True)
+        parts = [einsum((a @ rows.mT).abs(), m, "... row context, row label -> ... label context") @ member for a, m in blocks]
+        totals = torch.stack(parts).sum(0)
+    counts = einsum((~zero).to(rows), member, "... context, context label -> ... label")
+    pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)
+    if preset == "exact":
+        totals, pairs = totals - torch.diag_embed(counts), pairs - torch.diag_embed(counts)
+    same = torch.eye(member.shape[1], dtype=torch.bool, device=rows.device)
+    mean = lambda where: _ratio((totals * where).sum((-2, -1)), (pairs * where).sum((-2, -1)))  # noqa: E731
+    return ClusterSimilarity(mean(same), mean(~same), _ratio(totals, pairs))
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b > 0, a / b, torch.nan)
+
+
+def _check_labels(rows: Tensor, labels: Tensor) -> None:
+    ok = labels.dim() == 1 and labels.shape[0] == rows.shape[-2] and not labels.is_floating_point() and bool((labels >= 0).all())
+    require(ok, "labels", expected=f"a label >= 0 for each of {rows.shape[-2]} rows", got=describe(labels))
+
+
+def cluster_compactness(
+    points: Float[Tensor, "*batch row d_model"],
+    labels: Int[Tensor, "..."],
+    *,
+    norm: str = "N",
+    space: Space = "full",
+    ridge: float | None = None,
+) -> Float[Tensor, "*batch"]:
+    """Separation of labelled clusters, ``tr(S_B S_W^-1)``: between-cluster over within-cluster covariance (Song & Zhong 2023, sec. 4).
+
+    ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T``, ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither
+    normaliser nor space: ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots. At least 0,
+    0 only for equal means, and unchanged by any invertible affine map of the points. Computed as ``|L^-1 M|_F^2`` with
+    S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with N - K < d_model (or clusters in a subspace) a GeometryError asks for PCA or
+    ``ridge``, which adds ridge * tr(S_W) / d to the diagonal of S_W.
+
+    >>> x = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
+    >>> round(float(cluster_compactness(x, torch.tensor([0, 0, 1, 1]))), 6)
+    25.0
+    """
+    _check_labels(points, labels)
+    x = points.double()
+    x = x - x.mean(-2, keepdim=True)
+    counts = torch.bincount(labels.long()).to(x)
+    member = torch.nn.functional.one_hot(labels.long()).to(x)
+    means = einsum(x, member, "... row d_model, row label -> ... label d_model") / counts.clamp(min=1)[:, None]
+    rest = x - means[..., labels.long(), :]
+    within, kept = rest.mT @ rest, counts > 0
+    return _compactness(within, means[..., kept, :], counts[kept], norm=norm, space=space, ridge=ridge)
+
+
+class CompactnessPair(NamedTuple):
+    """Cluster compactness of the states without their positional part, and of the raw states."""
+
+    cvec: Float[Tensor, "*batch"]
+    raw: Float[Tensor, "*batch"]
+
+
+def compactness_from_moments(
+    second_moment: Float[Tensor, "*batch d_model d_model"],
+    pos: Float[Tensor, "*batch position d_model"],
+    label_means: Float[Tensor, "*batch label d_model"],
+    label_counts: Int[Tensor, "label"],
+    *,
+    norm: str = "N",
+    space: Space = "full",
+    ridge: float | None = None,
+    accuracy: float = 1e-12,
+) -> CompactnessPair:
+    """:func:`cluster_compactness` of all states of a corpus, of cvec and raw, from sums alone.
+
+    Args: ``second_moment`` the centred sum over C contexts and T positions, ``label_means`` the mean of h over each label's contexts minus
+    the mean of all, ``label_counts`` contexts per label (every context has one). ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B
+    the same, so in the full space without a ridge **cvec is never less compact than raw**: what the paper observes at
+    three layers is an inequality. In a PCA space each side uses its own components and the inequality need not hold. ``accuracy`` is
+    the relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an eigenvalue of the within-cluster correlations
+    below it is taken as zero. States behind a LayerNorm (BERT) have one.
+    """
+    positions, contexts = pos.shape[-2], label_counts.sum()
+    kept = label_counts > 0
+    means, counts = label_means[..., kept, :], (label_counts[kept] * positions).to(pos)
+    between = einsum(counts, means, means, "label, ... label i, ... label j -> ... i j")
+    raw = second_moment - between
+    cvec = raw - contexts * pos.mT @ pos
+    values = [_compactness(w, means, counts, norm=norm, space=space, ridge=ridge, accuracy=accuracy) for w in (cvec, raw)]
+    return CompactnessPair(*values)
+
+
+def _compactness(
+    within: Tensor, means: Tensor, counts: Tensor, *, norm: str, space: Space, ridge: float | None, accuracy: float = 1e-12
+) -> Tensor:
+    """tr(S_B S_W^-1) from the within-cluster sum of squares [d d], the centred cluster means [label d] and their counts."""
+    checks.choice(norm, ("N", "dof"), "norm")
+    n, clusters = float(counts.sum()), len(counts)
+    require(clusters >= 2, "labels", expected="at least two labels", got=clusters)
+    factor = (counts.sqrt()[:, None] * means).mT  # S_B = factor factor^T / N
+    if space != "full":
+        ok = isinstance(space, tuple) and len(space) == 2 and space[0] == "pca" and 1 <= space[1] <= within.shape[-1]
+        require(ok, "space", expected=f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}', got=repr(space))
+        axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[..., -int(space[1]) :]
+        within, factor = axes.mT @ within @ axes, axes.mT @ factor
+    size = within.shape[-1]
+    variance = within.diagonal(dim1=-2, dim2=-1)
+    if ridge is not None:
+        variance = variance + ridge * variance.mean(-1, keepdim=True)
+        within = within + torch.diag_embed(variance - within.diagonal(dim1=-2, dim2=-1))
+    scale = torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)  # unit variances first: outlier coordinates do no harm
+    correlation = scale * (within + within.mT) / 2 * scale.mT
+    root, info = torch.linalg.cholesky_ex(correlation)
+    singular = bool((info > 0).any())
+    if not singular and not bool((root.diagonal(dim1=-2, dim2=-1).square() > accuracy * size).all()):  # perhaps: look closely
+        singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
+    if singular or (ridge is None and n - clusters < size):
+        enough = f"within-cluster covariance of full rank (N - K >= {size} points in general position)"
+        fail(
+            "cluster_compactness",
+            expected=enough,
+            got=f"N - K = {n - clusters:.0f}, or dependent points",
+            instead='space=("pca", k) or ridge=',
+            error=SingularError,
+        )
+    value = torch.linalg.solve_triangular(root, scale * factor, upper=False).square().sum((-2, -1))
+    return value * ((n - clusters) / (clusters - 1) if norm == "dof" else 1.0)

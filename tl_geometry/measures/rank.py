@@ -1,0 +1,128 @@
+"""Rank of a noisy low-rank matrix: ScreeNOT, scale-free and batched (Donoho, Gavish & Romanov 2023, arXiv:2009.12297).
+
+1. The k largest singular values are taken as possible signal; a pseudo-noise spectrum f replaces them (``strategy``).
+2. With phi(y) = mean y / (y^2 - f^2), D(y) = phi (g phi + (1 - g) / y), g the aspect ratio, Psi(y) = y D'(y) / D(y)
+   increases from -inf to -2 beyond max f; the threshold is the root of Psi = -4.
+3. Singular values above the threshold are signal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import require
+from tl_geometry.base.linalg import SVD, svd
+
+STRATEGIES = ("i", "w", "0")
+"""Pseudo-noise for the k largest singular values: impute by extrapolation, winsorise to s_(k+1), or zero."""
+
+
+class RankEstimate(NamedTuple):
+    """Number of singular values above the threshold (in units of the singular values), with the upper bound k and the strategy used."""
+
+    rank: Int[Tensor, "*batch"]
+    threshold: Float[Tensor, "*batch"]
+    k: int
+    strategy: str
+
+
+def usable_k(k: int, smaller_side: int) -> int:
+    """The upper bound k, lowered where the matrix is too small for imputation: ``min(k, (p - 2) // 2)``.
+
+    >>> usable_k(20, 511), usable_k(20, 30)
+    (20, 14)
+    """
+    return min(k, (smaller_side - 2) // 2)
+
+
+def pseudo_noise(singular_values: Float[Tensor, "*batch rank"], k: int, strategy: str = "i") -> Float[Tensor, "*batch rank"]:
+    """Singular values with the k largest replaced.
+
+    ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k;
+    ``"w"``: ``f_l = s_(k+1)``; ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p.
+    """
+    checks.choice(strategy, STRATEGIES, "strategy")
+    p = singular_values.shape[-1]
+    needed = 2 * k + 1 if strategy == "i" else k
+    expected = f"k >= 1 and {'2k + 1' if strategy == 'i' else 'k'} < {p} (the smaller side of the matrix)"
+    require(k >= 1 and needed < p, "k", expected=expected, got=k, instead=f"k={max(1, usable_k(k, p))}")
+    edge = singular_values[..., k : k + 1]
+    if strategy == "i":
+        l = torch.arange(k, dtype=singular_values.dtype, device=singular_values.device)
+        head = edge + (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1) * (edge - singular_values[..., 2 * k : 2 * k + 1])
+    else:
+        head = edge.expand(*edge.shape[:-1], k) * (strategy == "w")
+    return torch.cat([head, singular_values[..., k:]], dim=-1)
+
+
+def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
+    """Psi(y) = y D'(y) / D(y) for each y of the batch, f [*batch rank]."""
+    square, noise = y.square().unsqueeze(-1), f.square()
+    phi = (y.unsqueeze(-1) / (square - noise)).mean(-1)
+    slope = -((square + noise) / (square - noise).square()).mean(-1)
+    other = ratio * phi + (1 - ratio) / y
+    return y * (slope * other + phi * (ratio * slope - (1 - ratio) / y.square())) / (phi * other)
+
+
+def screenot(singular_values: Float[Tensor, "*batch rank"], shape: tuple[int, int], *, k: int = 20, strategy: str = "i") -> RankEstimate:
+    """Rank and threshold of matrices of ``shape`` from their singular values (descending), for a whole batch at once.
+
+    Invariant to rotation and transposition, and to scale: the spectrum is divided by the largest pseudo-noise value and the
+    threshold found by bisection to 1e-12 relative (the authors' package stops at 1e-5 absolute, so that its answer for very
+    small matrices depends on their units). White noise of variance 1/n and m = n gives a threshold near 2.309. Zero matrices
+    have rank 0. The error of a positional basis falls as one over the square root of the number of contexts, so rank estimates
+    grow with the corpus: read them beside the learning curve.
+
+    The bound k should stay well below p: with four strong spikes in 80 x 100, all strategies find 4 at k = 8, but at k = 20 only
+    imputation does (100 of 100 seeds; winsorising 63, zeroing none).
+
+    Song & Zhong 2023 use k=20, ``"i"`` on 511 x d_model. Raises GeometryError when k is too large (:func:`usable_k`).
+
+    >>> noise = torch.randn(60, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 80**0.5
+    >>> noise[:2, :2] += 9 * torch.eye(2)
+    >>> int(screenot(torch.linalg.svdvals(noise), (60, 80), k=10).rank)
+    2
+    """
+    p = min(shape)
+    s = singular_values.double()
+    require(s.shape[-1] == p, "singular_values", expected=f"{p} of a matrix of shape {shape}", got=describe(singular_values))
+    f = pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
+    top = f.amax(-1)
+    safe = torch.where(top > 0, top, 1.0)
+    scaled = torch.where(top[..., None] > 0, f / safe[..., None], 1.0)
+    ratio = p / max(shape)
+    low, high = torch.ones_like(top), torch.full_like(top, 2.0)
+    while bool((grow := _psi(high, scaled, ratio) < -4).any()):
+        low, high = torch.where(grow, high, low), torch.where(grow, 2 * high, high)
+    while bool(((high - low) > 1e-12 * high).any()):
+        middle = (low + high) / 2
+        below = _psi(middle, scaled, ratio) < -4
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    threshold = torch.where(top > 0, high * safe, 0.0)
+    return RankEstimate((s > threshold[..., None]).sum(-1), threshold, k, strategy)
+
+
+class Denoised(NamedTuple):
+    """The singular components above the threshold, put together again, with the estimate and the decomposition they come from."""
+
+    matrix: Float[Tensor, "*batch row column"]
+    estimate: RankEstimate
+    parts: SVD
+
+
+def denoise(matrix: Float[Tensor, "*batch row column"], *, k: int = 20, strategy: str = "i") -> Denoised:
+    """Low-rank signal of a noisy matrix: its SVD with the singular values at or below the ScreeNOT threshold left out.
+
+    >>> denoise(torch.zeros(8, 9), k=2).estimate.rank.item()
+    0
+    """
+    parts = svd(matrix.double())
+    estimate = screenot(parts.S, (matrix.shape[-2], matrix.shape[-1]), k=k, strategy=strategy)
+    kept = torch.where(estimate.threshold[..., None] < parts.S, parts.S, 0.0)
+    return Denoised((parts.U * kept.unsqueeze(-2)) @ parts.V.mT, estimate, parts)

@@ -1,0 +1,267 @@
+"""``view(model)``: one description of HookedTransformer, HookedEncoder and TransformerBridge, of TransformerLens 3.9 to 4.x.
+
+Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so everything is read from the model
+object. A bridge's ``cfg`` is not trusted beyond sizes (it reports attention scale -1, rotary base 10000, causal BERT); facts
+about attention come from modules and are verified against a probe, one forward pass over a few random tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.models.hooks import without_hooks
+from tl_geometry.models.identity import fingerprint, head_trained, loader_facts, remember
+from tl_geometry.models.layers import Layers
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.parameters import Parameters, block_of
+from tl_geometry.models.precision import can_widen, is_half, widened
+from tl_geometry.models.running import Runner, collect, require_full_precision
+
+KINDS = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
+PROBE_BATCH, PROBE_LENGTH = 2, 12
+"""Size of the probe. Two sequences, because a measured score bias must be the same in both."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Probe:
+    """What one forward pass over random tokens showed, without anybody's hooks; kept as long as the fingerprint is the same."""
+
+    fingerprint: str
+    activations: Mapping[str, Tensor]
+    causal: bool
+    layers: dict[int, Any]
+
+
+_PROBES: weakref.WeakKeyDictionary[Any, Probe] = weakref.WeakKeyDictionary()
+
+
+def kind_of(model: Any) -> str:
+    """The TransformerLens class behind a model object, or an error that says what would help."""
+    names = {c.__name__ for c in type(model).__mro__}
+    kind = next((k for k in KINDS if k in names), None)
+    if kind is None:
+        known = hasattr(model, "config") and hasattr(model, "forward")
+        help_ = "tl_geometry.models.from_hf(model, tokenizer)" if known else "a model loaded with TransformerLens"
+        fail("model", expected=" or ".join(KINDS), got=type(model).__name__, instead=help_, error=UnsupportedModelError)
+    ok = hasattr(model, "blocks") and len(model.blocks) > 0
+    require(ok, type(model).__name__, expected="a stack of blocks", got="none", instead="a decoder or encoder", error=UnsupportedModelError)
+    return kind
+
+
+def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
+    """Hooks of states 0 to n_layers. In HookedEncoder ``hook_resid_post`` comes before the last LayerNorm of a block."""
+    last = "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post"
+    return (*(f"blocks.{l}.hook_resid_pre" for l in range(n_layers)), f"blocks.{n_layers - 1}.{last}")
+
+
+def view(model: Any) -> ModelView:
+    """The verified description of a TransformerLens model, which every function of the package that takes a model uses.
+
+    Verified once for each set of weights: all state hooks fire with the right shapes, and state l+1 is the output of block l.
+
+    Raises ``UnsupportedModelError`` by name for models that would give wrong numbers.
+
+    >>> import tl_geometry as tlg
+    >>> tlg.view(tlg.zoo.embedded()).states
+    range(0, 5)
+    """
+    if isinstance(model, ModelView):
+        return model if model.refresh is None else model.refresh(model)
+    kind = kind_of(model)
+    cfg, parameter = model.cfg, next(iter(model.parameters()))
+    facts = loader_facts(model)
+    hooks = state_hooks(kind, len(model.blocks))
+    name, mark = facts.get("name") or _name(model), fingerprint(model)
+    run = Runner(model, kind, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
+    require_full_precision(run.device, name)
+    probe = _PROBES.get(model)
+    if probe is None or probe.fingerprint != mark:
+        probe = _PROBES[model] = _probe(model, kind, name, run, mark)
+    parameters = Parameters(model, kind, name)
+    layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
+    return ModelView(
+        model=model,
+        name=name,
+        kind=kind,
+        library=f"transformer_lens {importlib.metadata.version('transformer-lens')}",
+        processed=_processed(model, kind),
+        fingerprint=mark,
+        n_layers=len(model.blocks),
+        n_heads=int(cfg.n_heads),
+        d_model=int(cfg.d_model),
+        d_head=int(cfg.d_head),
+        d_vocab=int(cfg.d_vocab),
+        n_ctx=int(cfg.n_ctx),
+        causal=probe.causal,
+        position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
+        norm=None if cfg.normalization_type is None else str(cfg.normalization_type).removesuffix("Pre"),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        head_trained=head_trained(model),
+        bos_id=_bos_id(model),
+        state_hooks=hooks,
+        run=run,
+        encode=functools.partial(_encode, model, name),
+        decode=functools.partial(_decode, model),
+        weights=parameters.weights,
+        attention_norm=layers.norm,
+        layer=layers.view,
+        layer_hooks=layers.hooks,
+        run_layers=layers.run,
+        layer_facts=layers.describe,
+        final_norm=layers.final_norm,
+        unembed=parameters.unembed,
+        hooked=run.hooked,
+        refresh=_refreshed,
+        notes=_notes(model, kind, run),
+        pad_id=_pad_id(model),
+    )
+
+
+def _refreshed(seen: ModelView) -> ModelView:
+    """The view itself if it still is of its model, else a new one with the same name: weights may have been edited in place."""
+    require_full_precision(seen.device, seen.name)
+    same = fingerprint(seen.model) == seen.fingerprint and next(iter(seen.model.parameters())).device == seen.device
+    return seen if same else dataclasses.replace(view(seen.model), name=seen.name, head_trained=seen.head_trained, refresh=seen.refresh)
+
+
+def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
+    """Run the model on random tokens, without anybody's hooks, and check what every other number relies on."""
+    states = run.state_hooks
+    length = min(PROBE_LENGTH, run.n_ctx)
+    ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0))
+    ends = [
+        h.replace("hook_resid_pre", "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post") for h in states[:-1]
+    ]
+    wanted = [*states, *ends, *(h for l in range(len(model.blocks)) for h in Layers.available(run, model, l))]
+    try:
+        with without_hooks(model):
+            found = collect(run, ids, list(dict.fromkeys(wanted)))
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        fail(
+            name,
+            expected=f"a model that runs in {next(iter(model.parameters())).dtype}",
+            got=text,
+            instead="another dtype, or processed=False",
+            error=UnsupportedModelError,
+        )
+    shape = (PROBE_BATCH, length, int(model.cfg.d_model))
+    wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
+    require(not wrong, f"states of {name}", expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
+    broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
+    require(
+        not broken, f"states of {name}", expected="the output of block l to be the input of block l+1",
+        got=f"another stream after blocks {broken[:8]} of {type(model).__name__}", instead="a model with one residual stream",
+        error=UnsupportedModelError,
+    )  # fmt: skip
+    patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
+    if is_half(model) and can_widen(model):
+        try:
+            with without_hooks(model), widened(model):
+                found = collect(run, ids, list(found))
+        except RuntimeError:  # a model with casts of its own cannot run in float32, and is verified in its own precision only
+            pass
+    return Probe(mark, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {})
+
+
+def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
+    """All residual stream states of a TransformerLens ``ActivationCache`` of any class, 0 to n_layers.
+
+    Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension was removed.
+    """
+    entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
+    model = getattr(cache, "model", None)
+    pre = [h for h in entries if h.startswith("blocks.") and h.endswith(".hook_resid_pre")]
+    n_layers = len(model.blocks) if model is not None else 1 + max((int(h.split(".")[1]) for h in pre), default=0)
+    encoder = "HookedEncoder" in {c.__name__ for c in type(model).__mro__} or f"blocks.{n_layers - 1}.hook_normalized_resid_post" in entries
+    names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
+    missing = [h for h in names if h not in entries]
+    require(
+        not missing, "cache", expected="every residual stream state", got=f"no {', '.join(missing[:4])}",
+        instead="model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)",
+    )  # fmt: skip
+    states = [entries[h] for h in names]
+    flat = states[0].dim() == 3 and getattr(cache, "has_batch_dim", True)
+    require(flat, "cache", expected="a batch dimension", got=f"states of shape {tuple(states[0].shape)}", instead="remove_batch_dim=False")
+    return torch.stack([s.to(states[0].device) for s in states])
+
+
+def _processed(model: Any, kind: str) -> bool:
+    if kind == "TransformerBridge":
+        return bool(getattr(model, "_weights_processed", False))
+    return str(model.cfg.normalization_type).endswith("Pre")
+
+
+def _name(model: Any) -> str:
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    names = [getattr(model.cfg, "model_name", None), getattr(config, "_name_or_path", None)]
+    name = next((str(n) for n in names if n and n not in ("external", "custom")), type(model).__name__)
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
+
+
+def _bos_id(model: Any) -> int | None:
+    tokenizer = getattr(model, "tokenizer", None)
+    found = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
+    return next((int(i) for i in found if i is not None), None)
+
+
+def _pad_id(model: Any) -> int | None:
+    """The padding token, unless it is another special token as well (many tokenizers pad with EOS): then nothing tells it apart."""
+    tokenizer = getattr(model, "tokenizer", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    others = [getattr(tokenizer, f"{which}_token_id", None) for which in ("bos", "eos", "unk", "cls", "sep", "mask")]
+    return None if pad is None or pad in others else int(pad)
+
+
+def _encode(model: Any, name: str, text: str) -> list[int]:
+    tokenizer = getattr(model, "tokenizer", None)
+    require(tokenizer is not None, name, expected="a tokenizer to read text", got="none", instead="token ids")
+    return [int(i) for i in model.tokenizer.encode(text, add_special_tokens=False, verbose=False)]
+
+
+def _decode(model: Any, ids: Sequence[int]) -> list[str]:
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is None:
+        return [f"<{i}>" for i in ids]
+    texts = tokenizer.batch_decode([[int(i)] for i in ids], clean_up_tokenization_spaces=False)
+    return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
+
+
+def _notes(model: Any, kind: str, run: Runner) -> tuple[str, ...]:
+    notes = []
+    if kind == "HookedTransformer" and model.cfg.positional_embedding_type == "alibi" and model.cfg.n_heads & (model.cfg.n_heads - 1):
+        notes.append("HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a power of two")
+    if run.hooked():
+        notes.append("the model carries hooks of its own, which act in every number")
+    return tuple(notes)
+
+
+__all__ = ["block_of", "fingerprint", "kind_of", "remember", "state_hooks", "states_from_cache", "view"]
+
+
+def as_view(model: Any) -> ModelView:
+    """The view of a TransformerLens model as it is now (a view of edited weights is made anew). The one lazy call into the adapter."""
+    if isinstance(model, ModelView):
+        return model if model.refresh is None else model.refresh(model)
+    from tl_geometry.models import view
+
+    return view(model)
+
+
+def cached_states(cache: Any) -> Float[Tensor, "state batch position d_model"]:
+    """All residual stream states of a TransformerLens ``ActivationCache``."""
+    from tl_geometry.models import states_from_cache
+
+    return states_from_cache(cache)

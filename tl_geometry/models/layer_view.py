@@ -1,0 +1,158 @@
+"""One attention layer of one forward pass, with every scale frozen: scores as a bilinear function of parts of the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.reconstruction import ClosingReport
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadWeights:
+    """Weights of one attention layer in TransformerLens order, grouped keys expanded to ``n_heads``; absent biases are zeros."""
+
+    W_Q: Float[Tensor, "head d_model d_head"]
+    W_K: Float[Tensor, "head d_model d_head"]
+    W_V: Float[Tensor, "head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_model"]
+    b_Q: Float[Tensor, "head d_head"]
+    b_K: Float[Tensor, "head d_head"]
+    b_V: Float[Tensor, "head d_head"]
+    b_O: Float[Tensor, " d_model"]
+
+
+LinearMap = Callable[[Tensor], Tensor]
+"""A linear map of additive parts of the stream, ``[*part position d_model] -> [*part position head d_head]``."""
+
+
+class AddedPosition(NamedTuple):
+    """A positional embedding that is added after the norm to what queries and keys are made of, and what they become by it."""
+
+    embedding: Float[Tensor, "position d_model"]
+    q: Float[Tensor, "position head d_head"]
+    k: Float[Tensor, "position head d_head"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerView:
+    """One attention layer of one forward pass, with every scale frozen, so that scores are bilinear in parts of the stream.
+
+    For any additive split ``h = sum_a p_a`` of the layer's input (all tensors have the full position axis, column = index)::
+
+        q_a = q_map(p_a) * q_scale[..., None]            [batch position head d_head]   (k_a likewise)
+        q   = sum_a q_a + q_constant
+        score[b, h, i, j] = scale * <q[b, i, h], k[b, j, h]> + bias[h, i, j]      before any soft cap, where allowed
+        pattern = softmax over allowed keys (and one more logit, ``sinks[h]``, where there are sinks) of
+                  score, or of softcap * tanh(score / softcap)
+
+    ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q, the linear part of QK-norm, the rotation by the
+    column; ``q_scale`` the frozen scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
+    projection, scaled and rotated alike. ``added`` is the positional embedding of models that add it to the inputs of queries
+    and keys only (Shortformer), and its share of the constants: position, though not in the stream. Grouped keys are expanded
+    to all heads. ``bias`` is ALiBi, analytic or measured
+    (``bias_source``), else ``None``. ``allowed`` is the mask (causal, sliding window, bidirectional). ``pattern`` and
+    ``scores`` are the model's own (``scores`` is ``None`` where the hook holds the pattern; it is masked and after the soft
+    cap). Tensors have ``dtype`` float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the
+    model's values (expanded) and its mixed values ``[batch position head d_head]``, ``v_map`` and ``v_constant`` the
+    values of a part (``v_scale`` is one over the norm scale). ``rotary`` says whether the maps rotate. ``closing`` is the report of the
+    checks that were made.
+    """
+
+    layer: int
+    h: Float[Tensor, "batch position d_model"]
+    norm: NormWeights
+    norm_scale: Float[Tensor, "batch position"]
+    scale: float
+    softcap: float | None
+    sinks: Float[Tensor, " head"] | None
+    bias: Float[Tensor, "head query key"] | None
+    bias_source: str
+    allowed: Bool[Tensor, "query key"]
+    q_map: LinearMap
+    k_map: LinearMap
+    v_map: LinearMap
+    q_scale: Float[Tensor, "batch position head"]
+    k_scale: Float[Tensor, "batch position head"]
+    v_scale: Float[Tensor, "batch position head"]
+    q_constant: Float[Tensor, "batch position head d_head"]
+    k_constant: Float[Tensor, "batch position head d_head"]
+    v_constant: Float[Tensor, "batch position head d_head"]
+    q: Float[Tensor, "batch position head d_head"]
+    k: Float[Tensor, "batch position head d_head"]
+    pattern: Float[Tensor, "batch head query key"] | None
+    scores: Float[Tensor, "batch head query key"] | None
+    v: Float[Tensor, "batch position head d_head"] | None
+    z: Float[Tensor, "batch position head d_head"] | None
+    roundoff: float
+    closing: ClosingReport
+    rotary: bool = False
+    added: AddedPosition | None = None
+
+    def without_norm(self, scale: Float[Tensor, "batch position head"]) -> Float[Tensor, "batch position head"]:
+        """A frozen scale without that of the norm: exactly one, or the QK-norm's."""
+        same = torch.equal(scale, self.v_scale)
+        return torch.ones_like(scale) if same else scale * self.norm_scale.unsqueeze(-1)
+
+    def normalized(self) -> LayerView:
+        """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no norm scale is frozen any more.
+
+        ``q = q_map(x) * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that of the QK-norm where there is one, else one.
+        """
+        return replace(
+            self,
+            h=self.norm.normalize(self.h),
+            norm_scale=torch.ones_like(self.norm_scale),
+            q_scale=self.without_norm(self.q_scale),
+            k_scale=self.without_norm(self.k_scale),
+            v_scale=torch.ones_like(self.v_scale),
+        )
+
+    def __repr__(self) -> str:
+        batch, length, heads, d_head = self.q.shape
+        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}, norm {self.norm.kind}, scale {self.scale:.4g}"
+        return f"LayerView(layer {self.layer}, {size}, worst check {self.closing.worst:.2g} of what is allowed)"
+
+    def logits(self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """What the model takes the softmax of, and where: scores after any soft cap, a sink as one more key that is always allowed.
+
+        ``heads`` names the heads on the head axis (all of the layer's for ``None``).
+        """
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        allowed = self.allowed.to(scores.device)
+        if self.sinks is None:
+            return scores, allowed
+        sinks = self.sinks if heads is None else self.sinks[list(heads)]
+        sink = sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores)
+        return torch.cat([scores, sink], -1), torch.cat([allowed, torch.ones_like(allowed[:, :1])], -1)
+
+    def pattern_of(
+        self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch head query key"]:
+        """The pattern that the layer makes of scores: soft cap, mask, sinks, softmax."""
+        capped, allowed = self.logits(scores, heads)
+        masked = torch.where(allowed, capped, torch.finfo(capped.dtype).min).softmax(-1)
+        keys = self.allowed.shape[-1]
+        return torch.where(allowed[:, :keys], masked[..., :keys], 0)
+
+    def project_q(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+        """Queries of additive parts (without the constant)."""
+        return self.q_map(parts) * self.q_scale.unsqueeze(-1)
+
+    def project_k(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+        """Keys of additive parts (without the constant)."""
+        return self.k_map(parts) * self.k_scale.unsqueeze(-1)
+
+    def project_v(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+        """Values of additive parts (without the constant)."""
+        return self.v_map(parts) * self.v_scale.unsqueeze(-1)
+
+
+Mask = Bool[Tensor, "*batch query key"]

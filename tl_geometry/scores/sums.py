@@ -1,0 +1,386 @@
+"""Which term of an attention score makes the pattern: covariance and energy shares of the terms, exactly, per head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import require
+from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.base.rows import causal_mask, row_center
+from tl_geometry.scores.terms import _group, term_pairs
+
+ALIBI = "alibi"
+"""Part name of a bias that is added to the scores and depends on positions only."""
+CONTEXT_PARTS = ("cvec", "ctx", "resid")
+"""Parts of the stream that depend on the context."""
+POSITION_PARTS = ("bias", "mean", "const", "pos", ALIBI)
+"""Parts of the stream that do not."""
+GROUPS = ("position", "content", "mixed")
+"""Groups of terms: no context part on either side, on both sides, on one side."""
+BIAS_BIAS = "bias-bias"
+"""The term of mean and constants on both sides."""
+BLOCK = 64
+"""Query rows handled at a time."""
+
+
+_GROUP_OF = {f"{a}-{b}": _group(a, b) for a, b in term_pairs(POSITION_PARTS + CONTEXT_PARTS)}
+
+
+_ABOUT_BIAS = {f"{about}{BIAS_BIAS}" for about in ("", "cs_", "gs_", "es_", "tv_", "kl_")}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShareSums:
+    """Sums behind the shares, per context or pooled; they add up over contexts, prompts and processes (``+``, :meth:`pooled`).
+
+    ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``gains`` ``sum (p - u) . X``; ``total`` is ``sum S~^2``, ``gain_total``
+    ``sum (p - u) . S``, all in float64; ``floor`` is the total that rounding alone could leave; ``rows`` counts query rows with at
+    least two allowed keys, ``cells`` the keys of those rows.
+    """
+
+    numerators: Float[Tensor, "*context head term"]
+    energies: Float[Tensor, "*context head term"]
+    gains: Float[Tensor, "*context head term"]
+    total: Float[Tensor, "*context head"]
+    gain_total: Float[Tensor, "*context head"]
+    floor: Float[Tensor, "*context head"]
+    rows: Float[Tensor, "*context"]
+    cells: Float[Tensor, "*context"]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def pooled(self) -> ShareSums:
+        """Summed over contexts."""
+        return self if self.rows.dim() == 0 else ShareSums(**{k: v.sum(0) for k, v in self._tensors().items()})
+
+    def __add__(self, other: ShareSums) -> ShareSums:
+        mine, theirs = self.pooled()._tensors(), other.pooled()._tensors()
+        return ShareSums(**{k: v + theirs[k] for k, v in mine.items()})
+
+    @staticmethod
+    def cat(sums: Sequence[ShareSums]) -> ShareSums:
+        """Per-context sums of several calls, one after another."""
+        all_ = [s._tensors() for s in sums]
+        return ShareSums(**{k: torch.cat([t[k] for t in all_]) for k in all_[0]})
+
+    @staticmethod
+    def beside(sums: Sequence[ShareSums]) -> ShareSums:
+        """Pooled sums of several layers side by side, their heads in order."""
+        all_ = [s.pooled()._tensors() for s in sums]
+        heads = {k: torch.cat([t[k] for t in all_]) for k, v in all_[0].items() if v.dim() > 0}
+        return ShareSums(**{**all_[0], **heads})
+
+    def select(self, heads: Int[Tensor, " head"]) -> ShareSums:
+        """Pooled sums of some heads, in the given order."""
+        return ShareSums(**{k: v[heads] if v.dim() > 0 else v for k, v in self.pooled()._tensors().items()})
+
+    def to(self, device: torch.device | str) -> ShareSums:
+        """The same sums on another device."""
+        return ShareSums(**{k: v.to(device) for k, v in self._tensors().items()})
+
+    @property
+    def cs(self) -> Float[Tensor, "*context head term"]:
+        """Covariance shares; NaN where a head is uniform."""
+        return self.numerators / torch.where(self.uniform, torch.nan, self.total).unsqueeze(-1)
+
+    @property
+    def es(self) -> Float[Tensor, "*context head term"]:
+        """Energy shares; NaN where a head is uniform."""
+        return self.energies / torch.where(self.uniform, torch.nan, self.energies.sum(-1)).unsqueeze(-1)
+
+    @property
+    def gs(self) -> Float[Tensor, "*context head term"]:
+        """Gain shares; NaN where a head is uniform."""
+        return self.gains / torch.where(self.uniform, torch.nan, self.gain_total).unsqueeze(-1)
+
+    @property
+    def uniform(self) -> Bool[Tensor, "*context head"]:
+        """Heads whose row-centred scores are zero within rounding: they attend uniformly."""
+        return self.total <= self.floor
+
+
+def share_sums(
+    q: Float[Tensor, "part batch query head d_head"],
+    k: Float[Tensor, "part batch query head d_head"],
+    allowed: Bool[Tensor, "..."] | None = None,
+    *,
+    bias: Float[Tensor, "..."] | None = None,
+    drop: int = 0,
+    softcap: float | None = None,
+    energy: bool = True,
+    gain: bool = True,
+    working_set: int = 2**24,
+) -> ShareSums:
+    """Numerators, gains and energies of all terms per context, without a term as a matrix.
+
+    ``q``, ``k`` as in :func:`terms`; ``allowed [query key]`` or ``[batch query key]`` (causal for ``None``); ``bias [... head query
+    key]`` is added to the scores and becomes the last term. The first ``drop`` queries and keys are left out. ``softcap`` c makes the
+    pattern behind the gains that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains. ``working_set``
+    bounds the bytes held at a time. Half precision is computed in float32; sums are float64.
+
+    Cost per head and token over one product of all queries with all keys: about parts + 1 such products for the numerators, parts
+    more for the gains, parts (parts + BLOCK / d_head) d_head / keys for the energies.
+
+    >>> q = torch.randn(3, 2, 9, 4, 8); k = torch.randn(3, 2, 9, 4, 8)
+    >>> sums = share_sums(q, k).pooled()
+    >>> sums.cs.shape, bool(torch.allclose(sums.cs.sum(-1), torch.ones(4).double(), atol=1e-4))
+    (torch.Size([4, 9]), True)
+    """
+    ok = q.dim() == 5 and q.shape == k.shape
+    require(ok, "q, k", expected="two tensors [part batch position head d_head] of one shape", got=f"{describe(q)} and {describe(k)}")
+    length = q.shape[2]
+    require(0 <= drop < length, "drop", expected=f"0 to {length - 1} of {length} positions", got=drop)
+    mask = _mask(allowed, q)[..., drop:, drop:]
+    q, k = (x[:, :, drop:] if x.element_size() > 2 else x[:, :, drop:].float() for x in (q, k))
+    if bias is not None:
+        bias = bias[..., drop:, drop:].to(q)
+        bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
+        bias = bias.expand(max(len(bias), len(mask)), -1, -1, -1)
+    parts, batch, queries, heads, width = q.shape
+    rows = (1 + 2 * gain) * min(BLOCK, queries)  # of scores, and of the softmax behind the gains
+    per_context = q.element_size() * heads * (queries * (rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2)
+    step = max(1, working_set // per_context)
+    found: list[ShareSums] = []
+    for at in range(0, batch, step):
+        part = slice(at, at + step)
+        some = mask if len(mask) == 1 else mask[part]
+        added = bias if bias is None or len(bias) == 1 else bias[part]
+        found.append(_sums(q[:, part], k[:, part], some, added, _Wanted(softcap, energy, gain)))
+    return ShareSums.cat(found)
+
+
+def _mask(allowed: Tensor | None, q: Tensor) -> Bool[Tensor, "batch query key"]:
+    batch, length = q.shape[1:3]
+    allowed = causal_mask(length, device=q.device) if allowed is None else allowed
+    mask = allowed if allowed.dim() == 3 else allowed.unsqueeze(0)
+    ok = mask.dim() == 3 and mask.shape[1:] == (length, length) and len(mask) in (1, batch) and mask.dtype == torch.bool
+    require(ok, "allowed", expected=f"bool [query key] or [batch query key] of {length} positions", got=describe(allowed))
+    return mask.to(q.device)
+
+
+class _Block(NamedTuple):
+    """Query rows ``start`` to ``stop``: all of them see keys 0 to ``full``, ``mask`` says which of ``full`` to ``end`` each one sees."""
+
+    start: int
+    stop: int
+    full: int
+    end: int
+    mask: Float[Tensor, "batch head query key"]
+
+
+def _blocks(mask: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
+    """Blocks of query rows; causal and unmasked attention share the keys before the block, any other mask is taken as it comes."""
+    length = mask.shape[-1]
+    causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
+    everything = len(mask) == 1 and bool(mask.all())
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        full = start if causal else length if everything else 0
+        end = stop if causal else length
+        yield _Block(start, stop, full, end, mask[:, None, start:stop, full:end].to(dtype))
+
+
+class _Wanted(NamedTuple):
+    """What :func:`share_sums` was asked for."""
+
+    softcap: float | None
+    energy: bool
+    gain: bool
+
+
+def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Wanted) -> ShareSums:
+    """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring does not see it, rounding does."""
+    parts, batch, _, heads, _ = q.shape
+    queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
+    keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
+    size = torch.linalg.vector_norm(queries.flatten(2), dim=-1) * torch.linalg.vector_norm(keys.flatten(2), dim=-1)
+    shift = keys.mean(2, keepdim=True)
+    keys = keys - shift  # not in place: it may be the caller's memory
+    query, key, tables = reduce(torch.add, queries.unbind(2)), reduce(torch.add, keys.unbind(3)), keys.flatten(3)
+    level = None if wanted.softcap is None else (query * shift.sum(3)).sum(-1, keepdim=True)
+    extra = None if bias is None else row_center(bias, mask.unsqueeze(1))
+    if bias is not None and extra is not None and level is not None:
+        level = level + torch.where(mask.unsqueeze(1), bias - extra, -torch.inf).amax(-1, keepdim=True)
+    shape = {"dtype": torch.float64, "device": q.device}
+    n = parts**2 + (bias is not None)
+    sums = {name: torch.zeros(batch, heads, n, **shape) for name in ("numerators", "gains", "energies")}
+    total, gain_total = (torch.zeros(batch, heads, **shape) for _ in range(2))
+    seen = _Moments(keys)
+    for block in _blocks(mask, q.dtype):
+        at = slice(block.start, block.stop)
+        count = (block.full + block.mask.sum(-1, keepdim=True)).clamp(min=1)
+        rows = queries[:, :, :, at]
+        centred, mean = _centred(query[:, :, at], key, block, count)
+        added = None if extra is None else extra[:, :, at, : block.end]
+        centred = centred if added is None else centred + added
+        total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
+        sums["numerators"] += _contracted(centred, rows, tables[:, :, : block.end], added)
+        if wanted.gain:
+            moved = _moved(centred, block, count, wanted.softcap, None if level is None else mean + level[:, :, at])
+            sums["gains"] += _contracted(moved, rows, tables[:, :, : block.end], added)
+            gain_total += moved.mul_(centred).sum((-2, -1), dtype=torch.float64)
+        if wanted.energy:
+            seen.extend(block.full)
+            sums["energies"][..., : parts**2] += seen.energies(rows, block, count).flatten(2)
+            if added is not None:
+                sums["energies"][..., -1] += added.square().sum((-2, -1), dtype=torch.float64)
+    many = mask.sum(-1)  # allowed keys of each row
+    several = torch.where(many > 1, many, 0)
+    ones = torch.ones(batch, **shape)
+    unit = 32 * unit_roundoff(q.dtype)
+    floor = (unit * size.double()).square()
+    if extra is not None:
+        floor = floor + unit**2 * extra.double().square().sum((-2, -1))
+    for name, made in (("energies", wanted.energy), ("gains", wanted.gain)):
+        if not made:
+            sums[name].fill_(torch.nan)
+    return ShareSums(
+        **sums, total=total, gain_total=gain_total, floor=floor, rows=ones * (several > 0).sum(-1), cells=ones * several.sum(-1)
+    )
+
+
+def _contracted(
+    weight: Float[Tensor, "batch head query key"], rows: Float[Tensor, "batch head part query d_head"], tables: Tensor, added: Tensor | None
+) -> Float[Tensor, "batch head term"]:
+    """``sum_ij W_ij X_ij`` of all terms X, of which ``added`` is one that is there as a matrix; rows of W sum to zero."""
+    parts = rows.shape[2]
+    weighted = rearrange(weight @ tables, "b h i (c e) -> b h (i e) c", c=parts)
+    found = (rows.flatten(3) @ weighted).flatten(2).double()
+    return found if added is None else torch.cat([found, (weight * added).sum((-2, -1), dtype=torch.float64).unsqueeze(-1)], -1)
+
+
+def _centred(query: Tensor, key: Tensor, block: _Block, count: Tensor) -> tuple[Float[Tensor, "batch head query key"], Tensor]:
+    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product; and the means that were taken out."""
+    known = key[:, :, : block.end]
+    prefix = known[:, :, : block.full].sum(2, keepdim=True)
+    if block.end > block.full:
+        prefix = prefix + block.mask @ known[:, :, block.full :]
+    mean = (query * prefix).sum(-1, keepdim=True) / count
+    rows = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
+    centred = torch.baddbmm(rows, query.flatten(0, 1), known.flatten(0, 1).mT, beta=-1).unflatten(0, query.shape[:2])
+    if block.end > block.full:
+        centred[..., block.full :] *= block.mask
+    return centred, mean
+
+
+def _moved(
+    centred: Float[Tensor, "batch head query key"], block: _Block, count: Tensor, softcap: float | None, level: Tensor | None
+) -> Float[Tensor, "batch head query key"]:
+    """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
+
+    With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits where attention is nearly
+    uniform. ``level`` is what row-centring took out of the scores, which a soft cap sees.
+    """
+    near = slice(block.full, block.end)
+    if softcap is None or level is None:  # a masked zero is never above the largest allowed of a row whose mean is zero
+        w = centred - centred.amax(-1, keepdim=True)
+    else:
+        w = softcap * torch.tanh((centred + level) / softcap)
+        w[..., near].masked_fill_(block.mask == 0, torch.finfo(w.dtype).min)
+        w -= w.amax(-1, keepdim=True)
+    w.expm1_()
+    w[..., near] *= block.mask
+    summed = w.sum(-1, keepdim=True, dtype=torch.float64)  # cancels against the count where one key has everything
+    w.sub_((summed / count).to(w)).div_((summed + count).to(w))
+    w[..., near] *= block.mask
+    return w
+
+
+class _Moments:
+    """Sum and second moment of the keys before a block, in float64 (float32 loses three digits on small terms)."""
+
+    def __init__(self, keys: Float[Tensor, "batch head key part d_head"]) -> None:
+        self.keys, self.end = keys, 0
+        self.sums: Tensor | None = None
+        self.squares: Tensor | None = None
+
+    def extend(self, end: int) -> None:
+        """Take in the keys up to ``end``."""
+        if end <= self.end:
+            return
+        new = rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e").contiguous().double()
+        sums, squares = new.sum(-2), (new.mT @ new).flatten(-2)
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.squares = squares if self.squares is None else self.squares.add_(squares)
+        self.end = end
+
+    def energies(
+        self, rows: Float[Tensor, "batch head part query d_head"], block: _Block, count: Tensor
+    ) -> Float[Tensor, "batch head part part"]:
+        """``sum_ij X~^2`` of all pairs of parts for the rows of one block: the shared keys by their moments, the others cell by cell."""
+        batch, heads, parts, queries, _ = rows.shape
+        energy = torch.zeros(batch, heads, parts, parts, dtype=torch.float64, device=rows.device)
+        sums = torch.zeros(batch, heads, parts, queries, parts, dtype=torch.float64, device=rows.device)  # row sums of each term
+        if self.sums is not None and self.squares is not None:
+            wide = rows.double()
+            energy += (wide.mT @ wide).flatten(-2) @ self.squares.mT
+            sums += wide @ self.sums.mT.unsqueeze(2)
+        if block.end > block.full:
+            near = rearrange(self.keys[:, :, block.full : block.end], "b h j c e -> b h (c j) e")
+            cells = rearrange(rows.flatten(2, 3) @ near.mT, "b h (a i) (c j) -> b h a i c j", a=parts, c=parts)
+            cells *= rearrange(block.mask, "b h i j -> b h 1 i 1 j")
+            energy += torch.linalg.vector_norm(cells, dim=-1).double().square().sum(3)
+            sums += cells.sum(-1)
+        return energy - (sums.square() / count.unsqueeze(2)).sum(3)
+
+
+def share_sums_dense(
+    terms: Float[Tensor, "term batch head query key"], allowed: Bool[Tensor, "..."], *, drop: int = 0, softcap: float | None = None
+) -> ShareSums:
+    """The sums of :func:`share_sums` from terms held as matrices, ``allowed`` broadcasting to ``[batch head query key]``; float64."""
+    allowed = allowed.expand(terms.shape[1:])[..., drop:, drop:]
+    centred = row_center(terms[..., drop:, drop:].double(), allowed)
+    scores = centred.sum(0)
+    many = allowed[:, 0].sum(-1)
+    several = torch.where(many > 1, many, 0)
+    energies = centred.square().sum((-2, -1))
+    whole = torch.where(allowed, terms[..., drop:, drop:].double(), 0).sum(0)
+    entered = whole if softcap is None else softcap * torch.tanh(whole / softcap)
+    even = allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
+    moved = torch.where(allowed, entered, torch.finfo(entered.dtype).min).softmax(-1) * allowed - even
+    unit = 32 * unit_roundoff(terms.dtype)
+    size = torch.where(allowed, terms[..., drop:, drop:].double(), 0).square().sum((0, -2, -1))
+    return ShareSums(
+        numerators=rearrange((centred * scores).sum((-2, -1)), "term batch head -> batch head term"),
+        energies=rearrange(energies, "term batch head -> batch head term"),
+        gains=rearrange((moved * centred).sum((-2, -1)), "term batch head -> batch head term"),
+        total=scores.square().sum((-2, -1)),
+        gain_total=(moved * scores).sum((-2, -1)),
+        floor=size * unit**2,
+        rows=(several > 0).sum(-1).double(),
+        cells=several.sum(-1).double(),
+    )
+
+
+def dropped_mass(pattern: Float[Tensor, "batch head query key"], drop: int) -> Float[Tensor, "batch head"]:
+    """Attention that the kept queries pay to the first ``drop`` keys, which the shares leave out: mean over queries.
+
+    >>> dropped_mass(torch.tensor([[[[1.0, 0.0], [0.8, 0.2]]]]), 1)
+    tensor([[0.8000]])
+    """
+    return pattern[..., drop:, :drop].sum(-1, dtype=torch.float32).mean(-1)
+
+
+def bootstrap(sums: ShareSums, *, draws: int = 200, level: float = 0.95, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Percentile interval of the covariance shares ``[head term]`` over contexts drawn with replacement (ratio of sums in each draw)."""
+    require(sums.rows.dim() == 1, "sums", expected="per-context sums", got="pooled ones", instead="share_sums(...) before .pooled()")
+    contexts = len(sums.rows)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(contexts, (draws, contexts), generator=generator)
+    weight = torch.zeros(draws, contexts, dtype=torch.float64).scatter_add_(1, chosen, torch.ones(draws, contexts, dtype=torch.float64))
+    weight = weight.to(sums.total.device)
+    drawn = einsum(weight, sums.numerators, "draw context, context head term -> draw head term")
+    total = (weight @ sums.total).unsqueeze(-1)
+    cs = torch.where(sums.pooled().uniform.unsqueeze(-1), torch.nan, drawn / total)
+    tail = (1 - level) / 2
+    return torch.quantile(cs, tail, dim=0), torch.quantile(cs, 1 - tail, dim=0)

@@ -1,0 +1,232 @@
+"""The table of shares that a split and a sweep return: what each term and each group of terms explains of each head's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.results import Result
+from tl_geometry.scores.sums import BIAS_BIAS, GROUPS, ShareSums
+from tl_geometry.scores.terms import group_of, label, term_names, term_pairs
+
+UNCLEAR, UNIFORM = "unclear", "uniform"
+"""Labels of a head without a clear winner, and of one that spreads its attention evenly."""
+
+
+class Dominant(NamedTuple):
+    """Label of each head, its share, and the distance to the runner-up."""
+
+    labels: tuple[str, ...]
+    share: Float[Tensor, " head"]
+    margin: Float[Tensor, " head"]
+
+
+def dominant(shares: Float[Tensor, "head term"], names: Sequence[str], *, share_over: float = 0.5, margin_over: float = 0.1) -> Dominant:
+    """The name with the largest share, if that is over ``share_over`` and leads by more than ``margin_over``, else ``"unclear"``.
+
+    Heads whose shares are NaN are ``"uniform"``.
+
+    >>> dominant(torch.tensor([[0.7, 0.3], [0.5, 0.5]]), ["pos-pos", "cvec-cvec"]).labels
+    ('pos-pos', 'unclear')
+    """
+    if not names:
+        nothing = torch.full(shares.shape[:1], torch.nan, dtype=shares.dtype)
+        return Dominant(("",) * len(shares), nothing, nothing)
+    top, order = shares.sort(dim=-1, descending=True, stable=True)
+    margin = top[:, 0] - top[:, 1] if shares.shape[1] > 1 else torch.full_like(top[:, 0], torch.inf)
+    clear = (top[:, 0] > share_over) & (margin > margin_over)
+    uniform = torch.isnan(shares).any(-1)
+    choice = zip(order[:, 0].tolist(), clear.tolist(), uniform.tolist(), strict=True)
+    labels = tuple(UNIFORM if u else str(names[i]) if c else UNCLEAR for i, c, u in choice)
+    blank = torch.where(uniform, torch.nan, 0.0)
+    return Dominant(labels, top[:, 0] + blank, margin + blank)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Marginals(Result):
+    """Shares of each part on the query side (summed over key parts) and on the key side: what :meth:`ShareTable.marginals` returns.
+
+    ``cs`` and ``gs`` sum to one over the parts of a side; ``dropped_mass`` is that of the table.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    cs: Float[Tensor, "head side part"]
+    gs: Float[Tensor, "head side part"]
+    dropped_mass: Float[Tensor, " head"]
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "side", "part", "cs", "gs", "dropped_mass")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        cs, gs, mass = self.cs.tolist(), self.gs.tolist(), self.dropped_mass.tolist()
+        return [
+            (layer, head, side, part, cs[h][s][p], gs[h][s][p], mass[h])
+            for h, (layer, head) in enumerate(self.heads)
+            for s, side in enumerate(("query", "key"))
+            for p, part in enumerate(self.parts)
+        ]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShareTable(Result):
+    """Shares of every term, and of the groups position, content and mixed, for each head.
+
+    ``cs = numerators / total`` and ``gs = gains / gain_total`` sum to one over the terms and over the groups; ``es = energies / (sum of
+    energies)``, that of a group being the sum over its terms. Terms are pairs of ``parts``, then ALiBi where there is one. ``drop`` first
+    queries and keys were left out; ``dropped_mass`` is the attention paid to them (mean over the other queries), which no share
+    describes. A uniform head has NaN shares. ``low`` and ``high`` are bootstrap bounds of ``cs`` where asked for.
+
+    ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`); its key is always the same.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    terms: tuple[str, ...]
+    numerators: Float[Tensor, "head term"]
+    energies: Float[Tensor, "head term"]
+    gains: Float[Tensor, "head term"]
+    total: Float[Tensor, " head"]
+    gain_total: Float[Tensor, " head"]
+    floor: Float[Tensor, " head"]
+    rows_used: float
+    cells: float
+    drop: int = 0
+    dropped_mass: Float[Tensor, " head"] | None = None
+    low: Float[Tensor, "head term"] | None = None
+    high: Float[Tensor, "head term"] | None = None
+    share_over: float = 0.5
+    margin_over: float = 0.1
+    bias_label: str = BIAS_BIAS
+    version: ClassVar[int] = 2
+
+    @property
+    def sums(self) -> ShareSums:
+        """The pooled sums."""
+        count = self.total.new_tensor
+        return ShareSums(
+            numerators=self.numerators, energies=self.energies, gains=self.gains, total=self.total, gain_total=self.gain_total,
+            floor=self.floor, rows=count(self.rows_used), cells=count(self.cells),
+        )  # fmt: skip
+
+    @property
+    def cs(self) -> Float[Tensor, "head term"]:
+        """Covariance shares of the terms."""
+        return self.sums.cs
+
+    @property
+    def gs(self) -> Float[Tensor, "head term"]:
+        """Gain shares of the terms: their part in where attention goes."""
+        return self.sums.gs
+
+    @property
+    def es(self) -> Float[Tensor, "head term"]:
+        """Energy shares of the terms."""
+        return self.sums.es
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(query part, key part) of each term."""
+        return term_pairs(self.parts, alibi=len(self.terms) > len(self.parts) ** 2)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Groups present: none when the parts are the user's own."""
+        return GROUPS if all(group_of(t) for t in self.terms) else ()
+
+    def _grouped(self, values: Tensor) -> Float[Tensor, "head group"]:
+        member = torch.tensor([[group_of(t) == g for g in self.groups] for t in self.terms], dtype=values.dtype)
+        return values @ member.reshape(len(self.terms), len(self.groups))
+
+    @property
+    def group_cs(self) -> Float[Tensor, "head group"]:
+        """Covariance shares of the groups, in the order of :attr:`groups`."""
+        return self._grouped(self.cs)
+
+    @property
+    def group_gs(self) -> Float[Tensor, "head group"]:
+        """Gain shares of the groups."""
+        return self._grouped(self.gs)
+
+    @property
+    def group_es(self) -> Float[Tensor, "head group"]:
+        """Energy shares of the groups (sums over their terms)."""
+        return self._grouped(self.es)
+
+    @property
+    def by_term(self) -> Dominant:
+        """Dominant term of each head; ``"unclear"`` where none is, ``"uniform"`` where there is nothing to explain."""
+        return dominant(self.cs, self.terms, share_over=self.share_over, margin_over=self.margin_over)
+
+    @property
+    def by_group(self) -> Dominant:
+        """Dominant group of each head; ``"unclear"`` where none is (``"mixed"`` is the group of position-content terms)."""
+        return dominant(self.group_cs, self.groups, share_over=self.share_over, margin_over=self.margin_over)
+
+    @property
+    def dominant(self) -> tuple[str, ...]:
+        """Dominant term of each head."""
+        return self.by_term.labels
+
+    @property
+    def margin(self) -> Float[Tensor, " head"]:
+        """Distance of the largest share to the second."""
+        return self.by_term.margin
+
+    def marginals(self) -> Marginals:
+        """Shares of each part by side: on the query side summed over the key parts, on the key side over the query parts."""
+        names = tuple(dict.fromkeys(part for pair in self.pairs for part in pair))
+        member = torch.tensor([[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]).to(self.cs)
+        cs, gs = (torch.einsum("ht,tsp->hsp", x, member) for x in (self.cs, self.gs))
+        return Marginals(provenance=self.provenance, heads=self.heads, parts=names, cs=cs, gs=gs, dropped_mass=self._mass())
+
+    def label(self, term: str) -> str:
+        """How a term, a group or a column about one is shown to a reader."""
+        return label(term, self.bias_label)
+
+    def readable(self, value: object) -> object:
+        return self.label(value) if isinstance(value, str) else value
+
+    def _mass(self) -> Float[Tensor, " head"]:
+        """Attention paid to what was left out, NaN where it is not known."""
+        unknown = torch.full_like(self.total, torch.nan if self.drop else 0.0)
+        return unknown if self.dropped_mass is None else self.dropped_mass
+
+    @staticmethod
+    def of(sums: ShareSums, heads: Sequence[tuple[int, int]], parts: Sequence[str], **fields: object) -> ShareTable:
+        """From sums (pooled here) of the terms of ``parts``; ``fields`` are the remaining fields, ``provenance`` among them."""
+        s = sums.to("cpu").pooled()
+        return ShareTable(
+            heads=tuple(heads), parts=tuple(parts), terms=term_names(parts, alibi=s.numerators.shape[-1] > len(parts) ** 2),
+            numerators=s.numerators, energies=s.energies, gains=s.gains, total=s.total, gain_total=s.gain_total, floor=s.floor,
+            rows_used=float(s.rows), cells=float(s.cells), **fields,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+
+    def columns(self) -> Sequence[str]:
+        interval = ["cs_low", "cs_high"] if self.low is not None else []
+        names = ["layer", "head", "term", "group", "cs", *interval, "gs", "es", "dominant", "margin", "dropped_mass"]
+        return [*names, "numerator", "gain", "energy", "total", "cells"]
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        sums = [self.numerators, self.gains, self.energies]
+        nothing = torch.full_like(self.numerators, torch.nan)
+        bounds = [nothing if b is None else b for b in (self.low, self.high)] if self.low is not None else []
+        tables = [(self.by_term, self.terms, (self.cs, *bounds, self.gs, self.es), sums)]
+        if self.groups:
+            unknown = [torch.full_like(self.group_cs, torch.nan) for _ in bounds]
+            values = (self.group_cs, *unknown, self.group_gs, self.group_es)
+            tables.append((self.by_group, self.groups, values, [self._grouped(x) for x in sums]))
+        mass, out = self._mass(), []
+        for h, (layer, head) in enumerate(self.heads):
+            for grouped, (best, names, shares, counted) in enumerate(tables):
+                for t, name in enumerate(names):
+                    what = [None, name] if grouped else [name, None]
+                    winner = [best.labels[h] == name, float(best.margin[h]), float(mass[h])]
+                    values = [[float(v[h, t]) for v in of] for of in (shares, counted)]
+                    out.append([layer, head, *what, *values[0], *winner, *values[1], float(self.total[h]), self.cells])
+        return out

@@ -1,0 +1,216 @@
+"""Exact split of head outputs by source part: what position and context write, and their direct effect on chosen logits.
+
+With the pattern A and the norm scale frozen, the mixed value of a head is linear in the parts of its layer's input,
+
+    z[i] = sum_j A[i, j] v[j],    v = sum_a ((p_a A / s) gain) W_V + ((norm bias) W_V + b_V),    output = z W_O,
+
+so that ``z_a`` of each part sum to the model's own ``hook_z`` (checked). With a normalised basis the parts are those of the normed input
+and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``. The direct effect on a logit is the output through the
+final norm with its scale frozen, ``((output A) / s_final) gain W_U`` (direct logit attribution, by source part).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.results import Result
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.outputs import norm_after_attention
+from tl_geometry.models.reconstruction import Check, ClosingReport, closing_bound, pattern_roundoff, require_closed
+from tl_geometry.scores.splitter import Cut, UserParts, check_request, each_layer, part_names, provenance_of
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ValueSplit(Result):
+    """Outputs of some heads as sums over source parts.
+
+    ``z[part]`` is the mixed value of each head before W_O; :meth:`output` its write into the stream (without b_O, which belongs to the
+    layer, and before the norm of models with a norm after attention). ``logits`` is the direct effect
+    ``[part batch position head token]`` on ``token_ids``, where they were asked for.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    z: Float[Tensor, "part batch position head d_head"]
+    W_O: Float[Tensor, "head d_head d_model"]
+    token_ids: tuple[int, ...] = ()
+    logits: Float[Tensor, "part batch position head d_vocab"] | None = None
+    checks: tuple[Check, ...] = ()
+    str_tokens: tuple[str, ...] = ()
+
+    def output(self, part: str | None = None) -> Float[Tensor, "batch position head d_model"]:
+        """What each head writes into the stream from one source part (``None``: from all of them, the head's whole output)."""
+        z = self.z.sum(0) if part is None else self.z[self._row(part)]
+        return einsum(z, self.W_O, "batch position head e, head e d -> batch position head d")
+
+    def effect(self, part: str) -> Float[Tensor, "batch position head d_vocab"]:
+        """Direct effect of one source part on the chosen logits."""
+        if self.logits is None:
+            fail("effect", expected="token_ids= in split_values", got="none")
+        return self.logits[self._row(part)]
+
+    def _row(self, part: str) -> int:
+        return self.parts.index(checks.choice(part, self.parts, "part"))
+
+    @property
+    def closing(self) -> ClosingReport:
+        """The worst closing error over the layers, with its bound."""
+        worst = max(self.checks, key=lambda c: c[2] / c[3] if c[3] > 0 else float(c[2] > 0))
+        return ClosingReport(checks={worst[1]: (worst[2], worst[3])}, scale=0.0)
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "part", "share", "norm")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """One row per head and part: its covariance share ``sum out_a . out / sum out^2`` of the head's output, and its RMS norm."""
+        outputs = torch.stack([self.output(p) for p in self.parts]).double()
+        total = outputs.sum(0)
+        energy = total.square().sum((0, 1, 3))
+        share = (outputs * total).sum((1, 2, 4)) / torch.where(energy > 0, energy, torch.nan)
+        norm = outputs.square().sum(-1).mean((1, 2)).sqrt()
+        order = [(h, p) for h in range(len(self.heads)) for p in range(len(self.parts))]
+        return [(*self.heads[h], self.parts[p], float(share[p, h]), float(norm[p, h])) for h, p in order]
+
+
+def split_values(
+    model: Any,
+    tokens: Any,
+    basis: PositionContext | None,
+    *,
+    layers: Sequence[int] | int | None = None,
+    heads: Sequence[Head] | Head | None = None,
+    parts: Sequence[str] | UserParts = ("pos", "cvec"),
+    token_ids: Sequence[int | str] | int | str | None = None,
+    memory_budget: int = 2**31,
+    prepend_bos: bool | None = None,
+    cache: Any = None,
+    device: torch.device | str = "cpu",
+) -> ValueSplit:
+    """Split the outputs of heads exactly by source part, with the pattern and the norm scale frozen; arguments as :func:`split_scores`.
+
+    ``token_ids`` (ids, or texts of one token each) asks for the direct effect of each part on those logits, through the final norm with
+    its scale frozen.
+
+    Raises ``ClosingError`` where the parts do not sum to the model's ``hook_z``, ``UnsupportedModelError`` for logits of a model whose
+    output head was newly initialised or is not a norm and a linear map (BERT), or that has a norm after attention (Gemma 2, OLMo 2).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> tlg.split_values(model, windows[:2], basis, heads="L1H0").closing.closes
+    True
+    """
+    view = as_view(model)
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
+    names = part_names(parts, "exact")
+    wanted = () if token_ids is None else _token_ids(view, token_ids)
+    numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
+    check_request(view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen))
+    readout = None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
+    cut = Cut(view, basis, parts, "exact", False, tuple(dict.fromkeys(l for l, _ in chosen)))
+    z: list[Tensor] = []
+    W_O: list[Tensor] = []
+    compared: list[Check] = []
+
+    def on_layer(layer: LayerView) -> None:
+        pick = torch.tensor([h for l, h in chosen if l == layer.layer])
+        z.append(_mixed(layer, cut.values(layer), pick.to(layer.h.device), compared).to(device))
+        W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
+
+    each_layer(view, rows, cache, cut.layers, on_layer)
+    order = [(l, h) for layer in cut.layers for l, h in chosen if l == layer]
+    pick = torch.tensor([order.index(head) for head in chosen], device=device)
+    mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
+    return ValueSplit(
+        provenance=provenance_of(view, rows, basis, "exact", cut.flags, cut.normalized),
+        heads=chosen,
+        parts=names,
+        z=mixed,
+        W_O=outward,
+        token_ids=wanted,
+        logits=None if readout is None else readout(mixed, outward),
+        checks=tuple(compared),
+        str_tokens=rows.str_tokens,
+    )
+
+
+def _token_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
+    """Ids of tokens that are given as ids or as texts of one token each, one or several."""
+    found: list[int] = []
+    for value in [given] if isinstance(given, int | str) else given:
+        ids = view.encode(value) if isinstance(value, str) else [value]
+        require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=f"{value!r}, which is {len(ids)} tokens")
+        try:
+            found.append(operator.index(ids[0]))
+        except TypeError:
+            fail("token_ids", expected="ids, or texts of one token each", got=repr(value))
+    require(len(found) > 0, "token_ids", expected="at least one token", got="none")
+    return tuple(checks.index(i, view.d_vocab, "token_ids") for i in found)
+
+
+def _mixed(layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check]) -> Float[Tensor, "part batch position head d_head"]:
+    """``z`` of each part for the chosen heads, checked against the model's values and mixed values."""
+    if layer.pattern is None or layer.v is None or layer.z is None:
+        fail(f"layer {layer.layer}", expected="hooks of pattern, values and z", got="none", error=UnsupportedModelError)
+    values = values[..., heads, :]
+    z = einsum(layer.pattern[:, heads], values, "b h i j, part b j h e -> part b i h e")
+    size = einsum(layer.pattern[:, heads], values.abs().sum(0), "b h i j, b j h e -> b i h e")
+    roundoff = pattern_roundoff(layer.pattern, layer.roundoff)
+    for name, ours, model, unit, bound in (
+        ("v", values.sum(0), layer.v, layer.roundoff, values.abs().sum(0)),
+        ("z", z.sum(0), layer.z, roundoff, size),
+    ):
+        error = float((ours - model[:, :, heads]).abs().max())
+        checks.append((layer.layer, name, error, closing_bound(unit, float(bound.max()))))
+    require_closed(checks, f"values of layer {layer.layer}")
+    return z
+
+
+class _Readout:
+    """Direct effect of a write into the stream on some logits."""
+
+    def __init__(self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]) -> None:
+        require(
+            view.head_trained, f"logits of {view.name}", expected="a trained output head", got="one that was newly initialised",
+            instead="split_values without token_ids=", error=UnsupportedModelError,
+        )  # fmt: skip
+        normed = [layer for layer in layers if norm_after_attention(view, layer)]
+        require(
+            not normed, f"logits of {view.name}", expected="heads that write straight into the stream", got="a norm after attention",
+            instead="split_values without token_ids=", error=UnsupportedModelError,
+        )  # fmt: skip
+        norm = view.final_norm()
+        if norm is None:
+            fail(
+                f"logits of {view.name}", expected="a norm and a linear map from the last state", got=f"the output head of {view.kind}",
+                instead="split_values without token_ids=", error=UnsupportedModelError,
+            )  # fmt: skip
+        found: list[Tensor] = []
+        view.run(tokens, {view.state_hooks[-1]: lambda h: found.append(h)})
+        h = found[0].to(norm.gain.dtype)
+        h = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
+        self.scale = torch.ones_like(h[..., 0]) if norm.kind is None else (h.square().mean(-1) + norm.eps).sqrt()
+        directions = norm.gain.unsqueeze(-1) * view.unembed()[:, list(token_ids)].to(norm.gain)
+        self.directions = directions - directions.mean(0) if norm.kind == "LN" else directions
+
+    def __call__(self, z: Tensor, W_O: Tensor) -> Float[Tensor, "part batch position head d_vocab"]:
+        path = einsum(W_O, self.directions.to(W_O), "head e d, d token -> head e token")
+        effect = einsum(z, path, "part batch position head e, head e token -> part batch position head token")
+        return effect / self.scale.to(effect)[None, :, :, None, None]

@@ -1,0 +1,221 @@
+"""The sphere that a norm layer puts states on, and the paths of tokens along it (Molina 2023).
+
+LayerNorm without its affine part is ``z = sqrt(d) x A / sqrt(|x A|^2 + d eps)``, A the centring over d_model: a point of the sphere of
+radius sqrt(d) inside the hyperplane ``sum z = 0``, up to a deficit from eps. RMSNorm is the same without the centring and without the
+hyperplane. The gain makes an ellipsoid of the sphere and the bias moves it. Angles are radians; an arc on the sphere is sqrt(d) times
+its angle.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange, reduce
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_geometry.base import linalg
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.models.norms import remove_mean
+
+NORMS = ("LN", "RMS")
+VOCABULARY_CHUNK = 8192
+"""Tokens compared at a time."""
+
+
+class NormGeometry(NamedTuple):
+    """Where a norm puts its inputs: see :func:`norm_geometry`. Residuals are relative; ``degenerate`` inputs have ``z = 0``.
+
+    ``deficit`` is ``sqrt(d) - radius`` without cancellation. ``hyperplane_residual`` is ``|sum z| / (sqrt(d) |z|)`` (NaN for RMSNorm).
+    ``ellipsoid_residual`` is ``|sum ((y - bias) / gain)^2 - radius^2| / d``; axes that a zero gain flattens enter through z.
+    """
+
+    z: Float[Tensor, "*batch d_model"]
+    y: Float[Tensor, "*batch d_model"]
+    radius: Float[Tensor, "*batch"]
+    deficit: Float[Tensor, "*batch"]
+    hyperplane_residual: Float[Tensor, "*batch"]
+    ellipsoid_residual: Float[Tensor, "*batch"]
+    degenerate: Bool[Tensor, "*batch"]
+
+
+def norm_geometry(
+    x: Float[Tensor, "*batch d_model"],
+    gain: Float[Tensor, " d_model"] | None = None,
+    bias: Float[Tensor, " d_model"] | None = None,
+    eps: float = 1e-5,
+    kind: str = "LN",
+) -> NormGeometry:
+    """The point ``z`` on the sphere, ``y = gain z + bias`` on the ellipsoid, and how far each is from its ideal surface. float64 inside.
+
+    >>> g = norm_geometry(torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]]), eps=0.0)
+    >>> [round(r, 6) for r in g.radius.tolist()], g.degenerate.tolist()
+    ([2.0, 0.0], [False, True])
+    """
+    choice(kind, NORMS, "kind")
+    require(eps >= 0, "eps", expected="a number of at least 0", got=eps)
+    size = x.shape[-1]
+    c = remove_mean(x.double(), kind)
+    length = torch.linalg.vector_norm(c, dim=-1)
+    # a constant vector leaves rounding errors behind when it is centred: they are no direction
+    degenerate = length <= 8 * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(x.double(), dim=-1)
+    c = torch.where(degenerate.unsqueeze(-1), 0.0, c)
+    length = torch.where(degenerate, 0.0, length)
+    scale = (length.square() + size * eps).sqrt()
+    z = size**0.5 * c / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    gain = torch.ones_like(z) if gain is None else gain.double().expand_as(z)
+    bias = torch.zeros_like(z) if bias is None else bias.double().expand_as(z)
+    y = gain * z + bias
+    radius = torch.linalg.vector_norm(z, dim=-1)
+    deficit = size**0.5 * torch.where(scale > 0, size * eps / (scale * (scale + length)), 1.0)
+    back = torch.where(gain == 0, z, (y - bias) / torch.where(gain == 0, 1.0, gain))
+    ellipsoid = (back.square().sum(-1) - radius.square()).abs() / size
+    plane = back.sum(-1).abs() / (size**0.5 * torch.where(radius > 0, radius, 1.0))
+    return NormGeometry(z, y, radius, deficit, plane if kind == "LN" else torch.full_like(plane, torch.nan), ellipsoid, degenerate)
+
+
+class PathGeometry(NamedTuple):
+    """Angles of a path of states seen from the centre of the sphere (radians); ``tortuosity`` is ``length / net`` (NaN if net is 0)."""
+
+    steps: Float[Tensor, "*batch column"]
+    length: Float[Tensor, "*batch"]
+    net: Float[Tensor, "*batch"]
+    tortuosity: Float[Tensor, "*batch"]
+
+
+def path_geometry(points: Float[Tensor, "*batch state d_model"], kind: str | None = "LN") -> PathGeometry:
+    """Step angles between consecutive states, their sum, the angle between the first and the last, and the ratio of the two.
+
+    The ratio is at least 1 (triangle inequality on the sphere). NaN where a state is zero after centring.
+
+    >>> quarter = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    >>> p = path_geometry(quarter, kind="RMS")
+    >>> round(float(p.length / p.net), 3)
+    2.0
+    """
+    require(points.shape[-2] >= 2, "points", expected="at least two states", got=describe(points))
+    c = remove_mean(points.double(), kind)
+    steps = linalg.angle(c[..., :-1, :], c[..., 1:, :])
+    net = linalg.angle(c[..., 0, :], c[..., -1, :])
+    length = steps.sum(-1)
+    return PathGeometry(steps, length, net, torch.where(net > 0, length / net, torch.nan))
+
+
+class UpdateSplit(NamedTuple):
+    """An update seen from the centre: signed length along the state, length across it, and the angle it turns the state by."""
+
+    radial: Float[Tensor, "*batch"]
+    tangential: Float[Tensor, "*batch"]
+    turn: Float[Tensor, "*batch"]
+
+
+def update_split(state: Float[Tensor, "*batch d_model"], update: Float[Tensor, "*batch d_model"], kind: str | None = "LN") -> UpdateSplit:
+    """Radial part ``<u, h>/|h|`` and tangential part of an update u of a state h (both centred for ``"LN"``). NaN where h is zero.
+
+    Only the tangential part moves the point on the sphere.
+
+    >>> [round(float(v), 3) for v in update_split(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0]), kind="RMS")]
+    [1.0, 3.0, 0.785]
+    """
+    h, u = remove_mean(state.double(), kind), remove_mean(update.double(), kind)
+    direction, zero = linalg.normalize_rows(h)
+    radial = (u * direction).sum(-1)
+    across = torch.linalg.vector_norm(u - radial.unsqueeze(-1) * direction, dim=-1)
+    return UpdateSplit(torch.where(zero, torch.nan, radial), torch.where(zero, torch.nan, across), linalg.angle(h, h + u))
+
+
+class Approach(NamedTuple):
+    """How far a state points from a token: the angle (radians) and the token's rank among all tokens by angle (1 is the nearest)."""
+
+    angle: Float[Tensor, "*batch"]
+    rank: Int[Tensor, "*batch"]
+
+
+def token_approach(
+    points: Float[Tensor, "*batch d_model"],
+    vocabulary: Float[Tensor, "d_vocab d_model"],
+    target: Int[Tensor, "*batch"],
+    kind: str | None = "LN",
+) -> Approach:
+    """Angle between each state and the direction of its target token, and how many tokens lie nearer.
+
+    ``vocabulary`` holds one direction per token (embedding or unembedding rows); both sides are centred for ``"LN"``. By chance the
+    angle is near pi/2 and the rank near ``(d_vocab + 1) / 2``. A zero state gives NaN and rank 0; the vocabulary is read in chunks.
+
+    >>> a = token_approach(torch.tensor([1.0, 0.2]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor(1), kind="RMS")
+    >>> round(float(a.angle), 3), int(a.rank)
+    (0.197, 1)
+    """
+    require(
+        bool((target >= 0).all() and (target < len(vocabulary)).all()),
+        "target",
+        expected=f"token ids from 0 to {len(vocabulary) - 1}",
+        got=f"{int(target.min())} to {int(target.max())}",
+    )
+    unit, zero = linalg.normalize_rows(remove_mean(points.double(), kind))
+    own = remove_mean(vocabulary[target].double(), kind)
+    angle = linalg.angle(unit, own)
+    mine = (unit * linalg.normalize_rows(own)[0]).sum(-1)
+    nearer = torch.zeros_like(target)
+    for start in range(0, len(vocabulary), VOCABULARY_CHUNK):
+        rows = linalg.normalize_rows(remove_mean(vocabulary[start : start + VOCABULARY_CHUNK].double(), kind))[0]
+        ids = torch.arange(start, start + len(rows), device=target.device)
+        above = (unit @ rows.mT > mine.unsqueeze(-1)) & (ids != target.unsqueeze(-1))
+        nearer += above.sum(-1)
+    return Approach(angle, torch.where(zero, 0, nearer + 1))
+
+
+class Projection(NamedTuple):
+    """A centre, orthonormal axes as columns, and the share of the variance along each axis."""
+
+    mean: Float[Tensor, " d_model"]
+    axes: Float[Tensor, "d_model rank"]
+    share: Float[Tensor, " rank"]
+
+    def __call__(self, points: Float[Tensor, "*batch d_model"]) -> Tensor:
+        """Coordinates ``(x - mean) @ axes``."""
+        return (points.double() - self.mean) @ self.axes
+
+
+def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Projection:
+    """Principal axes of ``rows`` (PCA), with deterministic signs: each axis has its largest-magnitude coordinate positive.
+
+    >>> p = principal_projection(torch.tensor([[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]), k=1)
+    >>> [round(v, 4) for v in p.axes[:, 0].tolist()], p.share.tolist()
+    ([0.7071, 0.7071], [1.0])
+    """
+    require(1 <= k <= min(rows.shape), "k", expected=f"1 to {min(rows.shape)} axes", got=k)
+    mean = reduce(rows.double(), "row d_model -> d_model", "mean")
+    c = rows.double() - mean
+    if len(rows) > 2 * rows.shape[1]:  # tall: eigenvectors of the covariance, whose squared condition leaves the leading axes alone
+        values, vectors = torch.linalg.eigh(c.mT @ c)
+        variance, axes = values.flip(-1).clamp(min=0), linalg.fix_signs(vectors, vectors)[1].flip(-1)
+    else:
+        decomposition = linalg.svd(c)
+        variance, axes = decomposition.S.square(), decomposition.V
+    total = variance.sum()
+    return Projection(mean, axes[:, :k], torch.where(total > 0, variance[:k] / total, torch.nan))
+
+
+def umap_coordinates(fit: Float[Tensor, "row d_model"], points: Float[Tensor, "*batch d_model"], *, k: int = 3, seed: int = 0) -> Tensor:
+    """Coordinates of ``points`` in a UMAP fitted on the first 10,000 rows of ``fit``, with the published settings (15 neighbours, 0.1).
+
+    UMAP distorts distances and depends on its version: :func:`principal_projection` is the deterministic choice. Needs the
+    optional package umap-learn.
+    """
+    try:
+        umap: Any = importlib.import_module("umap")
+    except ImportError:
+        fail(
+            "umap",
+            expected="the optional package umap-learn",
+            got="not installed",
+            instead='pip install "tl-geometry[umap]" or method="pca"',
+        )
+    reducer = umap.UMAP(n_neighbors=15, min_dist=0.1, n_components=k, random_state=seed)
+    reducer.fit(fit[:10_000].double().cpu().numpy())
+    flat = rearrange(points, "... d_model -> (...) d_model")
+    return torch.as_tensor(reducer.transform(flat.double().cpu().numpy())).reshape(*points.shape[:-1], k)

@@ -1,0 +1,371 @@
+"""Static probes of weights in tokens (Molina 2023): what heads do to single nouns, head biases, norms and shape of the embedding.
+
+No text is run: a token's embedding goes straight through a block's norm, so positions, earlier blocks and MLPs are absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import torch
+from einops import einsum, rearrange, reduce
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.results import Result
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.layer_view import HeadWeights
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights, remove_mean
+from tl_geometry.models.outputs import norm_after_attention
+from tl_geometry.weights import readout
+from tl_geometry.weights.vocabulary import embeddings, normalized_rows, require_trained_head, token_texts, weight_provenance
+
+SOURCE = ("molina2023",)
+
+
+def common_nouns() -> tuple[str, ...]:
+    """A list of common English nouns, for :func:`noun_probe`.
+
+    >>> len(common_nouns()) > 100, "river" in common_nouns()
+    (True, True)
+    """
+    return tuple(files("tl_geometry.verbs").joinpath("nouns.txt").read_text(encoding="utf-8").split())
+
+
+class _Output(NamedTuple):
+    """The output head: the final norm, unembedding rows with the bias as a last coordinate."""
+
+    norm: NormWeights
+    rows: Float[Tensor, "d_vocab column"]
+
+    @staticmethod
+    def of(view: ModelView, what: str) -> _Output:
+        require_trained_head(view, what)
+        norm = view.final_norm()
+        rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
+        if norm is None:
+            norm = NormWeights(kind=None, gain=torch.ones(view.d_model), bias=torch.zeros(view.d_model), eps=0.0)
+        bias = getattr(view.model, "b_U", None)
+        bias = torch.zeros(len(rows)) if bias is None else bias.detach().float()
+        return _Output(norm, torch.cat([rows, bias.to(rows)[:, None]], dim=1))
+
+    def top(self, states: Float[Tensor, "*batch d_model"], k: int) -> Int[Tensor, "*batch column"]:
+        """Ids of the k largest logits of states."""
+        flat = rearrange(states, "... d_model -> (...) d_model").float()
+        y = normalized_rows(flat, self.norm, affine=True)
+        found = readout.extremes(torch.cat([y, torch.ones_like(y[:, :1])], dim=1), self.rows, k)
+        return found.top_ids.reshape(*states.shape[:-1], k)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NounProbe(Result):
+    """For every layer, head and noun: the keys that its query fits best, and the tokens that its value promotes.
+
+    ``sum_*`` are those of all heads of the layer together. ``norms`` are lengths of the written vectors.
+    """
+
+    nouns: tuple[str, ...]
+    skipped: tuple[str, ...]
+    layers: tuple[int, ...]
+    key_ids: Int[Tensor, "layer head row column"]
+    value_ids: Int[Tensor, "layer head row column"]
+    sum_ids: Int[Tensor, "layer row column"]
+    norms: Float[Tensor, "layer head row"]
+    sum_norms: Float[Tensor, "layer row"]
+    texts: tuple[tuple[int, str], ...]
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "noun", "keys", "values", "norm")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        text = dict(self.texts)
+        out: list[list[object]] = []
+        for i, layer in enumerate(self.layers):
+            for n, noun in enumerate(self.nouns):
+                for head in range(self.key_ids.shape[1]):
+                    pair = (" ".join(text[t] for t in ids[i, head, n].tolist()) for ids in (self.key_ids, self.value_ids))
+                    out.append([layer, head, noun, *pair, self.norms[i, head, n].item()])
+                promoted = " ".join(text[t] for t in self.sum_ids[i, n].tolist())
+                out.append([layer, "all", noun, "", promoted, self.sum_norms[i, n].item()])
+        return out
+
+
+def noun_probe(
+    model: Any,
+    nouns: Sequence[str] | str | None = None,
+    *,
+    layers: Iterable[int] | int | None = None,
+    k: int = 3,
+    biases: bool = True,
+) -> NounProbe:
+    """What each head does with single nouns (Molina 2023, section 4.3), from the weights alone.
+
+    With ``x = norm(E[noun])``, keys are the tokens t with the largest ``(x W_Q + b_Q) . (norm(E[t]) W_K)``, values the largest logits of
+    ``final_norm(E[noun] + u + b_O)`` with ``u = (x W_V + b_V) W_O``. Nouns are encoded without a leading space and kept if they are
+    one token. ``biases=False`` leaves b_Q out of the keys, as published (b_K never matters: it is constant along a row). By default the
+    first, middle and last block; lengths ``|u|`` are those of centred vectors in LayerNorm models, so that loadings agree (where
+    value biases were folded into b_O, single heads lack theirs).
+
+    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention writes: then neither is the formula.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.noun_probe(model, ["file", "list"], layers=0).nouns
+    ('file', 'list')
+    """
+    view = as_view(model)
+    output = _Output.of(view, "noun_probe")
+    last = view.n_layers - 1
+    chosen = tuple(sorted({0, last // 2, last})) if layers is None else checks.indices(layers, view.n_layers, "layers")
+    _require_plain_heads(view, chosen, "noun_probe")
+    given = common_nouns() if nouns is None else (nouns,) if isinstance(nouns, str) else tuple(nouns)
+    encoded = {noun: view.encode(noun) for noun in given}
+    kept = tuple(n for n in given if len(encoded[n]) == 1)
+    require(
+        len(kept) > 0, "nouns", expected="at least one noun of a single token", got=f"{len(given)} nouns of several", instead="nouns=[...]"
+    )
+    ids = torch.tensor([encoded[n][0] for n in kept])
+    rows = embeddings(view)
+    found = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
+    keys, values, sums, norms, lengths = (torch.stack(part).cpu() for part in zip(*found, strict=True))
+    shown = {int(t) for ids in (keys, values, sums) for t in ids.unique()}
+    return NounProbe(
+        provenance=weight_provenance(view, sources=SOURCE, preset="exact" if biases else "paper"),
+        nouns=kept,
+        skipped=tuple(n for n in given if n not in kept),
+        layers=chosen,
+        key_ids=keys,
+        value_ids=values,
+        sum_ids=sums,
+        norms=norms,
+        sum_norms=lengths,
+        texts=tuple(token_texts(view, shown).items()),
+    )
+
+
+def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> None:
+    """Refuse layers whose scores are not bilinear in the normalised stream, or whose heads do not write straight into it."""
+    for layer in layers:
+        facts = view.layer_facts(layer)
+        after = norm_after_attention(view, layer)
+        got = f"QK-norm ({facts['QK-norm']})" if facts["QK-norm"] != "none" else "a norm after attention"
+        require(
+            facts["QK-norm"] == "none" and not after, what, expected="heads without QK-norm and without a norm after attention",
+            got=f"{got} in layer {layer} of {view.name}", instead="weight_geometry or token_readout", error=UnsupportedModelError,
+        )  # fmt: skip
+
+
+def _probe_layer(
+    view: ModelView, layer: int, rows: Tensor, ids: Tensor, output: _Output, k: int, biases: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    w, norm = _single(view.weights(layer)), view.attention_norm(layer)
+    reads = normalized_rows(rows, norm, affine=True)
+    x = reads[ids]
+    q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e") + (w.b_Q[:, None] if biases else 0.0)
+    keys = readout.extremes(einsum(q, w.W_K, "head row e, head d_model e -> head row d_model"), reads, k).top_ids
+    v = einsum(x, w.W_V, "row d_model, head d_model e -> head row e") + w.b_V[:, None]
+    u = remove_mean(einsum(v, w.W_O, "head row e, head e d_model -> head row d_model"), view.norm)
+    start = rows[ids] + w.b_O
+    total = reduce(u, "head row d_model -> row d_model", "sum")
+    lengths = torch.linalg.vector_norm(u, dim=-1), torch.linalg.vector_norm(total, dim=-1)
+    return keys, output.top(start + u, k), output.top(start + total, k), *lengths
+
+
+def _single(w: HeadWeights) -> HeadWeights:
+    return HeadWeights(**{name: getattr(w, name).detach().float() for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BiasReadout(Result):
+    """Tokens at both ends of each head's bias directions: ``query``, ``key`` and ``value`` per head (see :func:`bias_readout`)."""
+
+    heads: tuple[tuple[int, int], ...]
+    lengths: Float[Tensor, "head 3"]
+    top_ids: Int[Tensor, "head 3 column"]
+    bottom_ids: Int[Tensor, "head 3 column"]
+    texts: tuple[tuple[int, str], ...]
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "bias", "length", "top", "bottom")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        text = dict(self.texts)
+        out: list[list[object]] = []
+        for i, (layer, head) in enumerate(self.heads):
+            for b, name in enumerate(("query", "key", "value")):
+                ends = (" ".join(text[t] for t in ids[i, b].tolist()) for ids in (self.top_ids, self.bottom_ids))
+                out.append([layer, head, name, self.lengths[i, b].item(), *ends])
+        return out
+
+
+def bias_readout(
+    model: Any, *, layers: Iterable[int] | int | None = None, heads: Iterable[Head] | Head | None = None, k: int = 5
+) -> BiasReadout:
+    """What the biases of each head prefer, in tokens (Molina 2023, section 4.2).
+
+    A head's score is ``x W_QK y + x . (W_Q b_K) + y . (W_K b_Q) + b_Q . b_K`` (over the scale). ``key`` reads ``W_K b_Q``: tokens attended
+    to whatever the query. ``query`` reads ``W_Q b_K``, which softmax ignores without rotary positions. ``value`` reads ``b_V W_O``,
+    added whatever is attended to. Biases and matrices are canonical (gain and bias of the norm folded in), so that loadings agree on
+    query and key; processing may have moved b_V into b_O.
+
+    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention writes: no bias is then a direction.
+    """
+    view = as_view(model)
+    pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
+    _require_plain_heads(view, sorted({l for l, _ in pairs}), "bias_readout")
+    rows = embeddings(view)
+    writes = _Output.of(view, "bias_readout").rows[:, :-1] if view.head_trained else rows
+    final = view.final_norm() if view.head_trained else None
+    writes = writes if final is None else remove_mean(writes * final.gain.to(writes), final.kind)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for layer in sorted({l for l, _ in pairs}):
+        mine = [h for l, h in pairs if l == layer]
+        w, norm = _single(view.weights(layer)), view.attention_norm(layer)
+        reads = normalized_rows(rows, norm, affine=False)
+        vectors = _bias_vectors(w, norm)[mine]
+        read, write = readout.extremes(vectors[:, :2], reads, k), readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
+        top, bottom = torch.cat([read.top_ids, write.top_ids], dim=1), torch.cat([read.bottom_ids, write.bottom_ids], dim=1)
+        found.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
+    lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*found, strict=True))
+    shown = {int(t) for ids in (top, bottom) for t in ids.unique()}
+    flags = [] if view.head_trained else ["output head not trained: values are read in the embedding"]
+    return BiasReadout(
+        provenance=weight_provenance(view, sources=SOURCE, flags=flags),
+        heads=pairs,
+        lengths=lengths,
+        top_ids=top,
+        bottom_ids=bottom,
+        texts=tuple(token_texts(view, shown).items()),
+    )
+
+
+def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_model"]:
+    """``W_Q b_K``, ``W_K b_Q``, ``b_V W_O`` per head, gain and bias of the norm folded in."""
+    gain, shift = norm.gain.to(w.W_Q), norm.bias.to(w.W_Q)
+    b_Q, b_K, b_V = (b + einsum(shift, m, "d_model, head d_model e -> head e") for b, m in ((w.b_Q, w.W_Q), (w.b_K, w.W_K), (w.b_V, w.W_V)))
+    query = gain * einsum(w.W_Q, b_K, "head d_model e, head e -> head d_model")
+    key = gain * einsum(w.W_K, b_Q, "head d_model e, head e -> head d_model")
+    value = einsum(b_V, w.W_O, "head e, head e d_model -> head d_model")
+    return remove_mean(torch.stack([query, key, value], dim=1), norm.kind)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EmbeddingNorms(Result):
+    """Tokens at both ends of five lengths of unembedding rows (see :func:`embedding_norm_table`)."""
+
+    scores: tuple[str, ...]
+    top_ids: Int[Tensor, "row column"]
+    top_values: Float[Tensor, "row column"]
+    bottom_ids: Int[Tensor, "row column"]
+    bottom_values: Float[Tensor, "row column"]
+    texts: tuple[tuple[int, str], ...]
+
+    def columns(self) -> Sequence[str]:
+        return ("score", "end", "place", "token", "value")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        text = dict(self.texts)
+        ends = (("top", self.top_ids, self.top_values), ("bottom", self.bottom_ids, self.bottom_values))
+        return [
+            [score, end, place, text[int(ids[i, place])], values[i, place].item()]
+            for i, score in enumerate(self.scores)
+            for end, ids, values in ends
+            for place in range(ids.shape[1])
+        ]
+
+
+def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
+    """Tokens with the largest and smallest unembedding rows, scaled by the final norm's gain and with its bias (Molina 2023, section 4.1).
+
+    With rows U_t, gain g and bias b of the final norm: ``norm |U|``, ``scaled |g U|``, ``bias |U| + b.U``, ``scaled_bias |g U| + b.U``, and
+    ``max_logit = sqrt(d) |A (g U)| + b.U``, the largest logit above the vocabulary's mean that any state can give the token (A the
+    centring of a LayerNorm, U without its mean over the vocabulary, the unembedding's own bias added where there is one). The first
+    four depend on whether the gain was folded in, the last does not.
+    """
+    view = as_view(model)
+    output = _Output.of(view, "embedding_norm_table")
+    rows, constant = output.rows[:, :-1].double(), output.rows[:, -1].double()
+    centred = rows - rows.mean(0)
+    gain, bias = output.norm.gain.double(), output.norm.bias.double()
+    shift, length = rows @ bias, torch.linalg.vector_norm
+    scores = {
+        "norm": length(rows, dim=-1),
+        "scaled": length(gain * rows, dim=-1),
+        "bias": length(rows, dim=-1) + shift,
+        "scaled_bias": length(gain * rows, dim=-1) + shift,
+        "max_logit": view.d_model**0.5 * length(remove_mean(gain * centred, output.norm.kind), dim=-1)
+        + (centred @ bias + constant - constant.mean()),
+    }
+    stacked = torch.stack(list(scores.values()))
+    require(1 <= k <= stacked.shape[1], "k", expected=f"1 to {stacked.shape[1]} tokens", got=k)
+    ends = [stacked.sort(dim=-1, descending=d, stable=True) for d in (True, False)]
+    (top, top_ids), (bottom, bottom_ids) = ((v[:, :k].cpu(), i[:, :k].cpu()) for v, i in ends)
+    return EmbeddingNorms(
+        provenance=weight_provenance(view, sources=SOURCE),
+        scores=tuple(scores),
+        top_ids=top_ids,
+        top_values=top,
+        bottom_ids=bottom_ids,
+        bottom_values=bottom,
+        texts=tuple(token_texts(view, [*top_ids.flatten().tolist(), *bottom_ids.flatten().tolist()]).items()),
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EmbeddingDistances(Result):
+    """Distances between embedding rows and their normalised selves, for four matrices (see :func:`embedding_distance_table`).
+
+    ``identity`` is ``sqrt(d) - mean_norm``: what the first L2 mean must be near wherever cosines are near 1.
+    """
+
+    matrices: tuple[str, ...]
+    l2_mean: Float[Tensor, " row"]
+    l2_sd: Float[Tensor, " row"]
+    cosine_mean: Float[Tensor, " row"]
+    cosine_sd: Float[Tensor, " row"]
+    mean_norm: float
+    identity: float
+
+    def columns(self) -> Sequence[str]:
+        return ("matrix", "l2_mean", "l2_sd", "cosine_distance_mean", "cosine_distance_sd")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        values = (self.l2_mean, self.l2_sd, self.cosine_mean, self.cosine_sd)
+        return [[name, *(v[i].item() for v in values)] for i, name in enumerate(self.matrices)]
+
+
+def embedding_distance_table(model: Any) -> EmbeddingDistances:
+    """How far embedding rows E are from ``norm(E)`` without affine: mean and standard deviation over tokens (Molina 2023, section 3).
+
+    For E, E without its mean over the vocabulary, E scaled by ``sqrt(d) / mean |E_t|``, and both: L2 distance to ``norm(E_t)``, and one
+    minus the cosine. Scaling cannot change a cosine, so those rows agree in pairs; it removes most of the L2 distance only if
+    embeddings are already spread over a sphere.
+    """
+    view = as_view(model)
+    rows = embeddings(view, centred=False).double()
+    plain = NormWeights(kind="RMS" if view.norm == "RMS" else "LN", gain=torch.ones(()), bias=torch.zeros(()), eps=1e-5)
+    target = plain.normalize(rows)
+    mean_norm = torch.linalg.vector_norm(rows, dim=-1).mean()
+    require(bool(mean_norm > 0), "embeddings", expected="rows that are not all zero", got="zeros")
+    scale = view.d_model**0.5 / mean_norm
+    centred = rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
+    matrices = {"original": rows, "centred": centred, "scaled": scale * rows, "centred, scaled": scale * centred}
+    l2 = torch.stack([torch.linalg.vector_norm(m - target, dim=-1) for m in matrices.values()])
+    cosine = torch.stack([1 - torch.cosine_similarity(m, target, dim=-1) for m in matrices.values()])
+    return EmbeddingDistances(
+        provenance=weight_provenance(view, sources=SOURCE),
+        matrices=tuple(matrices),
+        l2_mean=l2.mean(-1).cpu(),
+        l2_sd=l2.std(-1).cpu(),
+        cosine_mean=cosine.mean(-1).cpu(),
+        cosine_sd=cosine.std(-1).cpu(),
+        mean_norm=float(mean_norm),
+        identity=float(view.d_model**0.5 - mean_norm),
+    )
