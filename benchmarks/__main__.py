@@ -1,4 +1,5 @@
-"""``python -m benchmarks [--size smoke|cpu|gpu] [--only NAME ...] [--json]``: agreement first, then interleaved ratios."""
+"""``python -m benchmarks [--size smoke|cpu|gpu] [--only NAME ...] [--json]``: agreement first, then
+interleaved ratios."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from pathlib import Path
 
 from benchmarks.harness import machine, show, steady
 
-NAMES = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "harness"))
+NAMES = sorted(
+    p.stem
+    for p in Path(__file__).parent.glob("*.py")
+    if p.stem not in ("__init__", "__main__", "harness")
+)
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""Streamed decomposition against the bare forward pass, and peak memory against the number of contexts."""
+"""Streamed decomposition against the bare forward pass, and peak memory against the number of
+contexts."""
 
 from __future__ import annotations
 
@@ -19,30 +20,45 @@ SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 51
 def gpt2(layers: int, width: int, length: int, heads: int | None = None) -> Any:
     """A GPT-2 of this size with random weights, as a bridge."""
     heads = heads or max(1, width // 64)
-    settings: dict[str, Any] = {} if width >= 768 else {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    settings: dict[str, Any] = (
+        {} if width >= 768 else {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    )
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=length, **settings)
     torch.manual_seed(0)
     return from_hf(GPT2LMHeadModel(config).eval(), None, kind="bridge", name="random-gpt2")
 
 
 def run(size: str) -> list[Row]:
-    """Ratio of the streamed decomposition to the forward pass over the same tokens, batch by batch, and peak memory.
+    """Ratio of the streamed decomposition to the forward pass over the same tokens, batch by batch,
+    and peak memory.
 
-    A bridge computes its logits even with ``return_type=None``; the baseline ends before them, as the decomposition does. Short runs pay
-    for their samples: of the first contexts every one is kept whole, later ever fewer.
+    A bridge computes its logits even with ``return_type=None``; the baseline ends before them, as
+    the decomposition does. Short runs pay for their samples: of the first contexts every one is
+    kept whole, later ever fewer.
     """
     layers, width, length, contexts = SIZES[size]
     model = gpt2(layers, width, length)
     view = tlg.view(model.to("cuda") if size == "gpu" else model)
-    tokens = torch.randint(0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0)
+    )
     batch = max(1, (4096 if size != "gpu" else 65536) // length)
 
     def states() -> torch.Tensor:
         found: dict[int, torch.Tensor] = {}
-        view.run(tokens[:batch], {view.state_hooks[s]: lambda h, s=s: found.__setitem__(s, h.clone()) for s in range(layers + 1)})
+        view.run(
+            tokens[:batch],
+            {
+                view.state_hooks[s]: lambda h, s=s: found.__setitem__(s, h.clone())
+                for s in range(layers + 1)
+            },
+        )
         return torch.stack([found[s] for s in range(layers + 1)])
 
-    exact, ours = decompose_tensor(states()[:, :, 1:]), tlg.decompose(view, tokens[:batch], batch_size=batch, progress=False)
+    exact, ours = (
+        decompose_tensor(states()[:, :, 1:]),
+        tlg.decompose(view, tokens[:batch], batch_size=batch, progress=False),
+    )
     assert (exact.pos - ours.pos).abs().max() < 1e-4, "the routes disagree"
     rows, name = [], f"decompose {layers}x{width}x{length}, {contexts} contexts"
     routes: dict[str, dict[str, Any]] = {
@@ -56,18 +72,23 @@ def run(size: str) -> list[Row]:
             label,
             view,
             tokens.split(batch),
-            lambda batches, options=options: tlg.decompose(view, batches, progress=False, **options),
+            lambda batches, options=options: tlg.decompose(
+                view, batches, progress=False, **options
+            ),
             rounds=1 if size == "smoke" else 3,
         )
     return rows + obvious(view, tokens[: 2 * batch], batch, size) + memory(size)
 
 
 def by_hand(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
-    """The positional basis from TransformerLens alone: caches of all batches, their states stacked, and means."""
+    """The positional basis from TransformerLens alone: caches of all batches, their states stacked,
+    and means."""
     names, caches = set(view.state_hooks), []
     for part in tokens.split(batch):
         with torch.inference_mode():
-            cache = view.model.run_with_cache(part.to(view.device), names_filter=lambda name: name in names, return_type=None)[1]
+            cache = view.model.run_with_cache(
+                part.to(view.device), names_filter=lambda name: name in names, return_type=None
+            )[1]
         caches.append(torch.stack([cache[name] for name in view.state_hooks]))
     h = torch.cat(caches, dim=1)[:, :, 1:].double()
     return (h.mean(1) - h.mean((1, 2)).unsqueeze(1)).cpu()
@@ -75,7 +96,9 @@ def by_hand(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
 
 def streamed(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
     """The same basis by this package."""
-    return tlg.decompose(view, tokens, batch_size=batch, second_moments=False, keep=0, progress=False).pos
+    return tlg.decompose(
+        view, tokens, batch_size=batch, second_moments=False, keep=0, progress=False
+    ).pos
 
 
 OBVIOUS = {"run_with_cache, stack, mean": by_hand, "decompose": streamed}
@@ -96,7 +119,9 @@ print(used.mib)
 
 def obvious(view: Any, tokens: torch.Tensor, batch: int, size: str) -> list[Row]:
     """The same basis in the obvious way: time, and peak memory of processes of their own."""
-    assert (by_hand(view, tokens, batch) - streamed(view, tokens, batch)).abs().max() < 1e-4, "the routes disagree"
+    assert (by_hand(view, tokens, batch) - streamed(view, tokens, batch)).abs().max() < 1e-4, (
+        "the routes disagree"
+    )
     notes = {}
     for name, route in OBVIOUS.items():
         if size != "cpu":
@@ -104,8 +129,12 @@ def obvious(view: Any, tokens: torch.Tensor, batch: int, size: str) -> list[Row]
                 route(view, tokens, batch)
             notes[name] = f"peak {used.mib:.0f} MiB above the start"
         else:
-            notes[name] = f"peak {float(child(OBVIOUS_CHILD, *SIZES[size][:3], batch, name)):.0f} MiB above the start"
-    routes = {name: lambda route=route: route(view, tokens, batch) for name, route in OBVIOUS.items()}
+            notes[name] = (
+                f"peak {float(child(OBVIOUS_CHILD, *SIZES[size][:3], batch, name)):.0f} MiB above the start"
+            )
+    routes = {
+        name: lambda route=route: route(view, tokens, batch) for name, route in OBVIOUS.items()
+    }
     return interleave(f"states of {len(tokens)} contexts", routes, rounds=2, notes=notes)
 
 
@@ -124,8 +153,14 @@ print(peak())
 
 
 def memory(size: str) -> list[Row]:
-    """Peak memory of whole processes over 256 and 4,096 contexts (64 in the smoke size): the ratio should be one."""
-    layers, width, length, counts = (2, 64, 32, (32, 64)) if size == "smoke" else (4, 256, 64, (256, 4096))
+    """Peak memory of whole processes over 256 and 4,096 contexts (64 in the smoke size): the ratio
+    should be one."""
+    layers, width, length, counts = (
+        (2, 64, 32, (32, 64)) if size == "smoke" else (4, 256, 64, (256, 4096))
+    )
     peak = [int(child(CHILD, layers, width, length, n)) for n in counts]
     name = f"peak memory {layers}x{width}x{length}"
-    return [Row(name, f"{n} contexts", float("nan"), p / peak[0], f"{p / 1024:.0f} MiB") for n, p in zip(counts, peak, strict=True)]
+    return [
+        Row(name, f"{n} contexts", float("nan"), p / peak[0], f"{p / 1024:.0f} MiB")
+        for n, p in zip(counts, peak, strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""Interleaved timing: every route runs in turn, and a ratio is the median of the ratios round by round."""
+"""Interleaved timing: every route runs in turn, and a ratio is the median of the ratios round by
+round."""
 
 from __future__ import annotations
 
@@ -24,26 +25,32 @@ from torch import Tensor
 from tl_geometry.models.model_view import ModelView
 
 STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-"""Settings under which glibc keeps what was freed. It otherwise hands large buffers back to the kernel and takes them again page by
-page: by chance up to a third of a forward pass, in one route or in the other."""
+"""Settings under which glibc keeps what was freed. It otherwise hands large buffers back to the
+kernel and takes them again page by page: by chance up to a third of a forward pass, in one route or
+in the other."""
 
 
 def steady() -> None:
     """Start this program again with :data:`STEADY`, unless it has been."""
     if sys.platform == "linux" and not STEADY.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], os.environ | STEADY)
+        os.execve(
+            sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], os.environ | STEADY
+        )
 
 
 def child(program: str, *arguments: object) -> str:
     """What a Python program prints in a process of its own, with the allocator as users have it."""
     environment = {k: v for k, v in os.environ.items() if k not in STEADY}
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
 
 
 @dataclass(frozen=True)
 class Row:
-    """One route of one benchmark: median seconds, and the median ratio to the baseline (NaN for what is not a ratio of times)."""
+    """One route of one benchmark: median seconds, and the median ratio to the baseline (NaN for
+    what is not a ratio of times)."""
 
     benchmark: str
     route: str
@@ -53,9 +60,14 @@ class Row:
 
 
 def interleave(
-    benchmark: str, routes: Mapping[str, Callable[[], object]], *, rounds: int = 5, notes: Mapping[str, str] | None = None
+    benchmark: str,
+    routes: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 5,
+    notes: Mapping[str, str] | None = None,
 ) -> list[Row]:
-    """Time every route ``rounds`` times in turn after one warm-up; ratios are to the first route, round by round."""
+    """Time every route ``rounds`` times in turn after one warm-up; ratios are to the first route,
+    round by round."""
     times: dict[str, list[float]] = {name: [] for name in routes}
     for route in routes.values():
         route()
@@ -80,12 +92,19 @@ def interleave(
 
 
 def paired(
-    benchmark: str, route: str, view: ModelView, batches: Sequence[Tensor], run: Callable[[Iterator[Tensor]], object], *, rounds: int
+    benchmark: str,
+    route: str,
+    view: ModelView,
+    batches: Sequence[Tensor],
+    run: Callable[[Iterator[Tensor]], object],
+    *,
+    rounds: int,
 ) -> list[Row]:
-    """Time a streaming ``route`` and, between its batches, the plain forward pass over the same tokens without the output head.
+    """Time a streaming ``route`` and, between its batches, the plain forward pass over the same
+    tokens without the output head.
 
-    So both meet the same weather, batch by batch. A bridge computes its logits even with ``return_type=None``; the baseline ends
-    before them, as the streaming routes do.
+    So both meet the same weather, batch by batch. A bridge computes its logits even with
+    ``return_type=None``; the baseline ends before them, as the streaming routes do.
     """
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
@@ -107,8 +126,18 @@ def paired(
         synchronize()
         times.append((time.perf_counter() - start - plain, plain))
     return [
-        Row(benchmark, "forward without the output head", statistics.median(b for _, b in times), 1.0),
-        Row(benchmark, route, statistics.median(a for a, _ in times), statistics.median(a / b for a, b in times)),
+        Row(
+            benchmark,
+            "forward without the output head",
+            statistics.median(b for _, b in times),
+            1.0,
+        ),
+        Row(
+            benchmark,
+            route,
+            statistics.median(a for a, _ in times),
+            statistics.median(a / b for a, b in times),
+        ),
     ]
 
 
@@ -123,7 +152,8 @@ def _status(field: str) -> int:
 
 
 def peak() -> int:
-    """Peak memory of this process in KiB. Not ``ru_maxrss``, which a child of a larger process inherits."""
+    """Peak memory of this process in KiB. Not ``ru_maxrss``, which a child of a larger process
+    inherits."""
     return _status("VmHWM")
 
 
@@ -134,13 +164,16 @@ def resident() -> float:
 
 @dataclass
 class Growth:
-    """How far peak memory rose above what was held before, in MiB: of the GPU where there is one, else of the process."""
+    """How far peak memory rose above what was held before, in MiB: of the GPU where there is one,
+    else of the process."""
 
     mib: float = 0.0
 
     def on(self, row: Row) -> Row:
         """The row with a note."""
-        return dataclasses.replace(row, note=f"{row.note} peak {self.mib:.0f} MiB above the start".strip())
+        return dataclasses.replace(
+            row, note=f"{row.note} peak {self.mib:.0f} MiB above the start".strip()
+        )
 
 
 @contextmanager
@@ -154,7 +187,9 @@ def grown() -> Iterator[Growth]:
         found.mib = (torch.cuda.max_memory_allocated() - before) / 2**20
         return
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator holds would hide what is used again
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # freed memory that the allocator holds would hide what is used again
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident
     before = resident()
     yield found
@@ -163,7 +198,11 @@ def grown() -> Iterator[Growth]:
 
 def machine() -> dict[str, object]:
     """What the numbers were measured on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
     return {
         "tl-geometry": version("tl-geometry"),
         "transformer-lens": version("transformer-lens"),
@@ -179,7 +218,12 @@ def machine() -> dict[str, object]:
 def show(rows: list[Row], *, as_json: bool = False) -> None:
     """Print the rows as a table, or as JSON with the machine."""
     if as_json:
-        sys.stdout.write(json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows]}) + "\n")
+        sys.stdout.write(
+            json.dumps({"machine": machine(), "rows": [asdict(r) for r in rows]}) + "\n"
+        )
         return
     for row in rows:
-        sys.stdout.write(f"{row.benchmark:28} {row.route:34} {row.seconds:9.4f} s  x{row.ratio:8.3f}  {row.note}".rstrip() + "\n")
+        sys.stdout.write(
+            f"{row.benchmark:28} {row.route:34} {row.seconds:9.4f} s  x{row.ratio:8.3f}  {row.note}".rstrip()
+            + "\n"
+        )

@@ -1,8 +1,10 @@
-"""The report on a positional basis against the straightforward numpy computation, one basis and one matrix at a time.
+"""The report on a positional basis against the straightforward numpy computation, one basis and one
+matrix at a time.
 
-The plain route computes the measures of the report one by one: an SVD of each positional basis and of each subset of contexts that
-errors and curve need, its two-dimensional DCT, extended differences, and ScreeNOT by its reference implementation where that is
-installed. Nulls are left out of both.
+The plain route computes the measures of the report one by one: an SVD of each positional basis and
+of each subset of contexts that errors and curve need, its two-dimensional DCT, extended
+differences, and ScreeNOT by its reference implementation where that is installed. Nulls are left
+out of both.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def basis_of(states: int, contexts: int, columns: int, width: int) -> PositionCo
     t = (torch.arange(columns) + 0.5) / columns
     waves = torch.cos(torch.arange(1, 9) * torch.pi * t[:, None])
     h = torch.randn(states, contexts, columns, width, generator=generator)
-    return tlg.decompose_activations(h + waves @ torch.randn(states, 1, 8, width, generator=generator), window=(1, columns))
+    return tlg.decompose_activations(
+        h + waves @ torch.randn(states, 1, 8, width, generator=generator), window=(1, columns)
+    )
 
 
 def screenot() -> Any:
@@ -53,7 +57,9 @@ def plain(P: np.ndarray, sizes: tuple[float, float], k: int, estimate: Any) -> d
     differences = [gram]
     for _ in range(2):
         last = differences[-1]
-        differences.append(last - np.roll(last, 1, 0) - np.roll(last, 1, 1) + np.roll(np.roll(last, 1, 0), 1, 1))
+        differences.append(
+            last - np.roll(last, 1, 0) - np.roll(last, 1, 1) + np.roll(np.roll(last, 1, 0), 1, 1)
+        )
     return {
         "stable_rank": float((s**2).sum() / s[0] ** 2),
         "explained": float(s[: int(rank)].sum() / s.sum()),
@@ -74,7 +80,11 @@ def straightforward(basis: PositionContext) -> list[dict[str, float]]:
     inside, k = slice(*basis.window), usable_k(20, min(basis.pos.shape[1:]))
     for row, state in enumerate(basis.states):
         sizes = [
-            float(np.linalg.eigvalsh(basis.second_moment(state, centred=centred).numpy())[-1] / basis.contexts) ** 0.5
+            float(
+                np.linalg.eigvalsh(basis.second_moment(state, centred=centred).numpy())[-1]
+                / basis.contexts
+            )
+            ** 0.5
             for centred in (True, False)
         ]
         found.append(plain(basis.pos[row].numpy(), (sizes[0], sizes[1]), k, estimate))
@@ -89,7 +99,15 @@ def run(size: str) -> list[Row]:
     states, contexts, columns, width, rounds = SIZES[size]
     basis = basis_of(states, contexts, columns, width)
     ours, plainly = tlg.positional_report(basis, nulls=False), straightforward(basis)
-    compared = ["stable_rank", "relative_norm", "relative_norm_reference", "low_frequency", "off_diagonal", "smoothness", "smoothness_2"]
+    compared = [
+        "stable_rank",
+        "relative_norm",
+        "relative_norm_reference",
+        "low_frequency",
+        "off_diagonal",
+        "smoothness",
+        "smoothness_2",
+    ]
     for name in compared + (["explained"] if screenot() is not None else []):
         expected = torch.tensor([p[name] for p in plainly], dtype=torch.float64)
         assert torch.allclose(ours[name], expected, rtol=1e-6), (name, ours[name], expected)
@@ -98,5 +116,7 @@ def run(size: str) -> list[Row]:
         "positional_report": lambda: tlg.positional_report(basis, nulls=False),
         "positional_report, with nulls": lambda: tlg.positional_report(basis),
     }
-    note = f"{states} states, {columns - 1} positions, d {width}" + ("" if screenot() else "; numpy without ScreeNOT")
+    note = f"{states} states, {columns - 1} positions, d {width}" + (
+        "" if screenot() else "; numpy without ScreeNOT"
+    )
     return interleave("measures", routes, rounds=rounds, notes={"positional_report": note})

@@ -1,4 +1,5 @@
-"""Throughput of two single-threaded processes against one, beside what two independent forward passes reach on the same machine."""
+"""Throughput of two single-threaded processes against one, beside what two independent forward
+passes reach on the same machine."""
 
 from __future__ import annotations
 
@@ -59,16 +60,38 @@ dist.destroy_process_group()
 
 
 def run(size: str) -> list[Row]:
-    """Times of the same contexts on one and on two processes; the note says how many times the throughput of one that is."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable, "-c"]
+    """Times of the same contexts on one and on two processes; the note says how many times the
+    throughput of one that is."""
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+        sys.executable,
+        "-c",
+    ]
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": root}
     command = [*start, PROGRAM, *map(str, SIZES[size])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=root)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, cwd=root
+    )
     times: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
     rows = []
     for base, both in (("one forward", "two forwards"), ("one process", "two processes")):
-        ratio = sorted(b / a for a, b in zip(times[base], times[both], strict=True))[len(times[base]) // 2]
+        ratio = sorted(b / a for a, b in zip(times[base], times[both], strict=True))[
+            len(times[base]) // 2
+        ]
         rows += [Row("processes", base, sorted(times[base])[len(times[base]) // 2], 1.0)]
-        rows += [Row("processes", both, sorted(times[both])[len(times[both]) // 2], ratio, f"{1 / ratio:.2f} times the throughput")]
+        rows += [
+            Row(
+                "processes",
+                both,
+                sorted(times[both])[len(times[both]) // 2],
+                ratio,
+                f"{1 / ratio:.2f} times the throughput",
+            )
+        ]
     return rows

@@ -1,4 +1,5 @@
-"""Size and time of the figure of a split: pages that open offline, against circuitsvis with the same planes where that is possible."""
+"""Size and time of the figure of a split: pages that open offline, against circuitsvis with the
+same planes where that is possible."""
 
 from __future__ import annotations
 
@@ -17,19 +18,24 @@ SIZES = {"smoke": ((16,), 1), "cpu": ((32, 64, 128), 3), "gpu": ((32, 64, 128), 
 
 
 def circuitsvis_page(split: Any, texts: list[str]) -> str:
-    """The groups of terms, the total and the pattern of the first layer's heads, an ``attention_heads`` figure of circuitsvis each."""
+    """The groups of terms, the total and the pattern of the first layer's heads, an
+    ``attention_heads`` figure of circuitsvis each."""
     heads = importlib.import_module("circuitsvis.attention").attention_heads
     planes = [*(sum_of(split, terms) for terms in groups(split).values()), split.pattern()[0]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return "".join(heads(tokens=texts, attention=torch.nan_to_num(p, neginf=0.0)).local_src for p in planes)
+        return "".join(
+            heads(tokens=texts, attention=torch.nan_to_num(p, neginf=0.0)).local_src for p in planes
+        )
 
 
 def groups(split: Any) -> dict[str, list[tuple[str, str]]]:
     """Terms by whether a context part is on the query and on the key side."""
     found: dict[str, list[tuple[str, str]]] = {}
     for query, key in split.terms:
-        found.setdefault(f"{'c' if query == 'cvec' else 'p'}{'c' if key == 'cvec' else 'p'}", []).append((query, key))
+        found.setdefault(
+            f"{'c' if query == 'cvec' else 'p'}{'c' if key == 'cvec' else 'p'}", []
+        ).append((query, key))
     return found
 
 
@@ -46,7 +52,9 @@ def run(size: str) -> list[Row]:
         return []
     lengths, rounds = SIZES[size]
     view = tlg.view(zoo.embedded())
-    tokens = torch.randint(1, view.d_vocab, (8, max(lengths)), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        1, view.d_vocab, (8, max(lengths)), generator=torch.Generator().manual_seed(0)
+    )
     basis = tlg.decompose(view, tokens, second_moments=False, progress=False)
     rows: list[Row] = []
     for length in lengths:
@@ -56,10 +64,15 @@ def run(size: str) -> list[Row]:
         page = render(split, tokens=texts).html()
         assert "http://" not in page.replace("http://www.w3.org", ""), "the page needs a network"
         theirs = circuitsvis_page(split, texts)
-        notes = {"circuitsvis": f"{len(theirs) / 1e6:.2f} MB", "render.split": f"{len(page) / 1e6:.2f} MB"}
+        notes = {
+            "circuitsvis": f"{len(theirs) / 1e6:.2f} MB",
+            "render.split": f"{len(page) / 1e6:.2f} MB",
+        }
         routes = {
             "circuitsvis": lambda split=split, texts=texts: circuitsvis_page(split, texts),
             "render.split": lambda split=split, texts=texts: render(split, tokens=texts).html(),
         }
-        rows += interleave(f"render {len(split.heads)} heads x {length}", routes, rounds=rounds, notes=notes)
+        rows += interleave(
+            f"render {len(split.heads)} heads x {length}", routes, rounds=rounds, notes=notes
+        )
     return rows

@@ -1,6 +1,8 @@
-"""How cost grows: streamed decomposition and sweep against the plain forward pass, for contexts, length, width and heads; peak memory.
+"""How cost grows: streamed decomposition and sweep against the plain forward pass, for contexts,
+length, width and heads; peak memory.
 
-Each point is a random GPT-2 of four layers, both routes timed batch by batch beside the forward pass without the output head.
+Each point is a random GPT-2 of four layers, both routes timed batch by batch beside the forward
+pass without the output head.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ TOKENS = {"smoke": 256, "cpu": 8192, "gpu": 65536}
 """Tokens of every point that is not about their number."""
 
 
-def model_of(size: str, *, layers: int, width: int, length: int, heads: int | None = None) -> ModelView:
+def model_of(
+    size: str, *, layers: int, width: int, length: int, heads: int | None = None
+) -> ModelView:
     """A random model on the device that the size means."""
     model: Any = gpt2(layers, width, length, heads)
     return tlg.view(model.to("cuda") if size == "gpu" else model)
@@ -45,7 +49,9 @@ def model_of(size: str, *, layers: int, width: int, length: int, heads: int | No
 
 def batches(view: ModelView, contexts: int, length: int, size: str) -> list[Tensor]:
     """Random tokens in batches of about 2,048 tokens (16,384 on a GPU)."""
-    tokens = torch.randint(0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0)
+    )
     return list(tokens.split(max(1, (16384 if size == "gpu" else 2048) // length)))
 
 
@@ -53,20 +59,29 @@ def run(size: str) -> list[Row]:
     """A curve for each of contexts, length, d_model and heads."""
     rows: list[Row] = []
     for contexts in SIZES[size]["contexts"]:
-        rows += decomposition(f"contexts {contexts}", size, contexts=contexts, length=64, width=BASE["width"])
+        rows += decomposition(
+            f"contexts {contexts}", size, contexts=contexts, length=64, width=BASE["width"]
+        )
     for length in SIZES[size]["length"]:
         contexts = max(2, TOKENS[size] // length)
-        rows += decomposition(f"length {length}", size, contexts=contexts, length=length, width=BASE["width"])
+        rows += decomposition(
+            f"length {length}", size, contexts=contexts, length=length, width=BASE["width"]
+        )
         rows += sweep(f"length {length}", size, contexts=contexts, length=length, heads=4)
     for width in SIZES[size]["width"]:
-        rows += decomposition(f"d_model {width}", size, contexts=max(2, TOKENS[size] // 128), length=128, width=width)
+        rows += decomposition(
+            f"d_model {width}", size, contexts=max(2, TOKENS[size] // 128), length=128, width=width
+        )
     for heads in SIZES[size]["heads"]:
-        rows += sweep(f"heads {heads}", size, contexts=max(2, TOKENS[size] // 128), length=128, heads=heads)
+        rows += sweep(
+            f"heads {heads}", size, contexts=max(2, TOKENS[size] // 128), length=128, heads=heads
+        )
     return rows
 
 
 def decomposition(point: str, size: str, *, contexts: int, length: int, width: int) -> list[Row]:
-    """Ratio with and without second moments, and the memory that the longest stream added to the process."""
+    """Ratio with and without second moments, and the memory that the longest stream added to the
+    process."""
     view = model_of(size, layers=BASE["layers"], width=width, length=length)
     tokens = batches(view, contexts, length, size)
     rounds = 1 if size == "smoke" or contexts > 1024 else 3
@@ -78,7 +93,9 @@ def decomposition(point: str, size: str, *, contexts: int, length: int, width: i
                 "decompose, second moments" if second else "decompose",
                 view,
                 tokens,
-                lambda stream, second=second: tlg.decompose(view, stream, second_moments=second, keep_ctx=False, keep=4, progress=False),
+                lambda stream, second=second: tlg.decompose(
+                    view, stream, second_moments=second, keep_ctx=False, keep=4, progress=False
+                ),
                 rounds=rounds,
             )
         rows += [note.on(row) for row in found[1:]]
@@ -92,5 +109,10 @@ def sweep(point: str, size: str, *, contexts: int, length: int, heads: int) -> l
     basis = tlg.decompose(view, tokens[0], second_moments=False, progress=False)
     rounds = 1 if size == "smoke" else 3
     return paired(
-        f"scaling, {point}", "sweep_heads", view, tokens, lambda stream: sweep_heads(view, stream, basis, progress=False), rounds=rounds
+        f"scaling, {point}",
+        "sweep_heads",
+        view,
+        tokens,
+        lambda stream: sweep_heads(view, stream, basis, progress=False),
+        rounds=rounds,
     )[1:]

@@ -1,4 +1,5 @@
-"""A long run with flat memory: 20,000 contexts through the streamed decomposition, with second moments, samples and checkpoints."""
+"""A long run with flat memory: 20,000 contexts through the streamed decomposition, with second
+moments, samples and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ALLOWED = 8.0
 
 
 def run(size: str) -> list[Row]:
-    """Resident memory at each tenth of the run; the last nine must be equal within :data:`ALLOWED`."""
+    """Resident memory at each tenth of the run; the last nine must be equal within
+    :data:`ALLOWED`."""
     contexts = SIZES[size]
     model = gpt2(2, 64, LENGTH)
     view = tlg.view(model.to("cuda") if size == "gpu" else model)
@@ -32,11 +34,20 @@ def run(size: str) -> list[Row]:
         for first in range(0, contexts, BATCH):
             if first >= len(marks) * contexts / 10:
                 marks.append((first, resident()))
-            yield torch.randint(0, view.d_vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(first))
+            yield torch.randint(
+                0, view.d_vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(first)
+            )
 
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        basis = tlg.decompose(view, stream(), second_moments=True, keep_ctx=False, checkpoint=Path(folder, "run"), progress=False)
+        basis = tlg.decompose(
+            view,
+            stream(),
+            second_moments=True,
+            keep_ctx=False,
+            checkpoint=Path(folder, "run"),
+            progress=False,
+        )
         seconds = time.perf_counter() - start
     marks.append((basis.contexts, resident()))
     assert basis.contexts == contexts

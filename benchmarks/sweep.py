@@ -1,4 +1,5 @@
-"""The sweep over all heads against the bare forward pass, and against a full cache with nine terms per head as matrices."""
+"""The sweep over all heads against the bare forward pass, and against a full cache with nine terms
+per head as matrices."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ def made(size: str) -> tuple[Any, torch.Tensor, PositionContext, int]:
     model = gpt2(layers, width, length)
     model = model.to("cuda") if size == "gpu" else model
     view = tlg.view(model)
-    tokens = torch.randint(0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0)
+    )
     basis = tlg.decompose(view, tokens[:8], second_moments=False, progress=False)
     return view, tokens, basis, max(1, (16384 if size == "gpu" else 4096) // length)
 
 
 def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> ShareSums:
-    """The plain route: one full cache, then the nine terms of every head of every layer as matrices."""
+    """The plain route: one full cache, then the nine terms of every head of every layer as
+    matrices."""
     _, cache = view.model.run_with_cache(tokens.to(view.device), return_type=None)
     found = []
     for at in range(view.n_layers):
@@ -47,7 +51,8 @@ def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> Sha
 
 
 def run(size: str) -> list[Row]:
-    """Ratios to the forward pass without the output head over the same tokens in the same batches."""
+    """Ratios to the forward pass without the output head over the same tokens in the same
+    batches."""
     view, tokens, basis, batch = made(size)
     few = tokens[: min(len(tokens), 8)]
 
@@ -76,7 +81,10 @@ def run(size: str) -> list[Row]:
         lambda batches: sweep_heads(view, batches, basis, batch_size=batch, progress=False),
         rounds={"smoke": 1, "cpu": 2, "gpu": 5}[size],
     )
-    routes: dict[str, Any] = {"forward without the head, 8 contexts": bare_few, "return_type=None, 8 contexts": with_logits}
+    routes: dict[str, Any] = {
+        "forward without the head, 8 contexts": bare_few,
+        "return_type=None, 8 contexts": with_logits,
+    }
     routes["sweep_heads, 8 contexts"] = lambda: sweep(few)
     routes |= {f"detail={d!r}, 8 contexts": lambda d=d: sweep(few, (d,)) for d in DETAILS}
     return rows + interleave(name, routes, rounds=2) + against_a_cache(size)
@@ -105,13 +113,23 @@ print(seconds, used.mib)
 
 
 def against_a_cache(size: str) -> list[Row]:
-    """Time and growth of the peak memory of whole processes over 8 contexts on the CPU; ratios are to the forward pass."""
+    """Time and growth of the peak memory of whole processes over 8 contexts on the CPU; ratios are
+    to the forward pass."""
     if "cuda" in str(machine()["device"]).lower() or size == "gpu":
         return []
-    names = {"forward": "forward without the head", "sweep": "sweep_heads, one by one", "cache": "full cache, nine terms"}
+    names = {
+        "forward": "forward without the head",
+        "sweep": "sweep_heads, one by one",
+        "cache": "full cache, nine terms",
+    }
     if size == "smoke":
         del names["cache"]
-    found = {name: [float(v) for v in child(CHILD, size, route).split()] for route, name in names.items()}
+    found = {
+        name: [float(v) for v in child(CHILD, size, route).split()] for route, name in names.items()
+    }
     base = found["forward without the head"][0]
     title = "sweep, 8 contexts, own process"
-    return [Row(title, name, seconds, seconds / base, f"peak {mib:.0f} MiB above the start") for name, (seconds, mib) in found.items()]
+    return [
+        Row(title, name, seconds, seconds / base, f"peak {mib:.0f} MiB above the start")
+        for name, (seconds, mib) in found.items()
+    ]

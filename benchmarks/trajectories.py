@@ -1,7 +1,9 @@
-"""Pilot-token trajectories against one filtered-cache forward pass per chunk, and exact simulation of the stochastic flow.
+"""Pilot-token trajectories against one filtered-cache forward pass per chunk, and exact simulation
+of the stochastic flow.
 
-The baseline is the published way: ``run_with_cache`` on every chunk alone, hooks on the block outputs only, no logits. Ours reads the
-followed position in one pass per batch. The flow is sampled exactly, float32 at every layer and float64 at chosen layers.
+The baseline is the published way: ``run_with_cache`` on every chunk alone, hooks on the block
+outputs only, no logits. Ours reads the followed position in one pass per batch. The flow is sampled
+exactly, float32 at every layer and float64 at chosen layers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from tl_geometry.flow.ensemble import trajectories
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.models.describing import as_view
 
-SIZES = {"smoke": (16, 2, 200, 32, 4), "cpu": (256, 3, 10_000, 1024, 24), "gpu": (2048, 3, 10_000, 1024, 24)}
+SIZES = {
+    "smoke": (16, 2, 200, 32, 4),
+    "cpu": (256, 3, 10_000, 1024, 24),
+    "gpu": (2048, 3, 10_000, 1024, 24),
+}
 """Chunks, rounds; paths, d_model and layers of the flow."""
 LENGTH = 50
 
@@ -30,8 +36,12 @@ def one_by_one(model: Any, tokens: Tensor, layers: int) -> Tensor:
     found = []
     with torch.inference_mode():
         for row in tokens:
-            _, cache = model.run_with_cache(row[None], names_filter=lambda name: name in names, return_type=None)
-            found.append(torch.stack([cache[f"blocks.{l}.hook_resid_post"][0, -1] for l in range(layers)]))
+            _, cache = model.run_with_cache(
+                row[None], names_filter=lambda name: name in names, return_type=None
+            )
+            found.append(
+                torch.stack([cache[f"blocks.{l}.hook_resid_post"][0, -1] for l in range(layers)])
+            )
     return torch.stack(found)
 
 
@@ -46,7 +56,9 @@ def extraction(size: str) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, view.d_vocab, (chunks, LENGTH), generator=generator).to(device)
     ours = trajectories(view, tokens, progress=False).X
-    error = float((ours - one_by_one(model, tokens, view.n_layers).cpu()).abs().max() / ours.abs().max())
+    error = float(
+        (ours - one_by_one(model, tokens, view.n_layers).cpu()).abs().max() / ours.abs().max()
+    )
     assert error < 1e-4, error
     routes = {
         "one cache per chunk": lambda: one_by_one(model, tokens, view.n_layers),
@@ -59,35 +71,60 @@ def extraction(size: str) -> list[Row]:
 def flow(layers: int, size: int) -> LangevinModel:
     """A flow with random rotations and stretches."""
     generator = torch.Generator().manual_seed(0)
-    U = torch.stack([torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q for _ in range(layers)])
+    U = torch.stack(
+        [
+            torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
+            for _ in range(layers)
+        ]
+    )
     S = torch.rand(layers, size, generator=generator, dtype=torch.float64) + 0.5
     return LangevinModel(
-        basis=torch.eye(size, dtype=torch.float64), U=U, S=S, observed=S, times=torch.arange(1, layers + 1).double(),
-        outside=torch.zeros(layers, dtype=torch.float64), alpha=0.64, rate=0.18, trajectories=1,
-    )  # fmt: skip
+        basis=torch.eye(size, dtype=torch.float64),
+        U=U,
+        S=S,
+        observed=S,
+        times=torch.arange(1, layers + 1).double(),
+        outside=torch.zeros(layers, dtype=torch.float64),
+        alpha=0.64,
+        rate=0.18,
+        trajectories=1,
+    )
 
 
 def simulation(size: str) -> list[Row]:
     """Exact paths; agreement with the closed-form mean first."""
     _, rounds, paths, d, layers = SIZES[size]
     model = flow(layers, d)
-    x = torch.randn(1, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(paths, d).contiguous()
+    x = (
+        torch.randn(1, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        .expand(paths, d)
+        .contiguous()
+    )
     last = float(layers)
     rows = model.simulate(x, [last])[0, :, 0]
-    mean, spread = model.transition(1.0, last) @ x[0], model.noise_covariance(1.0, last).diagonal().sqrt()
+    mean, spread = (
+        model.transition(1.0, last) @ x[0],
+        model.noise_covariance(1.0, last).diagonal().sqrt(),
+    )
     error = float(((rows.mean(0) - mean).abs() / spread).max() * paths**0.5)
     assert error < 6, error
-    every, chosen = list(range(1, layers + 1)), [t for t in (12, 14, 16, 18, 20, 24) if t <= layers] or [layers]
+    every, chosen = (
+        list(range(1, layers + 1)),
+        [t for t in (12, 14, 16, 18, 20, 24) if t <= layers] or [layers],
+    )
     routes = {
         f"float32, all {layers} layers": lambda: model.simulate(x, every, dtype=torch.float32),
         f"float64, {len(chosen)} layers": lambda: model.simulate(x, chosen),
     }
     note = f"{paths} paths, d {d}; mean within {error:.1f} standard errors of the closed form"
-    return interleave("langevin", routes, rounds=rounds, notes=dict.fromkeys(routes, note)) + integration(size)
+    return interleave(
+        "langevin", routes, rounds=rounds, notes=dict.fromkeys(routes, note)
+    ) + integration(size)
 
 
 def logarithm_per_step(model: LangevinModel, x: Tensor, end: float, dt: float, seed: int) -> Tensor:
-    """Euler-Maruyama as published: the rotation and its generator from a matrix logarithm at every step."""
+    """Euler-Maruyama as published: the rotation and its generator from a matrix logarithm at every
+    step."""
     generator, t = torch.Generator().manual_seed(seed), float(model.times[0])
     for _ in range(round((end - t) / dt)):
         k = min(int(t - float(model.times[0]) + 1e-9), len(model.times) - 2)
@@ -101,21 +138,31 @@ def logarithm_per_step(model: LangevinModel, x: Tensor, end: float, dt: float, s
 
 
 def integration(size: str) -> list[Row]:
-    """One unit of time in ten steps of 0.1: a matrix logarithm in each, ours (one for the interval), and the exact law in one step."""
+    """One unit of time in ten steps of 0.1: a matrix logarithm in each, ours (one for the
+    interval), and the exact law in one step."""
     paths, d = SIZES[size][2], {"smoke": 16, "cpu": 256, "gpu": 256}[size]
     full = flow(3, d)
-    U = torch.stack([full.U[0], *(full.U[0] @ torch.matrix_exp(0.3 * (w - w.mT) / d**0.5) for w in full.U[1:])])
+    U = torch.stack(
+        [full.U[0], *(full.U[0] @ torch.matrix_exp(0.3 * (w - w.mT) / d**0.5) for w in full.U[1:])]
+    )
     model = dataclasses.replace(full, U=U)
     x = torch.randn(paths, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain, ours = logarithm_per_step(model, x, 2.0, 0.1, 7), model.simulate(x, [2.0], method="euler", dt=0.1, seed=7)[0, :, 0]
+    plain, ours = (
+        logarithm_per_step(model, x, 2.0, 0.1, 7),
+        model.simulate(x, [2.0], method="euler", dt=0.1, seed=7)[0, :, 0],
+    )
     error = float((plain - ours).abs().max() / ours.abs().max())
     assert error < 1e-8, error
     routes = {
         "Euler, a logarithm per step": lambda: logarithm_per_step(model, x, 2.0, 0.1, 7),
-        "Euler, one per interval": lambda: dataclasses.replace(model).simulate(x, [2.0], method="euler", dt=0.1, seed=7),
+        "Euler, one per interval": lambda: dataclasses.replace(model).simulate(
+            x, [2.0], method="euler", dt=0.1, seed=7
+        ),
         "exact": lambda: dataclasses.replace(model).simulate(x, [2.0], seed=7),
     }
-    note = {"Euler, one per interval": f"{paths} paths, d {d}, the same draws: paths agree to {error:.0e}"}
+    note = {
+        "Euler, one per interval": f"{paths} paths, d {d}, the same draws: paths agree to {error:.0e}"
+    }
     return interleave("langevin, 10 steps", routes, rounds=SIZES[size][1], notes=note)
 
 

@@ -1,8 +1,10 @@
-"""Geometry of W_QK and W_OV, and their singular vectors, from factors, against ``torch.linalg.svd`` of every dense matrix.
+"""Geometry of W_QK and W_OV, and their singular vectors, from factors, against ``torch.linalg.svd``
+of every dense matrix.
 
-The baseline is the float32 SVD with vectors of the dense d_model x d_model matrices on the same threads, measured on the heads of
-one layer and scaled to all of them (said in the note), dense matrices given. The geometry starts at the model's float32 weights and
-includes folding the norm; the factor SVDs start at folded factors, and folding has its own row.
+The baseline is the float32 SVD with vectors of the dense d_model x d_model matrices on the same
+threads, measured on the heads of one layer and scaled to all of them (said in the note), dense
+matrices given. The geometry starts at the model's float32 weights and includes folding the norm;
+the factor SVDs start at folded factors, and folding has its own row.
 """
 
 from __future__ import annotations
@@ -39,19 +41,39 @@ def layers_of(n: int, heads: int, size: int, width: int) -> list[Layer]:
     out = []
     for _ in range(n):
         q, k, v = (draw(heads, size, width) / size**0.5 for _ in range(3))
-        w = HeadWeights(W_Q=q, W_K=k, W_V=v, W_O=draw(heads, width, size) / width**0.5, b_Q=zero, b_K=zero, b_V=zero, b_O=draw(size))
-        out.append((w, NormWeights(kind="LN", gain=1 + 0.3 * draw(size), bias=draw(size), eps=1e-5)))
+        w = HeadWeights(
+            W_Q=q,
+            W_K=k,
+            W_V=v,
+            W_O=draw(heads, width, size) / width**0.5,
+            b_Q=zero,
+            b_K=zero,
+            b_V=zero,
+            b_O=draw(size),
+        )
+        out.append(
+            (w, NormWeights(kind="LN", gain=1 + 0.3 * draw(size), bias=draw(size), eps=1e-5))
+        )
     return out
 
 
 def positions(states: int, size: int) -> list[Tensor]:
     """Smooth random positional vectors of each state."""
     g, rows = torch.Generator().manual_seed(1), min(POSITIONS, 4 * size)
-    waves = torch.cos(torch.arange(1, 40) * torch.pi * (torch.arange(rows) + 0.5)[:, None] / rows) / torch.arange(1, 40)
-    return [(waves @ torch.randn(39, size, generator=g) + 0.01 * torch.randn(rows, size, generator=g)).double() for _ in range(states)]
+    waves = torch.cos(
+        torch.arange(1, 40) * torch.pi * (torch.arange(rows) + 0.5)[:, None] / rows
+    ) / torch.arange(1, 40)
+    return [
+        (
+            waves @ torch.randn(39, size, generator=g) + 0.01 * torch.randn(rows, size, generator=g)
+        ).double()
+        for _ in range(states)
+    ]
 
 
-def geometry(model: list[Layer], bases: list[Tensor]) -> list[tuple[bilinear.Structure, bilinear.LowRankDiagonal, Tensor]]:
+def geometry(
+    model: list[Layer], bases: list[Tensor]
+) -> list[tuple[bilinear.Structure, bilinear.LowRankDiagonal, Tensor]]:
     """Structure, joint fit and exact null of W_QK and W_OV of every layer."""
     out = []
     for l, (w, norm) in enumerate(model):
@@ -60,7 +82,9 @@ def geometry(model: list[Layer], bases: list[Tensor]) -> list[tuple[bilinear.Str
             k = min(K, bases[l].shape[1])
             s = bilinear.structure(f, bases[l], right, k=k)
             product = s.product[..., :k, :k]
-            fit = bilinear.fit_low_rank_diagonal(f, bases[l][:, :k], None if right is None else right[:, :k], product=product)
+            fit = bilinear.fit_low_rank_diagonal(
+                f, bases[l][:, :k], None if right is None else right[:, :k], product=product
+            )
             out.append((s, fit, bilinear.haar_null(f, k, one_basis=right is None)))
     return out
 
@@ -76,7 +100,8 @@ def dense_of(f: Factors) -> Tensor:
 
 
 def check(model: list[Layer], bases: list[Tensor], svds: list[linalg.SVD]) -> float:
-    """Agreement with dense float64 results on the first layer; the largest relative error of a singular value is returned."""
+    """Agreement with dense float64 results on the first layer; the largest relative error of a
+    singular value is returned."""
     w, norm = model[0]
     f = bilinear.fold(w, norm, "QK")
     dense = f.left @ f.right.mT
@@ -102,7 +127,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def run(size: str) -> list[Row]:
-    """Seconds for all heads, and ratios to dense SVDs of the same matrices (below 0.025 is more than 40 times faster)."""
+    """Seconds for all heads, and ratios to dense SVDs of the same matrices (below 0.025 is more
+    than 40 times faster)."""
     n, heads, width, d_head, rounds = SIZES[size]
     model, rows = layers_of(n, heads, width, d_head), positions(n + 1, width)
     bases = [bilinear.leading_directions(p, min(SHOWN, width // 2), centred=True)[0] for p in rows]
@@ -124,7 +150,9 @@ def run(size: str) -> list[Row]:
         "geometry, QK and OV": lambda: geometry(model, bases),
         "factor SVDs, QK and OV": lambda: [linalg.product_svd(f.left, f.right) for f in factors],
         "folding, QK and OV": lambda: folded(model),
-        "bases of the states": lambda: [bilinear.leading_directions(p, SHOWN, centred=True) for p in rows],
+        "bases of the states": lambda: [
+            bilinear.leading_directions(p, SHOWN, centred=True) for p in rows
+        ],
         "activation null, QK": null,
     }
     times: dict[str, list[float]] = {name: [] for name in ("dense", *routes)}
@@ -143,8 +171,17 @@ def run(size: str) -> list[Row]:
     ]
     for name in routes:
         ratio = statistics.median([t / d for t, d in zip(times[name], times["dense"], strict=True)])
-        note = {"geometry, QK and OV": f"{used.mib:.0f} MiB above the model", "factor SVDs, QK and OV": f"agreement {error:.1e}"}.get(
-            name, ""
+        note = {
+            "geometry, QK and OV": f"{used.mib:.0f} MiB above the model",
+            "factor SVDs, QK and OV": f"agreement {error:.1e}",
+        }.get(name, "")
+        out.append(
+            Row(
+                "weights",
+                name,
+                statistics.median(times[name]),
+                ratio,
+                f"{1 / ratio:.0f} times faster. {note}".strip(),
+            )
         )
-        out.append(Row("weights", name, statistics.median(times[name]), ratio, f"{1 / ratio:.0f} times faster. {note}".strip()))
     return out

@@ -1,4 +1,5 @@
-"""``python -m tests``: format, lint, types, tests and doctests. ``--fast`` leaves out the slow tests, ``--only tests`` the rest."""
+"""``python -m tests``: format, lint, types, tests and doctests. ``--fast`` leaves out the slow
+tests, ``--only tests`` the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def main() -> int:
     """Run each check, all of them even when one fails, and return the number that failed."""
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__)
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
-    parser.add_argument("--only", choices=("format", "lint", "types", "tests"), help="one of the checks")
+    parser.add_argument(
+        "--only", choices=("format", "lint", "types", "tests"), help="one of the checks"
+    )
     parser.add_argument("--workers", default=str(os.cpu_count() or 1), help="test processes")
     arguments = parser.parse_args()
     python = [sys.executable, "-m"]
@@ -25,15 +28,34 @@ def main() -> int:
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],
         "types": [*python, "pyright"],
-        "tests": [*python, "pytest", "-q", "-n", arguments.workers, "--dist", "loadfile", "--durations", "15", *selection],
+        "tests": [
+            *python,
+            "pytest",
+            "-q",
+            "-n",
+            arguments.workers,
+            "--dist",
+            "loadfile",
+            "--durations",
+            "15",
+            *selection,
+        ],
     }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     failed = []
     for name, command in checks.items():
         if arguments.only in (None, name):
             started = time.monotonic()
             code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-            sys.stdout.write(f"{name}: {'ok' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - started:.0f} s\n")
+            sys.stdout.write(
+                f"{name}: {'ok' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - started:.0f} s\n"
+            )
             sys.stdout.flush()
             failed += [name] if code else []
     return len(failed)

@@ -1,18 +1,24 @@
-"""A headless Chromium for tests, driven over its debugging pipe: nothing to install besides the browser.
+"""A headless Chromium for tests, driven over its debugging pipe: nothing to install besides the
+browser.
 
-A test takes the fixture ``browser`` (the test is skipped, with its reason, where there is no Chromium), opens HTML in it and asks::
+A test takes the fixture ``browser`` (the test is skipped, with its reason, where there is no
+Chromium), opens HTML in it and asks::
 
     @pytest.mark.slow
     def test_my_view(browser: Browser) -> None:
-        with browser.open(as_cells(view.html(), view.html())) as page:   # or browser.open(Path("saved.html"), dark=True)
-            page.wait("document.body.dataset.drawn", frame=1)                 # frame 0 is the page, then its iframes in order
-            page.hover(120, 80)                                               # real mouse events, in page coordinates
-            assert page.evaluate("document.querySelector('output').textContent", frame=1) == "..."
-            page.assert_harmless()                                            # no planted code ran, nothing was requested, no error
-            page.screenshot(Path("look.png"))                                 # for the eye
+        with browser.open(as_cells(view.html(), view.html())) as page:   # or
+        browser.open(Path("saved.html"), dark=True)
+            page.wait("document.body.dataset.drawn", frame=1)                 # frame 0 is the page,
+            then its iframes in order page.hover(120, 80)
+            # real mouse events, in page coordinates assert
+            page.evaluate("document.querySelector('output').textContent", frame=1) == "..."
+            page.assert_harmless()                                            # no planted code ran,
+            nothing was requested, no error page.screenshot(Path("look.png"))
+            # for the eye
 
-Tokens of :data:`HOSTILE` set ``window.planted`` where they are not escaped; ``planted`` says in how many frames that happened, so that
-an unescaped twin proves that the detector detects. Sandboxed frames run in the process of the page, so that ``frame=`` reaches them.
+Tokens of :data:`HOSTILE` set ``window.planted`` where they are not escaped; ``planted`` says in how
+many frames that happened, so that an unescaped twin proves that the detector detects. Sandboxed
+frames run in the process of the page, so that ``frame=`` reaches them.
 """
 
 from __future__ import annotations
@@ -84,7 +90,8 @@ def browser() -> Iterator[Browser]:
 
 
 def as_cells(*fragments: str, after: str = "the end") -> str:
-    """HTML fragments as a notebook page would hold them, each in its cell, with a paragraph after them."""
+    """HTML fragments as a notebook page would hold them, each in its cell, with a paragraph after
+    them."""
     cells = "".join(f'<div class="cell">{f}</div>' for f in fragments)
     return f'<!doctype html><meta charset="utf-8"><style>body{{margin:0}}</style>{cells}<p id="after">{after}</p>'
 
@@ -93,13 +100,16 @@ class Browser:
     """A running Chromium. ``open`` gives pages."""
 
     def __init__(self, path: str) -> None:
-        self.home = tempfile.TemporaryDirectory(prefix="tl_geometry_chromium_", ignore_cleanup_errors=True)
+        self.home = tempfile.TemporaryDirectory(
+            prefix="tl_geometry_chromium_", ignore_cleanup_errors=True
+        )
         ours, theirs = os.pipe(), os.pipe()  # commands, answers
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (ours[0], theirs[1])]
         os.close(ours[0])
         os.close(theirs[1])
         self.commands, self.answers = ours[1], theirs[0]
-        move = 'r=$1 w=$2; shift 2; exec "$@" 3<&"$r" 4>&"$w"'  # Chromium reads commands on 3 and answers on 4
+        # Chromium reads commands on 3 and answers on 4
+        move = 'r=$1 w=$2; shift 2; exec "$@" 3<&"$r" 4>&"$w"'
         arguments = [*FLAGS, f"--user-data-dir={self.home.name}", "about:blank"]
         self.process = subprocess.Popen(
             ["bash", "-c", move, "bash", *map(str, high), path, *arguments],
@@ -115,7 +125,12 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         os.close(self.commands)  # Chromium ends when its pipe does
         try:
             self.process.wait(10)
@@ -125,10 +140,18 @@ class Browser:
         os.close(self.answers)
         self.home.cleanup()
 
-    def call(self, method: str, session: str | None = None, timeout: float = 60, **parameters: Any) -> dict[str, Any]:
-        """Send a command of the DevTools protocol and return its answer; events on the way are kept."""
+    def call(
+        self, method: str, session: str | None = None, timeout: float = 60, **parameters: Any
+    ) -> dict[str, Any]:
+        """Send a command of the DevTools protocol and return its answer; events on the way are
+        kept."""
         self.last += 1
-        message = {"id": self.last, "method": method, "params": parameters, **({"sessionId": session} if session else {})}
+        message = {
+            "id": self.last,
+            "method": method,
+            "params": parameters,
+            **({"sessionId": session} if session else {}),
+        }
         data = json.dumps(message).encode() + b"\0"
         while data:
             data = data[os.write(self.commands, data) :]
@@ -158,7 +181,9 @@ class Browser:
             self.events.append(message)
         return message
 
-    def open(self, source: str | Path, *, width: int = 1000, height: int = 800, dark: bool = False) -> Page:
+    def open(
+        self, source: str | Path, *, width: int = 1000, height: int = 800, dark: bool = False
+    ) -> Page:
         """Load HTML text, or a file, and wait until the page and its frames are loaded."""
         if isinstance(source, str):
             path = Path(self.home.name) / f"page{self.last}.html"
@@ -169,15 +194,24 @@ class Browser:
 
 
 class Page:
-    """A page that was loaded; a context manager that closes it. ``requests`` are the addresses asked for besides the page itself."""
+    """A page that was loaded; a context manager that closes it. ``requests`` are the addresses
+    asked for besides the page itself."""
 
     def __init__(self, browser: Browser, address: str, width: int, height: int, dark: bool) -> None:
         self.browser, self.address = browser, address
         self.target = browser.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session: str = browser.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
+        self.session: str = browser.call(
+            "Target.attachToTarget", targetId=self.target, flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         browser.events.clear()  # of the blank page
@@ -190,7 +224,12 @@ class Page:
     def __enter__(self) -> Page:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.browser.call("Target.closeTarget", targetId=self.target)
         self.browser.events = [e for e in self.browser.events if e.get("sessionId") != self.session]
 
@@ -200,14 +239,21 @@ class Page:
 
     def seen(self, method: str) -> list[dict[str, Any]]:
         """Parameters of the events of one kind so far."""
-        return [e["params"] for e in self.browser.events if e["method"] == method and e.get("sessionId") == self.session]
+        return [
+            e["params"]
+            for e in self.browser.events
+            if e["method"] == method and e.get("sessionId") == self.session
+        ]
 
     @property
     def frames(self) -> list[str]:
         """Frame ids: the page, then its iframes in document order."""
 
         def flat(node: dict[str, Any]) -> list[str]:
-            return [node["frame"]["id"], *(i for child in node.get("childFrames", []) for i in flat(child))]
+            return [
+                node["frame"]["id"],
+                *(i for child in node.get("childFrames", []) for i in flat(child)),
+            ]
 
         return flat(self.call("Page.getFrameTree")["frameTree"])
 
@@ -216,8 +262,20 @@ class Page:
         wanted = self.frames[frame]
         gone = {e["executionContextId"] for e in self.seen("Runtime.executionContextDestroyed")}
         made = [e["context"] for e in self.seen("Runtime.executionContextCreated")]
-        ids = [c["id"] for c in made if c["auxData"]["frameId"] == wanted and c["auxData"]["isDefault"] and c["id"] not in gone]
-        answer = self.call("Runtime.evaluate", expression=expression, contextId=ids[-1], awaitPromise=True, returnByValue=True)
+        ids = [
+            c["id"]
+            for c in made
+            if c["auxData"]["frameId"] == wanted
+            and c["auxData"]["isDefault"]
+            and c["id"] not in gone
+        ]
+        answer = self.call(
+            "Runtime.evaluate",
+            expression=expression,
+            contextId=ids[-1],
+            awaitPromise=True,
+            returnByValue=True,
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -243,20 +301,30 @@ class Page:
 
     def screenshot(self, path: Path) -> Path:
         """The visible part of the page as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+        )
         return path
 
     @property
     def requests(self) -> list[str]:
-        """Addresses that the page and its frames asked for, besides itself and what it carries (data:, blob:, about:)."""
+        """Addresses that the page and its frames asked for, besides itself and what it carries
+        (data:, blob:, about:)."""
         asked = [e["request"]["url"] for e in self.seen("Network.requestWillBeSent")]
-        return [u for u in asked if u != self.address and not u.startswith(("data:", "blob:", "about:"))]
+        return [
+            u for u in asked if u != self.address and not u.startswith(("data:", "blob:", "about:"))
+        ]
 
     @property
     def errors(self) -> list[str]:
         """Uncaught exceptions and console errors."""
-        thrown = [e["exceptionDetails"].get("exception", {}).get("description", "") for e in self.seen("Runtime.exceptionThrown")]
-        said = [str(e["args"]) for e in self.seen("Runtime.consoleAPICalled") if e["type"] == "error"]
+        thrown = [
+            e["exceptionDetails"].get("exception", {}).get("description", "")
+            for e in self.seen("Runtime.exceptionThrown")
+        ]
+        said = [
+            str(e["args"]) for e in self.seen("Runtime.consoleAPICalled") if e["type"] == "error"
+        ]
         return thrown + said
 
     @property

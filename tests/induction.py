@@ -1,12 +1,17 @@
-"""A hand-built induction model whose every score is known, and a rotary model whose only pattern is the previous token.
+"""A hand-built induction model whose every score is known, and a rotary model whose only pattern is
+the previous token.
 
-The stream has three orthogonal subspaces of one-hot vectors: the token, the position, and the token before. Each one-hot is a pair
-(+1, -1), so that the mean over d_model is zero and a LayerNorm only rescales. Two blocks of attention, no MLP:
+The stream has three orthogonal subspaces of one-hot vectors: the token, the position, and the token
+before. Each one-hot is a pair (+1, -1), so that the mean over d_model is zero and a LayerNorm only
+rescales. Two blocks of attention, no MLP:
 
-1. head 0 of block 0 matches the query's position i with key position i - 1 and copies the token there into "token before";
-2. head 0 of block 1 matches the query's token with the key's "token before" and copies the key's token to the output.
+1. head 0 of block 0 matches the query's position i with key position i - 1 and copies the token
+   there into "token before";
+2. head 0 of block 1 matches the query's token with the key's "token before" and copies the key's
+   token to the output.
 
-On a repeated sequence the second head attends to the token that followed the query's token: an induction head.
+On a repeated sequence the second head attends to the token that followed the query's token: an
+induction head.
 """
 
 from __future__ import annotations
@@ -46,24 +51,41 @@ def hugging_face() -> Any:
     import transformers
 
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=CONTEXT, n_embd=D, n_layer=2, n_head=HEADS, bos_token_id=BOS, eos_token_id=BOS,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, layer_norm_epsilon=1e-12,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_positions=CONTEXT,
+        n_embd=D,
+        n_layer=2,
+        n_head=HEADS,
+        bos_token_id=BOS,
+        eos_token_id=BOS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        layer_norm_epsilon=1e-12,
+    )
     config._attn_implementation = "eager"
     model: Any = transformers.GPT2LMHeadModel(config).eval()
     for name, value in model.named_parameters():
         value.fill_(1.0 if "ln_" in name and name.endswith("weight") else 0.0)
-    token, position, before = one_hot(TOKEN, VOCAB), one_hot(POSITION, CONTEXT), one_hot(BEFORE, VOCAB)
+    token, position, before = (
+        one_hot(TOKEN, VOCAB),
+        one_hot(POSITION, CONTEXT),
+        one_hot(BEFORE, VOCAB),
+    )
     model.transformer.wte.weight.copy_(token)
     model.transformer.wpe.weight.copy_(position)
     scale = D / 4  # square of one over the norm scale of block 0: each token has squared norm 4
     strength = math.sqrt(SHARPNESS * math.sqrt(D_HEAD) / (4 * scale))
     first, second = (block.attn for block in model.transformer.h)
     first.c_attn.weight[:, :CONTEXT] = position.T * strength
-    first.c_attn.weight[:, D : D + CONTEXT] = position.roll(1, 0).T * strength  # key j answers to query position j + 1
+    first.c_attn.weight[:, D : D + CONTEXT] = (
+        position.roll(1, 0).T * strength
+    )  # key j answers to query position j + 1
     first.c_attn.weight[:, D] = 0  # no key comes before the first query
     first.c_attn.weight[:, 2 * D : 2 * D + VOCAB] = token.T / 2
-    first.c_proj.weight[:VOCAB] = before / math.sqrt(scale)  # undoes the norm scale: "token before" has size one
+    first.c_proj.weight[:VOCAB] = before / math.sqrt(
+        scale
+    )  # undoes the norm scale: "token before" has size one
     second.c_attn.weight[:, :VOCAB] = token.T * strength
     second.c_attn.weight[:, D : D + VOCAB] = before.T * strength
     second.c_attn.weight[:, 2 * D : 2 * D + VOCAB] = token.T / 2
@@ -79,14 +101,24 @@ def induction_model(kind: str = "bridge") -> Any:
 
 @cache
 def attention_only() -> Any:
-    """The same weights as an attention-only HookedTransformer without norms (TransformerLens 3): scores differ by the norm scales."""
+    """The same weights as an attention-only HookedTransformer without norms (TransformerLens 3):
+    scores differ by the norm scales."""
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     config = HookedTransformerConfig(
-        n_layers=2, d_model=D, n_ctx=CONTEXT, d_head=D_HEAD, n_heads=HEADS, d_vocab=VOCAB, attn_only=True, normalization_type=None
+        n_layers=2,
+        d_model=D,
+        n_ctx=CONTEXT,
+        d_head=D_HEAD,
+        n_heads=HEADS,
+        d_vocab=VOCAB,
+        attn_only=True,
+        normalization_type=None,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # HookedTransformer ends with TransformerLens 3
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # HookedTransformer ends with TransformerLens 3
         model: Any = HookedTransformer(config).eval()
     hf = hugging_face().transformer
     scale = math.sqrt(D / 4)
@@ -97,7 +129,12 @@ def attention_only() -> Any:
         model.pos_embed.W_pos.copy_(hf.wpe.weight)
         model.unembed.W_U.copy_(6 * hf.wte.weight.T)
         for block, source in zip(model.blocks, hf.h, strict=True):
-            q, k, v = (source.attn.c_attn.weight[:, i * D : (i + 1) * D].reshape(D, HEADS, D_HEAD).permute(1, 0, 2) for i in range(3))
+            q, k, v = (
+                source.attn.c_attn.weight[:, i * D : (i + 1) * D]
+                .reshape(D, HEADS, D_HEAD)
+                .permute(1, 0, 2)
+                for i in range(3)
+            )
             block.attn.W_Q.copy_(q * scale)
             block.attn.W_K.copy_(k * scale)
             block.attn.W_V.copy_(v * scale)
@@ -108,24 +145,32 @@ def attention_only() -> Any:
 def prompts(batch: int, period: int = 7, seed: int = 0) -> Tensor:
     """BOS, then distinct random tokens repeated: ``[batch, 1 + 3 period]`` (at most 24 columns)."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.stack([1 + torch.randperm(VOCAB - 1, generator=generator)[:period] for _ in range(batch)])
+    rows = torch.stack(
+        [1 + torch.randperm(VOCAB - 1, generator=generator)[:period] for _ in range(batch)]
+    )
     return torch.cat([torch.full((batch, 1), BOS), rows.repeat(1, 3)], 1)
 
 
 def corpus(batch: int = 64, length: int = 22, seed: int = 1) -> Tensor:
     """BOS, then independent random tokens."""
-    rows = torch.randint(1, VOCAB, (batch, length - 1), generator=torch.Generator().manual_seed(seed))
+    rows = torch.randint(
+        1, VOCAB, (batch, length - 1), generator=torch.Generator().manual_seed(seed)
+    )
     return torch.cat([torch.full((batch, 1), BOS), rows], 1)
 
 
 @torch.no_grad()
 def rotary_previous_token() -> Any:
-    """A Qwen2-style rotary bridge: head 0 of block 0 has constant queries and keys, ``score = c sum_f cos((i - j - 1) w_f)``."""
+    """A Qwen2-style rotary bridge: head 0 of block 0 has constant queries and keys,
+    ``score = c sum_f cos((i - j - 1) w_f)``."""
     import transformers
 
     from tests.tiny import ARCHITECTURES, randomize
 
-    settings = ARCHITECTURES["qwen2"][1] | {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 4.0}}
+    settings = ARCHITECTURES["qwen2"][1] | {
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 4.0},
+    }
     config = transformers.Qwen2Config(**settings)
     config._attn_implementation = "eager"
     model: Any = transformers.Qwen2ForCausalLM(config).eval()

@@ -1,7 +1,9 @@
-"""Models whose scores are edited by hand, inside their own attention code: what an edit of a live model must be equal to.
+"""Models whose scores are edited by hand, inside their own attention code: what an edit of a live
+model must be equal to.
 
-No hook is used: the norm in front of attention tells the stream that it reads, and the point that scores go through before their
-softmax takes the term away before any hook sees them. Whatever hooks a user has act on such a model as on any other.
+No hook is used: the norm in front of attention tells the stream that it reads, and the point that
+scores go through before their softmax takes the term away before any hook sees them. Whatever hooks
+a user has act on such a model as on any other.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def norm_of(model: Any, layer: int) -> tuple[Tensor, Tensor, float, bool]:
     module = model.blocks[layer].ln1
     source = getattr(module, "original_component", module)
     gain = source.weight if hasattr(source, "weight") else source.w
-    bias = getattr(source, "bias", None) if hasattr(source, "weight") else getattr(source, "b", None)
+    bias = (
+        getattr(source, "bias", None) if hasattr(source, "weight") else getattr(source, "b", None)
+    )
     eps = float(getattr(source, "eps", None) or getattr(source, "variance_epsilon", 0.0))
     return gain, torch.zeros_like(gain) if bias is None else bias, eps, bias is not None
 
@@ -33,7 +37,9 @@ def norm_of(model: Any, layer: int) -> tuple[Tensor, Tensor, float, bool]:
 def rotated(x: Tensor) -> Tensor:
     """Rotary embedding, pairs (i, i + n/2), of ``[... position head d_head]``."""
     n = x.shape[-1] // 2
-    angle = torch.arange(x.shape[-3], dtype=torch.float64)[:, None] * ROPE_BASE ** (-torch.arange(n, dtype=torch.float64) / n)
+    angle = torch.arange(x.shape[-3], dtype=torch.float64)[:, None] * ROPE_BASE ** (
+        -torch.arange(n, dtype=torch.float64) / n
+    )
     cos, sin = (f(angle).to(x)[:, None] for f in (torch.cos, torch.sin))
     a, b = x[..., :n], x[..., n:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -42,7 +48,8 @@ def rotated(x: Tensor) -> Tensor:
 def terms_by_hand(
     model: Any, layer: int, basis: PositionContext, h: Tensor, heads: Sequence[int], rotary: bool
 ) -> dict[tuple[str, str], Tensor]:
-    """All nine terms of the scores of some heads, from the stream ``h`` and the weights, written out."""
+    """All nine terms of the scores of some heads, from the stream ``h`` and the weights, written
+    out."""
     gain, beta, eps, centred = norm_of(model, layer)
     row = basis.index(layer)
     mean, pos = basis.mean[row].to(h), basis.pos_columns[row, : h.shape[1]].to(h)
@@ -62,16 +69,28 @@ def terms_by_hand(
         parts = {"bias": bias, "pos": project(pos.expand_as(h)), "cvec": project(h - mean - pos)}
         sides.append({name: rotated(p) if rotary else p for name, p in parts.items()})
     scale = attn.W_Q.shape[-1] ** -0.5
-    return {(a, b): scale * einsum(q, k, "b i h e, b j h e -> b h i j") for a, q in sides[0].items() for b, k in sides[1].items()}
+    return {
+        (a, b): scale * einsum(q, k, "b i h e, b j h e -> b h i j")
+        for a, q in sides[0].items()
+        for b, k in sides[1].items()
+    }
 
 
 @contextmanager
 def modified(
-    model: Any, layer: int, basis: PositionContext, heads: Sequence[int], names: Sequence[tuple[str, str]], *, rotary: bool = False
+    model: Any,
+    layer: int,
+    basis: PositionContext,
+    heads: Sequence[int],
+    names: Sequence[tuple[str, str]],
+    *,
+    rotary: bool = False,
 ) -> Iterator[None]:
     """The model without some terms of some heads of one layer."""
     point = model.hook_dict[f"blocks.{layer}.attn.hook_attn_scores"]
-    module = model.hook_dict.get(f"blocks.{layer}.ln1.hook_in", model.blocks[layer].ln1)  # of a bridge, or the norm itself
+    module = model.hook_dict.get(
+        f"blocks.{layer}.ln1.hook_in", model.blocks[layer].ln1
+    )  # of a bridge, or the norm itself
     stream: dict[str, Tensor] = {}
     norm, identity = module.forward, point.forward
 

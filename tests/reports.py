@@ -23,7 +23,13 @@ def model_directory(path: Path, architecture: str, *, words: int = 900) -> Path:
 
 def request(path: Path, **options: Any) -> Request:
     """What a report of such a directory is asked for: 40 windows of 16 tokens."""
-    given: dict[str, Any] = {"model": str(path), "corpus": (path / "text.txt",), "contexts": 40, "length": 16, **options}
+    given: dict[str, Any] = {
+        "model": str(path),
+        "corpus": (path / "text.txt",),
+        "contexts": 40,
+        "length": 16,
+        **options,
+    }
     return Request(**given)
 
 

@@ -30,7 +30,11 @@ def unexpected(reasons: Iterable[str], environment: Mapping[str, str] = os.envir
     if environment.get("CI", "").lower() not in ("1", "true", "yes"):
         return []
     reasons = set(reasons)
-    known = [re.compile(pattern, re.DOTALL) for pattern, holds in expected().items() if holds] if reasons else []
+    known = (
+        [re.compile(pattern, re.DOTALL) for pattern, holds in expected().items() if holds]
+        if reasons
+        else []
+    )
     return sorted(r for r in reasons if not any(k.fullmatch(r) for k in known))
 
 

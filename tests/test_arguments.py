@@ -1,4 +1,5 @@
-"""What a user mistypes is one line on standard error and exit code 2, before torch is imported; stopped is 130."""
+"""What a user mistypes is one line on standard error and exit code 2, before torch is imported;
+stopped is 130."""
 
 from __future__ import annotations
 
@@ -28,32 +29,68 @@ WRONG: list[tuple[list[str], str]] = [
     (["fit", "--seed", "-1"], "--seed: expected 0 or more, got -1"),
     (["fit", "--out", "basis.npz"], "--out: expected a name ending in .safetensors, got basis.npz"),
     (["fit", "--out", "."], "--out: expected a file to write, got the folder ."),
-    (["fit", "--corpus", "ids.npy", "--corpus", "text.txt"], "--corpus: expected one existing .npy file"),
-    (["fit", "--corpus", "ids.npy", "--length", "8"], "--length, --bos: expected none with a token file"),
+    (
+        ["fit", "--corpus", "ids.npy", "--corpus", "text.txt"],
+        "--corpus: expected one existing .npy file",
+    ),
+    (
+        ["fit", "--corpus", "ids.npy", "--length", "8"],
+        "--length, --bos: expected none with a token file",
+    ),
     (["report", "--contexts", "-1"], "--contexts: expected 1 or more"),
     (["report", "--seed", "-1"], "--seed: expected 0 or more"),
     (["report", "--length", "-2"], "--length: expected 2 or more"),
     (["report", "--corpus", "nope.txt"], "--corpus: expected existing text files, got nope.txt"),
     (["report", "--corpus", "folder"], "--corpus: expected existing text files, got folder"),
-    (["report", "--corpus", "latin.txt"], "--corpus: expected text in utf-8, got latin.txt, where byte 3 (0xe9) is none. Use --encoding"),
-    (["report", "--corpus", "empty.txt"], "--corpus: expected files with text in them, got empty.txt empty"),
+    (
+        ["report", "--corpus", "latin.txt"],
+        "--corpus: expected text in utf-8, got latin.txt, where byte 3 (0xe9) is none. Use --encoding",
+    ),
+    (
+        ["report", "--corpus", "empty.txt"],
+        "--corpus: expected files with text in them, got empty.txt empty",
+    ),
     (["report", "--corpus", "zeros.txt"], "--corpus: expected text files, got zeros.txt"),
-    (["report", "--corpus", "ids.npy"], "--corpus: expected text files, got ids.npy. Use tl-geometry fit"),
-    (["report", "--corpus", "text.txt", "--corpus", "text.txt"], "--corpus: expected each file once, got text.txt twice"),
-    (["report", "--corpus", "text.txt", "--corpus", "./folder/../text.txt"], "--corpus: expected each file once"),
-    (["report", "--corpus", "text.txt", "--encoding", "klingon"], "--encoding: expected an encoding that Python knows"),
+    (
+        ["report", "--corpus", "ids.npy"],
+        "--corpus: expected text files, got ids.npy. Use tl-geometry fit",
+    ),
+    (
+        ["report", "--corpus", "text.txt", "--corpus", "text.txt"],
+        "--corpus: expected each file once, got text.txt twice",
+    ),
+    (
+        ["report", "--corpus", "text.txt", "--corpus", "./folder/../text.txt"],
+        "--corpus: expected each file once",
+    ),
+    (
+        ["report", "--corpus", "text.txt", "--encoding", "klingon"],
+        "--encoding: expected an encoding that Python knows",
+    ),
     (["report", "--out", "text.txt"], "--out: expected a folder, got the file text.txt"),
     (["report", "--out", "text.txt/deeper"], "--out: expected a folder, got the file text.txt"),
     (["report", "--out", "/proc/none/there"], "--out: expected a folder that can be written to"),
-    (["report", "--out", "experiment"], "--out: expected a folder of its own, got experiment with results of nanogpt"),
-    (["report", "--budget", "soon"], "--budget: expected a length of time such as 90s, 10m or 1h, got 'soon'"),
+    (
+        ["report", "--out", "experiment"],
+        "--out: expected a folder of its own, got experiment with results of nanogpt",
+    ),
+    (
+        ["report", "--budget", "soon"],
+        "--budget: expected a length of time such as 90s, 10m or 1h, got 'soon'",
+    ),
     (["report", "--budget", "0m"], "--budget: expected a length of time"),
-    (["report", "--sections", "heads,tails"], "--sections: expected some of overview, basis, heads, measures, weights, flow, got tails"),
+    (
+        ["report", "--sections", "heads,tails"],
+        "--sections: expected some of overview, basis, heads, measures, weights, flow, got tails",
+    ),
     (["report", "--sections", ","], "--sections: expected some of"),
     (["report", "--dtype", "float8"], "--dtype: expected one of 'float32'"),
     (["report", "--class", "sheep"], "--class: expected one of 'bridge', 'hooked'"),
     (["report", "--device", "tpu"], "--device: expected cpu, cuda, cuda:1 or mps, got 'tpu'"),
-    (["report", "folder"], "model: expected a Hugging Face directory with config.json, or a name that TransformerLens knows, got folder"),
+    (
+        ["report", "folder"],
+        "model: expected a Hugging Face directory with config.json, or a name that TransformerLens knows, got folder",
+    ),
     (["report", "./absent"], "got no directory ./absent"),
     (["report", "text.txt"], "got a file text.txt"),
     (["report", ""], "model: expected a name, a directory, or nothing for the embedded model"),
@@ -67,16 +104,34 @@ WRONG: list[tuple[list[str], str]] = [
     (["readout", "--weights", "VO"], "--weights: expected one of 'QK', 'OV', got 'VO'"),
     (["readout", "--k", "0"], "--k: expected 1 or more"),
     (["readout", "--out", "text.txt/x.csv"], "--out: expected a folder, got the file text.txt"),
-    (["reproduce", "nothing"], "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'"),
+    (
+        ["reproduce", "nothing"],
+        "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'",
+    ),
     (["reproduce", "song-zhong", "--corpus", "nope.txt"], "--corpus: expected existing text files"),
     (["reproduce", "song-zhong", "--contexts", "0"], "--contexts: expected 2 or more"),
     (["reproduce", "song-zhong", "--model", "folder"], "model: expected a Hugging Face directory"),
-    (["experiment", "cooking"], "experiment: expected one of 'randomisation', 'addition', 'nanogpt', got 'cooking'"),
-    (["experiment", "addition", "--scale", "huge"], "--scale: expected one of 'smoke', 'cpu', 'paper', got 'huge'"),
+    (
+        ["experiment", "cooking"],
+        "experiment: expected one of 'randomisation', 'addition', 'nanogpt', got 'cooking'",
+    ),
+    (
+        ["experiment", "addition", "--scale", "huge"],
+        "--scale: expected one of 'smoke', 'cpu', 'paper', got 'huge'",
+    ),
     (["experiment", "addition", "--seeds", "-1"], "--seeds: expected 0 or more"),
-    (["experiment", "nanogpt", "--text", "nope.txt"], "--text: expected existing text files, got nope.txt"),
-    (["experiment", "nanogpt", "--text", "latin.txt"], "--text: expected text in utf-8, got latin.txt"),
-    (["experiment", "addition", "--out", "experiment"], "--out: expected a folder of its own, got experiment with results of nanogpt"),
+    (
+        ["experiment", "nanogpt", "--text", "nope.txt"],
+        "--text: expected existing text files, got nope.txt",
+    ),
+    (
+        ["experiment", "nanogpt", "--text", "latin.txt"],
+        "--text: expected text in utf-8, got latin.txt",
+    ),
+    (
+        ["experiment", "addition", "--out", "experiment"],
+        "--out: expected a folder of its own, got experiment with results of nanogpt",
+    ),
     (["nonsense"], "No such command 'nonsense'"),
     (["report", "--lenght", "8"], "No such option: --lenght"),
     (["report", "--length", "eight"], "Invalid value for '--length'"),
@@ -107,7 +162,11 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("arguments", "text"), WRONG, ids=[" ".join(a) for a, _ in WRONG])
 def test_a_wrong_argument_is_one_line_and_exit_2(
-    arguments: list[str], text: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(arguments, monkeypatch) == 2
     out, err = capsys.readouterr()
@@ -115,7 +174,9 @@ def test_a_wrong_argument_is_one_line_and_exit_2(
     assert err.startswith("tl-geometry: ")
     assert text in err
     assert out == ""
-    assert not (place / "tl-geometry-report").exists() or not any((place / "tl-geometry-report").iterdir())
+    assert not (place / "tl-geometry-report").exists() or not any(
+        (place / "tl-geometry-report").iterdir()
+    )
 
 
 def test_arguments_are_checked_before_torch_is_imported(place: Path) -> None:
@@ -128,7 +189,13 @@ def test_arguments_are_checked_before_torch_is_imported(place: Path) -> None:
         "import tl_geometry\ntl_geometry.Provenance\nprint('torch' in sys.modules)"
     )
     root = str(Path(cli.__file__).parent.parent)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": root})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"  # the detector detects
 
@@ -137,12 +204,29 @@ def test_every_option_says_what_it_is() -> None:
     import typer.main
 
     group: Any = typer.main.get_command(cli.app)
-    silent = [f"{name} {p.name}" for name, command in group.commands.items() for p in command.params if not p.help and p.name != "help"]
+    silent = [
+        f"{name} {p.name}"
+        for name, command in group.commands.items()
+        for p in command.params
+        if not p.help and p.name != "help"
+    ]
     assert not silent
-    assert {"report", "heads", "weights", "trajectories", "fit", "check", "readout", "reproduce", "experiment"} == set(group.commands)
+    assert {
+        "report",
+        "heads",
+        "weights",
+        "trajectories",
+        "fit",
+        "check",
+        "readout",
+        "reproduce",
+        "experiment",
+    } == set(group.commands)
 
 
-def test_the_version_and_being_stopped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_and_being_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import tl_geometry
 
     assert run(["--version"], monkeypatch) == 0
@@ -159,15 +243,22 @@ def test_the_version_and_being_stopped(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "basis.safetensors"), "No space left on device: basis.safetensors"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "basis.safetensors"),
+            "No space left on device: basis.safetensors",
+        ),
         (OSError(errno.EACCES, "Permission denied", "x"), "Permission denied: x"),
         (
-            type("SafetensorError", (Exception,), {})("I/O error: No space left on device (os error 28)"),
+            type("SafetensorError", (Exception,), {})(
+                "I/O error: No space left on device (os error 28)"
+            ),
             "I/O error",
         ),
     ],
 )
-def test_a_full_disk_is_one_line(error: Exception, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
@@ -188,9 +279,15 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
         cli.main()
 
 
-@pytest.mark.parametrize(("failed", "code"), [({"heads": "ZeroDivisionError: planted"}, 1), ({}, 0)])
+@pytest.mark.parametrize(
+    ("failed", "code"), [({"heads": "ZeroDivisionError: planted"}, 1), ({}, 0)]
+)
 def test_a_section_that_failed_is_exit_1(
-    failed: dict[str, str], code: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failed: dict[str, str],
+    code: int,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(build, "build", lambda *_, **__: {"sections": ["A"], "failed": failed})
     assert run(["report", "--out", "made"], monkeypatch) == code
@@ -217,7 +314,9 @@ def test_other_encodings_and_names(tmp_path: Path) -> None:
     assert arguments.read_texts([path])[0] == ["\xe9t\xe9"]
     path.write_bytes("\xe9t\xe9".encode("utf-16"))
     assert arguments.read_texts([path], "utf-16")[0] == ["\xe9t\xe9"]
-    with pytest.raises(GeometryError, match=r"expected text files, got latin.txt. Use --encoding utf-16"):
+    with pytest.raises(
+        GeometryError, match=r"expected text files, got latin.txt. Use --encoding utf-16"
+    ):
         arguments.read_texts([path])
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9$x$.txt"))
     odd.write_text("text")
@@ -231,7 +330,10 @@ def test_torchrun_without_its_environment_is_one_line(monkeypatch: pytest.Monkey
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(GeometryError, match=r"WORLD_SIZE=2: expected the environment that torchrun makes, got no RANK, MASTER_ADDR"):
+    with pytest.raises(
+        GeometryError,
+        match=r"WORLD_SIZE=2: expected the environment that torchrun makes, got no RANK, MASTER_ADDR",
+    ):
         processes.launched("cpu").__enter__()
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(GeometryError, match="a number of processes"):
@@ -239,7 +341,12 @@ def test_torchrun_without_its_environment_is_one_line(monkeypatch: pytest.Monkey
 
 
 def test_an_experiment_keeps_to_its_folder(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"scale": "smoke", "changes": ["steps=1"], "out": tmp_path / "made", "progress": False}
+    options: dict[str, Any] = {
+        "scale": "smoke",
+        "changes": ["steps=1"],
+        "out": tmp_path / "made",
+        "progress": False,
+    }
     experiments.run("addition", **options)
     before = (tmp_path / "made" / "run.json").read_text()
     with pytest.raises(GeometryError, match="with results of addition"):

@@ -1,4 +1,5 @@
-"""Shares of the terms of attention scores: contraction against matrices against numpy, laws, degenerate heads, and the score shapes."""
+"""Shares of the terms of attention scores: contraction against matrices against numpy, laws,
+degenerate heads, and the score shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.scores import shapes
-from tl_geometry.scores.sums import BLOCK, GROUPS, ShareSums, bootstrap, dropped_mass, share_sums, share_sums_dense
+from tl_geometry.scores.sums import (
+    BLOCK,
+    GROUPS,
+    ShareSums,
+    bootstrap,
+    dropped_mass,
+    share_sums,
+    share_sums_dense,
+)
 from tl_geometry.scores.tables import ShareTable, dominant
 from tl_geometry.scores.terms import group_of, term_names, terms
 
@@ -27,16 +36,25 @@ PARTS = ("bias", "pos", "cvec")
 def draw(*shape: int, seed: int = 0, offset: float = 2.0) -> Tensor:
     """Correlated float64 numbers with a mean, so that centring has something to do."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return x + offset * torch.randn(shape[-1], generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    return x + offset * torch.randn(
+        shape[-1], generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
+    )
 
 
-def numpy_shares(q: np.ndarray, k: np.ndarray, mask: np.ndarray, drop: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """cs and es of one head, cell by cell, from the definitions. q, k [part context position d_head]."""
+def numpy_shares(
+    q: np.ndarray, k: np.ndarray, mask: np.ndarray, drop: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """cs and es of one head, cell by cell, from the definitions. q, k [part context position
+    d_head]."""
     parts, contexts, length, _ = q.shape
     numerator, energy, total = np.zeros((parts, parts)), np.zeros((parts, parts)), 0.0
     for c, i in itertools.product(range(contexts), range(drop, length)):
         keys = [j for j in range(drop, length) if mask[i, j]]
-        rows = {(a, b): np.array([q[a, c, i] @ k[b, c, j] for j in keys]) for a in range(parts) for b in range(parts)}
+        rows = {
+            (a, b): np.array([q[a, c, i] @ k[b, c, j] for j in keys])
+            for a in range(parts)
+            for b in range(parts)
+        }
         rows = {n: r - r.mean() for n, r in rows.items()} if keys else {}
         score = sum(rows.values(), np.zeros(len(keys)))
         total += float(score @ score)
@@ -50,7 +68,12 @@ def masks(length: int) -> dict[str, Tensor]:
     causal = causal_mask(length)
     sliding = causal & ~causal.roll(5, 0).tril(-5)
     scattered = torch.rand(2, length, length, generator=torch.Generator().manual_seed(3)) < 0.4
-    return {"causal": causal, "full": torch.ones_like(causal), "sliding": sliding, "scattered": scattered}
+    return {
+        "causal": causal,
+        "full": torch.ones_like(causal),
+        "sliding": sliding,
+        "scattered": scattered,
+    }
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "sliding", "scattered"])
@@ -67,22 +90,42 @@ def test_contraction_equals_matrices(name: str, drop: int, with_bias: bool) -> N
     fast = share_sums(q, k, mask, bias=bias, drop=drop)
     for field in ("numerators", "energies", "total", "rows", "cells"):
         ours, expected = getattr(fast, field), getattr(dense, field)
-        assert torch.allclose(ours, expected, rtol=1e-11, atol=1e-11 * float(expected.abs().max())), field
+        assert torch.allclose(
+            ours, expected, rtol=1e-11, atol=1e-11 * float(expected.abs().max())
+        ), field
 
 
 def test_shares_equal_numpy_cell_by_cell() -> None:
     q, k = draw(3, 2, 11, 1, 4), draw(3, 2, 11, 1, 4, seed=5)
     sums = share_sums(q, k, drop=2).pooled()
-    cs, es = numpy_shares(q[..., 0, :].numpy(), k[..., 0, :].numpy(), causal_mask(11).numpy(), drop=2)
+    cs, es = numpy_shares(
+        q[..., 0, :].numpy(), k[..., 0, :].numpy(), causal_mask(11).numpy(), drop=2
+    )
     assert np.allclose(sums.cs[0], cs, atol=1e-12)
     assert np.allclose(sums.es[0], es, atol=1e-12)
-    uncentred = np.einsum("acie,bcje->abij", q[:, :, 2:, 0].numpy(), k[:, :, 2:, 0].numpy()).reshape(9, -1)
-    assert not np.allclose((uncentred * uncentred.sum(0)).sum(1) / (uncentred.sum(0) ** 2).sum(), cs, atol=0.01), "centring matters here"
+    uncentred = np.einsum(
+        "acie,bcje->abij", q[:, :, 2:, 0].numpy(), k[:, :, 2:, 0].numpy()
+    ).reshape(9, -1)
+    assert not np.allclose(
+        (uncentred * uncentred.sum(0)).sum(1) / (uncentred.sum(0) ** 2).sum(), cs, atol=0.01
+    ), "centring matters here"
 
 
-@given(seed=st.integers(0, 1000), parts=st.integers(1, 4), drop=st.integers(0, 4), name=st.sampled_from(["causal", "full", "sliding"]))
-def test_shares_sum_to_one_and_energies_are_shares(seed: int, parts: int, drop: int, name: str) -> None:
-    sums = share_sums(draw(parts, 2, 9, 2, 3, seed=seed), draw(parts, 2, 9, 2, 3, seed=seed + 50), masks(9)[name], drop=drop).pooled()
+@given(
+    seed=st.integers(0, 1000),
+    parts=st.integers(1, 4),
+    drop=st.integers(0, 4),
+    name=st.sampled_from(["causal", "full", "sliding"]),
+)
+def test_shares_sum_to_one_and_energies_are_shares(
+    seed: int, parts: int, drop: int, name: str
+) -> None:
+    sums = share_sums(
+        draw(parts, 2, 9, 2, 3, seed=seed),
+        draw(parts, 2, 9, 2, 3, seed=seed + 50),
+        masks(9)[name],
+        drop=drop,
+    ).pooled()
     assert torch.allclose(sums.cs.sum(-1), torch.ones(2, dtype=torch.float64), atol=1e-10)
     assert torch.allclose(sums.es.sum(-1), torch.ones(2, dtype=torch.float64), atol=1e-10)
     assert (sums.es >= -1e-12).all()
@@ -94,7 +137,9 @@ def test_what_softmax_ignores_the_shares_ignore(seed: int) -> None:
     shifted = share_sums(q, k + draw(3, 2, 1, 2, 4, seed=seed + 9)).pooled()
     assert torch.allclose(shifted.cs, share_sums(q, k).pooled().cs, atol=1e-10)
     changed = share_sums(q + draw(3, 2, 1, 2, 4, seed=seed + 9), k).pooled()
-    assert not torch.allclose(changed.cs, share_sums(q, k).pooled().cs, atol=1e-3), "the same shift of the queries is not a gauge"
+    assert not torch.allclose(changed.cs, share_sums(q, k).pooled().cs, atol=1e-3), (
+        "the same shift of the queries is not a gauge"
+    )
 
 
 def test_sums_merge_in_any_partition() -> None:
@@ -102,13 +147,19 @@ def test_sums_merge_in_any_partition() -> None:
     whole = share_sums(q, k).pooled()
     halves = share_sums(q[:, :2], k[:, :2]) + share_sums(q[:, 2:], k[:, 2:])
     tight = share_sums(q, k, working_set=1).pooled()
-    glued = ShareSums.cat([share_sums(q[:, :1], k[:, :1]), share_sums(q[:, 1:], k[:, 1:])]).pooled()
-    for other in (halves, tight, glued):
+    spliced = ShareSums.cat(
+        [share_sums(q[:, :1], k[:, :1]), share_sums(q[:, 1:], k[:, 1:])]
+    ).pooled()
+    for other in (halves, tight, spliced):
         assert torch.allclose(other.cs, whole.cs, atol=1e-12)
         assert torch.allclose(other.energies, whole.energies, rtol=1e-12)
         assert float(other.rows) == float(whole.rows) == 5 * 11
-    average = torch.stack([share_sums(q[:, c : c + 1], k[:, c : c + 1]).pooled().cs for c in range(5)]).mean(0)
-    assert not torch.allclose(average, whole.cs, atol=1e-4), "a mean of ratios is not the ratio of sums"
+    average = torch.stack(
+        [share_sums(q[:, c : c + 1], k[:, c : c + 1]).pooled().cs for c in range(5)]
+    ).mean(0)
+    assert not torch.allclose(average, whole.cs, atol=1e-4), (
+        "a mean of ratios is not the ratio of sums"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -124,8 +175,14 @@ def test_lower_precision_stays_close(dtype: torch.dtype) -> None:
 def test_a_planted_dominant_term_is_found() -> None:
     torch.manual_seed(0)
     q, k = 0.1 * torch.randn(3, 4, 30, 2, 8), 0.1 * torch.randn(3, 4, 30, 2, 8)
-    q[1, :, :, 0], k[1, :, :, 0] = torch.randn(30, 8), torch.randn(30, 8)  # head 0: position to position
-    q[2, :, :, 1], k[2, :, :, 1] = torch.randn(4, 30, 8), torch.randn(4, 30, 8)  # head 1: content to content
+    q[1, :, :, 0], k[1, :, :, 0] = (
+        torch.randn(30, 8),
+        torch.randn(30, 8),
+    )  # head 0: position to position
+    q[2, :, :, 1], k[2, :, :, 1] = (
+        torch.randn(4, 30, 8),
+        torch.randn(4, 30, 8),
+    )  # head 1: content to content
     table = table_of(share_sums(q, k))
     assert table.dominant == ("pos-pos", "cvec-cvec")
     assert table.by_group.labels == ("position", "content")
@@ -157,7 +214,9 @@ def test_groups_partition_the_terms() -> None:
     assert groups["content"] == ["ctx-ctx", "ctx-resid", "resid-ctx", "resid-resid"]
     table = table_of(share_sums(draw(3, 2, 9, 2, 4), draw(3, 2, 9, 2, 4, seed=3)))
     assert torch.allclose(table.group_cs.sum(-1), torch.ones(2, dtype=torch.float64))
-    position = [table.cs[:, table.terms.index(t)] for t in ("bias-bias", "bias-pos", "pos-bias", "pos-pos")]
+    position = [
+        table.cs[:, table.terms.index(t)] for t in ("bias-bias", "bias-pos", "pos-bias", "pos-pos")
+    ]
     assert torch.allclose(table.group_cs[:, 0], torch.stack(position).sum(0))
 
 
@@ -176,7 +235,9 @@ def test_table_round_trip_and_dataframe(tmp_path: Path) -> None:
     assert len(frame) == 2 * (9 + 3)
     assert frame[frame.term.notna()].groupby("head").cs.sum().tolist() == pytest.approx([1, 1])
     assert frame[frame.group.notna()].groupby("head").cs.sum().tolist() == pytest.approx([1, 1])
-    assert float(frame[(frame.term == "pos-cvec") & (frame["head"] == 1)].cs.iloc[0]) == pytest.approx(float(table.cs[1, 5]))
+    assert float(
+        frame[(frame.term == "pos-cvec") & (frame["head"] == 1)].cs.iloc[0]
+    ) == pytest.approx(float(table.cs[1, 5]))
     again = ShareTable.load(table.save(tmp_path / "shares.safetensors"))
     assert again.terms == table.terms
     assert again.heads == table.heads
@@ -206,7 +267,10 @@ def test_errors_say_what_came() -> None:
     q = draw(3, 2, 9, 2, 4)
     with pytest.raises(GeometryError, match=r"drop: expected 0 to 8 of 9 positions, got 9"):
         share_sums(q, q, drop=9)
-    with pytest.raises(GeometryError, match=r"allowed: expected bool \[query key\] or \[batch query key\] of 9 positions, got bool tensor"):
+    with pytest.raises(
+        GeometryError,
+        match=r"allowed: expected bool \[query key\] or \[batch query key\] of 9 positions, got bool tensor",
+    ):
         share_sums(q, q, causal_mask(8))
 
 
@@ -250,7 +314,9 @@ def test_toeplitz_r2_is_a_regression_on_offsets_and_rows() -> None:
         y = np.concatenate([x[c, h][allowed].numpy() for c in range(2)])
         one = np.linalg.lstsq(np.concatenate([dummies, dummies]), y, rcond=None)[0]
         expected = 1 - ((y - np.concatenate([dummies, dummies]) @ one) ** 2).sum() / (y**2).sum()
-        assert shapes.offset_sums(x, allowed).toeplitz_r2[h].item() == pytest.approx(expected, abs=1e-10)
+        assert shapes.offset_sums(x, allowed).toeplitz_r2[h].item() == pytest.approx(
+            expected, abs=1e-10
+        )
     parts = shapes.offset_sums(x[:1], allowed) + shapes.offset_sums(x[1:], allowed)
     assert torch.allclose(parts.toeplitz_r2, shapes.offset_sums(x, allowed).toeplitz_r2)
 
@@ -296,7 +362,9 @@ def test_contrast_equals_a_loop_and_finds_matching_heads() -> None:
 def test_the_interval_has_the_level_asked_for() -> None:
     sums = share_sums(draw(3, 32, 9, 2, 4, offset=0.3), draw(3, 32, 9, 2, 4, seed=3, offset=0.3))
     chosen = torch.randint(32, (200, 32), generator=torch.Generator().manual_seed(0))
-    drawn = torch.stack([sums.numerators[rows].sum(0) / sums.total[rows].sum(0).unsqueeze(-1) for rows in chosen])
+    drawn = torch.stack(
+        [sums.numerators[rows].sum(0) / sums.total[rows].sum(0).unsqueeze(-1) for rows in chosen]
+    )
     for level, tails in ((0.9, (0.05, 0.95)), (0.95, (0.025, 0.975))):
         for found, tail in zip(bootstrap(sums, level=level), tails, strict=True):
             assert torch.allclose(found, drawn.quantile(tail, dim=0))

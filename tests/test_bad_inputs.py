@@ -19,7 +19,14 @@ from tl_geometry import cli
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Any]]:
     words = [sys.executable, "-W", "ignore", "-m", "tests.bad_inputs"]
-    done = subprocess.run(words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(
+        words,
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -42,7 +49,12 @@ def test_calls(at: int, outcomes: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("given", COMMANDS, ids=lambda c: c.name)
-def test_commands(given: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(
+    given: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for name, content in given.files:
         (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
@@ -59,10 +71,16 @@ def test_commands(given: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_mistake_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     started = time.monotonic()
     words = [sys.executable, "-X", "importtime", "-m", "tl_geometry", "fit", "--corpus", "nope.txt"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 2
     assert time.monotonic() - started < 60
-    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    loaded = {
+        line.rsplit("|", 1)[-1].strip().split(".")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    }
     assert "typer" in loaded  # the twin: what is loaded is seen
     assert not loaded & {"transformers", "transformer_lens", "matplotlib"}
 

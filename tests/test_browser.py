@@ -1,4 +1,5 @@
-"""Figures in a browser: nothing in a token runs, nothing is requested, what is drawn is what was computed."""
+"""Figures in a browser: nothing in a token runs, nothing is requested, what is drawn is what was
+computed."""
 
 from __future__ import annotations
 
@@ -27,9 +28,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_detectors_detect(browser: Browser) -> None:
-    """A page that writes tokens unescaped runs their code, asks for addresses and fails, in a sandboxed frame too."""
-    naive = "<img src='http://example.invalid/a.png'><script>nothing()</script><script>const D=" + json.dumps(HOSTILE) + "</script>"
-    frame = '<iframe sandbox="allow-scripts" srcdoc="<img src=y onerror=window.planted=1>"></iframe>'
+    """A page that writes tokens unescaped runs their code, asks for addresses and fails, in a
+    sandboxed frame too."""
+    naive = (
+        "<img src='http://example.invalid/a.png'><script>nothing()</script><script>const D="
+        + json.dumps(HOSTILE)
+        + "</script>"
+    )
+    frame = (
+        '<iframe sandbox="allow-scripts" srcdoc="<img src=y onerror=window.planted=1>"></iframe>'
+    )
     with browser.open(as_cells(frame, naive)) as page:
         page.wait("window.planted", frame=1)
         assert page.planted == 2
@@ -41,14 +49,14 @@ def test_the_detectors_detect(browser: Browser) -> None:
 
 
 def test_a_plain_page_is_harmless(browser: Browser, tmp_path: Path) -> None:
-    fragment = (
-        '<iframe sandbox="allow-scripts" srcdoc="<body style=\'color-scheme:light dark\'><button onclick=this.id=1>x</button>"></iframe>'
-    )
+    fragment = '<iframe sandbox="allow-scripts" srcdoc="<body style=\'color-scheme:light dark\'><button onclick=this.id=1>x</button>"></iframe>'
     with browser.open(as_cells(fragment, fragment), dark=True, width=400, height=300) as page:
         page.assert_harmless()
         assert len(page.frames) == 3
         assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches", frame=2)
-        x, y = page.evaluate("(b => [b.left + 20, b.top + 20])(document.querySelectorAll('iframe')[1].getBoundingClientRect())")
+        x, y = page.evaluate(
+            "(b => [b.left + 20, b.top + 20])(document.querySelectorAll('iframe')[1].getBoundingClientRect())"
+        )
         page.click(x, y)
         assert page.wait("document.querySelector('button').id", frame=2) == "1"
         assert not page.evaluate("document.querySelector('button').id", frame=1)
@@ -58,14 +66,24 @@ def test_a_plain_page_is_harmless(browser: Browser, tmp_path: Path) -> None:
 def pages(tokens: list[str]) -> dict[str, PageView]:
     """One of each interactive view, with these texts as tokens and as names."""
     split = synthetic(2, len(tokens), texts=tokens)
-    named = dataclasses.replace(split, provenance=dataclasses.replace(split.provenance, model=tokens[0]))
+    named = dataclasses.replace(
+        split, provenance=dataclasses.replace(split.provenance, model=tokens[0])
+    )
     paths = torch.randn(len(tokens), 5, 3, dtype=torch.float64)
     return {
         "split": render.split(named, title=tokens[1]),
         "terms": render.split(named, planes="terms", center=True),
         "blocks": render.split(named, max_cells=8),
         "paths": space._page(
-            tokens[0], paths, range(5), tokens[:3], tokens, tokens[1], tokens[2], partial(render.split, named), marked=True
+            tokens[0],
+            paths,
+            range(5),
+            tokens[:3],
+            tokens,
+            tokens[1],
+            tokens[2],
+            partial(render.split, named),
+            marked=True,
         ),
         "heads": render.heads(table(tokens[0]), title=tokens[1]),
     }
@@ -80,7 +98,10 @@ def table(model: str = "synthetic") -> Result:
             return ["layer", "head", "dominant_term", "cs_position", "induction"]
 
         def rows(self) -> list[list[object]]:
-            return [[l, h, f"{model}{l}", (l - h) / 2, torch.nan if (l, h) == (0, 1) else 0.25 * l] for l, h in HEADS]
+            return [
+                [l, h, f"{model}{l}", (l - h) / 2, torch.nan if (l, h) == (0, 1) else 0.25 * l]
+                for l, h in HEADS
+            ]
 
     return Table(provenance=Provenance(model=model))
 
@@ -96,7 +117,9 @@ def test_hostile_tokens_stay_text(name: str, browser: Browser, tmp_path: Path) -
         page.assert_harmless()
         assert "onerror" in page.evaluate("document.body.innerText")
         if name in ("split", "terms", "blocks"):
-            shown = page.evaluate("[...document.querySelectorAll('.text span')].map(s => s.textContent)")
+            shown = page.evaluate(
+                "[...document.querySelectorAll('.text span')].map(s => s.textContent)"
+            )
             assert shown == [html.token_text(t) for t in HOSTILE]
         page.click(200, 150)
         page.hover(220, 160)
@@ -116,11 +139,16 @@ def test_tables_images_and_the_report_hold_hostile_names(name: str, browser: Bro
     split = render.split(synthetic(1, 4, texts=[name, "b", "c", "d"]))
     section = Section(title=name, text=[name], figures=[image, split], tables={"of " + name: found})
     whole = document(name, [section.html()], [name], [name])
-    for text in (as_cells(found._repr_html_(), image.html()), whole.replace("</body>", '<p id="after">the end</p></body>')):
+    for text in (
+        as_cells(found._repr_html_(), image.html()),
+        whole.replace("</body>", '<p id="after">the end</p></body>'),
+    ):
         with browser.open(text) as page:
             page.assert_harmless()
             assert page.evaluate("document.getElementById('after').textContent") == "the end"
-            assert "".join(html.visible(name).split()) in "".join(page.evaluate("document.body.textContent").split())
+            assert "".join(html.visible(name).split()) in "".join(
+                page.evaluate("document.body.textContent").split()
+            )
 
 
 def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser) -> None:
@@ -144,30 +172,45 @@ def test_the_policy_stops_what_an_escape_would_let_through(browser: Browser) -> 
     with browser.open(view.replace("</body>", naughty)) as page:
         page.wait("document.body.dataset.drawn")
         assert page.planted == 0
-        assert page.requests == [] or page.evaluate("performance.getEntriesByType('resource').every(e => e.transferSize === 0)")
+        assert page.requests == [] or page.evaluate(
+            "performance.getEntriesByType('resource').every(e => e.transferSize === 0)"
+        )
 
 
 READ = "[...document.querySelectorAll('.read b')].map(b => [b.dataset.plane, b.dataset.value, b.dataset.half, b.textContent])"
 
 
-@pytest.mark.parametrize(("tokens", "options"), [(40, {"planes": "terms"}), (100, {}), (100, {"max_cells": 50})])
+@pytest.mark.parametrize(
+    ("tokens", "options"), [(40, {"planes": "terms"}), (100, {}), (100, {"max_cells": 50})]
+)
 def test_hover_reads_the_split(tokens: int, options: dict, browser: Browser) -> None:
-    """Every term, the total and the pattern at a cell, within half a quantisation step, under the mouse in a notebook's frame."""
+    """Every term, the total and the pattern at a cell, within half a quantisation step, under the
+    mouse in a notebook's frame."""
     split = synthetic(2, tokens)
     view = render.split(split, **options)
     block = 2 if "max_cells" in options else 1
     n, seen = tokens // block, set()
     with browser.open(as_cells("<p>above</p>", view.html()), width=1400, height=1200) as page:
         page.wait("document.body.dataset.drawn", frame=1)
-        page.evaluate("{const s = document.querySelector('select'); s.value = 1; s.onchange(); 0}", frame=1)
-        origin = page.evaluate("(r => [r.left, r.top])(document.querySelector('iframe').getBoundingClientRect())")
-        sheet = page.evaluate("(r => [r.left, r.top])(document.querySelectorAll('canvas')[1].getBoundingClientRect())", frame=1)
+        page.evaluate(
+            "{const s = document.querySelector('select'); s.value = 1; s.onchange(); 0}", frame=1
+        )
+        origin = page.evaluate(
+            "(r => [r.left, r.top])(document.querySelector('iframe').getBoundingClientRect())"
+        )
+        sheet = page.evaluate(
+            "(r => [r.left, r.top])(document.querySelectorAll('canvas')[1].getBoundingClientRect())",
+            frame=1,
+        )
         x0, y0 = origin[0] + sheet[0], origin[1] + sheet[1]
         places = page.evaluate("DATA.planes.map((_, p) => corner(p))", frame=1)
         cell = page.evaluate("DATA.cell", frame=1)
         for (q, k), (x, y) in zip([(n - 1, 3), (5, 5), (n // 2, 0), (0, 0)], places, strict=False):
             page.hover(x0 + x + (k + 0.5) * cell, y0 + y + (q + 0.5) * cell)
-            page.wait(f"document.querySelector('.where').textContent.startsWith('query {q * block}')", frame=1)
+            page.wait(
+                f"document.querySelector('.where').textContent.startsWith('query {q * block}')",
+                frame=1,
+            )
             where = page.evaluate("document.querySelector('.where').textContent", frame=1)
             assert f"␣t{q * block}" in where
             assert f"␣t{k * block}" in where.split("key")[1]
@@ -195,7 +238,10 @@ def cells_of(split: ScoreSplit, name: str) -> torch.Tensor:
     elif name == "total":
         found = split.total()
     else:
-        found = sum((split.terms[a, b] for a, b in split.terms if name in (f"{a}-{b}", pair(a, b))), torch.zeros(()))
+        found = sum(
+            (split.terms[a, b] for a, b in split.terms if name in (f"{a}-{b}", pair(a, b))),
+            torch.zeros(()),
+        )
     return torch.where(split.allowed[1], found[0, 1], torch.nan)
 
 
@@ -215,7 +261,10 @@ def test_a_click_chooses_the_query_and_a_button_the_term(browser: Browser) -> No
         assert page.evaluate("document.querySelectorAll('.text span')[11].style.background") == ""
         before = page.evaluate(colour)
         page.evaluate("document.querySelectorAll('button')[3].click()")
-        assert page.evaluate("document.querySelectorAll('button')[3].getAttribute('aria-pressed')") == "true"
+        assert (
+            page.evaluate("document.querySelectorAll('button')[3].getAttribute('aria-pressed')")
+            == "true"
+        )
         assert page.evaluate("document.querySelectorAll('button')[3].textContent") == "content"
         assert page.evaluate(colour) != before
         value, limit = float(split.terms["cvec", "cvec"][0, 0, 10, 3]), page.evaluate("state.limit")
@@ -231,7 +280,9 @@ PIXEL = """(p, q, k, a, b) => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_colours_mark_saturation_holes_and_what_is_not_allowed(dark: bool, browser: Browser) -> None:
+def test_colours_mark_saturation_holes_and_what_is_not_allowed(
+    dark: bool, browser: Browser
+) -> None:
     split = synthetic(1, 20)
     q = split.q.clone()
     q[:, 0, 7] = torch.nan
@@ -240,14 +291,20 @@ def test_colours_mark_saturation_holes_and_what_is_not_allowed(dark: bool, brows
         page.wait("document.body.dataset.drawn")
         page.evaluate("state.at = null; draw()")
         total = split.total()[0, 0]
-        over, under = ((total > 0.5).nonzero()[0].tolist(), ((total < -0.5) & split.allowed[0]).nonzero()[0].tolist())
+        over, under = (
+            (total > 0.5).nonzero()[0].tolist(),
+            ((total < -0.5) & split.allowed[0]).nonzero()[0].tolist(),
+        )
         pixel = lambda q, k, a=1, b=1: page.evaluate(f"({PIXEL})(4, {q}, {k}, {a}, {b})")
         assert pixel(*over) == [255, 176, 0]
         assert pixel(*under) == [0, 180, 160]
         assert page.evaluate("pictures[4].holes.length") == 8
         blank = [44, 45, 49] if dark else [233, 233, 236]
         assert pixel(0, 5) == blank
-        colours = lambda q, k: {tuple(pixel(q, k, i, i)) for i in range(6)} | {tuple(pixel(q, k, i, 5 - i)) for i in range(6)}
+        colours = lambda q, k: (
+            {tuple(pixel(q, k, i, i)) for i in range(6)}
+            | {tuple(pixel(q, k, i, 5 - i)) for i in range(6)}
+        )
         assert len(colours(0, 5)) == 1
         assert len(colours(7, 2)) == 2
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -256,18 +313,35 @@ def test_colours_mark_saturation_holes_and_what_is_not_allowed(dark: bool, brows
 
 def test_figures_do_not_shrink(browser: Browser) -> None:
     view = render.split(synthetic(2, 30))
-    with browser.open(as_cells(f"<div style='width:300px'>{view.html()}</div>"), width=320, height=600) as page:
+    with browser.open(
+        as_cells(f"<div style='width:300px'>{view.html()}</div>"), width=320, height=600
+    ) as page:
         page.wait("document.body.dataset.drawn", frame=1)
         for _ in range(3):
-            page.call("Emulation.setDeviceMetricsOverride", width=280, height=500, deviceScaleFactor=1, mobile=False)
-            sizes = page.evaluate("(r => [r.width, r.height])(document.querySelector('iframe').getBoundingClientRect())")
+            page.call(
+                "Emulation.setDeviceMetricsOverride",
+                width=280,
+                height=500,
+                deviceScaleFactor=1,
+                mobile=False,
+            )
+            sizes = page.evaluate(
+                "(r => [r.width, r.height])(document.querySelector('iframe').getBoundingClientRect())"
+            )
             assert sizes == [view.width, view.height]
 
 
 def test_frames_are_as_large_as_what_they_hold(browser: Browser) -> None:
     many = synthetic(2, 30, parts=("mean", "bias", "pos", "cvec"))
-    views = [render.split(synthetic(1, n), planes=p) for n, p in ((5, None), (30, "terms"), (70, ["pos-pos"]))]
-    views += [render.split(many, planes="terms"), render.heads(table()), pages(list(HOSTILE))["paths"]]
+    views = [
+        render.split(synthetic(1, n), planes=p)
+        for n, p in ((5, None), (30, "terms"), (70, ["pos-pos"]))
+    ]
+    views += [
+        render.split(many, planes="terms"),
+        render.heads(table()),
+        pages(list(HOSTILE))["paths"],
+    ]
     size = "[innerHeight - document.documentElement.scrollHeight, innerWidth - document.documentElement.scrollWidth]"
     rest = "innerHeight - document.querySelector('p').getBoundingClientRect().bottom"
     with browser.open(as_cells(*(v.html() for v in views)), width=1400) as page:
@@ -278,7 +352,8 @@ def test_frames_are_as_large_as_what_they_hold(browser: Browser) -> None:
 
 
 def test_time_until_twelve_heads_of_256_tokens_answer(browser: Browser) -> None:
-    """Twelve heads, nine terms, causal: drawn and read under the mouse. Measured 0.6 to 1.3 s; the bound leaves room for a busy machine."""
+    """Twelve heads, nine terms, causal: drawn and read under the mouse. Measured 0.6 to 1.3 s; the
+    bound leaves room for a busy machine."""
     view = render.split(synthetic(12, 256), planes="terms")
     started = time.monotonic()
     with browser.open(as_cells(view.html()), width=1400, height=1400) as page:
@@ -295,13 +370,21 @@ def test_heads_are_clicked(browser: Browser) -> None:
     with browser.open(view.page, width=900) as page:
         page.wait("document.body.dataset.drawn")
         read = "Object.fromEntries([...document.querySelectorAll('.read b')].map(b => [b.dataset.column, b.textContent]))"
-        assert page.evaluate(read) == {"dominant_term": "synthetic0", "cs_position": "0", "induction": "0"}
+        assert page.evaluate(read) == {
+            "dominant_term": "synthetic0",
+            "cs_position": "0",
+            "induction": "0",
+        }
         x, y = page.evaluate("(r => [r.left + LEFT, r.top + TOP])(sheet.getBoundingClientRect())")
         cell = page.evaluate("DATA.cell")
         page.click(x + 3.5 * cell, y + 1.5 * 22)
         page.hover(5, 5)
         page.wait("state.over === null")
-        assert page.evaluate(read) == {"dominant_term": "synthetic2", "cs_position": "−0.5", "induction": "0.5"}
+        assert page.evaluate(read) == {
+            "dominant_term": "synthetic2",
+            "cs_position": "−0.5",
+            "induction": "0.5",
+        }
         page.click(x + 3.5 * cell, y + 0.5 * 22)  # no such head
         assert page.evaluate("state.head") == 4
         page.hover(x + 1.5 * cell, y + 0.5 * 22)
@@ -312,15 +395,37 @@ def test_heads_are_clicked(browser: Browser) -> None:
 def test_a_bundle_turns_and_names_what_is_under_the_mouse(browser: Browser) -> None:
     points = torch.randn(4, 6, 3, dtype=torch.float64)
     image = partial(render.split, synthetic(1, 4))
-    view = space._page("Paths", points, range(6), ["x", "y", "z"], list("abcd"), "four", "none", image, marked=True)
+    view = space._page(
+        "Paths", points, range(6), ["x", "y", "z"], list("abcd"), "four", "none", image, marked=True
+    )
     with browser.open(view.page, width=900) as page:
         page.wait("document.body.dataset.drawn")
         left, top = page.evaluate("(r => [r.left, r.top])(sheet.getBoundingClientRect())")
         x, y = page.evaluate("put(DATA.paths[2][5])")
         page.hover(left + x, top + y)
         assert page.evaluate("document.querySelector('.where').textContent") == "c, state 5"
-        page.call("Input.dispatchMouseEvent", type="mousePressed", x=left + 30, y=top + 30, button="left", clickCount=1)
-        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + 180, y=top + 30, button="left", buttons=1)
-        page.call("Input.dispatchMouseEvent", type="mouseReleased", x=left + 180, y=top + 30, button="left")
+        page.call(
+            "Input.dispatchMouseEvent",
+            type="mousePressed",
+            x=left + 30,
+            y=top + 30,
+            button="left",
+            clickCount=1,
+        )
+        page.call(
+            "Input.dispatchMouseEvent",
+            type="mouseMoved",
+            x=left + 180,
+            y=top + 30,
+            button="left",
+            buttons=1,
+        )
+        page.call(
+            "Input.dispatchMouseEvent",
+            type="mouseReleased",
+            x=left + 180,
+            y=top + 30,
+            button="left",
+        )
         assert page.evaluate("view.a") == pytest.approx(1.6)
         page.assert_harmless()

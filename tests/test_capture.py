@@ -1,4 +1,5 @@
-"""The loop over data on live models: sources, windows, checkpoints that survive ``kill -9``, and what is refused."""
+"""The loop over data on live models: sources, windows, checkpoints that survive ``kill -9``, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -32,14 +33,22 @@ def states_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """All states by TransformerLens's own cache: ``[state context position d_model]``."""
     _, cache = model.run_with_cache(ids)
     n = model.cfg.n_layers
-    rows = [cache[f"blocks.{layer}.hook_resid_pre"] for layer in range(n)] + [cache[f"blocks.{n - 1}.hook_resid_post"]]
+    rows = [cache[f"blocks.{layer}.hook_resid_pre"] for layer in range(n)] + [
+        cache[f"blocks.{n - 1}.hook_resid_post"]
+    ]
     return torch.stack(rows).detach()
 
 
 def same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10) -> bool:
-    pairs = [(a.mean, b.mean), (a.pos_columns, b.pos_columns), (a.moments.squares.sum(0), b.moments.squares.sum(0))]
+    pairs = [
+        (a.mean, b.mean),
+        (a.pos_columns, b.pos_columns),
+        (a.moments.squares.sum(0), b.moments.squares.sum(0)),
+    ]
     pairs += [(a.ctx, b.ctx)] if a.ctx is not None and b.ctx is not None else []
-    return a.contexts == b.contexts and all(bool((x - y).abs().max() <= tolerance * y.abs().max()) for x, y in pairs)
+    return a.contexts == b.contexts and all(
+        bool((x - y).abs().max() <= tolerance * y.abs().max()) for x, y in pairs
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +64,9 @@ def test_decompose_equals_the_cached_states(kind: str, architecture: str) -> Non
     assert torch.allclose(basis.ctx, exact.ctx, atol=1e-5)
     assert "column 0 left out" in basis.provenance.line()
     assert "column 0 left out of the statistics" in repr(basis)
-    assert (basis.pos_at(0) - (states_of(model, ids)[:, :, 0].double().mean(1) - basis.mean)).abs().max() < 1e-5
+    assert (
+        basis.pos_at(0) - (states_of(model, ids)[:, :, 0].double().mean(1) - basis.mean)
+    ).abs().max() < 1e-5
 
 
 def test_every_source_gives_the_same_basis(model: Any, tmp_path: Path) -> None:
@@ -95,7 +106,9 @@ def test_bos_is_recorded_and_a_foreign_basis_is_refused(model: Any) -> None:
         assert basis.provenance.has_bos is True
     basis.check_model(view)
     other = tlg.view(tiny("bridge", "llama"))
-    with pytest.raises(tlg.GeometryError, match="basis: expected the model it was computed from, tiny-gpt2"):
+    with pytest.raises(
+        tlg.GeometryError, match="basis: expected the model it was computed from, tiny-gpt2"
+    ):
         basis.check_model(other)
     with pytest.raises(tlg.GeometryError, match="tokens: expected has_bos="):
         basis.check_model(view, has_bos=not basis.provenance.has_bos)
@@ -105,7 +118,9 @@ def test_a_basis_from_a_cache_belongs_to_the_model_of_the_cache(model: Any) -> N
     _, cache = model.run_with_cache(tokens(4, 6))
     basis = tlg.decompose_activations(cache)
     basis.check_model(tlg.view(model))
-    with pytest.raises(tlg.GeometryError, match="basis: expected the model it was computed from, tiny-gpt2"):
+    with pytest.raises(
+        tlg.GeometryError, match="basis: expected the model it was computed from, tiny-gpt2"
+    ):
         basis.check_model(tlg.view(tiny("bridge", "llama")))
     cache.model = None
     assert tlg.decompose_activations(cache).provenance.fingerprint is None
@@ -115,7 +130,9 @@ class Killed(Exception):
     pass
 
 
-def test_interrupted_run_resumes_without_repeating_finished_batches(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_resumes_without_repeating_finished_batches(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # every batch is saved
     ids, path = tokens(20, 8), tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, batch_size=3, progress=False, moments_dtype=torch.float64)
@@ -128,7 +145,11 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(model: Any, 
         seen.append(len(batch))
         forward(view, states, batch, on_state)
 
-    options: dict[str, Any] = {"progress": False, "checkpoint": path, "moments_dtype": torch.float64}
+    options: dict[str, Any] = {
+        "progress": False,
+        "checkpoint": path,
+        "moments_dtype": torch.float64,
+    }
     monkeypatch.setattr(streaming, "_forward", counting)
     with pytest.raises(Killed):
         tlg.decompose(model, ids, batch_size=3, **options)
@@ -142,7 +163,9 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(model: Any, 
     resumed = tlg.decompose(model, ids, batch_size=4, **options)
     assert sum(seen) + sum(again) == 20  # nine contexts were finished, eleven were left
     assert same(resumed, whole)
-    assert (resumed.second_moment(1) - whole.second_moment(1)).abs().max() <= 1e-10 * whole.second_moment(1, centred=False).trace()
+    assert (
+        resumed.second_moment(1) - whole.second_moment(1)
+    ).abs().max() <= 1e-10 * whole.second_moment(1, centred=False).trace()
     assert resumed.provenance.token_hash == whole.provenance.token_hash
     again.clear()
     assert same(tlg.decompose(model, ids, **options), whole)
@@ -185,7 +208,9 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     ids, path = tokens(400, 8), tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, progress=False, moments_dtype=torch.float64)
     environment = {**os.environ, "PYTHONPATH": str(Path(tlg.__file__).parent.parent)}
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, env=environment, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, env=environment, text=True
+    )
     assert child.stdout is not None
     for _ in range(7):
         assert child.stdout.readline() == "batch\n"
@@ -196,7 +221,9 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     assert child.returncode == -signal.SIGKILL
     work = accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]
     assert 12 <= work["done"] < 400
-    resumed = tlg.decompose(model, ids, checkpoint=path, progress=False, moments_dtype=torch.float64)
+    resumed = tlg.decompose(
+        model, ids, checkpoint=path, progress=False, moments_dtype=torch.float64
+    )
     assert same(resumed, whole)
 
 
@@ -215,16 +242,24 @@ tlg.decompose(view, ids(240), checkpoint=sys.argv[1], **OPTIONS).save(sys.argv[2
 @pytest.mark.slow
 @pytest.mark.parametrize("writers", [1, 2])
 def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
-    """SIGKILL and SIGINT at random moments, of one process or of two that write the same checkpoint."""
+    """SIGKILL and SIGINT at random moments, of one process or of two that write the same
+    checkpoint."""
     from tests.test_distributed import OPTIONS, assert_same, ids, toy
 
     path, outs = tmp_path / "run.safetensors", [tmp_path / f"basis{i}" for i in range(writers)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(tlg.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(tlg.__file__).parent.parent),
+        "OMP_NUM_THREADS": "1",
+    }
     random, done, kills = np.random.default_rng(writers), [0], 0
     for turn in range(20 // writers):
         children = [
             subprocess.Popen(
-                [sys.executable, "-c", ROUGH, str(path), str(out)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+                [sys.executable, "-c", ROUGH, str(path), str(out)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
             )
             for out in outs
         ]
@@ -239,7 +274,9 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
             assert child.stdout is not None
             child.stdout.close()
         if path.exists():
-            done.append(accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]["done"])  # whole at every moment
+            done.append(
+                accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]["done"]
+            )  # whole at every moment
     assert kills >= 10
     assert max(done) > 0
     if writers == 1:
@@ -249,7 +286,9 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
     assert not any(p.suffix == ".part" and p.name.startswith(path.name) for p in tmp_path.iterdir())
 
 
-def test_files_are_the_users_and_what_cannot_be_written_is_said(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_the_users_and_what_cannot_be_written_is_said(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tl_geometry.base import results
 
     basis = tlg.decompose_activations(torch.randn(4, 5, 3))
@@ -261,7 +300,10 @@ def test_files_are_the_users_and_what_cannot_be_written_is_said(model: Any, tmp_
     assert path.stat().st_mode & 0o777 == 0o640
     held = path.read_bytes()
     (tmp_path / "file").write_text("")
-    with pytest.raises(tlg.GeometryError, match=r"expected a file that can be written \(what was there is unchanged\), got"):
+    with pytest.raises(
+        tlg.GeometryError,
+        match=r"expected a file that can be written \(what was there is unchanged\), got",
+    ):
         basis.save(tmp_path / "file" / "below")
 
     def full(*args: Any, **options: Any) -> None:
@@ -315,7 +357,9 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
     original = verb.as_view
     verb.as_view = lambda model: model  # type: ignore[assignment]
     try:
-        found = tlg.windows(Letters(), ["abcdefg", "hijkl", "m"], 4, prepend_bos=True, labels=["x", "y", "x"])
+        found = tlg.windows(
+            Letters(), ["abcdefg", "hijkl", "m"], 4, prepend_bos=True, labels=["x", "y", "x"]
+        )
         assert found.tokens.tolist() == [[1, 97, 98, 99], [1, 100, 101, 102], [1, 104, 105, 106]]
         assert found.labels is not None
         assert found.labels.tolist() == [0, 0, 1]
@@ -327,16 +371,37 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         drawn = tlg.windows(Letters(), texts, 4, n=2100, prepend_bos=False, replace=True)
         starts, counts = drawn.tokens[:, 0].unique(return_counts=True)
         assert "".join(map(chr, starts.tolist())) == "abcdefghijklmnopqwxyz"  # none across texts
-        assert ((counts - 100).abs() < 50).all()  # each place as likely as another, so that long texts give more
+        assert (
+            (counts - 100).abs() < 50
+        ).all()  # each place as likely as another, so that long texts give more
         assert drawn.labels is not None
-        assert torch.bincount(drawn.labels).tolist() == [int(counts[:17].sum()), 0, int(counts[17:].sum())]
+        assert torch.bincount(drawn.labels).tolist() == [
+            int(counts[:17].sum()),
+            0,
+            int(counts[17:].sum()),
+        ]
         assert all("".join(map(chr, row)) in " ".join(texts) for row in drawn.tokens.tolist())
         for call, text in [
-            (lambda: tlg.windows(Letters(), ["ab"], 4, prepend_bos=False), "texts: expected a text of at least 4 tokens, got at most 2"),
-            (lambda: tlg.windows(Letters(), "abcdefgh", 4, n=3, prepend_bos=False), "n: expected 1 to 2 windows, got 3"),
-            (lambda: tlg.windows(Letters(), [], 4, prepend_bos=False), "texts: expected a string or a list of strings"),
-            (lambda: tlg.windows(Letters(), ["abc"], 4, n=3, prepend_bos=False, replace=True), "texts: expected a text of at least 4"),
-            (lambda: tlg.windows(Letters(), ["abcd"], 4, n=0, prepend_bos=False, replace=True), "n: expected a number of windows"),
+            (
+                lambda: tlg.windows(Letters(), ["ab"], 4, prepend_bos=False),
+                "texts: expected a text of at least 4 tokens, got at most 2",
+            ),
+            (
+                lambda: tlg.windows(Letters(), "abcdefgh", 4, n=3, prepend_bos=False),
+                "n: expected 1 to 2 windows, got 3",
+            ),
+            (
+                lambda: tlg.windows(Letters(), [], 4, prepend_bos=False),
+                "texts: expected a string or a list of strings",
+            ),
+            (
+                lambda: tlg.windows(Letters(), ["abc"], 4, n=3, prepend_bos=False, replace=True),
+                "texts: expected a text of at least 4",
+            ),
+            (
+                lambda: tlg.windows(Letters(), ["abcd"], 4, n=0, prepend_bos=False, replace=True),
+                "n: expected a number of windows",
+            ),
             (
                 lambda: tlg.windows(Letters(), "abcdefgh", 4, prepend_bos=False, labels=["a", "b"]),
                 "labels: expected one for each of 1 texts",
@@ -350,31 +415,49 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
 
 def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
     ids = torch.arange(40)[:, None] * 100 + torch.arange(9)
-    glued = tlg.glue(tlg.TokenWindows(tokens=ids, has_bos=True), piece=2)
-    assert torch.equal(glued.tokens % 100, ids % 100)  # every token stays in its column
-    assert torch.equal(glued.tokens[:, 0], ids[:, 0])
-    assert torch.equal(glued.tokens.sort(0).values, ids)
-    assert (glued.tokens // 100 == ids // 100)[:, 1:].float().mean() < 0.2
+    spliced = tlg.splice(tlg.TokenWindows(tokens=ids, has_bos=True), piece=2)
+    assert torch.equal(spliced.tokens % 100, ids % 100)  # every token stays in its column
+    assert torch.equal(spliced.tokens[:, 0], ids[:, 0])
+    assert torch.equal(spliced.tokens.sort(0).values, ids)
+    assert (spliced.tokens // 100 == ids // 100)[:, 1:].float().mean() < 0.2
     with pytest.raises(tlg.GeometryError, match="piece: expected 1 to 9 tokens, got 10"):
-        tlg.glue(tlg.TokenWindows(tokens=ids, has_bos=False), piece=10)
+        tlg.splice(tlg.TokenWindows(tokens=ids, has_bos=False), piece=10)
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda m: tlg.decompose(m, [[1, 2, 3], [1, 2]]), r"tokens: expected rows of equal length, got lengths \[2, 3\]"),
+        (
+            lambda m: tlg.decompose(m, [[1, 2, 3], [1, 2]]),
+            r"tokens: expected rows of equal length, got lengths \[2, 3\]",
+        ),
         (
             lambda m: tlg.decompose(m, iter([tokens(2, 5), tokens(2, 6)]), progress=False),
             "tokens: expected 5 columns, as in the first row, got 6",
         ),
-        (lambda m: tlg.decompose(m, iter([])), "tokens: expected at least one batch, got an empty iterable"),
+        (
+            lambda m: tlg.decompose(m, iter([])),
+            "tokens: expected at least one batch, got an empty iterable",
+        ),
         (lambda m: tlg.decompose(m, torch.zeros(0, 5, dtype=torch.int64)), "at least one context"),
         (lambda m: tlg.decompose(m, torch.zeros(2, 5)), "tokens: expected integer ids"),
-        (lambda m: tlg.decompose(m, torch.full((2, 5), VOCAB), progress=False), f"tokens: expected ids from 0 to {VOCAB - 1}"),
-        (lambda m: tlg.decompose(m, tokens(2, 65), progress=False), "tokens: expected at most 64 positions"),
+        (
+            lambda m: tlg.decompose(m, torch.full((2, 5), VOCAB), progress=False),
+            f"tokens: expected ids from 0 to {VOCAB - 1}",
+        ),
+        (
+            lambda m: tlg.decompose(m, tokens(2, 65), progress=False),
+            "tokens: expected at most 64 positions",
+        ),
         (lambda m: tlg.decompose(m), "tokens: expected tokens to run the model on, got None"),
-        (lambda m: tlg.decompose(m, tokens(2, 5), states=[3]), "states: expected an index from 0 to 2, got 3"),
-        (lambda m: tlg.decompose(m, tokens(2, 5), labels=[1]), r"labels: expected one integer label \(0 or more\) for each of 2 contexts"),
+        (
+            lambda m: tlg.decompose(m, tokens(2, 5), states=[3]),
+            "states: expected an index from 0 to 2, got 3",
+        ),
+        (
+            lambda m: tlg.decompose(m, tokens(2, 5), labels=[1]),
+            r"labels: expected one integer label \(0 or more\) for each of 2 contexts",
+        ),
         (lambda m: tlg.decompose(m, "text"), "prepend_bos: expected True or False with text"),
         (lambda m: tlg.decompose(m, "/nowhere/ids.npy"), "tokens: expected an existing .npy file"),
         (
@@ -411,7 +494,10 @@ def test_training_mode_is_refused_and_the_users_hooks_stay(model: Any) -> None:
         model.reset_hooks(including_permanent=True)
     model.train()
     try:
-        with pytest.raises(tlg.GeometryError, match=r"expected evaluation mode, got training mode.*Use model\.eval\(\)"):
+        with pytest.raises(
+            tlg.GeometryError,
+            match=r"expected evaluation mode, got training mode.*Use model\.eval\(\)",
+        ):
             tlg.decompose(model, ids, progress=False)
     finally:
         model.eval()
@@ -429,17 +515,26 @@ def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path)
 
     def poisoned(tokens: Any, hooks: Any, **options: Any) -> None:
         view.run(
-            tokens, {n: (lambda h, f=f, n=n: f(h * torch.nan if n == view.state_hooks[1] else h)) for n, f in hooks.items()}, **options
+            tokens,
+            {
+                n: (lambda h, f=f, n=n: f(h * torch.nan if n == view.state_hooks[1] else h))
+                for n, f in hooks.items()
+            },
+            **options,
         )
 
     import dataclasses
 
-    with pytest.raises(tlg.GeometryError, match=r"got NaN or infinite in states \[1\], contexts 0 to 3"):
+    with pytest.raises(
+        tlg.GeometryError, match=r"got NaN or infinite in states \[1\], contexts 0 to 3"
+    ):
         tlg.decompose(dataclasses.replace(view, run=poisoned), ids, checkpoint=path, progress=False)
     assert not path.exists()
 
 
-def test_an_interrupted_run_with_labels_resumes_with_theirs(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_with_labels_resumes_with_theirs(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)
     ids, labels, path = tokens(20, 8), torch.arange(20) % 3, tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, labels=labels, progress=False)
@@ -455,7 +550,9 @@ def test_an_interrupted_run_with_labels_resumes_with_theirs(model: Any, tmp_path
     with pytest.raises(Killed):
         tlg.decompose(model, ids, labels=labels, batch_size=4, checkpoint=path, progress=False)
     monkeypatch.setattr(streaming, "_forward", forward)
-    resumed = tlg.decompose(model, ids, labels=labels, batch_size=5, checkpoint=path, progress=False)
+    resumed = tlg.decompose(
+        model, ids, labels=labels, batch_size=5, checkpoint=path, progress=False
+    )
     assert resumed.labels is not None
     assert torch.equal(resumed.labels, labels)
     assert resumed.moments.label_counts is not None
@@ -465,8 +562,12 @@ def test_an_interrupted_run_with_labels_resumes_with_theirs(model: Any, tmp_path
     assert torch.allclose(resumed.moments.label_sums, whole.moments.label_sums, rtol=1e-10)
 
 
-def test_what_is_over_the_limit_is_not_kept_and_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulation, "KEEP_LIMIT", 10_000)  # three samples of [3 states, 8 columns, 32], and none of the others
+def test_what_is_over_the_limit_is_not_kept_and_said(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        accumulation, "KEEP_LIMIT", 10_000
+    )  # three samples of [3 states, 8 columns, 32], and none of the others
     for source in (tokens(20, 8), iter(tokens(20, 8).split(3))):  # of known and of unknown length
         basis = tlg.decompose(model, source, batch_size=4, progress=False)
         assert not basis.has_second_moments

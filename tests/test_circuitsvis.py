@@ -1,4 +1,5 @@
-"""The hardened circuitsvis views: tokens are data, figures live side by side, limits are said, numbers are the tensor's."""
+"""The hardened circuitsvis views: tokens are data, figures live side by side, limits are said,
+numbers are the tensor's."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Markup(HTMLParser):
 
 
 def test_tokens_are_no_markup_and_pages_hold_no_address() -> None:
-    """Hostile tokens give the same tags as plain ones (the twin: written as they are, they do not), and the same figure the same page."""
+    """Hostile tokens give the same tags as plain ones (the twin: written as they are, they do not),
+    and the same figure the same page."""
     split = copying()
     plain = views.colored_tokens(["a"] * len(TEXTS), torch.linspace(-1, 2, len(TEXTS))).page
     for name, view in figures().items():
@@ -79,7 +81,9 @@ def test_tokens_are_no_markup_and_pages_hold_no_address() -> None:
 def test_what_a_notebook_gets(tmp_path: Path) -> None:
     for name, view in figures().items():
         bundle = view._repr_mimebundle_()
-        assert set(bundle) == {"text/html", "text/plain"} | ({"image/png"} if name != "tokens" else set())
+        assert set(bundle) == {"text/html", "text/plain"} | (
+            {"image/png"} if name != "tokens" else set()
+        )
         assert bundle["text/plain"].startswith(view.title)
         assert "kB of HTML" in bundle["text/plain"]
         assert len(bundle.get("image/png", "")) < 400_000
@@ -94,7 +98,13 @@ def test_the_payload_is_the_tensor() -> None:
     split, seen = copying(), payload(figures()["induction"])
     assert seen["terms"] == ["pattern", "total", *("-".join(t) for t in split.terms)]
     values = torch.tensor(seen["values"], dtype=torch.float64)
-    expected = [split.pattern()[0, 1], *(row_center(x[0, 1].double(), split.allowed[1]) for x in (split.total(), *split.terms.values()))]
+    expected = [
+        split.pattern()[0, 1],
+        *(
+            row_center(x[0, 1].double(), split.allowed[1])
+            for x in (split.total(), *split.terms.values())
+        ),
+    ]
     for ours, theirs in zip(values, expected, strict=True):
         assert torch.allclose(ours, theirs.double(), rtol=6e-4, atol=1e-12)
     assert torch.allclose(values[2:].sum(0), values[1], atol=1e-3 * seen["limit"])
@@ -103,37 +113,56 @@ def test_the_payload_is_the_tensor() -> None:
 
 
 def test_induction_begins_where_the_head_copies() -> None:
-    """Its first query attends to the tokens that followed its earlier copies, and the content term is what takes it there."""
+    """Its first query attends to the tokens that followed its earlier copies, and the content term
+    is what takes it there."""
     split = dataclasses.replace(copying(), str_tokens=tuple(str(t) for t in prompts(1)[0].tolist()))
     seen = payload(views.induction(split, head="L1H0"))
     query, values = seen["query"], torch.tensor(seen["values"])
     assert query > 7
-    assert seen["copies"][query] == [j for j in range(query + 1) if j and (j - 1) % 7 == query % 7 and j - 1 < query]
+    assert seen["copies"][query] == [
+        j for j in range(query + 1) if j and (j - 1) % 7 == query % 7 and j - 1 < query
+    ]
     assert float(values[0, query, seen["copies"][query]].sum()) > 0.9
     best = int(values[2:, query, seen["copies"][query][0]].argmax())
     assert seen["terms"][2 + best] == "cvec-cvec"
     other = payload(views.induction(split, head=(0, 0)))
-    assert float(torch.tensor(other["values"])[0, query, other["copies"][query]].sum()) < 0.5  # the previous-token head does not
+    assert (
+        float(torch.tensor(other["values"])[0, query, other["copies"][query]].sum()) < 0.5
+    )  # the previous-token head does not
 
 
-def test_without_copies_it_begins_at_the_end_and_published_splits_say_that_they_do_not_close() -> None:
+def test_without_copies_it_begins_at_the_end_and_published_splits_say_that_they_do_not_close() -> (
+    None
+):
     split = copying()
-    assert payload(views.induction(split, head="L1H0", tokens=[str(i) for i in range(22)]))["query"] == 21
+    assert (
+        payload(views.induction(split, head="L1H0", tokens=[str(i) for i in range(22)]))["query"]
+        == 21
+    )
     assert "sum of terms within" in views.induction(split, head="L1H0").caption
     basis = tlg.decompose(induction_model(), corpus(), progress=False)
     for preset in ("paper", "reference"):
-        published = tlg.split_scores(induction_model(), prompts(1), basis, heads="L1H0", preset=preset)
-        assert "do not sum to the model's scores" in views.induction(published, tokens=TEXTS).caption
+        published = tlg.split_scores(
+            induction_model(), prompts(1), basis, heads="L1H0", preset=preset
+        )
+        assert (
+            "do not sum to the model's scores" in views.induction(published, tokens=TEXTS).caption
+        )
 
 
 def test_limits_are_named() -> None:
     split = copying()
     wide = torch.zeros(13, 64, 64)
-    with pytest.raises(GeometryError, match=r"13 heads x 64 x 64 tokens: expected at most 50000, got 53248\. Use fewer heads"):
+    with pytest.raises(
+        GeometryError,
+        match=r"13 heads x 64 x 64 tokens: expected at most 50000, got 53248\. Use fewer heads",
+    ):
         views.attention_heads(wide, ["a"] * 64)
     with pytest.raises(GeometryError, match=r"tokens: expected at most 2000, got 2001"):
         views.colored_tokens(["a"] * 2001, torch.zeros(2001))
-    with pytest.raises(GeometryError, match=r"at most 128, got 129\. Use a shorter prompt, or render\.split"):
+    with pytest.raises(
+        GeometryError, match=r"at most 128, got 129\. Use a shorter prompt, or render\.split"
+    ):
         views.induction(split, head="L1H0", tokens=["a"] * 129)
     bad = torch.zeros(1, 3, 3)
     bad[0, 2, 0] = torch.nan
@@ -162,7 +191,9 @@ def test_a_split_gives_heads_terms_and_contexts() -> None:
     both = payload(views.attention_heads(split, TEXTS, context=1))["props"]
     assert both["attentionHeadNames"] == ["L0H0", "L1H0"]
     assert torch.allclose(torch.tensor(both["attention"]), split.pattern()[1], rtol=6e-4, atol=1e-6)
-    with pytest.raises(GeometryError, match="texts of the tokens"):  # a split knows those of its first prompt only
+    with pytest.raises(
+        GeometryError, match="texts of the tokens"
+    ):  # a split knows those of its first prompt only
         views.induction(split, head="L1H0", context=1)
     with pytest.raises(GeometryError, match="context: expected an index from 0 to 1"):
         views.attention_heads(split, TEXTS, context=2)
@@ -180,9 +211,15 @@ def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:
     assert payload(views.attention_heads(masked, ["a", "b"])) == payload(view)
 
 
-def test_without_circuitsvis_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_circuitsvis_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     views._bundle.cache_clear()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")),
+    )
     with pytest.raises(GeometryError, match="pip install circuitsvis"):
         views.colored_tokens(["a"], [1.0])
     views._bundle.cache_clear()
@@ -202,7 +239,10 @@ def test_hostile_tokens_are_shown_and_nothing_runs(browser: Browser, dark: bool)
         page.assert_harmless()
         assert page.evaluate("document.getElementById('after').textContent") == "the end"
         for frame, name in ((3, "tokens"), (4, "induction")):
-            shown = page.wait(f"[...{FIGURE}.querySelectorAll('span > span')].map(s => s.textContent)", frame=frame)
+            shown = page.wait(
+                f"[...{FIGURE}.querySelectorAll('span > span')].map(s => s.textContent)",
+                frame=frame,
+            )
             assert [s.replace("\xa0", " ") for s in shown] == payload(made[name])["tokens"]
             assert shown[7] == "<s>"
         drawn = "(c => [c.length, c.every(x => x.getContext('2d').getImageData(0, 0, x.width, x.height).data.some(v => v))])"
@@ -222,16 +262,29 @@ def test_clicks_and_tooltips_read_the_tensor(browser: Browser, tmp_path: Path) -
             page.evaluate(f"document.querySelectorAll('#before {group} button')[{index}].click()")
         paid = data["values"][0][query]
         best = max(data["allowed"][query], key=lambda j: paid[j])
-        table = page.evaluate("[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))")
+        table = page.evaluate(
+            "[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))"
+        )
         assert table[0][1] == f"{best} {data['tokens'][best]}"
         assert {row[0]: float(row[1]) for row in table[2:]} == {
-            name: float(f"{v[query][best]:.3g}") for name, v in zip(data["terms"], data["values"], strict=True)
+            name: float(f"{v[query][best]:.3g}")
+            for name, v in zip(data["terms"], data["values"], strict=True)
         }
         assert [row[0] for row in table[2:4]] == ["pattern", "total"]
-        assert table[4][0] == max(zip(data["terms"][2:], data["values"][2:], strict=True), key=lambda t: abs(t[1][query][best]))[0]
-        assert page.evaluate("document.getElementById('high').textContent") == f"{data['limit']:.3g}"
+        assert (
+            table[4][0]
+            == max(
+                zip(data["terms"][2:], data["values"][2:], strict=True),
+                key=lambda t: abs(t[1][query][best]),
+            )[0]
+        )
+        assert (
+            page.evaluate("document.getElementById('high').textContent") == f"{data['limit']:.3g}"
+        )
         spans = f"[...{FIGURE}.querySelectorAll('span > span')]"
-        x, y = page.wait(f"(b => [b.left + b.width / 2, b.top + 8])({spans}[{best}].getBoundingClientRect())")
+        x, y = page.wait(
+            f"(b => [b.left + b.width / 2, b.top + 8])({spans}[{best}].getBoundingClientRect())"
+        )
         page.hover(x, y)
         tip = page.wait(f"{FIGURE}.querySelector('strong')?.parentElement.innerText")
         text, number = tip.rsplit("\n", 1)
@@ -241,7 +294,8 @@ def test_clicks_and_tooltips_read_the_tensor(browser: Browser, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_plain_circuitsvis_does_none_of_this(browser: Browser) -> None:
-    """The twin: circuitsvis's own pages run tokens, lose tokens, and delete what follows; so the tests above can fail."""
+    """The twin: circuitsvis's own pages run tokens, lose tokens, and delete what follows; so the
+    tests above can fail."""
     from circuitsvis import tokens as plain
 
     def own(tokens: tuple[str, ...]) -> str:
@@ -253,6 +307,8 @@ def test_plain_circuitsvis_does_none_of_this(browser: Browser) -> None:
     with browser.open("<!doctype html>" + own(HOSTILE[1:2]) + after) as page:
         assert page.wait("window.planted") == 1  # it is set as HTML
     with browser.open("<!doctype html>" + own(("a", "<s>", "b")) + own(("c",)) + after) as page:
-        assert page.wait("document.querySelector('.colored-tokens')?.innerText").split() == ["ab"]  # no <s>
+        assert page.wait("document.querySelector('.colored-tokens')?.innerText").split() == [
+            "ab"
+        ]  # no <s>
         page.wait("!document.getElementById('after')")  # nor what follows
         assert page.evaluate("document.querySelectorAll('.colored-tokens').length") == 1

@@ -1,4 +1,5 @@
-"""Commands as a user gives them: what is resumed, what the null and the twin are, options that reach the results."""
+"""Commands as a user gives them: what is resumed, what the null and the twin are, options that
+reach the results."""
 
 from __future__ import annotations
 
@@ -27,35 +28,53 @@ CORPUS: dict[str, Any] = {"contexts": 12, "length": 16, "bos": None, "seed": 3}
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "code.txt"
-    path.write_text("".join(f"def f{i}(x):\n    return x * {i} + y[{i % 7}]\n\n" for i in range(60)))
+    path.write_text(
+        "".join(f"def f{i}(x):\n    return x * {i} + y[{i % 7}]\n\n" for i in range(60))
+    )
     return path
 
 
-def test_the_null_is_glued_and_the_twin_is_untrained(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_null_is_glued_and_the_twin_is_untrained(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[Analysis] = []
-    monkeypatch.setattr(build, "write", lambda analysis, *args, **options: kept.append(analysis) or {"sections": []})
+    monkeypatch.setattr(
+        build, "write", lambda analysis, *args, **options: kept.append(analysis) or {"sections": []}
+    )
     build.build(build.Request(corpus=(text,), **CORPUS), tmp_path, progress=False)
     (a,) = kept
     assert a.embedded
     null, twin = basis_section.spliced(a, 12), basis_section.untrained(a, 12)
-    glued = tlg.decompose(a.view, tlg.glue(a.windows, seed=3), progress=False)
-    assert null.provenance.token_hash == glued.provenance.token_hash
+    spliced = tlg.decompose(a.view, tlg.splice(a.windows, seed=3), progress=False)
+    assert null.provenance.token_hash == spliced.provenance.token_hash
     shares, found = a.basis.anova().shares["ctx"], a.basis.anova(null=null).ctx_null
     assert found is not None
-    assert torch.allclose(found, glued.anova().shares["ctx"])
+    assert torch.allclose(found, spliced.anova().shares["ctx"])
     assert not torch.allclose(found, shares, atol=1e-2)
     assert twin.provenance.token_hash == a.basis.provenance.token_hash
-    assert twin.provenance.fingerprint == tlg.view(zoo.embedded(trained=False)).fingerprint != a.view.fingerprint
+    assert (
+        twin.provenance.fingerprint
+        == tlg.view(zoo.embedded(trained=False)).fingerprint
+        != a.view.fingerprint
+    )
 
 
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize(("command", "checkpoint"), [("heads", "out/checkpoint.safetensors"), ("fit", "out.checkpoint.safetensors")])
+@pytest.mark.parametrize(
+    ("command", "checkpoint"),
+    [("heads", "out/checkpoint.safetensors"), ("fit", "out.checkpoint.safetensors")],
+)
 @pytest.mark.parametrize("resume", [True, False])
 def test_resume_goes_on_from_a_half_done_checkpoint(
-    command: str, checkpoint: str, resume: bool, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    checkpoint: str,
+    resume: bool,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
     forward = _forward
@@ -71,21 +90,44 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
     monkeypatch.setattr(streaming, "_forward", lambda *args: counting(*args, most=5))
     (tmp_path / "out").mkdir()
     with pytest.raises(Killed):
-        tlg.decompose(view, tokens, checkpoint=tmp_path / checkpoint, batch_size=5, progress=False, seed=3)
+        tlg.decompose(
+            view, tokens, checkpoint=tmp_path / checkpoint, batch_size=5, progress=False, seed=3
+        )
     assert seen == [5]
     seen.clear()
     monkeypatch.setattr(streaming, "_forward", lambda *args: counting(*args, most=99))
     monkeypatch.setattr(build, "kept_samples", lambda *_: 32)  # as in the interrupted run
     bases: list[tlg.PositionContext] = []
-    monkeypatch.setattr(build, "write", lambda analysis, *args, **options: bases.append(analysis.basis) or {"sections": [], "failed": {}})
+    monkeypatch.setattr(
+        build,
+        "write",
+        lambda analysis, *args, **options: (
+            bases.append(analysis.basis) or {"sections": [], "failed": {}}
+        ),
+    )
     out = tmp_path / ("out" if command == "heads" else "out.safetensors")
-    options = ["--corpus", str(text), "--contexts", "12", "--length", "16", "--seed", "3", "--out", str(out), "--quiet"]
+    options = [
+        "--corpus",
+        str(text),
+        "--contexts",
+        "12",
+        "--length",
+        "16",
+        "--seed",
+        "3",
+        "--out",
+        str(out),
+        "--quiet",
+    ]
     done = CliRunner().invoke(app, [command, *options, *(["--resume"] if resume else [])])
     assert done.exit_code == 0, done.output
     assert sum(seen) == (7 if resume else 12)
     basis = bases[0] if command == "heads" else tlg.PositionContext.load(out)
     assert basis.contexts == 12
-    assert basis.provenance.token_hash == tlg.decompose(view, tokens, progress=False).provenance.token_hash
+    assert (
+        basis.provenance.token_hash
+        == tlg.decompose(view, tokens, progress=False).provenance.token_hash
+    )
     assert not (tmp_path / checkpoint).exists()
 
 
@@ -99,19 +141,47 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("command", "title", "tables"),
     [
         ("heads", "What drives each head", {"heads", "dominant_only"}),
-        ("weights", "Weights and the sphere", {"weights_qk", "weights_ov", "readout_ov", "paths", "surrogates"}),
-        ("trajectories", "Trajectories as a flow", {"flow", "flow_nulls", "skipped_layers", "truncation"}),
+        (
+            "weights",
+            "Weights and the sphere",
+            {"weights_qk", "weights_ov", "readout_ov", "paths", "surrogates"},
+        ),
+        (
+            "trajectories",
+            "Trajectories as a flow",
+            {"flow", "flow_nulls", "skipped_layers", "truncation"},
+        ),
     ],
 )
 def test_commands_write_their_sections_with_the_options_given(
     command: str, title: str, tables: set[str], directory: Path, tmp_path: Path
 ) -> None:
-    options = ["--corpus", str(directory / "text.txt"), "--contexts", "32", "--length", "16", "--out", str(tmp_path), "--quiet", "--json"]
-    done = CliRunner().invoke(app, [command, str(directory), *options, "--processed", "--dtype", "float64", "--seed", "3"])
+    options = [
+        "--corpus",
+        str(directory / "text.txt"),
+        "--contexts",
+        "32",
+        "--length",
+        "16",
+        "--out",
+        str(tmp_path),
+        "--quiet",
+        "--json",
+    ]
+    done = CliRunner().invoke(
+        app, [command, str(directory), *options, "--processed", "--dtype", "float64", "--seed", "3"]
+    )
     assert done.exit_code == 0, done.output
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["sections"] == ["What was analysed", title]
-    expected = {"model": "small", "processed": True, "dtype": "float64", "seed": 3, "contexts": 32, "has_bos": True}
+    expected = {
+        "model": "small",
+        "processed": True,
+        "dtype": "float64",
+        "seed": 3,
+        "contexts": 32,
+        "has_bos": True,
+    }
     assert {k: run["provenance"][k] for k in expected} == expected
     assert {p.stem for p in tmp_path.glob("*.csv")} == {"overview", *tables}
     assert title in (tmp_path / "report.html").read_text()
@@ -122,7 +192,19 @@ def test_check_and_readout_of_a_directory(directory: Path, tmp_path: Path) -> No
     assert done.exit_code == 0, done.output
     assert "processed, float64, cpu" in done.output
     assert "verified, state l+1 is the output of block l" in done.output
-    options = ["--layer", "1", "--head", "2", "--weights", "QK", "--k", "3", "--processed", "--out", str(tmp_path / "read.csv")]
+    options = [
+        "--layer",
+        "1",
+        "--head",
+        "2",
+        "--weights",
+        "QK",
+        "--k",
+        "3",
+        "--processed",
+        "--out",
+        str(tmp_path / "read.csv"),
+    ]
     done = CliRunner().invoke(app, ["readout", str(directory), *options])
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader((tmp_path / "read.csv").read_text().splitlines()))

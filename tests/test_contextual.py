@@ -1,4 +1,5 @@
-"""Laws of the context measures: bounds, brute force, planted clusters with analytic answers, the compactness inequality."""
+"""Laws of the context measures: bounds, brute force, planted clusters with analytic answers, the
+compactness inequality."""
 
 from __future__ import annotations
 
@@ -27,24 +28,34 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-# --- Incoherence ----------------------------------------------------------------------------------------------------
+# --- Incoherence ----------------------------------------------------------------------------------
+# ------------------
 
 
 @cases
 @given(seeds, st.integers(1, 6), st.integers(1, 6), st.integers(1, 5))
-def test_incoherence_equals_all_pairs_and_keeps_its_order(seed: int, positions: int, contexts: int, d_model: int) -> None:
+def test_incoherence_equals_all_pairs_and_keeps_its_order(
+    seed: int, positions: int, contexts: int, d_model: int
+) -> None:
     pos, ctx = gaussian(seed, 2, positions, d_model), gaussian(seed + 1, 2, contexts, d_model)
     found = contextual.incoherence(pos, ctx)
     for state in range(2):
         all_pairs = np.array([cosine(p.numpy(), c.numpy()) for p in pos[state] for c in ctx[state]])
-        expected = [np.abs(all_pairs).max(), np.abs(all_pairs).mean(), np.sqrt((all_pairs**2).mean()), all_pairs.mean()]
+        expected = [
+            np.abs(all_pairs).max(),
+            np.abs(all_pairs).mean(),
+            np.sqrt((all_pairs**2).mean()),
+            all_pairs.mean(),
+        ]
         assert np.allclose([float(x[state]) for x in found[:4]], expected)
     assert (found.signed.abs() <= found.avg + 1e-12).all()
     assert (found.avg <= found.rms + 1e-12).all()
     assert (found.rms <= found.max + 1e-12).all()
     assert (found.max <= 1 + 1e-12).all()
     unit = [torch.nn.functional.normalize(x[0], dim=-1) for x in (pos, ctx)]
-    rms = math.sqrt(float(((unit[0].T @ unit[0]) * (unit[1].T @ unit[1])).sum()) / (positions * contexts))
+    rms = math.sqrt(
+        float(((unit[0].T @ unit[0]) * (unit[1].T @ unit[1])).sum()) / (positions * contexts)
+    )
     assert float(found.rms[0]) == pytest.approx(rms)
     swapped = contextual.incoherence(3 * ctx, -pos)
     assert torch.allclose(swapped.avg, found.avg)
@@ -56,7 +67,9 @@ def test_incoherence_of_many_contexts_is_summed_in_blocks() -> None:
     halves = [contextual.incoherence(pos, c) for c in ctx.split(700)]
     whole = contextual.incoherence(pos, ctx)
     assert float(whole.max) == max(float(h.max) for h in halves)
-    assert float(whole.avg * whole.pairs) == pytest.approx(sum(float(h.avg * h.pairs) for h in halves))
+    assert float(whole.avg * whole.pairs) == pytest.approx(
+        sum(float(h.avg * h.pairs) for h in halves)
+    )
 
 
 def test_incoherence_baseline_is_what_random_directions_give() -> None:
@@ -68,7 +81,9 @@ def test_incoherence_baseline_is_what_random_directions_give() -> None:
     assert float(found.max.mean()) == pytest.approx(base.max, rel=0.05)
     assert base.avg == pytest.approx(math.sqrt(2 / (math.pi * d)), rel=0.01)
     aligned = contextual.incoherence(gaussian(0, positions, d) + 2, gaussian(1, contexts, d) + 2)
-    assert float(aligned.avg) > 3 * base.avg  # the baseline is not met by directions that share a mean
+    assert (
+        float(aligned.avg) > 3 * base.avg
+    )  # the baseline is not met by directions that share a mean
     assert contextual.cosine_baseline(1, 5).max == 1
 
 
@@ -92,7 +107,9 @@ def test_subspace_overlap_against_scipy(seed: int, r: int, other: int) -> None:
     expected = np.sort(scipy.linalg.subspace_angles(*spans))
     assert np.allclose(found.angles, expected)
     assert 0 <= float(found.overlap) <= 1
-    assert torch.allclose(contextual.subspace_overlap(pos, pos, r).angles, torch.zeros(r).double(), atol=1e-7)
+    assert torch.allclose(
+        contextual.subspace_overlap(pos, pos, r).angles, torch.zeros(r).double(), atol=1e-7
+    )
 
 
 def test_subspace_overlap_of_random_subspaces_is_the_baseline() -> None:
@@ -112,15 +129,20 @@ def test_subspace_overlap_of_missing_directions_is_nan() -> None:
     assert contextual.subspace_overlap(pos, ctx, 3).overlap.isfinite().all()
 
 
-# --- Clusters -------------------------------------------------------------------------------------------------------
+# --- Clusters -------------------------------------------------------------------------------------
+# ------------------
 
 
 @cases
-@given(seeds, st.lists(st.integers(0, 3), min_size=3, max_size=10).filter(lambda z: len(set(z)) > 1))
+@given(
+    seeds, st.lists(st.integers(0, 3), min_size=3, max_size=10).filter(lambda z: len(set(z)) > 1)
+)
 def test_cluster_similarity_against_loops(seed: int, labels: list[int]) -> None:
     ctx, z = gaussian(seed, len(labels), 4), torch.tensor(labels)
     rows = ctx.numpy()
-    pairs = {(i, j): cosine(rows[i], rows[j]) for i, j in itertools.product(range(len(labels)), repeat=2)}
+    pairs = {
+        (i, j): cosine(rows[i], rows[j]) for i, j in itertools.product(range(len(labels)), repeat=2)
+    }
     same = [abs(v) for (i, j), v in pairs.items() if labels[i] == labels[j]]
     off = [abs(v) for (i, j), v in pairs.items() if labels[i] == labels[j] and i != j]
     different = [abs(v) for (i, j), v in pairs.items() if labels[i] != labels[j]]
@@ -130,7 +152,9 @@ def test_cluster_similarity_against_loops(seed: int, labels: list[int]) -> None:
     assert float(exact.inter) == pytest.approx(np.mean(different)) == float(reference.inter)
     assert float(exact.intra) == pytest.approx(np.mean(off)) if off else exact.intra.isnan()
     signed = contextual.cluster_similarity(ctx, z, signed=True)
-    assert float(signed.inter) == pytest.approx(np.mean([v for (i, j), v in pairs.items() if labels[i] != labels[j]]))
+    assert float(signed.inter) == pytest.approx(
+        np.mean([v for (i, j), v in pairs.items() if labels[i] != labels[j]])
+    )
     alone = [k for k in range(max(labels) + 1) if labels.count(k) < 2]
     assert exact.table.diagonal()[alone].isnan().all()
     assert (exact.table.nan_to_num(0) <= 1 + 1e-12).all()
@@ -138,14 +162,19 @@ def test_cluster_similarity_against_loops(seed: int, labels: list[int]) -> None:
 
 def test_published_similarity_counts_self_pairs_and_ours_does_not() -> None:
     ctx, z = gaussian(0, 40, 300), torch.arange(4).repeat_interleave(10)
-    exact, reference = (contextual.cluster_similarity(ctx, z, preset=p) for p in ("exact", "reference"))
+    exact, reference = (
+        contextual.cluster_similarity(ctx, z, preset=p) for p in ("exact", "reference")
+    )
     assert float(reference.intra) == pytest.approx((9 * float(exact.intra) + 1) / 10)
-    assert float(exact.intra) == pytest.approx(contextual.cosine_baseline(300).avg, rel=0.1)  # no clusters here: chance alone
+    assert float(exact.intra) == pytest.approx(
+        contextual.cosine_baseline(300).avg, rel=0.1
+    )  # no clusters here: chance alone
     assert reference.intra > 2 * reference.inter  # and yet the published form shows some
 
 
 def test_planted_clusters_have_their_analytic_similarity() -> None:
-    """Unit centres with noise of variance s^2 per coordinate: E cos within a cluster is close to 1 / (1 + d s^2)."""
+    """Unit centres with noise of variance s^2 per coordinate: E cos within a cluster is close to 1
+    / (1 + d s^2)."""
     d, s, n = 64, 0.05, 200
     centres = torch.eye(d, dtype=torch.float64)[:3]
     z = torch.arange(3).repeat_interleave(n)
@@ -153,14 +182,18 @@ def test_planted_clusters_have_their_analytic_similarity() -> None:
     found = contextual.cluster_similarity(ctx, z, signed=True)
     assert float(found.intra) == pytest.approx(1 / (1 + d * s**2), rel=0.01)
     assert abs(float(found.inter)) < 0.01
-    shuffled = contextual.cluster_similarity(ctx, z[torch.randperm(len(z), generator=torch.Generator().manual_seed(0))], signed=True)
+    shuffled = contextual.cluster_similarity(
+        ctx, z[torch.randperm(len(z), generator=torch.Generator().manual_seed(0))], signed=True
+    )
     assert abs(float(shuffled.intra - shuffled.inter)) < 0.02
 
 
 def test_similarity_after_pca_is_that_of_the_projected_rows() -> None:
     ctx, z = gaussian(0, 2, 30, 12) + 1, torch.arange(3).repeat_interleave(10)
     u, s, _ = np.linalg.svd(ctx[1].numpy(), full_matrices=False)
-    expected = contextual.cluster_similarity(torch.from_numpy(u[:, :4] * s[:4]), z, preset="reference")
+    expected = contextual.cluster_similarity(
+        torch.from_numpy(u[:, :4] * s[:4]), z, preset="reference"
+    )
     found = contextual.cluster_similarity(ctx, z, preset="reference", pca=4)
     assert float(found.intra[1]) == pytest.approx(float(expected.intra))
     assert float(found.inter[1]) == pytest.approx(float(expected.inter))
@@ -168,10 +201,14 @@ def test_similarity_after_pca_is_that_of_the_projected_rows() -> None:
 
 def test_cluster_arguments_are_checked() -> None:
     ctx = gaussian(0, 6, 3)
-    with pytest.raises(GeometryError, match="a label >= 0 for each of 6 rows, got int64 tensor of shape"):
+    with pytest.raises(
+        GeometryError, match="a label >= 0 for each of 6 rows, got int64 tensor of shape"
+    ):
         contextual.cluster_similarity(ctx, torch.zeros(5, dtype=torch.int64))
     with pytest.raises(GeometryError, match='expected preset="exact"'):
-        contextual.cluster_similarity(ctx, torch.tensor([0, 0, 0, 1, 1, 1]), preset="reference", signed=True)
+        contextual.cluster_similarity(
+            ctx, torch.tensor([0, 0, 0, 1, 1, 1]), preset="reference", signed=True
+        )
     with pytest.raises(GeometryError, match="1 to 3 directions"):
         contextual.cluster_similarity(ctx, torch.tensor([0, 0, 0, 1, 1, 1]), pca=4)
     with pytest.raises(GeometryError, match="at least two labels"):
@@ -180,7 +217,8 @@ def test_cluster_arguments_are_checked() -> None:
         contextual.cluster_compactness(ctx, torch.tensor([0, 0, 0, 1, 1, 1]), space="half")
 
 
-# --- Compactness ----------------------------------------------------------------------------------------------------
+# --- Compactness ----------------------------------------------------------------------------------
+# ------------------
 
 
 def brute_compactness(x: np.ndarray, labels: np.ndarray) -> float:
@@ -194,28 +232,42 @@ def brute_compactness(x: np.ndarray, labels: np.ndarray) -> float:
 
 @cases
 @given(seeds, st.integers(2, 4), st.integers(1, 4))
-def test_compactness_is_the_trace_ratio_and_affine_invariant(seed: int, clusters: int, d_model: int) -> None:
+def test_compactness_is_the_trace_ratio_and_affine_invariant(
+    seed: int, clusters: int, d_model: int
+) -> None:
     z = torch.arange(clusters).repeat_interleave(8)[1:]  # unequal sizes
     x = gaussian(seed, len(z), d_model) + gaussian(seed + 1, clusters, d_model)[z]
     value = float(contextual.cluster_compactness(x, z))
     assert value == pytest.approx(brute_compactness(x.numpy(), z.numpy()), rel=1e-8)
     A = gaussian(seed + 2, d_model, d_model) + 3 * torch.eye(d_model)
-    assert float(contextual.cluster_compactness(x @ A + 1e3 * gaussian(seed, d_model), z)) == pytest.approx(value, rel=1e-5)
+    assert float(
+        contextual.cluster_compactness(x @ A + 1e3 * gaussian(seed, d_model), z)
+    ) == pytest.approx(value, rel=1e-5)
     n, k = len(z), clusters
-    assert float(contextual.cluster_compactness(x, z, norm="dof")) == pytest.approx(value * (n - k) / (k - 1))
+    assert float(contextual.cluster_compactness(x, z, norm="dof")) == pytest.approx(
+        value * (n - k) / (k - 1)
+    )
     whole = ("pca", d_model)
-    assert float(contextual.cluster_compactness(x, z, space=whole)) == pytest.approx(value, rel=1e-8)
+    assert float(contextual.cluster_compactness(x, z, space=whole)) == pytest.approx(
+        value, rel=1e-8
+    )
     batched = contextual.cluster_compactness(torch.stack([x, 2 * x]), z)
     assert torch.allclose(batched, torch.tensor([value, value], dtype=torch.float64))
-    assert float(contextual.cluster_compactness(x, z + 1)) == pytest.approx(value)  # a label that nobody has changes nothing
+    assert float(contextual.cluster_compactness(x, z + 1)) == pytest.approx(
+        value
+    )  # a label that nobody has changes nothing
 
 
 def test_compactness_of_equal_means_is_zero_and_of_gaussians_analytic() -> None:
     x = gaussian(0, 20, 3)
-    assert float(contextual.cluster_compactness(torch.cat([x, x]), torch.arange(2).repeat_interleave(20))) == pytest.approx(0, abs=1e-20)
+    assert float(
+        contextual.cluster_compactness(torch.cat([x, x]), torch.arange(2).repeat_interleave(20))
+    ) == pytest.approx(0, abs=1e-20)
     z = torch.arange(2).repeat_interleave(5000)
     points = gaussian(1, 10_000, 3) + 4.0 * z[:, None]
-    assert float(contextual.cluster_compactness(points, z)) == pytest.approx(3 * 4.0, rel=0.05)  # (delta / 2)^2 per axis
+    assert float(contextual.cluster_compactness(points, z)) == pytest.approx(
+        3 * 4.0, rel=0.05
+    )  # (delta / 2)^2 per axis
 
 
 def test_singular_clusters_are_refused_and_ridge_is_explicit() -> None:
@@ -236,7 +288,12 @@ def test_singular_clusters_are_refused_and_ridge_is_explicit() -> None:
 @cases
 @given(seeds, st.integers(1, 4))
 def test_cvec_is_never_less_compact_than_raw(seed: int, d_model: int) -> None:
-    h = gaussian(seed, 9, 6, d_model) + 2 * gaussian(seed + 1, 6, d_model) + gaussian(seed + 2, 9, 1, d_model) + 5
+    h = (
+        gaussian(seed, 9, 6, d_model)
+        + 2 * gaussian(seed + 1, 6, d_model)
+        + gaussian(seed + 2, 9, 1, d_model)
+        + 5
+    )
     z = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
     mean = h.mean((0, 1))
     P = h.mean(0) - mean
@@ -254,7 +311,8 @@ def test_cvec_is_never_less_compact_than_raw(seed: int, d_model: int) -> None:
 
 
 def test_states_behind_a_layer_norm_are_refused_in_the_full_space() -> None:
-    """LayerNorm outputs lie on a hyperplane: with float32 moments the dependence is only seen at their accuracy."""
+    """LayerNorm outputs lie on a hyperplane: with float32 moments the dependence is only seen at
+    their accuracy."""
     h = torch.nn.functional.layer_norm(gaussian(0, 8, 6, 5), (5,)).float().double()
     z, mean = torch.arange(2).repeat_interleave(4), h.mean((0, 1))
     means = torch.stack([h[z == k].mean((0, 1)) - mean for k in range(2)])

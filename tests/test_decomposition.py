@@ -1,4 +1,5 @@
-"""Laws of the mean decomposition (SPEC-level identities): reconstruction, orthogonality, equivariance, streaming, files."""
+"""Laws of the mean decomposition (SPEC-level identities): reconstruction, orthogonality,
+equivariance, streaming, files."""
 
 from __future__ import annotations
 
@@ -16,12 +17,19 @@ from tests.fixtures import additive, random_states
 from tl_geometry.decomposition.moments import Moments, half_width
 from tl_geometry.decomposition.position_context import PositionContext, decompose_tensor
 
-SIZES = {"contexts": st.integers(2, 9), "positions": st.integers(2, 8), "d_model": st.integers(1, 6), "seed": st.integers(0, 99)}
+SIZES = {
+    "contexts": st.integers(2, 9),
+    "positions": st.integers(2, 8),
+    "d_model": st.integers(1, 6),
+    "seed": st.integers(0, 99),
+}
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
     """Equal to ``tolerance`` relative to the largest entry of ``b``."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-30))
+    return a.shape == b.shape and bool(
+        (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-30)
+    )
 
 
 def basis_of(h: Tensor, **options: object) -> PositionContext:
@@ -62,7 +70,9 @@ def test_matrix_anova(contexts: int, positions: int, d_model: int, seed: int) ->
     basis = basis_of(h, moments_dtype=torch.float64)
     parts = decompose_tensor(h[0])
     within = parts.resid.flatten(0, 1)
-    expected = contexts * parts.pos.T @ parts.pos + positions * parts.ctx.T @ parts.ctx + within.T @ within
+    expected = (
+        contexts * parts.pos.T @ parts.pos + positions * parts.ctx.T @ parts.ctx + within.T @ within
+    )
     assert close(basis.second_moment(0), expected, 1e-8)
     cvec = parts.cvec.flatten(0, 1)
     assert close(cvec.T @ cvec, positions * parts.ctx.T @ parts.ctx + within.T @ within, 1e-8)
@@ -86,7 +96,9 @@ def test_equivariance(contexts: int, positions: int, d_model: int, seed: int) ->
 
 
 @given(**SIZES)
-def test_permuted_contexts_permute_ctx_only(contexts: int, positions: int, d_model: int, seed: int) -> None:
+def test_permuted_contexts_permute_ctx_only(
+    contexts: int, positions: int, d_model: int, seed: int
+) -> None:
     h = random_states(1, contexts, positions, d_model, seed=seed)
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))
     before, after = basis_of(h), basis_of(h[:, order])
@@ -119,7 +131,10 @@ def test_streaming_equals_memory_under_every_partition(
     whole = decompose_tensor(h)
     cuts = [c for c in torch.tensor(sizes).cumsum(0).tolist() if c < contexts]
     shards = torch.tensor_split(h, cuts, dim=1)
-    pieces = [basis_of(shard, batch_size=sizes[0], groups=groups, moments_dtype=torch.float64) for shard in shards]
+    pieces = [
+        basis_of(shard, batch_size=sizes[0], groups=groups, moments_dtype=torch.float64)
+        for shard in shards
+    ]
     merged = PositionContext.merge(pieces)
     streamed = basis_of(h, batch_size=sizes[-1], groups=groups, moments_dtype=torch.float64)
     for basis in (merged, streamed):
@@ -141,17 +156,24 @@ def test_pilot_keeps_float32_products_accurate_where_plain_ones_fail() -> None:
     ours = basis_of(h, batch_size=8).second_moment(0)
     assert (ours - exact).abs().max() < 1e-6 * exact.trace()
     rows = h[0].flatten(0, 1)
-    plain = (rows.T @ rows).double() - len(rows) * torch.outer(rows.double().mean(0), rows.double().mean(0))
+    plain = (rows.T @ rows).double() - len(rows) * torch.outer(
+        rows.double().mean(0), rows.double().mean(0)
+    )
     assert (plain - exact).abs().max() > 1e-3 * exact.trace()
 
 
 def test_float64_states_are_centred_before_they_are_rounded() -> None:
-    h = torch.randn(1, 64, 16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1e6
+    h = (
+        torch.randn(1, 64, 16, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        + 1e6
+    )
     rows = (h[0] - h.mean((0, 1, 2))).flatten(0, 1)
     rows = rows - rows.mean(0)
     exact = rows.T @ rows
     assert (basis_of(h, batch_size=8).second_moment(0) - exact).abs().max() < 1e-6 * exact.trace()
-    assert (rows.float() + 1e6 - 1e6).double().var() > 1.0001 * rows.var()  # the twin: states rounded with their mean
+    assert (
+        rows.float() + 1e6 - 1e6
+    ).double().var() > 1.0001 * rows.var()  # the twin: states rounded with their mean
 
 
 def test_the_dtype_of_the_products_stays_with_the_basis(tmp_path: Path) -> None:
@@ -192,7 +214,9 @@ def test_transform_of_parts_of_a_window_is_exact_on_additive_data() -> None:
     parts = basis.transform(h[:, :2], positions=range(2))
     assert (parts.ctx - known["ctx"]).abs().max() < 1e-10
     textbook = h[:, :2].mean(1) - basis.mean[0]
-    assert (textbook - known["ctx"]).abs().max() > 0.1  # the textbook form is wrong on a part of a window
+    assert (
+        textbook - known["ctx"]
+    ).abs().max() > 0.1  # the textbook form is wrong on a part of a window
 
 
 def test_groups_labels_and_samples() -> None:
@@ -212,7 +236,9 @@ def test_groups_labels_and_samples() -> None:
     assert close(basis.samples.double(), h[:, basis.sample_contexts].transpose(0, 1), 1e-6)
     other = basis_of(h, keep=5, batch_size=11)
     assert other.sample_contexts is not None
-    assert sorted(other.sample_contexts.tolist()) == sorted(basis.sample_contexts.tolist())  # whatever the batches
+    assert sorted(other.sample_contexts.tolist()) == sorted(
+        basis.sample_contexts.tolist()
+    )  # whatever the batches
     seeds = {tuple(sorted(basis_of(h, keep=5, seed=s).sample_contexts.tolist())) for s in range(6)}  # type: ignore[union-attr]
     assert len(seeds) > 1
 
@@ -228,7 +254,12 @@ def test_debiased_share_and_reliability_tell_signal_from_noise() -> None:
     signal = basis_of(noise + curve).anova()
     assert signal.pos_reliability[0] > 0.95
     assert abs(signal.pos_debiased[0] - 0.5) < 0.08
-    assert signal.degrees_of_freedom == {"pos": 11, "ctx": 199, "resid": 199 * 11, "total": 200 * 12 - 1}
+    assert signal.degrees_of_freedom == {
+        "pos": 11,
+        "ctx": 199,
+        "resid": 199 * 11,
+        "total": 200 * 12 - 1,
+    }
 
 
 def test_half_window_agreement_sees_a_common_context_and_not_a_slow_drift() -> None:
@@ -239,14 +270,20 @@ def test_half_window_agreement_sees_a_common_context_and_not_a_slow_drift() -> N
     for t in range(1, positions):
         drift[:, t] = 0.9 * drift[:, t - 1] + 0.19**0.5 * innovation[:, t]
     slow = basis_of(drift.unsqueeze(0)).anova()
-    common = basis_of((drift + torch.randn(contexts, 1, 8, generator=generator, dtype=torch.float64)).unsqueeze(0)).anova()
+    common = basis_of(
+        (drift + torch.randn(contexts, 1, 8, generator=generator, dtype=torch.float64)).unsqueeze(0)
+    ).anova()
     assert slow.shares["ctx"][0] > 0.25  # no context effect at all, and yet a large share
     assert slow.ctx_agreement[0] < 0.3
     assert common.ctx_agreement[0] > 0.6
     part = half_width(positions)
     a, b = drift[:, :part].mean(1), drift[:, -part:].mean(1)
     a, b = a - a.mean(0), b - b.mean(0)
-    assert torch.isclose(slow.ctx_agreement[0], (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt(), atol=1e-10)
+    assert torch.isclose(
+        slow.ctx_agreement[0],
+        (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt(),
+        atol=1e-10,
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +294,9 @@ def test_half_window_agreement_sees_a_common_context_and_not_a_slow_drift() -> N
         (random_states(1, 1, 5, 3).expand(1, 4, 5, 3), ("ctx", "resid"), True),
     ],
 )
-def test_degenerate_designs_have_defined_values(h: Tensor, zero: tuple[str, ...], identifiable: bool) -> None:
+def test_degenerate_designs_have_defined_values(
+    h: Tensor, zero: tuple[str, ...], identifiable: bool
+) -> None:
     table = basis_of(h).anova()
     for name in zero:
         assert getattr(table, name)[0] <= 1e-12 * h.square().sum()
@@ -279,11 +318,16 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
     assert torch.equal(loaded.pos, table.pos)
     assert loaded.states == table.states
     assert list(loaded.to_dataframe().columns) == list(table.columns())
-    with pytest.raises(tlg.GeometryError, match="expected schema tl_geometry/PositionContext/2, got 'tl_geometry/Anova/1'"):
+    with pytest.raises(
+        tlg.GeometryError,
+        match="expected schema tl_geometry/PositionContext/2, got 'tl_geometry/Anova/1'",
+    ):
         PositionContext.load(tmp_path / "anova.safetensors")
     whole = (tmp_path / "basis.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(tlg.GeometryError, match="expected a whole file written by tl_geometry, got SafetensorError"):
+    with pytest.raises(
+        tlg.GeometryError, match="expected a whole file written by tl_geometry, got SafetensorError"
+    ):
         PositionContext.load(tmp_path / "cut.safetensors")
     with pytest.raises(tlg.GeometryError, match="expected an existing safetensors file"):
         PositionContext.load(tmp_path / "absent.safetensors")
@@ -294,7 +338,9 @@ def test_merge_refuses_what_does_not_belong_together() -> None:
     a = basis_of(h)
     with pytest.raises(tlg.GeometryError, match=r"merge: expected window \(0, 5\)"):
         PositionContext.merge([a, basis_of(h, window=(1, 4))])
-    other = dataclasses.replace(a, provenance=dataclasses.replace(a.provenance, fingerprint="0" * 16))
+    other = dataclasses.replace(
+        a, provenance=dataclasses.replace(a.provenance, fingerprint="0" * 16)
+    )
     with pytest.raises(tlg.GeometryError, match="merge: fingerprint"):
         PositionContext.merge([a, other])
     with pytest.raises(tlg.GeometryError, match="second moments in both or in neither"):
@@ -305,8 +351,13 @@ def test_merge_refuses_what_does_not_belong_together() -> None:
 
 def test_merged_samples_keep_their_contexts_labels_and_flags() -> None:
     h, labels = random_states(2, 14, 4, 3), torch.arange(14) % 3
-    parts = [basis_of(h[:, cut], keep=6, labels=labels[cut]) for cut in (slice(0, 4), slice(4, 9), slice(9, 14))]
-    parts[2] = dataclasses.replace(parts[2], provenance=parts[2].provenance.flagged("only of the last"))
+    parts = [
+        basis_of(h[:, cut], keep=6, labels=labels[cut])
+        for cut in (slice(0, 4), slice(4, 9), slice(9, 14))
+    ]
+    parts[2] = dataclasses.replace(
+        parts[2], provenance=parts[2].provenance.flagged("only of the last")
+    )
     merged = PositionContext.merge(parts)
     assert merged.sample_contexts is not None
     assert merged.samples is not None
@@ -320,8 +371,16 @@ def test_merged_samples_keep_their_contexts_labels_and_flags() -> None:
 
 def test_merge_refuses_labels_that_differ() -> None:
     h = random_states(1, 6, 4, 3)
-    three, two, none = basis_of(h, labels=torch.arange(6) % 3), basis_of(h, labels=torch.arange(6) % 2), basis_of(h)
-    for parts, text in (([three, none], "3 labels, got 0"), ([none, three], "0 labels, got 3"), ([two, three], "2 labels, got 3")):
+    three, two, none = (
+        basis_of(h, labels=torch.arange(6) % 3),
+        basis_of(h, labels=torch.arange(6) % 2),
+        basis_of(h),
+    )
+    for parts, text in (
+        ([three, none], "3 labels, got 0"),
+        ([none, three], "0 labels, got 3"),
+        ([two, three], "2 labels, got 3"),
+    ):
         with pytest.raises(tlg.GeometryError, match=f"merge: labels: expected {text}"):
             PositionContext.merge(parts)
 
@@ -330,7 +389,15 @@ def test_moments_are_a_monoid() -> None:
     h = random_states(1, 9, 4, 3)[0]
 
     def of(part: Tensor) -> Moments:
-        m = Moments.zeros(states=1, columns=4, d_model=3, window=(0, 4), groups=2, second=True, product_dtype=torch.float64)
+        m = Moments.zeros(
+            states=1,
+            columns=4,
+            d_model=3,
+            window=(0, 4),
+            groups=2,
+            second=True,
+            product_dtype=torch.float64,
+        )
         group_of = torch.arange(len(part)) % 2
         m.add(0, part, group_of)
         m.count(group_of, None)
@@ -349,23 +416,46 @@ def test_moments_are_a_monoid() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: basis_of(torch.zeros(3, 4)), r"activations: expected floating \[context position d_model\]"),
+        (
+            lambda: basis_of(torch.zeros(3, 4)),
+            r"activations: expected floating \[context position d_model\]",
+        ),
         (lambda: basis_of(torch.zeros(1, 2, 3, dtype=torch.int64)), "got int64 tensor of shape"),
-        (lambda: basis_of(torch.full((2, 3, 4), torch.nan)), "activations: expected finite numbers, got NaN or infinite in states"),
+        (
+            lambda: basis_of(torch.full((2, 3, 4), torch.nan)),
+            "activations: expected finite numbers, got NaN or infinite in states",
+        ),
         (lambda: basis_of(torch.full((2, 3, 4), torch.inf)), "contexts 0 to 1"),
         (
             lambda: basis_of(torch.zeros(2, 3, 4), window=(1, 9)),
             r"window: expected 0 <= start < end <= 3 \(columns of the input\), got \(1, 9\)",
         ),
         (lambda: basis_of(torch.zeros(2, 3, 4), window=(2, 2)), "window: expected"),
-        (lambda: basis_of(torch.zeros(2, 3, 4), states=[-1]), "states: expected an index from 0 to 0, got -1"),
-        (lambda: basis_of(torch.zeros(2, 3, 4), groups=0), "groups: expected at least 1, got 0"),
-        (lambda: basis_of(torch.zeros(2, 3, 4), second_moments="yes"), "second moments: expected True, False or"),
-        (lambda: basis_of(torch.zeros(2, 3, 4), second_moments=False).second_moment(0), r"Use decompose\(\.\.\., second_moments=True\)"),
-        (lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.zeros(2, 3, 5)), "activations: expected"),
-        (lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.full((2, 3, 4), torch.nan)), "24 NaN or infinite of 24"),
         (
-            lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.zeros(2, 3, 4), positions=[0, 1, 3]),
+            lambda: basis_of(torch.zeros(2, 3, 4), states=[-1]),
+            "states: expected an index from 0 to 0, got -1",
+        ),
+        (lambda: basis_of(torch.zeros(2, 3, 4), groups=0), "groups: expected at least 1, got 0"),
+        (
+            lambda: basis_of(torch.zeros(2, 3, 4), second_moments="yes"),
+            "second moments: expected True, False or",
+        ),
+        (
+            lambda: basis_of(torch.zeros(2, 3, 4), second_moments=False).second_moment(0),
+            r"Use decompose\(\.\.\., second_moments=True\)",
+        ),
+        (
+            lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.zeros(2, 3, 5)),
+            "activations: expected",
+        ),
+        (
+            lambda: basis_of(torch.zeros(2, 3, 4)).transform(torch.full((2, 3, 4), torch.nan)),
+            "24 NaN or infinite of 24",
+        ),
+        (
+            lambda: basis_of(torch.zeros(2, 3, 4)).transform(
+                torch.zeros(2, 3, 4), positions=[0, 1, 3]
+            ),
             "positions: expected 3 columns from 0 to 2",
         ),
         (lambda: basis_of(torch.zeros(2, 3, 4)).index(1), r"state: expected one of \(0,\), got 1"),

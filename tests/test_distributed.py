@@ -1,6 +1,8 @@
-"""Scale: several processes against one, memory that runs out, half precision, sources on disk, models on several devices.
+"""Scale: several processes against one, memory that runs out, half precision, sources on disk,
+models on several devices.
 
-The laws run on processes that are threads here; real ones, started by ``torchrun``, are the slow tests.
+The laws run on processes that are threads here; real ones, started by ``torchrun``, are the slow
+tests.
 """
 
 from __future__ import annotations
@@ -32,10 +34,17 @@ ROOT = Path(tlg.__file__).parent.parent
 STATES, D, LENGTH, VOCAB = 3, 16, 12, 50
 
 
-def toy(fail: Callable[[int, int], None] = lambda contexts, state: None, dtype: torch.dtype = torch.float32) -> ModelView:
-    """A view of a small function of the tokens with an outlier coordinate; ``fail`` is called before each state and may raise."""
+def toy(
+    fail: Callable[[int, int], None] = lambda contexts, state: None,
+    dtype: torch.dtype = torch.float32,
+) -> ModelView:
+    """A view of a small function of the tokens with an outlier coordinate; ``fail`` is called
+    before each state and may raise."""
     generator = torch.Generator().manual_seed(0)
-    embed, position = torch.randn(VOCAB, D, generator=generator), torch.randn(LENGTH, D, generator=generator)
+    embed, position = (
+        torch.randn(VOCAB, D, generator=generator),
+        torch.randn(LENGTH, D, generator=generator),
+    )
     weights = torch.randn(STATES, D, D, generator=generator) / D**0.5
     offset = torch.zeros(D)
     offset[3] = 3000.0
@@ -48,9 +57,23 @@ def toy(fail: Callable[[int, int], None] = lambda contexts, state: None, dtype: 
                 hooks[f"state{state}"]((h + offset).to(dtype))
             h = h + torch.tanh(h @ weights[state]) + h.cumsum(1) / 10
 
-    fields: dict[str, Any] = {"model": None, "name": "toy", "kind": "toy", "library": "none", "processed": False, "bos_id": 7, "run": run}
+    fields: dict[str, Any] = {
+        "model": None,
+        "name": "toy",
+        "kind": "toy",
+        "library": "none",
+        "processed": False,
+        "bos_id": 7,
+        "run": run,
+    }
     fields |= {"hooked": lambda: (), "decode": lambda found: [f"<{i}>" for i in found]}
-    fields |= {"fingerprint": "0" * 16, "n_layers": STATES - 1, "d_model": D, "dtype": dtype, "device": torch.device("cpu")}
+    fields |= {
+        "fingerprint": "0" * 16,
+        "n_layers": STATES - 1,
+        "d_model": D,
+        "dtype": dtype,
+        "device": torch.device("cpu"),
+    }
     view = object.__new__(ModelView)  # without the fields that nothing here reads
     view.__dict__.update(fields, state_hooks=tuple(f"state{s}" for s in range(STATES)))
     return view
@@ -58,12 +81,16 @@ def toy(fail: Callable[[int, int], None] = lambda contexts, state: None, dtype: 
 
 def ids(contexts: int, seed: int = 0) -> Tensor:
     """Random tokens behind BOS."""
-    rows = torch.randint(8, VOCAB, (contexts, LENGTH), generator=torch.Generator().manual_seed(seed))
+    rows = torch.randint(
+        8, VOCAB, (contexts, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
     rows[:, 0] = 7
     return rows
 
 
-def assert_same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10, *, order: bool = True) -> None:
+def assert_same(
+    a: PositionContext, b: PositionContext, tolerance: float = 1e-10, *, order: bool = True
+) -> None:
     """Everything that two bases hold, to rounding; exactly where nothing is rounded."""
     assert (a.provenance, a.states, a.names) == (b.provenance, b.states, b.names)
     ours, theirs = a.tensors(), b.tensors()
@@ -73,24 +100,35 @@ def assert_same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10
         if name in ("moments|second", "moments|pilot"):
             continue
         if expected.is_floating_point() and not name.startswith("reservoir"):
-            assert float((found - expected).abs().max()) <= tolerance * float(expected.abs().max()), name
+            assert float((found - expected).abs().max()) <= tolerance * float(
+                expected.abs().max()
+            ), name
         else:
             assert torch.equal(found, expected), name
     for state in a.states if a.has_second_moments else ():
         trace = float(b.second_moment(state, centred=False).trace())
-        assert float((a.second_moment(state) - b.second_moment(state)).abs().max()) <= tolerance * trace, state
+        assert (
+            float((a.second_moment(state) - b.second_moment(state)).abs().max())
+            <= tolerance * trace
+        ), state
 
 
 def ungrouped(basis: PositionContext) -> PositionContext:
     """The same basis with all contexts in one group."""
-    return dataclasses.replace(basis, moments=basis.moments.regrouped(torch.zeros(len(basis.group_counts)).long(), 1))
+    return dataclasses.replace(
+        basis, moments=basis.moments.regrouped(torch.zeros(len(basis.group_counts)).long(), 1)
+    )
 
 
 class Together:
     """What the threads of one run share."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.barrier, self.slots = size, threading.Barrier(size, timeout=20), [torch.empty(0)] * size
+        self.size, self.barrier, self.slots = (
+            size,
+            threading.Barrier(size, timeout=20),
+            [torch.empty(0)] * size,
+        )
 
 
 class Thread(Processes):
@@ -98,7 +136,12 @@ class Thread(Processes):
 
     def __init__(self, rank: int, together: Together) -> None:
         super().__init__(None)
-        self.rank, self.size, self.together, self.device = rank, together.size, together, torch.device("cpu")
+        self.rank, self.size, self.together, self.device = (
+            rank,
+            together.size,
+            together,
+            torch.device("cpu"),
+        )
 
     def _meet(self, tensor: Tensor) -> list[Tensor]:
         self.together.slots[self.rank] = tensor.clone()
@@ -138,7 +181,11 @@ def together(size: int, call: Callable[[Thread], Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _threads_as_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "Processes", lambda group: group if isinstance(group, Thread) else Processes(group))
+    monkeypatch.setattr(
+        streaming,
+        "Processes",
+        lambda group: group if isinstance(group, Thread) else Processes(group),
+    )
 
 
 OPTIONS: dict[str, Any] = {"progress": False, "batch_size": 3, "keep": 5, "groups": 4}
@@ -154,8 +201,12 @@ def test_any_number_of_processes_gives_the_basis_of_one(size: int, kind: str) ->
         return iter(tokens) if kind == "iterable" else tokens
 
     whole = tlg.decompose(toy(), source(), labels=labels, **OPTIONS)
-    for basis in together(size, lambda group: tlg.decompose(toy(), source(), labels=labels, group=group, **OPTIONS)):
-        assert_same(basis, whole)  # with float32 products too: the same pilot and the same batches in every process
+    for basis in together(
+        size, lambda group: tlg.decompose(toy(), source(), labels=labels, group=group, **OPTIONS)
+    ):
+        assert_same(
+            basis, whole
+        )  # with float32 products too: the same pilot and the same batches in every process
 
 
 def test_more_processes_than_batches() -> None:
@@ -166,7 +217,12 @@ def test_more_processes_than_batches() -> None:
 
 def test_each_batch_is_run_by_one_process() -> None:
     seen: list[int] = []
-    together(3, lambda group: tlg.decompose(toy(lambda n, s: seen.append(n) if s == 0 else None), ids(31), group=group, **OPTIONS))
+    together(
+        3,
+        lambda group: tlg.decompose(
+            toy(lambda n, s: seen.append(n) if s == 0 else None), ids(31), group=group, **OPTIONS
+        ),
+    )
     assert sum(seen) == 31
 
 
@@ -174,19 +230,26 @@ def test_processes_that_disagree_are_refused() -> None:
     def tokens(group: Thread) -> Any:
         return tlg.decompose(toy(), ids(7, seed=int(group.rank == 1)), group=group, **OPTIONS)
 
-    with pytest.raises(tlg.GeometryError, match="tokens: expected the same in every process, got another in 1 of 3"):
+    with pytest.raises(
+        tlg.GeometryError, match="tokens: expected the same in every process, got another in 1 of 3"
+    ):
         together(3, tokens)
 
     def settings(group: Thread) -> Any:
         options: dict[str, Any] = OPTIONS | {"groups": 2 + group.rank}
         return tlg.decompose(toy(), ids(7), group=group, **options)
 
-    with pytest.raises(tlg.GeometryError, match="arguments of decompose: expected the same in every process, got another in 1 of 2"):
+    with pytest.raises(
+        tlg.GeometryError,
+        match="arguments of decompose: expected the same in every process, got another in 1 of 2",
+    ):
         together(2, settings)
 
 
 def test_a_group_needs_torch_distributed() -> None:
-    with pytest.raises(tlg.GeometryError, match=r"group: expected an initialised process group.*init_process_group"):
+    with pytest.raises(
+        tlg.GeometryError, match=r"group: expected an initialised process group.*init_process_group"
+    ):
         tlg.decompose(toy(), ids(4), group="all of them", progress=False)
 
 
@@ -210,16 +273,25 @@ def test_a_checkpoint_of_some_processes_resumes_with_others(
             raise Killed
 
     with pytest.raises(Killed):
-        together(before, lambda group: tlg.decompose(toy(dying), tokens, checkpoint=path, group=group, **OPTIONS))
+        together(
+            before,
+            lambda group: tlg.decompose(
+                toy(dying), tokens, checkpoint=path, group=group, **OPTIONS
+            ),
+        )
     kept = accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]["done"]
     assert kept == before * 2 * 3
     again: list[int] = []
     view = toy(lambda n, s: again.append(n) if s == 0 else None)
-    for basis in together(after, lambda group: tlg.decompose(view, tokens, checkpoint=path, group=group, **OPTIONS)):
+    for basis in together(
+        after, lambda group: tlg.decompose(view, tokens, checkpoint=path, group=group, **OPTIONS)
+    ):
         assert_same(basis, whole)
     assert sum(again) == 40 - kept
     again.clear()
-    for basis in together(2, lambda group: tlg.decompose(view, tokens, checkpoint=path, group=group, **OPTIONS)):
+    for basis in together(
+        2, lambda group: tlg.decompose(view, tokens, checkpoint=path, group=group, **OPTIONS)
+    ):
         assert_same(basis, whole)
     assert again == []  # a finished checkpoint costs nothing
 
@@ -243,7 +315,11 @@ def test_a_foreign_checkpoint_is_refused_in_every_process(tmp_path: Path) -> Non
 CPU_TEXT = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU_TEXT), MemoryError()], ids=str)
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU_TEXT), MemoryError()],
+    ids=str,
+)
 @pytest.mark.parametrize("state", [0, 2])
 def test_batches_are_halved_when_memory_runs_out(error: Exception, state: int) -> None:
     tokens, sizes = ids(31), []
@@ -261,13 +337,17 @@ def test_batches_are_halved_when_memory_runs_out(error: Exception, state: int) -
     assert max(sizes[2:]) <= 3  # and not tried again
 
 
-def test_running_out_in_the_sums_is_recovered_before_they_change_and_raised_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_in_the_sums_is_recovered_before_they_change_and_raised_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokens = ids(20)
     options: dict[str, Any] = OPTIONS | {"batch_size": 8, "moments_dtype": torch.float64}
     whole = tlg.decompose(toy(), tokens, **options)
     get = Scratch.get
 
-    def short(self: Scratch, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def short(
+        self: Scratch, name: str, shape: Any, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         if name == "rows" and shape[0] > 3:
             raise torch.OutOfMemoryError("planted")
         return get(self, name, shape, dtype, device)
@@ -275,7 +355,9 @@ def test_running_out_in_the_sums_is_recovered_before_they_change_and_raised_afte
     monkeypatch.setattr(Scratch, "get", short)
     assert_same(tlg.decompose(toy(), tokens, **options), whole)
 
-    def late(self: Scratch, name: str, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def late(
+        self: Scratch, name: str, shape: Any, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         if name == "product":  # some products have been added
             raise torch.OutOfMemoryError("planted")
         return get(self, name, shape, dtype, device)
@@ -295,11 +377,16 @@ def test_other_errors_and_a_context_too_large_are_raised() -> None:
     def full(contexts: int, state: int) -> None:
         raise torch.OutOfMemoryError("no")
 
-    with pytest.raises(tlg.BudgetError, match=r"memory: expected room for one context of 12 positions, got out of memory\. Use shorter"):
+    with pytest.raises(
+        tlg.BudgetError,
+        match=r"memory: expected room for one context of 12 positions, got out of memory\. Use shorter",
+    ):
         tlg.decompose(toy(full), ids(4), **OPTIONS)
 
 
-def test_checkpoints_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_take_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, saved = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -323,11 +410,12 @@ def test_half_precision_products_are_exact() -> None:
     sums = Moments.zeros(states=1, columns=40, d_model=6, window=(0, 40), second=True)
     sums.add(0, h, torch.arange(64) % 8)
     sums.count(torch.arange(64) % 8, None)
-    assert sums.pilot is not None
-    pilot = sums.pilot[0]
+    assert sums.shift is not None
+    pilot = sums.shift[0]
 
     def relative(centre: Tensor) -> float:
-        """Error of products of half-precision differences, as a GPU multiplies them, against the trace."""
+        """Error of products of half-precision differences, as a GPU multiplies them, against the
+        trace."""
         rows = (h - centre.to(torch.bfloat16)).double().flatten(0, 1)
         exact = h.double().flatten(0, 1) - centre.double()
         return float((rows.T @ rows - exact.T @ exact).abs().max() / exact.square().sum())
@@ -344,7 +432,10 @@ def test_half_precision_products_are_exact() -> None:
 
 
 def test_half_precision_models_are_decomposed() -> None:
-    full, half = tlg.decompose(toy(), ids(40), **OPTIONS), tlg.decompose(toy(dtype=torch.bfloat16), ids(40), **OPTIONS)
+    full, half = (
+        tlg.decompose(toy(), ids(40), **OPTIONS),
+        tlg.decompose(toy(dtype=torch.bfloat16), ids(40), **OPTIONS),
+    )
     assert half.provenance.dtype == "bfloat16"
     others = [i for i in range(D) if i != 3]  # bfloat16 resolves 3,000 to 16
     assert (half.pos - full.pos)[..., others].abs().max() < 0.02
@@ -353,11 +444,22 @@ def test_half_precision_models_are_decomposed() -> None:
 
 def test_sums_are_made_where_they_live() -> None:
     """Every operand is moved: a tensor left on another device than ``meta`` would raise."""
-    sums = Moments.zeros(states=1, columns=LENGTH, d_model=D, window=(1, LENGTH), groups=4, labels=2, second=True, device="meta")
+    sums = Moments.zeros(
+        states=1,
+        columns=LENGTH,
+        d_model=D,
+        window=(1, LENGTH),
+        groups=4,
+        labels=2,
+        second=True,
+        device="meta",
+    )
     mean, finite = sums.add(0, torch.randn(3, LENGTH, D), torch.arange(3), torch.arange(3) % 2)
     assert (mean.device.type, finite.device.type) == ("meta", "meta")
     with pytest.raises(RuntimeError, match="meta"):
-        torch.addmm(sums.sums[0, 0], torch.zeros(LENGTH, LENGTH), torch.zeros(LENGTH, D))  # which is what would happen
+        torch.addmm(
+            sums.sums[0, 0], torch.zeros(LENGTH, LENGTH), torch.zeros(LENGTH, D)
+        )  # which is what would happen
 
 
 def test_buffers_are_reused_and_grow() -> None:
@@ -371,7 +473,9 @@ def test_buffers_are_reused_and_grow() -> None:
 
 def test_no_gradients_no_history_and_no_inference_tensors_remain() -> None:
     seen: list[bool] = []
-    basis = tlg.decompose(toy(lambda n, s: seen.append(torch.is_inference_mode_enabled())), ids(6), **OPTIONS)
+    basis = tlg.decompose(
+        toy(lambda n, s: seen.append(torch.is_inference_mode_enabled())), ids(6), **OPTIONS
+    )
     assert all(seen)
     for name, tensor in basis.tensors().items():
         assert not tensor.is_inference(), name
@@ -383,8 +487,15 @@ def test_only_the_blocks_that_are_needed_run_and_never_the_output_head() -> None
 
     model, ran = tiny("bridge", "gpt2"), []
     original = model.original_model
-    watched = {"block 0": original.transformer.h[0].mlp, "block 1": original.transformer.h[1].mlp, "head": original.lm_head}
-    handles = [m.register_forward_hook(lambda *_, name=name: ran.append(name)) for name, m in watched.items()]
+    watched = {
+        "block 0": original.transformer.h[0].mlp,
+        "block 1": original.transformer.h[1].mlp,
+        "head": original.lm_head,
+    }
+    handles = [
+        m.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for name, m in watched.items()
+    ]
     try:
         tlg.decompose(model, ids(4), states=[0, 1], **OPTIONS)
         assert ran == ["block 0", "block 0"]
@@ -409,29 +520,40 @@ def test_token_files_and_streams_are_sources(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", tokens.numpy().astype(np.uint16))
     read = np.memmap(tmp_path / "train.bin", dtype=np.uint16, mode="r")
     rows = [{"tokens": row} for row in tokens.tolist()]
-    sources: dict[str, Callable[[], Any]] = {  # each rank makes its own: a stream is not shared between threads
+    sources: dict[
+        str, Callable[[], Any]
+    ] = {  # each rank makes its own: a stream is not shared between threads
         "flat file": lambda: read.reshape(-1, LENGTH),
         "npy": lambda: tmp_path / "ids.npy",
         "dataset": lambda: datasets.Dataset.from_list(rows),
         "torch dataset": lambda: datasets.Dataset.from_list(rows).with_format("torch"),
         "stream": lambda: datasets.Dataset.from_list(rows).to_iterable_dataset(),
-        "torch stream": lambda: datasets.Dataset.from_list(rows).to_iterable_dataset().with_format("torch"),
+        "torch stream": lambda: (
+            datasets.Dataset.from_list(rows).to_iterable_dataset().with_format("torch")
+        ),
     }
     for name, source in sources.items():
         for group in (None, *([2] if name == "stream" else [])):
             found = (
                 tlg.decompose(toy(), source(), **OPTIONS)
                 if group is None
-                else together(group, lambda g: tlg.decompose(toy(), source(), group=g, **OPTIONS))[1]  # noqa: B023
+                else together(group, lambda g: tlg.decompose(toy(), source(), group=g, **OPTIONS))[
+                    1
+                ]
             )
             assert found.provenance.token_hash == whole.provenance.token_hash, name
             same = dataclasses.replace(found, provenance=whole.provenance)
-            if "stream" in name:  # their length is not known, so that groups are blocks: 10 contexts in 5 pairs
+            if (
+                "stream" in name
+            ):  # their length is not known, so that groups are blocks: 10 contexts in 5 pairs
                 assert found.group_counts.tolist() == [2] * 5
                 assert_same(ungrouped(same), ungrouped(whole))
             else:
                 assert_same(same, whole)
-    with pytest.raises(tlg.GeometryError, match=r"got memmap of shape \(120,\).*\.reshape\(-1, length\) of a flat file"):
+    with pytest.raises(
+        tlg.GeometryError,
+        match=r"got memmap of shape \(120,\).*\.reshape\(-1, length\) of a flat file",
+    ):
         tlg.decompose(toy(), read, **OPTIONS)
 
 
@@ -462,9 +584,28 @@ torch.distributed.destroy_process_group()
 
 def torchrun(processes: int, *command: str) -> subprocess.CompletedProcess[str]:
     """Start several processes as a user would."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([*start, *command], env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.run(
+        [*start, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -483,7 +624,9 @@ def test_torchrun_two_and_four_processes_and_one_that_dies(tmp_path: Path) -> No
     done = accumulation.read_file(checkpoint, accumulation.CHECKPOINT)[0]["run"]["done"]
     assert done == 12  # two rounds of two batches of three
     (tmp_path / "one.safetensors").write_bytes(checkpoint.read_bytes())
-    assert_same(tlg.decompose(toy(), ids(31), checkpoint=tmp_path / "one.safetensors", **OPTIONS), whole)
+    assert_same(
+        tlg.decompose(toy(), ids(31), checkpoint=tmp_path / "one.safetensors", **OPTIONS), whole
+    )
     four = torchrun(4, str(program), str(tmp_path / "four"), str(checkpoint))
     assert four.returncode == 0, four.stderr
     for rank in range(4):
@@ -497,13 +640,25 @@ def test_fit_on_the_command_line_equals_decompose(tmp_path: Path) -> None:
 
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(400)))
-    options = ["--corpus", str(text), "--length", "32", "--out", str(tmp_path / "basis.safetensors"), "--batch-size", "16", "--quiet"]
+    options = [
+        "--corpus",
+        str(text),
+        "--length",
+        "32",
+        "--out",
+        str(tmp_path / "basis.safetensors"),
+        "--batch-size",
+        "16",
+        "--quiet",
+    ]
     done = torchrun(2, "-m", "tl_geometry", "fit", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("basis.safetensors") == 1  # one process speaks
     basis = PositionContext.load(tmp_path / "basis.safetensors")
     model = zoo.embedded()
-    tokens = tlg.windows(model, text.read_text(), 32, prepend_bos=True, labels=["text.txt"], corpus="text.txt")
+    tokens = tlg.windows(
+        model, text.read_text(), 32, prepend_bos=True, labels=["text.txt"], corpus="text.txt"
+    )
     torch.set_num_threads(1)
     whole = tlg.decompose(model, tokens, batch_size=16, progress=False)
     assert basis.contexts == len(tokens) > 64
@@ -521,9 +676,23 @@ def test_fit_takes_a_token_file(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", ids(9).numpy())
     out = tmp_path / "basis.safetensors"
     done = CliRunner().invoke(
-        app, ["fit", "--corpus", str(tmp_path / "ids.npy"), "--contexts", "6", "--out", str(out), "--quiet", "--json"]
+        app,
+        [
+            "fit",
+            "--corpus",
+            str(tmp_path / "ids.npy"),
+            "--contexts",
+            "6",
+            "--out",
+            str(out),
+            "--quiet",
+            "--json",
+        ],
     )
     assert done.exit_code == 0, done.output
-    found, expected = PositionContext.load(out), tlg.decompose(zoo.embedded(), ids(9)[:6], progress=False)
+    found, expected = (
+        PositionContext.load(out),
+        tlg.decompose(zoo.embedded(), ids(9)[:6], progress=False),
+    )
     assert_same(dataclasses.replace(found, provenance=expected.provenance), expected)
     assert '"contexts": 6' in done.output

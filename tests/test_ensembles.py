@@ -1,4 +1,5 @@
-"""Laws of the rank-3 mathematics of ensembles: frames, alignment, bundles, maps between states, noise laws, isotropy."""
+"""Laws of the rank-3 mathematics of ensembles: aligned bases, alignment, bundles, maps between
+states, noise laws, isotropy."""
 
 from __future__ import annotations
 
@@ -15,10 +16,40 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tl_geometry import GeometryError
-from tl_geometry.flow.alignment import ALIGNMENTS, Frames, align_directions, check_ensemble, common_basis, fit_frames, top_directions
-from tl_geometry.flow.bases import basis_angles, bundle, gaussian_wasserstein, mmd, outliers, spectra, subspace_angles
-from tl_geometry.flow.noise import anderson_darling, fit_noise_law, isotropy_tests, layer_anomalies, normality_p
-from tl_geometry.flow.residuals import MAPS, fit_map, flow_map, residual_maps, residual_statistics, score_map, yardsticks
+from tl_geometry.flow.alignment import (
+    ALIGNMENTS,
+    AlignedBases,
+    align_directions,
+    check_ensemble,
+    common_basis,
+    fit_aligned_bases,
+    top_directions,
+)
+from tl_geometry.flow.bases import (
+    basis_angles,
+    bundle,
+    gaussian_wasserstein,
+    mmd,
+    outliers,
+    spectra,
+    subspace_angles,
+)
+from tl_geometry.flow.noise import (
+    anderson_darling,
+    fit_noise_law,
+    isotropy_tests,
+    layer_anomalies,
+    normality_p,
+)
+from tl_geometry.flow.residuals import (
+    MAPS,
+    baselines,
+    fit_map,
+    flow_map,
+    residual_maps,
+    residual_statistics,
+    score_map,
+)
 
 LAWS = settings(deadline=None, max_examples=20)
 SIZES = st.tuples(st.integers(3, 14), st.integers(2, 4), st.integers(2, 7), st.integers(0, 10**6))
@@ -32,7 +63,7 @@ def orthogonal(states: int, d: int, seed: int) -> Tensor:
     return torch.linalg.qr(noise(states, d, d, seed=seed)).Q
 
 
-# frames and alignment
+# aligned bases and alignment
 
 
 @LAWS
@@ -40,14 +71,18 @@ def orthogonal(states: int, d: int, seed: int) -> Tensor:
 def test_frames_reconstruct_second_moments_and_stay_orthonormal(size, align, centered):
     n, states, d, seed = size
     X = noise(n, states, d, seed=seed) + 1
-    f = fit_frames(X, align=align, centered=centered)
+    f = fit_aligned_bases(X, align=align, centered=centered)
     for t in range(states):
         rows = X[:, t] - (X[:, t].mean(0) if centered else 0)
         assert torch.allclose(f.U[t] * f.S[t] ** 2 @ f.U[t].mT, rows.mT @ rows, atol=1e-9)
-        assert torch.allclose(f.U[t].mT @ f.U[t], torch.eye(f.rank, dtype=torch.float64), atol=1e-10)
+        assert torch.allclose(
+            f.U[t].mT @ f.U[t], torch.eye(f.rank, dtype=torch.float64), atol=1e-10
+        )
         assert sorted(f.order[t].tolist()) == list(range(f.rank))
         reference = np.linalg.svd(rows.numpy(), compute_uv=False)
-        assert np.allclose(f.S[t].sort(descending=True).values, reference, atol=1e-9)  # permuted with the vectors, never changed
+        assert np.allclose(
+            f.S[t].sort(descending=True).values, reference, atol=1e-9
+        )  # permuted with the vectors, never changed
 
 
 @LAWS
@@ -55,21 +90,30 @@ def test_frames_reconstruct_second_moments_and_stay_orthonormal(size, align, cen
 def test_alignment_laws(size):
     n, states, d, seed = size
     X = noise(n, states, d, seed=seed)
-    plain = fit_frames(X, align="none")
+    plain = fit_aligned_bases(X, align="none")
 
-    def total(f: Frames) -> float:
+    def total(f: AlignedBases) -> float:
         return float((f.U[:-1] * f.U[1:]).sum(1).sum())
 
-    found = {method: fit_frames(X, align=method) for method in ("greedy", "sign", "hungarian")}
+    found = {
+        method: fit_aligned_bases(X, align=method) for method in ("greedy", "sign", "hungarian")
+    }
     for method, f in found.items():
         assert bool(((f.U[:-1] * f.U[1:]).sum(1) >= 0).all())
         assert torch.equal(f.U[0], plain.U[0])
         order, sign = align_directions(f.U, method)  # idempotent
-        if method != "greedy":  # greedy may reorder an aligned frame only where it would have chosen so
+        if (
+            method != "greedy"
+        ):  # greedy may reorder an aligned frame only where it would have chosen so
             assert torch.equal(order, torch.arange(f.rank).expand(states, -1))
         assert bool((sign == 1).all())
-    if states == 2:  # later frames follow the earlier choice, so that only one step compares like with like
-        assert total(found["hungarian"]) >= max(total(found["greedy"]), total(found["sign"])) - 1e-12
+    if (
+        states == 2
+        # later aligned bases follow the earlier choice, so that only one step compares like with like
+    ):
+        assert (
+            total(found["hungarian"]) >= max(total(found["greedy"]), total(found["sign"])) - 1e-12
+        )
 
 
 @LAWS
@@ -78,7 +122,9 @@ def test_hungarian_is_the_best_permutation_by_brute_force(d, seed):
     U = orthogonal(2, d, seed)
     cosines = (U[0].mT @ U[1]).abs()
     order, _ = align_directions(U, "hungarian")
-    best = max(sum(float(cosines[i, p[i]]) for i in range(d)) for p in itertools.permutations(range(d)))
+    best = max(
+        sum(float(cosines[i, p[i]]) for i in range(d)) for p in itertools.permutations(range(d))
+    )
     assert math.isclose(float(cosines.gather(1, order[1][:, None]).sum()), best, rel_tol=1e-12)
 
 
@@ -87,14 +133,16 @@ def test_alignment_recovers_a_planted_permutation_with_its_singular_values():
     Y = torch.linalg.qr(noise(40, 5, seed=4)).Q
     S1, S2 = torch.tensor([9.0, 7, 5, 3, 1]).double(), torch.tensor([5.0, 4, 6, 2, 3]).double()
     order = S2.argsort(descending=True)
-    X = torch.stack([(Y * S1) @ U.mT, (Y * S2) @ (U * torch.tensor([1.0, -1, 1, -1, 1]).double()).mT], dim=1)
-    plain = fit_frames(X, align="none").U
+    X = torch.stack(
+        [(Y * S1) @ U.mT, (Y * S2) @ (U * torch.tensor([1.0, -1, 1, -1, 1]).double()).mT], dim=1
+    )
+    plain = fit_aligned_bases(X, align="none").U
     for method in ("greedy", "hungarian"):
-        f = fit_frames(X, align=method)
+        f = fit_aligned_bases(X, align=method)
         assert align_directions(plain, method)[0][1].tolist() == order.argsort().tolist()
         assert torch.allclose(f.S[1], S2, atol=1e-10)
         assert torch.allclose(f.U[1], f.U[0], atol=1e-8)
-    assert not torch.allclose(fit_frames(X, align="sign").S[1], S2)
+    assert not torch.allclose(fit_aligned_bases(X, align="sign").S[1], S2)
 
 
 def test_greedy_takes_the_later_column_on_a_tie():
@@ -105,7 +153,7 @@ def test_greedy_takes_the_later_column_on_a_tie():
 
 def test_overlap_is_the_cosine_of_right_singular_vectors():
     X = noise(9, 3, 4, seed=1)
-    f = fit_frames(X, align="hungarian")
+    f = fit_aligned_bases(X, align="hungarian")
     V = torch.stack([X[:, t] @ f.U[t] / f.S[t] for t in range(3)])
     assert torch.allclose(f.overlap[0, 2], (V[0] * V[2]).sum(0), atol=1e-10)
     assert torch.allclose(f.overlap[1, 1], torch.ones(4).double(), atol=1e-10)
@@ -113,7 +161,7 @@ def test_overlap_is_the_cosine_of_right_singular_vectors():
 
 def test_sorted_frames_and_top_directions_ignore_alignment():
     X = noise(30, 4, 6, seed=2)
-    f, plain = fit_frames(X, align="hungarian"), fit_frames(X, align="none")
+    f, plain = fit_aligned_bases(X, align="hungarian"), fit_aligned_bases(X, align="none")
     assert torch.allclose(f.sorted().S, plain.S)
     P = top_directions(f, 2, 3)
     Q = top_directions(plain, 2, 3)
@@ -132,9 +180,14 @@ def test_common_basis_holds_everything_when_it_can_and_says_what_it_misses():
     assert float(outside.min()) > 0.01
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3, 4), torch.zeros(0, 2, 3), torch.zeros(2, 2, 2, dtype=torch.int64)])
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(3, 4), torch.zeros(0, 2, 3), torch.zeros(2, 2, 2, dtype=torch.int64)]
+)
 def test_ensembles_of_the_wrong_shape_are_refused(bad):
-    with pytest.raises(GeometryError, match=r"trajectories: expected a floating tensor \[trajectory state d_model\]"):
+    with pytest.raises(
+        GeometryError,
+        match=r"trajectories: expected a floating tensor \[trajectory state d_model\]",
+    ):
         check_ensemble(bad)
 
 
@@ -142,7 +195,7 @@ def test_a_nan_names_its_state():
     X = noise(4, 3, 5)
     X[1, 2, 0] = math.nan
     with pytest.raises(GeometryError, match="state row 2: expected finite numbers, got 1 NaN"):
-        fit_frames(X)
+        fit_aligned_bases(X)
 
 
 # angles, spectra, bundles, outliers
@@ -155,7 +208,9 @@ def test_angles_are_symmetric_and_zero_on_the_diagonal(size):
     U = orthogonal(states, d, seed)
     k = min(2, d)
     a = basis_angles(U, k)
-    brute = np.degrees(np.arccos(np.clip(np.abs(np.einsum("sdi,tdi->ist", U[..., :k], U[..., :k])), 0, 1)))
+    brute = np.degrees(
+        np.arccos(np.clip(np.abs(np.einsum("sdi,tdi->ist", U[..., :k], U[..., :k])), 0, 1))
+    )
     assert np.allclose(a, brute, atol=1e-5)
     assert bool((a.diagonal(dim1=1, dim2=2) == 0).all())
     assert torch.equal(a, a.mT)
@@ -185,7 +240,9 @@ def test_spectra_of_a_power_law(power, rank):
 
 def test_bundle_tells_parallel_lines_from_random_walks():
     steps, n, d = 12, 80, 30
-    line = noise(n, 1, d, seed=1) * 5 + torch.arange(steps).double().view(1, -1, 1) * noise(1, 1, d, seed=2)
+    line = noise(n, 1, d, seed=1) * 5 + torch.arange(steps).double().view(1, -1, 1) * noise(
+        1, 1, d, seed=2
+    )
     walk = noise(n, steps, d, seed=3).cumsum(1)
     a, b = bundle(line), bundle(walk)
     assert torch.allclose(a.straightness, torch.ones(n).double())
@@ -202,7 +259,9 @@ def test_bundle_statistics_by_brute_force_and_chance_level():
     step = (X[:, 1] - X[:, 0]).numpy()
     unit = step / np.linalg.norm(step, axis=1, keepdims=True)
     cosines = unit @ unit.T
-    assert math.isclose(float(found.parallel[0]), cosines[~np.eye(40, dtype=bool)].mean(), abs_tol=1e-12)
+    assert math.isclose(
+        float(found.parallel[0]), cosines[~np.eye(40, dtype=bool)].mean(), abs_tol=1e-12
+    )
 
     def near(rows: np.ndarray) -> list[set[int]]:
         distance = ((rows[:, None] - rows[None]) ** 2).sum(-1)
@@ -250,13 +309,28 @@ def test_gaussian_wasserstein_against_the_matrix_square_root(d, seed):
 
 def test_mmd_separates_what_differs_and_only_that():
     a, b, c = noise(60, 3, seed=0), noise(50, 3, seed=1), noise(50, 3, seed=2) + 1
-    assert 0.3 < float(np.mean([mmd(noise(30, 3, seed=s), noise(30, 3, seed=s + 1)).p_value for s in range(0, 60, 2)])) < 0.7
+    assert (
+        0.3
+        < float(
+            np.mean(
+                [
+                    mmd(noise(30, 3, seed=s), noise(30, 3, seed=s + 1)).p_value
+                    for s in range(0, 60, 2)
+                ]
+            )
+        )
+        < 0.7
+    )
     assert mmd(a, c).p_value < 0.01
     assert mmd(a, a + 0.8, paired=True).p_value < 0.01
     rows = torch.cat([a, b])
     D = torch.cdist(rows, rows) ** 2
     K = torch.exp(-D / D[D > 0].median())
-    expected = (K[:60, :60].sum() - 60) / (60 * 59) + (K[60:, 60:].sum() - 50) / (50 * 49) - 2 * K[:60, 60:].mean()
+    expected = (
+        (K[:60, :60].sum() - 60) / (60 * 59)
+        + (K[60:, 60:].sum() - 50) / (50 * 49)
+        - 2 * K[:60, 60:].mean()
+    )
     assert math.isclose(mmd(a, b).statistic, float(expected), abs_tol=1e-12)
 
 
@@ -264,11 +338,16 @@ def test_mmd_separates_what_differs_and_only_that():
 
 
 @LAWS
-@given(SIZES, st.sampled_from(["greedy", "sign", "hungarian", "none"]), st.sampled_from(["U", "V"]), st.booleans())
+@given(
+    SIZES,
+    st.sampled_from(["greedy", "sign", "hungarian", "none"]),
+    st.sampled_from(["U", "V"]),
+    st.booleans(),
+)
 def test_the_flow_matches_second_moments_exactly(size, align, signs, centered):
     n, states, d, seed = size
     X = noise(n, states, d, seed=seed)
-    f = fit_frames(X, align=align, centered=centered)
+    f = fit_aligned_bases(X, align=align, centered=centered)
     moved = flow_map(f, 0, states - 1, signs=signs)(X[:, 0]) - f.centre[-1]
     true = X[:, -1] - f.centre[-1]
     keep = f.S[0] > 1e-6 * f.S[0].max()
@@ -276,13 +355,15 @@ def test_the_flow_matches_second_moments_exactly(size, align, signs, centered):
         assert torch.allclose(moved.mT @ moved, true.mT @ true, atol=1e-7)
         overlap = f.overlap[0, -1].abs() if signs == "V" else f.overlap[0, -1]
         energy = 2 * (f.S[-1] ** 2 * (1 - overlap)).sum()
-        assert math.isclose(float((moved - true).square().sum()), float(energy), rel_tol=1e-6, abs_tol=1e-7)
+        assert math.isclose(
+            float((moved - true).square().sum()), float(energy), rel_tol=1e-6, abs_tol=1e-7
+        )
 
 
 def test_second_moments_do_not_match_when_singular_values_are_not_permuted_with_their_vectors():
     X = noise(30, 2, 5, seed=8) * torch.tensor([5.0, 4, 3, 2, 1]).double()
     X[:, 1] = X[:, 1].flip(-1)
-    f = fit_frames(X, align="greedy")
+    f = fit_aligned_bases(X, align="greedy")
     assert f.order[1].tolist() != list(range(5))
     true = X[:, 1].mT @ X[:, 1]
     right = flow_map(f, 0, 1)(X[:, 0])
@@ -297,7 +378,7 @@ def test_v_signs_minimise_the_residual_over_all_signs(size):
     n, _, d, seed = size
     d = min(d, 4)
     X = noise(n, 2, d, seed=seed)
-    f = fit_frames(X)
+    f = fit_aligned_bases(X)
     best = float((X[:, 1] - flow_map(f, 0, 1, signs="V")(X[:, 0])).square().sum())
     for sign in itertools.product([-1.0, 1.0], repeat=f.rank):
         flipped = f.flipped(torch.stack([torch.ones(f.rank).double(), torch.tensor(sign).double()]))
@@ -307,7 +388,7 @@ def test_v_signs_minimise_the_residual_over_all_signs(size):
 def test_directions_without_energy_are_dropped_and_counted():
     X = noise(20, 2, 4, seed=1)
     X[:, 0, 3] = 0
-    found = flow_map(fit_frames(X), 0, 1)
+    found = flow_map(fit_aligned_bases(X), 0, 1)
     assert found.dropped == 1
     assert bool(torch.isfinite(found(X[:, 0])).all())
 
@@ -336,13 +417,16 @@ def test_ridge_is_the_best_affine_map_for_much_data_and_shrinks_for_little():
     A = noise(12, 12, seed=8) * 0.1
     target = few @ A + noise(14, 12, seed=9)
     truth = many @ A + noise(300, 12, seed=10)
-    held = {k: score_map(fit_map(few, target, k)(many), truth).relative_error for k in ("ridge", "linear")}
+    held = {
+        k: score_map(fit_map(few, target, k)(many), truth).relative_error
+        for k in ("ridge", "linear")
+    }
     assert held["ridge"] < held["linear"]
 
 
 def test_with_fewer_trajectories_than_coordinates_the_linear_map_is_perfect_in_sample_and_not_held_out():
     train, test = noise(8, 2, 20, seed=0), noise(8, 2, 20, seed=1)
-    table = yardsticks(train, test, 0, 1, fit_frames(train))
+    table = baselines(train, test, 0, 1, fit_aligned_bases(train))
     assert set(table) == set(MAPS)
     assert table["linear"][0].relative_error < 1e-9
     assert table["linear"][1].relative_error > 0.5
@@ -354,7 +438,7 @@ def test_a_planted_rotation_and_stretch_is_extrapolated_exactly():
     Y = torch.linalg.qr(noise(50, 6, seed=3)).Q
     S = torch.tensor([[6.0, 5, 4, 3, 2, 1], [9.0, 7, 5, 3, 2, 1.5]]).double()
     X = torch.stack([(Y * S[t]) @ U[t].mT for t in range(2)], dim=1)
-    f = fit_frames(X, align="none")
+    f = fit_aligned_bases(X, align="none")
     assert score_map(flow_map(f, 0, 1, signs="V")(X[:, 0]), X[:, 1]).relative_error < 1e-9
 
 
@@ -370,7 +454,9 @@ def test_residual_statistics_against_scipy(n, d, seed):
     assert math.isclose(found.abs_kurtosis, np.mean(np.abs(k)), rel_tol=1e-7)
     assert math.isclose(found.mean_over_variance, np.mean(np.abs(m / v)), rel_tol=1e-9)
     assert math.isclose(found.log10_mean_variance, np.log10(v.mean()), rel_tol=1e-9, abs_tol=1e-9)
-    assert math.isclose(found.mean_abs_kurtosis_minus_3, np.mean(np.abs(k + 3)) - 3, rel_tol=1e-7, abs_tol=1e-7)
+    assert math.isclose(
+        found.mean_abs_kurtosis_minus_3, np.mean(np.abs(k + 3)) - 3, rel_tol=1e-7, abs_tol=1e-7
+    )
 
 
 def test_published_averages_differ_from_the_text_where_it_matters():
@@ -379,21 +465,31 @@ def test_published_averages_differ_from_the_text_where_it_matters():
     assert s.mean_over_variance > 3 * s.mean_over_sd
     assert abs(s.log10_mean_variance * math.log(10) - s.log_variance) > 1
     flat = torch.rand(4000, 6, generator=torch.Generator().manual_seed(0))  # kurtosis 1.8 < 3
-    assert residual_statistics(flat).mean_abs_kurtosis_minus_3 < 0 < residual_statistics(flat).abs_kurtosis
+    assert (
+        residual_statistics(flat).mean_abs_kurtosis_minus_3
+        < 0
+        < residual_statistics(flat).abs_kurtosis
+    )
 
 
 def test_constant_coordinates_are_left_out_and_counted():
     r = noise(20, 3)
     r[:, 1] = 4.0
     assert residual_statistics(r).degenerate == 1
-    assert math.isclose(residual_statistics(r).log_variance, residual_statistics(r[:, [0, 2]]).log_variance, rel_tol=1e-12)
+    assert math.isclose(
+        residual_statistics(r).log_variance,
+        residual_statistics(r[:, [0, 2]]).log_variance,
+        rel_tol=1e-12,
+    )
     assert math.isnan(residual_statistics(torch.ones(6, 2)).log_variance)
 
 
 def test_residual_maps_cover_every_pair_once():
     X = noise(30, 4, 5, seed=2)
     seen: list[tuple[int, int]] = []
-    maps = residual_maps(X, partial(flow_map, fit_frames(X)), collect=lambda s, t, r: seen.append((s, t)))
+    maps = residual_maps(
+        X, partial(flow_map, fit_aligned_bases(X)), collect=lambda s, t, r: seen.append((s, t))
+    )
     assert seen == [(s, t) for s in range(4) for t in range(s + 1, 4)]
     assert bool(torch.isfinite(maps.log_variance).eq(torch.ones(4, 4).triu(1).bool()).all())
 
@@ -432,13 +528,16 @@ def test_dropped_layers_do_not_count():
     assert clean.pairs == 15
     assert fit_noise_law(values).rate > 0.5
     with pytest.raises(
-        GeometryError, match=r"pairs of states: expected at least 3 with a finite variance, got 1. Use fewer dropped layers"
+        GeometryError,
+        match=r"pairs of states: expected at least 3 with a finite variance, got 1. Use fewer dropped layers",
     ):
         fit_noise_law(values, drop_first=3, drop_last=3)
 
 
 def test_unknown_laws_are_listed():
-    with pytest.raises(GeometryError, match="law: expected one of 'asymptotic', 'increment', got 'cubic'"):
+    with pytest.raises(
+        GeometryError, match="law: expected one of 'asymptotic', 'increment', got 'cubic'"
+    ):
         fit_noise_law(torch.zeros(4, 4), law="cubic")
 
 
@@ -481,7 +580,9 @@ def test_anderson_darling_by_the_textbook_sum(n, seed):
     logcdf, logsf = scipy.stats.norm.logcdf(w), scipy.stats.norm.logsf(w)
     i = np.arange(1, n + 1)
     expected = -n - np.sum((2 * i - 1.0) / n * (logcdf + logsf[::-1]))
-    assert math.isclose(float(anderson_darling(torch.from_numpy(x)[:, None])), expected, rel_tol=1e-9)
+    assert math.isclose(
+        float(anderson_darling(torch.from_numpy(x)[:, None])), expected, rel_tol=1e-9
+    )
 
 
 def test_normality_p_values_are_uniform_under_the_null():
@@ -496,7 +597,11 @@ def test_normality_p_values_are_uniform_under_the_null():
 
 def test_the_planted_layer_is_the_only_anomaly():
     t = torch.arange(1, 13).double()
-    values = 0.2 * t[None] + 0.5 * (t[None] - t[:, None]).clamp(min=1).log() + 0.02 * noise(12, 12, seed=4)
+    values = (
+        0.2 * t[None]
+        + 0.5 * (t[None] - t[:, None]).clamp(min=1).log()
+        + 0.02 * noise(12, 12, seed=4)
+    )
     values[~torch.ones(12, 12).triu(1).bool()] = math.nan
     assert not bool(layer_anomalies(values).flagged[2:].any())
     values[:, 11] += 2

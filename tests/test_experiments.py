@@ -1,4 +1,5 @@
-"""Training formats character by character, masks by hand, training that resumes exactly, and each experiment at smoke scale."""
+"""Training formats character by character, masks by hand, training that resumes exactly, and each
+experiment at smoke scale."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from torch import Tensor
 from tl_geometry import cli, experiments
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.experiments import arithmetic, characters, formats, random_tokens
-from tl_geometry.experiments.formats import ALPHABET, Problem, answer_batch, encode, longest, problems, randomise, shifted
+from tl_geometry.experiments.formats import (
+    ALPHABET,
+    Problem,
+    answer_batch,
+    encode,
+    longest,
+    problems,
+    randomise,
+    shifted,
+)
 from tl_geometry.experiments.setup import Setup, load_weights, run_training
 from tl_geometry.zoo.trainer import IGNORE, sequence_loss
 
@@ -42,7 +52,10 @@ TINY = Setup(
 def column_sums(a: str, b: str) -> list[int]:
     """Digit sums of the columns, rightmost first."""
     width = max(len(a), len(b))
-    return [int(x) + int(y) for x, y in zip(reversed(a.zfill(width)), reversed(b.zfill(width)), strict=True)]
+    return [
+        int(x) + int(y)
+        for x, y in zip(reversed(a.zfill(width)), reversed(b.zfill(width)), strict=True)
+    ]
 
 
 def near(count: int, n: int, share: float) -> bool:
@@ -79,7 +92,8 @@ def test_lines_with_carry_follow_the_rules() -> None:
         assert len(p.text) <= longest(10) == 33
     pairs = Counter((len(p.a), len(p.b)) for p in made)
     assert set(pairs) == {(i, j) for i in range(5, 11) for j in range(5, 11)}
-    # sums of eleven digits are drawn again with the same lengths: were the lengths drawn again, this pair would be half as frequent
+    # sums of eleven digits are drawn again with the same lengths: were the lengths drawn again,
+    # this pair would be half as frequent
     assert near(pairs[10, 10], 4000, 1 / 36)
     assert not near(pairs[10, 10] // 2, 4000, 1 / 36)
     assert any(s > 9 for p in made for s in column_sums(p.a, p.b))
@@ -98,11 +112,15 @@ def test_lines_without_carry_are_built_and_not_filtered() -> None:
     longer = Counter(max(len(p.a), len(p.b)) for p in made if min(len(p.a), len(p.b)) == 8)
     assert all(near(longer[n], shorter[8], 1 / 3) for n in (8, 9, 10))  # n2 uniform on n1..10
     unequal = [p for p in made if len(p.a) != len(p.b)]
-    assert near(sum(len(p.a) < len(p.b) for p in unequal), len(unequal), 0.5)  # swapped with probability one half
+    assert near(
+        sum(len(p.a) < len(p.b) for p in unequal), len(unequal), 0.5
+    )  # swapped with probability one half
     digits = Counter(d for p in unequal for d in min(p.a, p.b, key=len))
     total = sum(digits.values())
     assert all(near(digits[d], total, 0.1) for d in "0123456789")  # the first operand is uniform...
-    assert not near(digits["9"], total, 1 / 55)  # ...which filtered examples are not: nine allows one partner of 55
+    assert not near(
+        digits["9"], total, 1 / 55
+    )  # ...which filtered examples are not: nine allows one partner of 55
     assert any(p.a.startswith("0") for p in made)
     assert any(p.c.startswith("0") for p in made)
 
@@ -123,7 +141,8 @@ def test_lines_are_a_function_of_the_seed_and_can_be_aligned(task: str) -> None:
 
 def test_the_mask_by_hand() -> None:
     inputs, targets = answer_batch([Problem("12", "7", "19"), Problem("5", "4", "9")], 8)
-    # "12+7=91\n": the input is "12+7=91", the target after "=" is "9", after "9" is "1", after "1" the newline
+    # "12+7=91\n": the input is "12+7=91", the target after "=" is "9", after "9" is "1", after "1"
+    # the newline
     assert inputs.tolist() == [[3, 4, 1, 9, 12, 11, 3, 0], [7, 1, 6, 12, 11, 0, 0, 0]]
     X = IGNORE
     assert targets.tolist() == [[X, X, X, X, 11, 3, 0, X], [X, X, X, 11, 0, X, X, X]]
@@ -139,14 +158,17 @@ def test_the_loss_is_the_mean_over_sequences_of_the_mean_over_answers() -> None:
     prompt = logits.clone()
     prompt[0, :4] = torch.randn(4, 13)
     prompt[:, 7] = 50 * torch.eye(13)[:2]
-    assert float(sequence_loss(prompt, targets)) == float(sequence_loss(logits, targets))  # neither prompt nor padding counts
+    assert float(sequence_loss(prompt, targets)) == float(
+        sequence_loss(logits, targets)
+    )  # neither prompt nor padding counts
     sure = logits.clone()
     sure[1, 3, 11] = 100.0  # the first of the two targets of the second line
     assert math.isclose(float(sequence_loss(sure, targets)), (even + even / 2) / 2, rel_tol=1e-5)
 
 
 class Oracle:
-    """Stands in for a model: knows the sums, and says what it is asked to; sees nothing but prompts and its own answers."""
+    """Stands in for a model: knows the sums, and says what it is asked to; sees nothing but prompts
+    and its own answers."""
 
     def __init__(self, answer: Any = lambda p: p.answer) -> None:
         self.answer, self.seen = answer, set[str]()
@@ -161,10 +183,15 @@ class Oracle:
             match = re.match(r"(\d+)\+(\d+)=", text)
             assert match is not None
             a, b = match.groups()
-            answer, start = self.answer(Problem(a, b, str(int(a) + int(b)).zfill(max(len(a), len(b))))), match.end()
+            answer, start = (
+                self.answer(Problem(a, b, str(int(a) + int(b)).zfill(max(len(a), len(b))))),
+                match.end(),
+            )
             written = re.match(r"\d*", text[start:])
             assert written is not None
-            assert answer.startswith(written.group()[: len(answer)])  # its own answers, never the true line
+            assert answer.startswith(
+                written.group()[: len(answer)]
+            )  # its own answers, never the true line
             for k, character in enumerate(answer):
                 if start + k - 1 < tokens.shape[1]:
                     logits[row, start + k - 1, encode(character)[0]] = 1.0
@@ -172,7 +199,9 @@ class Oracle:
 
 
 def test_exact_match_of_right_and_wrong_answers() -> None:
-    lines = problems("carry", 60, low=1, high=4, seed=1) + problems("no-carry", 60, low=1, high=4, seed=1)
+    lines = problems("carry", 60, low=1, high=4, seed=1) + problems(
+        "no-carry", 60, low=1, high=4, seed=1
+    )
     columns = longest(4) - 1
     assert arithmetic.score(Oracle(), lines, columns, batch=50) == (1.0, 1.0)
     last_wrong = lambda p: p.answer[:-1] + str((int(p.answer[-1]) + 1) % 10)
@@ -186,14 +215,18 @@ def test_exact_match_of_right_and_wrong_answers() -> None:
 
 def test_a_guess_beats_no_model_that_adds() -> None:
     lines = problems("no-carry", 2000, low=1, high=1, seed=1)
-    nine = sum(1 / (10 * (10 - a)) for a in range(10))  # a uniform, b uniform on 0..9 - a, so that nine is the likeliest sum
+    nine = sum(
+        1 / (10 * (10 - a)) for a in range(10)
+    )  # a uniform, b uniform on 0..9 - a, so that nine is the likeliest sum
     found = arithmetic.guess(lines)
     assert found.exact == found.digits
     assert near(round(2000 * found.exact), 2000, nine)
     inside, outside = arithmetic.asked_problems(arithmetic.SETUPS["cpu"], "no-carry")
     assert {len(p.c) for p in outside} == {1, 2}
     assert {len(p.c) for p in inside} == {3, 4, 5, 6}
-    assert arithmetic.guess(outside).exact > 5 * arithmetic.guess(inside).exact  # short sums are easily guessed
+    assert (
+        arithmetic.guess(outside).exact > 5 * arithmetic.guess(inside).exact
+    )  # short sums are easily guessed
 
 
 def test_answers_do_not_depend_on_the_batch() -> None:
@@ -231,7 +264,16 @@ def test_prediction_needs_more_than_a_common_trend() -> None:
     names = dict.fromkeys(arithmetic.PREDICTORS, 0.0)
     up = [99.0, 1, 3, 4, 8, 9]  # the first is that of the untrained model; then changes 2 1 4 1
     rows = [
-        {"task": "carry", "seed": 0, "step": i, **names, "fracture": u, "roughness": 10 * i - u, "digits_out": u} for i, u in enumerate(up)
+        {
+            "task": "carry",
+            "seed": 0,
+            "step": i,
+            **names,
+            "fracture": u,
+            "roughness": 10 * i - u,
+            "digits_out": u,
+        }
+        for i, u in enumerate(up)
     ]
     found = {r["measure"]: r for r in arithmetic.prediction(rows)}
     assert [found["fracture"][k] for k in ("levels", "changes")] == pytest.approx([1.0, 1.0])
@@ -261,7 +303,9 @@ def test_formats_column_by_column() -> None:
     assert torch.equal(inputs[:, 3], rows[:, 3])
     assert torch.equal(targets[:, 3], partial[:, 4])
     assert bool((targets[:, 3] < 50).all())
-    with pytest.raises(GeometryError, match="format: expected one of 'baseline', 'partial', 'full'"):
+    with pytest.raises(
+        GeometryError, match="format: expected one of 'baseline', 'partial', 'full'"
+    ):
         randomise(rows, "half", 50, half=4)
 
 
@@ -269,20 +313,33 @@ def test_halves_are_measured_apart() -> None:
     angle = torch.linspace(0, 3, 32, dtype=torch.float64)
     smooth = torch.stack([angle.cos(), angle.sin(), angle, angle**2], dim=-1)
     noise = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pos = torch.cat([smooth, noise + 40])[None]  # far away: together the noisy half would look like one direction
+    pos = torch.cat([smooth, noise + 40])[
+        None
+    ]  # far away: together the noisy half would look like one direction
     found = random_tokens.halves(pos, 32, 4)
     assert found["roughness_first"] < 0.05 < 1 < found["roughness_second"]
     assert found["low_frequency_first"] > 0.9
     assert found["low_frequency_second"] < 0.5
-    assert int(random_tokens.positional.fracture_score(pos - pos.mean(1, keepdim=True)).argmax) == 31
-    assert float(random_tokens.positional.roughness(pos[:, 32:])) < 0.01  # not centred: the twin that would be deceived
-    joined = random_tokens.halves(torch.cat([smooth, smooth[:1], smooth])[None], 33, 4)  # the row before the second half is in neither
+    assert (
+        int(random_tokens.positional.fracture_score(pos - pos.mean(1, keepdim=True)).argmax) == 31
+    )
+    assert (
+        float(random_tokens.positional.roughness(pos[:, 32:])) < 0.01
+    )  # not centred: the twin that would be deceived
+    joined = random_tokens.halves(
+        torch.cat([smooth, smooth[:1], smooth])[None], 33, 4
+    )  # the row before the second half is in neither
     assert joined["roughness_second"] == pytest.approx(float(joined["roughness_first"]))
 
 
 def test_a_tokenizer_that_cannot_be_had_is_said_so() -> None:
-    with pytest.raises(GeometryError, match=r"tokenizer: expected one that can be loaded, got '/absent' .*--set tokenizer=DIRECTORY"):
-        experiments.randomisation(random_tokens.SETUPS["smoke"].changed({"tokenizer": "/absent"}), ["text"])
+    with pytest.raises(
+        GeometryError,
+        match=r"tokenizer: expected one that can be loaded, got '/absent' .*--set tokenizer=DIRECTORY",
+    ):
+        experiments.randomisation(
+            random_tokens.SETUPS["smoke"].changed({"tokenizer": "/absent"}), ["text"]
+        )
 
 
 def test_windows_of_a_stream() -> None:
@@ -300,9 +357,20 @@ def test_windows_of_a_stream() -> None:
 
 
 def test_paper_scale_is_the_published_one_and_ambiguities_are_options() -> None:
-    common = {"steps": 100_000, "warmup": 1000, "batch": 64, "learning_rate": 5e-5, "final_learning_rate": 5e-6, "betas": (0.9, 0.99)}
+    common = {
+        "steps": 100_000,
+        "warmup": 1000,
+        "batch": 64,
+        "learning_rate": 5e-5,
+        "final_learning_rate": 5e-6,
+        "betas": (0.9, 0.99),
+    }
     common |= {"weight_decay": 0.1, "clip": 1.0, "dropout": 0.1, "bias": False}
-    sizes = {"randomisation": (8, 8, 512, 256), "addition": (8, 8, 512, 32), "nanogpt": (6, 6, 384, 128)}
+    sizes = {
+        "randomisation": (8, 8, 512, 256),
+        "addition": (8, 8, 512, 32),
+        "nanogpt": (6, 6, 384, 128),
+    }
     for name, module in experiments.MODULES.items():
         setup = module.SETUPS["paper"]
         assert {k: getattr(setup, k) for k in common} == common
@@ -310,8 +378,16 @@ def test_paper_scale_is_the_published_one_and_ambiguities_are_options() -> None:
         assert set(module.SETUPS) == set(experiments.SCALES)
     adding = arithmetic.SETUPS["paper"]
     assert (adding.low, adding.high, adding.examples) == (5, 10, 100_000)
-    other = adding.changed({"warmup": "200", "batch": "16", "examples": "1000000", "bias": "true", "betas": "0.9,0.95"})
-    assert (other.warmup, other.batch, other.examples, other.bias, other.betas) == (200, 16, 1_000_000, True, (0.9, 0.95))
+    other = adding.changed(
+        {"warmup": "200", "batch": "16", "examples": "1000000", "bias": "true", "betas": "0.9,0.95"}
+    )
+    assert (other.warmup, other.batch, other.examples, other.bias, other.betas) == (
+        200,
+        16,
+        1_000_000,
+        True,
+        (0.9, 0.95),
+    )
     with pytest.raises(GeometryError, match=r"--set: expected names among .*warmup.*, got warm_up"):
         adding.changed({"warm_up": "1"})
     with pytest.raises(GeometryError, match="--set warmup: expected a int, got 'x'"):
@@ -329,7 +405,9 @@ def measure(_: int, model: Any) -> list[dict[str, Any]]:
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     setup = TINY
     whole = setup.model(11, 0)
-    losses, records = run_training(setup, whole, batch_at, measure, seed=0, folder=None, progress=False)
+    losses, records = run_training(
+        setup, whole, batch_at, measure, seed=0, folder=None, progress=False
+    )
     assert [r["step"] for r in records] == [0, 1, 4, 9]
 
     def stops(step: int, model: Any) -> list[dict[str, Any]]:
@@ -338,28 +416,53 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
         return measure(step, model)
 
     with pytest.raises(KeyboardInterrupt):
-        run_training(setup, setup.model(11, 0), batch_at, stops, seed=0, folder=tmp_path, progress=False)
+        run_training(
+            setup, setup.model(11, 0), batch_at, stops, seed=0, folder=tmp_path, progress=False
+        )
     again = setup.model(11, 0)
     found = run_training(setup, again, batch_at, measure, seed=0, folder=tmp_path, progress=False)
     assert (found[0], str(found[1])) == (losses, str(records))
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+    )
     finished = setup.model(11, 0)
     untouched = lambda step, model: pytest.fail("measured again")
-    third = run_training(setup, finished, batch_at, untouched, seed=0, folder=tmp_path, progress=False)
+    third = run_training(
+        setup, finished, batch_at, untouched, seed=0, folder=tmp_path, progress=False
+    )
     assert (third[0], str(third[1])) == (losses, str(records))
     kept = setup.model(11, 1)
     load_weights(kept, tmp_path / "step-000009.safetensors")
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), kept.parameters(), strict=True))
-    assert not torch.equal(load_file(tmp_path / "step-000001.safetensors")["transformer.wpe.weight"], whole.transformer.wpe.weight)
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), kept.parameters(), strict=True)
+    )
+    assert not torch.equal(
+        load_file(tmp_path / "step-000001.safetensors")["transformer.wpe.weight"],
+        whole.transformer.wpe.weight,
+    )
     with pytest.raises(GeometryError, match=r"expected a checkpoint of this run, got other seed"):
-        run_training(setup, setup.model(11, 0), batch_at, measure, seed=1, folder=tmp_path, progress=False)
+        run_training(
+            setup, setup.model(11, 0), batch_at, measure, seed=1, folder=tmp_path, progress=False
+        )
 
 
 def test_training_is_a_function_of_the_seed_alone() -> None:
     runs = []
     for seed, state in ((0, 5), (0, 6), (1, 5)):
-        torch.manual_seed(state)  # neither the model nor its dropout looks at the caller's generator
-        runs.append(run_training(TINY, TINY.model(11, seed), batch_at, measure, seed=seed, folder=None, progress=False)[0])
+        torch.manual_seed(
+            state
+        )  # neither the model nor its dropout looks at the caller's generator
+        runs.append(
+            run_training(
+                TINY,
+                TINY.model(11, seed),
+                batch_at,
+                measure,
+                seed=seed,
+                folder=None,
+                progress=False,
+            )[0]
+        )
     assert TINY.dropout > 0
     assert runs[0] == runs[1] != runs[2]
 
@@ -369,7 +472,9 @@ def test_a_model_without_biases_has_none_after_training() -> None:
         setup = TINY.changed({"bias": str(bias).lower()})
         model = setup.model(11, 0)
         run_training(setup, model, batch_at, measure, seed=0, folder=None, progress=False)
-        assert any(bool(p.any()) for n, p in model.named_parameters() if n.endswith(".bias")) is bias
+        assert (
+            any(bool(p.any()) for n, p in model.named_parameters() if n.endswith(".bias")) is bias
+        )
 
 
 # --- the experiments
@@ -385,7 +490,10 @@ def page_of(out: Path) -> str:
 def test_addition_at_smoke_scale(tmp_path: Path) -> None:
     outcome = experiments.addition("smoke", tasks=["no-carry"], out=tmp_path, progress=False)
     outcome.save(tmp_path)
-    assert {f.claim for f in outcome.findings} >= {"no-carry: exact match, 3 to 4 digits", "no-carry: exact match, 1 to 2 digits"}
+    assert {f.claim for f in outcome.findings} >= {
+        "no-carry: exact match, 3 to 4 digits",
+        "no-carry: exact match, 1 to 2 digits",
+    }
     curves: Any = outcome.tables["curves"]
     assert curves.column("step") == [0, 30]
     assert all(0 <= v <= 1 for n in ("exact_in", "digits_out") for v in curves.column(n))
@@ -399,28 +507,35 @@ def test_addition_at_smoke_scale(tmp_path: Path) -> None:
     html = page_of(tmp_path)
     assert html.count("data:image/svg+xml;base64,") == len(outcome.figures) == 5
     assert (tmp_path / "curves.csv").read_text().count("\n") == 3
-    again = experiments.addition("smoke", tasks=["no-carry"], out=tmp_path, progress=False)  # nothing is trained again
+    again = experiments.addition(
+        "smoke", tasks=["no-carry"], out=tmp_path, progress=False
+    )  # nothing is trained again
     assert str(again.tables["states"].rows()) == str(states.rows())
     with pytest.raises(GeometryError, match="context: expected at least 14, got 13"):
         experiments.addition(arithmetic.SETUPS["smoke"].changed({"context": "13"}))
 
 
 def test_randomisation_at_smoke_scale(tmp_path: Path) -> None:
-    text = " ".join(random.Random(0).choices(["def", "return", "x", "y", "for", "in", "(", ")", ":", "="], k=6000))
+    text = " ".join(
+        random.Random(0).choices(
+            ["def", "return", "x", "y", "for", "in", "(", ")", ":", "="], k=6000
+        )
+    )
     outcome = experiments.randomisation("smoke", [text], progress=False)
     outcome.save(tmp_path)
     final: Any = outcome.tables["final"]
     assert len(final.cells) == 3 * 3 * 3
-    assert Counter(zip(final.column("trained"), final.column("measured"), strict=True)) == dict.fromkeys(
-        [(a, b) for a in formats.FORMATS for b in formats.FORMATS], 3
-    )
+    assert Counter(
+        zip(final.column("trained"), final.column("measured"), strict=True)
+    ) == dict.fromkeys([(a, b) for a in formats.FORMATS for b in formats.FORMATS], 3)
     grids: Any = outcome.tables["bases"]
     assert grids.pos["full|partial"].shape == (3, 23, 32)
     assert [f.holds is not None for f in outcome.findings].count(True) == 9
     assert page_of(tmp_path).count("data:image/svg+xml;base64,") == 5
     loaded = random_tokens.FormatBases.load(tmp_path / "bases.safetensors")
     assert torch.equal(loaded.pos["full|partial"], grids.pos["full|partial"])
-    # the break of the tokens is seen in the bases of every model, as random tokens have another mean than text
+    # the break of the tokens is seen in the bases of every model, as random tokens have another
+    # mean than text
     assert {int(p) + 1 for p in final.column("jump_at", measured="partial", state=0)} == {12}
 
 
@@ -436,7 +551,19 @@ def test_the_command_runs_nanogpt_on_a_named_text(
             cli.main()
         return stopped.value.code or 0  # type: ignore[return-value]
 
-    arguments = ["experiment", "nanogpt", "--scale", "smoke", "--text", str(source), "--out", str(out), "--set", "steps=10", "--quiet"]
+    arguments = [
+        "experiment",
+        "nanogpt",
+        "--scale",
+        "smoke",
+        "--text",
+        str(source),
+        "--out",
+        str(out),
+        "--set",
+        "steps=10",
+        "--quiet",
+    ]
     assert call(*arguments) == 0
     shown = capsys.readouterr().out
     assert "7.86(1.96) published" in shown
@@ -448,9 +575,18 @@ def test_the_command_runs_nanogpt_on_a_named_text(
     assert len(table) == 1 + 2 * 3
     assert "<b>" not in page_of(out)
     for bad, text in (
-        (["experiment", "nothing"], "experiment: expected one of 'randomisation', 'addition', 'nanogpt', got 'nothing'"),
-        (["experiment", "addition", "--scale", "big"], "--scale: expected one of 'smoke', 'cpu', 'paper', got 'big'"),
-        (["experiment", "nanogpt", "--text", "absent"], "--text: expected existing text files, got absent"),
+        (
+            ["experiment", "nothing"],
+            "experiment: expected one of 'randomisation', 'addition', 'nanogpt', got 'nothing'",
+        ),
+        (
+            ["experiment", "addition", "--scale", "big"],
+            "--scale: expected one of 'smoke', 'cpu', 'paper', got 'big'",
+        ),
+        (
+            ["experiment", "nanogpt", "--text", "absent"],
+            "--text: expected existing text files, got absent",
+        ),
         (["experiment", "addition", "--text", str(source)], "--text: expected none for addition"),
         (["experiment", "nanogpt", "--set", "steps"], "--set: expected NAME=VALUE, got steps"),
     ):
@@ -464,4 +600,6 @@ def test_characters_outside_the_alphabet_are_left_out() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert characters.held_out_loss(model, torch.randint(0, 3, (5, 8))) == pytest.approx(math.log(3), rel=1e-6)
+    assert characters.held_out_loss(model, torch.randint(0, 3, (5, 8))) == pytest.approx(
+        math.log(3), rel=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Gain: the part of each term in where attention goes. Laws, planted heads, precision, and the tables that hold it."""
+"""Gain: the part of each term in where attention goes. Laws, planted heads, precision, and the
+tables that hold it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def mask_of(name: str, length: int) -> Tensor:
     return found.get(name, scattered)
 
 
-def by_hand(matrices: Tensor, mask: Tensor, drop: int = 0, cap: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def by_hand(
+    matrices: Tensor, mask: Tensor, drop: int = 0, cap: float | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gains ``[context head term]`` and both directions of KL ``[context head]``, row by row."""
     n, contexts, heads, length, _ = matrices.shape
     gains = np.zeros((contexts, heads, n))
@@ -71,7 +74,9 @@ def by_hand(matrices: Tensor, mask: Tensor, drop: int = 0, cap: float | None = N
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("drop", [0, 3])
 @pytest.mark.parametrize(("with_bias", "cap"), [(False, None), (True, None), (True, 2.0)])
-def test_gains_equal_the_definition_row_by_row(name: str, drop: int, with_bias: bool, cap: float | None) -> None:
+def test_gains_equal_the_definition_row_by_row(
+    name: str, drop: int, with_bias: bool, cap: float | None
+) -> None:
     length = BLOCK + 13
     q, k, mask = draw(3, 2, length, 2, 4), draw(3, 2, length, 2, 4, seed=7), mask_of(name, length)
     bias = draw(2, length, length, seed=9) if with_bias else None
@@ -96,7 +101,9 @@ def test_gains_equal_the_definition_row_by_row(name: str, drop: int, with_bias: 
     name=st.sampled_from(MASKS[:3]),
     size=st.floats(1e-3, 8),
 )
-def test_the_whole_score_gains_the_jeffreys_divergence_exactly(seed: int, parts: int, drop: int, name: str, size: float) -> None:
+def test_the_whole_score_gains_the_jeffreys_divergence_exactly(
+    seed: int, parts: int, drop: int, name: str, size: float
+) -> None:
     q, k = draw(parts, 2, 9, 2, 3, seed=seed, size=size), draw(parts, 2, 9, 2, 3, seed=seed + 50)
     sums = share_sums(q, k, mask_of(name, 9), drop=drop)
     _, forward, backward = by_hand(terms(q, k).flatten(0, 1), mask_of(name, 9), drop)
@@ -147,15 +154,22 @@ def test_a_constant_of_each_row_matters_under_a_soft_cap() -> None:
 
 
 def planted(size: float = 12.0) -> tuple[Tensor, Tensor]:
-    """One key of each row gets all the attention by content; position moves the other keys much and keeps none of it.
+    """One key of each row gets all the attention by content; position moves the other keys much and
+    keeps none of it.
 
-    The positional term is a deep valley: keys far away sink by a lot, which is most of the covariance over cells, but
-    they had no attention to lose once the matching key is far above everything.
+    The positional term is a deep valley: keys far away sink by a lot, which is most of the
+    covariance over cells, but they had no attention to lose once the matching key is far above
+    everything.
     """
     length, width = 32, 40
     generator = torch.Generator().manual_seed(0)
-    match = torch.randint(0, 8, (length,), generator=generator)  # each query matches one of the first keys
-    q, k = torch.zeros(3, 1, length, 1, width).double(), torch.zeros(3, 1, length, 1, width).double()
+    match = torch.randint(
+        0, 8, (length,), generator=generator
+    )  # each query matches one of the first keys
+    q, k = (
+        torch.zeros(3, 1, length, 1, width).double(),
+        torch.zeros(3, 1, length, 1, width).double(),
+    )
     q[2, 0, torch.arange(length), 0, match] = size
     k[2, 0, torch.arange(8), 0, torch.arange(8)] = 1
     k[1, 0, :, 0, 39] = torch.linspace(0, 9, length).double().sin() * 8
@@ -176,7 +190,9 @@ def test_a_term_that_decides_where_attention_goes_has_the_gain_whatever_its_cova
     assert float(sums.cs[0, content]) < 0.2
     assert float(sums.cs[0, position]) > 0.8
     assert float(sums.gs[0, content]) > 0.55
-    weaker = share_sums(q * torch.tensor([1.0, 1.0, 0.05]).double().view(3, 1, 1, 1, 1), k, mask).pooled()
+    weaker = share_sums(
+        q * torch.tensor([1.0, 1.0, 0.05]).double().view(3, 1, 1, 1, 1), k, mask
+    ).pooled()
     assert float(weaker.gs[0, content]) < 0.05, "the same term decides nothing where it is small"
 
 
@@ -185,20 +201,30 @@ def test_gains_merge_in_any_partition() -> None:
     whole = share_sums(q, k).pooled()
     halves = share_sums(q[:, :2], k[:, :2]) + share_sums(q[:, 2:], k[:, 2:])
     tight = share_sums(q, k, working_set=1).pooled()
-    joined = ShareSums.cat([share_sums(q[:, :1], k[:, :1]), share_sums(q[:, 1:], k[:, 1:])]).pooled()
+    joined = ShareSums.cat(
+        [share_sums(q[:, :1], k[:, :1]), share_sums(q[:, 1:], k[:, 1:])]
+    ).pooled()
     for other in (halves, tight, joined):
         assert torch.allclose(other.gs, whole.gs, atol=1e-12)
         assert torch.allclose(other.gains, whole.gains, rtol=1e-12)
         assert torch.allclose(other.gain_total, whole.gain_total, rtol=1e-12)
-    ratios = torch.stack([share_sums(q[:, c : c + 1], k[:, c : c + 1]).pooled().gs for c in range(5)])
-    assert not torch.allclose(ratios.mean(0), whole.gs, atol=1e-4), "a mean of ratios is another number"
-    beside = ShareSums.beside([share_sums(q[:, :, :, :1], k[:, :, :, :1]), share_sums(q[:, :, :, 1:], k[:, :, :, 1:])])
+    ratios = torch.stack(
+        [share_sums(q[:, c : c + 1], k[:, c : c + 1]).pooled().gs for c in range(5)]
+    )
+    assert not torch.allclose(ratios.mean(0), whole.gs, atol=1e-4), (
+        "a mean of ratios is another number"
+    )
+    beside = ShareSums.beside(
+        [share_sums(q[:, :, :, :1], k[:, :, :, :1]), share_sums(q[:, :, :, 1:], k[:, :, :, 1:])]
+    )
     assert torch.allclose(beside.gs, whole.gs, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 30.0])
-def test_lower_precision_stays_close_for_flat_and_for_sharp_attention(dtype: torch.dtype, size: float) -> None:
+def test_lower_precision_stays_close_for_flat_and_for_sharp_attention(
+    dtype: torch.dtype, size: float
+) -> None:
     q, k = draw(3, 2, 300, 2, 8, size=size).to(dtype), draw(3, 2, 300, 2, 8, seed=4).to(dtype)
     exact = share_sums(q.double(), k.double()).pooled()
     ours = share_sums(q, k).pooled()
@@ -233,7 +259,10 @@ def test_marginals_are_sums_over_the_other_side() -> None:
     found = table.marginals()
     frame: Any = found.to_dataframe()
     assert list(frame.columns) == ["layer", "head", "side", "part", "cs", "gs", "dropped_mass"]
-    for side, names in (("query", [f"pos-{b}" for b in PARTS]), ("key", [f"{a}-pos" for a in PARTS])):
+    for side, names in (
+        ("query", [f"pos-{b}" for b in PARTS]),
+        ("key", [f"{a}-pos" for a in PARTS]),
+    ):
         chosen = frame[(frame.side == side) & (frame.part == "pos") & (frame["head"] == 1)]
         expected = sum(float(table.cs[1, table.terms.index(n)]) for n in names)
         assert float(chosen.cs.iloc[0]) == pytest.approx(expected, abs=1e-12)
@@ -269,8 +298,12 @@ def test_the_table_holds_gains_beside_covariances(tmp_path: Path) -> None:
 def test_tables_of_before_are_refused_with_their_version(tmp_path: Path) -> None:
     assert (ShareTable.version, SweepTable.version) == (2, 2)
     path = tmp_path / "old.safetensors"
-    save_file({"total": torch.ones(2)}, path, metadata={"schema": json.dumps("tl_geometry/ShareTable/1")})
-    with pytest.raises(GeometryError, match=r"expected schema tl_geometry/ShareTable/2, got .*ShareTable/1"):
+    save_file(
+        {"total": torch.ones(2)}, path, metadata={"schema": json.dumps("tl_geometry/ShareTable/1")}
+    )
+    with pytest.raises(
+        GeometryError, match=r"expected schema tl_geometry/ShareTable/2, got .*ShareTable/1"
+    ):
         ShareTable.load(path)
 
 
@@ -299,7 +332,10 @@ def test_dropped_mass_stands_beside_every_label() -> None:
     model = tiny("bridge", "gpt2")
     basis = decompose(model, tokens(batch=24, length=20, seed=2), progress=False)
     prompts = tokens(batch=2, length=18, seed=7)
-    split, sweep = split_scores(model, prompts, basis), sweep_heads(model, prompts, basis, progress=False)
+    split, sweep = (
+        split_scores(model, prompts, basis),
+        sweep_heads(model, prompts, basis, progress=False),
+    )
     expected = split.pattern()[:, :, 1:, 0].mean((0, 2)).tolist()
     for table in (split.shares(), sweep, sweep.shares, split.shares().marginals()):
         frame: Any = table.to_dataframe()

@@ -1,4 +1,5 @@
-"""Head types: the published input, scores against brute force and against TransformerLens's head detector, baselines, bounds."""
+"""Head types: the published input, scores against brute force and against TransformerLens's head
+detector, baselines, bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.scores.head_types import HEAD_TYPES, detection_patterns, head_type_scores, period_for, repeated_random_tokens, token_range
+from tl_geometry.scores.head_types import (
+    HEAD_TYPES,
+    detection_patterns,
+    head_type_scores,
+    period_for,
+    repeated_random_tokens,
+    token_range,
+)
 
 PUBLISHED = [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625]
 
@@ -48,15 +56,30 @@ def test_the_published_sequence() -> None:
     assert torch.randint(1000, 10000, (8,)).tolist() == PUBLISHED
 
 
-@given(period=st.integers(1, 12), copies=st.integers(1, 4), batch=st.integers(1, 5), seed=st.integers(0, 100), wide=st.booleans())
-def test_generated_tokens_repeat_and_are_distinct(period: int, copies: int, batch: int, seed: int, wide: bool) -> None:
-    tokens = repeated_random_tokens(period, copies, batch, low=5, high=5000 if wide else 5 + period, seed=seed, bos_id=0)
+@given(
+    period=st.integers(1, 12),
+    copies=st.integers(1, 4),
+    batch=st.integers(1, 5),
+    seed=st.integers(0, 100),
+    wide=st.booleans(),
+)
+def test_generated_tokens_repeat_and_are_distinct(
+    period: int, copies: int, batch: int, seed: int, wide: bool
+) -> None:
+    tokens = repeated_random_tokens(
+        period, copies, batch, low=5, high=5000 if wide else 5 + period, seed=seed, bos_id=0
+    )
     assert tokens.shape == (batch, 1 + period * copies)
     assert (tokens[:, 0] == 0).all()
     copies_of = tokens[:, 1:].view(batch, copies, period)
     assert torch.equal(copies_of, copies_of[:, :1].expand_as(copies_of))
     assert all(len(set(row)) == period for row in copies_of[:, 0].tolist())
-    assert torch.equal(tokens, repeated_random_tokens(period, copies, batch, low=5, high=5000 if wide else 5 + period, seed=seed, bos_id=0))
+    assert torch.equal(
+        tokens,
+        repeated_random_tokens(
+            period, copies, batch, low=5, high=5000 if wide else 5 + period, seed=seed, bos_id=0
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", HEAD_TYPES)
@@ -64,7 +87,10 @@ def test_scores_equal_brute_force_over_queries(name: str) -> None:
     tokens = repeated_random_tokens(5, 3, 2, low=0, high=50)
     pattern = random_pattern(2, 3, 15)
     ours = head_type_scores(pattern, tokens).scores[name]
-    expected = [[brute_force(pattern[b, h].numpy(), tokens[b].tolist(), name) for b in range(2)] for h in range(3)]
+    expected = [
+        [brute_force(pattern[b, h].numpy(), tokens[b].tolist(), name) for b in range(2)]
+        for h in range(3)
+    ]
     assert torch.allclose(ours, torch.tensor(expected, dtype=torch.float64).mean(1), atol=1e-12)
 
 
@@ -74,7 +100,9 @@ def test_baseline_is_the_score_of_uniform_attention(name: str) -> None:
     uniform = torch.ones(12, 12, dtype=torch.float64).tril() / torch.arange(1, 13).unsqueeze(1)
     found = head_type_scores(uniform[None, None], tokens)
     assert found.scores[name].item() == pytest.approx(found.baselines[name])
-    assert found.baselines[name] == pytest.approx(brute_force(uniform.numpy(), tokens[0].tolist(), name))
+    assert found.baselines[name] == pytest.approx(
+        brute_force(uniform.numpy(), tokens[0].tolist(), name)
+    )
 
 
 @pytest.mark.parametrize("name", ["previous", "duplicate", "induction"])
@@ -90,7 +118,9 @@ def test_a_perfect_head_scores_one_and_is_labelled(name: str) -> None:
 
 
 @given(period=st.integers(3, 8), copies=st.integers(2, 3), seed=st.integers(0, 50))
-def test_on_common_queries_the_three_types_share_one_unit_of_attention(period: int, copies: int, seed: int) -> None:
+def test_on_common_queries_the_three_types_share_one_unit_of_attention(
+    period: int, copies: int, seed: int
+) -> None:
     tokens = repeated_random_tokens(period, copies, seed=seed)
     torch.manual_seed(seed)
     found = head_type_scores(random_pattern(1, 4, period * copies), tokens, common=True)
@@ -115,7 +145,10 @@ def test_agrees_with_the_head_detector_of_transformerlens() -> None:
     model = SimpleNamespace(
         cfg=SimpleNamespace(n_layers=2, n_heads=2, n_ctx=64, device="cpu", dtype=torch.float64),
         to_tokens=lambda _: tokens,
-        run_with_cache=lambda *_, **__: (None, {("pattern", layer, "attn"): pattern[layer] for layer in range(2)}),
+        run_with_cache=lambda *_, **__: (
+            None,
+            {("pattern", layer, "attn"): pattern[layer] for layer in range(2)},
+        ),
     )
     ours = head_type_scores(pattern.unsqueeze(1), tokens, method="mul").scores
     for name in ("previous", "duplicate", "induction"):
@@ -124,11 +157,16 @@ def test_agrees_with_the_head_detector_of_transformerlens() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
-    with pytest.raises(GeometryError, match=r"low, high: expected at least 8 ids, got 3 from 0 to 2\. Use a wider range\."):
+    with pytest.raises(
+        GeometryError,
+        match=r"low, high: expected at least 8 ids, got 3 from 0 to 2\. Use a wider range\.",
+    ):
         repeated_random_tokens(low=0, high=3)
     with pytest.raises(GeometryError, match=r"method: expected one of 'mean', 'mul', got 'abs'"):
         head_type_scores(random_pattern(1, 1, 24), repeated_random_tokens(), method="abs")
-    with pytest.raises(GeometryError, match=r"pattern: expected \[... batch head query key\] for tokens \(1, 24\)"):
+    with pytest.raises(
+        GeometryError, match=r"pattern: expected \[... batch head query key\] for tokens \(1, 24\)"
+    ):
         head_type_scores(random_pattern(1, 1, 23), repeated_random_tokens())
 
 

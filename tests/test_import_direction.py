@@ -1,4 +1,5 @@
-"""Rooms import from lower ranks only, and importing the package is light. Each detector has a twin that proves it detects."""
+"""A package imports only packages above it, and importing the package is light. Each detector has a twin
+that proves it detects."""
 
 from __future__ import annotations
 
@@ -12,31 +13,42 @@ import pytest
 import tl_geometry
 
 PACKAGE = Path(tl_geometry.__file__).parent
-RANKS: dict[str, int] = {
-    **dict.fromkeys(("errors", "_axes"), 0),
-    **dict.fromkeys(("_arguments", "_check", "linalg", "results", "_html", "_latex", "processes"), 1),
-    **dict.fromkeys(("moments", "records", "frames", "largest", "anova", "merging"), 2),
-    **dict.fromkeys(("decomposition", "tokens", "attention", "head_types", "score_shapes", "weights", "readout", "kernels", "sphere"), 3),
-    **dict.fromkeys(("positional", "differences", "rank_estimation", "contextual"), 3),
-    **dict.fromkeys(("ensembles", "residuals", "noise", "langevin"), 3),
-    **dict.fromkeys(("capture", "sources", "accumulation", "closing", "adapters"), 4),
-    **dict.fromkeys(("verbs", "interventions"), 5),
-    **dict.fromkeys(("render", "zoo"), 6),
-    **dict.fromkeys(("experiments", "report", "reproduce"), 7),
-    **dict.fromkeys(("cli", "__main__"), 8),
-}
-"""Room -> rank. A room may import from lower ranks; rooms of rank 3 never from each other; others of one rank only within their folder."""
-WITHIN = {0, 1, 2, 4, 5, 6, 7, 8}
-"""Ranks whose rooms may import from rooms of the same rank."""
-EXEMPT = {("capture", "adapters")}
-"""The one lazy call into the adapter."""
-HEAVY = ("transformer_lens", "circuitsvis", "matplotlib", "pandas", "transformers", "sklearn", "plotly")
-ONLY = {"transformer_lens": {"adapters"}, "circuitsvis": {"render"}, "matplotlib": {"render"}}
-"""Libraries that only these rooms may import."""
+PACKAGES = (
+    "base",
+    "models",
+    "corpus",
+    "decomposition",
+    "scores",
+    "weights",
+    "sphere",
+    "measures",
+    "flow",
+    "interventions",
+    "zoo",
+    "render",
+    "reproduce",
+    "report",
+    "experiments",
+    "cli",
+    "__main__",
+)
+"""Packages from the ground up: each imports only those before it."""
+HEAVY = (
+    "transformer_lens",
+    "circuitsvis",
+    "matplotlib",
+    "pandas",
+    "transformers",
+    "sklearn",
+    "plotly",
+)
+ONLY = {"transformer_lens": {"models"}, "circuitsvis": {"render"}, "matplotlib": {"render"}}
+"""Libraries that only these packages may import."""
 
 
 def imports(source: str) -> list[tuple[str, bool]]:
-    """(dotted module, at import time) of every import in a module, names of ``from a import b`` as ``a.b`` too."""
+    """(dotted module, at import time) of every import in a module, names of ``from a import b`` as
+    ``a.b`` too."""
     tree = ast.parse(source)
     lazy: set[ast.AST] = set()
     for node in ast.walk(tree):
@@ -52,14 +64,14 @@ def imports(source: str) -> list[tuple[str, bool]]:
     return found
 
 
-def room(dotted: str) -> str:
-    """Room of a module of this package."""
+def package(dotted: str) -> str:
+    """Package of a module of this project."""
     return dotted.split(".")[1] if "." in dotted else "__init__"
 
 
 def violations(name: str, source: str) -> list[str]:
     """What a module named ``tl_geometry.<name>`` must not import."""
-    mine = room(f"tl_geometry.{name}")
+    mine = package(f"tl_geometry.{name}")
     wrong = []
     for dotted, eager in imports(source):
         top = dotted.split(".")[0]
@@ -69,40 +81,47 @@ def violations(name: str, source: str) -> list[str]:
             wrong.append(f"{name} imports {top} at import time")
         if top != "tl_geometry" or mine == "__init__":
             continue
-        other = room(dotted)
-        if other not in RANKS or other == mine or (mine, other) in EXEMPT:
-            continue
-        if RANKS[other] > RANKS[mine] or (RANKS[other] == RANKS[mine] and RANKS[mine] not in WITHIN):
-            wrong.append(f"{name} (rank {RANKS[mine]}) imports {other} (rank {RANKS[other]})")
+        other = package(dotted)
+        if other in PACKAGES and PACKAGES.index(other) > PACKAGES.index(mine):
+            wrong.append(f"{name} imports {dotted}")
     return wrong
 
 
 def modules() -> dict[str, str]:
     return {
-        ".".join(p.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): p.read_text(encoding="utf-8")
+        ".".join(p.relative_to(PACKAGE).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): p.read_text(encoding="utf-8")
         for p in sorted(PACKAGE.rglob("*.py"))
     }
 
 
-def test_every_room_has_a_rank() -> None:
-    assert {name.split(".")[0] for name in modules()} - {"__init__"} <= set(RANKS)
+def test_every_package_has_a_place() -> None:
+    assert {name.split(".")[0] for name in modules()} - {"__init__"} <= set(PACKAGES)
 
 
-def test_rooms_import_from_lower_ranks_only() -> None:
-    wrong = [line for name, source in modules().items() if name != "__init__" for line in violations(name, source)]
+def test_packages_import_only_those_above_them() -> None:
+    wrong = [
+        line
+        for name, source in modules().items()
+        if name != "__init__"
+        for line in violations(name, source)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
-        ("linalg", "from tl_geometry.models.model_view import ModelView"),
-        ("decomposition", "from tl_geometry.corpus.cutting import cut"),
-        ("decomposition", "def f():\n    from tl_geometry import capture"),
-        ("verbs.decompose", "import transformer_lens"),
+        ("base.linalg", "from tl_geometry.models.model_view import ModelView"),
+        ("models.describing", "from tl_geometry import corpus"),
+        ("models.model_view", "if TYPE_CHECKING:\n    from tl_geometry.corpus import TokenWindows"),
+        ("decomposition.streaming", "def f():\n    from tl_geometry.scores import split"),
+        ("decomposition.streaming", "import transformer_lens"),
         ("render.basis", "import matplotlib.pyplot as plt"),
-        ("adapters", "import transformer_lens"),
-        ("capture", "from tl_geometry.render import basis"),
+        ("models.describing", "import transformer_lens"),
+        ("models.describing", "import tl_geometry.render.basis"),
+        ("report.build", "from tl_geometry import experiments"),
     ],
 )
 def test_a_planted_import_is_caught(name: str, planted: str) -> None:
@@ -112,10 +131,10 @@ def test_a_planted_import_is_caught(name: str, planted: str) -> None:
 @pytest.mark.parametrize(
     ("name", "planted"),
     [
-        ("decomposition", "from tl_geometry.decomposition.moments import Moments"),
+        ("decomposition.position_context", "from tl_geometry.decomposition.moments import Moments"),
         ("render.basis", "def f():\n    import matplotlib"),
-        ("adapters", "def f():\n    import transformer_lens"),
-        ("capture", "def f():\n    from tl_geometry.models import view"),
+        ("models.describing", "def f():\n    import transformer_lens"),
+        ("corpus.sources", "def f():\n    from tl_geometry.models import view"),
     ],
 )
 def test_an_allowed_import_is_let_through(name: str, planted: str) -> None:
@@ -137,11 +156,15 @@ def test_the_light_import_detector_detects() -> None:
 
 
 def test_public_names_exist_and_differ_from_submodules() -> None:
-    submodules = {p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    submodules = {
+        p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
     for name in tl_geometry.__all__:
         if name != "view":
             assert getattr(tl_geometry, name) is not None
-    assert not submodules & {n for n in tl_geometry.__all__ if callable(getattr(tl_geometry, n, None))}
+    assert not submodules & {
+        n for n in tl_geometry.__all__ if callable(getattr(tl_geometry, n, None))
+    }
     with pytest.raises(AttributeError, match=r"has no attribute 'decompse'\. Public names: Anova"):
         getattr(tl_geometry, "decompse")  # noqa: B009 (a type checker refuses the attribute)
 
@@ -152,9 +175,18 @@ def test_axis_names_come_from_the_vocabulary() -> None:
     from tl_geometry.base.axes import AXES
 
     pattern = re.compile(r"\b(?:Float|Int|Bool|Num|Shaped|Complex)\[Tensor, \"([^\"]*)\"\]")
-    used = {(n, axis) for n, source in modules().items() for text in pattern.findall(source) for axis in text.split()}
+    used = {
+        (n, axis)
+        for n, source in modules().items()
+        for text in pattern.findall(source)
+        for axis in text.split()
+    }
     unknown = {
-        (n, a) for n, a in used if not a.isdigit() and a != "..." and a.lstrip("*").split("+")[0].split("-")[0].split("*")[-1] not in AXES
+        (n, a)
+        for n, a in used
+        if not a.isdigit()
+        and a != "..."
+        and a.lstrip("*").split("+")[0].split("-")[0].split("*")[-1] not in AXES
     }
     assert not unknown, sorted(unknown)
 
@@ -165,4 +197,6 @@ def test_sizes_stay_readable() -> None:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
-                assert (node.end_lineno or 0) - (body[0].lineno if body else node.lineno) < 62, f"{name}.{node.name}"
+                assert (node.end_lineno or 0) - (body[0].lineno if body else node.lineno) < 62, (
+                    f"{name}.{node.name}"
+                )

@@ -26,7 +26,19 @@ def windows(model: Any) -> tlg.TokenWindows:
 
 
 @pytest.mark.parametrize(
-    "given", ["L1H0", "1.0", "l1h0", "L1.H0", (1, 0), [1, 0], [[1, 0]], [(np.int64(1), np.int64(0))], np.array([[1, 0]]), ["1.0"]]
+    "given",
+    [
+        "L1H0",
+        "1.0",
+        "l1h0",
+        "L1.H0",
+        (1, 0),
+        [1, 0],
+        [[1, 0]],
+        [(np.int64(1), np.int64(0))],
+        np.array([[1, 0]]),
+        ["1.0"],
+    ],
 )
 def test_heads_in_every_spelling(given: Any) -> None:
     assert checks.heads(given, 2, 2) == ((1, 0),)
@@ -34,9 +46,14 @@ def test_heads_in_every_spelling(given: Any) -> None:
 
 def test_heads_that_are_none_are_refused() -> None:
     for given in ("10", "head 1", "L1", "L1H0H0", 5, [(1,)], [1.5, 0.5]):
-        with pytest.raises(GeometryError, match=r'heads: expected \(layer, head\) pairs or "L5H1", got .*\. Use \(5, 1\) or "L5H1"'):
+        with pytest.raises(
+            GeometryError,
+            match=r'heads: expected \(layer, head\) pairs or "L5H1", got .*\. Use \(5, 1\) or "L5H1"',
+        ):
             checks.heads(given, 2, 2)
-    with pytest.raises(GeometryError, match=r"layer of head '2\.0': expected an index from 0 to 1, got 2"):
+    with pytest.raises(
+        GeometryError, match=r"layer of head '2\.0': expected an index from 0 to 1, got 2"
+    ):
         checks.heads("2.0", 2, 2)
 
 
@@ -60,7 +77,11 @@ def test_windows_are_rows_with_their_texts(model: Any, windows: tlg.TokenWindows
     assert len(list(windows)) == len(windows)  # pyright: ignore[reportArgumentType]
     basis = tlg.decompose(model, windows, progress=False)
     split = tlg.split_scores(model, windows[3:5], basis, heads="L1H0")
-    assert split.str_tokens == tuple(tlg.view(model).decode(windows.tokens[3].tolist())) != windows.str_tokens
+    assert (
+        split.str_tokens
+        == tuple(tlg.view(model).decode(windows.tokens[3].tolist()))
+        != windows.str_tokens
+    )
     assert torch.equal(split.terms["pos-cvec"], split.terms["pos", "cvec"])
     assert "pos-cvec" in split.terms
     assert "pos-nothing" not in split.terms
@@ -70,10 +91,15 @@ def test_a_cache_of_other_tokens_is_refused(model: Any, windows: tlg.TokenWindow
     basis = tlg.decompose(model, windows, progress=False)
     _, cache = model.run_with_cache(windows.tokens[:2])
     own = tlg.split_scores(model, windows[:2], basis, heads="L1H0", cache=cache)
-    torch.testing.assert_close(own.total(), tlg.split_scores(model, windows[:2], basis, heads="L1H0").total())
+    torch.testing.assert_close(
+        own.total(), tlg.split_scores(model, windows[:2], basis, heads="L1H0").total()
+    )
     other = windows.tokens[:2].clone()
     other[1, 5] += 1
-    with pytest.raises(GeometryError, match=r"cache: expected activations of these tokens, got others at 1 tokens\. Use cache=None"):
+    with pytest.raises(
+        GeometryError,
+        match=r"cache: expected activations of these tokens, got others at 1 tokens\. Use cache=None",
+    ):
         tlg.split_scores(model, other, basis, heads="L1H0", cache=cache)
 
 
@@ -82,22 +108,32 @@ def test_items_of_data_sets_and_what_is_none(model: Any, windows: tlg.TokenWindo
     rows: Any = [{"input_ids": row} for row in windows.tokens]
     loader = torch.utils.data.DataLoader(rows, batch_size=3)
     torch.testing.assert_close(tlg.decompose(model, loader, progress=False).pos, whole.pos)
-    with pytest.raises(GeometryError, match=r"dataset: expected a column named 'tokens' or 'input_ids', got columns \['text'\]"):
+    with pytest.raises(
+        GeometryError,
+        match=r"dataset: expected a column named 'tokens' or 'input_ids', got columns \['text'\]",
+    ):
         tlg.decompose(model, [{"text": "a"}], progress=False)
     _, cache = model.run_with_cache(windows.tokens[:2])
     for given in (cache, cache.cache_dict):
-        with pytest.raises(GeometryError, match=r"tokens: expected ids, windows or texts, got .*\. Use decompose_activations\(cache\)"):
+        with pytest.raises(
+            GeometryError,
+            match=r"tokens: expected ids, windows or texts, got .*\. Use decompose_activations\(cache\)",
+        ):
             tlg.decompose(model, given, progress=False)
         with pytest.raises(GeometryError, match=r"tokens: expected ids, windows or texts, got "):
             tlg.split_scores(model, given, whole)
     encoded = model.tokenizer(["def f", "def g"], return_tensors="pt")
     found = tlg.decompose(model, encoded, window=(0, 2), progress=False)
-    torch.testing.assert_close(found.pos, tlg.decompose(model, encoded["input_ids"], window=(0, 2), progress=False).pos)
+    torch.testing.assert_close(
+        found.pos, tlg.decompose(model, encoded["input_ids"], window=(0, 2), progress=False).pos
+    )
 
 
 def test_a_corpus_that_is_no_text_is_refused(windows: tlg.TokenWindows, tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", windows.tokens.numpy())
     (tmp_path / "binary.txt").write_bytes(b"abc\0def" * 200)
     for name in ("tokens.npy", "binary.txt"):
-        with pytest.raises(GeometryError, match=rf"--corpus: expected text files, got {name}\. Use tl-geometry fit"):
+        with pytest.raises(
+            GeometryError, match=rf"--corpus: expected text files, got {name}\. Use tl-geometry fit"
+        ):
             Texts.of([tmp_path / name])

@@ -1,4 +1,5 @@
-"""Edits of a live model do exactly what they say in every class, leave no trace, and find the causes planted in a hand-built model."""
+"""Edits of a live model do exactly what they say in every class, leave no trace, and find the
+causes planted in a hand-built model."""
 
 from __future__ import annotations
 
@@ -18,14 +19,35 @@ from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.causal import dominant_only, necessity_sufficiency
 from tl_geometry.interventions.stream import project_stream, removed_share, subspace_of
-from tl_geometry.interventions.terms import derangement, edits_for, keep_term, mean_term, per_head, remove_term, terms_of
+from tl_geometry.interventions.terms import (
+    derangement,
+    edits_for,
+    keep_term,
+    mean_term,
+    per_head,
+    remove_term,
+    terms_of,
+)
 from tl_geometry.models import view
 from tl_geometry.models.live import edited_scores
 from tl_geometry.scores.head_types import head_type_scores
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import sweep_heads
 
-KINDS = ("gpt2", "llama", "bloom", "neox", "qwen3", "gemma2", "gpt-oss", "olmo2", "opt", "gptj", "gpt-neo", "bert")
+KINDS = (
+    "gpt2",
+    "llama",
+    "bloom",
+    "neox",
+    "qwen3",
+    "gemma2",
+    "gpt-oss",
+    "olmo2",
+    "opt",
+    "gptj",
+    "gpt-neo",
+    "bert",
+)
 HOOKED = ("gpt2", "llama", "bloom", "gpt-neo", "bert") if HAS_HOOKED else ()
 PROMPTS = tokens(batch=3, length=14, seed=4)
 
@@ -49,7 +71,9 @@ def hooks_of(model: Any) -> int:
     return sum(len(p.fwd_hooks) + len(p._forward_hooks) for p in model.hook_dict.values())
 
 
-@pytest.mark.parametrize(("kind", "architecture"), [*(("bridge", a) for a in KINDS), *(("hooked", a) for a in HOOKED)])
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [*(("bridge", a) for a in KINDS), *(("hooked", a) for a in HOOKED)]
+)
 def test_a_large_edit_changes_the_logits_and_leaves_no_trace(kind: str, architecture: str) -> None:
     model, basis = tiny(kind, architecture), basis_of(kind, architecture)
     before, hooks = logits(model), hooks_of(model)
@@ -64,7 +88,8 @@ def test_a_large_edit_changes_the_logits_and_leaves_no_trace(kind: str, architec
 
 
 def changed_z(architecture: str, context: Any, layer: int = 1) -> tuple[Tensor, Tensor]:
-    """(z after the edit, v) of a layer ``[batch position head d_head]``, as the model goes on with it."""
+    """(z after the edit, v) of a layer ``[batch position head d_head]``, as the model goes on with
+    it."""
     model = tiny("bridge", architecture)
     with context:
         _, cached = model.run_with_cache(PROMPTS)
@@ -75,15 +100,25 @@ def changed_z(architecture: str, context: Any, layer: int = 1) -> tuple[Tensor, 
 
 def pattern_of(split: ScoreSplit, scores: Tensor) -> Tensor:
     """The model's softmax of scores of layer 1, written out."""
-    cap, sinks = split.softcap[4:, None, None], split.sinks[4:, None, None].expand(*scores.shape[:-1], 1)
+    cap, sinks = (
+        split.softcap[4:, None, None],
+        split.sinks[4:, None, None].expand(*scores.shape[:-1], 1),
+    )
     capped = scores if torch.isinf(cap).all() else cap * torch.tanh(scores / cap)
-    return torch.cat([capped.masked_fill(~split.allowed[4:], -torch.inf), sinks], -1).softmax(-1)[..., :-1]
+    return torch.cat([capped.masked_fill(~split.allowed[4:], -torch.inf), sinks], -1).softmax(-1)[
+        ..., :-1
+    ]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "gpt-oss", "bloom", "bert"])
 def test_edits_are_what_they_say(architecture: str) -> None:
-    """z of the edited layer against the pattern computed from the terms of a split of the unedited model."""
-    model, basis, split = tiny("bridge", architecture), basis_of("bridge", architecture), split_of(architecture)
+    """z of the edited layer against the pattern computed from the terms of a split of the unedited
+    model."""
+    model, basis, split = (
+        tiny("bridge", architecture),
+        basis_of("bridge", architecture),
+        split_of(architecture),
+    )
     heads = [(1, h) for h in range(4)]
     total, terms = split._sum()[:, 4:], {k: v[:, 4:] for k, v in split.terms.items()}
     mixed, content = terms["pos", "cvec"] + terms["cvec", "pos"], terms["cvec", "cvec"]
@@ -106,8 +141,13 @@ def test_edits_are_what_they_say(architecture: str) -> None:
 
 def test_chosen_heads_only() -> None:
     for chosen in ([(1, 2)], "L1H2"):
-        z, _ = changed_z("gpt2", remove_term(tiny("bridge", "gpt2"), basis_of("bridge", "gpt2"), "content", chosen))
-        plain, _ = changed_z("gpt2", remove_term(tiny("bridge", "gpt2"), basis_of("bridge", "gpt2"), (), chosen))
+        z, _ = changed_z(
+            "gpt2",
+            remove_term(tiny("bridge", "gpt2"), basis_of("bridge", "gpt2"), "content", chosen),
+        )
+        plain, _ = changed_z(
+            "gpt2", remove_term(tiny("bridge", "gpt2"), basis_of("bridge", "gpt2"), (), chosen)
+        )
         moved = (z - plain).abs().amax((0, 1, 3))
         assert moved[2] > 1e-3
         assert moved[[0, 1, 3]].max() == 0
@@ -121,7 +161,9 @@ def test_the_model_is_restored_after_an_exception_and_edits_survive_run_with_hoo
     assert hooks_of(model) == hooks
     with remove_term(model, basis, "content"):
         edited = logits(model)
-        again = model.run_with_hooks(PROMPTS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda h, hook: h)])
+        again = model.run_with_hooks(
+            PROMPTS, fwd_hooks=[("blocks.0.hook_resid_pre", lambda h, hook: h)]
+        )
         assert torch.equal(logits(model), edited)
     assert torch.allclose(again, edited)
     assert torch.equal(logits(model), before)
@@ -135,7 +177,10 @@ def test_edits_of_different_heads_nest_and_of_one_head_are_refused() -> None:
         nested = logits(model)
     assert torch.allclose(nested, both, atol=1e-5)
     with (
-        pytest.raises(GeometryError, match=r"heads: expected heads that no open edit changes, got L0H0, edited already. Use one edit"),
+        pytest.raises(
+            GeometryError,
+            match=r"heads: expected heads that no open edit changes, got L0H0, edited already. Use one edit",
+        ),
         remove_term(model, basis, "content", "L0H0"),
         remove_term(model, basis, "content", "L0H0"),
     ):
@@ -146,13 +191,18 @@ def test_a_padding_mask_is_refused_and_not_edited_wrongly() -> None:
     model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
     mask = torch.ones_like(PROMPTS)
     mask[0, :4] = 0
-    with pytest.raises(GeometryError, match=r"expected no padding.* got zeros in attention_mask"), remove_term(model, basis, "content"):
+    with (
+        pytest.raises(GeometryError, match=r"expected no padding.* got zeros in attention_mask"),
+        remove_term(model, basis, "content"),
+    ):
         model(PROMPTS, attention_mask=mask)
 
 
 def test_bad_requests_are_refused_by_name() -> None:
     model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
-    with pytest.raises(GeometryError, match=r"term: expected one of 'bias-bias', .*'mixed', got 'posn'"):
+    with pytest.raises(
+        GeometryError, match=r"term: expected one of 'bias-bias', .*'mixed', got 'posn'"
+    ):
         remove_term(model, basis, "posn")
     with (
         pytest.raises(GeometryError, match=r"head 'L0H9': expected an index from 0 to 3, got 9"),
@@ -160,12 +210,17 @@ def test_bad_requests_are_refused_by_name() -> None:
     ):
         pass
     with (
-        pytest.raises(GeometryError, match=r"mean_term: expected a batch of at least 2 prompts, got 1"),
+        pytest.raises(
+            GeometryError, match=r"mean_term: expected a batch of at least 2 prompts, got 1"
+        ),
         mean_term(model, basis, "content"),
     ):
         logits(model, PROMPTS[:1])
     with (
-        pytest.raises(GeometryError, match=r"tokens: expected at most 18 positions, as the basis has seen, got 30"),
+        pytest.raises(
+            GeometryError,
+            match=r"tokens: expected at most 18 positions, as the basis has seen, got 30",
+        ),
         remove_term(model, basis, "content"),
     ):
         logits(model, tokens(2, 30))
@@ -176,9 +231,14 @@ def test_bad_requests_are_refused_by_name() -> None:
         pass
     assert hooks_of(model) == 0
     untrained = dataclasses.replace(view(model), head_trained=False)
-    with pytest.raises(UnsupportedModelError, match=r"necessity_sufficiency: expected a model with a trained output head"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"necessity_sufficiency: expected a model with a trained output head",
+    ):
         necessity_sufficiency(untrained, PROMPTS, basis, "L0H0", "content")
-    with pytest.raises(UnsupportedModelError, match=r"dominant_only: expected a causal language model"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"dominant_only: expected a causal language model"
+    ):
         dominant_only(tiny("bridge", "bert"), PROMPTS, basis_of("bridge", "bert"))
 
 
@@ -202,14 +262,23 @@ def test_projections_of_the_stream(kind: str, subspace: str) -> None:
     before = logits(model)
     for state in (0, 1, 2):
         plain, found = {}, {}
-        view(model).run(PROMPTS, {view(model).state_hooks[state]: lambda h, plain=plain: plain.update(h=h)})
+        view(model).run(
+            PROMPTS, {view(model).state_hooks[state]: lambda h, plain=plain: plain.update(h=h)}
+        )
         for keep in (False, True):
             with project_stream(model, basis, state, subspace, keep=keep, rank=3):
                 edited = logits(model)
-                view(model).run(PROMPTS, {view(model).state_hooks[state]: lambda h, found=found: found.update(h=h)})
+                view(model).run(
+                    PROMPTS,
+                    {view(model).state_hooks[state]: lambda h, found=found: found.update(h=h)},
+                )
             V, mean = subspace_of(basis, state, subspace, 3), basis.mean[basis.index(state)]
             inside = (plain["h"].double() - mean) @ V @ V.T
-            assert torch.allclose(found["h"].double(), mean + inside if keep else plain["h"].double() - inside, atol=1e-4)
+            assert torch.allclose(
+                found["h"].double(),
+                mean + inside if keep else plain["h"].double() - inside,
+                atol=1e-4,
+            )
             assert (edited - before).abs().max() > 0.01 * before.abs().max()
     assert torch.equal(logits(model), before)
 
@@ -231,11 +300,16 @@ def test_subspaces_hold_what_they_say() -> None:
     assert (rows @ V).square().sum() >= 0.99 * rows.square().sum()
     assert (rows @ V[:, :-1]).square().sum() < 0.99 * rows.square().sum()
     assert 0 < removed_share(basis, 1, "pos", 1) < removed_share(basis, 1, "pos", 3) < 1
-    with pytest.raises(GeometryError, match=r"rank: expected 1 to \d+, the rank of pos at state 1, got 40"):
+    with pytest.raises(
+        GeometryError, match=r"rank: expected 1 to \d+, the rank of pos at state 1, got 40"
+    ):
         subspace_of(basis, 1, "pos", 40)
     with pytest.raises(GeometryError, match=r"subspace: expected one of 'pos', 'ctx', got 'cvec'"):
         subspace_of(basis, 1, "cvec")
-    with pytest.raises(GeometryError, match=r"subspace='ctx': expected a basis with context vectors, got one without"):
+    with pytest.raises(
+        GeometryError,
+        match=r"subspace='ctx': expected a basis with context vectors, got one without",
+    ):
         subspace_of(dataclasses.replace(basis, context_means=None), 1, "ctx")
 
 
@@ -258,7 +332,10 @@ def hand_built_basis(name: str) -> PositionContext:
 def test_the_hand_built_model_has_the_two_heads(name: str) -> None:
     model, ids = view(hand_built(name)), prompts(6)
     found: dict[int, Tensor] = {}
-    model.run(ids, {f"blocks.{i}.attn.hook_pattern": lambda p, i=i: found.update({i: p}) for i in range(2)})
+    model.run(
+        ids,
+        {f"blocks.{i}.attn.hook_pattern": lambda p, i=i: found.update({i: p}) for i in range(2)},
+    )
     previous, copying = (head_type_scores(found[i], ids).scores for i in range(2))
     assert previous["previous"][0].item() == pytest.approx(1, abs=1e-3)
     assert copying["induction"][0].item() == pytest.approx(1, abs=1e-3)
@@ -277,23 +354,36 @@ def test_necessity_and_sufficiency_are_as_they_must_be(name: str) -> None:
     copying = necessity_sufficiency(model, ids, basis, "L1H0", "cvec-cvec", **options)
     assert copying.necessity["induction_loss"] > 3
     assert copying.sufficiency["induction_loss"] > 0.9
-    assert copying.placebo_induction_loss.mean() - copying.of("clean")["induction_loss"] < 0.3 * copying.necessity["induction_loss"]
+    assert (
+        copying.placebo_induction_loss.mean() - copying.of("clean")["induction_loss"]
+        < 0.3 * copying.necessity["induction_loss"]
+    )
     assert copying.p_value("induction_loss") == pytest.approx(1 / 5)
     previous = necessity_sufficiency(model, ids, basis, "L0H0", "position", **options)
     assert previous.necessity["induction_loss"] > 3
     assert previous.sufficiency["induction_loss"] == pytest.approx(1, abs=1e-3)
     assert previous.placebo_cosine > 0.99
     assert any("the placebo is nearly the term" in flag for flag in previous.provenance.flags)
-    permuted = necessity_sufficiency(model, ids, basis, "L0H0", "position", placebos="positions", **options)
+    permuted = necessity_sufficiency(
+        model, ids, basis, "L0H0", "position", placebos="positions", **options
+    )
     assert abs(permuted.placebo_cosine) < 0.3
     assert permuted.placebo_induction_loss.mean() < 0.5 * permuted.of("remove")["induction_loss"]
     assert permuted.of("remove") == pytest.approx(previous.of("remove"))
-    with pytest.raises(GeometryError, match=r"placebo: expected one of 'prompt', 'positions', got 'noise'"):
+    with pytest.raises(
+        GeometryError, match=r"placebo: expected one of 'prompt', 'positions', got 'noise'"
+    ):
         necessity_sufficiency(model, ids, basis, "L0H0", "position", placebos="noise", **options)
     nothing = necessity_sufficiency(model, ids, basis, "L0H0", "content", **options)
     assert nothing.necessity["loss"] == pytest.approx(0, abs=1e-4)
     assert nothing.sufficiency["loss"] == pytest.approx(0, abs=1e-4)
-    assert [row[0] for row in copying.rows()] == ["clean", "bias terms only", "keep", "remove", "placebo"]
+    assert [row[0] for row in copying.rows()] == [
+        "clean",
+        "bias terms only",
+        "keep",
+        "remove",
+        "placebo",
+    ]
     assert copying.of("clean")["kl"] == 0
     assert copying.of("remove")["kl"] > 1
 
@@ -307,7 +397,13 @@ def test_the_clean_loss_is_the_models() -> None:
 
 
 def test_dominant_terms_alone_carry_the_hand_built_model() -> None:
-    effects = dominant_only(induction_model("bridge"), prompts(8, seed=3), hand_built_basis("bridge"), draws=3, progress=False)
+    effects = dominant_only(
+        induction_model("bridge"),
+        prompts(8, seed=3),
+        hand_built_basis("bridge"),
+        draws=3,
+        progress=False,
+    )
     assert effects.survival("dominant term", measure="induction_loss") > 0.95
     assert effects.survival("random term", measure="induction_loss") < 0.6
     assert effects.survival("clean") == pytest.approx(1)
@@ -318,15 +414,22 @@ def test_dominant_terms_alone_carry_the_hand_built_model() -> None:
 def test_dominant_only_refuses_the_table_of_another_model() -> None:
     model, basis, ids = induction_model("bridge"), hand_built_basis("bridge"), prompts(4, seed=3)
     table = sweep_heads(model, ids, basis, progress=False)
-    foreign = dataclasses.replace(table, provenance=dataclasses.replace(table.provenance, model="other", fingerprint="0" * 16))
-    with pytest.raises(GeometryError, match=r"table: expected a sweep of .* \(\w{16}\), got a sweep of other \(0{16}\)"):
+    foreign = dataclasses.replace(
+        table, provenance=dataclasses.replace(table.provenance, model="other", fingerprint="0" * 16)
+    )
+    with pytest.raises(
+        GeometryError,
+        match=r"table: expected a sweep of .* \(\w{16}\), got a sweep of other \(0{16}\)",
+    ):
         dominant_only(model, ids, basis, table=foreign, progress=False)
 
 
 def test_a_rotary_previous_token_head_is_position() -> None:
     model = rotary_previous_token()
     basis = decompose(model, tokens(24, 24, seed=2), progress=False)
-    table = sweep_heads(model, tokens(8, 24, seed=3), basis, detail=("toeplitz", "offsets"), progress=False)
+    table = sweep_heads(
+        model, tokens(8, 24, seed=3), basis, detail=("toeplitz", "offsets"), progress=False
+    )
     assert table.types["previous"][0].item() > 0.99
     assert table.by_group.labels[0] == "position"
     assert table.dominant[0] == "bias-bias"
@@ -358,14 +461,25 @@ def test_the_ten_most_extreme_predictions_hold_in_the_embedded_model() -> None:
     ]
     for predicted, term, head in sorted(effects, reverse=True)[:10]:
         split = split_scores(model, few, basis, heads=[head])
-        changed = split.total() - split.terms[terms_of(term)[0].partition("-")[0], terms_of(term)[0].partition("-")[2]]
+        changed = (
+            split.total()
+            - split.terms[terms_of(term)[0].partition("-")[0], terms_of(term)[0].partition("-")[2]]
+        )
         pattern = changed.softmax(-1)
         found: dict[str, Tensor] = {}
         names = {name: f"blocks.{head[0]}.attn.hook_{name}" for name in "vz"}
         with remove_term(model, basis, term, head):
-            seen.run(few, {hook: lambda x, name=name, found=found: found.update({name: x}) for name, hook in names.items()})
+            seen.run(
+                few,
+                {
+                    hook: lambda x, name=name, found=found: found.update({name: x})
+                    for name, hook in names.items()
+                },
+            )
         mixed = torch.einsum("bij,bje->bie", pattern[:, 0], found["v"][:, :, head[1]])
-        assert (found["z"][:, :, head[1]] - mixed).abs().max() < 1e-5 * max(1.0, float(found["v"].abs().max())), (term, head)
+        assert (found["z"][:, :, head[1]] - mixed).abs().max() < 1e-5 * max(
+            1.0, float(found["v"].abs().max())
+        ), (term, head)
         tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean() / 2
         assert predicted == pytest.approx(float(tv), abs=1e-5)
 
@@ -394,11 +508,25 @@ def test_public_names() -> None:
 
 @pytest.mark.parametrize("architecture", ["bloom", "gpt-oss"])
 def test_an_edit_of_one_head_takes_its_own_bias_and_sink(architecture: str) -> None:
-    """ALiBi slopes and sinks differ between heads: those of head 2 are not those of the first head."""
-    model, basis, split = tiny("bridge", architecture), basis_of("bridge", architecture), split_of(architecture)
-    position = sum((v for (a, b), v in split.terms.items() if "cvec" not in (a, b)), torch.zeros(()))
+    """ALiBi slopes and sinks differ between heads: those of head 2 are not those of the first
+    head."""
+    model, basis, split = (
+        tiny("bridge", architecture),
+        basis_of("bridge", architecture),
+        split_of(architecture),
+    )
+    position = sum(
+        (v for (a, b), v in split.terms.items() if "cvec" not in (a, b)), torch.zeros(())
+    )
     choice = per_head({(1, 2): ("alibi-alibi", "cvec-cvec")})
-    kept = sum((v for (a, b), v in split.terms.items() if a == b == "cvec" or a == "alibi" or "bias" in (a, b)), torch.zeros(()))
+    kept = sum(
+        (
+            v
+            for (a, b), v in split.terms.items()
+            if a == b == "cvec" or a == "alibi" or "bias" in (a, b)
+        ),
+        torch.zeros(()),
+    )
     seen = view(model)
     edits = {
         "remove": (remove_term(model, basis, "position", [(1, 2)]), split._sum() - position),
@@ -413,7 +541,10 @@ def test_an_edit_of_one_head_takes_its_own_bias_and_sink(architecture: str) -> N
 def test_the_removed_share_is_one_of_variance() -> None:
     basis, model = basis_of("bridge", "gpt2"), view(tiny("bridge", "gpt2"))
     found: dict[str, Tensor] = {}
-    model.run(tokens(batch=16, length=18, seed=2), {model.state_hooks[1]: lambda h: found.update(h=h.double())})
+    model.run(
+        tokens(batch=16, length=18, seed=2),
+        {model.state_hooks[1]: lambda h: found.update(h=h.double())},
+    )
     centred = (found["h"] - basis.mean[basis.index(1)])[:, 1:]
     V = subspace_of(basis, 1, "pos", 3)
     expected = float((centred @ V).square().sum() / centred.square().sum())

@@ -1,4 +1,5 @@
-"""Laws of the kernel factorisation: exact identity, the explicit bound, vanishing gap, noise tails, attention itself."""
+"""Laws of the kernel factorisation: exact identity, the explicit bound, vanishing gap, noise tails,
+attention itself."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_kernel_of_sums_is_the_product_of_four_kernels(seed: int, d_model: int) 
     c, t, c2, t2 = (gaussian(seed + i, 3, d_model) for i in range(4))
     W = gaussian(seed + 9, d_model, d_model) / 3
     whole = kernels.log_kernel(c + t, c2 + t2, W)
-    product = torch.stack([kernels.log_kernel(a, b, W).exp() for a in (c, t) for b in (c2, t2)]).prod(0)
+    product = torch.stack(
+        [kernels.log_kernel(a, b, W).exp() for a in (c, t) for b in (c2, t2)]
+    ).prod(0)
     assert torch.allclose(whole.exp(), product, rtol=1e-9)
     assert np.allclose(whole[1, 2], (c + t)[1].numpy() @ W.numpy() @ (c2 + t2)[2].numpy())
 
@@ -45,10 +48,14 @@ def test_kernel_attention_is_attention(seed: int, positions: int, causal: bool) 
     x, v = gaussian(seed, 2, positions, 5), gaussian(seed + 1, 2, positions, 3)
     W_Q, W_K = gaussian(seed + 2, 5, 4), gaussian(seed + 3, 5, 4)
     ours = kernels.kernel_attention(x, v, W_Q @ W_K.T / 2, causal=causal)
-    expected = torch.nn.functional.scaled_dot_product_attention(x @ W_Q, x @ W_K, v, is_causal=causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        x @ W_Q, x @ W_K, v, is_causal=causal
+    )
     assert torch.allclose(ours, expected)
     assert kernels.kernel_attention(1e3 * x, v, W_Q @ W_K.T).isfinite().all()  # scores of millions
-    swapped = kernels.kernel_attention(x, v, (W_Q @ W_K.T / 2).T, causal=causal)  # key first, as printed
+    swapped = kernels.kernel_attention(
+        x, v, (W_Q @ W_K.T / 2).T, causal=causal
+    )  # key first, as printed
     assert positions == 1 or not torch.allclose(ours, swapped)
 
 
@@ -59,25 +66,43 @@ def planted(
     if incoherent:
         half = torch.arange(d) < d // 2
         bases = (normalize_rows(bases[0] * half)[0], normalize_rows(bases[1] * ~half)[0])
-    return bases, {p: kernels.random_sparse_weight(bases[p[0]], bases[p[1]], s, seed=seed + i) for i, p in enumerate(kernels.PARTS)}
+    return bases, {
+        p: kernels.random_sparse_weight(bases[p[0]], bases[p[1]], s, seed=seed + i)
+        for i, p in enumerate(kernels.PARTS)
+    }
 
 
 @cases
 @given(seeds, st.integers(1, 6))
-def test_gap_is_within_the_explicit_bound_and_equals_the_mismatched_terms(seed: int, s: int) -> None:
+def test_gap_is_within_the_explicit_bound_and_equals_the_mismatched_terms(
+    seed: int, s: int
+) -> None:
     bases, weights = planted(seed, incoherent=False, s=s)
-    shrink = 2 * torch.rand(2, 5, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 1
-    queries, keys = (bases[0] * shrink[0], bases[1][:1].repeat(5, 1)), (bases[0], bases[1][[0, 1, 2, 3, 3]] * shrink[1])
+    shrink = (
+        2 * torch.rand(2, 5, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        - 1
+    )
+    queries, keys = (
+        (bases[0] * shrink[0], bases[1][:1].repeat(5, 1)),
+        (bases[0], bases[1][[0, 1, 2, 3, 3]] * shrink[1]),
+    )
     gap = kernels.factorisation_gap(queries, keys, weights, bases)
     assert (gap.r.abs() <= gap.bound + 1e-12).all()
     assert gap.bound <= 4 * s * (2 * gap.incoh + gap.incoh**2) + 1e-12
     assert gap.incoh == pytest.approx(max(abs(float(u @ v)) for u in bases[0] for v in bases[1]))
     mismatched = sum(
-        kernels.log_kernel(queries[a], keys[b], w.matrix) for a in (0, 1) for b in (0, 1) for p, w in weights.items() if p != (a, b)
+        kernels.log_kernel(queries[a], keys[b], w.matrix)
+        for a in (0, 1)
+        for b in (0, 1)
+        for p, w in weights.items()
+        if p != (a, b)
     )
     assert torch.allclose(gap.r, torch.as_tensor(mismatched), atol=1e-12)
     for w in weights.values():
-        rebuilt = sum(float(a) * torch.outer(u, v) for a, u, v in zip(w.coefficients, w.left, w.right, strict=True))
+        rebuilt = sum(
+            float(a) * torch.outer(u, v)
+            for a, u, v in zip(w.coefficients, w.left, w.right, strict=True)
+        )
         assert torch.allclose(w.matrix, torch.as_tensor(rebuilt))
         assert torch.linalg.matrix_rank(w.matrix) <= s
 
@@ -116,7 +141,9 @@ def test_noise_terms_have_subgaussian_tails(kind: str) -> None:
     assert float(found.draws.var()) == pytest.approx(1 / 24, rel=0.1)
     assert abs(float(found.draws.mean())) < 4 / math.sqrt(24 * 4000)
     louder = (3 * found.draws).abs().unsqueeze(0) > found.levels.unsqueeze(1)
-    assert (louder.double().mean(1) > found.bound).any()  # noise three times as strong breaks the bound
+    assert (
+        louder.double().mean(1) > found.bound
+    ).any()  # noise three times as strong breaks the bound
     with pytest.raises(GeometryError, match="kind"):
         kernels.noise_tail(q, k, kind="uniform")
 
@@ -139,7 +166,9 @@ def test_empirical_gap_equals_a_loop_and_sees_low_rank_plus_diagonal() -> None:
     assert found.incoh_avg == pytest.approx(np.abs(c @ t.T).mean())
     basis = torch.linalg.qr(gaussian(4, 8, 8)).Q
     split = {(1, 1): basis[:, :3] @ gaussian(5, 3, 3) @ basis[:, :3].T}
-    apart = kernels.empirical_gap(gaussian(6, 9, 3) @ basis[:, :3].T, gaussian(7, 9, 5) @ basis[:, 3:].T, split)
+    apart = kernels.empirical_gap(
+        gaussian(6, 9, 3) @ basis[:, :3].T, gaussian(7, 9, 5) @ basis[:, 3:].T, split
+    )
     assert apart.relative < 1e-12 < found.relative
     assert math.isnan(kernels.empirical_gap(pos, cvec, {(0, 0): torch.zeros(5, 5)}).relative)
 
@@ -148,10 +177,16 @@ def test_empirical_gap_equals_a_loop_and_sees_low_rank_plus_diagonal() -> None:
 @given(seeds, st.integers(1, 3))
 def test_structured_gaps_equal_the_dense_ones_of_each_head(seed: int, rank: int) -> None:
     pos, cvec = gaussian(seed, 6, 5), gaussian(seed + 1, 7, 5)
-    V, L, delta = torch.linalg.qr(gaussian(seed + 2, 5, rank)).Q, gaussian(seed + 3, 4, rank, rank), gaussian(seed + 4, 4, 5)
+    V, L, delta = (
+        torch.linalg.qr(gaussian(seed + 2, 5, rank)).Q,
+        gaussian(seed + 3, 4, rank, rank),
+        gaussian(seed + 4, 4, 5),
+    )
     found = kernels.structured_gaps(pos, cvec, V, L, delta, pairs=50, seed=seed)
     for h in range(4):
-        dense = kernels.empirical_gap(pos, cvec, {(1, 1): V @ L[h] @ V.T, (0, 0): torch.diag(delta[h])}, pairs=50, seed=seed)
+        dense = kernels.empirical_gap(
+            pos, cvec, {(1, 1): V @ L[h] @ V.T, (0, 0): torch.diag(delta[h])}, pairs=50, seed=seed
+        )
         assert float(found.r_rms[h]) == pytest.approx(dense.r_rms)
         assert float(found.r_max[h]) == pytest.approx(dense.r_max)
         assert float(found.score_rms[h]) == pytest.approx(dense.score_rms)
@@ -170,7 +205,9 @@ def test_kernel_gaps_of_a_model_are_those_of_its_fitted_weights() -> None:
     fit = weight_geometry(model, basis, layers=1, rank=3, draws=0)
     pos = remove_mean(basis.pos[1], "LN")
     assert basis.samples is not None
-    cvec = remove_mean((basis.samples[:, 1, 1:].double() - basis.mean[1] - basis.pos[1]).flatten(0, 1), "LN")
+    cvec = remove_mean(
+        (basis.samples[:, 1, 1:].double() - basis.mean[1] - basis.pos[1]).flatten(0, 1), "LN"
+    )
     V = torch.linalg.svd(pos).Vh[:3].T
     V = V * torch.where(V.gather(0, V.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
     parts = {(1, 1): V @ fit.L[2] @ V.T, (0, 0): torch.diag(fit.delta[2])}

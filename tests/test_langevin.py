@@ -1,4 +1,5 @@
-"""Laws of the stochastic flow: closed form, integrators, planted ensembles, determinants, and the inconsistency it reports."""
+"""Laws of the stochastic flow: closed form, integrators, planted ensembles, determinants, and the
+inconsistency it reports."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tl_geometry import GeometryError
 from tl_geometry.base.linalg import rotation_exp
-from tl_geometry.flow.alignment import fit_frames
+from tl_geometry.flow.alignment import fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel, proper_rotations
 from tl_geometry.flow.residuals import flow_map
 
@@ -27,7 +28,15 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def planted(
-    d: int, states: int, *, alpha: float = 0.5, rate: float = 0.2, stretch: float = 0.3, turn: float = 0.3, vary: float = 0.2, seed: int = 0
+    d: int,
+    states: int,
+    *,
+    alpha: float = 0.5,
+    rate: float = 0.2,
+    stretch: float = 0.3,
+    turn: float = 0.3,
+    vary: float = 0.2,
+    seed: int = 0,
 ):
     """A model with known rotations and stretches."""
     U = [torch.linalg.qr(noise(d, d, seed=seed)).Q]
@@ -35,18 +44,32 @@ def planted(
         a = noise(d, d, seed=seed + k)
         U.append(U[-1] @ rotation_exp(turn * (a - a.mT) / (2 * d) ** 0.5))
     gap = torch.linspace(1.5, 0.0, d).double().exp()
-    S = torch.stack([gap * torch.exp(stretch * k * (1 + vary * noise(d, seed=99))) for k in range(states)])
+    S = torch.stack(
+        [gap * torch.exp(stretch * k * (1 + vary * noise(d, seed=99))) for k in range(states)]
+    )
     times = torch.arange(1, states + 1).double()
     return LangevinModel(
-        basis=torch.eye(d).double(), U=torch.stack(U), S=S, observed=S, times=times, outside=torch.zeros(states).double(),
-        alpha=alpha, rate=rate, trajectories=100,
-    )  # fmt: skip
+        basis=torch.eye(d).double(),
+        U=torch.stack(U),
+        S=S,
+        observed=S,
+        times=times,
+        outside=torch.zeros(states).double(),
+        alpha=alpha,
+        rate=rate,
+        trajectories=100,
+    )
 
 
-SMALL = st.fixed_dictionaries({
-    "d": st.integers(2, 6), "states": st.integers(2, 5), "alpha": st.floats(0.1, 2), "rate": st.floats(0.05, 0.6),
-    "seed": st.integers(0, 10**5),
-})  # fmt: skip
+SMALL = st.fixed_dictionaries(
+    {
+        "d": st.integers(2, 6),
+        "states": st.integers(2, 5),
+        "alpha": st.floats(0.1, 2),
+        "rate": st.floats(0.05, 0.6),
+        "seed": st.integers(0, 10**5),
+    }
+)
 
 
 @LAWS
@@ -77,10 +100,14 @@ def test_moments_solve_the_fokker_planck_equations(chosen):
     def rates(t: float, y: np.ndarray) -> np.ndarray:
         m, C = y[:d], y[d:].reshape(d, d)
         A = model.drift(t).numpy()
-        return np.concatenate([A @ m, (A @ C + C @ A.T + model.diffusion(t) ** 2 * np.eye(d)).ravel()])
+        return np.concatenate(
+            [A @ m, (A @ C + C @ A.T + model.diffusion(t) ** 2 * np.eye(d)).ravel()]
+        )
 
     y, s = np.concatenate([mean.numpy(), covariance.numpy().ravel()]), float(model.times[0])
-    for k in range(min(2, len(model.times) - 1)):  # interval by interval: the drift jumps at the states
+    for k in range(
+        min(2, len(model.times) - 1)
+    ):  # interval by interval: the drift jumps at the states
         a, b = float(model.times[k]), float(model.times[k + 1])
         y = solve_ivp(rates, (a, b - 1e-12), y, rtol=1e-9, atol=1e-11).y[:, -1]
         m, C = model.moments(mean, covariance, s, b)
@@ -95,7 +122,9 @@ def test_the_density_of_the_moments_solves_the_fokker_planck_equation_in_the_pla
     def density(time: float, x: Tensor) -> Tensor:
         m, C = model.moments(m0, C0, 1.0, time)
         z = x - m
-        return torch.exp(-0.5 * (z @ torch.linalg.inv(C) * z).sum(-1)) / (2 * math.pi * torch.det(C).sqrt())
+        return torch.exp(-0.5 * (z @ torch.linalg.inv(C) * z).sum(-1)) / (
+            2 * math.pi * torch.det(C).sqrt()
+        )
 
     x = noise(20, 2, seed=3)
     A, D, e = model.drift(t), model.diffusion(t) ** 2, torch.eye(2).double() * h
@@ -114,7 +143,9 @@ def test_the_density_of_the_moments_solves_the_fokker_planck_equation_in_the_pla
 def test_transitions_compose_and_noise_adds_up(chosen):
     model = planted(**chosen)
     s, u, t = float(model.times[0]), float(model.times[0]) + 0.4, float(model.times[-1])
-    assert torch.allclose(model.transition(u, t) @ model.transition(s, u), model.transition(s, t), atol=1e-9)
+    assert torch.allclose(
+        model.transition(u, t) @ model.transition(s, u), model.transition(s, t), atol=1e-9
+    )
     inner, phi = model.noise_covariance(s, u), model.transition(u, t)
     whole = phi @ inner @ phi.mT + model.noise_covariance(u, t)
     assert torch.allclose(whole, model.noise_covariance(s, t), rtol=1e-6, atol=1e-9)
@@ -124,8 +155,12 @@ def test_the_noise_integral_has_its_closed_form_without_stretching():
     model = planted(3, 4, stretch=0.0)
     expected = 0.5 * (math.exp(0.2 * 3.5) - math.exp(0.2 * 1.25)) / model.S[0].square()
     assert torch.allclose(model.noise_integral(1.25, 3.5), expected, rtol=1e-12)
-    C = model.noise_covariance(1.25, 3.5)  # then the increment law holds exactly, in every direction
-    assert torch.allclose(C, 0.5 * (math.exp(0.7) - math.exp(0.25)) * torch.eye(3).double(), atol=1e-12)
+    C = model.noise_covariance(
+        1.25, 3.5
+    )  # then the increment law holds exactly, in every direction
+    assert torch.allclose(
+        C, 0.5 * (math.exp(0.7) - math.exp(0.25)) * torch.eye(3).double(), atol=1e-12
+    )
 
 
 def test_integrators_converge_at_their_orders_without_noise():
@@ -162,7 +197,9 @@ def test_simulated_moments_approach_the_closed_form(method):
     for i, t in enumerate((1.7, 3.0)):
         mean, C = model.moments(x[0], torch.zeros(3, 3).double(), 1.0, t)
         rows = found[:, 0, i]
-        assert float((rows.mean(0) - mean).abs().max()) < 5 * float(C.diagonal().max().sqrt()) / 200 + 0.02 * float(mean.abs().max())
+        assert float((rows.mean(0) - mean).abs().max()) < 5 * float(
+            C.diagonal().max().sqrt()
+        ) / 200 + 0.02 * float(mean.abs().max())
         assert float((rows.mT.cov() - C).abs().max() / C.abs().max()) < 0.06
 
 
@@ -182,7 +219,8 @@ def test_exact_steps_through_more_times_have_the_same_law_and_seeds_decide():
 
 @cache
 def ensemble(alpha: float, n: int = 20000) -> tuple[LangevinModel, Tensor]:
-    """Paths of a planted model; starts have exactly orthogonal coordinates, so that its directions are the frames' own."""
+    """Paths of a planted model; starts have exactly orthogonal coordinates, so that its directions
+    are the aligned bases' own."""
     model = planted(5, 9, alpha=alpha, rate=0.25, stretch=0.15, turn=0.15, vary=0.05)
     y = torch.linalg.qr(noise(n, 5, seed=11)).Q * n**0.5
     x = (y * model.S[0]) @ model.U[0].mT
@@ -190,7 +228,9 @@ def ensemble(alpha: float, n: int = 20000) -> tuple[LangevinModel, Tensor]:
     return model, later
 
 
-@pytest.mark.parametrize(("stretch", "alpha"), [("regression", 0.3), ("regression", 0.02), ("spectral", 0.02)])
+@pytest.mark.parametrize(
+    ("stretch", "alpha"), [("regression", 0.3), ("regression", 0.02), ("spectral", 0.02)]
+)
 def test_a_planted_equation_is_recovered_within_five_percent(stretch, alpha):
     model, X = ensemble(alpha)
     fitted = LangevinModel.fit(X, stretch=stretch)
@@ -214,7 +254,10 @@ def test_a_spectral_stretch_already_contains_the_noise_and_the_model_says_so():
 
 
 def test_the_equations_own_noise_disagrees_with_both_published_laws_where_it_stretches():
-    stretched, plain = planted(5, 4, stretch=0.4).consistency(), planted(5, 4, stretch=0.0).consistency()
+    stretched, plain = (
+        planted(5, 4, stretch=0.4).consistency(),
+        planted(5, 4, stretch=0.0).consistency(),
+    )
     upper = torch.ones(4, 4).triu(1).bool()
     assert torch.allclose(plain.sde_log_variance[upper], plain.increment[upper], atol=1e-9)
     assert torch.allclose(plain.anisotropy[upper], torch.ones(6).double())
@@ -226,9 +269,9 @@ def test_the_equations_own_noise_disagrees_with_both_published_laws_where_it_str
 
 def test_exact_flow_without_noise_is_the_linear_extrapolation():
     X = noise(30, 4, 5, seed=2) @ torch.diag(torch.tensor([5.0, 4, 3, 2, 1]).double()) + 0.5
-    frames, _ = proper_rotations(fit_frames(X))
+    aligned, _ = proper_rotations(fit_aligned_bases(X))
     model = LangevinModel.fit(X, noise=(0.0, 0.0))
-    expected = flow_map(frames, 1, 3)(X[:, 1])
+    expected = flow_map(aligned, 1, 3)(X[:, 1])
     assert torch.allclose(model.simulate(X[:, 1], [4.0], start=2.0)[0, :, 0], expected, atol=1e-9)
     assert torch.allclose(expected.mT @ expected, X[:, 3].mT @ X[:, 3], atol=1e-8)
 
@@ -237,11 +280,13 @@ def test_exact_flow_without_noise_is_the_linear_extrapolation():
 @given(st.integers(2, 5), st.integers(2, 6), st.integers(0, 10**6))
 def test_reflections_become_rotations_without_touching_alignment_or_moments(d, states, seed):
     X = noise(d + 4, states, d, seed=seed)
-    before = fit_frames(X, align="none")  # half of all steps are reflections
+    before = fit_aligned_bases(X, align="none")  # half of all steps are reflections
     after, flips = proper_rotations(before)
     for k in range(states - 1):
         assert float(torch.det(after.U[k].mT @ after.U[k + 1])) > 0
-    assert torch.equal((after.U * before.U).sum(1).abs().round(decimals=6), torch.ones(states, d).double())
+    assert torch.equal(
+        (after.U * before.U).sum(1).abs().round(decimals=6), torch.ones(states, d).double()
+    )
     assert torch.allclose(after.overlap.abs(), before.overlap.abs())
     signs = torch.det(before.U[:-1].mT @ before.U[1:]) < 0
     assert flips == int(signs.sum())
@@ -250,7 +295,11 @@ def test_reflections_become_rotations_without_touching_alignment_or_moments(d, s
 
 
 def test_fewer_trajectories_than_coordinates_live_in_a_common_basis():
-    X = noise(6, 1, 12, seed=1) @ torch.diag(torch.linspace(3, 1, 12).double()) * torch.linspace(1, 2, 4).double().view(1, 4, 1)
+    X = (
+        noise(6, 1, 12, seed=1)
+        @ torch.diag(torch.linspace(3, 1, 12).double())
+        * torch.linspace(1, 2, 4).double().view(1, 4, 1)
+    )
     X = X + 0.01 * noise(6, 4, 12, seed=2)
     model = LangevinModel.fit(X, noise=(0.1, 0.2))
     assert model.basis.shape == (12, 6)
@@ -295,9 +344,13 @@ def test_errors_name_what_was_expected():
         model.rotation(3.5)
     with pytest.raises(GeometryError, match="times: expected start <= end, got 3 and 2"):
         model.transition(3.0, 2.0)
-    with pytest.raises(GeometryError, match=r"times: expected increasing times from 1, got \[2.0, 1.5\]"):
+    with pytest.raises(
+        GeometryError, match=r"times: expected increasing times from 1, got \[2.0, 1.5\]"
+    ):
         model.simulate(noise(1, 3), [2.0, 1.5])
     with pytest.raises(GeometryError, match=r"noise: expected alpha . lambda >= 0"):
         model.with_noise(0.5, -0.1)
-    with pytest.raises(GeometryError, match="method: expected one of 'exact', 'euler', 'heun', got 'rk4'"):
+    with pytest.raises(
+        GeometryError, match="method: expected one of 'exact', 'euler', 'heun', got 'rk4'"
+    ):
         model.simulate(noise(1, 3), [2.0], method="rk4")

@@ -1,4 +1,5 @@
-"""Loading: a directory is whole, or refused by the names of its weights; nothing is unpickled, no code of it runs."""
+"""Loading: a directory is whole, or refused by the names of its weights; nothing is unpickled, no
+code of it runs."""
 
 from __future__ import annotations
 
@@ -97,7 +98,10 @@ def test_only_the_output_head_may_be_new(tmp_path: Path) -> None:
 
 def test_buffers_that_old_versions_saved_are_no_weights(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
-    edit(tmp_path, lambda s: s.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    edit(
+        tmp_path,
+        lambda s: s.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    )
     load(tmp_path)
     assert "unexpected model.layers.0.self_attn.scale" in message(
         edit(tmp_path, lambda s: s.update({"model.layers.0.self_attn.scale": torch.ones(4)}))
@@ -129,7 +133,10 @@ def test_code_in_a_directory_never_runs(tmp_path: Path, monkeypatch: pytest.Monk
     saved(tmp_path)
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('it ran')")
     configure(
-        tmp_path, architectures=["OwnForCausalLM"], model_type="own", auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+        tmp_path,
+        architectures=["OwnForCausalLM"],
+        model_type="own",
+        auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
     )
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     assert "which brings code of its own" in message(tmp_path)
@@ -167,7 +174,8 @@ for name in sys.argv[2:]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_by_name_are_whole_as_well(kind: str, tmp_path: Path) -> None:
-    """A hub's cache with small models under known names: whole, without the output head, and without a layer's attention."""
+    """A hub's cache with small models under known names: whole, without the output head, and
+    without a layer's attention."""
 
     def cached(name: str) -> Path:
         snapshot = saved(tmp_path / f"models--{name}" / "snapshots" / "0")
@@ -182,18 +190,25 @@ def test_weights_by_name_are_whole_as_well(kind: str, tmp_path: Path) -> None:
     edit(cached("gpt2-large"), without("h.1.attn."))
     command = [sys.executable, "-c", CACHED, kind, "gpt2", "gpt2-medium", "gpt2-large"]
     options = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    printed = subprocess.run(command, env=options, capture_output=True, text=True, check=True).stdout.splitlines()
+    printed = subprocess.run(
+        command, env=options, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     whole, headless, broken = (line for line in printed if line.startswith(("loaded", "refused")))
     assert whole == "loaded 2 True"
     assert headless == "loaded 2 False"
-    assert broken.startswith("refused model: expected in gpt2-large every weight that its config.json asks for")
+    assert broken.startswith(
+        "refused model: expected in gpt2-large every weight that its config.json asks for"
+    )
     assert "got no transformer.h.1.attn.c_attn.bias" in broken
 
 
 def test_arguments_are_refused_before_anything_is_read() -> None:
     for options, text in (
         ({"kind": "other"}, "one of 'bridge', 'hooked'"),
-        ({"dtype": torch.int8}, "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int8"),
+        (
+            {"dtype": torch.int8},
+            "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int8",
+        ),
         ({"device": "nonsense"}, "device: expected one that torch has here, got 'nonsense'"),
         ({"device": "meta"}, "device: expected one that torch has here, got 'meta'"),
     ):
@@ -202,13 +217,19 @@ def test_arguments_are_refused_before_anything_is_read() -> None:
 
 def test_quantised_weights_and_weights_without_values_are_refused() -> None:
     model = from_hf(hf_model("llama"), None)
-    weight = model.original_model.model.layers[0].mlp.up_proj.weight if HAS_HOOKED else next(iter(model.parameters()))
+    weight = (
+        model.original_model.model.layers[0].mlp.up_proj.weight
+        if HAS_HOOKED
+        else next(iter(model.parameters()))
+    )
     view(model)
     name = next(n for n, p in model.named_parameters() if p is weight)
     owner = model.get_submodule(name.rpartition(".")[0])
     quantised = torch.nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
     owner.register_parameter(name.rpartition(".")[2], quantised)
-    with pytest.raises(UnsupportedModelError, match=r"floating-point numbers, not quantised, got .* in int8"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"floating-point numbers, not quantised, got .* in int8"
+    ):
         view(model)
     meta = hf_model("llama").to("meta")
     with pytest.raises(UnsupportedModelError, match=r"on the meta device, without values"):
@@ -227,7 +248,10 @@ def test_a_module_that_quantises_is_refused_by_its_class() -> None:
 
 
 def test_what_is_no_model_keeps_its_clear_error() -> None:
-    with pytest.raises(GeometryError, match=r"expected HookedTransformer or HookedEncoder or TransformerBridge, got str"):
+    with pytest.raises(
+        GeometryError,
+        match=r"expected HookedTransformer or HookedEncoder or TransformerBridge, got str",
+    ):
         tlg.view("gpt2")
     with pytest.raises(GeometryError, match="from_hf"):
         tlg.view(hf_model("gpt2"))

@@ -1,4 +1,5 @@
-"""Laws of the reports: planted answers, jackknife by brute force, nulls that have lost the effect, floors, degenerate bases."""
+"""Laws of the reports: planted answers, jackknife by brute force, nulls that have lost the effect,
+floors, degenerate bases."""
 
 from __future__ import annotations
 
@@ -26,9 +27,12 @@ def gaussian(seed: int, *shape: int) -> Tensor:
 
 
 def planted(*, noise: float = 0.3, seed: int = 0, contexts: int = CONTEXTS) -> Tensor:
-    """Two states [state context position d_model] with three smooth positional directions, three documents, noise and a large mean."""
+    """Two states [state context position d_model] with three smooth positional directions, three
+    documents, noise and a large mean."""
     t = torch.linspace(0, 1, POSITIONS, dtype=torch.float64)
-    curve = torch.stack([torch.cos(math.pi * j * t) for j in (1, 2, 3)], dim=1) @ gaussian(100, 3, D)
+    curve = torch.stack([torch.cos(math.pi * j * t) for j in (1, 2, 3)], dim=1) @ gaussian(
+        100, 3, D
+    )
     documents = 2 * gaussian(101, 3, D)[torch.arange(contexts) % 3]
     h = curve + documents[:, None] + noise * gaussian(seed, 2, contexts, POSITIONS, D)
     return h + 10 * gaussian(102, D)
@@ -60,27 +64,40 @@ def test_values_are_those_of_the_whole_basis(report: reports.PositionalReport) -
         assert float(report["relative_norm"][i]) == pytest.approx(paper)
         raw = math.sqrt(CONTEXTS) * s[0] / np.linalg.norm(h[i].reshape(-1, D).numpy(), 2)
         assert float(report["relative_norm_reference"][i]) == pytest.approx(raw)
-        assert float(report["roughness"][i]) == pytest.approx((np.diff(P, axis=0) ** 2).sum() / (P**2).sum())
+        assert float(report["roughness"][i]) == pytest.approx(
+            (np.diff(P, axis=0) ** 2).sum() / (P**2).sum()
+        )
     assert report["rank"].tolist() == [3, 3]
     assert (report["low_frequency"] > 0.9).all()
     assert report.fourier.shape == (2, 10, 10)
 
 
-def test_jackknife_is_that_of_the_decomposition_without_each_group(report: reports.PositionalReport) -> None:
+def test_jackknife_is_that_of_the_decomposition_without_each_group(
+    report: reports.PositionalReport,
+) -> None:
     h, left_out = planted(), []
     for g in range(8):
         kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
         P = decompose_tensor(h[:, kept]).pos
-        left_out.append(torch.stack([linalg.stable_rank(torch.linalg.svdvals(P)), positional.roughness(P)]))
-    for name, values in zip(("stable_rank", "roughness"), torch.stack(left_out, dim=1), strict=True):
+        left_out.append(
+            torch.stack([linalg.stable_rank(torch.linalg.svdvals(P)), positional.roughness(P)])
+        )
+    for name, values in zip(
+        ("stable_rank", "roughness"), torch.stack(left_out, dim=1), strict=True
+    ):
         expected = np.sqrt(7 / 8 * ((values.numpy() - values.numpy().mean(0)) ** 2).sum(0))
         assert np.allclose(report.errors[name], expected, rtol=1e-6)
 
 
-def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(report: reports.PositionalReport) -> None:
+def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(
+    report: reports.PositionalReport,
+) -> None:
     assert report.curve_contexts == (3, 6, 12, 24)
     h, group = planted(), torch.arange(CONTEXTS) * 8 // CONTEXTS
-    halves = [linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, part]).pos)) for part in (group < 4, group >= 4)]
+    halves = [
+        linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, part]).pos))
+        for part in (group < 4, group >= 4)
+    ]
     assert torch.allclose(report.curve["stable_rank"][2], (halves[0] + halves[1]) / 2)
     for name, values in report.curve.items():
         assert torch.equal(values[-1], report[name])
@@ -93,14 +110,17 @@ def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(report:
 
 
 def test_jackknife_error_covers_the_truth_and_shrinks_with_the_corpus() -> None:
-    """The error of roughness over fresh corpora is what the jackknife says, within a factor of two; four times C halves it."""
+    """The error of roughness over fresh corpora is what the jackknife says, within a factor of two;
+    four times C halves it."""
     values, errors = [], []
     for seed in range(24):
         found = reports.positional_report(basis_of(planted(seed=1000 + seed)), k=4, nulls=False)
         values.append(float(found["stable_rank"][0]))
         errors.append(float(found.errors["stable_rank"][0]))
     assert 0.5 < np.mean(errors) / np.std(values) < 2
-    more = reports.positional_report(basis_of(planted(seed=5, contexts=4 * CONTEXTS)), k=4, nulls=False)
+    more = reports.positional_report(
+        basis_of(planted(seed=5, contexts=4 * CONTEXTS)), k=4, nulls=False
+    )
     assert float(more.errors["stable_rank"][0]) < 0.75 * np.mean(errors)
 
 
@@ -114,22 +134,31 @@ def test_nulls_have_lost_the_effect(report: reports.PositionalReport) -> None:
         assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency|isotropic"][i]
     assert (report["split_half"] > 0.98).all()
     nothing = reports.positional_report(basis_of(gaussian(7, 1, CONTEXTS, POSITIONS, D)), k=4)
-    assert float(nothing["relative_norm"]) == pytest.approx(float(nothing.nulls["relative_norm|noise"]), rel=0.3)
-    assert abs(float(nothing["low_frequency"]) - float(nothing.nulls["low_frequency|shuffled"])) < 0.15
+    assert float(nothing["relative_norm"]) == pytest.approx(
+        float(nothing.nulls["relative_norm|noise"]), rel=0.3
+    )
+    assert (
+        abs(float(nothing["low_frequency"]) - float(nothing.nulls["low_frequency|shuffled"])) < 0.15
+    )
     assert abs(float(nothing["split_half"])) < 0.2
 
 
 def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
-    """E|P_null|^2 is what averages over C contexts of independent noise leave: (1 - 1/T) T d / C."""
+    """E|P_null|^2 is what averages over C contexts of independent noise leave: (1 - 1/T) T d /
+    C."""
     bare = basis_of(gaussian(3, 1, 64, POSITIONS, D) + 20 * gaussian(4, POSITIONS, D))
     noise = resampling.window_means(bare, 0, resampling.noise_weights(bare, 30, seed=0))
     noise = noise - noise.mean(1, keepdim=True)
-    assert float(noise.square().sum((1, 2)).mean()) == pytest.approx((POSITIONS - 1) * D / 64, rel=0.1)
+    assert float(noise.square().sum((1, 2)).mean()) == pytest.approx(
+        (POSITIONS - 1) * D / 64, rel=0.1
+    )
     whole = resampling.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
     assert float(whole.square().sum()) > 100 * float(noise[0].square().sum())
 
 
-def test_report_is_deterministic_saved_and_tabulated(basis: PositionContext, report: reports.PositionalReport, tmp_path: Path) -> None:
+def test_report_is_deterministic_saved_and_tabulated(
+    basis: PositionContext, report: reports.PositionalReport, tmp_path: Path
+) -> None:
     again = reports.positional_report(basis, k=4)
     assert all(torch.equal(again.nulls[n], report.nulls[n]) for n in report.nulls)
     loaded = reports.PositionalReport.load(report.save(tmp_path / "r.safetensors"))
@@ -137,7 +166,9 @@ def test_report_is_deterministic_saved_and_tabulated(basis: PositionContext, rep
     assert loaded.nulls.keys() == report.nulls.keys()
     frame = report.to_dataframe()
     assert list(frame["state"]) == [0, 1]
-    assert {"rank", "rank_se", "rank_noise", "low_frequency_shuffled", "fracture_at"} <= set(frame.columns)
+    assert {"rank", "rank_se", "rank_noise", "low_frequency_shuffled", "fracture_at"} <= set(
+        frame.columns
+    )
     bare = reports.positional_report(basis, jackknife=False, nulls=False)
     assert not bare.errors
     assert not bare.nulls
@@ -164,20 +195,28 @@ def test_short_windows_and_missing_moments_are_flagged() -> None:
     few = reports.positional_report(basis_of(gaussian(0, 1, 9, 10, 6)), k=2)
     assert "fewer than 10 contexts: no errors" in few.provenance.flags
     assert all(e.isnan().all() for e in few.errors.values())
-    assert reports.positional_report(basis_of(gaussian(0, 1, 10, 10, 6)), k=2).errors["stable_rank"].isfinite().all()
+    assert (
+        reports.positional_report(basis_of(gaussian(0, 1, 10, 10, 6)), k=2)
+        .errors["stable_rank"]
+        .isfinite()
+        .all()
+    )
     single = reports.positional_report(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
     assert not single.errors
     assert single["split_half"].isnan().all()
     assert not any("noise" in n for n in single.nulls)
     for report in (reports.positional_report, reports.contextual_report):
-        with pytest.raises(GeometryError, match="with one, position and content cannot be told apart"):
+        with pytest.raises(
+            GeometryError, match="with one, position and content cannot be told apart"
+        ):
             report(basis_of(gaussian(0, 1, 1, 10, 6)))
     constant = reports.positional_report(basis_of(torch.ones(1, 8, 10, 6)), k=2)
     assert constant["rank"].tolist() == [0]
     assert constant["stable_rank"].isnan().all()
 
 
-# --- Context --------------------------------------------------------------------------------------------------------
+# --- Context --------------------------------------------------------------------------------------
+# ------------------
 
 
 LABELS = torch.arange(CONTEXTS) % 3
@@ -194,7 +233,9 @@ def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: Positio
         "incoherence_avg": incoherent.avg,
         "intra": similar.intra,
         "inter": similar.inter,
-        "intra_reference": contextual.cluster_similarity(parts.ctx, LABELS, preset="reference").intra,
+        "intra_reference": contextual.cluster_similarity(
+            parts.ctx, LABELS, preset="reference"
+        ).intra,
         "overlap": contextual.subspace_overlap(parts.pos, parts.ctx, 3).overlap,
         "compactness_raw": contextual.cluster_compactness(planted().flatten(1, 2), rows),
         "compactness_cvec": contextual.cluster_compactness(parts.cvec.flatten(1, 2), rows),
@@ -215,7 +256,9 @@ def test_contextual_jackknife_leaves_whole_groups_out(basis: PositionContext) ->
         kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
         parts = decompose_tensor(h[:, kept])
         similar = contextual.cluster_similarity(parts.ctx, LABELS[kept])
-        values.append(torch.stack([contextual.incoherence(parts.pos, parts.ctx).avg, similar.inter]))
+        values.append(
+            torch.stack([contextual.incoherence(parts.pos, parts.ctx).avg, similar.inter])
+        )
     expected = torch.stack(values).numpy()
     expected = np.sqrt(7 / 8 * ((expected - expected.mean(0)) ** 2).sum(0))
     assert np.allclose(found.errors["incoherence_avg"], expected[0], rtol=1e-6)
@@ -231,17 +274,26 @@ def test_flipped_signs_keep_outlier_coordinates_and_lose_alignment() -> None:
     assert aligned["incoherence_avg"] > 1.5 * aligned.nulls["incoherence_avg|flipped"]
     outlier = torch.zeros(D, dtype=torch.float64)
     outlier[0] = 1
-    h = gaussian(0, 1, CONTEXTS, POSITIONS, D) + 5 * gaussian(2, CONTEXTS, 1, 1) * outlier + 5 * gaussian(3, POSITIONS, 1) * outlier
+    h = (
+        gaussian(0, 1, CONTEXTS, POSITIONS, D)
+        + 5 * gaussian(2, CONTEXTS, 1, 1) * outlier
+        + 5 * gaussian(3, POSITIONS, 1) * outlier
+    )
     spiked = reports.contextual_report(basis_of(h), jackknife=False)
     assert spiked["incoherence_avg"] > 2 * spiked.nulls["incoherence_avg|random"]
-    assert float(spiked.nulls["incoherence_avg|flipped"]) == pytest.approx(float(spiked["incoherence_avg"]), rel=0.1)
+    assert float(spiked.nulls["incoherence_avg|flipped"]) == pytest.approx(
+        float(spiked["incoherence_avg"]), rel=0.1
+    )
 
 
 def test_contextual_report_without_documents_and_its_refusals(basis: PositionContext) -> None:
     bare = reports.contextual_report(basis, jackknife=False)
     assert "intra" not in bare.values
     assert bare.similarity is None
-    with pytest.raises(GeometryError, match=r"a label >= 0 for each of 24 contexts, got int64 tensor of shape \(3,\)"):
+    with pytest.raises(
+        GeometryError,
+        match=r"a label >= 0 for each of 24 contexts, got int64 tensor of shape \(3,\)",
+    ):
         reports.contextual_report(basis, [0, 1, 2])
     with pytest.raises(GeometryError, match="keep_ctx=True"):
         reports.contextual_report(basis_of(planted(), keep_ctx=False))
@@ -249,37 +301,54 @@ def test_contextual_report_without_documents_and_its_refusals(basis: PositionCon
     flagged = reports.contextual_report(basis_of(hyperplane), LABELS, jackknife=False)
     assert flagged["compactness_raw"].isnan().all()
     assert any("covariance singular at states [0, 1]" in f for f in flagged.provenance.flags)
-    projected = reports.contextual_report(basis_of(hyperplane), LABELS, jackknife=False, space=("pca", 4))
+    projected = reports.contextual_report(
+        basis_of(hyperplane), LABELS, jackknife=False, space=("pca", 4)
+    )
     assert (projected["compactness_raw"] > 0).all()
 
 
 def test_only_a_singular_covariance_is_called_singular(basis: PositionContext) -> None:
-    for options, text in (({"norm": "n"}, "norm: expected one of 'N', 'dof'"), ({"space": ("pca", 99)}, "space: expected")):
+    for options, text in (
+        ({"norm": "n"}, "norm: expected one of 'N', 'dof'"),
+        ({"space": ("pca", 99)}, "space: expected"),
+    ):
         with pytest.raises(GeometryError, match=text):
             reports.contextual_report(basis, LABELS, jackknife=False, **options)  # type: ignore[arg-type]
-    bare = reports.contextual_report(basis_of(planted(), second_moments=False), LABELS, jackknife=False)
+    bare = reports.contextual_report(
+        basis_of(planted(), second_moments=False), LABELS, jackknife=False
+    )
     assert bare["compactness_cvec"].isnan().all()
     assert bare.nulls["compactness_raw|shuffled"].isnan().all()
     assert "no second moments: no compactness" in bare.provenance.flags
     assert not any("singular" in f for f in bare.provenance.flags)
-    assert torch.equal(bare["intra"], reports.contextual_report(basis, LABELS, jackknife=False)["intra"])
+    assert torch.equal(
+        bare["intra"], reports.contextual_report(basis, LABELS, jackknife=False)["intra"]
+    )
 
 
 def test_float64_products_resolve_what_float32_products_cannot() -> None:
-    """Two coordinates that differ by 1e-5 of their size: an eigenvalue of 1e-10, beyond float32 products only."""
+    """Two coordinates that differ by 1e-5 of their size: an eigenvalue of 1e-10, beyond float32
+    products only."""
     h = planted()
     h[..., 1] = h[..., 0] + 1e-5 * gaussian(11, *h.shape[:-1])
     exact = reports.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
     expected = contextual.cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
     assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)
-    plain = reports.contextual_report(decompose_activations(h), LABELS, jackknife=False, nulls=False)
+    plain = reports.contextual_report(
+        decompose_activations(h), LABELS, jackknife=False, nulls=False
+    )
     assert plain["compactness_raw"].isnan().all()
 
 
 def test_overlap_has_one_rank_whatever_is_resampled(basis: PositionContext) -> None:
     found, bare = (reports.contextual_report(basis, rank=9, jackknife=j) for j in (True, False))
     assert torch.equal(found["overlap"], bare["overlap"])
-    assert found.curve["overlap"].isnan().all(1).tolist() == [True, True, False, False]  # 3 and 6 contexts have fewer than 9 directions
+    assert found.curve["overlap"].isnan().all(1).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]  # 3 and 6 contexts have fewer than 9 directions
     assert found.errors["overlap"].isfinite().all()
     assert found.nulls["overlap|random"].tolist() == [9 / D] * 2
     assert not any("overlap" in f for f in found.provenance.flags)
@@ -293,9 +362,13 @@ def test_overlap_is_limited_by_the_directions_there_are() -> None:
     found = reports.contextual_report(basis_of(h), jackknife=False)
     assert "overlap of 2 of 10 directions (some state has no more)" in found.provenance.flags
     exact = decompose_tensor(h)
-    assert torch.allclose(found["overlap"], contextual.subspace_overlap(exact.pos, exact.ctx, 2).overlap)
+    assert torch.allclose(
+        found["overlap"], contextual.subspace_overlap(exact.pos, exact.ctx, 2).overlap
+    )
     assert found.nulls["overlap|random"].tolist() == [2 / D] * 2
-    h[0] = gaussian(6, CONTEXTS, 1, D).round()  # no position at all: no overlap, and no limit for the other state
+    h[0] = gaussian(
+        6, CONTEXTS, 1, D
+    ).round()  # no position at all: no overlap, and no limit for the other state
     empty = reports.contextual_report(basis_of(h), jackknife=False)
     assert empty["overlap"].isnan().tolist() == [True, False]
     assert not any("overlap" in f for f in empty.provenance.flags)
@@ -305,17 +378,27 @@ def test_overlap_is_limited_by_the_directions_there_are() -> None:
 
 def test_merged_basis_has_no_known_groups_and_says_so() -> None:
     h = planted()
-    parts = [dataclasses.replace(basis_of(h[:, part]), contiguous=False) for part in (slice(0, 11), slice(11, None))]
+    parts = [
+        dataclasses.replace(basis_of(h[:, part]), contiguous=False)
+        for part in (slice(0, 11), slice(11, None))
+    ]
     merged = reports.contextual_report(PositionContext.merge(parts), LABELS)
-    assert "groups of contexts not known (merged files of an earlier version): no errors" in merged.provenance.flags
+    assert (
+        "groups of contexts not known (merged files of an earlier version): no errors"
+        in merged.provenance.flags
+    )
     assert not merged.errors
     own = PositionContext.merge([basis_of(h[:, part]) for part in (slice(0, 11), slice(11, None))])
-    assert reports.contextual_report(own, LABELS).errors["intra"].isfinite().all()  # groups of today are known
+    assert (
+        reports.contextual_report(own, LABELS).errors["intra"].isfinite().all()
+    )  # groups of today are known
     whole = reports.contextual_report(basis_of(h), LABELS, jackknife=False)
     assert torch.allclose(merged["intra"], whole["intra"])
 
 
-def test_many_contexts_are_thinned_for_similarities_and_flagged(monkeypatch: pytest.MonkeyPatch, basis: PositionContext) -> None:
+def test_many_contexts_are_thinned_for_similarities_and_flagged(
+    monkeypatch: pytest.MonkeyPatch, basis: PositionContext
+) -> None:
     full = reports.contextual_report(basis, LABELS, jackknife=False)
     monkeypatch.setattr(reports, "SIMILARITY_LIMIT", 12)
     thin = reports.contextual_report(basis, LABELS, jackknife=False)
@@ -324,7 +407,8 @@ def test_many_contexts_are_thinned_for_similarities_and_flagged(monkeypatch: pyt
     assert torch.equal(thin["incoherence_avg"], full["incoherence_avg"])
 
 
-# --- Comparison -----------------------------------------------------------------------------------------------------
+# --- Comparison -----------------------------------------------------------------------------------
+# ------------------
 
 
 def test_comparison_of_a_basis_with_itself_and_its_rotation(basis: PositionContext) -> None:
@@ -352,7 +436,9 @@ def test_comparison_numbers_against_scipy(basis: PositionContext) -> None:
     assert float(found.overlap) == pytest.approx((np.cos(angles) ** 2).mean())
     _, scale = scipy.linalg.orthogonal_procrustes(A, B)
     assert float(found.procrustes) == pytest.approx(scale / np.linalg.norm(A) / np.linalg.norm(B))
-    assert float(found.difference) == pytest.approx(np.linalg.norm(A - B) / math.sqrt(np.linalg.norm(A) * np.linalg.norm(B)))
+    assert float(found.difference) == pytest.approx(
+        np.linalg.norm(A - B) / math.sqrt(np.linalg.norm(A) * np.linalg.norm(B))
+    )
 
 
 def test_two_corpora_agree_to_the_floor_and_two_models_do_not(basis: PositionContext) -> None:

@@ -1,4 +1,5 @@
-"""Splits, sweeps, values and interventions on a normalised basis: the same scores, no frozen norm scale, an exact kernel."""
+"""Splits, sweeps, values and interventions on a normalised basis: the same scores, no frozen norm
+scale, an exact kernel."""
 
 from __future__ import annotations
 
@@ -14,18 +15,32 @@ from torch import Tensor
 
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry import compare_bases, decompose, render, split_scores, split_values, sweep_heads
-from tl_geometry.base.errors import ClosingError, GeometryError
+from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.terms import keep_term, remove_term
 from tl_geometry.models import facts, states_from_cache, view
-from tl_geometry.models.reconstruction import closing_bound
+from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.render import head_view, sweeps
 from tl_geometry.scores import sweep
 from tl_geometry.scores.details import DETAILS, null_positions, score
 from tl_geometry.scores.split import ScoreSplit
 
-KINDS = ["gpt2", "llama", "neox", "gptj", "bloom", "qwen3", "gemma2", "gemma3", "phi", "olmo2", "opt", "gpt-oss", "bert"]
+KINDS = [
+    "gpt2",
+    "llama",
+    "neox",
+    "gptj",
+    "bloom",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi",
+    "olmo2",
+    "opt",
+    "gpt-oss",
+    "bert",
+]
 PROMPTS = tokens(batch=3, length=18, seed=7)
 CORPUS = tokens(batch=24, length=20, seed=2)
 
@@ -36,26 +51,33 @@ def normalized_basis(model: Any) -> PositionContext:
 
 
 @cache
-def bases(kind: str, architecture: str, dtype: torch.dtype = torch.float32, processed: bool = False) -> dict[str, PositionContext]:
+def bases(
+    kind: str, architecture: str, dtype: torch.dtype = torch.float32, processed: bool = False
+) -> dict[str, PositionContext]:
     model = tiny(kind, architecture, processed, dtype)
     return {"raw": decompose(model, CORPUS, progress=False), "normalized": normalized_basis(model)}
 
 
 def split_on(which: str, architecture: str, kind: str = "bridge", **options: Any) -> ScoreSplit:
-    return split_scores(tiny(kind, architecture), PROMPTS, bases(kind, architecture)[which], **options)
+    return split_scores(
+        tiny(kind, architecture), PROMPTS, bases(kind, architecture)[which], **options
+    )
 
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_terms_sum_to_the_same_scores(architecture: str) -> None:
     for kind, processed in loadable(architecture):
-        model, found = tiny(kind, architecture, processed), bases(kind, architecture, processed=processed)
+        model, found = (
+            tiny(kind, architecture, processed),
+            bases(kind, architecture, processed=processed),
+        )
         raw, normed = (split_scores(model, PROMPTS, found[name]) for name in ("raw", "normalized"))
-        assert normed.closing.closes
-        assert normed.closing.worst < 0.5
+        assert normed.reconstruction.adds_up
+        assert normed.reconstruction.worst < 0.5
         assert normed.provenance.normalized
         assert not raw.provenance.normalized
         total = torch.stack([normed[t].double() for t in normed.terms]).sum(0)
-        bound = closing_bound(2**-24, max(raw.scale, normed.scale))
+        bound = reconstruction_bound(2**-24, max(raw.scale, normed.scale))
         assert float((total - raw.total())[:, raw.allowed].abs().max()) <= bound
         assert torch.allclose(normed.pattern(), raw.pattern(), atol=2 * bound)
         same = view(model).attention_norm(0).kind is None
@@ -63,13 +85,20 @@ def test_terms_sum_to_the_same_scores(architecture: str) -> None:
         assert differ < 1e-3 if same else differ > 0.5, "other terms, unless nothing is normed"
 
 
-def rotated_constants(architecture: str, dtype: torch.dtype, which: str) -> tuple[Tensor, ScoreSplit]:
-    split = split_scores(tiny("bridge", architecture, dtype=dtype), PROMPTS, bases("bridge", architecture, dtype)[which])
+def rotated_constants(
+    architecture: str, dtype: torch.dtype, which: str
+) -> tuple[Tensor, ScoreSplit]:
+    split = split_scores(
+        tiny("bridge", architecture, dtype=dtype),
+        PROMPTS,
+        bases("bridge", architecture, dtype)[which],
+    )
     return split["bias-bias"].double(), split
 
 
 def off_kernel(term: Tensor) -> float:
-    """How far a term ``[batch head query key]`` is from a function of i - j alone, relative to its size."""
+    """How far a term ``[batch head query key]`` is from a function of i - j alone, relative to its
+    size."""
     worst = 0.0
     for offset in range(term.shape[-1]):
         cells = term.diagonal(-offset, -2, -1)
@@ -83,7 +112,8 @@ ROTARY = ["llama", "neox", "gptj", "qwen2", "phi"]
 
 @pytest.mark.parametrize("architecture", ROTARY)
 def test_bias_bias_is_a_function_of_the_offset(architecture: str) -> None:
-    """To the rounding of the model's own tables of sines, which Hugging Face computes in float32 whatever the model's dtype."""
+    """To the rounding of the model's own tables of sines, which Hugging Face computes in float32
+    whatever the model's dtype."""
     kernel, split = rotated_constants(architecture, torch.float64, "normalized")
     assert off_kernel(kernel) < 1e-6
     assert split.bias_label == "relative position"
@@ -93,8 +123,11 @@ def test_bias_bias_is_a_function_of_the_offset(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ROTARY)
-def test_with_exact_tables_of_sines_it_is_one_to_rounding(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The maps of the layer with the angles of the tables recomputed in float64, through the queries and keys of the mean."""
+def test_with_exact_tables_of_sines_it_is_one_to_rounding(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps of the layer with the angles of the tables recomputed in float64, through the
+    queries and keys of the mean."""
     right = facts.rotate
 
     def exact(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
@@ -104,7 +137,10 @@ def test_with_exact_tables_of_sines_it_is_one_to_rounding(architecture: str, mon
         assert torch.allclose(angle.cos(), cos, atol=1e-5)
         return right(x, angle.cos(), angle.sin(), style)
 
-    model, found = tiny("bridge", architecture, dtype=torch.float64), bases("bridge", architecture, torch.float64)
+    model, found = (
+        tiny("bridge", architecture, dtype=torch.float64),
+        bases("bridge", architecture, torch.float64),
+    )
     layers: list[Any] = []
     monkeypatch.setattr(facts, "rotate", exact)
     view(model).run_layers(PROMPTS, (0, 1), layers.append, verify=False)
@@ -129,7 +165,9 @@ def test_with_exact_tables_of_sines_it_is_one_to_rounding(architecture: str, mon
     ],
 )
 def test_in_full_float64_the_kernel_is_exact_to_rounding(options: dict[str, Any]) -> None:
-    model = tiny_hooked(positional_embedding_type="rotary", dtype=torch.float64, **{"rotary_dim": 8, **options})
+    model = tiny_hooked(
+        positional_embedding_type="rotary", dtype=torch.float64, **{"rotary_dim": 8, **options}
+    )
     model = model.double()
     term = split_scores(model, PROMPTS, normalized_basis(model))["bias-bias"]
     assert term.dtype == torch.float64
@@ -142,7 +180,7 @@ def test_a_qk_norm_stays_frozen_so_that_its_constants_are_no_kernel() -> None:
     term, split = rotated_constants("qwen3", torch.float64, "normalized")
     assert off_kernel(term) > 0.01
     assert split.bias_label == "mean-mean"
-    assert split.closing.closes
+    assert split.reconstruction.adds_up
 
 
 def test_without_rotation_nothing_is_relabelled_and_constants_apart_are_named_so() -> None:
@@ -158,11 +196,13 @@ def test_without_rotation_nothing_is_relabelled_and_constants_apart_are_named_so
     assert "bias-bias" in split_on("normalized", "gpt2").shares().text()
 
 
-@pytest.mark.parametrize("parts", [("pos", "ctx", "resid"), ("mean", "pos", "cvec"), ("mean", "pos", "ctx", "resid")])
+@pytest.mark.parametrize(
+    "parts", [("pos", "ctx", "resid"), ("mean", "pos", "cvec"), ("mean", "pos", "ctx", "resid")]
+)
 def test_other_named_parts_refine_the_same_terms(parts: tuple[str, ...]) -> None:
     fine, coarse = split_on("normalized", "llama", parts=parts), split_on("normalized", "llama")
-    assert fine.closing.closes
-    bound = closing_bound(2**-24, fine.scale)
+    assert fine.reconstruction.adds_up
+    bound = reconstruction_bound(2**-24, fine.scale)
     merged = {"bias": ("bias", "mean"), "pos": ("pos",), "cvec": ("cvec", "ctx", "resid")}
     for a, b in itertools.product(merged, merged):
         members = [(x, y) for x in merged[a] for y in merged[b] if (x, y) in fine.terms]
@@ -171,7 +211,8 @@ def test_other_named_parts_refine_the_same_terms(parts: tuple[str, ...]) -> None
 
 
 def test_parts_are_those_of_the_normed_stream() -> None:
-    """Worked out from the weights: ``q_pos = (pos gain) W_Q``, rotated, with no scale of any token in it."""
+    """Worked out from the weights: ``q_pos = (pos gain) W_Q``, rotated, with no scale of any token
+    in it."""
     model, basis = tiny("bridge", "gpt2"), bases("bridge", "gpt2")["normalized"]
     seen, split = view(model), split_on("normalized", "gpt2", layers=1)
     weights, norm = seen.weights(1), seen.attention_norm(1)
@@ -188,7 +229,8 @@ def test_parts_of_ones_own_stay_parts_of_the_stream() -> None:
     h = model.run_with_cache(PROMPTS)[1]["resid_pre", 1]
     parts = {"half": h / 2, "rest": h / 2}
     with_basis, without = (
-        split_scores(model, PROMPTS, basis, parts=parts, layers=1) for basis in (bases("bridge", "llama")["normalized"], None)
+        split_scores(model, PROMPTS, basis, parts=parts, layers=1)
+        for basis in (bases("bridge", "llama")["normalized"], None)
     )
     assert torch.equal(with_basis["half-rest"], without["half-rest"])
     assert not with_basis.provenance.normalized
@@ -197,19 +239,25 @@ def test_parts_of_ones_own_stay_parts_of_the_stream() -> None:
 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_the_published_presets_refuse_a_normalised_basis(preset: str) -> None:
-    with pytest.raises(GeometryError, match=rf"basis with preset='{preset}': expected .* got a normalised basis\. Use decompose"):
+    with pytest.raises(
+        GeometryError,
+        match=rf"basis with preset='{preset}': expected .* got a normalised basis\. Use decompose",
+    ):
         split_on("normalized", "gpt2", preset=preset)
     assert split_on("raw", "gpt2", preset=preset).parts
 
 
 def test_a_raw_basis_and_a_normalised_one_are_not_compared() -> None:
     raw, normed = (bases("bridge", "gpt2")[n] for n in ("raw", "normalized"))
-    with pytest.raises(GeometryError, match="states of one kind, normalized=False, got normalized=True"):
+    with pytest.raises(
+        GeometryError, match="states of one kind, normalized=False, got normalized=True"
+    ):
         compare_bases(raw, normed, states=[0, 1])
     assert compare_bases(normed, normed, rank=2).angle_max.abs().max() < 1e-3
 
 
-# ------------------------------------------------------------------------------------- sweep, values
+# ------------------------------------------------------------------------------------- sweep,
+# values
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "gemma2", "bloom", "bert"])
@@ -233,10 +281,17 @@ def test_details_work_on_a_normalised_basis() -> None:
     model, basis = tiny("bridge", "llama"), bases("bridge", "llama")["normalized"]
     table = sweep_heads(model, PROMPTS, basis, detail=DETAILS, progress=False)
     split = split_scores(model, PROMPTS, basis)
-    pattern = (split._sum() - split["cvec-cvec"]).masked_fill(~split.allowed, -torch.inf).softmax(-1)
+    pattern = (
+        (split._sum() - split["cvec-cvec"]).masked_fill(~split.allowed, -torch.inf).softmax(-1)
+    )
     tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean((0, 2)) / 2
     assert torch.allclose(table.details["tv_cvec-cvec"].float(), tv, atol=1e-4)
-    h = view(model).attention_norm(1).normalize(states_from_cache(model.run_with_cache(PROMPTS)[1])[1]).double()
+    h = (
+        view(model)
+        .attention_norm(1)
+        .normalize(states_from_cache(model.run_with_cache(PROMPTS)[1])[1])
+        .double()
+    )
     layers: list[Any] = []
     view(model).run_layers(PROMPTS, (1,), lambda layer: layers.append(layer.normalized()))
     mean, layer = basis.mean[1], layers[0]
@@ -251,7 +306,9 @@ def test_details_work_on_a_normalised_basis() -> None:
         position = sum((terms[i] for i in (0, 1, 3, 4)), torch.zeros(()))
         share = (position * whole).sum((0, 2, 3)) / whole.square().sum((0, 2, 3))
         kind, number = name.split()
-        assert torch.allclose(table.details[f"draws_position_{kind}"][4:, int(number)], share, atol=1e-4)
+        assert torch.allclose(
+            table.details[f"draws_position_{kind}"][4:, int(number)], share, atol=1e-4
+        )
 
 
 def test_a_frozen_scale_left_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,22 +316,29 @@ def test_a_frozen_scale_left_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     assert sweep_heads(model, PROMPTS, basis, progress=False).cs.isfinite().all()
     right = sweep.project_basis
     monkeypatch.setattr(sweep, "project_basis", lambda *a: right(*a)._replace(normalized=False))
-    with pytest.raises(ClosingError, match="cvec of q in layer 0"):
+    with pytest.raises(ReconstructionError, match="cvec of q in layer 0"):
         sweep_heads(model, PROMPTS, basis, progress=False)
 
 
 def test_a_normalised_basis_that_says_it_is_raw_gives_other_terms_that_still_close() -> None:
-    """No check of closing can see it, because cvec takes up the rest: the provenance has to be right."""
+    """No check of closing can see it, because cvec takes up the rest: the provenance has to be
+    right."""
     model, basis = tiny("bridge", "llama"), bases("bridge", "llama")["normalized"]
-    lying = dataclasses.replace(basis, provenance=dataclasses.replace(basis.provenance, normalized=False))
-    assert not torch.allclose(split_scores(model, PROMPTS, lying)["pos-pos"], split_on("normalized", "llama")["pos-pos"], atol=0.1)
+    lying = dataclasses.replace(
+        basis, provenance=dataclasses.replace(basis.provenance, normalized=False)
+    )
+    assert not torch.allclose(
+        split_scores(model, PROMPTS, lying)["pos-pos"],
+        split_on("normalized", "llama")["pos-pos"],
+        atol=0.1,
+    )
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "olmo2", "bert"])
 def test_values_on_a_normalised_basis(architecture: str) -> None:
     model = tiny("bridge", architecture)
     split = split_values(model, PROMPTS, bases("bridge", architecture)["normalized"])
-    assert split.closing.closes
+    assert split.reconstruction.adds_up
     assert split.provenance.normalized
     z = model.run_with_cache(PROMPTS)[1]["z", 1]
     assert torch.allclose(split.z.sum(0)[:, :, 4:], z, atol=2e-4 * float(z.abs().max()))
@@ -289,9 +353,17 @@ def test_values_on_a_normalised_basis(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
 def test_terms_are_removed_from_a_live_model(architecture: str) -> None:
     for kind, processed in loadable(architecture):
-        model, basis = tiny(kind, architecture, processed), bases(kind, architecture, processed=processed)["normalized"]
-        split, clean = split_scores(model, PROMPTS, basis, layers=1), model.run_with_cache(PROMPTS)[1]
-        cut = (split._sum() - split["cvec-cvec"]).masked_fill(~split.allowed, -torch.inf).softmax(-1)
+        model, basis = (
+            tiny(kind, architecture, processed),
+            bases(kind, architecture, processed=processed)["normalized"],
+        )
+        split, clean = (
+            split_scores(model, PROMPTS, basis, layers=1),
+            model.run_with_cache(PROMPTS)[1],
+        )
+        cut = (
+            (split._sum() - split["cvec-cvec"]).masked_fill(~split.allowed, -torch.inf).softmax(-1)
+        )
         v = clean["v", 1]
         v = v if v.shape[2] == 4 else v.repeat_interleave(4 // v.shape[2], 2)
         with remove_term(model, basis, "cvec-cvec", [(1, h) for h in range(4)]):
@@ -309,7 +381,10 @@ def test_terms_are_removed_from_a_live_model(architecture: str) -> None:
 
 def test_figures_show_the_readable_names_and_the_gains() -> None:
     model, basis = tiny("bridge", "llama"), bases("bridge", "llama")["normalized"]
-    split, table = split_scores(model, PROMPTS, basis), sweep_heads(model, PROMPTS, basis, progress=False)
+    split, table = (
+        split_scores(model, PROMPTS, basis),
+        sweep_heads(model, PROMPTS, basis, progress=False),
+    )
     assert "relative position" in render.split(split, "L1H0", planes="terms").html()
     assert "bias-bias" not in render.split(split, "L1H0", planes="terms").html()
     page = render.heads(table, "gs_bias-bias").html()

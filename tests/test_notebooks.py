@@ -1,4 +1,5 @@
-"""The notebooks: stored without outputs, run at reduced size, and what they show is self-contained, has fallbacks, and is small."""
+"""The notebooks: stored without outputs, run at reduced size, and what they show is self-contained,
+has fallbacks, and is small."""
 
 from __future__ import annotations
 
@@ -43,15 +44,25 @@ def reduced(notebook: Any, source: str) -> Any:
     """The notebook with its parameters replaced."""
     tagged = [cell for cell in code(notebook) if "parameters" in cell.metadata.get("tags", [])]
     assert len(tagged) == 1
-    assert set(re.findall(r"^(\w+) =", source, re.M)) == set(re.findall(r"^(\w+) =", tagged[0].source, re.M))
+    assert set(re.findall(r"^(\w+) =", source, re.M)) == set(
+        re.findall(r"^(\w+) =", tagged[0].source, re.M)
+    )
     tagged[0].source = source
     return notebook
 
 
 def run(notebook: Any, folder: Path) -> Any:
     """Execute every cell in a fresh kernel, offline, with this checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute(env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute(env=environment)
     return notebook
 
 
@@ -61,13 +72,20 @@ def check_outputs(outputs: list[Any]) -> None:
         assert output.output_type != "error", output
         assert output.get("name") != "stderr" or WIDGETS in output.text, output.text
         data = output.get("data", {})
-        sizes = {kind: len(value if isinstance(value, str) else "".join(value)) for kind, value in data.items()}
+        sizes = {
+            kind: len(value if isinstance(value, str) else "".join(value))
+            for kind, value in data.items()
+        }
         assert all(size < 1_500_000 for size in sizes.values()), sizes
         assert not data or "text/plain" in data, sizes
         if "<iframe" in data.get("text/html", ""):
             assert "image/png" in data or "render" not in data["text/plain"], sizes
             assert sizes.get("image/png", 0) < 400_000
-        hosts = {found for found in ADDRESS.findall(data.get("text/html", "")) if not found.split("//")[1].endswith(NAMESPACES)}
+        hosts = {
+            found
+            for found in ADDRESS.findall(data.get("text/html", ""))
+            if not found.split("//")[1].endswith(NAMESPACES)
+        }
         assert not hosts, hosts
 
 
@@ -85,14 +103,18 @@ def test_stored_without_outputs_and_says_what_will_be_seen(path: Path) -> None:
     assert "**What you will see.**" in first.source
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code(notebook))
     lines = [line for cell in code(notebook) for line in cell.source.splitlines()]
-    assert [line for line in lines if line.endswith("# the one line to change")] == ["model = zoo.embedded()  # the one line to change"]
+    assert [line for line in lines if line.endswith("# the one line to change")] == [
+        "model = zoo.embedded()  # the one line to change"
+    ]
     offered = [line.strip() for line in first.source.splitlines() if line.startswith("    ")]
     assert len(offered) == 1
     statements = [ast.unparse(s) for s in ast.parse(offered[0]).body]
     assert statements[1] == "model = TransformerBridge.boot_transformers('gpt2')"
     exec(statements[0], {})  # the import exists in this TransformerLens
     assert not ADDRESS.findall("\n".join(lines))
-    assert all(len(cell.source.splitlines()) <= 22 for cell in code(notebook))  # short enough to read in a course
+    assert all(
+        len(cell.source.splitlines()) <= 22 for cell in code(notebook)
+    )  # short enough to read in a course
 
 
 @pytest.mark.slow
@@ -115,7 +137,13 @@ def test_the_checks_detect() -> None:
         made("stream", name="stderr", text="UserWarning"),
         made("error", ename="E", evalue="", traceback=[]),
         made("display_data", {"text/html": "<p>a</p>"}),
-        made("display_data", {"text/html": "<script src='https://cdn.example.com/x.js'></script>", "text/plain": "a"}),
+        made(
+            "display_data",
+            {
+                "text/html": "<script src='https://cdn.example.com/x.js'></script>",
+                "text/plain": "a",
+            },
+        ),
         made("display_data", {"text/html": "x" * 1_500_001, "text/plain": "a"}),
     ]
     for output in bad:

@@ -1,4 +1,5 @@
-"""The wheel carries the embedded model, pins are plain, and the README's commands are the ones that CI runs."""
+"""The wheel carries the embedded model, pins are plain, and the README's commands are the ones that
+CI runs."""
 
 from __future__ import annotations
 
@@ -18,10 +19,27 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.slow
 def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     wheel = tmp_path / done.stdout.strip().splitlines()[-1]
     target = tmp_path / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target), str(wheel)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     assets = target / "tl_geometry" / "zoo" / "assets"
     sizes = {p.name: p.stat().st_size for p in assets.iterdir()}
@@ -29,19 +47,34 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert sum(sizes.values()) <= 6_000_000
     assert (target / "tl_geometry" / "py.typed").exists()
     views = target / "tl_geometry" / "render" / "assets"
-    assert {"page.css", "page.js", "split.js", "heads.js", "paths.js"} <= {p.name for p in views.iterdir()}
+    assert {"page.css", "page.js", "split.js", "heads.js", "paths.js"} <= {
+        p.name for p in views.iterdir()
+    }
     read = "import tl_geometry, tl_geometry.zoo as z; print(tl_geometry.__file__); print(z.card()['held_out_loss'] < 9)"
     environment = {**os.environ, "PYTHONPATH": str(target)}
-    out = subprocess.run([sys.executable, "-c", read], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", read],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert str(target) in out.stdout
     assert "True" in out.stdout
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-tl4.txt", "requirements-dev.txt"])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", "requirements-tl4.txt", "requirements-dev.txt"]
+)
 def test_pins_are_exact_and_carry_no_local_version(name: str) -> None:
-    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
+    ]
     assert lines
-    loose = [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line)]
+    loose = [
+        line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line)
+    ]
     assert not loose
 
 
@@ -51,7 +84,9 @@ def test_the_pin_detector_detects() -> None:
 
 
 def test_readme_begins_with_the_two_commands() -> None:
-    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     assert len(blocks) >= 2
     for block in blocks[:2]:
         assert "python3 -m venv" in block
@@ -62,30 +97,63 @@ def test_readme_begins_with_the_two_commands() -> None:
 
 
 def test_only_the_agreed_files_stand_at_the_top() -> None:
-    allowed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", ".ci", ".gitignore", ".git"}
-    allowed |= {"tl_geometry", "tests", "notebooks", "benchmarks", "requirements.txt", "requirements-tl4.txt", "requirements-dev.txt"}
+    allowed = {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        ".ci",
+        ".gitignore",
+        ".git",
+    }
+    allowed |= {
+        "tl_geometry",
+        "tests",
+        "notebooks",
+        "benchmarks",
+        "requirements.txt",
+        "requirements-tl4.txt",
+        "requirements-dev.txt",
+    }
     if (ROOT / ".git").exists():  # what is tracked, whatever else lies in the checkout
-        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         assert {name.split("/")[0] for name in listed} <= allowed
         return
     ignored = {
-        p.name for p in ROOT.iterdir() if p.name.startswith(".") or p.name.endswith(".egg-info") or p.name in ("build", "dist", "shared")
+        p.name
+        for p in ROOT.iterdir()
+        if p.name.startswith(".")
+        or p.name.endswith(".egg-info")
+        or p.name in ("build", "dist", "shared")
     }
-    assert {p.name for p in ROOT.iterdir()} - ignored - {"tl-geometry-report", "__pycache__"} <= allowed
+    assert {p.name for p in ROOT.iterdir()} - ignored - {
+        "tl-geometry-report",
+        "__pycache__",
+    } <= allowed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hooked", "bridge"])
-def test_the_readme_examples_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_examples_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.tiny import HAS_HOOKED
 
     if kind == "hooked" and not HAS_HOOKED:
         pytest.skip("TransformerLens 4 has no HookedTransformer")
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     code = next(b for b in blocks if ("HookedTransformer" in b) is (kind == "hooked"))
     (tmp_path / "book.txt").write_text("def f(x):\n    return x\n\n" * 400)
     monkeypatch.chdir(tmp_path)
-    swaps = {r"^from transformer_lens.*$": "from tl_geometry import zoo", r"^model = .*$": f"model = zoo.embedded(kind={kind!r})"}
+    swaps = {
+        r"^from transformer_lens.*$": "from tl_geometry import zoo",
+        r"^model = .*$": f"model = zoo.embedded(kind={kind!r})",
+    }
     swaps |= {
         r"\b256\b": "32",
         r"L5H1|L4H11": "L1H0",
@@ -101,19 +169,41 @@ def test_the_readme_examples_run(kind: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_cannot_run(tmp_path: Path) -> None:
+def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_cannot_run(
+    tmp_path: Path,
+) -> None:
     build = "import hatchling.build as b, sys; print(b.build_sdist(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     with tarfile.open(tmp_path / done.stdout.strip().splitlines()[-1]) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
-    assert {p.name for p in source.iterdir()} >= {"tl_geometry", "README.md", "LICENSE", "pyproject.toml"}
+    assert {p.name for p in source.iterdir()} >= {
+        "tl_geometry",
+        "README.md",
+        "LICENSE",
+        "pyproject.toml",
+    }
     assert not (source / "tests").exists()
     again = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", again, str(tmp_path)], cwd=source, capture_output=True, text=True, check=True)
+    subprocess.run(
+        [sys.executable, "-c", again, str(tmp_path)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
-        assert {"tl_geometry/zoo/assets/model.safetensors", "tl_geometry/render/assets/split.js"} <= set(packed.namelist())
+        assert {
+            "tl_geometry/zoo/assets/model.safetensors",
+            "tl_geometry/render/assets/split.js",
+        } <= set(packed.namelist())
 
 
 def test_ci_runs_what_the_readme_says() -> None:
@@ -122,4 +212,6 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert "$(block 2)" in script
     assert "--dry-run" in script
     pins = set(re.findall(r"[\w.-]+==[\w.]+", (ROOT / "README.md").read_text()))
-    assert pins <= set(re.findall(r"[\w.-]+==[\w.]+", script))  # TransformerLens 4.3 is tested with the same models
+    assert pins <= set(
+        re.findall(r"[\w.-]+==[\w.]+", script)
+    )  # TransformerLens 4.3 is tested with the same models

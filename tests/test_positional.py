@@ -1,4 +1,5 @@
-"""Laws of the positional measures: bounds, invariances, identities, planted answers, oracles, degenerate cases."""
+"""Laws of the positional measures: bounds, invariances, identities, planted answers, oracles,
+degenerate cases."""
 
 from __future__ import annotations
 
@@ -40,16 +41,26 @@ def orthogonal(seed: int, size: int) -> Tensor:
 def smooth_curve(positions: int, d_model: int, frequencies: int, seed: int) -> Tensor:
     """Cosines 1..frequencies along random directions, with amplitudes falling as 1 / frequency."""
     weight = 1 / torch.arange(1, frequencies + 1, dtype=torch.float64)
-    return positional.dct_matrix(positions)[1 : frequencies + 1].T * weight @ gaussian(seed, frequencies, d_model)
+    return (
+        positional.dct_matrix(positions)[1 : frequencies + 1].T
+        * weight
+        @ gaussian(seed, frequencies, d_model)
+    )
 
 
-# --- ScreeNOT -------------------------------------------------------------------------------------------------------
+# --- ScreeNOT -------------------------------------------------------------------------------------
+# ------------------
 
 
 @cases
 @given(seeds, st.integers(24, 40), st.integers(24, 60), st.sampled_from(["i", "w", "0"]))
-def test_screenot_equals_the_authors_package(seed: int, rows: int, columns: int, strategy: str) -> None:
-    Y = gaussian(seed, rows, columns) / columns**0.5 + 2 * gaussian(seed + 1, rows, 3) @ gaussian(seed + 2, 3, columns) / columns
+def test_screenot_equals_the_authors_package(
+    seed: int, rows: int, columns: int, strategy: str
+) -> None:
+    Y = (
+        gaussian(seed, rows, columns) / columns**0.5
+        + 2 * gaussian(seed + 1, rows, 3) @ gaussian(seed + 2, 3, columns) / columns
+    )
     _, threshold, rank = adaptiveHardThresholding(Y.numpy(), 8, strategy=strategy)
     ours = ranks.denoise(Y, k=8, strategy=strategy)
     assert abs(float(ours.estimate.threshold) - threshold) < 2e-5
@@ -61,7 +72,9 @@ def test_screenot_equals_the_authors_package(seed: int, rows: int, columns: int,
 
 @cases
 @given(seeds, st.sampled_from([1e-150, 1e-9, 1e9, 1e120]), st.sampled_from(["i", "w", "0"]))
-def test_screenot_is_invariant_to_scale_rotation_and_transposition(seed: int, scale: float, strategy: str) -> None:
+def test_screenot_is_invariant_to_scale_rotation_and_transposition(
+    seed: int, scale: float, strategy: str
+) -> None:
     Y = gaussian(seed, 40, 60) + 3 * gaussian(seed + 1, 40, 2) @ gaussian(seed + 2, 2, 60)
 
     def estimate(Z: Tensor) -> ranks.RankEstimate:
@@ -72,11 +85,15 @@ def test_screenot_is_invariant_to_scale_rotation_and_transposition(seed: int, sc
         assert int(estimate(other).rank) == int(base.rank)
         assert float(estimate(other).threshold) == pytest.approx(float(base.threshold), rel=1e-9)
     assert int(estimate(scale * Y).rank) == int(base.rank)
-    assert float(estimate(scale * Y).threshold) == pytest.approx(scale * float(base.threshold), rel=1e-9)
+    assert float(estimate(scale * Y).threshold) == pytest.approx(
+        scale * float(base.threshold), rel=1e-9
+    )
 
 
 def test_the_authors_package_is_not_scale_free_and_ours_is() -> None:
-    Y = (gaussian(0, 60, 80) / 80**0.5 + 3 * torch.eye(60, 80) * (torch.arange(60) < 3)[:, None]).numpy()
+    Y = (
+        gaussian(0, 60, 80) / 80**0.5 + 3 * torch.eye(60, 80) * (torch.arange(60) < 3)[:, None]
+    ).numpy()
     _, tiny, _ = adaptiveHardThresholding(1e-6 * Y, 8)
     _, normal, _ = adaptiveHardThresholding(Y, 8)
     assert abs(tiny / 1e-6 - normal) > 0.1
@@ -85,7 +102,8 @@ def test_the_authors_package_is_not_scale_free_and_ours_is() -> None:
 
 
 def test_threshold_of_white_noise_is_the_theoretical_one() -> None:
-    """The asymptotic threshold of Gavish & Donoho 2014 for variance 1/n, at 400 x 400, within 2 %."""
+    """The asymptotic threshold of Gavish & Donoho 2014 for variance 1/n, at 400 x 400, within 2
+    %."""
     s = torch.linalg.svdvals(torch.stack([gaussian(i, 400, 400) / 20 for i in range(3)]))
     beta = 1.0
     theory = math.sqrt(2 * (beta + 1) + 8 * beta / (beta + 1 + math.sqrt(beta**2 + 14 * beta + 1)))
@@ -99,17 +117,29 @@ def test_threshold_of_white_noise_is_the_theoretical_one() -> None:
 def test_planted_rank_is_recovered_in_95_of_100_seeds(strategy: str) -> None:
     noise = gaussian(1, 100, 80, 100) / 10
     signal = torch.diag_embed(torch.tensor([5.0, 4.5, 4.0, 3.5], dtype=torch.float64))
-    left, right = torch.linalg.qr(gaussian(2, 100, 80, 4)).Q, torch.linalg.qr(gaussian(3, 100, 100, 4)).Q
-    found = ranks.screenot(torch.linalg.svdvals(noise + left @ signal @ right.mT), (80, 100), k=8, strategy=strategy)
+    left, right = (
+        torch.linalg.qr(gaussian(2, 100, 80, 4)).Q,
+        torch.linalg.qr(gaussian(3, 100, 100, 4)).Q,
+    )
+    found = ranks.screenot(
+        torch.linalg.svdvals(noise + left @ signal @ right.mT), (80, 100), k=8, strategy=strategy
+    )
     assert int((found.rank == 4).sum()) >= 95
-    weak = ranks.screenot(torch.linalg.svdvals(noise + left @ (signal / 5) @ right.mT), (80, 100), k=8, strategy=strategy)
+    weak = ranks.screenot(
+        torch.linalg.svdvals(noise + left @ (signal / 5) @ right.mT),
+        (80, 100),
+        k=8,
+        strategy=strategy,
+    )
     assert int((weak.rank == 4).sum()) < 95  # below the noise the same rank is not seen
 
 
 def test_screenot_batch_equals_one_by_one_and_degenerate_input_is_defined() -> None:
     s = torch.linalg.svdvals(gaussian(0, 3, 50, 30))
     whole = ranks.screenot(s, (50, 30), k=5)
-    assert whole.threshold.tolist() == [float(ranks.screenot(x, (50, 30), k=5).threshold) for x in s]
+    assert whole.threshold.tolist() == [
+        float(ranks.screenot(x, (50, 30), k=5).threshold) for x in s
+    ]
     zero = ranks.screenot(torch.zeros(2, 30), (30, 50), k=5)
     assert zero.rank.tolist() == [0, 0]
     exact = ranks.screenot(torch.tensor([3.0, 2.0] + [0.0] * 28), (30, 30), k=5)
@@ -117,7 +147,8 @@ def test_screenot_batch_equals_one_by_one_and_degenerate_input_is_defined() -> N
 
 
 @pytest.mark.parametrize(
-    ("k", "strategy", "text"), [(15, "i", "2k + 1 < 30"), (30, "w", "k < 30"), (0, "i", "k >= 1"), (3, "x", "one of 'i'")]
+    ("k", "strategy", "text"),
+    [(15, "i", "2k + 1 < 30"), (30, "w", "k < 30"), (0, "i", "k >= 1"), (3, "x", "one of 'i'")],
 )
 def test_screenot_refuses_a_k_that_is_too_large(k: int, strategy: str, text: str) -> None:
     with pytest.raises(GeometryError, match=text.replace("+", r"\+")):
@@ -133,12 +164,15 @@ def test_usable_k_is_always_accepted(p: int, k: int) -> None:
     assert 2 * used + 1 < p
 
 
-# --- Singular values ------------------------------------------------------------------------------------------------
+# --- Singular values
+# ------------------------------------------------------------------------------------------------
 
 
 @cases
 @given(seeds, st.integers(2, 12), st.integers(1, 12), st.integers(0, 12))
-def test_stable_rank_and_explained_ratio_bounds(seed: int, positions: int, d_model: int, r: int) -> None:
+def test_stable_rank_and_explained_ratio_bounds(
+    seed: int, positions: int, d_model: int, r: int
+) -> None:
     P = centred(seed, 3, positions, d_model)
     s = torch.linalg.svdvals(P)
     stable = linalg.stable_rank(s)
@@ -150,7 +184,10 @@ def test_stable_rank_and_explained_ratio_bounds(seed: int, positions: int, d_mod
         assert ((ratio >= 0) & (ratio <= 1 + 1e-12)).all()
         assert (positional.explained_ratio(s, r + 1, power=power) >= ratio - 1e-12).all()
     by_state = positional.explained_ratio(s, torch.tensor([0, 1, 99]))
-    assert torch.allclose(by_state, torch.stack([torch.zeros(()).double(), s[1, 0] / s[1].sum(), torch.ones(()).double()]))
+    assert torch.allclose(
+        by_state,
+        torch.stack([torch.zeros(()).double(), s[1, 0] / s[1].sum(), torch.ones(()).double()]),
+    )
 
 
 def test_zero_basis_has_defined_values() -> None:
@@ -172,13 +209,21 @@ def test_zero_basis_has_defined_values() -> None:
     assert positional.relative_norm(s, torch.zeros(4, 4).double(), 3).isnan()
 
 
-def random_states(seed: int, contexts: int = 6, positions: int = 5, d_model: int = 4, offset: float = 3.0) -> Tensor:
-    return gaussian(seed, contexts, positions, d_model) + 2 * gaussian(seed + 1, positions, d_model) + offset * gaussian(seed + 2, d_model)
+def random_states(
+    seed: int, contexts: int = 6, positions: int = 5, d_model: int = 4, offset: float = 3.0
+) -> Tensor:
+    return (
+        gaussian(seed, contexts, positions, d_model)
+        + 2 * gaussian(seed + 1, positions, d_model)
+        + offset * gaussian(seed + 2, d_model)
+    )
 
 
 @cases
 @given(seeds, st.integers(1, 7), st.integers(2, 7), st.integers(1, 5))
-def test_relative_norm_equals_the_brute_force_and_keeps_its_bounds(seed: int, contexts: int, positions: int, d_model: int) -> None:
+def test_relative_norm_equals_the_brute_force_and_keeps_its_bounds(
+    seed: int, contexts: int, positions: int, d_model: int
+) -> None:
     h = random_states(seed, contexts, positions, d_model)
     mean, M = h.mean((0, 1)), h - h.mean((0, 1))
     P = M.mean(0)
@@ -188,7 +233,9 @@ def test_relative_norm_equals_the_brute_force_and_keeps_its_bounds(seed: int, co
     paper = np.linalg.norm(tiled, 2) / np.linalg.norm(M.reshape(-1, d_model).numpy(), 2)
     reference = np.linalg.norm(tiled, 2) / np.linalg.norm(h.reshape(-1, d_model).numpy(), 2)
     ours = float(positional.relative_norm(s, S, contexts))
-    raw = float(positional.relative_norm(s, S, contexts, positions=positions, mean=mean, preset="reference"))
+    raw = float(
+        positional.relative_norm(s, S, contexts, positions=positions, mean=mean, preset="reference")
+    )
     assert ours == pytest.approx(paper, rel=1e-9)
     assert ours == float(positional.relative_norm(s, S, contexts, preset="paper"))
     assert raw == pytest.approx(reference, rel=1e-9)
@@ -199,18 +246,23 @@ def test_relative_norm_equals_the_brute_force_and_keeps_its_bounds(seed: int, co
 
 
 def test_published_relative_norm_depends_on_the_mean_and_the_exact_one_does_not() -> None:
-    """The erratum: the published denominator holds the mean of the stream, so that moving the stream changes the number."""
+    """The erratum: the published denominator holds the mean of the stream, so that moving the
+    stream changes the number."""
     values = {}
     for offset in (0.0, 50.0):
         h = random_states(3, offset=offset)
         M = h - h.mean((0, 1))
         s, S = torch.linalg.svdvals(M.mean(0)), torch.einsum("cti,ctj->ij", M, M)
-        raw = positional.relative_norm(s, S, 6, positions=5, mean=h.mean((0, 1)), preset="reference")
+        raw = positional.relative_norm(
+            s, S, 6, positions=5, mean=h.mean((0, 1)), preset="reference"
+        )
         values[offset] = (float(positional.relative_norm(s, S, 6)), float(raw))
     assert values[0.0][0] == pytest.approx(values[50.0][0], rel=1e-9)
     assert values[50.0][1] < values[0.0][1] / 5
     purely = torch.eye(4).double() - 0.25
-    assert float(positional.relative_norm(torch.linalg.svdvals(purely), 6 * purely.T @ purely, 6)) == pytest.approx(1)
+    assert float(
+        positional.relative_norm(torch.linalg.svdvals(purely), 6 * purely.T @ purely, 6)
+    ) == pytest.approx(1)
     with pytest.raises(GeometryError, match="raw denominator"):
         positional.relative_norm(torch.ones(2), torch.eye(2), 3, preset="reference")
     with pytest.raises(GeometryError, match="'exact', 'paper', 'reference'"):
@@ -241,7 +293,8 @@ def test_singular_value_profiles_against_numpy_and_moments(seed: int) -> None:
         positional.singular_value_profiles(P, cvec, adjust="none")
 
 
-# --- Gram and Fourier -----------------------------------------------------------------------------------------------
+# --- Gram and Fourier
+# -----------------------------------------------------------------------------------------------
 
 
 @cases
@@ -257,8 +310,12 @@ def test_normalized_gram_and_fourier_laws(seed: int, positions: int, d_model: in
     assert not degenerate.any()
     block = G[:positions, :positions]
     F = positional.fourier(block)
-    assert np.allclose(F, np.asarray(scipy.fft.dctn(block.numpy(), type=2, norm="ortho")), atol=1e-9)
-    assert np.allclose(np.asarray(scipy.fft.idctn(F.numpy(), type=2, norm="ortho")), block, atol=1e-9)
+    assert np.allclose(
+        F, np.asarray(scipy.fft.dctn(block.numpy(), type=2, norm="ortho")), atol=1e-9
+    )
+    assert np.allclose(
+        np.asarray(scipy.fft.idctn(F.numpy(), type=2, norm="ortho")), block, atol=1e-9
+    )
     assert float(F.trace()) == pytest.approx(positions)
     assert torch.linalg.eigvalsh((F + F.T) / 2)[0] > -1e-9
     rotated = positional.normalized_gram(P @ orthogonal(seed, d_model)).gram
@@ -269,14 +326,19 @@ def test_normalized_gram_and_fourier_laws(seed: int, positions: int, d_model: in
 
 def test_low_frequency_curve_is_recovered_and_noise_is_not() -> None:
     curve = smooth_curve(128, 16, 4, seed=0)
-    shares = positional.low_frequency_share(torch.stack([curve, curve[torch.randperm(128, generator=torch.Generator().manual_seed(1))]]))
+    shares = positional.low_frequency_share(
+        torch.stack([curve, curve[torch.randperm(128, generator=torch.Generator().manual_seed(1))]])
+    )
     assert shares[0] > 0.95
     assert abs(float(shares[1]) - 10 / 128) < 0.1
-    diagonal = positional.fourier(torch.linalg.qr(curve).Q[:, :4] @ torch.linalg.qr(curve).Q[:, :4].T)
+    diagonal = positional.fourier(
+        torch.linalg.qr(curve).Q[:, :4] @ torch.linalg.qr(curve).Q[:, :4].T
+    )
     assert float(positional.off_diagonal_share(diagonal)) < 1e-9
 
 
-# --- Differences, Theorem 1 -----------------------------------------------------------------------------------------
+# --- Differences, Theorem 1
+# -----------------------------------------------------------------------------------------
 
 
 def stencil(G: np.ndarray, m: int) -> np.ndarray:
@@ -284,33 +346,46 @@ def stencil(G: np.ndarray, m: int) -> np.ndarray:
     T = len(G)
     extended = np.block([[G, G[:, ::-1]], [G[::-1], G[::-1, ::-1]]])
     for _ in range(m):
-        extended = T**2 * (extended - np.roll(extended, 1, 0) - np.roll(extended, 1, 1) + np.roll(extended, (1, 1), (0, 1)))
+        extended = T**2 * (
+            extended
+            - np.roll(extended, 1, 0)
+            - np.roll(extended, 1, 1)
+            + np.roll(extended, (1, 1), (0, 1))
+        )
     return extended
 
 
 @cases
 @given(seeds, st.integers(2, 9), st.integers(1, 5), st.integers(1, 3))
-def test_factored_differences_equal_the_stencil(seed: int, positions: int, d_model: int, m: int) -> None:
+def test_factored_differences_equal_the_stencil(
+    seed: int, positions: int, d_model: int, m: int
+) -> None:
     P = centred(seed, positions, d_model)
     expected = stencil((P @ P.T).numpy(), m)
     X = diff.finite_difference(P, m)
     assert np.allclose(X @ X.T, expected, rtol=1e-8, atol=1e-8 * np.abs(expected).max())
     largest = float(np.abs(expected).max())
-    assert float(diff.smoothness(P, m)) * float((P @ P.T).abs().max()) == pytest.approx(largest, rel=1e-8)
+    assert float(diff.smoothness(P, m)) * float((P @ P.T).abs().max()) == pytest.approx(
+        largest, rel=1e-8
+    )
     assert diff.theorem1(P, 1, m).delta_max == pytest.approx(largest, rel=1e-8)
 
 
 def test_stencil_loses_all_digits_where_the_factored_form_keeps_them() -> None:
     P = diff.dct_vectors(64, 2)[:, 1:]
     gain = 128 * math.sin(math.pi / 128)  # 1 / g_1: what one difference does to frequency 1
-    assert float(diff.finite_difference(P, 6).abs().max()) == pytest.approx(gain**6 * float(P.abs().max()), rel=1e-3)
+    assert float(diff.finite_difference(P, 6).abs().max()) == pytest.approx(
+        gain**6 * float(P.abs().max()), rel=1e-3
+    )
     expected = gain**12
     assert abs(np.abs(stencil((P @ P.T).numpy(), 6)).max() / expected - 1) > 0.5
 
 
 @cases
 @given(seeds, st.integers(2, 24), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_theorem_one_as_corrected(seed: int, positions: int, d_model: int, m: int, data: st.DataObject) -> None:
+def test_theorem_one_as_corrected(
+    seed: int, positions: int, d_model: int, m: int, data: st.DataObject
+) -> None:
     k = data.draw(st.integers(1, positions))
     P = centred(seed, positions, d_model)
     r = diff.theorem1(P, k, m)
@@ -319,11 +394,16 @@ def test_theorem_one_as_corrected(seed: int, positions: int, d_model: int, m: in
     assert r.bound_tight <= r.bound_safe * (1 + 1e-9)
     W = torch.diag(torch.tensor([1.0] + [2.0] * (k - 1), dtype=torch.float64))
     G = P @ P.T
-    assert torch.allclose(r.B @ r.B.T, W @ r.F.T @ G @ r.F @ W / positions**2, atol=1e-12 * float(G.abs().max()))
+    assert torch.allclose(
+        r.B @ r.B.T, W @ r.F.T @ G @ r.F @ W / positions**2, atol=1e-12 * float(G.abs().max())
+    )
     Q = torch.linalg.qr(r.F).Q
     projected = Q @ Q.T @ G @ Q @ Q.T
     assert torch.allclose(r.F @ r.B @ r.B.T @ r.F.T, projected, atol=1e-11 * float(G.abs().max()))
-    assert r.lhs == pytest.approx(float(torch.linalg.matrix_norm(G - projected, 2)) / positions, abs=1e-12 * float(G.abs().max()))
+    assert r.lhs == pytest.approx(
+        float(torch.linalg.matrix_norm(G - projected, 2)) / positions,
+        abs=1e-12 * float(G.abs().max()),
+    )
 
 
 def test_theorem_one_vanishes_with_all_frequencies_and_is_half_for_a_frequency_left_out() -> None:
@@ -335,13 +415,17 @@ def test_theorem_one_vanishes_with_all_frequencies_and_is_half_for_a_frequency_l
 
 
 def test_theorem_one_as_printed_is_false() -> None:
-    """First counterexample: with the printed vectors no B meets even the printed bound; with the right ones the remainder is zero."""
+    """First counterexample: with the printed vectors no B meets even the printed bound; with the
+    right ones the remainder is zero."""
     c = diff.dct_vectors(64, 2)[:, 1:]
     r = diff.theorem1(c, k=8, m=4)
     assert r.lhs_paper > 1.8e-2 > 3.5e-3 > r.bound_paper
     assert r.lhs < 1e-12
     printed = diff.dct_vectors(64, 8, printed=True)
-    for seed in range(5):  # an independent look: the best positive semidefinite fit and random ones leave more than that
+    for seed in range(
+        5
+        # an independent look: the best positive semidefinite fit and random ones leave more than that
+    ):
         B = gaussian(seed, 8, 8) * (0 if seed == 0 else 0.3)
         fit = torch.linalg.lstsq(printed, c).solution
         A = torch.cat([fit, B], dim=1)
@@ -350,15 +434,18 @@ def test_theorem_one_as_printed_is_false() -> None:
 
 
 def test_theorem_one_constant_8k_is_false_even_with_the_right_vectors() -> None:
-    """Second counterexample, T = 32, k = 31, m = 40, in 200 digits: cosine 1 plus a speck of cosine k on the same axis."""
+    """Second counterexample, T = 32, k = 31, m = 40, in 200 digits: cosine 1 plus a speck of cosine
+    k on the same axis."""
     T, k, m = 32, 31, 40
     with mpmath.workdps(200):
         g = {j: 1 / (2 * T * mpmath.sin(mpmath.pi * j / (2 * T))) for j in (1, k)}
         speck = (g[k] / g[1]) ** m
-        # in the orthonormal cosines 1 and k: G - Pi G Pi = (T/2) [[0, e], [e, e^2]] with e the speck
+        # in the orthonormal cosines 1 and k: G - Pi G Pi = (T/2) [[0, e], [e, e^2]] with e the
+        # speck
         lhs = (speck**2 + mpmath.sqrt(speck**4 + 4 * speck**2)) / 4
         rows = [
-            mpmath.cos(mpmath.pi * (t + mpmath.mpf(1) / 2) / T) + speck * mpmath.cos(mpmath.pi * k * (t + mpmath.mpf(1) / 2) / T)
+            mpmath.cos(mpmath.pi * (t + mpmath.mpf(1) / 2) / T)
+            + speck * mpmath.cos(mpmath.pi * k * (t + mpmath.mpf(1) / 2) / T)
             for t in range(T)
         ]
         rows = rows + rows[::-1]
@@ -379,12 +466,15 @@ def test_theorem_one_refuses_what_it_does_not_cover() -> None:
         diff.theorem1(centred(0, 5, 2), 2, 0)
 
 
-# --- Shape of the curve ---------------------------------------------------------------------------------------------
+# --- Shape of the curve
+# ---------------------------------------------------------------------------------------------
 
 
 @cases
 @given(seeds, st.integers(3, 20), st.integers(2, 6))
-def test_curve_measures_are_bounded_and_rotation_invariant(seed: int, positions: int, d_model: int) -> None:
+def test_curve_measures_are_bounded_and_rotation_invariant(
+    seed: int, positions: int, d_model: int
+) -> None:
     P = centred(seed, 2, positions, d_model)
     Q = 3 * orthogonal(seed, d_model)
     rough = positional.roughness(P)
@@ -416,7 +506,10 @@ def test_fracture_is_found_where_it_was_planted() -> None:
 @pytest.mark.parametrize("turns", [-2.5, 0.25, 1.0, 3.75])
 def test_winding_number_counts_turns(turns: float) -> None:
     angle = torch.linspace(0, turns * 2 * math.pi, 101, dtype=torch.float64)
-    curve = torch.stack([angle.cos(), angle.sin()], dim=-1) * torch.linspace(1, 3, 101, dtype=torch.float64)[:, None]
+    curve = (
+        torch.stack([angle.cos(), angle.sin()], dim=-1)
+        * torch.linspace(1, 3, 101, dtype=torch.float64)[:, None]
+    )
     assert float(positional.winding_number(curve)) == pytest.approx(turns)
     parts = linalg.svd(curve)
     assert torch.allclose(positional.pca_view(curve, parts.V), parts.U * parts.S)

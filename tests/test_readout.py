@@ -1,4 +1,5 @@
-"""Token readout: factor SVDs equal dense ones, running top-k equals sorting, the sign rule, degenerate values."""
+"""Token readout: factor SVDs equal dense ones, running top-k equals sorting, the sign rule,
+degenerate values."""
 
 from __future__ import annotations
 
@@ -27,15 +28,28 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
 
 def conditioned(rows: int, rank: int, condition: float, seed: int) -> Tensor:
     s = linalg.svd(normal(rows, rank, seed=seed))
-    return s.U @ torch.diag(torch.logspace(0, -torch.log10(torch.tensor(condition)), rank, dtype=torch.float64)) @ s.V.mT
+    return (
+        s.U
+        @ torch.diag(
+            torch.logspace(0, -torch.log10(torch.tensor(condition)), rank, dtype=torch.float64)
+        )
+        @ s.V.mT
+    )
 
 
 @given(SEEDS, st.sampled_from([1.0, 1e2, 1e5, 1e12]))
 @fast
-def test_the_svd_of_a_product_from_its_factors_equals_the_dense_one(seed: int, condition: float) -> None:
-    left = torch.stack([conditioned(15, 4, condition, seed), normal(15, 4, seed=seed + 1)])  # one head may need QR, the other not
+def test_the_svd_of_a_product_from_its_factors_equals_the_dense_one(
+    seed: int, condition: float
+) -> None:
+    left = torch.stack(
+        [conditioned(15, 4, condition, seed), normal(15, 4, seed=seed + 1)]
+    )  # one head may need QR, the other not
     right = normal(2, 20, 4, seed=seed + 2)
-    found, dense = linalg.product_svd(left, right), torch.linalg.svd(left @ right.mT, full_matrices=False)
+    found, dense = (
+        linalg.product_svd(left, right),
+        torch.linalg.svd(left @ right.mT, full_matrices=False),
+    )
     assert float((found.S - dense.S[:, :4]).abs().max() / dense.S.max()) < 1e-12
     close(found.U @ torch.diag_embed(found.S) @ found.V.mT, left @ right.mT)
     eye = torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
@@ -50,14 +64,20 @@ def test_zero_heads_and_single_precision_have_singular_values_too() -> None:
     found = linalg.product_svd(left, normal(2, 9, 3, seed=1))
     close(found.S[0], torch.zeros(3).double())
     close(found.U.mT @ found.U, torch.eye(3).double().expand(2, 3, 3), 1e-9)
-    close(linalg.product_svd(left.float(), normal(2, 9, 3, seed=1).float()).S.double(), found.S, 1e-5)
+    close(
+        linalg.product_svd(left.float(), normal(2, 9, 3, seed=1).float()).S.double(), found.S, 1e-5
+    )
     close(linalg.product_svd(normal(9, 3), torch.zeros(9, 3).double()).S, torch.zeros(3).double())
 
 
 @given(SEEDS)
 @fast
 def test_singular_values_do_not_depend_on_the_gauge(seed: int) -> None:
-    a, b, m = normal(12, 3, seed=seed), normal(12, 3, seed=seed + 1), normal(3, 3, seed=seed + 2) + 3 * torch.eye(3).double()
+    a, b, m = (
+        normal(12, 3, seed=seed),
+        normal(12, 3, seed=seed + 1),
+        normal(3, 3, seed=seed + 2) + 3 * torch.eye(3).double(),
+    )
     one, other = linalg.product_svd(a, b), linalg.product_svd(a @ m, b @ torch.linalg.inv(m).mT)
     close(one.S, other.S, 1e-8)
     close(readout.coverage(one.S), readout.coverage(other.S), 1e-8)
@@ -92,21 +112,36 @@ def test_the_sign_rule_and_that_it_keeps_the_product(seed: int) -> None:
     r = readout.read_tokens(svd, left, right, features=3, k=2)
     scores = right @ r.right_vectors
     assert bool((scores.amax(-2) >= (-scores).amax(-2)).all())
-    close(r.left_vectors @ torch.diag_embed(r.values) @ r.right_vectors.mT, svd.U @ torch.diag_embed(svd.S) @ svd.V.mT)
+    close(
+        r.left_vectors @ torch.diag_embed(r.values) @ r.right_vectors.mT,
+        svd.U @ torch.diag_embed(svd.S) @ svd.V.mT,
+    )
     close(r.right.top_scores[..., 0], scores.amax(-2))
     close(r.left.bottom_scores[..., 0], (left @ r.left_vectors).amin(-2))
     other = readout.read_tokens(SVD(-svd.U, svd.S, -svd.V), left, right, features=3, k=2)
     for a, b in zip(r.left + r.right, other.left + other.right, strict=True):
         close(a, b)
-    assert bool(((right @ svd.V).amax(-2) < (-right @ svd.V).amax(-2)).any()) == bool((r.right_vectors != svd.V).any())
+    assert bool(((right @ svd.V).amax(-2) < (-right @ svd.V).amax(-2)).any()) == bool(
+        (r.right_vectors != svd.V).any()
+    )
 
 
 def test_coverage_and_the_number_of_directions_needed() -> None:
-    s = torch.tensor([[5.0, 3.0, 1.9, 0.1], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    s = torch.tensor(
+        [[5.0, 3.0, 1.9, 0.1], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]],
+        dtype=torch.float64,
+    )
     close(readout.coverage(s)[0], torch.tensor([0.5, 0.8, 0.99, 1.0], dtype=torch.float64))
     assert readout.features_needed(s, 0.75).tolist() == [2, 4, 1, 0]
-    assert readout.near_degenerate(s).tolist() == [[False] * 4, [True] * 4, [False, True, True, True], [True] * 4]
-    assert readout.near_degenerate(torch.tensor([1 + 5e-7, 1.0, 0.5], dtype=torch.float64)).tolist() == [True, True, False]
+    assert readout.near_degenerate(s).tolist() == [
+        [False] * 4,
+        [True] * 4,
+        [False, True, True, True],
+        [True] * 4,
+    ]
+    assert readout.near_degenerate(
+        torch.tensor([1 + 5e-7, 1.0, 0.5], dtype=torch.float64)
+    ).tolist() == [True, True, False]
 
 
 def test_errors() -> None:

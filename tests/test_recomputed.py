@@ -1,7 +1,9 @@
-"""A real rotary decoder worked out a second time, from the state dict, in float64, by code that shares nothing with the library.
+"""A real rotary decoder worked out a second time, from the state dict, in float64, by code that
+shares nothing with the library.
 
-The reference below has its own norm, rotation (complex numbers), grouped keys, softmax, forward pass and shares (one row after
-another); what it must agree with is read from plain transformers (``output_hidden_states``, ``output_attentions``).
+The reference below has its own norm, rotation (complex numbers), grouped keys, softmax, forward
+pass and shares (one row after another); what it must agree with is read from plain transformers
+(``output_hidden_states``, ``output_attentions``).
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def tokenizer() -> Any:
 def tokens() -> Tensor:
     """Windows of Python source that begin with the model's BOS; the last are the prompts."""
     text = zoo.corpus.held_out_documents().texts[0]
-    ids = tokenizer()(text, add_special_tokens=False)["input_ids"][: (CORPUS + PROMPTS) * (LENGTH - 1)]
+    ids = tokenizer()(text, add_special_tokens=False)["input_ids"][
+        : (CORPUS + PROMPTS) * (LENGTH - 1)
+    ]
     rows = torch.tensor(ids).view(CORPUS + PROMPTS, LENGTH - 1)
     return torch.cat([torch.full((len(rows), 1), tokenizer().bos_token_id), rows], dim=1)
 
@@ -82,7 +86,8 @@ def model(kind: str) -> Any:
 @cache
 @torch.no_grad()
 def states(kind: str) -> list[Tensor]:
-    """States as the class makes them: a HookedTransformer rounds otherwise, by more than the split does."""
+    """States as the class makes them: a HookedTransformer rounds otherwise, by more than the split
+    does."""
     found = outputs()[0]
     if kind == "bridge":
         return found
@@ -95,10 +100,17 @@ def states(kind: str) -> list[Tensor]:
 
 @cache
 def basis_of(kind: str, normalized: bool) -> PositionContext:
-    """The library's basis of the corpus, from the model, or from states that the reference has normed."""
+    """The library's basis of the corpus, from the model, or from states that the reference has
+    normed."""
     seen = view(model(kind))
     if not normalized:
-        return decompose(seen, tokens()[:CORPUS], states=[layer for layer, _ in HEADS], second_moments=False, progress=False)
+        return decompose(
+            seen,
+            tokens()[:CORPUS],
+            states=[layer for layer, _ in HEADS],
+            second_moments=False,
+            progress=False,
+        )
     normed = torch.stack([Reference(kind).normed(h[:CORPUS].double()) for h in states(kind)])
     basis = decompose_activations(normed, window=(1, LENGTH), second_moments=False)
     about = seen.provenance(window=(1, LENGTH), contexts=CORPUS, normalized=True)
@@ -129,7 +141,8 @@ class Reference:
         return h / self.size(h)
 
     def turned(self, x: Tensor) -> Tensor:
-        """``[... position d_head]``: coordinate e and e + d_head / 2 are one complex number, which position t turns by t theta."""
+        """``[... position d_head]``: coordinate e and e + d_head / 2 are one complex number, which
+        position t turns by t theta."""
         half = self.width // 2
         theta = torch.pow(torch.tensor(self.base).double(), -torch.arange(half).double() / half)
         turn = torch.exp(1j * torch.arange(x.shape[-2]).double()[:, None] * theta)
@@ -142,35 +155,55 @@ class Reference:
 
     def key(self, layer: int, head: int, x: Tensor) -> Tensor:
         group = head // (self.heads // self.shared)
-        return self.turned(x @ self.of(layer, "self_attn.k_proj")[group * self.width : (group + 1) * self.width].T)
+        return self.turned(
+            x @ self.of(layer, "self_attn.k_proj")[group * self.width : (group + 1) * self.width].T
+        )
 
     def value(self, layer: int, head: int, x: Tensor) -> Tensor:
         group = head // (self.heads // self.shared)
-        return x @ self.of(layer, "self_attn.v_proj")[group * self.width : (group + 1) * self.width].T
+        return (
+            x @ self.of(layer, "self_attn.v_proj")[group * self.width : (group + 1) * self.width].T
+        )
 
     @cache  # noqa: B019 (one reference for the module's life)
     def basis(self, layer: int, normalized: bool) -> tuple[Tensor, Tensor]:
-        """Mean over window and contexts, and the mean over contexts of what is left, at every position."""
+        """Mean over window and contexts, and the mean over contexts of what is left, at every
+        position."""
         h = self.states[layer][:CORPUS].double()
         h = self.normed(h) if normalized else h
         mean = h[:, 1:].reshape(-1, h.shape[-1]).mean(0)
         return mean, h.mean(0) - mean
 
-    def terms(self, layer: int, head: int, h: Tensor, normalized: bool) -> dict[tuple[str, str], Tensor]:
+    def terms(
+        self, layer: int, head: int, h: Tensor, normalized: bool
+    ) -> dict[tuple[str, str], Tensor]:
         """The nine terms ``[batch query key]`` of one head."""
         mean, pos = self.basis(layer, normalized)
         pos = pos[: h.shape[1]]
-        stream, scale = (self.normed(h), torch.ones(1).double()) if normalized else (h, self.size(h))
-        parts = {"bias": mean.expand_as(stream), "pos": pos.expand_as(stream), "cvec": stream - mean - pos}
+        stream, scale = (
+            (self.normed(h), torch.ones(1).double()) if normalized else (h, self.size(h))
+        )
+        parts = {
+            "bias": mean.expand_as(stream),
+            "pos": pos.expand_as(stream),
+            "cvec": stream - mean - pos,
+        }
         read = {name: x / scale * self.of(layer, "input_layernorm") for name, x in parts.items()}
-        q, k = ({n: project(layer, head, x) for n, x in read.items()} for project in (self.query, self.key))
+        q, k = (
+            {n: project(layer, head, x) for n, x in read.items()}
+            for project in (self.query, self.key)
+        )
         return {(a, b): q[a] @ k[b].transpose(-1, -2) for a in PARTS for b in PARTS}
 
     def total(self, layer: int, head: int) -> Tensor:
         """Scores of the prompts ``[batch query key]``."""
-        return torch.stack(list(self.terms(layer, head, self.states[layer][CORPUS:].double(), False).values())).sum(0)
+        return torch.stack(
+            list(self.terms(layer, head, self.states[layer][CORPUS:].double(), False).values())
+        ).sum(0)
 
-    def logits(self, ids: Tensor, remove: Mapping[tuple[int, int], Edit], normalized: bool) -> Tensor:
+    def logits(
+        self, ids: Tensor, remove: Mapping[tuple[int, int], Edit], normalized: bool
+    ) -> Tensor:
         """A forward pass with one term taken out of the scores of some heads."""
         x = self.weights["model.embed_tokens.weight"].double()[ids]
         above = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
@@ -178,7 +211,9 @@ class Reference:
             read = self.normed(x) * self.of(layer, "input_layernorm")
             mixed = []
             for head in range(self.heads):
-                scores = self.query(layer, head, read) @ self.key(layer, head, read).transpose(-1, -2)
+                scores = self.query(layer, head, read) @ self.key(layer, head, read).transpose(
+                    -1, -2
+                )
                 if (layer, head) in remove:
                     scores = scores - self.terms(layer, head, x, normalized)[remove[layer, head]]
                 weight = scores.masked_fill(above, -1e300)
@@ -187,13 +222,25 @@ class Reference:
             x = x + torch.cat(mixed, -1) @ self.of(layer, "self_attn.o_proj").T
             read = self.normed(x) * self.of(layer, "post_attention_layernorm")
             gate = read @ self.of(layer, "mlp.gate_proj").T
-            x = x + (gate / (1 + torch.exp(-gate)) * (read @ self.of(layer, "mlp.up_proj").T)) @ self.of(layer, "mlp.down_proj").T
+            x = (
+                x
+                + (gate / (1 + torch.exp(-gate)) * (read @ self.of(layer, "mlp.up_proj").T))
+                @ self.of(layer, "mlp.down_proj").T
+            )
         x = self.normed(x) * self.weights["model.norm.weight"].double()
-        return x @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]).double().T
+        return (
+            x
+            @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+            .double()
+            .T
+        )
 
 
-def shares_row_by_row(terms: Mapping[tuple[str, str], Tensor], drop: int = 1) -> dict[str, np.ndarray]:
-    """cs, es and gs of one head from its terms ``[batch query key]``, in float64, one row after another."""
+def shares_row_by_row(
+    terms: Mapping[tuple[str, str], Tensor], drop: int = 1
+) -> dict[str, np.ndarray]:
+    """cs, es and gs of one head from its terms ``[batch query key]``, in float64, one row after
+    another."""
     names = list(terms)
     covariance, energy, gain = (np.zeros(len(names)) for _ in range(3))
     for context in range(len(terms[names[0]])):
@@ -206,7 +253,11 @@ def shares_row_by_row(terms: Mapping[tuple[str, str], Tensor], drop: int = 1) ->
             rows = rows - rows.mean(1, keepdims=True)
             covariance += rows @ rows.sum(0)
             energy += (rows**2).sum(1)
-    return {"cs": covariance / covariance.sum(), "es": energy / energy.sum(), "gs": gain / gain.sum()}
+    return {
+        "cs": covariance / covariance.sum(),
+        "es": energy / energy.sum(),
+        "gs": gain / gain.sum(),
+    }
 
 
 # -------------------------------------------------------------------------------------------- tests
@@ -216,7 +267,9 @@ def test_the_reference_makes_the_models_own_attention_and_logits() -> None:
     reference, attentions = Reference(), outputs()[1]
     for layer, head in HEADS:
         total = reference.total(layer, head)
-        pattern = total.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf).softmax(-1)
+        pattern = total.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf).softmax(
+            -1
+        )
         assert float((pattern - attentions[layer][:, head]).abs().max()) < 1e-5
     with torch.no_grad():
         theirs = plain()(tokens()[CORPUS:]).logits
@@ -235,7 +288,9 @@ def test_a_wrong_reference_does_not(change: str, monkeypatch: pytest.MonkeyPatch
         reference.shared = 9  # every head its own keys: those of another group
     else:
         monkeypatch.setattr(reference, "turned", lambda x: x)
-    assert float((reference.total(layer, head) - right).abs().max()) > 0.1 * float(right.abs().max())
+    assert float((reference.total(layer, head) - right).abs().max()) > 0.1 * float(
+        right.abs().max()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,7 +299,13 @@ def test_scores_terms_and_shares_of_five_heads(kind: str, normalized: bool) -> N
     prompts, reference = tokens()[CORPUS:], Reference(kind)
     split = split_scores(model(kind), prompts, basis_of(kind, normalized), heads=HEADS)
     table = split.shares()
-    sweep = sweep_heads(model(kind), prompts, basis_of(kind, normalized), layers=sorted({l for l, _ in HEADS}), progress=False)
+    sweep = sweep_heads(
+        model(kind),
+        prompts,
+        basis_of(kind, normalized),
+        layers=sorted({l for l, _ in HEADS}),
+        progress=False,
+    )
     assert split.provenance.normalized == sweep.provenance.normalized == normalized
     assert split.bias_label == ("relative position" if normalized else "mean-mean")
     for row, (layer, head) in enumerate(HEADS):
@@ -258,7 +319,11 @@ def test_scores_terms_and_shares_of_five_heads(kind: str, normalized: bool) -> N
             assert off < 1e-5 * max(split.scale, scale), term
         expected = shares_row_by_row(terms)
         for name, values in expected.items():
-            assert np.abs(getattr(table, name)[row].numpy() - values).max() < 1e-6, (layer, head, name)
+            assert np.abs(getattr(table, name)[row].numpy() - values).max() < 1e-6, (
+                layer,
+                head,
+                name,
+            )
             swept = getattr(sweep, name)[sweep.heads.index((layer, head))].numpy()
             assert np.abs(swept - values).max() < 1e-6, (layer, head, name)
         assert np.abs(expected["cs"] - expected["gs"]).max() > 1e-3
@@ -276,13 +341,17 @@ def test_head_types_of_all_270_heads(kind: str) -> None:
     found = plain()(ids, output_attentions=True).attentions
     later = range(period + 1, 2 * period + 1)
     previous = torch.stack([a[:, :, 1:, :-1].diagonal(0, -2, -1).mean((0, 2)) for a in found])
-    induction = torch.stack([torch.stack([a[:, :, i, i - period + 1] for i in later]).mean((0, 1)) for a in found])
+    induction = torch.stack(
+        [torch.stack([a[:, :, i, i - period + 1] for i in later]).mean((0, 1)) for a in found]
+    )
     seen = view(model(kind))
     types, _ = measure_types(seen, range(seen.n_layers), bos=True)
     for name, mine in (("previous", previous), ("induction", induction)):
         assert types[name].shape == (270,)
         assert float(mine.max()) > 0.4
-        assert float(torch.corrcoef(torch.stack([mine.flatten(), types[name].float()]))[0, 1]) > 0.98, name
+        assert (
+            float(torch.corrcoef(torch.stack([mine.flatten(), types[name].float()]))[0, 1]) > 0.98
+        ), name
     other = torch.corrcoef(torch.stack([previous.flatten(), types["induction"].float()]))[0, 1]
     assert float(other) < 0.5, "the two scores are not one number"
 

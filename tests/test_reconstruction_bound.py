@@ -1,4 +1,5 @@
-"""How far recomputed numbers may be from the model's: clean runs stay well inside, planted faults well outside, in every dtype."""
+"""How far recomputed numbers may be from the model's: clean runs stay well inside, planted faults
+well outside, in every dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
-from tl_geometry.base.errors import ClosingError
+from tl_geometry.base.errors import ReconstructionError
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models import facts, from_hf, layers, view
 from tl_geometry.models.checking import check_model
@@ -21,10 +22,27 @@ from tl_geometry.models.layers import check_scores
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.precision import widened
-from tl_geometry.models.reconstruction import closing_bound
+from tl_geometry.models.reconstruction import reconstruction_bound
 
-needs_hooked = pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-NAMES = ["gpt2", "llama", "neox", "qwen3", "gemma2", "gemma3", "bloom", "phi", "opt", "gptj", "gpt-oss", "bert", "olmo2", "mistral"]
+needs_hooked = pytest.mark.skipif(
+    not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer"
+)
+NAMES = [
+    "gpt2",
+    "llama",
+    "neox",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "bloom",
+    "phi",
+    "opt",
+    "gptj",
+    "gpt-oss",
+    "bert",
+    "olmo2",
+    "mistral",
+]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -38,10 +56,14 @@ def layers_of(seen: ModelView, ids: Tensor, verify: bool = True) -> list[LayerVi
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "bert"])
 def test_clean_runs_stay_well_inside(architecture: str, dtype: str) -> None:
     for kind, processed in loadable(architecture)[:: 1 if dtype == "float32" else 2]:
-        seen = view(from_hf(hf_model(architecture, DTYPES[dtype]), None, kind=kind, processed=processed))
+        seen = view(
+            from_hf(hf_model(architecture, DTYPES[dtype]), None, kind=kind, processed=processed)
+        )
         for seed in range(3):
             # bfloat16 keeps 8 bits, of which scores are rounded to again on their way
-            assert max(x.closing.worst for x in layers_of(seen, tokens(seed=seed))) < (0.8 if dtype == "bfloat16" else 0.5)
+            assert max(x.reconstruction.worst for x in layers_of(seen, tokens(seed=seed))) < (
+                0.8 if dtype == "bfloat16" else 0.5
+            )
 
 
 def test_the_scale_is_one_product_of_absolute_values() -> None:
@@ -52,22 +74,25 @@ def test_the_scale_is_one_product_of_absolute_values() -> None:
         for j in range(i + 1):
             cell = ((q - q0).abs() + q0.abs())[:, i] * ((k - k0).abs() + k0.abs())[:, j]
             by_hand = max(by_hand, float(cell.sum(-1).max()) * layer.scale)
-    assert layer.closing.scale == pytest.approx(by_hand, rel=1e-5)
+    assert layer.reconstruction.scale == pytest.approx(by_hand, rel=1e-5)
     assert layer.scores is not None
     largest = float(torch.where(layer.allowed, layer.scores, 0.0).abs().max())
-    assert layer.closing.scale > 1.5 * largest  # which is what rounding does not follow
+    assert layer.reconstruction.scale > 1.5 * largest  # which is what rounding does not follow
 
 
 def test_a_score_that_cancels_is_judged_by_what_cancelled() -> None:
-    """Large products of queries and keys that cancel in every score: their rounding is far above 32 u of the largest score."""
+    """Large products of queries and keys that cancel in every score: their rounding is far above 32
+    u of the largest score."""
     generator = torch.Generator().manual_seed(0)
     layer = layers_of(view(tiny("bridge", "llama")), tokens())[0]
     q, k = (1e3 * torch.randn(x.shape, generator=generator) for x in (layer.q, layer.k))
     q[..., 1::2], k[..., 1::2] = q[..., ::2], -k[..., ::2] * (1 + 1e-5)
     exact = torch.einsum("bihe,bjhe->bhij", q.double(), k.double()) * layer.scale
     scores = exact.float()
-    found = dataclasses.replace(layer, q=q, k=k, q_constant=0 * q, k_constant=0 * k, scores=scores, pattern=None)
-    error, bound = check_scores(found, layer.closing).checks["scores"]
+    found = dataclasses.replace(
+        layer, q=q, k=k, q_constant=0 * q, k_constant=0 * k, scores=scores, pattern=None
+    )
+    error, bound = check_scores(found, layer.reconstruction).checks["scores"]
     assert 32 * 2**-24 * float(exact.abs().max()) < error < bound
 
 
@@ -75,8 +100,12 @@ FAULTS: dict[str, Callable[[LayerView], LayerView]] = {
     "scale off by 1%": lambda x: dataclasses.replace(x, scale=x.scale * 1.01),
     "key heads permuted": lambda x: dataclasses.replace(x, k=x.k.roll(1, 2)),
     "keys of the next position": lambda x: dataclasses.replace(x, k=x.k.roll(1, 1)),
-    "one head dimension left out": lambda x: dataclasses.replace(x, q=torch.cat([torch.zeros_like(x.q[..., :1]), x.q[..., 1:]], -1)),
-    "constant left out": lambda x: dataclasses.replace(x, q=x.q - x.q_constant + 0.9 * x.q_constant),
+    "one head dimension left out": lambda x: dataclasses.replace(
+        x, q=torch.cat([torch.zeros_like(x.q[..., :1]), x.q[..., 1:]], -1)
+    ),
+    "constant left out": lambda x: dataclasses.replace(
+        x, q=x.q - x.q_constant + 0.9 * x.q_constant
+    ),
 }
 
 
@@ -87,7 +116,10 @@ def test_planted_faults_are_ten_times_outside(architecture: str, fault: str) -> 
     if fault == "constant left out" and not bool(layer.q_constant.any()):
         assert torch.equal(FAULTS[fault](layer).q, layer.q)  # nothing to leave out, and so no fault
         return
-    clean, report = check_scores(layer, layer.closing).checks, check_scores(FAULTS[fault](layer), layer.closing).checks
+    clean, report = (
+        check_scores(layer, layer.reconstruction).checks,
+        check_scores(FAULTS[fault](layer), layer.reconstruction).checks,
+    )
     which = "scores" if "scores" in report else "pattern"
     error, bound = report[which]
     assert clean[which][0] <= 0.5 * clean[which][1]
@@ -95,26 +127,39 @@ def test_planted_faults_are_ten_times_outside(architecture: str, fault: str) -> 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "neox", "gemma3", "gptj"])
-def test_a_rotation_off_by_one_position_is_refused(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rotation_off_by_one_position_is_refused(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = view(tiny("bridge", architecture))
     layers_of(seen, tokens())
     plain = layers.Facts.head_map
 
     def late(self: Any, x: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        return plain(self, x, which, turn if which == "k" or turn is None else (turn[0].roll(1, 0), turn[1].roll(1, 0)))
+        return plain(
+            self,
+            x,
+            which,
+            turn if which == "k" or turn is None else (turn[0].roll(1, 0), turn[1].roll(1, 0)),
+        )
 
     monkeypatch.setattr(facts.Facts, "head_map", late)
-    with pytest.raises(ClosingError, match=r"(scores|pattern) off by"):
+    with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
         layers_of(seen, tokens())
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_another_eps_of_the_norm_is_refused(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_eps_of_the_norm_is_refused(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = view(tiny("bridge", architecture))
     layers_of(seen, tokens())
     plain = NormWeights.scale
-    monkeypatch.setattr(NormWeights, "scale", lambda self, h: plain(dataclasses.replace(self, eps=self.eps + 1e-3), h))
-    with pytest.raises(ClosingError, match=r"[qk] off by"):
+    monkeypatch.setattr(
+        NormWeights,
+        "scale",
+        lambda self, h: plain(dataclasses.replace(self, eps=self.eps + 1e-3), h),
+    )
+    with pytest.raises(ReconstructionError, match=r"[qk] off by"):
         layers_of(seen, tokens())
 
 
@@ -122,13 +167,16 @@ def test_a_pattern_that_does_not_sum_to_one_is_refused() -> None:
     for architecture in ("llama", "gpt-oss"):
         layer = layers_of(view(tiny("bridge", architecture)), tokens())[1]
         assert layer.pattern is not None
-        report = check_scores(dataclasses.replace(layer, pattern=layer.pattern * 1.01), layer.closing)
+        report = check_scores(
+            dataclasses.replace(layer, pattern=layer.pattern * 1.01), layer.reconstruction
+        )
         assert report.checks["pattern"][0] <= report.checks["pattern"][1]  # rows are centred
-        assert not report.closes
-        assert check_scores(layer, layer.closing).closes
+        assert not report.adds_up
+        assert check_scores(layer, layer.reconstruction).adds_up
 
 
-# -------------------------------------------------------------------------------------------------------- half precision
+# --------------------------------------------------------------------------------------------------
+# ------ half precision
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "gptj", "bert"])
@@ -141,10 +189,13 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
         layers_of(view(model), tokens())
         monkeypatch.setattr(facts.FactFinder, "find", lambda self: off_by(FIND(self), factor))
         again = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
-        with pytest.raises(ClosingError, match=r"(scores|pattern) off by"):
+        with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
             layers_of(view(again), tokens())
         monkeypatch.setattr(layers.Layers, "_verify_facts", lambda self, layer, h: None)
-        layers_of(view(from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)), tokens())  # hidden by rounding
+        layers_of(
+            view(from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)),
+            tokens(),
+        )  # hidden by rounding
         monkeypatch.undo()
 
 
@@ -164,12 +215,16 @@ def test_weights_that_were_widened_are_the_same_tensors_again(kind: str) -> None
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert model(tokens()).dtype == torch.float32
         raise KeyError
-    assert all(p is before[n][0] and (p.data_ptr(), p.dtype) == before[n][1:] for n, p in model.named_parameters())
+    assert all(
+        p is before[n][0] and (p.data_ptr(), p.dtype) == before[n][1:]
+        for n, p in model.named_parameters()
+    )
     assert model.cfg.dtype == torch.bfloat16
     assert torch.equal(model(tokens()), plain)
 
 
-# ------------------------------------------------------------------------------------- masked scores, additive identity
+# ------------------------------------------------------------------------------------- masked
+# scores, additive identity
 
 
 @needs_hooked
@@ -181,11 +236,13 @@ def test_a_score_at_the_blocks_own_ignore_is_masked(value: float) -> None:
     seen = view(model)
     basis = tlg.decompose(model, tokens(8), progress=False)
     split = tlg.split_scores(model, tokens(), basis)
-    assert split.closing.closes
+    assert split.reconstruction.adds_up
     assert bool((split.allowed == torch.ones(16, 16).tril().bool()).all())
     assert bool(torch.isinf(split.total()[:, :, 0, 1:]).all())
-    assert torch.allclose(split.pattern()[:, :4], model.run_with_cache(tokens())[1]["pattern", 0], atol=1e-6)
-    assert [x.closing.closes for x in layers_of(seen, tokens())] == [True, True]
+    assert torch.allclose(
+        split.pattern()[:, :4], model.run_with_cache(tokens())[1]["pattern", 0], atol=1e-6
+    )
+    assert [x.reconstruction.adds_up for x in layers_of(seen, tokens())] == [True, True]
 
 
 @needs_hooked
@@ -193,12 +250,14 @@ def test_a_mask_that_leaves_weight_on_masked_keys_is_refused() -> None:
     model = tiny_hooked(attn_only=True, normalization_type="LN")
     for block in model.blocks:
         block.attn.IGNORE.fill_(-5.0)
-    with pytest.raises(ClosingError, match="pattern off by inf"):
+    with pytest.raises(ReconstructionError, match="pattern off by inf"):
         layers_of(view(model), tokens())
 
 
 def identity_row(model: Any) -> str:
-    return next(value for name, value, _ in check_model(model).findings if name == "additive identity")
+    return next(
+        value for name, value, _ in check_model(model).findings if name == "additive identity"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,5 +269,5 @@ def test_the_additive_identity_is_relative_to_the_stream(dtype: torch.dtype) -> 
     assert row.startswith("holds within ")
     error, size = float(row.split()[2]), float(row.split()[-1])
     assert size > 28000
-    assert 1e-3 < error <= closing_bound(unit_roundoff(dtype), size)
+    assert 1e-3 < error <= reconstruction_bound(unit_roundoff(dtype), size)
     assert identity_row(tiny("bridge", "bert")).startswith("does not hold, off by up to ")

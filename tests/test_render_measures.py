@@ -1,4 +1,5 @@
-"""The figures of the measures show the numbers of the report, in the caller's axes too, and refuse what they cannot draw."""
+"""The figures of the measures show the numbers of the report, in the caller's axes too, and refuse
+what they cannot draw."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from matplotlib.figure import Figure
 from tl_geometry import decompose_activations
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.measures.reports import ContextualReport, PositionalReport, contextual_report, positional_report
+from tl_geometry.measures.reports import (
+    ContextualReport,
+    PositionalReport,
+    contextual_report,
+    positional_report,
+)
 from tl_geometry.render import measures as views
 from tl_geometry.render.basis import spirals
 
@@ -20,7 +26,9 @@ from tl_geometry.render.basis import spirals
 @pytest.fixture(scope="module")
 def basis() -> PositionContext:
     generator = torch.Generator().manual_seed(0)
-    h = torch.randn(3, 16, 20, 8, generator=generator) + torch.linspace(-3, 3, 20)[:, None] * torch.randn(8, generator=generator)
+    h = torch.randn(3, 16, 20, 8, generator=generator) + torch.linspace(-3, 3, 20)[
+        :, None
+    ] * torch.randn(8, generator=generator)
     return decompose_activations(h, labels=[0, 1] * 8)
 
 
@@ -38,7 +46,11 @@ def test_measures_draw_every_value_error_and_null(positional: PositionalReport) 
     view = views.measure_curves(positional, ["stable_rank"])
     lines = view.figure.axes[0].get_lines()
     drawn = [np.asarray(line.get_ydata(), dtype=float) for line in lines]
-    expected = [positional["stable_rank"], positional.nulls["stable_rank|noise"], positional.nulls["stable_rank|isotropic"]]
+    expected = [
+        positional["stable_rank"],
+        positional.nulls["stable_rank|noise"],
+        positional.nulls["stable_rank|isotropic"],
+    ]
     assert all(any(len(d) == 3 and np.allclose(d, e) for d in drawn) for e in expected)
     legend = view.figure.axes[0].get_legend()
     assert legend is not None
@@ -52,20 +64,28 @@ def test_fourier_panels_share_their_limits(positional: PositionalReport) -> None
     limit = float(positional.fourier[[0, 2]].abs().max())
     assert [i.get_clim() for i in images] == [(-limit, limit)] * 2
     assert np.allclose(np.asarray(images[1].get_array()), positional.fourier[2])
-    assert views.fourier(positional, skip_constant=True).figure.axes[0].images[0].get_size() == (9, 9)
+    assert views.fourier(positional, skip_constant=True).figure.axes[0].images[0].get_size() == (
+        9,
+        9,
+    )
 
 
 @pytest.mark.parametrize("adjust", ["sqrt_C", "first_context", "subsample"])
 def test_singular_values_of_three_parts(basis: PositionContext, adjust: str) -> None:
     view = views.singular_values(basis, states=(1,), adjust=adjust)
-    lines = {str(line.get_label()): np.asarray(line.get_ydata()) for line in view.figure.axes[0].get_lines()}
+    lines = {
+        str(line.get_label()): np.asarray(line.get_ydata())
+        for line in view.figure.axes[0].get_lines()
+    }
     assert set(lines) == {"P", "Cvec", "R"}
     scale = 4.0 if adjust == "sqrt_C" else 1.0
     assert lines["P"][0] == pytest.approx(scale * float(torch.linalg.svdvals(basis.pos[1])[0]))
     assert adjust in view.caption
 
 
-def test_other_views_and_the_callers_axes(basis: PositionContext, positional: PositionalReport, contextual: ContextualReport) -> None:
+def test_other_views_and_the_callers_axes(
+    basis: PositionContext, positional: PositionalReport, contextual: ContextualReport
+) -> None:
     assert len(views.planes(basis).figure.axes) == 3
     curve = views.learning_curve(positional, "roughness")
     assert len(curve.figure.axes[0].get_lines()) == 3
@@ -79,21 +99,35 @@ def test_other_views_and_the_callers_axes(basis: PositionContext, positional: Po
     assert mine.get_title() == "rank"
 
 
-def test_panels_say_what_their_axes_are(basis: PositionContext, positional: PositionalReport, contextual: ContextualReport) -> None:
+def test_panels_say_what_their_axes_are(
+    basis: PositionContext, positional: PositionalReport, contextual: ContextualReport
+) -> None:
     drawn = (
-        views.planes(basis), views.fourier(positional), views.similarity(contextual), views.singular_values(basis), spirals(basis),
-        views.measure_curves(positional), views.incoherence(contextual), views.learning_curve(positional, "roughness"),
-    )  # fmt: skip
+        views.planes(basis),
+        views.fourier(positional),
+        views.similarity(contextual),
+        views.singular_values(basis),
+        spirals(basis),
+        views.measure_curves(positional),
+        views.incoherence(contextual),
+        views.learning_curve(positional, "roughness"),
+    )
     for view in drawn:
         panels = [a for a in view.figure.axes if a.get_visible() and a.get_label() != "<colorbar>"]
         assert panels
         for panel in panels:
-            words = [t.get_text() for t in panel.get_xticklabels() if any(c.isalpha() for c in t.get_text())]
+            words = [
+                t.get_text()
+                for t in panel.get_xticklabels()
+                if any(c.isalpha() for c in t.get_text())
+            ]
             assert panel.get_xlabel() or words, view.title
             assert panel.get_ylabel() or panel.get_title() or words, view.title
 
 
-def test_views_save_and_refuse(basis: PositionContext, positional: PositionalReport, tmp_path: Path) -> None:
+def test_views_save_and_refuse(
+    basis: PositionContext, positional: PositionalReport, tmp_path: Path
+) -> None:
     page = views.fourier(positional).save(tmp_path / "f.html").read_text()
     assert "data:image/svg+xml" in page
     with pytest.raises(GeometryError, match=r"some of \(0, 1, 2\)"):

@@ -1,4 +1,5 @@
-"""Signed terms and maps of heads, without a browser: what is packed, how large it is, what the images show and what is refused."""
+"""Signed terms and maps of heads, without a browser: what is packed, how large it is, what the
+images show and what is refused."""
 
 from __future__ import annotations
 
@@ -33,10 +34,14 @@ def payload(view: PageView) -> dict[str, Any]:
 
 
 def unpacked(data: dict[str, Any]) -> np.ndarray:
-    """``[head plane query key]`` of a page's data, NaN outside the mask, by the format as it is described and not by the code."""
+    """``[head plane query key]`` of a page's data, NaN outside the mask, by the format as it is
+    described and not by the code."""
     n = data["size"]
     bits = np.frombuffer(zlib.decompress(base64.b64decode(data["masks"])), dtype=np.uint8)
-    masks = [np.unpackbits(row, bitorder="little")[: n * n].astype(bool) for row in bits.reshape(-1, -(-n * n // 8))]
+    masks = [
+        np.unpackbits(row, bitorder="little")[: n * n].astype(bool)
+        for row in bits.reshape(-1, -(-n * n // 8))
+    ]
     raw = zlib.decompress(base64.b64decode(data["cells"]))
     stored = np.frombuffer(raw, dtype=np.int8 if data["levels"] else np.float16).astype(float)
     out = np.full((len(data["heads"]), len(data["planes"]), n * n), np.nan)
@@ -57,9 +62,17 @@ def test_what_is_stored_is_within_half_a_step_of_the_split(tokens: int, causal: 
     data = payload(render.split(split, planes="terms"))
     found = unpacked(data)
     assert data["planes"] == [*(f"{a}-{b}" for a, b in split.terms), "total", "pattern"]
-    true = torch.stack([*(split.terms[t][0] for t in split.terms), split.total()[0], split.pattern()[0]], 1).double().numpy()
+    true = (
+        torch.stack(
+            [*(split.terms[t][0] for t in split.terms), split.total()[0], split.pattern()[0]], 1
+        )
+        .double()
+        .numpy()
+    )
     allowed = split.allowed[:, None].expand(-1, true.shape[1], -1, -1).numpy()
-    half = np.array(data["largest"])[:, :, None, None] * (0.5 / data["levels"] if data["levels"] else 2.0**-12)
+    half = np.array(data["largest"])[:, :, None, None] * (
+        0.5 / data["levels"] if data["levels"] else 2.0**-12
+    )
     assert (data["levels"] is None) == (tokens <= 64)
     error = np.where(allowed, np.abs(found - true), 0)
     assert (error <= half * (1 + 1e-9)).all()
@@ -68,7 +81,9 @@ def test_what_is_stored_is_within_half_a_step_of_the_split(tokens: int, causal: 
 
 
 def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alone() -> None:
-    split = dataclasses.replace(synthetic(2, 9, parts=("bias", "pos", "ctx", "resid")), bias=torch.randn(2, 9, 9))
+    split = dataclasses.replace(
+        synthetic(2, 9, parts=("bias", "pos", "ctx", "resid")), bias=torch.randn(2, 9, 9)
+    )
     groups = planes_of(split, None)
     assert list(groups) == ["position", "position-content", "content-position", "content"]
     assert sorted(t for members in groups.values() for t in members) == sorted(split.terms)
@@ -76,10 +91,23 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
     assert groups["position-content"] == [(a, b) for a in ("bias", "pos") for b in ("ctx", "resid")]
     drawn = draw_planes(split, groups)
     inside = split.allowed[:, None]
-    torch.testing.assert_close(drawn.values[:, :4].sum(1)[split.allowed], split.total()[0][split.allowed].double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        drawn.values[:, :4].sum(1)[split.allowed],
+        split.total()[0][split.allowed].double(),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     centred = draw_planes(split, groups, center=True).values[:, :5]
-    torch.testing.assert_close(torch.where(inside, centred, 0.0).sum(-1), torch.zeros(2, 5, 9, dtype=torch.float64), atol=1e-4, rtol=0)
-    torch.testing.assert_close(centred[:, 4][split.allowed], row_center(split.total()[0], split.allowed)[split.allowed].double())
+    torch.testing.assert_close(
+        torch.where(inside, centred, 0.0).sum(-1),
+        torch.zeros(2, 5, 9, dtype=torch.float64),
+        atol=1e-4,
+        rtol=0,
+    )
+    torch.testing.assert_close(
+        centred[:, 4][split.allowed],
+        row_center(split.total()[0], split.allowed)[split.allowed].double(),
+    )
     own = synthetic(1, 6, parts=("bias", "mlp"))
     assert list(planes_of(own, None)) == ["bias-bias", "bias-mlp", "mlp-bias", "mlp-mlp"]
     with pytest.raises(GeometryError, match="'groups' of parts of your own"):
@@ -96,7 +124,9 @@ def test_beyond_the_limit_blocks_show_their_largest_value_with_its_sign() -> Non
     term = torch.where(split.allowed[1], split.terms["pos", "pos"][0, 1], 0.0).numpy()
     for q, k in ((0, 0), (5, 2), (16, 16), (16, 0)):
         block = term[3 * q : 3 * q + 3, 3 * k : 3 * k + 3]
-        assert found[q, k] == pytest.approx(block.flat[np.abs(block).argmax()], abs=data["largest"][0][4] * 2**-11)
+        assert found[q, k] == pytest.approx(
+            block.flat[np.abs(block).argmax()], abs=data["largest"][0][4] * 2**-11
+        )
     assert np.isnan(found[2, 3])
 
 
@@ -128,7 +158,10 @@ def test_a_size_is_kept_by_coarser_steps_then_by_blocks() -> None:
         assert len(small.html()) <= most
         assert (payload(small)["block"] > 1) == coarse
         assert coarse or payload(small)["levels"] < 127
-    with pytest.raises(GeometryError, match=r"max_bytes: expected room for 4 heads x 6 planes, got 1000\. Use fewer heads="):
+    with pytest.raises(
+        GeometryError,
+        match=r"max_bytes: expected room for 4 heads x 6 planes, got 1000\. Use fewer heads=",
+    ):
         render.split(split, max_bytes=1000)
 
 
@@ -138,12 +171,16 @@ def test_caption_says_scale_saturation_closing_and_holes() -> None:
     q[1, 0, 7] = torch.nan
     view = render.split(dataclasses.replace(split, q=q), limit=0.5)
     data = payload(view)
-    planes = [sum(split.terms[t] for t in members)[0, 0] for members in planes_of(split, None).values()]  # pyright: ignore
+    planes = [
+        sum(split.terms[t] for t in members)[0, 0] for members in planes_of(split, None).values()
+    ]  # pyright: ignore
     scores = torch.stack([*planes, split.total()[0, 0]])[:, split.allowed[0]]
     rows = split.allowed[0].nonzero()[:, 0]
     kept = torch.stack(list(scores[:, rows != 7]))
-    beyond = int((kept.abs() > 0.5).sum()) + int((scores[1 if False else 0 :, rows == 7].abs() > 0.5)[[2, 3]].sum())
-    assert "closing error 1.0e-06 (scores; allowed 2.0e-05)" in view.caption
+    beyond = int((kept.abs() > 0.5).sum()) + int(
+        (scores[1 if False else 0 :, rows == 7].abs() > 0.5)[[2, 3]].sum()
+    )
+    assert "reconstruction error 1.0e-06 (scores; allowed 2.0e-05)" in view.caption
     assert "full colour at 0.5 on every plane and head" in view.caption
     assert "pattern from 0 to 1" in view.caption
     assert f"{8 * 4} cells are not a number (hatched)" in view.caption
@@ -165,7 +202,12 @@ def test_outliers_do_not_stretch_the_scale() -> None:
 def test_images_and_files(tmp_path: Path) -> None:
     texts = [*HOSTILE, "$x^2$"]
     view = render.split(synthetic(1, len(texts), texts=texts), title="A <b>")
-    for name, start in {"a.png": b"\x89PNG", "a.pdf": b"%PDF", "a.svg": b"<?xml", "a.html": b"<!doctype html>"}.items():
+    for name, start in {
+        "a.png": b"\x89PNG",
+        "a.pdf": b"%PDF",
+        "a.svg": b"<?xml",
+        "a.html": b"<!doctype html>",
+    }.items():
         assert view.save(tmp_path / name).read_bytes().startswith(start)
     assert b"/Type3" not in (tmp_path / "a.pdf").read_bytes()
     page = (tmp_path / "a.html").read_text()
@@ -173,7 +215,10 @@ def test_images_and_files(tmp_path: Path) -> None:
     assert "https:" not in page
     assert "<img" not in page
     assert page.count("<script") == 2
-    assert not any(word in page for word in ("url(", " src=", " href=", "@import", "fetch(", "XMLHttpRequest", "import("))
+    assert not any(
+        word in page
+        for word in ("url(", " src=", " href=", "@import", "fetch(", "XMLHttpRequest", "import(")
+    )
     with pytest.raises(GeometryError, match=r"a name ending in \.html, \.png, \.svg or \.pdf"):
         view.save(tmp_path / "a.gif")
     several = render.split(synthetic(13, 12)).image
@@ -198,9 +243,16 @@ def test_refusals() -> None:
 
 def test_tokens_of_other_prompts_are_numbers_or_given() -> None:
     split = synthetic(1, 4)
-    both = dataclasses.replace(split, q=torch.cat([split.q, split.q * 2], 1), k=split.k.expand(-1, 2, -1, -1, -1))
+    both = dataclasses.replace(
+        split, q=torch.cat([split.q, split.q * 2], 1), k=split.k.expand(-1, 2, -1, -1, -1)
+    )
     assert payload(render.split(both, context=1))["tokens"] == ["0", "1", "2", "3"]
-    assert payload(render.split(both, context=1, tokens=list(" ab\n")))["tokens"] == ["␣", "a", "b", "⏎"]
+    assert payload(render.split(both, context=1, tokens=list(" ab\n")))["tokens"] == [
+        "␣",
+        "a",
+        "b",
+        "⏎",
+    ]
     first, second = (unpacked(payload(render.split(both, context=c)))[0, 3] for c in (0, 1))
     np.testing.assert_allclose(second[3], 2 * first[3], rtol=1e-2, atol=1e-2)
 
@@ -238,9 +290,13 @@ def test_map_of_heads_holds_the_table() -> None:
     shown = np.asarray(image().figure.axes[0].images[0].get_array()).ravel()
     np.testing.assert_allclose(shown, frame["induction"])
     assert payload(render.heads(table))["value"] == "cs_position"
-    with pytest.raises(GeometryError, match=r"value: expected one of \d+ names, such as .*, got 'dominant_term'"):
+    with pytest.raises(
+        GeometryError, match=r"value: expected one of \d+ names, such as .*, got 'dominant_term'"
+    ):
         render.heads(table, "dominant_term")
-    with pytest.raises(GeometryError, match="table: expected one row per layer and head, got ShareTable"):
+    with pytest.raises(
+        GeometryError, match="table: expected one row per layer and head, got ShareTable"
+    ):
         render.heads(table.shares)  # type: ignore[attr-defined]
 
 
@@ -257,7 +313,12 @@ def test_public_views_exist_are_lazy_and_share_no_name_with_a_module() -> None:
     heavy = "('matplotlib', 'circuitsvis', 'pandas')"
     code = f"import sys, tl_geometry.render as r; r.split, r.heads; print([m for m in {heavy} if m in sys.modules])"
     root = Path(tlg.__file__).parent.parent
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_a_split_of_a_model_shows_its_own_tokens() -> None:
@@ -265,7 +326,9 @@ def test_a_split_of_a_model_shows_its_own_tokens() -> None:
 
     model = zoo.embedded()
     basis = tlg.decompose(model, zoo.default_windows(model, 24, n=8), progress=False)
-    split: ScoreSplit = tlg.split_scores(model, "def f(x):\n    return x", basis, prepend_bos=True, heads=["L1H0"])
+    split: ScoreSplit = tlg.split_scores(
+        model, "def f(x):\n    return x", basis, prepend_bos=True, heads=["L1H0"]
+    )
     data = payload(render.split(split))
     assert data["tokens"][0] == "<|endoftext|>"
     assert any("⏎" in t for t in data["tokens"])

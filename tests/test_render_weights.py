@@ -34,7 +34,9 @@ def pixels(axis: Any) -> Tensor:
     return torch.as_tensor(np.asarray(axis.images[0].get_array()))
 
 
-def test_blocks_show_the_diagonal_in_red_and_only_entries_above_the_threshold_in_blue(model: Any, basis: Any, tmp_path: Any) -> None:
+def test_blocks_show_the_diagonal_in_red_and_only_entries_above_the_threshold_in_blue(
+    model: Any, basis: Any, tmp_path: Any
+) -> None:
     g = weight_geometry(model, basis)
     view = draw.weight_blocks(g, ["L1H0", "L1H2"])
     assert [(a.get_xlabel(), a.get_ylabel()) for a in view.figure.axes] == [("key", "query")] * 2

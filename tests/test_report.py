@@ -1,4 +1,5 @@
-"""The command line and the report: files, self-contained HTML, hostile names, JSON, one-line errors."""
+"""The command line and the report: files, self-contained HTML, hostile names, JSON, one-line
+errors."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_folder_holds_everything(folder: Path) -> None:
-    assert {"report.html", "anova.csv", "anova.safetensors", "basis.safetensors", "run.json"} <= {p.name for p in folder.iterdir()}
+    assert {"report.html", "anova.csv", "anova.safetensors", "basis.safetensors", "run.json"} <= {
+        p.name for p in folder.iterdir()
+    }
     basis = tlg.PositionContext.load(folder / "basis.safetensors")
     assert basis.contexts == 12
     assert basis.names == ("plain.txt", HOSTILE)
@@ -64,7 +67,13 @@ def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
     assert "&lt;img src=x onerror" in html
     assert "<script" not in html
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", html)
-    for needle in ("evidence for nothing", "untrained twin", "do not say", "glued from random places", "left out of the statistics"):
+    for needle in (
+        "evidence for nothing",
+        "untrained control",
+        "do not say",
+        "spliced from random places",
+        "left out of the statistics",
+    ):
         assert needle in html, needle
     assert html.count("data:image/svg+xml;base64,") >= 4
     assert "color-scheme:light dark" in html
@@ -79,23 +88,39 @@ def test_sections_are_one_mechanism() -> None:
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(tlg.__file__).parent.parent), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(tlg.__file__).parent.parent),
+        "HF_HUB_OFFLINE": "1",
+    }
     call = [sys.executable, "-m", "tl_geometry", *arguments]
-    return subprocess.run(call, capture_output=True, text=True, check=False, env=environment, **options)
+    return subprocess.run(
+        call, capture_output=True, text=True, check=False, env=environment, **options
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["report", "--length", "500"], "--length: expected 2 to 128 tokens, got 500"),
-        (["report", "--corpus", "absent.txt"], "--corpus: expected existing text files, got absent.txt"),
+        (
+            ["report", "--corpus", "absent.txt"],
+            "--corpus: expected existing text files, got absent.txt",
+        ),
         (["report", "--dtype", "int8"], "--dtype: expected one of 'float32'"),
         (["report", "."], "expected a Hugging Face directory with config.json"),
-        (["reproduce", "nothing"], "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'"),
+        (
+            ["reproduce", "nothing"],
+            "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'",
+        ),
     ],
 )
 def test_errors_are_one_line_and_exit_2(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tl-geometry", *arguments, "--quiet"])
@@ -111,7 +136,17 @@ def test_errors_are_one_line_and_exit_2(
 @pytest.mark.slow
 def test_the_command_prints_json_and_resumes(tmp_path: Path) -> None:
     done = command(
-        "report", "--contexts", "8", "--length", "16", "--out", str(tmp_path / "made"), "--json", "--quiet", "--resume", cwd=tmp_path
+        "report",
+        "--contexts",
+        "8",
+        "--length",
+        "16",
+        "--out",
+        str(tmp_path / "made"),
+        "--json",
+        "--quiet",
+        "--resume",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -126,9 +161,13 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
     assert not {"\x00", "\x1b", "\u202e", "\u2066", "\u2028"} & set(body)
     made = report_folder.Folder(tmp_path, NASTY, command=[NASTY])
     card = Card(kind="failed", what=NASTY, why=NASTY, trace=NASTY)
-    facts = overview.Facts(provenance=Provenance(model=NASTY, corpus=NASTY), facts=((NASTY, NASTY),))
+    facts = overview.Facts(
+        provenance=Provenance(model=NASTY, corpus=NASTY), facts=((NASTY, NASTY),)
+    )
     made.describe(Provenance(model=NASTY), notes=[NASTY], names=("overview",))
-    made.add("overview", Section(title=NASTY, text=[NASTY], figures=[card], tables={"overview": facts}))
+    made.add(
+        "overview", Section(title=NASTY, text=[NASTY], figures=[card], tables={"overview": facts})
+    )
     made.finish(1.0)
     for name in ("report.html", "run.json", "overview.csv"):
         text = (tmp_path / name).read_bytes().decode("utf-8")
@@ -139,16 +178,22 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
 
 def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    basis = tlg.decompose_activations(torch.randn(3, 12, 16, 8, generator=generator), labels=[0, 1] * 6)
+    basis = tlg.decompose_activations(
+        torch.randn(3, 12, 16, 8, generator=generator), labels=[0, 1] * 6
+    )
     context = dataclasses.replace(tlg.contextual_report(basis, rank=3), names=(NASTY, "$$"))
     marked = [(3, 900.0, NASTY), (4, 90.0, "$a")]
     norms = torch.rand(4, 16, generator=generator) + 1
-    figure = token_norms(norms, (0, 16), marked, state=1, title=NASTY, provenance=Provenance(model=NASTY))
+    figure = token_norms(
+        norms, (0, 16), marked, state=1, title=NASTY, provenance=Provenance(model=NASTY)
+    )
     for view in (similarity(context), figure, View(figure.figure, title=NASTY, caption=NASTY)):
         assert "<script" not in view.html()
         assert view.html().encode()
         assert view.save(tmp_path / "x.png").stat().st_size > 1000
-    data = render_page.document(NASTY, {"caption": NASTY, "labels": [NASTY], "numbers": [1.5]}, "paths")
+    data = render_page.document(
+        NASTY, {"caption": NASTY, "labels": [NASTY], "numbers": [1.5]}, "paths"
+    )
     assert data.encode()
     assert data.count("<script") == 2  # its own
     assert not {"\x00", "\u202e"} & set(data)
@@ -169,5 +214,7 @@ for view, value in ((tlg.render.split, basis), (tlg.render.heads, basis), (tlg.r
     )  # the hook of the tests would refuse first
     split, heads, grid = done.stdout.splitlines()
     assert split.startswith("split: expected a ScoreSplit, got PositionContext. Use split_scores")
-    assert heads.startswith("heads: expected a table with a row for each layer and head, got PositionContext. Use sweep_heads")
+    assert heads.startswith(
+        "heads: expected a table with a row for each layer and head, got PositionContext. Use sweep_heads"
+    )
     assert "got Anova" in grid

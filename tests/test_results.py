@@ -1,4 +1,5 @@
-"""What every result shows: escaped tables with NaN counts and provenance, as HTML, text and LaTeX; and the files it is saved to."""
+"""What every result shows: escaped tables with NaN counts and provenance, as HTML, text and LaTeX;
+and the files it is saved to."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from tests.browser import HOSTILE
 from tl_geometry import GeometryError, Provenance, Result
 from tl_geometry.base import html
 
-WHERE = Provenance(model="a<b>_model", corpus="50% & more\nlines", contexts=3, flags=("<script>window.planted=1</script>",))
+WHERE = Provenance(
+    model="a<b>_model",
+    corpus="50% & more\nlines",
+    contexts=3,
+    flags=("<script>window.planted=1</script>",),
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,7 +68,9 @@ class Cells(HTMLParser):
 
 def hostile() -> Planted:
     values = [torch.nan, 0.123456, -2.5e-7, float("inf")]
-    return Planted(provenance=WHERE, table=tuple((t, values[i % 4], i) for i, t in enumerate(HOSTILE)))
+    return Planted(
+        provenance=WHERE, table=tuple((t, values[i % 4], i) for i, t in enumerate(HOSTILE))
+    )
 
 
 def test_html_is_an_escaped_table_with_nan_counts_and_provenance() -> None:
@@ -70,10 +78,17 @@ def test_html_is_an_escaped_table_with_nan_counts_and_provenance() -> None:
     assert set(seen.tags) == {"div", "table", "tr", "th", "td"}
     assert seen.cells[1:4] == ["token", "value", "count"]
     assert seen.cells[4::3] == [html.visible(t) for t in HOSTILE]
-    assert any(a != b for a, b in zip(seen.cells[4::3], HOSTILE, strict=True))  # direction marks are written out
+    assert any(
+        a != b for a, b in zip(seen.cells[4::3], HOSTILE, strict=True)
+    )  # direction marks are written out
     assert seen.cells[5:12:3] == ["–", "0.1235", "-2.5e-07"]
-    assert seen.cells[0] == "Planted(a<b>_model, 50% & more\nlines, 3 contexts, float32, <script>window.planted=1</script>); NaN: value 4"
-    twin = Cells(f"<table><td>{''.join(HOSTILE)}</td></table>")  # unescaped, the same texts make tags
+    assert (
+        seen.cells[0]
+        == "Planted(a<b>_model, 50% & more\nlines, 3 contexts, float32, <script>window.planted=1</script>); NaN: value 4"
+    )
+    twin = Cells(
+        f"<table><td>{''.join(HOSTILE)}</td></table>"
+    )  # unescaped, the same texts make tags
     assert {"img", "script"} & set(twin.tags)
 
 
@@ -103,9 +118,15 @@ def test_every_result_of_a_run_shows_itself() -> None:
     basis = tlg.decompose(model, tokens, progress=False)
     split = tlg.split_scores(model, prompts(1), basis)
     shown = [
-        tlg.check_model(model), basis.anova(), split, split.shares(), tlg.sweep_heads(model, tokens, basis, progress=False),
-        tlg.positional_report(basis, jackknife=False), tlg.split_values(model, prompts(1), basis), tlg.compare_bases(basis, basis, rank=2),
-    ]  # fmt: skip
+        tlg.check_model(model),
+        basis.anova(),
+        split,
+        split.shares(),
+        tlg.sweep_heads(model, tokens, basis, progress=False),
+        tlg.positional_report(basis, jackknife=False),
+        tlg.split_values(model, prompts(1), basis),
+        tlg.compare_bases(basis, basis, rank=2),
+    ]
     for result in shown:
         cells = Cells(result._repr_html_())
         assert set(cells.tags) == {"div", "table", "tr", "th", "td"}, type(result)
@@ -113,23 +134,56 @@ def test_every_result_of_a_run_shows_itself() -> None:
         assert {len(row) for row in result.rows()} == {len(result.columns())}, type(result)
         assert repr(result).splitlines()[0].startswith(type(result).__name__)
         latex = result.to_latex()
-        assert {len(re.findall(r"(?<!\\)&", line)) for line in latex.splitlines() if line.endswith(r"\\")} == {len(result.columns()) - 1}
+        assert {
+            len(re.findall(r"(?<!\\)&", line))
+            for line in latex.splitlines()
+            if line.endswith(r"\\")
+        } == {len(result.columns()) - 1}
     assert Cells(basis._repr_html_()).cells[0].startswith("Anova(")
 
 
 def test_latex_is_escaped_and_aligned() -> None:
-    table = (("a_b & 5%", -0.5, 3), ("\u2423<s>\\{$x$}^~#|\n", float("nan"), None), ("c", 1.5e-7, 4), ("d", -float("inf"), 5))
+    table = (
+        ("a_b & 5%", -0.5, 3),
+        ("\u2423<s>\\{$x$}^~#|\n", float("nan"), None),
+        ("c", 1.5e-7, 4),
+        ("d", -float("inf"), 5),
+    )
     lines = Planted(provenance=WHERE, table=table).to_latex().splitlines()
-    assert lines[0].startswith("% Planted: a<b>_model, 50% & more lines, 3 contexts")  # one line, whatever the corpus is called
-    assert lines[1:5] == [r"\begin{tabular}{lrr}", r"\toprule", r"token & value & count \\", r"\midrule"]
+    assert lines[0].startswith(
+        "% Planted: a<b>_model, 50% & more lines, 3 contexts"
+    )  # one line, whatever the corpus is called
+    assert lines[1:5] == [
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"token & value & count \\",
+        r"\midrule",
+    ]
     assert lines[5] == r"a\_b \& 5\% & $-0.5$ & 3 \\"
     odd = r"\textvisiblespace{}\textless{}s\textgreater{}\textbackslash{}\{\$x\$\}\textasciicircum{}\textasciitilde{}\#\textbar{} "
     assert lines[6] == rf"{odd} & -- & -- \\"
-    assert lines[7:] == [r"c & $1.5 \times 10^{-7}$ & 4 \\", r"d & $-\infty$ & 5 \\", r"\bottomrule", r"\end{tabular}"]
+    assert lines[7:] == [
+        r"c & $1.5 \times 10^{-7}$ & 4 \\",
+        r"d & $-\infty$ & 5 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
 
 
 def test_latex_is_ascii_whatever_the_tokens_are() -> None:
-    tokens = ["\ufffd", "\u65e5", "caf\u00e9", "\ud800", "\u202e", "\x07", "[x]", "*", "\u2423the \u2423of", "\U0001f600", "\u00e4\u0301"]
+    tokens = [
+        "\ufffd",
+        "\u65e5",
+        "caf\u00e9",
+        "\ud800",
+        "\u202e",
+        "\x07",
+        "[x]",
+        "*",
+        "\u2423the \u2423of",
+        "\U0001f600",
+        "\u00e4\u0301",
+    ]
     text = Planted(provenance=WHERE, table=tuple((t, 1.0, 1) for t in tokens)).to_latex()
     assert text.isascii()
     assert set(text) - {"\n"} <= set(map(chr, range(32, 127)))
@@ -164,7 +218,9 @@ def test_latex_of_some_columns_and_rows() -> None:
 
 
 def test_files_round_trip(tmp_path: Path) -> None:
-    made = Fields(provenance=WHERE, values=torch.tensor([1.0, torch.nan]), parts={"a": torch.ones(2)})
+    made = Fields(
+        provenance=WHERE, values=torch.tensor([1.0, torch.nan]), parts={"a": torch.ones(2)}
+    )
     again = Fields.load(made.save(tmp_path / "a.safetensors"))
     assert again.provenance == WHERE
     assert torch.equal(again.values, made.values) or torch.isnan(again.values[1])

@@ -1,4 +1,5 @@
-"""The report always finishes: refusals and errors are cards in their place, finished sections are taken over, time is kept."""
+"""The report always finishes: refusals and errors are cards in their place, finished sections are
+taken over, time is kept."""
 
 from __future__ import annotations
 
@@ -32,12 +33,23 @@ def cards(summary: dict[str, Any], section: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_whole_report_of_every_shape(shape: str, directories: dict[str, Path], tmp_path: Path) -> None:
+def test_the_whole_report_of_every_shape(
+    shape: str, directories: dict[str, Path], tmp_path: Path
+) -> None:
     summary = report(directories[shape], tmp_path)
     assert summary["sections"] == [TITLES[name] for name in SECTIONS]
     assert summary["failed"] == {}
     assert summary["finished"]
-    expected = {"anova.csv", "massive_tokens.csv", "heads.csv", "positional.csv", "weights_qk.csv", "flow.csv", "run.json", "report.html"}
+    expected = {
+        "anova.csv",
+        "massive_tokens.csv",
+        "heads.csv",
+        "positional.csv",
+        "weights_qk.csv",
+        "flow.csv",
+        "run.json",
+        "report.html",
+    }
     assert expected <= {p.name for p in tmp_path.iterdir()}
     found = cards(summary, "weights") | cards(summary, "flow") | cards(summary, "heads")
     if shape == "bert":  # no next token to lose
@@ -45,13 +57,17 @@ def test_the_whole_report_of_every_shape(shape: str, directories: dict[str, Path
         assert found["the model with dominant terms only"] == "left out"
         assert found["truncated states and skipped layers"] == "left out"
     else:
-        assert {"dominant_only.csv", "skipped_layers.csv", "truncation.csv"} <= {p.name for p in tmp_path.iterdir()}
+        assert {"dominant_only.csv", "skipped_layers.csv", "truncation.csv"} <= {
+            p.name for p in tmp_path.iterdir()
+        }
     page = (tmp_path / "report.html").read_text()
     for card in [c for entry in summary["manifest"].values() for c in entry["cards"]]:
         assert f"{card['what']}: {card['kind']}, because" in page
 
 
-def test_a_crash_is_a_card_and_the_rest_stays(directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_a_card_and_the_rest_stays(
+    directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def crash(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted <b>crash</b>")
 
@@ -97,7 +113,11 @@ def test_every_section_is_on_the_disk_as_soon_as_it_is_finished(
 
     made: list[str] = []
     original = folder.Folder.add
-    monkeypatch.setattr(folder.Folder, "add", lambda self, name, *a, **o: made.append(name) or original(self, name, *a, **o))
+    monkeypatch.setattr(
+        folder.Folder,
+        "add",
+        lambda self, name, *a, **o: made.append(name) or original(self, name, *a, **o),
+    )
     monkeypatch.setattr(building, "decompose", stop)  # the basis is taken over too
     summary = report(directories["bloom"], tmp_path, resume=True)
     assert made == ["measures", "weights", "flow"]
@@ -111,7 +131,11 @@ def test_only_sections_of_the_same_settings_are_taken_over(
 ) -> None:
     made: list[str] = []
     original = folder.Folder.add
-    monkeypatch.setattr(folder.Folder, "add", lambda self, name, *a, **o: made.append(name) or original(self, name, *a, **o))
+    monkeypatch.setattr(
+        folder.Folder,
+        "add",
+        lambda self, name, *a, **o: made.append(name) or original(self, name, *a, **o),
+    )
     wanted: dict[str, Any] = {"sections": ("overview", "measures")}
     first = report(directories["llama"], tmp_path, **wanted)
     assert made == ["overview", "measures"]
@@ -122,23 +146,37 @@ def test_only_sections_of_the_same_settings_are_taken_over(
     other = report(directories["gemma2"], tmp_path, resume=True, **wanted)
     assert made[4:] == ["overview", "measures"]
     assert other["provenance"]["fingerprint"] != first["provenance"]["fingerprint"]
-    again = report(directories["gemma2"], tmp_path, sections=("overview",))  # a fresh run takes the old tables away
+    again = report(
+        directories["gemma2"], tmp_path, sections=("overview",)
+    )  # a fresh run takes the old tables away
     assert again["files"] == ["basis.safetensors", "overview.csv", "overview.safetensors"]
     assert not (tmp_path / "positional.csv").exists()
 
 
-def test_a_failed_section_is_tried_again(directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_section_is_tried_again(
+    directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def crash(*_: Any) -> None:
         raise RuntimeError("once")
 
     with monkeypatch.context() as patch:
         patch.setattr(measures, "section", crash)
-        assert report(directories["llama"], tmp_path, sections=("measures",))["failed"] == {"measures": "RuntimeError: once"}
-    assert report(directories["llama"], tmp_path, sections=("measures",), resume=True)["failed"] == {}
+        assert report(directories["llama"], tmp_path, sections=("measures",))["failed"] == {
+            "measures": "RuntimeError: once"
+        }
+    assert (
+        report(directories["llama"], tmp_path, sections=("measures",), resume=True)["failed"] == {}
+    )
 
 
 def test_too_few_windows_are_said(directories: dict[str, Path], tmp_path: Path) -> None:
-    summary = report(directories["llama"], tmp_path, contexts=12, length=6, sections=("measures", "weights", "flow"))
+    summary = report(
+        directories["llama"],
+        tmp_path,
+        contexts=12,
+        length=6,
+        sections=("measures", "weights", "flow"),
+    )
     page = (tmp_path / "report.html").read_text()
     assert "trajectories: left out, because 12 windows are fewer than 32" in page
     assert "measures: left out, because 5 positions are fewer than 8" in page
@@ -154,22 +192,39 @@ def test_a_tiny_budget_leaves_out_and_says_so(directories: dict[str, Path], tmp_
     assert "which --budget does not leave" in (tmp_path / "report.html").read_text()
 
 
-def test_the_budget_chooses_sizes_and_says_which(directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_chooses_sizes_and_says_which(
+    directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = building.Costs(token=0.5, output=0.5)
     monkeypatch.setattr(building, "measured_costs", lambda *_: slow)
     monkeypatch.setattr(building, "token_cost", lambda *_, **__: slow.token)
     monkeypatch.setattr(building, "SHORTEST", 8)
-    summary = report(directories["llama"], tmp_path, contexts=None, length=None, budget=300.0, sections=("overview", "measures"))
+    summary = report(
+        directories["llama"],
+        tmp_path,
+        contexts=None,
+        length=None,
+        budget=300.0,
+        sections=("overview", "measures"),
+    )
     length, contexts = summary["plan"]["length"], summary["plan"]["contexts"]
     assert length < 64
     assert contexts * length * 0.5 <= 300
     said = " ".join(summary["notes"])
     assert f"windows of {length} tokens in place of 64" in said
     assert summary["plan"]["smaller"]
-    monkeypatch.setattr(building, "measured_costs", lambda *_: building.Costs(token=1e-6, output=1e-6))
+    monkeypatch.setattr(
+        building, "measured_costs", lambda *_: building.Costs(token=1e-6, output=1e-6)
+    )
     monkeypatch.setattr(building, "token_cost", lambda *_, **__: 1e-6)
     resumed = report(
-        directories["llama"], tmp_path, contexts=None, length=None, budget=300.0, sections=("overview", "measures"), resume=True
+        directories["llama"],
+        tmp_path,
+        contexts=None,
+        length=None,
+        budget=300.0,
+        sections=("overview", "measures"),
+        resume=True,
     )
     assert resumed["plan"] == summary["plan"]  # a faster hour changes nothing
 

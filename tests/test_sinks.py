@@ -1,4 +1,5 @@
-"""Sinks, normalised states, contiguous groups, and what a basis says about itself: the same over every partition of a corpus."""
+"""Sinks, normalised states, contiguous groups, and what a basis says about itself: the same over
+every partition of a corpus."""
 
 from __future__ import annotations
 
@@ -24,13 +25,22 @@ from tl_geometry.decomposition.position_context import RAW, PositionContext
 
 
 def planted(contexts: int = 40, positions: int = 60, d_model: int = 6, seed: int = 0) -> Tensor:
-    """States of one norm's order, and a sink at position 3 of every tenth context in coordinate 4."""
-    h = torch.randn(1, contexts, positions, d_model, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """States of one norm's order, and a sink at position 3 of every tenth context in coordinate
+    4."""
+    h = torch.randn(
+        1,
+        contexts,
+        positions,
+        d_model,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
+    )
     h[0, ::10, 3, 4] = 200.0
     return h
 
 
-# --- Largest tokens --------------------------------------------------------------------------------------------------
+# --- Largest tokens
+# --------------------------------------------------------------------------------------------------
 
 
 def test_sinks_are_those_of_the_states_themselves() -> None:
@@ -70,7 +80,10 @@ def test_a_quarter_of_the_squares_in_few_tokens_is_said_everywhere() -> None:
     assert table.top_share is not None
     assert table.top_share[0] > 0.4
     assert table.top_share[1] < 0.05
-    for report in (tlg.positional_report(basis, jackknife=False, nulls=False), tlg.compare_bases(basis, basis, rank=1)):
+    for report in (
+        tlg.positional_report(basis, jackknife=False, nulls=False),
+        tlg.compare_bases(basis, basis, rank=1),
+    ):
         assert any(remark in f for f in report.provenance.flags)
 
 
@@ -80,7 +93,9 @@ def test_largest_and_tail_are_the_same_over_every_partition(sizes: list[int], se
     h[0, :, 0] = h[0, 0, 0]  # the same norm in every context: ties
     whole = decompose_activations(h, batch_size=24)
     cuts = [c for c in torch.tensor(sizes).cumsum(0).tolist() if c < 24]
-    shards = [decompose_activations(part, batch_size=sizes[0]) for part in h.tensor_split(cuts, dim=1)]
+    shards = [
+        decompose_activations(part, batch_size=sizes[0]) for part in h.tensor_split(cuts, dim=1)
+    ]
     for basis in (decompose_activations(h, batch_size=sizes[-1]), PositionContext.merge(shards)):
         assert basis.largest is not None
         assert whole.largest is not None
@@ -92,7 +107,13 @@ def test_largest_and_tail_are_the_same_over_every_partition(sizes: list[int], se
 
 
 def test_a_share_beyond_the_kept_tokens_comes_from_the_histogram() -> None:
-    squares = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log().neg().exp() ** 2
+    squares = (
+        torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        .log()
+        .neg()
+        .exp()
+        ** 2
+    )
     top = squares.sort(descending=True).values
     found = top_share(log_histogram(squares), top[:KEPT].sqrt())
     assert float(found) == pytest.approx(float(top[:200].sum() / top.sum()), rel=0.02)
@@ -108,13 +129,18 @@ def test_largest_tokens_of_several_processes_are_those_of_one(size: int) -> None
     contexts, positions = whole.largest.context[1], whole.largest.position[1]
     assert torch.equal(whole.largest.token[1], ids(31)[contexts, positions])
     assert whole.largest_tokens().str_tokens[1][0] == f"<{int(whole.largest.token[1, 0])}>"
-    for basis in together(size, lambda group: tlg.decompose(toy(), ids(31), group=group, **OPTIONS)):
+    for basis in together(
+        size, lambda group: tlg.decompose(toy(), ids(31), group=group, **OPTIONS)
+    ):
         assert basis.largest_texts == whole.largest_texts
-        assert all(torch.equal(v, whole.largest.tensors()[n]) for n, v in basis.largest.tensors().items())
+        assert all(
+            torch.equal(v, whole.largest.tensors()[n]) for n, v in basis.largest.tensors().items()
+        )
     assert Largest.empty(2).context.tolist() == [[-1] * KEPT] * 2
 
 
-# --- Groups ----------------------------------------------------------------------------------------------------------
+# --- Groups ---------------------------------------------------------------------------------------
+# -------------------
 
 
 @pytest.mark.parametrize("contexts", [1, 5, 8, 9, 16, 31, 50])
@@ -134,14 +160,18 @@ def test_groups_are_contiguous_with_a_known_number_and_without(contexts: int) ->
         start = 0
         for group, count in enumerate(counts):
             part = tlg.decompose(toy(), ids(contexts)[start : start + count], **OPTIONS)
-            torch.testing.assert_close(stream.group_sums[group], part.group_sums.sum(0), rtol=1e-6, atol=1e-3)
+            torch.testing.assert_close(
+                stream.group_sums[group], part.group_sums.sum(0), rtol=1e-6, atol=1e-3
+            )
             start += count
 
 
 def test_merged_groups_are_contiguous(tmp_path: Path) -> None:
     h = torch.randn(1, 40, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     cuts = (0, 10, 16, 40)
-    parts = [decompose_activations(h[:, a:b], groups=4) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [
+        decompose_activations(h[:, a:b], groups=4) for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
     merged = PositionContext.merge(parts)
     assert merged.group_of is not None
     assert (merged.group_of.diff() >= 0).all()
@@ -150,7 +180,8 @@ def test_merged_groups_are_contiguous(tmp_path: Path) -> None:
         torch.testing.assert_close(merged.group_sums[g], h[:, merged.group_of == g].sum(1))
 
 
-# --- Normalised states -----------------------------------------------------------------------------------------------
+# --- Normalised states
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
@@ -164,11 +195,17 @@ def test_a_normalised_basis_is_that_of_normed_states(architecture: str) -> None:
             continue
         found: dict[int, Tensor] = {}
         view.run(
-            rows, {name: lambda h, s=s, found=found: found.__setitem__(s, h.detach().clone()) for s, name in enumerate(view.state_hooks)}
+            rows,
+            {
+                name: lambda h, s=s, found=found: found.__setitem__(s, h.detach().clone())
+                for s, name in enumerate(view.state_hooks)
+            },
         )
         last = view.final_norm()
         states = [norm.normalize(found[s]) for s, norm in enumerate(norms)]
-        states.append(found[view.n_layers] if last is None else last.normalize(found[view.n_layers]))
+        states.append(
+            found[view.n_layers] if last is None else last.normalize(found[view.n_layers])
+        )
         expected = decompose_activations(torch.stack(states), window=(1, 8))
         basis = tlg.decompose(model, rows, normalize=True, progress=False, batch_size=5)
         assert basis.provenance.normalized
@@ -179,7 +216,9 @@ def test_a_normalised_basis_is_that_of_normed_states(architecture: str) -> None:
         bare = [norm.kind is None for norm in norms]
         assert all(torch.equal(plain.pos[s], basis.pos[s]) == b for s, b in enumerate(bare))
         assert any("as they are" in f for f in basis.provenance.flags) == any(bare)
-        assert any(f.startswith(f"state {view.n_layers} as it is") for f in basis.provenance.flags) == (last is None)
+        assert any(
+            f.startswith(f"state {view.n_layers} as it is") for f in basis.provenance.flags
+        ) == (last is None)
         if not any(bare):
             size = basis.moments.squares[:, 0, 1:].sum() / (5 * 7)
             assert float(size) <= view.d_model * (1 + 1e-6)  # |x| <= sqrt(d_model)
@@ -190,10 +229,22 @@ def test_normalised_and_raw_states_are_not_mixed(tmp_path: Path) -> None:
     raw, normed = (tlg.decompose(model, rows, normalize=n, progress=False) for n in (False, True))
     assert "normalised states" in repr(normed)
     for call, text in (
-        (lambda: PositionContext.merge([raw, normed]), "merge: normalized: expected False, got True"),
-        (lambda: tlg.compare_bases(raw, normed), "bases: expected states of one kind, normalized=False, got normalized=True"),
-        (lambda: normed.require_raw("this"), "this: expected a basis of raw states, got one of normalised states"),
-        (lambda: tlg.token_paths(model, rows, basis=normed), "token_paths: expected a basis of raw states"),
+        (
+            lambda: PositionContext.merge([raw, normed]),
+            "merge: normalized: expected False, got True",
+        ),
+        (
+            lambda: tlg.compare_bases(raw, normed),
+            "bases: expected states of one kind, normalized=False, got normalized=True",
+        ),
+        (
+            lambda: normed.require_raw("this"),
+            "this: expected a basis of raw states, got one of normalised states",
+        ),
+        (
+            lambda: tlg.token_paths(model, rows, basis=normed),
+            "token_paths: expected a basis of raw states",
+        ),
     ):
         with pytest.raises(GeometryError, match=text):
             call()
@@ -205,7 +256,8 @@ def test_normalised_and_raw_states_are_not_mixed(tmp_path: Path) -> None:
     assert again.provenance.normalized
 
 
-# --- What a basis says -----------------------------------------------------------------------------------------------
+# --- What a basis says
+# -----------------------------------------------------------------------------------------------
 
 
 def test_one_context_tells_nothing_apart() -> None:
@@ -227,14 +279,19 @@ def test_one_context_tells_nothing_apart() -> None:
         lambda b: tlg.interventions.remove_term(model, b, "pos-pos", heads="L1H0").__enter__(),
     ]
     for call in calls:
-        with pytest.raises(GeometryError, match=r"expected a basis of at least 2 contexts \(with one, position and content cannot be told"):
+        with pytest.raises(
+            GeometryError,
+            match=r"expected a basis of at least 2 contexts \(with one, position and content cannot be told",
+        ):
             call(basis)
     for call in calls[:4]:
         call(two)
 
 
 def test_low_reliability_is_a_flag_on_the_row_and_on_the_table() -> None:
-    noise = torch.randn(1, 30, 12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = torch.randn(
+        1, 30, 12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     curve = 5 * torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     table = decompose_activations(torch.cat([noise, noise + curve])).anova()
     assert "reliability below 0.5" in table.remarks[0]
@@ -255,7 +312,10 @@ def test_hooks_and_unknown_models_are_said_with_the_result(tmp_path: Path) -> No
         assert any(f.startswith("basis fitted without these hooks") for f in split.provenance.flags)
         under = tlg.decompose(model, rows, progress=False)
         assert under.provenance.hooks
-        assert not any("fitted" in f for f in tlg.split_scores(model, rows[:2], under, heads="L1H0").provenance.flags)
+        assert not any(
+            "fitted" in f
+            for f in tlg.split_scores(model, rows[:2], under, heads="L1H0").provenance.flags
+        )
         with pytest.raises(GeometryError, match=r"got another: hooks=\[\] \(now \['blocks\.0"):
             tlg.decompose(model, rows, checkpoint=path, progress=False)
         with pytest.raises(GeometryError, match="merge: hooks"):
@@ -272,14 +332,17 @@ def test_hooks_and_unknown_models_are_said_with_the_result(tmp_path: Path) -> No
         decompose_activations(h[..., :8]).check_model(tlg.view(model))
 
 
-# --- Checkpoints and files -------------------------------------------------------------------------------------------
+# --- Checkpoints and files
+# -------------------------------------------------------------------------------------------
 
 
 class Killed(Exception):
     pass
 
 
-def test_a_checkpoint_belongs_to_its_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_belongs_to_its_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)
     path, rows, labels = tmp_path / "run", ids(20), torch.arange(20) % 3
     left = [3]
@@ -300,21 +363,29 @@ def test_a_checkpoint_belongs_to_its_labels(tmp_path: Path, monkeypatch: pytest.
     ):
         with pytest.raises(GeometryError, match=text):
             tlg.decompose(toy(), rows, labels=given_, checkpoint=path, **OPTIONS)
-    resumed = tlg.decompose(toy(), rows, labels=later, checkpoint=path, **OPTIONS)  # of the contexts that are left
-    torch.testing.assert_close(resumed.label_sums, tlg.decompose(toy(), rows, labels=later, **OPTIONS).label_sums)
+    resumed = tlg.decompose(
+        toy(), rows, labels=later, checkpoint=path, **OPTIONS
+    )  # of the contexts that are left
+    torch.testing.assert_close(
+        resumed.label_sums, tlg.decompose(toy(), rows, labels=later, **OPTIONS).label_sums
+    )
 
 
 def test_a_checkpoint_of_more_contexts_than_there_are_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     tlg.decompose(toy(), iter(ids(20)), checkpoint=path, **OPTIONS)
-    with pytest.raises(GeometryError, match="expected the tokens it was made from, got 8 contexts fewer"):
+    with pytest.raises(
+        GeometryError, match="expected the tokens it was made from, got 8 contexts fewer"
+    ):
         tlg.decompose(toy(), iter(ids(12)), checkpoint=path, **OPTIONS)
     more = tlg.decompose(toy(), iter(ids(40)[:, :]), **OPTIONS)
     assert more.contexts == 40
 
 
 def test_the_same_shard_twice_is_refused() -> None:
-    first, second, third = (tlg.decompose(toy(), rows, **OPTIONS) for rows in (ids(12), ids(12, seed=1), ids(12)[:6]))
+    first, second, third = (
+        tlg.decompose(toy(), rows, **OPTIONS) for rows in (ids(12), ids(12, seed=1), ids(12)[:6])
+    )
     merged = PositionContext.merge([first, second])
     assert merged.token_hashes is not None
     assert len(merged.token_hashes) == merged.contexts == 24
@@ -325,8 +396,13 @@ def test_the_same_shard_twice_is_refused() -> None:
     ):
         with pytest.raises(GeometryError, match=f"merge: expected disjoint contexts, got {text}"):
             PositionContext.merge(parts)
-    some = tlg.decompose(toy(), torch.cat([ids(12)[:2], ids(12, seed=5)]), **OPTIONS)  # a text may repeat itself
-    assert "2 contexts are in more than one of the merged parts" in PositionContext.merge([first, some]).provenance.flags
+    some = tlg.decompose(
+        toy(), torch.cat([ids(12)[:2], ids(12, seed=5)]), **OPTIONS
+    )  # a text may repeat itself
+    assert (
+        "2 contexts are in more than one of the merged parts"
+        in PositionContext.merge([first, some]).provenance.flags
+    )
 
 
 def rewritten(path: Path, change: Any, *, keep: bool = True) -> Path:
@@ -357,9 +433,15 @@ def test_altered_files_are_refused_and_those_of_before_flagged(tmp_path: Path) -
         header["window"] = json.dumps([0, 12])
 
     for change in (sums, window):
-        with pytest.raises(GeometryError, match=r"expected the numbers that were written \(checksum\), got altered ones"):
+        with pytest.raises(
+            GeometryError,
+            match=r"expected the numbers that were written \(checksum\), got altered ones",
+        ):
             PositionContext.load(rewritten(saved, change))
-        with pytest.raises(GeometryError, match=r"expected the numbers that were written \(checksum\), got altered ones"):
+        with pytest.raises(
+            GeometryError,
+            match=r"expected the numbers that were written \(checksum\), got altered ones",
+        ):
             tlg.decompose(toy(), ids(20), checkpoint=rewritten(tmp_path / "run", change), **OPTIONS)
     unchecked = PositionContext.load(rewritten(saved, nothing, keep=False))
     assert "no checksum (file of an earlier version)" in unchecked.provenance.flags
@@ -380,7 +462,10 @@ def test_altered_files_are_refused_and_those_of_before_flagged(tmp_path: Path) -
         (newer, r"expected fields of this version, got tilt\. Use the newer tl_geometry"),
         (wider, r"expected tensors of this version, got moments\|skew"),
         (provenance, r"provenance: expected fields of this version, got mood"),
-        (schema, r"expected schema tl_geometry/PositionContext/2, got '.*/3'\. Use a newer tl_geometry"),
+        (
+            schema,
+            r"expected schema tl_geometry/PositionContext/2, got '.*/3'\. Use a newer tl_geometry",
+        ),
     ):
         with pytest.raises(GeometryError, match=text):
             PositionContext.load(rewritten(saved, change, keep=False))
@@ -390,14 +475,19 @@ def test_altered_files_are_refused_and_those_of_before_flagged(tmp_path: Path) -
     for change in (newer, wider):
         with pytest.raises(GeometryError, match="of this version, got"):
             tlg.Anova.load(rewritten(path, change, keep=False))
-    assert "no checksum (file of an earlier version)" in tlg.Anova.load(rewritten(path, nothing, keep=False)).provenance.flags
+    assert (
+        "no checksum (file of an earlier version)"
+        in tlg.Anova.load(rewritten(path, nothing, keep=False)).provenance.flags
+    )
 
 
 def test_a_basis_of_the_version_before_loads_with_its_interleaved_groups(tmp_path: Path) -> None:
     basis = tlg.decompose(toy(), ids(20), **OPTIONS)
 
     def before(tensors: Any, header: Any) -> None:
-        for name in [n for n in tensors if n.startswith("largest") or n in ("token_hashes", "moments|tail")]:
+        for name in [
+            n for n in tensors if n.startswith("largest") or n in ("token_hashes", "moments|tail")
+        ]:
             del tensors[name]
         for name in ("largest_texts", "contiguous"):
             del header[name]
@@ -412,4 +502,9 @@ def test_a_basis_of_the_version_before_loads_with_its_interleaved_groups(tmp_pat
     with pytest.raises(GeometryError, match="largest_tokens: expected a basis that holds them"):
         old.largest_tokens()
     with pytest.raises(GeometryError, match="merge: groups: expected files of one version"):
-        PositionContext.merge([tlg.decompose(toy(), ids(9, seed=3), **OPTIONS), dataclasses.replace(old, provenance=basis.provenance)])
+        PositionContext.merge(
+            [
+                tlg.decompose(toy(), ids(9, seed=3), **OPTIONS),
+                dataclasses.replace(old, provenance=basis.provenance),
+            ]
+        )

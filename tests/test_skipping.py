@@ -1,4 +1,5 @@
-"""Skipped layers and truncation on the fast path, on other chunks than were fitted on, within a budget; fewer chunks than dimensions."""
+"""Skipped layers and truncation on the fast path, on other chunks than were fitted on, within a
+budget; fewer chunks than dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from tl_geometry.flow import skipping
 from tl_geometry.flow.ensemble import shared_rows, split_rows, trajectories
 from tl_geometry.flow.planning import plan_chunks
 from tl_geometry.flow.reports import compare_ensembles, flow_report
-from tl_geometry.flow.residuals import PENALTIES, MapsFrom, fit_map, map_errors, residual_maps, score_map
+from tl_geometry.flow.residuals import (
+    PENALTIES,
+    MapsFrom,
+    fit_map,
+    map_errors,
+    residual_maps,
+    score_map,
+)
 from tl_geometry.flow.separation import true_against_extrapolated
 from tl_geometry.flow.skipping import SKIPS, SkipMap, skip_map
 from tl_geometry.flow.truncation import truncation_kl
@@ -26,14 +34,18 @@ from tl_geometry.models import continuing, outputs
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.outputs import log_probabilities, pilot_runs
 
-MODELS = [("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "gpt-neo", "neox", "opt")]
+MODELS = [
+    ("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "gpt-neo", "neox", "opt")
+]
 MODELS += [("hooked", a) for a in ("gpt2", "llama", "mistral")] if HAS_HOOKED else []
 
 
 def same(a: SkipMap, b: SkipMap, tolerance: float = 2e-4) -> None:
     assert a.values.keys() == b.values.keys()
     for name, table in a.values.items():
-        torch.testing.assert_close(table, b.values[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=name)
+        torch.testing.assert_close(
+            table, b.values[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=name
+        )
 
 
 @pytest.fixture
@@ -47,7 +59,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize(("kind", "architecture"), MODELS)
-def test_the_last_token_behind_kept_keys_gives_the_models_own_output(kind: str, architecture: str) -> None:
+def test_the_last_token_behind_kept_keys_gives_the_models_own_output(
+    kind: str, architecture: str
+) -> None:
     view, ids = as_view(tiny(kind, architecture)), tokens(3, 12)
     own = log_probabilities(view, ids, {})
     runs = pilot_runs(view, ids, own, 8)
@@ -59,14 +73,18 @@ def test_the_last_token_behind_kept_keys_gives_the_models_own_output(kind: str, 
 
 
 @pytest.mark.parametrize(("kind", "architecture"), MODELS)
-def test_skips_at_the_pilot_are_those_of_whole_passes(kind: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skips_at_the_pilot_are_those_of_whole_passes(
+    kind: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, ids = tiny(kind, architecture), tokens(24, 12)
     fast = skip_map(model, ids, pairs="all", progress=False)
     monkeypatch.setattr(outputs, "behind", lambda view, tokens: None)
     same(fast, skip_map(model, ids, pairs="all", progress=False))
 
 
-def test_skips_of_the_embedded_model_are_those_of_whole_passes_chunk_by_chunk(slow: pytest.MonkeyPatch) -> None:
+def test_skips_of_the_embedded_model_are_those_of_whole_passes_chunk_by_chunk(
+    slow: pytest.MonkeyPatch,
+) -> None:
     model = tlg.zoo.embedded()
     rows = tlg.zoo.default_windows(model, 16, n=24)
     whole = skip_map(model, rows, kinds=("flow", "mean"), batch_size=4, progress=False)
@@ -97,7 +115,9 @@ def test_a_class_that_keeps_its_keys_wrongly_is_noticed(monkeypatch: pytest.Monk
     monkeypatch.setattr(continuing, "_copies", wrong)
     runs = pilot_runs(view, ids, own, 8)
     assert runs.kept is None
-    torch.testing.assert_close(runs.log_probabilities(2, {}), own.repeat(2, 1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        runs.log_probabilities(2, {}), own.repeat(2, 1), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_other_peoples_hooks_act_on_whole_passes() -> None:
@@ -124,7 +144,10 @@ def test_other_peoples_hooks_act_on_whole_passes() -> None:
 def test_encoders_have_no_pilot_and_their_outputs_are_refused() -> None:
     view = as_view(tiny("bridge", "bert"))
     assert continuing.behind(view, tokens(2, 8)) is None
-    with pytest.raises(UnsupportedModelError, match="skip_map: expected a causal language model, got tiny-bert, an encoder"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="skip_map: expected a causal language model, got tiny-bert, an encoder",
+    ):
         skip_map(view, tokens(24, 8))
 
 
@@ -144,7 +167,9 @@ def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result
         skip_map(model, tokens(24, 8), pairs="every")
 
 
-def test_a_budget_leaves_out_the_longest_skips_then_chunks_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_leaves_out_the_longest_skips_then_chunks_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outputs, "PILOTS", 60)  # rows of one pass: it is the least that is measured
     ids = tokens(40, 8)
     whole = skip_map(deep(), ids, pairs="all", batch_size=8, progress=False)
@@ -153,7 +178,9 @@ def test_a_budget_leaves_out_the_longest_skips_then_chunks_and_says_so(monkeypat
     assert all(b - a == 1 for a, b in short.pairs()[:3])
     assert short.test < whole.test
     flags = [flag for flag in short.provenance.flags if flag.startswith("budget of 1e-06 s")]
-    assert [("maps left out at place pilot" in flag, "chunks measured" in flag) for flag in flags] == [(True, False), (False, True)]
+    assert [
+        ("maps left out at place pilot" in flag, "chunks measured" in flag) for flag in flags
+    ] == [(True, False), (False, True)]
     long = skip_map(deep(), ids, pairs="all", batch_size=8, budget=1e6, progress=False)
     assert not any("budget" in flag for flag in long.provenance.flags)
     same(long, whole)
@@ -194,7 +221,10 @@ def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chunks_that_were_fitted_on_are_left_out_or_refused() -> None:
     fit, other = tokens(30, 8, 1), tokens(10, 8, 2)
-    with pytest.raises(GeometryError, match="test: expected chunks that maps are not fitted on, got 30 of 30 that also stand in tokens"):
+    with pytest.raises(
+        GeometryError,
+        match="test: expected chunks that maps are not fitted on, got 30 of 30 that also stand in tokens",
+    ):
         skip_map(deep(), fit, test=fit)
     clean = skip_map(deep(), fit, test=other, kinds="linear", progress=False)
     assert not any("left out" in flag for flag in clean.provenance.flags)
@@ -203,7 +233,10 @@ def test_chunks_that_were_fitted_on_are_left_out_or_refused() -> None:
     assert mixed.test == clean.test == 10
     same(mixed, clean)
     assert mixed.provenance.token_hash == clean.provenance.token_hash
-    with pytest.raises(GeometryError, match="test: expected chunks of 8 tokens, as those that maps are fitted on, got chunks of 7"):
+    with pytest.raises(
+        GeometryError,
+        match="test: expected chunks of 8 tokens, as those that maps are fitted on, got chunks of 7",
+    ):
         skip_map(deep(), fit, test=other[:, :7])
 
 
@@ -220,7 +253,10 @@ def test_a_repeated_chunk_is_in_one_half_only() -> None:
     rows = torch.cat([ids, ids[:8]])
     halves = [split_rows(len(plain), None, 0.5, seed) for seed in range(4)]
     assert any(bool(shared_rows(rows[b], rows[a]).any()) for a, b in halves)
-    with pytest.raises(GeometryError, match="split: expected chunks that differ, to hold some out, got 5 that repeat each other"):
+    with pytest.raises(
+        GeometryError,
+        match="split: expected chunks that differ, to hold some out, got 5 that repeat each other",
+    ):
         trajectories(deep(), ids[:1].repeat(5, 1), progress=False).split()
     with pytest.raises(GeometryError, match="expected chunks that differ"):
         skip_map(deep(), ids[:1].repeat(5, 1))
@@ -229,7 +265,10 @@ def test_a_repeated_chunk_is_in_one_half_only() -> None:
 def test_held_out_residuals_refuse_the_chunks_they_were_fitted_on() -> None:
     train, test = ensemble().split()
     assert test.residuals(train=train).relative_error.shape == (5, 5)
-    with pytest.raises(GeometryError, match="train: expected other chunks than those that are measured, got 30 of 60 in both"):
+    with pytest.raises(
+        GeometryError,
+        match="train: expected other chunks than those that are measured, got 30 of 60 in both",
+    ):
         ensemble().residuals(train=train)
     with pytest.raises(GeometryError, match=r"got 30 of 30 in both. Use ensemble.split\(\)"):
         train.isotropy(1, 3, train=train)
@@ -244,17 +283,30 @@ def test_fewer_trajectories_than_dimensions_are_flagged_everywhere_and_enough_ar
     for kinds in ((), "linear"):
         found = flow_report(few, kinds=kinds)
         assert said in found.provenance.flags
-        assert {"ridge", "identity"} <= set(found.yardsticks)
+        assert {"ridge", "identity"} <= set(found.baselines)
     assert said in true_against_extrapolated(few, start=3, repeats=2).provenance.flags
-    assert said not in true_against_extrapolated(few, start=3, kind="identity", repeats=2).provenance.flags
-    assert any("fewer than" in flag for flag in compare_ensembles({"a": few.pick(torch.arange(10))}).provenance.flags)
+    assert (
+        said
+        not in true_against_extrapolated(few, start=3, kind="identity", repeats=2).provenance.flags
+    )
+    assert any(
+        "fewer than" in flag
+        for flag in compare_ensembles({"a": few.pick(torch.arange(10))}).provenance.flags
+    )
     ids = tokens(24, 8)
     assert (
         "maps at place pilot fitted on 12 trajectories, fewer than the 16 dimensions"
         in skip_map(deep(), ids, progress=False).provenance.flags
     )
-    enough = [flow_report(ensemble()), compare_ensembles({"a": ensemble()}), true_against_extrapolated(ensemble(), start=3, repeats=2)]
-    enough += [skip_map(deep(), tokens(40, 8), progress=False), skip_map(deep(), ids, kinds=("identity", "mean"), progress=False)]
+    enough = [
+        flow_report(ensemble()),
+        compare_ensembles({"a": ensemble()}),
+        true_against_extrapolated(ensemble(), start=3, repeats=2),
+    ]
+    enough += [
+        skip_map(deep(), tokens(40, 8), progress=False),
+        skip_map(deep(), ids, kinds=("identity", "mean"), progress=False),
+    ]
     enough += [truncation_kl(deep(), tokens(5, 10, 9), ensemble(), K=(16,), progress=False)]
     assert not any("fewer than" in flag for found in enough for flag in found.provenance.flags)
 
@@ -262,7 +314,10 @@ def test_fewer_trajectories_than_dimensions_are_flagged_everywhere_and_enough_ar
 def test_the_identity_and_ridge_separate_as_maps_of_their_own() -> None:
     train, test = ensemble().split()
     assert len(train) == len(test) == 30
-    tables = {k: true_against_extrapolated(ensemble(), start=3, kind=k, repeats=3) for k in ("flow", "ridge", "identity")}
+    tables = {
+        k: true_against_extrapolated(ensemble(), start=3, kind=k, repeats=3)
+        for k in ("flow", "ridge", "identity")
+    }
     assert all(t.names == ("3->4",) for t in tables.values())
     assert len({float(t.accuracy[0, 0]) for t in tables.values()}) > 1
     with pytest.raises(GeometryError, match="kind: expected one of 'flow'"):
@@ -275,7 +330,9 @@ def test_ridge_chooses_a_penalty_that_is_nearly_the_best_on_other_data(n: int, d
     A = torch.randn(d, d, generator=generator, dtype=torch.float64) / d**0.5
 
     def draw(rows: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(rows, d, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, d, dtype=torch.float64)
+        x = torch.randn(rows, d, generator=generator, dtype=torch.float64) * torch.logspace(
+            0, -2, d, dtype=torch.float64
+        )
         return x, x @ A + 0.3 * torch.randn(rows, d, generator=generator, dtype=torch.float64)
 
     (x, y), (x2, y2) = draw(n), draw(400)
@@ -291,7 +348,9 @@ def test_ridge_chooses_a_penalty_that_is_nearly_the_best_on_other_data(n: int, d
     own = score_map(found(x2), y2).relative_error
     assert own == pytest.approx(error(found.penalty), rel=1e-6)
     assert own < 1.05 * min(error(float(p)) for p in PENALTIES)
-    assert own < (0.9 if n < d else 1.0) * error(float(PENALTIES[0]))  # the choice matters: hardly any penalty is worse
+    assert own < (0.9 if n < d else 1.0) * error(
+        float(PENALTIES[0])
+    )  # the choice matters: hardly any penalty is worse
     assert fit_map(x, y, "linear").penalty == 0
 
 
@@ -306,7 +365,9 @@ def test_maps_from_one_start_are_those_of_each_pair_and_their_errors_those_of_th
     def map_of(start: int, end: int) -> Any:
         return fit_map(X[:, start], X[:, end], "shift")
 
-    torch.testing.assert_close(map_errors(X, map_of), residual_maps(X, map_of).relative_error, equal_nan=True)
+    torch.testing.assert_close(
+        map_errors(X, map_of), residual_maps(X, map_of).relative_error, equal_nan=True
+    )
     single = fit_map(X[:, 1], X[:, 2], "ridge").single()
     assert single.left is not None
     assert single.left.dtype == torch.float32
@@ -325,7 +386,10 @@ def test_the_number_of_chunks_follows_the_dimensions_and_the_time() -> None:
     assert not math.isnan(long.seconds)
     with pytest.raises(GeometryError, match="tokens: expected chunks whose number is known"):
         plan_chunks(model, iter([ids]))
-    assert not any("fewer" in flag for flag in flow_report(trajectories(model, ids[: plan.n], progress=False)).provenance.flags)
+    assert not any(
+        "fewer" in flag
+        for flag in flow_report(trajectories(model, ids[: plan.n], progress=False)).provenance.flags
+    )
 
 
 def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
@@ -333,9 +397,18 @@ def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
 
     found = skip_map(deep(9), tokens(30, 8), kinds=("flow", "mean"), progress=False)
     lines = skip_figure(found)
-    assert [axis.get_title() for axis in lines.figure.axes] == ["1 block skipped", "2 blocks skipped", "4 blocks skipped"]
-    drawn = {line.get_label(): torch.as_tensor(line.get_ydata()) for line in lines.figure.axes[1].get_lines()}
+    assert [axis.get_title() for axis in lines.figure.axes] == [
+        "1 block skipped",
+        "2 blocks skipped",
+        "4 blocks skipped",
+    ]
+    drawn = {
+        line.get_label(): torch.as_tensor(line.get_ydata())
+        for line in lines.figure.axes[1].get_lines()
+    }
     assert list(drawn) == ["flow", "mean", "ridge", "identity"]
     assert float(drawn["ridge"][3]) == float(found.table("ridge", "loss_increase")[3, 5])
-    whole = skip_figure(skip_map(deep(9), tokens(30, 8), kinds="identity", pairs="all", progress=False))
+    whole = skip_figure(
+        skip_map(deep(9), tokens(30, 8), kinds="identity", pairs="all", progress=False)
+    )
     assert whole.figure.axes[0].get_images()

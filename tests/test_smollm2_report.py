@@ -1,4 +1,5 @@
-"""A real pretrained rotary decoder through the command line: thirty layers, grouped keys, massive tokens."""
+"""A real pretrained rotary decoder through the command line: thirty layers, grouped keys, massive
+tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +16,23 @@ from tl_geometry import cli
 pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
 
 
-def test_the_report_keeps_its_budget_and_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--budget", "60s", "--contexts", "32", "--length", "48", "--sections", "overview,basis,heads,weights", "--quiet"]
-    monkeypatch.setattr(sys, "argv", ["tl-geometry", "report", "smollm2", *options, "--out", str(tmp_path)])
+def test_the_report_keeps_its_budget_and_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [
+        "--budget",
+        "60s",
+        "--contexts",
+        "32",
+        "--length",
+        "48",
+        "--sections",
+        "overview,basis,heads,weights",
+        "--quiet",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["tl-geometry", "report", "smollm2", *options, "--out", str(tmp_path)]
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
@@ -27,8 +42,12 @@ def test_the_report_keeps_its_budget_and_finishes(tmp_path: Path, monkeypatch: p
     assert run["provenance"]["model"] == "SmolLM2-135M-Instruct"
     assert (tmp_path / "anova.csv").read_text().count("\n") == 32  # 31 states
     page = (tmp_path / "report.html").read_text()
-    assert re.search(r"No few tokens dominate: the largest 0\.1% of 1,504 hold \d+\.\d% of state \d+", page)  # in this corpus
+    assert re.search(
+        r"No few tokens dominate: the largest 0\.1% of 1,504 hold \d+\.\d% of state \d+", page
+    )  # in this corpus
     rows = list(csv.DictReader((tmp_path / "massive_tokens.csv").read_text().splitlines()))
     assert len({row["state"] for row in rows}) == 31
-    assert next(row for row in rows if row["state"] == "12")["coordinate"] == "507"  # where its second sinks live
+    assert (
+        next(row for row in rows if row["state"] == "12")["coordinate"] == "507"
+    )  # where its second sinks live
     assert "7 of 31 states" in page

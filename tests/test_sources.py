@@ -1,4 +1,5 @@
-"""Tokens as they come in: padding, BOS, files, data sets, selections and labels; taken as a user means them, or refused by name."""
+"""Tokens as they come in: padding, BOS, files, data sets, selections and labels; taken as a user
+means them, or refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def windows(model: Any) -> tlg.TokenWindows:
     return tlg.zoo.default_windows(model, 12, n=8)
 
 
-# --- Padding ---------------------------------------------------------------------------------------------------------
+# --- Padding --------------------------------------------------------------------------------------
+# -------------------
 
 
 def test_runs_of_padding_are_seen_and_random_ids_are_left_alone() -> None:
@@ -60,15 +62,15 @@ def test_runs_of_padding_are_seen_and_random_ids_are_left_alone() -> None:
     assert padded_rows(many, 5) == 2
 
 
-def test_padded_ids_are_refused_wherever_tokens_come_in(view: Any, windows: tlg.TokenWindows) -> None:
+def test_padded_ids_are_refused_wherever_tokens_come_in(
+    view: Any, windows: tlg.TokenWindows
+) -> None:
     basis = tlg.decompose(view, windows, progress=False)
     pads = dataclasses.replace(view, pad_id=2047)
     for side in (slice(0, 2), slice(-2, None)):
         ids = windows.tokens.clone()
         ids[:3, side] = 2047
-        text = (
-            r"tokens: expected rows without padding, got 3 of 8 that begin or end with the padding token \(id 2047\)\. Use tl_geometry\.win"
-        )
+        text = r"tokens: expected rows without padding, got 3 of 8 that begin or end with the padding token \(id 2047\)\. Use tl_geometry\.win"
         for call in (
             lambda ids=ids: tlg.decompose(pads, ids, progress=False),
             lambda ids=ids: tlg.decompose(pads, iter(ids.split(4)), progress=False),
@@ -78,7 +80,9 @@ def test_padded_ids_are_refused_wherever_tokens_come_in(view: Any, windows: tlg.
         ):
             with pytest.raises(GeometryError, match=text.replace("3 of 8", "3 of [48]")):
                 call()
-        tlg.decompose(view, ids, progress=False)  # its tokenizer pads with EOS, which cannot be told from a text's own
+        tlg.decompose(
+            view, ids, progress=False
+        )  # its tokenizer pads with EOS, which cannot be told from a text's own
 
 
 def test_padding_tokens_that_mean_something_else_are_unknown(model: Any, view: Any) -> None:
@@ -106,19 +110,25 @@ def test_an_attention_mask_counts(model: Any, windows: tlg.TokenWindows) -> None
     zeros[2, :3] = 0
     makers: list[Any] = [
         lambda mask: {"input_ids": ids, "attention_mask": mask},
-        lambda mask: datasets.Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": mask.tolist()}),
-        lambda mask: ({"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)),
+        lambda mask: datasets.Dataset.from_dict(
+            {"input_ids": ids.tolist(), "attention_mask": mask.tolist()}
+        ),
+        lambda mask: (
+            {"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)
+        ),
     ]
     for make in makers:
         found = tlg.decompose(model, make(ones), progress=False)
         torch.testing.assert_close(found.pos, whole.pos)
         with pytest.raises(
-            GeometryError, match=r"attention_mask: expected ones everywhere \(no padding\), got 3 zeros\. Use tl_geometry\.w"
+            GeometryError,
+            match=r"attention_mask: expected ones everywhere \(no padding\), got 3 zeros\. Use tl_geometry\.w",
         ):
             tlg.decompose(model, make(zeros), progress=False)
 
 
-# --- BOS -------------------------------------------------------------------------------------------------------------
+# --- BOS ------------------------------------------------------------------------------------------
+# -------------------
 
 
 def test_windows_never_begin_with_bos_twice(model: Any, view: Any) -> None:
@@ -129,9 +139,15 @@ def test_windows_never_begin_with_bos_twice(model: Any, view: Any) -> None:
     assert begun.notes == ("1 of 1 texts begin with the BOS string: not doubled",)
     assert plain.notes == ()
     middle = tlg.windows(model, [text + BOS + text, BOS + text], 8, prepend_bos=True)
-    for found in (begun, middle, tlg.windows(model, (text[:40] + BOS) * 9, 4, n=60, prepend_bos=True, replace=True)):
+    for found in (
+        begun,
+        middle,
+        tlg.windows(model, (text[:40] + BOS) * 9, 4, n=60, prepend_bos=True, replace=True),
+    ):
         assert not (found.tokens[:, 1] == view.bos_id).any()
-    assert (tlg.windows(model, BOS + text, 8, prepend_bos=False).tokens[0, 0] == view.bos_id).all()  # what the text has, stays
+    assert (
+        tlg.windows(model, BOS + text, 8, prepend_bos=False).tokens[0, 0] == view.bos_id
+    ).all()  # what the text has, stays
     note = "1 of 1 texts begin with the BOS string: not doubled"
     basis = tlg.decompose(model, begun, progress=False)
     assert note in basis.provenance.flags
@@ -140,7 +156,9 @@ def test_windows_never_begin_with_bos_twice(model: Any, view: Any) -> None:
     assert split.str_tokens.count(BOS) == 1
 
 
-def test_ids_with_bos_twice_are_flagged_everywhere(model: Any, view: Any, windows: tlg.TokenWindows) -> None:
+def test_ids_with_bos_twice_are_flagged_everywhere(
+    model: Any, view: Any, windows: tlg.TokenWindows
+) -> None:
     basis = tlg.decompose(model, windows, progress=False)
     ids = windows.tokens.clone()
     ids[:3, 1] = view.bos_id
@@ -155,7 +173,8 @@ def test_ids_with_bos_twice_are_flagged_everywhere(model: Any, view: Any, window
     assert not any("twice" in f for f in basis.provenance.flags)
 
 
-# --- Forms -----------------------------------------------------------------------------------------------------------
+# --- Forms ----------------------------------------------------------------------------------------
+# -------------------
 
 
 def test_every_form_of_ids_gives_the_same_basis(model: Any, windows: tlg.TokenWindows) -> None:
@@ -185,22 +204,36 @@ def test_every_form_of_ids_gives_the_same_basis(model: Any, windows: tlg.TokenWi
 def test_windows_are_selected_as_arrays_are(windows: tlg.TokenWindows) -> None:
     mask = torch.zeros(8, dtype=torch.bool)
     mask[[2, 5]] = True
-    for chosen in ([2, 5], torch.tensor([2, 5]), np.array([2, 5]), mask, mask.tolist(), mask.numpy(), range(2, 8, 3)):
+    for chosen in (
+        [2, 5],
+        torch.tensor([2, 5]),
+        np.array([2, 5]),
+        mask,
+        mask.tolist(),
+        mask.numpy(),
+        range(2, 8, 3),
+    ):
         assert torch.equal(windows[chosen].tokens, windows.tokens[[2, 5]]), chosen
     for chosen in (3, np.int64(3), torch.tensor(3), torch.tensor([3]), [3], slice(3, 4)):
         assert windows[chosen].tokens.shape == (1, 12), chosen
         assert torch.equal(windows[chosen].tokens, windows.tokens[3:4]), chosen
     for bad in (mask[:5], torch.tensor([[1]]), torch.tensor([0.5]), [9], [], "3", None, 1.5):
-        with pytest.raises(GeometryError, match=r"contexts: expected a slice, numbers from 0 to 7, or a mask of 8"):
+        with pytest.raises(
+            GeometryError, match=r"contexts: expected a slice, numbers from 0 to 7, or a mask of 8"
+        ):
             windows[bad]
     with pytest.raises(IndexError):
         windows[8]
 
 
-def test_a_record_of_windows_fits_on_a_screen_and_shows_no_control_characters(windows: tlg.TokenWindows) -> None:
+def test_a_record_of_windows_fits_on_a_screen_and_shows_no_control_characters(
+    windows: tlg.TokenWindows,
+) -> None:
     assert len(repr(windows)) < 300
     assert "8 contexts of 12 tokens; with BOS" in repr(windows)
-    odd = dataclasses.replace(windows, corpus="a\x1b[31m\u202e" * 40, str_tokens=("\x07", "\u2066", "\ud800"))
+    odd = dataclasses.replace(
+        windows, corpus="a\x1b[31m\u202e" * 40, str_tokens=("\x07", "\u2066", "\ud800")
+    )
     assert repr(odd).isprintable()
     assert len(repr(odd)) < 600
 
@@ -219,19 +252,30 @@ def test_texts_in_files_and_data_sets(model: Any, tmp_path: Path) -> None:
         {"text": [text] * 2},
     ):
         assert torch.equal(tlg.windows(model, form, 8, prepend_bos=True).tokens, whole.tokens)
-    assert torch.equal(tlg.windows(model, path, 8, prepend_bos=True).tokens, tlg.windows(model, text, 8, prepend_bos=True).tokens)
-    with pytest.raises(GeometryError, match=r"texts: expected a column named 'text', got columns \['body'\]"):
+    assert torch.equal(
+        tlg.windows(model, path, 8, prepend_bos=True).tokens,
+        tlg.windows(model, text, 8, prepend_bos=True).tokens,
+    )
+    with pytest.raises(
+        GeometryError, match=r"texts: expected a column named 'text', got columns \['body'\]"
+    ):
         tlg.windows(model, datasets.Dataset.from_list([{"body": text}]), 8, prepend_bos=True)
-    with pytest.raises(GeometryError, match=r"texts: expected text, got the name of a file, '.*x\.txt'\. Use pathlib\.Path"):
+    with pytest.raises(
+        GeometryError,
+        match=r"texts: expected text, got the name of a file, '.*x\.txt'\. Use pathlib\.Path",
+    ):
         tlg.windows(model, str(path), 8, prepend_bos=True)
     with pytest.raises(GeometryError, match=r"texts: expected text, got the name of a file"):
         tlg.decompose(model, str(path), prepend_bos=True, progress=False)
     with pytest.raises(
-        GeometryError, match=r"tokens: expected token ids, windows or a \.npy file, got the file .*Use tl_geometry\.windows"
+        GeometryError,
+        match=r"tokens: expected token ids, windows or a \.npy file, got the file .*Use tl_geometry\.windows",
     ):
         tlg.decompose(model, path, progress=False)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(GeometryError, match=r"texts: expected text files in UTF-8, got .*UnicodeDecodeError"):
+    with pytest.raises(
+        GeometryError, match=r"texts: expected text files in UTF-8, got .*UnicodeDecodeError"
+    ):
         tlg.windows(model, tmp_path / "latin", 8, prepend_bos=True)
 
 
@@ -253,11 +297,21 @@ def test_states_by_the_names_of_their_hooks() -> None:
     assert torch.equal(found.pos, tlg.decompose(model, ids, states=[1, 2, 0], progress=False).pos)
     _, cache = model.run_with_cache(ids)
     assert tlg.decompose_activations(cache, states=["blocks.0.hook_resid_post"]).states == (1,)
-    encoder = ("blocks.0.hook_resid_pre", "blocks.1.hook_resid_pre", "blocks.1.hook_normalized_resid_post")
+    encoder = (
+        "blocks.0.hook_resid_pre",
+        "blocks.1.hook_resid_pre",
+        "blocks.1.hook_normalized_resid_post",
+    )
     assert sources.state_indices(["blocks.0.hook_normalized_resid_post"], 3, encoder) == (1,)
-    for bad, hooks in (("blocks.0.hook_resid_post", encoder), ("resid_pre", ()), ("blocks.7.hook_resid_pre", ()), ("blocks.0.hook_z", ())):
+    for bad, hooks in (
+        ("blocks.0.hook_resid_post", encoder),
+        ("resid_pre", ()),
+        ("blocks.7.hook_resid_pre", ()),
+        ("blocks.0.hook_z", ()),
+    ):
         with pytest.raises(
-            GeometryError, match=r'states: expected a number from 0 to 2 or a hook such as "blocks\.1\.hook_resid_pre", got'
+            GeometryError,
+            match=r'states: expected a number from 0 to 2 or a hook such as "blocks\.1\.hook_resid_pre", got',
         ):
             sources.state_indices([bad], 3, hooks)
 
@@ -283,7 +337,14 @@ H = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
         ({"tokens": iter([1, 2])}, r"tokens: expected rows \[position\] or batches"),
         ({"tokens": iter(["a", "b"])}, "tokens: expected integer ids"),
         ({"tokens": iter([IDS, IDS[None]])}, "tokens: expected 6 columns"),
-        ({"tokens": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IDS, IDS), batch_size=2)}, "tokens: expected rows"),
+        (
+            {
+                "tokens": torch.utils.data.DataLoader(
+                    torch.utils.data.TensorDataset(IDS, IDS), batch_size=2
+                )
+            },
+            "tokens: expected rows",
+        ),
         ({"tokens": {"a": 1}}, "dataset: expected a column named 'tokens'"),
         ({"batch_size": 0}, "batch_size: expected a whole number, at least 1, got 0"),
         ({"groups": 0}, "groups: expected at least 1, got 0"),
@@ -294,15 +355,24 @@ H = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
         ({"window": (1, 2, 3)}, r"window: expected \(start, end\)"),
         ({"window": (float("nan"), 4)}, r"window: expected \(start, end\)"),
         ({"window": (1, 9)}, "window: expected 0 <= start < end <= 6"),
-        ({"labels": [0]}, r"labels: expected one integer label \(0 or more\) for each of 2 contexts"),
+        (
+            {"labels": [0]},
+            r"labels: expected one integer label \(0 or more\) for each of 2 contexts",
+        ),
         ({"labels": [0, -1]}, "labels: expected one integer label"),
         ({"labels": [0.5, 1.0]}, "labels: expected one integer label"),
         ({"labels": ["a", "b", "c"]}, "labels: expected one integer label"),
         ({"labels": object()}, "labels: expected one integer label"),
-        ({"labels": [0, 1], "tokens": iter(IDS)}, "labels: expected none with an iterable of unknown length"),
+        (
+            {"labels": [0, 1], "tokens": iter(IDS)},
+            "labels: expected none with an iterable of unknown length",
+        ),
         ({"states": []}, "states: expected at least one index"),
         ({"states": [0, 0]}, "states: expected each index once"),
-        ({"states": ["blocks.9.hook_resid_pre"]}, "states: expected a number from 0 to 2 or a hook"),
+        (
+            {"states": ["blocks.9.hook_resid_pre"]},
+            "states: expected a number from 0 to 2 or a hook",
+        ),
         ({"prepend_bos": True}, "prepend_bos: expected None with token ids"),
         ({"second_moments": "yes"}, "second moments: expected True, False or"),
         ({"checkpoint": "/"}, "checkpoint: expected a file that can be written, got /"),
@@ -325,7 +395,11 @@ def test_bad_arguments_of_decompose_are_refused(options: dict[str, Any], text: s
         (IDS, {}, r"Use decompose\(model, tokens\) for token ids"),
         ("text", {}, "activations: expected a tensor or an ActivationCache, got 'text'"),
         ({"a": H}, {}, "activations: expected a tensor or an ActivationCache"),
-        (H, {"labels": [0, 1]}, r"labels: expected one integer label \(0 or more\) for each of 4 contexts"),
+        (
+            H,
+            {"labels": [0, 1]},
+            r"labels: expected one integer label \(0 or more\) for each of 4 contexts",
+        ),
         (H, {"window": (0, 6)}, "window: expected 0 <= start < end <= 5"),
         (H, {"batch_size": 0}, "batch_size: expected a whole number"),
         (H, {"keep": -3}, "keep: expected at least 0"),
@@ -333,7 +407,9 @@ def test_bad_arguments_of_decompose_are_refused(options: dict[str, Any], text: s
         (H * torch.nan, {}, "activations: expected finite numbers"),
     ],
 )
-def test_bad_arguments_of_decompose_activations_are_refused(source: Any, options: dict[str, Any], text: str) -> None:
+def test_bad_arguments_of_decompose_activations_are_refused(
+    source: Any, options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(GeometryError, match=text):
         tlg.decompose_activations(source, **options)
 
@@ -343,10 +419,16 @@ def test_two_functions_for_models_and_for_activations() -> None:
     _, cache = model.run_with_cache(ids)
     _, plain = model.run_with_cache(ids, return_cache_object=False)
     for given in (H, cache, plain):
-        with pytest.raises(GeometryError, match=r"model: expected a TransformerLens model, got .* Use decompose_activations\(\.\.\.\)"):
+        with pytest.raises(
+            GeometryError,
+            match=r"model: expected a TransformerLens model, got .* Use decompose_activations\(\.\.\.\)",
+        ):
             tlg.decompose(given, progress=False)
     for source in (cache, plain):
-        torch.testing.assert_close(tlg.decompose_activations(source, window=(1, 8)).pos, tlg.decompose(model, ids, progress=False).pos)
+        torch.testing.assert_close(
+            tlg.decompose_activations(source, window=(1, 8)).pos,
+            tlg.decompose(model, ids, progress=False).pos,
+        )
     learned = H.clone().requires_grad_()
     window: Any = (1.0, np.int64(4))
     basis = tlg.decompose_activations(learned, window=window, device="cpu", states=[0])

@@ -1,4 +1,5 @@
-"""The sphere of a norm layer: against torch's norms, invariances, triangle inequality, degenerate inputs."""
+"""The sphere of a norm layer: against torch's norms, invariances, triangle inequality, degenerate
+inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
 @given(SEEDS, KINDS, st.sampled_from([0.0, 1e-5, 0.3]))
 @fast
 def test_points_and_surfaces(seed: int, kind: str, eps: float) -> None:
-    x, gain, bias = 3 * normal(5, 8, seed=seed) + 2, normal(8, seed=seed + 1), normal(8, seed=seed + 2)
+    x, gain, bias = (
+        3 * normal(5, 8, seed=seed) + 2,
+        normal(8, seed=seed + 1),
+        normal(8, seed=seed + 2),
+    )
     g = projection.norm_geometry(x, gain, bias, eps, kind)
     module = torch.nn.functional.layer_norm if kind == "LN" else torch.nn.functional.rms_norm
     close(g.z, module(x, (8,), eps=eps), 1e-9)
@@ -45,7 +50,9 @@ def test_points_and_surfaces(seed: int, kind: str, eps: float) -> None:
     if kind == "LN":
         assert float(g.hyperplane_residual.max()) < 1e-9
         off = projection.norm_geometry(x, gain, bias, eps, "RMS").z
-        assert float(off.sum(-1).abs().max()) > 0.1  # the same states without the centring are not in the hyperplane
+        assert (
+            float(off.sum(-1).abs().max()) > 0.1
+        )  # the same states without the centring are not in the hyperplane
     else:
         assert bool(g.hyperplane_residual.isnan().all())
     assert not bool(g.degenerate.any())
@@ -53,11 +60,17 @@ def test_points_and_surfaces(seed: int, kind: str, eps: float) -> None:
 
 @given(SEEDS, st.floats(0.1, 50), st.floats(-20, 20))
 @fast
-def test_layernorm_forgets_scale_and_shift_and_its_cosines_are_correlations(seed: int, a: float, b: float) -> None:
+def test_layernorm_forgets_scale_and_shift_and_its_cosines_are_correlations(
+    seed: int, a: float, b: float
+) -> None:
     x = normal(6, 9, seed=seed)
     z = projection.norm_geometry(x, eps=0.0).z
     close(z, projection.norm_geometry(a * x + b, eps=0.0).z, 1e-8)
-    close(linalg.normalize_rows(z)[0] @ linalg.normalize_rows(z)[0].mT, torch.from_numpy(np.corrcoef(x.numpy())), 1e-9)
+    close(
+        linalg.normalize_rows(z)[0] @ linalg.normalize_rows(z)[0].mT,
+        torch.from_numpy(np.corrcoef(x.numpy())),
+        1e-9,
+    )
 
 
 def test_the_deficit_of_a_long_vector_survives_rounding() -> None:
@@ -68,7 +81,9 @@ def test_the_deficit_of_a_long_vector_survives_rounding() -> None:
 
 def test_constant_vectors_zero_gains_and_zero_vectors() -> None:
     gain = torch.tensor([0.0, 1.0, 2.0, 0.0]).double()
-    g = projection.norm_geometry(torch.tensor([[0.1, 0.1, 0.1, 0.1], [1, 2, 3, 5], [0, 0, 0, 0]]).double(), gain, eps=0.0)
+    g = projection.norm_geometry(
+        torch.tensor([[0.1, 0.1, 0.1, 0.1], [1, 2, 3, 5], [0, 0, 0, 0]]).double(), gain, eps=0.0
+    )
     assert g.degenerate.tolist() == [True, False, True]
     assert g.radius.tolist() == pytest.approx([0, 2, 0])
     assert float(g.ellipsoid_residual.max()) < 1e-12
@@ -93,12 +108,18 @@ def test_paths(seed: int, kind: str) -> None:
     cosine = torch.nn.functional.cosine_similarity(c[:, :-1], c[:, 1:], dim=-1)
     close(p.steps.cos(), cosine)
     if kind == "RMS":
-        close(projection.path_geometry(points @ torch.linalg.qr(normal(7, 7)).Q, kind).steps, p.steps, 1e-9)
+        close(
+            projection.path_geometry(points @ torch.linalg.qr(normal(7, 7)).Q, kind).steps,
+            p.steps,
+            1e-9,
+        )
 
 
 @given(SEEDS, KINDS)
 @fast
-def test_updates_split_by_pythagoras_and_only_the_tangential_part_turns(seed: int, kind: str) -> None:
+def test_updates_split_by_pythagoras_and_only_the_tangential_part_turns(
+    seed: int, kind: str
+) -> None:
     h, u = normal(5, 8, seed=seed), normal(5, 8, seed=seed + 1)
     s = projection.update_split(h, u, kind)
     close(s.radial.square() + s.tangential.square(), remove_mean(u, kind).square().sum(-1))
@@ -117,11 +138,16 @@ def test_rank_and_angle_of_a_token_equal_brute_force(seed: int, kind: str, chunk
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(projection, "VOCABULARY_CHUNK", chunk)
         a = projection.token_approach(points, vocabulary, target, kind)
-    cosine = torch.nn.functional.cosine_similarity(remove_mean(points, kind)[:, :, None], remove_mean(vocabulary, kind), dim=-1)
+    cosine = torch.nn.functional.cosine_similarity(
+        remove_mean(points, kind)[:, :, None], remove_mean(vocabulary, kind), dim=-1
+    )
     own = cosine.gather(-1, target[..., None])
     close(a.angle.cos(), own[..., 0])
     assert a.rank.tolist() == ((cosine > own).sum(-1) + 1).tolist()
-    assert projection.token_approach(vocabulary, vocabulary, torch.arange(30), kind).rank.tolist() == [1] * 30
+    assert (
+        projection.token_approach(vocabulary, vocabulary, torch.arange(30), kind).rank.tolist()
+        == [1] * 30
+    )
 
 
 def test_a_zero_state_has_no_rank_and_targets_are_checked() -> None:
@@ -148,12 +174,20 @@ def test_principal_axes(rows: int) -> None:
 
 def test_umap_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "umap", None)
-    with pytest.raises(GeometryError, match=r'umap: expected the optional package umap-learn, got not installed\. Use pip install "tl-geo'):
+    with pytest.raises(
+        GeometryError,
+        match=r'umap: expected the optional package umap-learn, got not installed\. Use pip install "tl-geo',
+    ):
         projection.umap_coordinates(normal(5, 4), normal(5, 4))
 
     class Fake:
         def __init__(self, **settings: object) -> None:
-            assert settings == {"n_neighbors": 15, "min_dist": 0.1, "n_components": 3, "random_state": 7}
+            assert settings == {
+                "n_neighbors": 15,
+                "min_dist": 0.1,
+                "n_components": 3,
+                "random_state": 7,
+            }
 
         def fit(self, rows: np.ndarray) -> None:
             self.rows = len(rows)

@@ -1,4 +1,5 @@
-"""The split closes on every architecture, class and loading; its terms are the right ones; planted faults are caught."""
+"""The split closes on every architecture, class and loading; its terms are the right ones; planted
+faults are caught."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ from torch import Tensor
 import tl_geometry
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tl_geometry import decompose
-from tl_geometry.base.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.base.errors import (
+    BudgetError,
+    GeometryError,
+    ReconstructionError,
+    UnsupportedModelError,
+)
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import facts, from_hf, parameters, view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.reconstruction import closing_bound, pattern_error
+from tl_geometry.models.reconstruction import pattern_error, reconstruction_bound
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.splitter import Cut
 from tl_geometry.scores.sums import share_sums_dense
@@ -37,22 +43,34 @@ HALF = (torch.float16, torch.bfloat16)
 Change = Callable[[LayerView], LayerView]
 
 
-def basis_of(kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32) -> PositionContext:
+def basis_of(
+    kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
+) -> PositionContext:
     return _basis(kind, architecture, processed, dtype)
 
 
 @cache
 def _basis(kind: str, architecture: str, processed: bool, dtype: torch.dtype) -> PositionContext:
-    return decompose(tiny(kind, architecture, processed, dtype), tokens(batch=24, length=20, seed=2), progress=False)
+    return decompose(
+        tiny(kind, architecture, processed, dtype),
+        tokens(batch=24, length=20, seed=2),
+        progress=False,
+    )
 
 
-def split_of(kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32) -> ScoreSplit:
+def split_of(
+    kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
+) -> ScoreSplit:
     return _split(kind, architecture, processed, dtype)
 
 
 @cache
 def _split(kind: str, architecture: str, processed: bool, dtype: torch.dtype) -> ScoreSplit:
-    return split_scores(tiny(kind, architecture, processed, dtype), PROMPTS, basis_of(kind, architecture, processed, dtype))
+    return split_scores(
+        tiny(kind, architecture, processed, dtype),
+        PROMPTS,
+        basis_of(kind, architecture, processed, dtype),
+    )
 
 
 def summed(split: ScoreSplit) -> Tensor:
@@ -64,18 +82,20 @@ def summed(split: ScoreSplit) -> Tensor:
 def test_terms_sum_to_the_scores_of_the_model(architecture: str) -> None:
     for kind, processed in loadable(architecture):
         split, model = split_of(kind, architecture, processed), tiny(kind, architecture, processed)
-        assert split.closing.closes
-        assert split.closing.worst < 0.5
-        assert split.closing.scale > 10
+        assert split.reconstruction.adds_up
+        assert split.reconstruction.worst < 0.5
+        assert split.reconstruction.scale > 10
         cache = model.run_with_cache(PROMPTS)[1]
         total, entered, pattern = summed(split), split.model_scores().double(), split.pattern()
         assert total.isfinite().all()  # the terms are finite at masked cells too
-        bound = closing_bound(2**-24, split.scale)
+        bound = reconstruction_bound(2**-24, split.scale)
         for layer in range(2):
             heads = [i for i, (at, _) in enumerate(split.heads) if at == layer]
             allowed, theirs = split.allowed[heads], cache["pattern", layer]
             assert bool(torch.isinf(split.total()[:, heads][:, ~allowed]).all())
-            assert float((split.total()[:, heads] - total[:, heads])[:, allowed].abs().max()) <= bound
+            assert (
+                float((split.total()[:, heads] - total[:, heads])[:, allowed].abs().max()) <= bound
+            )
             assert float((pattern[:, heads] - theirs).abs().max()) <= 2 * bound
             scores = cache["attn_scores", layer]
             if not torch.allclose(scores, theirs):  # this class's hook does hold scores
@@ -84,16 +104,23 @@ def test_terms_sum_to_the_scores_of_the_model(architecture: str) -> None:
                 assert kind == "bridge"
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "neox", "mistral", "qwen3", "gemma3", "opt", "bert"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", "llama", "bloom", "neox", "mistral", "qwen3", "gemma3", "opt", "bert"]
+)
 def test_float64_closes_to_1e_12(architecture: str) -> None:
     exact = [k for k, processed in loadable(architecture) if not processed]
     for kind in exact:
         split = split_of(kind, architecture, dtype=torch.float64)
-        single = view(tiny(kind, architecture, dtype=torch.float64)).layer_facts(1)["arithmetic"] != "float64"
-        assert single == (kind == "bridge" and architecture in ("llama", "mistral", "qwen3", "gemma3", "opt"))
+        single = (
+            view(tiny(kind, architecture, dtype=torch.float64)).layer_facts(1)["arithmetic"]
+            != "float64"
+        )
+        assert single == (
+            kind == "bridge" and architecture in ("llama", "mistral", "qwen3", "gemma3", "opt")
+        )
         assert split.q.dtype == torch.float64
-        name = "sum scores" if "sum scores" in split.closing.checks else "sum pattern"
-        error, bound = split.closing.checks[name]
+        name = "sum scores" if "sum scores" in split.reconstruction.checks else "sum pattern"
+        error, bound = split.reconstruction.checks[name]
         assert error <= bound
         assert single or architecture == "bert" or error <= 1e-12 * split.scale
         assert bound > 0
@@ -104,11 +131,28 @@ def test_float64_closes_to_1e_12(architecture: str) -> None:
 def test_half_precision_is_upcast(architecture: str, dtype: torch.dtype) -> None:
     split = split_of("bridge", architecture, dtype=dtype)
     assert split.q.dtype == torch.float32
-    assert split.closing.closes
-    assert split.closing.checks["sum pattern"][0] > 1e-3  # the model's own rounding, which float32 arithmetic does not make smaller
+    assert split.reconstruction.adds_up
+    assert (
+        split.reconstruction.checks["sum pattern"][0] > 1e-3
+    )  # the model's own rounding, which float32 arithmetic does not make smaller
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "neox", "qwen3", "gemma2", "gemma3", "opt", "gpt-neo", "phi3", "bert"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gpt2",
+        "llama",
+        "bloom",
+        "neox",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "opt",
+        "gpt-neo",
+        "phi3",
+        "bert",
+    ],
+)
 def test_single_terms_agree_between_classes_and_loadings(architecture: str) -> None:
     ways = loadable(architecture)
     assert len(ways) >= 2
@@ -118,7 +162,10 @@ def test_single_terms_agree_between_classes_and_loadings(architecture: str) -> N
         assert list(other.terms) == list(first.terms)
         for term in first.terms:
             a, b = (row_center(s.terms[term].double(), s.allowed) for s in (first, other))
-            assert float((a - b).abs().max()) <= closing_bound(2**-24, first.scale), (way, term)
+            assert float((a - b).abs().max()) <= reconstruction_bound(2**-24, first.scale), (
+                way,
+                term,
+            )
 
 
 def _way(way: tuple[str, bool], architecture: str) -> tuple[str, str, bool]:
@@ -126,10 +173,13 @@ def _way(way: tuple[str, bool], architecture: str) -> tuple[str, str, bool]:
 
 
 def by_hand(architecture: str, layer: int, head: int) -> dict[tuple[str, str], Tensor]:
-    """The nine terms of one head from the Hugging Face weights alone, in float64 with complex rotations."""
+    """The nine terms of one head from the Hugging Face weights alone, in float64 with complex
+    rotations."""
     hf = hf_model(architecture, torch.float64)
     with torch.no_grad():
-        corpus = hf(tokens(batch=24, length=20, seed=2), output_hidden_states=True).hidden_states[layer]
+        corpus = hf(tokens(batch=24, length=20, seed=2), output_hidden_states=True).hidden_states[
+            layer
+        ]
         h = hf(PROMPTS, output_hidden_states=True).hidden_states[layer]
     window = corpus[:, 1:]
     mean = window.mean((0, 1))
@@ -139,14 +189,27 @@ def by_hand(architecture: str, layer: int, head: int) -> dict[tuple[str, str], T
     if architecture == "gpt2":
         block = hf.transformer.h[layer]
         gain, beta, eps = block.ln_1.weight, block.ln_1.bias, block.ln_1.eps
-        W_Q, W_K = block.attn.c_attn.weight[:, :32][:, part], block.attn.c_attn.weight[:, 32:64][:, part]
+        W_Q, W_K = (
+            block.attn.c_attn.weight[:, :32][:, part],
+            block.attn.c_attn.weight[:, 32:64][:, part],
+        )
         b_Q, b_K = block.attn.c_attn.bias[:32][part], block.attn.c_attn.bias[32:64][part]
-        freed, scale = (lambda x: x - x.mean(-1, keepdim=True)), h.var(-1, correction=0, keepdim=True).add(eps).sqrt()
+        freed, scale = (
+            (lambda x: x - x.mean(-1, keepdim=True)),
+            h.var(-1, correction=0, keepdim=True).add(eps).sqrt(),
+        )
     else:
         block = hf.model.layers[layer]
-        gain, beta, eps = block.input_layernorm.weight, torch.zeros(32), block.input_layernorm.variance_epsilon
+        gain, beta, eps = (
+            block.input_layernorm.weight,
+            torch.zeros(32),
+            block.input_layernorm.variance_epsilon,
+        )
         shared = slice(8 * (head // 2), 8 * (head // 2) + 8)
-        W_Q, W_K = block.self_attn.q_proj.weight.T[:, part], block.self_attn.k_proj.weight.T[:, shared]
+        W_Q, W_K = (
+            block.self_attn.q_proj.weight.T[:, part],
+            block.self_attn.k_proj.weight.T[:, shared],
+        )
         b_Q = b_K = torch.zeros(8, dtype=torch.float64)
         freed, scale = (lambda x: x), h.square().mean(-1, keepdim=True).add(eps).sqrt()
 
@@ -156,7 +219,9 @@ def by_hand(architecture: str, layer: int, head: int) -> dict[tuple[str, str], T
         return {name: _turn(x) if architecture == "llama" else x for name, x in found.items()}
 
     queries, keys = projected(W_Q, b_Q), projected(W_K, b_K)
-    return {(a, b): (q @ keys[b].mT / math.sqrt(8)).detach() for a, q in queries.items() for b in keys}
+    return {
+        (a, b): (q @ keys[b].mT / math.sqrt(8)).detach() for a, q in queries.items() for b in keys
+    }
 
 
 def _turn(x: Tensor) -> Tensor:
@@ -173,12 +238,17 @@ def test_terms_are_those_worked_out_by_hand(architecture: str) -> None:
     expected = by_hand(architecture, 1, 2)
     assert set(expected) == set(split.terms)
     for term, value in expected.items():
-        tolerance = 1e-9 if architecture == "gpt2" else 2e-5  # the norm of Hugging Face's Llama computes in float32
-        assert torch.allclose(split.terms[term][:, split.heads.index((1, 2))], value, atol=tolerance), term
+        tolerance = (
+            1e-9 if architecture == "gpt2" else 2e-5
+        )  # the norm of Hugging Face's Llama computes in float32
+        assert torch.allclose(
+            split.terms[term][:, split.heads.index((1, 2))], value, atol=tolerance
+        ), term
         assert float(value.abs().max()) > 0.01
 
 
-# ------------------------------------------------------------------------------------------------ other parts of the stream
+# ------------------------------------------------------------------------------------------------
+# other parts of the stream
 
 
 def test_finer_parts_add_up_to_coarser_ones() -> None:
@@ -186,7 +256,7 @@ def test_finer_parts_add_up_to_coarser_ones() -> None:
     coarse = split_of("bridge", "llama")
     fine = split_scores(model, PROMPTS, basis, parts=("pos", "ctx", "resid"))
     apart = split_scores(model, PROMPTS, basis, parts=("mean", "pos", "cvec"))
-    bound = closing_bound(2**-24, fine.scale)
+    bound = reconstruction_bound(2**-24, fine.scale)
     together = sum(fine.terms[a, b] for a in ("ctx", "resid") for b in ("ctx", "resid"))
     assert torch.allclose(torch.as_tensor(together), coarse.terms["cvec", "cvec"], atol=bound)
     merged = sum(apart.terms[a, b] for a in ("bias", "mean") for b in ("bias", "mean"))
@@ -202,20 +272,25 @@ def test_parts_of_ones_own() -> None:
     streams = {"embed": cache["embed"], "position": cache["pos_embed"].expand_as(cache["embed"])}
     first = split_scores(model, PROMPTS, None, parts=streams, layers=0)
     assert first.parts == ("bias", "embed", "position")
-    assert first.closing.closes
+    assert first.reconstruction.adds_up
     stacked = {
         "start": torch.stack([cache["resid_pre", 0]] * 2),
-        "block": torch.stack([torch.zeros_like(cache["resid_pre", 0]), cache["resid_pre", 1] - cache["resid_pre", 0]]),
+        "block": torch.stack(
+            [torch.zeros_like(cache["resid_pre", 0]), cache["resid_pre", 1] - cache["resid_pre", 0]]
+        ),
     }
     both = split_scores(model, PROMPTS, None, parts=stacked)
     assert float(both.terms["block", "block"][:, :4].abs().max()) == 0
     assert float(both.terms["block", "block"][:, 4:].abs().max()) > 1
-    assert split_scores(model, PROMPTS, None, parts={k: v[1:] for k, v in stacked.items()}, layers=1).heads == tuple(
-        (1, h) for h in range(4)
-    )
+    assert split_scores(
+        model, PROMPTS, None, parts={k: v[1:] for k, v in stacked.items()}, layers=1
+    ).heads == tuple((1, h) for h in range(4))
     assert first.shares().groups == ()
     wrong = {"embed": cache["embed"], "position": 1.01 * streams["position"]}
-    with pytest.raises(GeometryError, match=r"parts that sum to the input of layer 0, got a sum that is off by 0\.0"):
+    with pytest.raises(
+        GeometryError,
+        match=r"parts that sum to the input of layer 0, got a sum that is off by 0\.0",
+    ):
         split_scores(model, PROMPTS, None, parts=wrong, layers=0)
     for bad in ({"bias": cache["embed"]}, {"a-b": cache["embed"]}, {}):
         with pytest.raises(GeometryError, match="names other than bias and alibi"):
@@ -231,8 +306,10 @@ def test_any_additive_split_closes(seed: int, size: float) -> None:
     h = states("bridge", "qwen3")[1]
     generator = torch.Generator().manual_seed(seed)
     a, b = (size * torch.randn(h.shape, generator=generator) for _ in range(2))
-    split = split_scores(model, PROMPTS, None, parts={"a": a, "b": b, "rest": h - a - b}, heads=["L1H3"])
-    assert split.closing.closes
+    split = split_scores(
+        model, PROMPTS, None, parts={"a": a, "b": b, "rest": h - a - b}, heads=["L1H3"]
+    )
+    assert split.reconstruction.adds_up
     assert split.heads == ((1, 3),)
 
 
@@ -241,7 +318,8 @@ def states(kind: str, architecture: str) -> Tensor:
     return tl_geometry.models.states_from_cache(tiny(kind, architecture).run_with_cache(PROMPTS)[1])
 
 
-# ------------------------------------------------------------------------------------------------------- the published versions
+# --------------------------------------------------------------------------------------------------
+# ----- the published versions
 
 
 def test_the_equation_as_printed() -> None:
@@ -255,7 +333,9 @@ def test_the_equation_as_printed() -> None:
     assert torch.allclose(split.terms["pos", "cvec"][:, 6].double(), expected, atol=1e-3)
     whole = h.double() @ W @ h.double().mT
     assert torch.allclose(summed(split)[:, 6], whole, atol=1e-3)
-    assert float((split._sum()[:, 6] - split_of("bridge", "gpt2")._sum()[:, 6]).abs().max()) > 1  # not the model's scores
+    assert (
+        float((split._sum()[:, 6] - split_of("bridge", "gpt2")._sum()[:, 6]).abs().max()) > 1
+    )  # not the model's scores
 
 
 def test_the_published_code_and_how_far_it_misses() -> None:
@@ -270,25 +350,38 @@ def test_the_published_code_and_how_far_it_misses() -> None:
             x = torch.nn.functional.layer_norm(x, (32,), hf.ln_1.weight, hf.ln_1.bias, hf.ln_1.eps)
         return hf.attn.c_attn(x)[..., 32 * which : 32 * which + 32].unflatten(-1, (4, 8)).detach()
 
-    once = torch.einsum("ihe,bjhe->bhij", projected(pos, 1, 0), projected(h - pos, 1, 1)) / math.sqrt(8)
+    once = torch.einsum(
+        "ihe,bjhe->bhij", projected(pos, 1, 0), projected(h - pos, 1, 1)
+    ) / math.sqrt(8)
     assert torch.allclose(split.terms["pos", "cvec"][:, 4:], once, atol=1e-3)
     exact = split_of("bridge", "gpt2")
-    missed = (summed(split) - exact._sum()).abs()[:, split.allowed].max() / exact.total()[:, split.allowed].abs().max()
-    assert float(missed) > 0.3  # by a third of the largest score and more: four parts that are no split of it
-    assert torch.allclose(split.total(), exact.total(), atol=closing_bound(2**-24, exact.scale))
+    missed = (summed(split) - exact._sum()).abs()[:, split.allowed].max() / exact.total()[
+        :, split.allowed
+    ].abs().max()
+    assert (
+        float(missed) > 0.3
+    )  # by a third of the largest score and more: four parts that are no split of it
+    assert torch.allclose(
+        split.total(), exact.total(), atol=reconstruction_bound(2**-24, exact.scale)
+    )
     assert float(split.pattern()[..., 0].abs().max()) == 0
     assert torch.allclose(split.pattern()[:, :, 1:].sum(-1), torch.ones(1), atol=1e-6)
     twice = split_scores(model, PROMPTS, basis, preset="reference", legacy_double_ln=True)
-    double = torch.einsum("ihe,bjhe->bhij", projected(pos, 2, 0), projected(h - pos, 1, 1)) / math.sqrt(8)
+    double = torch.einsum(
+        "ihe,bjhe->bhij", projected(pos, 2, 0), projected(h - pos, 1, 1)
+    ) / math.sqrt(8)
     assert torch.allclose(twice.terms["pos", "cvec"][:, 4:], double, atol=1e-3)
     assert torch.equal(twice.terms["pos", "pos"], split.terms["pos", "pos"])
     with pytest.raises(GeometryError, match="terms that sum to the scores, got preset='reference'"):
         split.shares()
     with pytest.raises(GeometryError, match="'exact' for models with QK-norm"):
-        split_scores(tiny("bridge", "qwen3"), PROMPTS, basis_of("bridge", "qwen3"), preset="reference")
+        split_scores(
+            tiny("bridge", "qwen3"), PROMPTS, basis_of("bridge", "qwen3"), preset="reference"
+        )
 
 
-# -------------------------------------------------------------------------------------------------------------- shares
+# --------------------------------------------------------------------------------------------------
+# ------------ shares
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bloom", "gemma2"])
@@ -300,7 +393,9 @@ def test_shares_of_terms_and_groups_sum_to_one(architecture: str) -> None:
     assert torch.allclose(table.cs.sum(-1), one, atol=1e-5)
     assert torch.allclose(table.group_cs.sum(-1), one, atol=1e-5)
     assert torch.allclose(table.es.sum(-1), one, atol=1e-5)
-    dense = share_sums_dense(torch.stack([split.terms[t] for t in split.terms]), split.allowed, drop=1).pooled()
+    dense = share_sums_dense(
+        torch.stack([split.terms[t] for t in split.terms]), split.allowed, drop=1
+    ).pooled()
     assert torch.allclose(table.cs, dense.cs, atol=1e-5)
     assert ("alibi-alibi" in table.terms) == (architecture == "bloom")
     frame = table.to_dataframe()
@@ -310,7 +405,8 @@ def test_shares_of_terms_and_groups_sum_to_one(architecture: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bridge", *(["hooked"] if HAS_HOOKED else [])])
 def test_a_rotary_previous_token_head_is_position(kind: str) -> None:
-    """In a rotary model position does not live in ``pos``: the constants, rotated, attend to the previous token."""
+    """In a rotary model position does not live in ``pos``: the constants, rotated, attend to the
+    previous token."""
     hf = hf_model("neox")
     hf.gpt_neox.config.rotary_pct = 1.0
     attention = hf.gpt_neox.layers[0].attention
@@ -333,28 +429,43 @@ def test_a_rotary_previous_token_head_is_position(kind: str) -> None:
     assert table.dominant == ("bias-bias",) * 4
 
 
-# ----------------------------------------------------------------------------------------------------- ways to ask
+# --------------------------------------------------------------------------------------------------
+# --- ways to ask
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma3", "bert"])
 def test_a_cache_gives_the_same_as_a_run(architecture: str) -> None:
     for kind, _ in loadable(architecture)[::2]:
         model = tiny(kind, architecture)
-        cached = split_scores(model, PROMPTS, basis_of(kind, architecture), cache=model.run_with_cache(PROMPTS)[1])
+        cached = split_scores(
+            model, PROMPTS, basis_of(kind, architecture), cache=model.run_with_cache(PROMPTS)[1]
+        )
         for term, value in split_of(kind, architecture).terms.items():
             assert torch.equal(cached.terms[term], value)
         with pytest.raises(GeometryError, match=r"activations of tokens \(2, 17\), got \(2, 18\)"):
-            split_scores(model, PROMPTS[:, :17], basis_of(kind, architecture), cache=model.run_with_cache(PROMPTS)[1])
+            split_scores(
+                model,
+                PROMPTS[:, :17],
+                basis_of(kind, architecture),
+                cache=model.run_with_cache(PROMPTS)[1],
+            )
 
 
 def test_some_heads_in_any_order() -> None:
     whole = split_of("bridge", "llama")
-    some = split_scores(tiny("bridge", "llama"), PROMPTS, basis_of("bridge", "llama"), heads=["L1H2", (0, 1), (1, 0)])
+    some = split_scores(
+        tiny("bridge", "llama"),
+        PROMPTS,
+        basis_of("bridge", "llama"),
+        heads=["L1H2", (0, 1), (1, 0)],
+    )
     assert some.heads == ((1, 2), (0, 1), (1, 0))
     rows = [whole.heads.index(h) for h in some.heads]
     assert torch.equal(some.terms["pos", "cvec"], whole.terms["pos", "cvec"][:, rows])
     assert torch.equal(some.total(), whole.total()[:, rows])
-    assert torch.allclose(some.shares().cs, whole.shares().cs[rows], atol=1e-9), "shares follow the heads, not the layers"
+    assert torch.allclose(some.shares().cs, whole.shares().cs[rows], atol=1e-9), (
+        "shares follow the heads, not the layers"
+    )
     assert some.str_tokens[:2] == tuple(f"<{i}>" for i in PROMPTS[0, :2].tolist())
 
 
@@ -362,7 +473,7 @@ def test_a_split_is_saved_and_read(tmp_path: Path) -> None:
     split = split_of("bridge", "bloom")
     again = ScoreSplit.load(split.save(tmp_path / "split.safetensors"))
     assert again.heads == split.heads
-    assert again.closing.checks == split.closing.checks
+    assert again.reconstruction.checks == split.reconstruction.checks
     for term in split.terms:
         assert torch.equal(again.terms[term], split.terms[term])
     assert "sum scores" in repr(split)
@@ -376,14 +487,16 @@ def test_alibi_closes_whatever_was_run_before() -> None:
     model, basis = tiny("hooked", "bloom"), basis_of("hooked", "bloom")
     for length in (8, 40, 18):  # HookedTransformer keeps the bias of its longest prompt
         model(tokens(1, length))
-        assert split_scores(model, PROMPTS, basis).closing.closes
+        assert split_scores(model, PROMPTS, basis).reconstruction.adds_up
 
 
 def test_soft_caps_and_sinks_have_their_own_methods() -> None:
     capped = split_of("bridge", "gemma2")
     assert "scores before the soft cap" in capped.provenance.flags
     total, entered = capped.total(), capped.model_scores()
-    assert torch.allclose(entered[:, capped.allowed], 50 * torch.tanh(total[:, capped.allowed] / 50))
+    assert torch.allclose(
+        entered[:, capped.allowed], 50 * torch.tanh(total[:, capped.allowed] / 50)
+    )
     assert float((entered - total)[:, capped.allowed].abs().max()) > 0.5
     sinking = split_of("bridge", "gpt-oss")
     assert float(sinking.pattern().sum(-1).min()) < 0.99
@@ -399,15 +512,27 @@ def test_soft_caps_and_sinks_have_their_own_methods() -> None:
         {"attn_only": True, "normalization_type": None},
         {"normalization_type": "LN", "positional_embedding_type": "shortformer"},
         {"normalization_type": "LN", "attention_dir": "bidirectional"},
-        {"normalization_type": "LN", "use_local_attn": True, "window_size": 5, "attn_types": ["local", "global"]},
-        {"normalization_type": "LN", "positional_embedding_type": "rotary", "rotary_dim": 4, "rotary_adjacent_pairs": True},
+        {
+            "normalization_type": "LN",
+            "use_local_attn": True,
+            "window_size": 5,
+            "attn_types": ["local", "global"],
+        },
+        {
+            "normalization_type": "LN",
+            "positional_embedding_type": "rotary",
+            "rotary_dim": 4,
+            "rotary_adjacent_pairs": True,
+        },
         {"normalization_type": "RMS", "use_split_qkv_input": True, "n_key_value_heads": 2},
     ],
 )
 def test_models_that_no_family_has(settings_: dict[str, Any]) -> None:
     model = tiny_hooked(**settings_)
-    split = split_scores(model, PROMPTS, decompose(model, tokens(batch=12, length=18, seed=2), progress=False))
-    assert split.closing.closes
+    split = split_scores(
+        model, PROMPTS, decompose(model, tokens(batch=12, length=18, seed=2), progress=False)
+    )
+    assert split.reconstruction.adds_up
     assert split.scale > 10
 
 
@@ -418,12 +543,13 @@ def test_hooks_of_the_user_act_in_the_split() -> None:
     direction = torch.randn(32, generator=torch.Generator().manual_seed(0))
     model.add_hook("blocks.1.hook_resid_pre", lambda x, hook: x + 3 * direction)
     steered = split_scores(model, PROMPTS, basis)
-    assert steered.closing.closes
+    assert steered.reconstruction.adds_up
     assert torch.equal(steered.total()[:, :4], plain.total()[:, :4])
     assert not torch.allclose(steered.total()[:, 4:], plain.total()[:, 4:], atol=0.1)
 
 
-# ------------------------------------------------------------------------------------------------------------ planted faults
+# --------------------------------------------------------------------------------------------------
+# ---------- planted faults
 
 
 def planted(seen: ModelView, change: Change) -> ModelView:
@@ -435,7 +561,11 @@ def planted(seen: ModelView, change: Change) -> ModelView:
     return dataclasses.replace(seen, run_layers=run_layers)
 
 
-def with_map(which: str, wrap: Callable[[LayerView, Tensor], Tensor], after: Callable[[Tensor], Tensor] = lambda x: x) -> Change:
+def with_map(
+    which: str,
+    wrap: Callable[[LayerView, Tensor], Tensor],
+    after: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Change:
     def change(layer: LayerView) -> LayerView:
         inner = getattr(layer, which)
         return dataclasses.replace(layer, **{which: lambda p: after(inner(wrap(layer, p)))})
@@ -444,17 +574,28 @@ def with_map(which: str, wrap: Callable[[LayerView, Tensor], Tensor], after: Cal
 
 
 def with_fields(**changes: Callable[[Any], Any]) -> Change:
-    return lambda layer: dataclasses.replace(layer, **{k: f(getattr(layer, k)) for k, f in changes.items()})
+    return lambda layer: dataclasses.replace(
+        layer, **{k: f(getattr(layer, k)) for k, f in changes.items()}
+    )
 
 
 FAULTS: dict[str, tuple[str, Change]] = {
     "sign of the queries": ("gpt2", with_map("q_map", lambda _, p: -p)),
     "query bias dropped": ("gpt2", with_fields(q_constant=torch.zeros_like)),
     "key bias dropped": ("gpt2", with_fields(k_constant=torch.zeros_like)),
-    "biases exchanged": ("qwen2", lambda x: dataclasses.replace(x, q_constant=x.k_constant, k_constant=x.q_constant)),
+    "biases exchanged": (
+        "qwen2",
+        lambda x: dataclasses.replace(x, q_constant=x.k_constant, k_constant=x.q_constant),
+    ),
     "wrong key head": ("llama", with_map("k_map", lambda _, p: p, lambda k: k.roll(1, -2))),
-    "grouped keys tiled": ("llama", with_map("k_map", lambda _, p: p, lambda k: k[..., [0, 2, 0, 2], :])),
-    "keys off by one position": ("gpt2", with_map("k_map", lambda _, p: p, lambda k: k.roll(1, -3))),
+    "grouped keys tiled": (
+        "llama",
+        with_map("k_map", lambda _, p: p, lambda k: k[..., [0, 2, 0, 2], :]),
+    ),
+    "keys off by one position": (
+        "gpt2",
+        with_map("k_map", lambda _, p: p, lambda k: k.roll(1, -3)),
+    ),
     "batch rows exchanged": ("gpt2", with_fields(h=lambda h: h.flip(0))),
     "norm scale twice": ("gpt2", with_fields(q_scale=torch.square)),
     "norm scale left out": ("llama", with_fields(k_scale=torch.ones_like)),
@@ -471,9 +612,14 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "mask one column too wide": ("gpt2", with_fields(allowed=lambda a: torch.ones_like(a).tril(1))),
     "mask one column too narrow": (
         "opt",
-        with_fields(allowed=lambda a: a.tril(-1) | torch.eye(18, dtype=torch.bool)[:, [*range(1, 18), 0]]),
+        with_fields(
+            allowed=lambda a: a.tril(-1) | torch.eye(18, dtype=torch.bool)[:, [*range(1, 18), 0]]
+        ),
     ),
-    "sliding window forgotten": ("gpt-neo", with_fields(allowed=lambda a: torch.ones_like(a).tril())),
+    "sliding window forgotten": (
+        "gpt-neo",
+        with_fields(allowed=lambda a: torch.ones_like(a).tril()),
+    ),
     "soft cap forgotten": ("gemma2", with_fields(softcap=lambda _: None)),
     "soft cap too high": ("gemma2", with_fields(softcap=lambda c: c + 1)),
 }
@@ -483,12 +629,14 @@ FAULTS: dict[str, tuple[str, Change]] = {
 def test_a_planted_fault_is_refused(name: str) -> None:
     architecture, change = FAULTS[name]
     seen, basis = view(tiny("bridge", architecture)), basis_of("bridge", architecture)
-    assert split_scores(planted(seen, lambda layer: layer), PROMPTS, basis).closing.closes
-    with pytest.raises(ClosingError, match="off by"):
+    assert split_scores(planted(seen, lambda layer: layer), PROMPTS, basis).reconstruction.adds_up
+    with pytest.raises(ReconstructionError, match="off by"):
         split_scores(planted(seen, change), PROMPTS, basis)
 
 
-@pytest.mark.parametrize("name", ["mean left in cvec", "position of the next column", "context twice", "part forgotten"])
+@pytest.mark.parametrize(
+    "name", ["mean left in cvec", "position of the next column", "context twice", "part forgotten"]
+)
 def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Cut.stream
 
@@ -505,7 +653,7 @@ def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.Mon
         return parts
 
     monkeypatch.setattr(Cut, "stream", wrong)
-    with pytest.raises(ClosingError, match="q parts off by"):
+    with pytest.raises(ReconstructionError, match="q parts off by"):
         split_scores(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"))
 
 
@@ -514,7 +662,12 @@ def _unbiased(self: facts.Facts, which: str) -> Tensor:
     return {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
 
 
-def _other_layer(self: parameters.Parameters, layer: int, weights: Any = parameters.Parameters.weights, **options: Any) -> Any:
+def _other_layer(
+    self: parameters.Parameters,
+    layer: int,
+    weights: Any = parameters.Parameters.weights,
+    **options: Any,
+) -> Any:
     return weights(self, 1 - layer)
 
 
@@ -522,23 +675,41 @@ ROTATE = facts.rotate
 ADAPTER_FAULTS: dict[str, tuple[str, Any, str, Any]] = {
     "norm bias dropped": ("gpt2", facts.Facts, "constant", _unbiased),
     "weights of another layer": ("llama", parameters.Parameters, "weights", _other_layer),
-    "rotation the other way": ("llama", facts, "rotate", lambda x, cos, sin, style: ROTATE(x, cos, -sin, style)),
-    "rotation of other pairs": ("llama", facts, "rotate", lambda x, cos, sin, style: ROTATE(x, cos, sin, "adjacent")),
+    "rotation the other way": (
+        "llama",
+        facts,
+        "rotate",
+        lambda x, cos, sin, style: ROTATE(x, cos, -sin, style),
+    ),
+    "rotation of other pairs": (
+        "llama",
+        facts,
+        "rotate",
+        lambda x, cos, sin, style: ROTATE(x, cos, sin, "adjacent"),
+    ),
     "rotation left out": ("phi", facts, "rotate", lambda x, cos, sin, style: x),
     "QK-norm per head in place of flat": (
-        "olmo2", facts.QKNorm, "scale", lambda self, x: (x.square().mean(-1) + self.eps).sqrt(),
+        "olmo2",
+        facts.QKNorm,
+        "scale",
+        lambda self, x: (x.square().mean(-1) + self.eps).sqrt(),
     ),
-    "mean not taken out by the norm": ("gpt2", NormWeights, "scale", lambda self, h: (h.square().mean(-1) + self.eps).sqrt()),
-}  # fmt: skip
+    "mean not taken out by the norm": (
+        "gpt2",
+        NormWeights,
+        "scale",
+        lambda self, h: (h.square().mean(-1) + self.eps).sqrt(),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ADAPTER_FAULTS)
 def test_a_fault_in_the_adapter_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, owner, attribute, fault = ADAPTER_FAULTS[name]
     seen, basis = view(tiny("bridge", architecture)), basis_of("bridge", architecture)
-    assert split_scores(seen, PROMPTS, basis).closing.closes
+    assert split_scores(seen, PROMPTS, basis).reconstruction.adds_up
     monkeypatch.setattr(owner, attribute, fault)
-    with pytest.raises(ClosingError, match="off by"):
+    with pytest.raises(ReconstructionError, match="off by"):
         split_scores(seen, PROMPTS, basis)
 
 
@@ -547,52 +718,76 @@ def test_pattern_error_sees_what_it_should() -> None:
     allowed = torch.ones(6, 6).tril().bool()
     pattern = torch.where(allowed, scores, -torch.inf).softmax(-1)
     assert pattern_error(scores, pattern, allowed, 2**-24) < 1e-5
-    assert pattern_error(scores + torch.randn(3, 6, 1), pattern, allowed, 2**-24) < 1e-5  # rows may be shifted
+    assert (
+        pattern_error(scores + torch.randn(3, 6, 1), pattern, allowed, 2**-24) < 1e-5
+    )  # rows may be shifted
     assert pattern_error(scores * 1.01, pattern, allowed, 2**-24) > 1e-2
     assert pattern_error(scores, torch.full_like(pattern, 1 / 6), allowed, 2**-24) == float("inf")
-    assert pattern_error(scores, torch.where(torch.eye(6).bool(), 1.0, 0.0).expand(3, 6, 6), allowed, 2**-24) == float("inf")
+    assert pattern_error(
+        scores, torch.where(torch.eye(6).bool(), 1.0, 0.0).expand(3, 6, 6), allowed, 2**-24
+    ) == float("inf")
     hidden = torch.where(allowed, scores * 100, -torch.inf)
-    assert pattern_error(hidden, hidden.softmax(-1), allowed, 2**-24) < 1e-3  # underflow is not an error
+    assert (
+        pattern_error(hidden, hidden.softmax(-1), allowed, 2**-24) < 1e-3
+    )  # underflow is not an error
 
 
-# -------------------------------------------------------------------------------------------------------------- values
+# --------------------------------------------------------------------------------------------------
+# ------------ values
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "gemma2", "gpt-oss", "gptj", "olmo2", "bert"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", "llama", "bloom", "gemma2", "gpt-oss", "gptj", "olmo2", "bert"]
+)
 def test_values_sum_to_the_output_of_the_head(architecture: str) -> None:
     for kind, processed in loadable(architecture):
         model = tiny(kind, architecture, processed)
         split = split_values(model, PROMPTS, basis_of(kind, architecture, processed))
-        assert split.closing.closes
+        assert split.reconstruction.adds_up
         cache = model.run_with_cache(PROMPTS)[1]
-        assert torch.allclose(split.z.sum(0)[:, :, 4:], cache["z", 1], atol=2e-4 * float(cache["z", 1].abs().max()))
+        assert torch.allclose(
+            split.z.sum(0)[:, :, 4:], cache["z", 1], atol=2e-4 * float(cache["z", 1].abs().max())
+        )
         whole = split.output()[:, :, 4:].sum(2) + view(model).weights(1).b_O
         if architecture not in ("gemma2", "olmo2", "bert"):  # there a norm follows the output
             assert torch.allclose(whole, cache["attn_out", 1], atol=2e-4 * float(whole.abs().max()))
-        assert torch.allclose(sum((split.output(p) for p in split.parts), torch.zeros(())), split.output(), atol=1e-3)
+        assert torch.allclose(
+            sum((split.output(p) for p in split.parts), torch.zeros(())), split.output(), atol=1e-3
+        )
         shares = torch.tensor([row[3] for row in split.rows()]).view(8, 3)
         assert torch.allclose(shares.sum(1), torch.ones(8), atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "neox"])
 def test_direct_effects_are_differences_of_logits(architecture: str) -> None:
-    """Taking a part's output out of the last state with the norm's scale frozen changes the logit by its direct effect."""
+    """Taking a part's output out of the last state with the norm's scale frozen changes the logit
+    by its direct effect."""
     for kind, processed in loadable(architecture):
         model = tiny(kind, architecture, processed)
         seen = view(model)
-        split = split_values(model, PROMPTS, basis_of(kind, architecture, processed), heads=["L1H2"], token_ids=[5, 9])
+        split = split_values(
+            model,
+            PROMPTS,
+            basis_of(kind, architecture, processed),
+            heads=["L1H2"],
+            token_ids=[5, 9],
+        )
         norm, found = seen.final_norm(), []
         assert norm is not None
         seen.run(PROMPTS, {seen.state_hooks[-1]: found.append})
         h, write = found[0].double(), split.output("cvec")[:, :, 0].double()
 
         def read(x: Tensor, h: Tensor = h, norm: Any = norm, seen: ModelView = seen) -> Tensor:
-            centre = (lambda y: y - y.mean(-1, keepdim=True)) if norm.kind == "LN" else (lambda y: y)
+            centre = (
+                (lambda y: y - y.mean(-1, keepdim=True)) if norm.kind == "LN" else (lambda y: y)
+            )
             scale = (centre(h).square().mean(-1, keepdim=True) + norm.eps).sqrt()
             return (centre(x) / scale * norm.gain.double()) @ seen.unembed().double()[:, [5, 9]]
 
         effect = split.effect("cvec")[:, :, 0].double()
-        assert torch.allclose(read(h) - read(h - write), effect, atol=1e-4 * float(effect.abs().max()))
+        assert torch.allclose(
+            read(h) - read(h - write), effect, atol=1e-4 * float(effect.abs().max())
+        )
         assert float(effect.abs().max()) > 1e-2
 
 
@@ -601,7 +796,9 @@ def test_logits_of_a_head_that_is_not_linear_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="a norm and a linear map from the last state"):
         split_values(model, PROMPTS, basis, token_ids=[3])
     untrained = dataclasses.replace(view(tiny("bridge", "gpt2")), head_trained=False)
-    with pytest.raises(UnsupportedModelError, match="a trained output head, got one that was newly initialised"):
+    with pytest.raises(
+        UnsupportedModelError, match="a trained output head, got one that was newly initialised"
+    ):
         split_values(untrained, PROMPTS, basis_of("bridge", "gpt2"), token_ids=[3])
     with pytest.raises(GeometryError, match="token_ids= in split_values"):
         split_values(model, PROMPTS, basis).effect("pos")
@@ -611,13 +808,18 @@ def test_logits_of_a_head_that_is_not_linear_are_refused() -> None:
 def test_direct_effects_through_a_norm_after_attention_are_refused(architecture: str) -> None:
     for kind, processed in loadable(architecture):
         model, basis = tiny(kind, architecture, processed), basis_of(kind, architecture, processed)
-        with pytest.raises(UnsupportedModelError, match="heads that write straight into the stream, got a norm after attention"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match="heads that write straight into the stream, got a norm after attention",
+        ):
             split_values(model, PROMPTS, basis, heads=["L1H2"], token_ids=[5])
         assert split_values(model, PROMPTS, basis, heads=["L1H2"]).logits is None
 
 
 def test_tokens_of_direct_effects_are_ids_or_single_tokens_one_or_several() -> None:
-    seen = dataclasses.replace(view(tiny("bridge", "gpt2")), encode=lambda text: [ord(c) - 90 for c in text])
+    seen = dataclasses.replace(
+        view(tiny("bridge", "gpt2")), encode=lambda text: [ord(c) - 90 for c in text]
+    )
     basis = basis_of("bridge", "gpt2")
 
     def chosen(asked: Any) -> tuple[int, ...]:
@@ -650,11 +852,12 @@ VALUE_FAULTS: dict[str, Change] = {
 @pytest.mark.parametrize("name", VALUE_FAULTS)
 def test_a_planted_fault_in_values_is_refused(name: str) -> None:
     seen, basis = view(tiny("bridge", "gpt2")), basis_of("bridge", "gpt2")
-    with pytest.raises(ClosingError, match="values of layer"):
+    with pytest.raises(ReconstructionError, match="values of layer"):
         split_values(planted(seen, VALUE_FAULTS[name]), PROMPTS, basis)
 
 
-# ------------------------------------------------------------------------------------------------------------------ bad input
+# --------------------------------------------------------------------------------------------------
+# ---------------- bad input
 
 
 @pytest.mark.parametrize("verb", [split_scores, split_values])
@@ -667,7 +870,10 @@ def test_a_planted_fault_in_values_is_refused(name: str) -> None:
         ({"heads": ["H7"]}, "heads: expected (layer, head) pairs or \"L5H1\", got 'H7'"),
         ({"heads": ["L0H1"], "layers": 1}, "heads: expected heads of layers [1]"),
         ({"parts": ("pos", "noise")}, "parts: expected one of (('pos', 'cvec')"),
-        ({"memory_budget": 1000}, "bytes for 8 heads. Use heads= to choose some, or sweep_heads for all"),
+        (
+            {"memory_budget": 1000},
+            "bytes for 8 heads. Use heads= to choose some, or sweep_heads for all",
+        ),
     ],
 )
 def test_bad_requests_are_named(verb: Any, options: dict[str, Any], text: str) -> None:
@@ -680,8 +886,14 @@ def test_bad_requests_are_named(verb: Any, options: dict[str, Any], text: str) -
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"preset": "published"}, "preset: expected one of 'exact', 'paper', 'reference', got 'published'"),
-        ({"preset": "paper", "parts": ("pos", "ctx", "resid")}, "expected ('pos', 'cvec') with preset='paper'"),
+        (
+            {"preset": "published"},
+            "preset: expected one of 'exact', 'paper', 'reference', got 'published'",
+        ),
+        (
+            {"preset": "paper", "parts": ("pos", "ctx", "resid")},
+            "expected ('pos', 'cvec') with preset='paper'",
+        ),
         ({"legacy_double_ln": True}, "legacy_double_ln: expected preset='reference', got 'exact'"),
         ({"prepend_bos": True}, "prepend_bos: expected None with token ids"),
     ],
@@ -694,38 +906,58 @@ def test_bad_presets_are_named(options: dict[str, Any], text: str) -> None:
 
 def test_a_basis_must_be_of_this_model_and_have_seen_these_positions() -> None:
     model = tiny("bridge", "gpt2")
-    with pytest.raises(GeometryError, match="basis: expected the model it was computed from, tiny-llama"):
+    with pytest.raises(
+        GeometryError, match="basis: expected the model it was computed from, tiny-llama"
+    ):
         split_scores(model, PROMPTS, basis_of("bridge", "llama"))
-    with pytest.raises(GeometryError, match="tokens: expected at most 20 positions, as the basis has seen, got 21"):
+    with pytest.raises(
+        GeometryError, match="tokens: expected at most 20 positions, as the basis has seen, got 21"
+    ):
         split_scores(model, tokens(length=21), basis_of("bridge", "gpt2"))
     with pytest.raises(GeometryError, match="basis: expected a PositionContext, got None"):
         split_scores(model, PROMPTS, None)
     some = decompose(model, tokens(batch=8, length=20), states=[0, 2], progress=False)
     with pytest.raises(GeometryError, match=r"state: expected one of \(0, 2\), got 1"):
         split_scores(model, PROMPTS, some)
-    assert split_scores(model, PROMPTS, some, layers=0).closing.closes
+    assert split_scores(model, PROMPTS, some, layers=0).reconstruction.adds_up
     with pytest.raises(GeometryError, match="prepend_bos: expected True or False with text"):
         split_scores(model, "some text", basis_of("bridge", "gpt2"))
     with pytest.raises(GeometryError, match="tokens: expected at most 20 positions"):
-        split_scores(model, torch.zeros(1, 200, dtype=torch.int64), basis_of("bridge", "gpt2"), heads=["L0H0"])
+        split_scores(
+            model,
+            torch.zeros(1, 200, dtype=torch.int64),
+            basis_of("bridge", "gpt2"),
+            heads=["L0H0"],
+        )
 
 
 def test_a_term_that_is_not_there_is_not_contained() -> None:
     model = tiny("bridge", "gpt2")
-    split = tl_geometry.split_scores(model, tokens(1, 6), decompose(model, tokens(24, 16), progress=False))
+    split = tl_geometry.split_scores(
+        model, tokens(1, 6), decompose(model, tokens(24, 16), progress=False)
+    )
     assert ("pos", "cvec") in split.terms
     assert ("pos", "ctx") not in split.terms
 
 
 def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
     model = tiny("bridge", "llama")
-    basis, seen = decompose(model, tokens(batch=24, length=20, seed=2), window=(3, 12), progress=False), view(model)
+    basis, seen = (
+        decompose(model, tokens(batch=24, length=20, seed=2), window=(3, 12), progress=False),
+        view(model),
+    )
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
     cut = Cut(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
-    seen.run_layers(PROMPTS, (1,), lambda layer: found.append((layer.h.double(), cut.stream(layer))))
+    seen.run_layers(
+        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), cut.stream(layer)))
+    )
     h, parts = found[0]
-    expected = basis.transform(h[:, 3:12].expand(len(basis.states), -1, -1, -1), positions=range(3, 12))
+    expected = basis.transform(
+        h[:, 3:12].expand(len(basis.states), -1, -1, -1), positions=range(3, 12)
+    )
     row = basis.index(1)
-    assert torch.allclose(parts["ctx"], expected.ctx[row].float().unsqueeze(1).expand_as(h), atol=1e-5)
+    assert torch.allclose(
+        parts["ctx"], expected.ctx[row].float().unsqueeze(1).expand_as(h), atol=1e-5
+    )
     assert torch.allclose(parts["resid"][:, 3:12], expected.resid[row].float(), atol=1e-5)
     assert float(expected.ctx[row].abs().max()) > 0.1

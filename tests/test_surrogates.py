@@ -1,4 +1,5 @@
-"""Surrogates of W_QK in a live model: the whole changes nothing, every part acts, hooks go away, planted structure carries the loss."""
+"""Surrogates of W_QK in a live model: the whole changes nothing, every part acts, hooks go away,
+planted structure carries the loss."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def basis_of(model: Any) -> tlg.PositionContext:
 
 
 @pytest.mark.parametrize(("kind", "architecture"), MODELS)
-def test_the_whole_changes_nothing_and_every_part_changes_the_logits(kind: str, architecture: str) -> None:
+def test_the_whole_changes_nothing_and_every_part_changes_the_logits(
+    kind: str, architecture: str
+) -> None:
     model = tiny(kind, architecture)
     view, basis = tlg.view(model), basis_of(model)
     clean = view.run(tokens(), {}, logits=True)
@@ -66,7 +69,9 @@ def test_only_the_chosen_heads_change_and_hooks_are_removed_on_errors() -> None:
         view.run(tokens(), {name: lambda v: found.__setitem__("edited", v)})
     changed = (found["clean"] - found["edited"]).abs().amax((0, 1, 3)) > 1e-6
     assert changed.tolist() == [False, False, True, False]
-    with surrogate(model, basis, ["L1H2"], part="none"):  # hooks survive TransformerLens's own clean-up
+    with surrogate(
+        model, basis, ["L1H2"], part="none"
+    ):  # hooks survive TransformerLens's own clean-up
         _, cache = model.run_with_cache(tokens())
         again = model(tokens(), return_type="logits")
     close(cache[name], found["edited"])
@@ -91,15 +96,23 @@ def test_new_patterns_by_hand() -> None:
     w, norm = view.weights(1), view.attention_norm(1)
     b_Q = w.b_Q[3] + norm.bias @ w.W_Q[3]
     W = new.left[0] @ new.right[0].mT + torch.diag(new.diagonal[0])
-    scores = z.double() @ W @ z.double().mT + ((z * norm.gain) @ (w.W_K[3] @ b_Q) / 8**0.5)[:, None].double()
-    expected = scores.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    scores = (
+        z.double() @ W @ z.double().mT
+        + ((z * norm.gain) @ (w.W_K[3] @ b_Q) / 8**0.5)[:, None].double()
+    )
+    expected = scores.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf).softmax(
+        -1
+    )
     close(edited[:, 0].double(), expected, 1e-4)
 
 
 def test_parts_of_a_planted_matrix() -> None:
     generator = torch.Generator().manual_seed(0)
     V = torch.linalg.qr(torch.randn(30, 5, generator=generator, dtype=torch.float64)).Q
-    L, d = torch.randn(3, 3, generator=generator, dtype=torch.float64), torch.randn(30, generator=generator, dtype=torch.float64)
+    L, d = (
+        torch.randn(3, 3, generator=generator, dtype=torch.float64),
+        torch.randn(30, generator=generator, dtype=torch.float64),
+    )
     W = V[:, :3] @ L @ V[:, :3].mT + torch.diag(d)
     f = Factors(W[None], torch.eye(30, dtype=torch.float64)[None])
 
@@ -125,13 +138,17 @@ def test_parts_of_a_planted_matrix() -> None:
     close(random, product("random"))
 
 
-def test_effect_is_a_table_and_the_random_control_costs_more_on_the_embedded_model(tmp_path: Any) -> None:
+def test_effect_is_a_table_and_the_random_control_costs_more_on_the_embedded_model(
+    tmp_path: Any,
+) -> None:
     from tl_geometry import zoo
 
     model = zoo.embedded()
     rows = zoo.default_windows(model, 64, n=16)
     basis = tlg.decompose(model, rows, progress=False)
-    effect = surrogate_effect(model, rows[:8], basis, layers=0, parts=("structured", "random", "whole"))
+    effect = surrogate_effect(
+        model, rows[:8], basis, layers=0, parts=("structured", "random", "whole")
+    )
     table = effect.to_dataframe()
     assert list(table["part"]) == ["model", "structured", "random", "whole"]
     change = dict(zip(table["part"], table["change"], strict=True))
@@ -149,7 +166,10 @@ def test_refusals() -> None:
 
     llama, bert, gpt2 = (tiny("bridge", a) for a in ("llama", "bert", "gpt2"))
     asked = r"part 'thresholded': expected a part of a W_QK that is one matrix for all offsets, got rotary .*Use one of 'structured'"
-    with pytest.raises(UnsupportedModelError, match=asked), surrogate(llama, basis_of(llama), part="thresholded"):
+    with (
+        pytest.raises(UnsupportedModelError, match=asked),
+        surrogate(llama, basis_of(llama), part="thresholded"),
+    ):
         pass
     with pytest.raises(UnsupportedModelError, match="part 'thresholded'"):
         surrogate_effect(llama, tokens(), basis_of(llama), parts=("none", "thresholded"))
@@ -160,14 +180,20 @@ def test_refusals() -> None:
     untrained = dataclasses.replace(tlg.view(gpt2), head_trained=False)
     with pytest.raises(UnsupportedModelError, match="expected a model with a trained output head"):
         surrogate_effect(untrained, tokens(), basis_of(gpt2))
-    with pytest.raises(GeometryError, match="part: expected one of 'structured'"), surrogate(gpt2, basis_of(gpt2), part="half"):
+    with (
+        pytest.raises(GeometryError, match="part: expected one of 'structured'"),
+        surrogate(gpt2, basis_of(gpt2), part="half"),
+    ):
         pass
 
 
 def test_moved_patterns_are_the_mean_over_all_prompts() -> None:
     model, rows = tiny("bridge", "gpt2"), tokens(11)
     basis = basis_of(model)
-    whole, first, rest = (surrogate_effect(model, part, basis, parts="structured") for part in (rows, rows[:8], rows[8:]))
+    whole, first, rest = (
+        surrogate_effect(model, part, basis, parts="structured")
+        for part in (rows, rows[:8], rows[8:])
+    )
     assert whole.parts == ("structured",)
     close(whole.moved, (8 * first.moved + 3 * rest.moved) / 11, 1e-5)
     assert not torch.allclose(first.moved, rest.moved, atol=1e-3)
@@ -175,12 +201,17 @@ def test_moved_patterns_are_the_mean_over_all_prompts() -> None:
 
 # rotary models: another W_QK at every offset
 
-ROTARY = [("bridge", a) for a in ("llama", "neox", "gptj", "qwen3", "gemma3", "phi", "olmo2", "llama3-rope")]
+ROTARY = [
+    ("bridge", a)
+    for a in ("llama", "neox", "gptj", "qwen3", "gemma3", "phi", "olmo2", "llama3-rope")
+]
 ROTARY += [("hooked", "llama"), ("hooked", "gptj")] if HAS_HOOKED else []
 
 
 @pytest.mark.parametrize(("kind", "architecture"), ROTARY)
-def test_in_rotary_models_the_whole_changes_nothing_and_every_part_does(kind: str, architecture: str) -> None:
+def test_in_rotary_models_the_whole_changes_nothing_and_every_part_does(
+    kind: str, architecture: str
+) -> None:
     model = tiny(kind, architecture)
     view, basis = tlg.view(model), basis_of(model)
     clean = view.run(tokens(), {}, logits=True)
@@ -198,14 +229,16 @@ def test_in_rotary_models_the_whole_changes_nothing_and_every_part_does(kind: st
 
 
 def turned(angle: Tensor, x: Tensor) -> Tensor:
-    """Rotation of the pairs (e, e + half) of every row by an angle of its own, as complex numbers."""
+    """Rotation of the pairs (e, e + half) of every row by an angle of its own, as complex
+    numbers."""
     a, b = x.chunk(2, dim=-1)
     z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([z.real, z.imag], dim=-1)
 
 
 def dense_llama(model: Any, layer: int, head: int, offset: int) -> Tensor:
-    """W_D of a head of the tiny Llama from its Hugging Face weights, 10000^(-e / half) radians per position."""
+    """W_D of a head of the tiny Llama from its Hugging Face weights, 10000^(-e / half) radians per
+    position."""
     block = model.original_model.model.layers[layer]
     gain = block.input_layernorm.weight.detach().double()
     q, k = (getattr(block.self_attn, f"{n}_proj").weight.detach().double() * gain for n in "qk")
@@ -216,7 +249,8 @@ def dense_llama(model: Any, layer: int, head: int, offset: int) -> Tensor:
 
 @torch.no_grad()
 def test_every_offset_gets_its_own_least_squares_fit() -> None:
-    """Brute force: for each cell the dense W_D, its best V L V^T + diag by a general solver, applied to the normalised stream."""
+    """Brute force: for each cell the dense W_D, its best V L V^T + diag by a general solver,
+    applied to the normalised stream."""
     model = tiny("bridge", "llama")
     view, basis, kept = tlg.view(model), basis_of(model), {}
     ids = tokens(2, 7)
@@ -227,7 +261,10 @@ def test_every_offset_gets_its_own_least_squares_fit() -> None:
     V = bilinear.leading_directions(basis.pos[basis.index(1)], 60)[0][:, :k]
     design = [torch.outer(V[:, a], V[:, b]).flatten() for a in range(k) for b in range(k)]
     design += [torch.diag(torch.eye(32, dtype=torch.float64)[e]).flatten() for e in range(32)]
-    made = {p: replaced_scores(seen, own, replacements(view, basis, heads, p, rank=k)[1]) for p in ("structured", "low_rank", "diagonal")}
+    made = {
+        p: replaced_scores(seen, own, replacements(view, basis, heads, p, rank=k)[1])
+        for p in ("structured", "low_rank", "diagonal")
+    }
     for n, (_, head) in enumerate(heads):
         for i, j in ((0, 0), (3, 3), (4, 1), (6, 5), (6, 0)):
             W = dense_llama(model, 1, head, i - j)
@@ -235,11 +272,17 @@ def test_every_offset_gets_its_own_least_squares_fit() -> None:
             best = torch.linalg.lstsq(torch.stack(design, 1), W.flatten()[:, None]).solution[:, 0]
             fitted = V @ best[: k * k].view(k, k) @ V.mT + torch.diag(best[k * k :])
             P = V @ V.mT
-            for part, dense in (("structured", fitted), ("low_rank", P @ W @ P), ("diagonal", torch.diag(W.diagonal()))):
+            for part, dense in (
+                ("structured", fitted),
+                ("low_rank", P @ W @ P),
+                ("diagonal", torch.diag(W.diagonal())),
+            ):
                 expected = torch.einsum("bd,de,be->b", x[:, i], dense, x[:, j])
                 close(made[part][:, n, i, j].double(), expected, 1e-4)
     other = dense_llama(model, 1, 1, 0)  # the twin: one matrix for all offsets is another thing
-    assert not torch.allclose(torch.einsum("bd,de,be->b", x[:, 6], other, x[:, 0]), own[:, 0, 6, 0].double(), atol=1e-2)
+    assert not torch.allclose(
+        torch.einsum("bd,de,be->b", x[:, 6], other, x[:, 0]), own[:, 0, 6, 0].double(), atol=1e-2
+    )
 
 
 def test_diagonals_of_keys_ahead_are_those_of_the_transposed_matrix() -> None:

@@ -1,4 +1,5 @@
-"""The sweep over all heads: equal to the split of the same prompts, whatever the batches and the budget; nulls, details, errors."""
+"""The sweep over all heads: equal to the split of the same prompts, whatever the batches and the
+budget; nulls, details, errors."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose
-from tl_geometry.base.errors import BudgetError, ClosingError, GeometryError
+from tl_geometry.base.errors import BudgetError, GeometryError, ReconstructionError
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
@@ -33,11 +34,15 @@ PROMPTS = tokens(batch=5, length=20, seed=4)
 
 @cache
 def basis_of(architecture: str) -> PositionContext:
-    return decompose(tiny("bridge", architecture), tokens(batch=24, length=24, seed=2), progress=False)
+    return decompose(
+        tiny("bridge", architecture), tokens(batch=24, length=24, seed=2), progress=False
+    )
 
 
 def swept(architecture: str, **options: Any) -> SweepTable:
-    return sweep_heads(tiny("bridge", architecture), PROMPTS, basis_of(architecture), progress=False, **options)
+    return sweep_heads(
+        tiny("bridge", architecture), PROMPTS, basis_of(architecture), progress=False, **options
+    )
 
 
 @cache
@@ -76,14 +81,23 @@ def test_head_types_come_from_repeated_random_tokens() -> None:
     made = repeated_random_tokens(32, 2, 4, low=0, high=61, seed=1234)
     made = made[:, :64]
     found: dict[str, Tensor] = {}
-    view(model).run(made, {f"blocks.{i}.attn.hook_pattern": lambda p, i=i: found.update({str(i): p}) for i in range(2)})
-    expected = torch.cat([head_type_scores(found[str(i)], made).scores["induction"] for i in range(2)])
+    view(model).run(
+        made,
+        {
+            f"blocks.{i}.attn.hook_pattern": lambda p, i=i: found.update({str(i): p})
+            for i in range(2)
+        },
+    )
+    expected = torch.cat(
+        [head_type_scores(found[str(i)], made).scores["induction"] for i in range(2)]
+    )
     assert torch.allclose(table.types["induction"], expected, atol=1e-6)
     assert 0 < table.baselines["induction"] < 0.1
 
 
 def test_no_tensor_of_all_terms_or_layers_is_made() -> None:
-    """The largest tensor made while shares are computed is far below one with all terms, and within the budget."""
+    """The largest tensor made while shares are computed is far below one with all terms, and within
+    the budget."""
     model, made = tiny("bridge", "gpt2"), tokens(batch=8, length=64, seed=3)
     basis = decompose(model, made, progress=False)
     budget = 2**20
@@ -91,7 +105,9 @@ def test_no_tensor_of_all_terms_or_layers_is_made() -> None:
     class Largest(TorchDispatchMode):
         size = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
                 Largest.size = max(Largest.size, out.untyped_storage().nbytes())
@@ -112,10 +128,18 @@ def test_ablation_effect_equals_the_pattern_of_the_scores_without_the_term() -> 
         for query, key in list(split.terms)[2:9:3]:
             cut = total - split.terms[query, key]
             cap = split.softcap[:, None, None]
-            changed = torch.where(torch.isinf(cap), cut, cap * torch.tanh(cut / torch.where(torch.isinf(cap), 1.0, cap)))
+            changed = torch.where(
+                torch.isinf(cap),
+                cut,
+                cap * torch.tanh(cut / torch.where(torch.isinf(cap), 1.0, cap)),
+            )
             pattern = changed.masked_fill(~split.allowed, -torch.inf).softmax(-1)
             tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean((0, 2)) / 2
-            assert torch.allclose(table.details[f"tv_{query}-{key}"].float(), tv, atol=1e-4), (architecture, query, key)
+            assert torch.allclose(table.details[f"tv_{query}-{key}"].float(), tv, atol=1e-4), (
+                architecture,
+                query,
+                key,
+            )
 
 
 def test_model_pattern_is_the_models_own() -> None:
@@ -123,27 +147,40 @@ def test_model_pattern_is_the_models_own() -> None:
         model = view(tiny("bridge", architecture))
 
         def check(layer: Any, architecture: str = architecture) -> None:
-            total = score(layer.q, layer.k) * layer.scale + (0 if layer.bias is None else layer.bias)
+            total = score(layer.q, layer.k) * layer.scale + (
+                0 if layer.bias is None else layer.bias
+            )
             assert torch.allclose(layer.pattern_of(total), layer.pattern, atol=1e-5), architecture
 
         model.run_layers(PROMPTS, range(2), check)
 
 
 def test_nulls_take_the_position_out_of_position() -> None:
-    """A planted positional head: its share is high, and near zero for permuted positions and for random directions."""
+    """A planted positional head: its share is high, and near zero for permuted positions and for
+    random directions."""
     table = everything("gpt2")
     for null in ("permuted", "rotated"):
         draws = table.details[f"draws_position_{null}"]
         assert draws.shape == (8, DRAWS)
         assert torch.allclose(draws.mean(1), table.details[f"cs_position_{null}"])
-        assert table.details[f"cs_position_{null}"].abs().mean() < 0.3 * table.group_cs[:, 0].abs().mean()
+        assert (
+            table.details[f"cs_position_{null}"].abs().mean()
+            < 0.3 * table.group_cs[:, 0].abs().mean()
+        )
 
 
 def test_details_have_columns_and_profiles() -> None:
     table = everything("gpt2")
     frame = table.to_dataframe()
     assert len(frame) == 8
-    for name in ("tv_pos-pos", "kl_cvec-cvec", "toeplitz_position", "contrast_cvec-cvec", "cs_position_permuted", "dropped_mass"):
+    for name in (
+        "tv_pos-pos",
+        "kl_cvec-cvec",
+        "toeplitz_position",
+        "contrast_cvec-cvec",
+        "cs_position_permuted",
+        "dropped_mass",
+    ):
         assert not any(frame[name].isna().tolist()), name
     assert table.details["offsets_cvec-cvec"].shape == (8, 2 * 19 - 1)
     assert table.low is not None
@@ -162,11 +199,16 @@ def test_top_sorts_and_round_trips(tmp_path: Path) -> None:
     assert table.top("cs_pos-pos", 1, ascending=True).cs[0, 4] == table.cs[:, 4].min()
     assert best.cs.shape == (3, 9)
     where = table.heads.index(best.heads[0])
-    assert torch.equal(best.details["offsets_position"][0, 18:], table.details["offsets_position"][where, 18:])
+    assert torch.equal(
+        best.details["offsets_position"][0, 18:], table.details["offsets_position"][where, 18:]
+    )
     again = SweepTable.load(best.save(tmp_path / "sweep.safetensors"))
     assert again.heads == best.heads
     assert again.to_dataframe().equals(best.to_dataframe())
-    with pytest.raises(GeometryError, match=r"column: expected one of \d+ names, such as 'induction', .*, got 'inductive'"):
+    with pytest.raises(
+        GeometryError,
+        match=r"column: expected one of \d+ names, such as 'induction', .*, got 'inductive'",
+    ):
         table.top("inductive")
 
 
@@ -179,35 +221,56 @@ def test_one_layer_equals_its_rows_of_the_whole() -> None:
 def test_bad_input_is_refused_by_name() -> None:
     basis = basis_of("gpt2")
     model = tiny("bridge", "gpt2")
-    with pytest.raises(GeometryError, match=r"detail: expected one of 'ablation', 'toeplitz'.*, got 'ablate'"):
+    with pytest.raises(
+        GeometryError, match=r"detail: expected one of 'ablation', 'toeplitz'.*, got 'ablate'"
+    ):
         swept("gpt2", detail="ablate")
     with pytest.raises(GeometryError, match=r"layers: expected an index from 0 to 1, got 2"):
         swept("gpt2", layers=[2])
-    with pytest.raises(GeometryError, match=r"tokens: expected at most 24 positions, as the basis has seen, got 30"):
+    with pytest.raises(
+        GeometryError, match=r"tokens: expected at most 24 positions, as the basis has seen, got 30"
+    ):
         sweep_heads(model, tokens(2, 30), basis, progress=False)
-    with pytest.raises(GeometryError, match=r"tokens: expected more than 2 positions \(the window starts at 1\), got 2"):
+    with pytest.raises(
+        GeometryError,
+        match=r"tokens: expected more than 2 positions \(the window starts at 1\), got 2",
+    ):
         sweep_heads(model, tokens(2, 2), basis, progress=False)
-    with pytest.raises(GeometryError, match=r"basis: expected the model it was computed from, tiny-gpt2 .*, got tiny-llama"):
+    with pytest.raises(
+        GeometryError,
+        match=r"basis: expected the model it was computed from, tiny-gpt2 .*, got tiny-llama",
+    ):
         sweep_heads(tiny("bridge", "llama"), PROMPTS, basis, progress=False)
-    with pytest.raises(BudgetError, match=r"memory_budget: expected at least \d+ bytes for one context of 20 positions, got 1000"):
+    with pytest.raises(
+        BudgetError,
+        match=r"memory_budget: expected at least \d+ bytes for one context of 20 positions, got 1000",
+    ):
         swept("gpt2", memory_budget=1000)
 
 
 def test_bos_is_compared_over_all_batches() -> None:
-    model, without = dataclasses.replace(view(tiny("bridge", "gpt2")), bos_id=0), tokens(batch=6, length=20, seed=4)
+    model, without = (
+        dataclasses.replace(view(tiny("bridge", "gpt2")), bos_id=0),
+        tokens(batch=6, length=20, seed=4),
+    )
     begun = torch.cat([torch.zeros(6, 1, dtype=torch.int64), without[:, 1:]], dim=1)
     mixed = torch.cat([begun[:3], without[3:]])
     options: dict[str, Any] = {"batch_size": 3, "progress": False}
     basis = decompose(model, mixed, progress=False)
     assert sweep_heads(model, mixed, basis, **options).provenance.contexts == 6
-    with pytest.raises(GeometryError, match="tokens: expected has_bos=False, as in the basis, got has_bos=True"):
+    with pytest.raises(
+        GeometryError, match="tokens: expected has_bos=False, as in the basis, got has_bos=True"
+    ):
         sweep_heads(model, begun, basis, **options)
-    with pytest.raises(GeometryError, match="tokens: expected has_bos=True, as in the basis, got has_bos=False"):
+    with pytest.raises(
+        GeometryError, match="tokens: expected has_bos=True, as in the basis, got has_bos=False"
+    ):
         sweep_heads(model, mixed, decompose(model, begun, progress=False), **options)
 
 
 def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subtraction alone would close whatever mean and pos were: the explicit projection of one context does not."""
+    """Subtraction alone would close whatever mean and pos were: the explicit projection of one
+    context does not."""
     right = sweep.project_basis
 
     def scaled_twice(layer: Any, basis: Any, columns: int) -> Any:
@@ -216,7 +279,10 @@ def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPat
 
     assert swept("gpt2").cs.isfinite().all()
     monkeypatch.setattr(sweep, "project_basis", scaled_twice)
-    with pytest.raises(ClosingError, match=r"cvec of q in layer 0: expected subtraction and projection within .*, got"):
+    with pytest.raises(
+        ReconstructionError,
+        match=r"cvec of q in layer 0: expected subtraction and projection within .*, got",
+    ):
         swept("gpt2")
 
 
@@ -240,13 +306,22 @@ def test_uniform_heads_are_labelled() -> None:
 
 
 def test_a_freshly_initialised_model_is_not_refused() -> None:
-    """Its scores are of size 0.1: the pattern closes to its own rounding, not to that of the scores."""
+    """Its scores are of size 0.1: the pattern closes to its own rounding, not to that of the
+    scores."""
     import transformers
 
     from tl_geometry.models import from_hf
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=64,
+        n_head=2,
+        n_positions=32,
+        vocab_size=100,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = from_hf(transformers.GPT2LMHeadModel(config), None, name="fresh")
     ids = torch.randint(0, 100, (8, 32))
     table = sweep_heads(model, ids, decompose(model, ids, progress=False), progress=False)
@@ -255,26 +330,45 @@ def test_a_freshly_initialised_model_is_not_refused() -> None:
 
 
 def test_an_untrained_twin_is_read_anew() -> None:
-    """What is remembered of the trained layers does not reach the twin, and the trained model is as before afterwards."""
+    """What is remembered of the trained layers does not reach the twin, and the trained model is as
+    before afterwards."""
     model, before = tiny("bridge", "gpt2"), swept("gpt2")
     with reinitialized(model) as twin:
-        table = sweep_heads(twin, PROMPTS, decompose(twin, tokens(batch=24, length=24, seed=2), progress=False), progress=False)
+        table = sweep_heads(
+            twin,
+            PROMPTS,
+            decompose(twin, tokens(batch=24, length=24, seed=2), progress=False),
+            progress=False,
+        )
     assert not torch.allclose(table.cs, before.cs, atol=1e-2)
     assert torch.allclose(swept("gpt2").cs, before.cs)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
 def test_shapes_are_those_of_the_terms_of_the_split(architecture: str) -> None:
-    table, split = everything(architecture), split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture))
-    position = sum((v for (a, b), v in split.terms.items() if "cvec" not in (a, b)), torch.zeros(()))
-    shown = {"pos-pos": split.terms["pos", "pos"], "position": position, "cvec-cvec": split.terms["cvec", "cvec"]}
+    table, split = (
+        everything(architecture),
+        split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture)),
+    )
+    position = sum(
+        (v for (a, b), v in split.terms.items() if "cvec" not in (a, b)), torch.zeros(())
+    )
+    shown = {
+        "pos-pos": split.terms["pos", "pos"],
+        "position": position,
+        "cvec-cvec": split.terms["cvec", "cvec"],
+    }
     for at in (slice(0, 4), slice(4, 8)):
         allowed = split.allowed[at.start, 1:, 1:]
         for name, term in shown.items():
             centred = row_center(term[:, at, 1:, 1:], allowed)
             expected = offset_sums(centred, allowed)
-            assert torch.allclose(table.details[f"toeplitz_{name}"][at], expected.toeplitz_r2, atol=1e-4), name
-            assert torch.allclose(table.details[f"offsets_{name}"][at], expected.profile, atol=1e-4, equal_nan=True), name
+            assert torch.allclose(
+                table.details[f"toeplitz_{name}"][at], expected.toeplitz_r2, atol=1e-4
+            ), name
+            assert torch.allclose(
+                table.details[f"offsets_{name}"][at], expected.profile, atol=1e-4, equal_nan=True
+            ), name
         content = row_center(shown["cvec-cvec"][:, at, 1:, 1:], allowed)
         contrast = contrast_sums(content, PROMPTS[:, 1:], allowed).contrast
         assert torch.allclose(table.details["contrast_cvec-cvec"][at], contrast, atol=1e-4)
@@ -299,20 +393,38 @@ def test_null_shares_are_those_of_a_split_by_the_null_positions() -> None:
     view(model).run_layers(PROMPTS, (1,), lambda layer: h.append(layer.h.double()))
     mean = basis.mean[basis.index(1)].expand_as(h[0])
     for name, null in null_positions(basis, 1, 20, 1, 0):
-        split = split_scores(model, PROMPTS, None, layers=1, parts={"mean": mean, "pos": null.expand_as(mean), "cvec": h[0] - mean - null})
+        split = split_scores(
+            model,
+            PROMPTS,
+            None,
+            layers=1,
+            parts={"mean": mean, "pos": null.expand_as(mean), "cvec": h[0] - mean - null},
+        )
         kind, draw = name.split()
         for i, group in enumerate(GROUPS[:2]):
-            assert torch.allclose(table.details[f"draws_{group}_{kind}"][4:, int(draw)], split.shares(drop=1).group_cs[:, i], atol=1e-4)
+            assert torch.allclose(
+                table.details[f"draws_{group}_{kind}"][4:, int(draw)],
+                split.shares(drop=1).group_cs[:, i],
+                atol=1e-4,
+            )
 
 
 def test_no_interval_from_few_contexts() -> None:
     model = tiny("bridge", "gpt2")
     basis = decompose(model, tokens(batch=24, length=20, seed=2), progress=False)
     for contexts, given in ((10, True), (9, False)):
-        table = sweep_heads(model, tokens(batch=contexts, length=18, seed=7), basis, detail="bootstrap", progress=False)
+        table = sweep_heads(
+            model,
+            tokens(batch=contexts, length=18, seed=7),
+            basis,
+            detail="bootstrap",
+            progress=False,
+        )
         assert table.low is not None
         assert bool(table.low.isfinite().all()) == given
         assert bool(table.low.isnan().all()) != given
         assert table.high is not None
-        assert bool(((table.low <= table.cs + 1e-9) & (table.cs <= table.high + 1e-9)).all()) == given
+        assert (
+            bool(((table.low <= table.cs + 1e-9) & (table.cs <= table.high + 1e-9)).all()) == given
+        )
         assert any("no intervals" in flag for flag in table.provenance.flags) != given

@@ -1,6 +1,8 @@
-"""What a type checker knows of the public names: pyright reads this file, which states types and, as a twin, errors.
+"""What a type checker knows of the public names: pyright reads this file, which states types and,
+as a twin, errors.
 
-A name that were ``Any`` would make every ``assert_type`` here wrong and every ignored error unnecessary.
+A name that were ``Any`` would make every ``assert_type`` here wrong and every ignored error
+unnecessary.
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -27,5 +29,10 @@ def test_the_same_names_exist() -> None:
     assert tlg.zoo.NAME
     assert callable(tlg.interventions.remove_term)
     assert callable(tlg.render.split)
-    for holder, name in ((tlg, "decompse"), (tlg.render, "splitt"), (tlg.interventions, "remove_turm"), (tlg.zoo, "embeded")):
+    for holder, name in (
+        (tlg, "decompse"),
+        (tlg.render, "splitt"),
+        (tlg.interventions, "remove_turm"),
+        (tlg.zoo, "embeded"),
+    ):
         assert not hasattr(holder, name)

@@ -1,4 +1,5 @@
-"""Verbs on weights: the same canonical numbers in every loading, readouts against brute force, exact reconstruction of a block."""
+"""Verbs on weights: the same canonical numbers in every loading, readouts against brute force,
+exact reconstruction of a block."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tl_geometry.weights import bilinear, probes, readout, vocabulary
 from tl_geometry.weights.heads import TokenReadout, WeightGeometry, token_readout, weight_geometry
 
 ARCHITECTURES = ["gpt2", "llama", "bloom", "bert", "qwen3", "gemma3"]
-LOADINGS = [("bridge", False), ("bridge", True), *([("hooked", False), ("hooked", True)] if HAS_HOOKED else [])]
+LOADINGS = [
+    ("bridge", False),
+    ("bridge", True),
+    *([("hooked", False), ("hooked", True)] if HAS_HOOKED else []),
+]
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
@@ -30,9 +35,14 @@ def basis_of(model: Any) -> tlg.PositionContext:
 
 
 def loadings(architecture: str) -> list[Any]:
-    """The loadings that this TransformerLens has: a HookedTransformer of BLOOM cannot run shorter inputs after longer ones."""
+    """The loadings that this TransformerLens has: a HookedTransformer of BLOOM cannot run shorter
+    inputs after longer ones."""
     hooked = architecture in ("gpt2", "llama", "bert")
-    return [tiny(kind, architecture, processed) for kind, processed in LOADINGS if kind == "bridge" or (hooked and architecture != "bert")]
+    return [
+        tiny(kind, architecture, processed)
+        for kind, processed in LOADINGS
+        if kind == "bridge" or (hooked and architecture != "bert")
+    ]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -47,9 +57,19 @@ def test_every_loading_gives_the_same_canonical_numbers(architecture: str) -> No
         for g, r in zip(geometries[1:], readouts[1:], strict=True):
             for name in ("diagonal", "delta", "std", "threshold"):
                 assert float((getattr(g, name) - getattr(first, name)).abs().max()) < 1e-6 * size
-            for name in ("concentration", "null", "r2_low_rank", "r2_diagonal", "r2_joint", "symmetric", "activation_null"):
+            for name in (
+                "concentration",
+                "null",
+                "r2_low_rank",
+                "r2_diagonal",
+                "r2_joint",
+                "symmetric",
+                "activation_null",
+            ):
                 close(getattr(g, name), getattr(first, name), 1e-5)
-            close(g.block.abs(), first.block.abs(), 1e-4)  # single directions are only as stable as the gaps of the basis
+            close(
+                g.block.abs(), first.block.abs(), 1e-4
+            )  # single directions are only as stable as the gaps of the basis
             close(r.values, read.values, 1e-6)
             assert r.right_tokens == read.right_tokens
             assert r.left_opposite_tokens == read.left_opposite_tokens
@@ -65,13 +85,18 @@ def test_raw_weights_do_depend_on_the_loading_and_reproduce_the_plain_product() 
     close(a.diagonal[4:], W.diagonal(dim1=-2, dim2=-1), 1e-5)
     V = bilinear.leading_directions(basis_of(raw).pos[1], 32)[0][:, : a.k[1]]
     W_o = W - torch.diag_embed(W.diagonal(dim1=-2, dim2=-1))
-    close(a.concentration[4:], (V.mT @ W_o @ V).square().sum((-2, -1)) / W_o.square().sum((-2, -1)), 1e-5)
+    close(
+        a.concentration[4:],
+        (V.mT @ W_o @ V).square().sum((-2, -1)) / W_o.square().sum((-2, -1)),
+        1e-5,
+    )
     assert a.provenance.preset == "paper"
     assert "published coordinates" in a.provenance.flags[0]
 
 
 def test_the_score_is_the_bilinear_form_of_the_factors_at_every_offset() -> None:
-    """For rotary models: scores of the model at (query, key) equal the form at offset query - key plus terms of the constants."""
+    """For rotary models: scores of the model at (query, key) equal the form at offset query - key
+    plus terms of the constants."""
     for architecture in ("llama", "gpt2", "qwen3"):
         view = tlg.view(tiny("bridge", architecture))
         seen: dict[int, Any] = {}
@@ -99,7 +124,9 @@ def test_the_average_over_offsets_is_the_mean_of_the_matrices() -> None:
     model = tiny("bridge", "llama")
     g = weight_geometry(model, basis_of(model), offsets=tuple(range(1, 17)))
     assert g.offsets == tuple(range(1, 17))
-    with pytest.raises(GeometryError, match="offsets: expected offsets of at least 0, for W_QK of a rotary model"):
+    with pytest.raises(
+        GeometryError, match="offsets: expected offsets of at least 0, for W_QK of a rotary model"
+    ):
         weight_geometry(tiny("bridge", "gpt2"), basis_of(tiny("bridge", "gpt2")), offsets=(1,))
 
 
@@ -112,18 +139,29 @@ def test_the_sum_over_heads_of_all_terms_is_the_attention_block(architecture: st
     view.run(ids, {n: lambda v, n=n: found.__setitem__(n, v.double()) for n in names})
     w, norm = view.weights(1), view.attention_norm(1)
     h = found[names[0]]
-    x = h if norm.kind is None else projection.norm_geometry(h, norm.gain, norm.bias, norm.eps, norm.kind).y
-    d = {n: getattr(w, n).double() for n in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")}
+    x = (
+        h
+        if norm.kind is None
+        else projection.norm_geometry(h, norm.gain, norm.bias, norm.eps, norm.kind).y
+    )
+    d = {
+        n: getattr(w, n).double() for n in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+    }
     root = w.W_Q.shape[-1] ** 0.5
     both = torch.einsum("bid,hde,hfe,bjf->bhij", x, d["W_Q"], d["W_K"], x)
     query = torch.einsum("bid,hde,he->bhi", x, d["W_Q"], d["b_K"])[..., None]
     key = torch.einsum("bjd,hde,he->bhj", x, d["W_K"], d["b_Q"])[:, :, None]
     scores = (both + query + key + (d["b_Q"] * d["b_K"]).sum(-1)[:, None, None]) / root
-    allowed = torch.ones(9, 9, dtype=torch.bool).tril() if view.causal else torch.ones(9, 9, dtype=torch.bool)
+    allowed = (
+        torch.ones(9, 9, dtype=torch.bool).tril()
+        if view.causal
+        else torch.ones(9, 9, dtype=torch.bool)
+    )
     pattern = scores.masked_fill(~allowed, -math.inf).softmax(-1)
     out = torch.einsum("bhij,bjd,hde,hef->bif", pattern, x, d["W_V"], d["W_O"])
     total = out + torch.einsum("he,hef->f", d["b_V"], d["W_O"]) + d["b_O"]
-    # BERT's hook_attn_out comes after its norm: the block's output is rebuilt from the mixed values of its heads
+    # BERT's hook_attn_out comes after its norm: the block's output is rebuilt from the mixed values
+    # of its heads
     mixed = torch.einsum("bihe,hef->bif", found[names[2]].view(2, 9, 4, 8), d["W_O"]) + d["b_O"]
     expected = mixed if architecture == "bert" else found[names[1]]
     close(total, expected, 1e-6)
@@ -139,7 +177,7 @@ def test_table_and_file_of_a_geometry(tmp_path: Any) -> None:
     assert list(table["layer"]) == [1] * 4
     assert list(table["k"]) == [4] * 4
     assert g.ranks == (14,)  # 15 window columns, centred
-    assert bool((g.survivors_outside >= 0).all())
+    assert bool((g.above_threshold_outside >= 0).all())
     assert g.L.shape == (4, 4, 4)
     again = WeightGeometry.load(g.save(tmp_path / "g.safetensors"))
     close(again.L, g.L)
@@ -154,7 +192,9 @@ def test_refusals() -> None:
     model = tiny("bridge", "gpt2")
     partial = tlg.decompose(model, tokens(24, 16), states=[0, 1], progress=False)
     weight_geometry(model, partial)
-    with pytest.raises(GeometryError, match=r"basis: expected states \[0, 1, 2\], got states \(0, 1\)"):
+    with pytest.raises(
+        GeometryError, match=r"basis: expected states \[0, 1, 2\], got states \(0, 1\)"
+    ):
         weight_geometry(model, partial, "OV")
     with pytest.raises(GeometryError, match="basis: expected the model it was computed from"):
         weight_geometry(tiny("bridge", "opt"), basis_of(model))
@@ -204,7 +244,9 @@ def test_readout_of_a_factored_matrix_and_its_file(tmp_path: Any) -> None:
     ((_, f),) = vocabulary.factors_of(view, [1], "OV")
     from transformer_lens import FactoredMatrix
 
-    r = token_readout(model, kind="OV", layers=1, factors=FactoredMatrix(f.left[2], f.right[2].mT), features=2)
+    r = token_readout(
+        model, kind="OV", layers=1, factors=FactoredMatrix(f.left[2], f.right[2].mT), features=2
+    )
     own = token_readout(model, kind="OV", heads="L1H2", features=2)
     assert r.right_tokens == own.right_tokens
     close(r.values, own.values)
@@ -259,14 +301,23 @@ def test_noun_probe_by_hand(embedded: Any) -> None:
         scores = (x[noun] @ w.W_Q[h] + w.b_Q[h]) @ (x @ w.W_K[h]).T
         assert p.key_ids[0, h, 1].tolist() == scores.argsort(descending=True)[:3].tolist()
         u = (x[noun] @ w.W_V[h] + w.b_V[h]) @ w.W_O[h]
-        logits = projection.norm_geometry(E[noun] + u + w.b_O, final.gain, final.bias, final.eps).y.float() @ view.unembed()
+        logits = (
+            projection.norm_geometry(
+                E[noun] + u + w.b_O, final.gain, final.bias, final.eps
+            ).y.float()
+            @ view.unembed()
+        )
         assert p.value_ids[0, h, 1].tolist() == logits.argsort(descending=True)[:3].tolist()
-        assert float(p.norms[0, h, 1]) == pytest.approx(float(torch.linalg.vector_norm(u - u.mean())), rel=1e-4)
+        assert float(p.norms[0, h, 1]) == pytest.approx(
+            float(torch.linalg.vector_norm(u - u.mean())), rel=1e-4
+        )
     without = probes.noun_probe(embedded, ["map"], layers=[1], biases=False)
     assert without.provenance.preset == "paper"
     assert without.value_ids[0, :, 0].tolist() == p.value_ids[0, :, 1].tolist()
     assert without.key_ids[0, :, 0].tolist() != p.key_ids[0, :, 1].tolist()
-    assert probes.noun_probe(embedded, "map", layers=[1]).nouns == ("map",)  # one noun, not its letters
+    assert probes.noun_probe(embedded, "map", layers=[1]).nouns == (
+        "map",
+    )  # one noun, not its letters
     with pytest.raises(GeometryError, match="nouns: expected at least one noun of a single token"):
         probes.noun_probe(embedded, ["a noun of several tokens"])
 
@@ -286,13 +337,22 @@ def test_bias_readout_and_its_file(embedded: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "reason"), [("qwen3", "QK-norm"), ("gemma3", "QK-norm"), ("gemma2", "a norm after attention"), ("olmo2", "QK-norm")]
+    ("architecture", "reason"),
+    [
+        ("qwen3", "QK-norm"),
+        ("gemma3", "QK-norm"),
+        ("gemma2", "a norm after attention"),
+        ("olmo2", "QK-norm"),
+    ],
 )
 def test_probes_refuse_heads_that_are_not_plain(architecture: str, reason: str) -> None:
     for kind, processed in loadable(architecture):
         model = tiny(kind, architecture, processed)
         for call in (lambda m: probes.noun_probe(m, ["map"]), probes.bias_readout):
-            with pytest.raises(UnsupportedModelError, match=f"without a norm after attention, got {reason}.* in layer 0"):
+            with pytest.raises(
+                UnsupportedModelError,
+                match=f"without a norm after attention, got {reason}.* in layer 0",
+            ):
                 call(model)
 
 
@@ -302,13 +362,22 @@ def test_embedding_tables() -> None:
     t = probes.embedding_norm_table(model, k=VOCAB)
     norm, U = view.final_norm(), view.unembed().detach()
     assert norm is not None
-    by = {name: dict(zip(t.top_ids[i].tolist(), t.top_values[i].tolist(), strict=True)) for i, name in enumerate(t.scores)}
+    by = {
+        name: dict(zip(t.top_ids[i].tolist(), t.top_values[i].tolist(), strict=True))
+        for i, name in enumerate(t.scores)
+    }
     u = U[:, 7]
     assert by["norm"][7] == pytest.approx(float(u.norm()), rel=1e-5)
-    assert by["scaled_bias"][7] == pytest.approx(float((norm.gain * u).norm() + norm.bias @ u), rel=1e-5)
+    assert by["scaled_bias"][7] == pytest.approx(
+        float((norm.gain * u).norm() + norm.bias @ u), rel=1e-5
+    )
     states = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0)).double()
     best = remove_mean(norm.gain * (u - U.mean(1)))[None].double()
-    logits = projection.norm_geometry(torch.cat([states, best]), norm.gain, norm.bias, 0.0).y @ U.double() + model.b_U.detach().double()
+    logits = (
+        projection.norm_geometry(torch.cat([states, best]), norm.gain, norm.bias, 0.0).y
+        @ U.double()
+        + model.b_U.detach().double()
+    )
     above = (logits - logits.mean(-1, keepdim=True))[:, 7]
     assert by["max_logit"][7] == pytest.approx(float(above[-1]), rel=1e-4)
     assert float(above.max()) <= by["max_logit"][7] + 1e-4
@@ -319,7 +388,9 @@ def test_embedding_tables() -> None:
     close(d.cosine_mean[1], d.cosine_mean[3])
     rows = model.W_E.detach().double()
     target = torch.nn.functional.layer_norm(rows, (32,))
-    assert float(d.l2_mean[0]) == pytest.approx(float((rows - target).norm(dim=-1).mean()), rel=1e-6)
+    assert float(d.l2_mean[0]) == pytest.approx(
+        float((rows - target).norm(dim=-1).mean()), rel=1e-6
+    )
     assert d.identity == pytest.approx(32**0.5 - float(rows.norm(dim=-1).mean()), rel=1e-6)
 
 
@@ -340,7 +411,10 @@ def test_paths_by_hand(architecture: str) -> None:
     c = remove_mean(h, view.norm)
     close(p.steps.cos(), torch.cosine_similarity(c[:, :, :-1], c[:, :, 1:], dim=-1), 1e-6)
     rows = vocabulary.output_rows(view).double()
-    cosine = torch.nn.functional.normalize(c[:, :-1], dim=-1) @ torch.nn.functional.normalize(rows, dim=-1).mT
+    cosine = (
+        torch.nn.functional.normalize(c[:, :-1], dim=-1)
+        @ torch.nn.functional.normalize(rows, dim=-1).mT
+    )
     own = cosine.gather(-1, ids[:, 1:, None, None].expand(-1, -1, 3, 1))
     assert p.rank[:, :-1].tolist() == ((cosine > own).sum(-1) + 1).tolist()
     assert p.rank[:, -1].tolist() == [[0, 0, 0], [0, 0, 0]]
@@ -361,13 +435,27 @@ def test_paths_by_hand(architecture: str) -> None:
 def test_paths_of_batches_are_those_of_all_contexts(architecture: str) -> None:
     model, ids = tiny("bridge", architecture), tokens(5, 7)
     whole, parts = paths.token_paths(model, ids), paths.token_paths(model, ids, batch_size=2)
-    for name in ("steps", "length", "net", "tortuosity", "radial", "tangential", "turn", "angle", "coordinates"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-4, atol=1e-4, equal_nan=True)
+    for name in (
+        "steps",
+        "length",
+        "net",
+        "tortuosity",
+        "radial",
+        "tangential",
+        "turn",
+        "angle",
+        "coordinates",
+    ):
+        torch.testing.assert_close(
+            getattr(parts, name), getattr(whole, name), rtol=1e-4, atol=1e-4, equal_nan=True
+        )
     assert torch.equal(parts.rank, whole.rank)
     assert parts.provenance == whole.provenance
     need = 8 * (16 * 32 + VOCAB) * 3 * 7  # two blocks
     assert torch.equal(paths.token_paths(model, ids, memory_budget=need).rank, whole.rank)
-    with pytest.raises(BudgetError, match=f"memory_budget: expected at least {need} bytes for 1 x 7 tokens"):
+    with pytest.raises(
+        BudgetError, match=f"memory_budget: expected at least {need} bytes for 1 x 7 tokens"
+    ):
         paths.token_paths(model, ids, memory_budget=need - 1)
     with pytest.raises(BudgetError, match="for 5 x 7 tokens"):  # UMAP places all at once
         paths.token_paths(model, ids, method="umap", memory_budget=need)
@@ -379,7 +467,9 @@ def found_update(view: Any, ids: Tensor, layer: int) -> Tensor:
     return found["u"]
 
 
-def test_post_norm_models_have_paths_but_no_updates_and_untrained_heads_no_output_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_post_norm_models_have_paths_but_no_updates_and_untrained_heads_no_output_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import dataclasses
 
     view = tlg.view(tiny("bridge", "bert"))
@@ -388,7 +478,9 @@ def test_post_norm_models_have_paths_but_no_updates_and_untrained_heads_no_outpu
     assert any("no updates" in f for f in p.provenance.flags)
     headless = dataclasses.replace(view, head_trained=False)
     for call in (probes.noun_probe, probes.embedding_norm_table):
-        with pytest.raises(UnsupportedModelError, match="expected a model with a trained output head"):
+        with pytest.raises(
+            UnsupportedModelError, match="expected a model with a trained output head"
+        ):
             call(headless)
     q = paths.token_paths(headless, tokens(1, 6))
     assert any("sought in the embedding" in f for f in q.provenance.flags)

@@ -1,4 +1,5 @@
-"""W = V L V^T + D from factors: brute force, planted answers, optimality, exact nulls, invariances, degenerate input."""
+"""W = V L V^T + D from factors: brute force, planted answers, optimality, exact nulls, invariances,
+degenerate input."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def basis(size: int, k: int, seed: int = 0) -> Tensor:
 
 
 def random_factors(*, heads: int = 3, size: int = 12, width: int = 4, seed: int = 0) -> Factors:
-    return Factors(normal(heads, size, width, seed=seed), normal(heads, size, width, seed=seed + 1) + 0.3)
+    return Factors(
+        normal(heads, size, width, seed=seed), normal(heads, size, width, seed=seed + 1) + 0.3
+    )
 
 
 def dense(factors: Factors) -> Tensor:
@@ -42,7 +45,9 @@ def without_diagonal(matrix: Tensor) -> Tensor:
 
 
 def from_dense(matrix: Tensor) -> Factors:
-    return Factors(matrix, torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand_as(matrix).contiguous())
+    return Factors(
+        matrix, torch.eye(matrix.shape[-1], dtype=matrix.dtype).expand_as(matrix).contiguous()
+    )
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
@@ -78,11 +83,11 @@ def test_structure_equals_the_dense_rotation(seed: int, k: int) -> None:
     close(s.highest, rotated.amax((-2, -1)))
     close(s.lowest, rotated.amin((-2, -1)))
     above = rotated.abs() > s.threshold[:, None, None]
-    assert s.survivors.tolist() == above[:, :k, :k].sum((-2, -1)).tolist()
-    assert s.survivors_outside.tolist() == (above.sum((-2, -1)) - s.survivors).tolist()
+    assert s.above_threshold.tolist() == above[:, :k, :k].sum((-2, -1)).tolist()
+    assert s.above_threshold_outside.tolist() == (above.sum((-2, -1)) - s.above_threshold).tolist()
     close(s.concentration, rotated[:, :k, :k].square().sum((-2, -1)) / W_o.square().sum((-2, -1)))
     inside = bilinear.structure(f, V, U, k=k)
-    assert inside.survivors_outside.tolist() == [-1, -1, -1]
+    assert inside.above_threshold_outside.tolist() == [-1, -1, -1]
     close(inside.highest, s.block.amax((-2, -1)))
 
 
@@ -96,19 +101,23 @@ def test_the_dense_rotation_in_chunks_gives_the_same(monkeypatch: pytest.MonkeyP
 
 @given(SEEDS)
 @fast
-def test_concentration_does_not_depend_on_the_axes_of_the_subspace_nor_std_on_signs(seed: int) -> None:
+def test_concentration_does_not_depend_on_the_axes_of_the_subspace_nor_std_on_signs(
+    seed: int,
+) -> None:
     f, V = random_factors(seed=seed), basis(12, 4, seed)
     turned = bilinear.structure(f, V @ basis(4, 4, seed + 7), k=4)
     flipped = bilinear.structure(f, V * torch.tensor([1.0, -1, -1, 1]).double(), k=4, outside=True)
     plain = bilinear.structure(f, V, k=4, outside=True)
     close(turned.concentration, plain.concentration)
-    close(flipped.survivors, plain.survivors)
+    close(flipped.above_threshold, plain.above_threshold)
     close(flipped.block.abs(), plain.block.abs())
 
 
 def test_layers_batch() -> None:
     per_layer = [random_factors(seed=10 * l) for l in range(2)]
-    both = Factors(torch.stack([f.left for f in per_layer]), torch.stack([f.right for f in per_layer]))
+    both = Factors(
+        torch.stack([f.left for f in per_layer]), torch.stack([f.right for f in per_layer])
+    )
     V = torch.stack([basis(12, 3, seed=l) for l in range(2)])
     batched, fit = bilinear.structure(both, V, k=2), bilinear.fit_low_rank_diagonal(both, V)
     for l, f in enumerate(per_layer):
@@ -140,7 +149,9 @@ def test_fit_equals_brute_force_least_squares(seed: int, two_sided: bool) -> Non
         residual = W - V.numpy() @ fit.L[h].numpy() @ U.numpy().T - np.diag(fit.delta[h].numpy())
         assert np.abs(np.diag(residual)).max() < tolerance
         assert np.abs(V.numpy().T @ residual @ U.numpy()).max() < tolerance
-        assert float(fit.r2_joint[h]) == pytest.approx(1 - (residual**2).sum() / (W**2).sum(), abs=1e-10)
+        assert float(fit.r2_joint[h]) == pytest.approx(
+            1 - (residual**2).sum() / (W**2).sum(), abs=1e-10
+        )
     assert bool((fit.gain_low_rank >= -1e-12).all())
     assert bool((fit.gain_diagonal >= -1e-12).all())
 
@@ -159,7 +170,10 @@ def test_planted_low_rank_plus_diagonal_is_recovered(k: int) -> None:
 def test_planted_noise_is_what_remains() -> None:
     size, k, noise = 200, 5, 0.05
     V, L = basis(size, k), 4 * normal(8, k, k, seed=1)
-    signal, error = V @ L @ V.mT + torch.diag_embed(normal(8, size, seed=2)), noise * normal(8, size, size, seed=3)
+    signal, error = (
+        V @ L @ V.mT + torch.diag_embed(normal(8, size, seed=2)),
+        noise * normal(8, size, size, seed=3),
+    )
     fit = bilinear.fit_low_rank_diagonal(from_dense(signal + error), V)
     free = size + k**2
     expected = 1 - (size**2 - free) * noise**2 / (signal + error).square().sum((-2, -1))
@@ -183,7 +197,9 @@ def test_a_coordinate_axis_inside_the_subspace_gives_the_minimum_norm_fit_and_a_
     fit = bilinear.fit_low_rank_diagonal(f, V)
     assert bool(fit.singular)
     close(fit.delta[:, 4], torch.zeros(3).double())  # the axis' diagonal cell is L's to explain
-    residual = without_diagonal(dense(f)) + torch.diag_embed(f.diagonal - fit.delta) - V @ fit.L @ V.mT
+    residual = (
+        without_diagonal(dense(f)) + torch.diag_embed(f.diagonal - fit.delta) - V @ fit.L @ V.mT
+    )
     close(residual.diagonal(dim1=-2, dim2=-1), torch.zeros(3, 9).double())
     close(V.mT @ residual @ V, torch.zeros(3, 2, 2).double())
     assert not bool(bilinear.fit_low_rank_diagonal(f, basis(9, 2)).singular)
@@ -191,7 +207,9 @@ def test_a_coordinate_axis_inside_the_subspace_gives_the_minimum_norm_fit_and_a_
 
 def test_random_fits_lie_between_the_diagonal_alone_and_a_fitted_subspace() -> None:
     V = basis(40, 3)
-    f = from_dense(V @ (3 * normal(2, 3, 3, seed=1)) @ V.mT + torch.diag_embed(normal(2, 40, seed=2)))
+    f = from_dense(
+        V @ (3 * normal(2, 3, 3, seed=1)) @ V.mT + torch.diag_embed(normal(2, 40, seed=2))
+    )
     drawn, fit = bilinear.random_fits(f, 3, draws=6), bilinear.fit_low_rank_diagonal(f, V)
     assert drawn.shape == (6, 2)
     assert bool((drawn > fit.r2_diagonal).all())
@@ -211,18 +229,25 @@ def test_symmetric_share() -> None:
 def test_the_uniform_null_is_exact() -> None:
     f = Factors(normal(2, 7, 3), normal(2, 7, 3, seed=1))
     f = Factors(
-        torch.cat([f.left, torch.eye(7).double().expand(2, 7, 7)], -1), torch.cat([f.right, torch.eye(7).double().expand(2, 7, 7)], -1)
+        torch.cat([f.left, torch.eye(7).double().expand(2, 7, 7)], -1),
+        torch.cat([f.right, torch.eye(7).double().expand(2, 7, 7)], -1),
     )
     draws = torch.linalg.qr(normal(40_000, 7, 2, seed=2)).Q
     for off_diagonal, W in [(True, without_diagonal(dense(f))), (False, dense(f))]:
-        shares = (draws.mT.unsqueeze(1) @ W @ draws.unsqueeze(1)).square().sum((-2, -1)) / W.square().sum((-2, -1))
+        shares = (draws.mT.unsqueeze(1) @ W @ draws.unsqueeze(1)).square().sum(
+            (-2, -1)
+        ) / W.square().sum((-2, -1))
         error = 5 * shares.std(0) / len(draws) ** 0.5
         null = bilinear.haar_null(f, 2, off_diagonal=off_diagonal)
         assert bool(((shares.mean(0) - null).abs() < error).all())
         if not off_diagonal:
-            assert not bool((((2 / 7) ** 2 - shares.mean(0)).abs() < error).any())  # (k/d)^2 is not it
+            assert not bool(
+                (((2 / 7) ** 2 - shares.mean(0)).abs() < error).any()
+            )  # (k/d)^2 is not it
     close(bilinear.haar_null(f, 7), torch.ones(2).double())
-    close(bilinear.haar_null(f, 2, 3, one_basis=False), torch.full((2,), 6 / 49, dtype=torch.float64))
+    close(
+        bilinear.haar_null(f, 2, 3, one_basis=False), torch.full((2,), 6 / 49, dtype=torch.float64)
+    )
 
 
 def test_the_activation_null_follows_outlier_coordinates() -> None:
@@ -235,19 +260,25 @@ def test_the_activation_null_follows_outlier_coordinates() -> None:
     null = bilinear.subspace_null(heavy, rows, k=5, draws=12)
     assert null.shape == (12, 4)
     assert float(null.mean()) > 10 * float(bilinear.haar_null(heavy, 5).mean())
-    assert float(bilinear.subspace_null(f, normal(400, size, seed=5), k=5, draws=60).mean()) == pytest.approx(
-        float(bilinear.haar_null(f, 5).mean()), rel=0.25
-    )
+    assert float(
+        bilinear.subspace_null(f, normal(400, size, seed=5), k=5, draws=60).mean()
+    ) == pytest.approx(float(bilinear.haar_null(f, 5).mean()), rel=0.25)
     close(null, bilinear.subspace_null(heavy, rows, k=5, draws=12))
-    close(bilinear.subspace_null(heavy, rows, rows, k=60, draws=2), torch.ones(2, 4).double(), 1e-8)  # the whole space holds everything
+    close(
+        bilinear.subspace_null(heavy, rows, rows, k=60, draws=2), torch.ones(2, 4).double(), 1e-8
+    )  # the whole space holds everything
 
 
 def test_matrices_without_an_off_diagonal_part_or_at_all() -> None:
     zero = Factors(torch.zeros(1, 8, 2).double(), torch.zeros(1, 8, 2).double())
     V = basis(8, 2)
     s, fit = bilinear.structure(zero, V, k=2), bilinear.fit_low_rank_diagonal(zero, V)
-    assert bool(s.concentration.isnan().all() and fit.r2_joint.isnan().all() and bilinear.haar_null(zero, 2).isnan().all())
-    assert int(s.survivors) == 0
+    assert bool(
+        s.concentration.isnan().all()
+        and fit.r2_joint.isnan().all()
+        and bilinear.haar_null(zero, 2).isnan().all()
+    )
+    assert int(s.above_threshold) == 0
     only = from_dense(torch.diag(torch.arange(1.0, 9)).double()[None])
     assert bool(bilinear.structure(only, V, k=2).concentration.isnan().all())
     assert float(bilinear.fit_low_rank_diagonal(only, V).r2_diagonal) == pytest.approx(1)
@@ -263,8 +294,14 @@ def test_leading_directions_stop_at_the_numerical_rank() -> None:
     wide = bilinear.leading_directions(normal(4, 10), 6)[0]
     assert wide.shape == (10, 6)
     f = random_factors(size=10)
-    close(bilinear.structure(f, V, k=6).concentration, bilinear.structure(f, V[:, :3], k=3).concentration)
-    close(bilinear.fit_low_rank_diagonal(f, V).r2_joint, bilinear.fit_low_rank_diagonal(f, V[:, :3]).r2_joint)
+    close(
+        bilinear.structure(f, V, k=6).concentration,
+        bilinear.structure(f, V[:, :3], k=3).concentration,
+    )
+    close(
+        bilinear.fit_low_rank_diagonal(f, V).r2_joint,
+        bilinear.fit_low_rank_diagonal(f, V[:, :3]).r2_joint,
+    )
     _, _, zero_rank = bilinear.leading_directions(torch.zeros(4, 10).double(), 2)
     assert zero_rank == 0
     centred = bilinear.leading_directions(normal(30, 10) + 5, 10, centred=True)
@@ -275,7 +312,16 @@ def test_leading_directions_stop_at_the_numerical_rank() -> None:
 def layer(seed: int = 0, *, heads: int = 2, size: int = 10, width: int = 4) -> HeadWeights:
     w = normal(4, heads, size, width, seed=seed)
     b = normal(3, heads, width, seed=seed + 1)
-    return HeadWeights(W_Q=w[0], W_K=w[1], W_V=w[2], W_O=w[3].mT.contiguous(), b_Q=b[0], b_K=b[1], b_V=b[2], b_O=normal(size))
+    return HeadWeights(
+        W_Q=w[0],
+        W_K=w[1],
+        W_V=w[2],
+        W_O=w[3].mT.contiguous(),
+        b_Q=b[0],
+        b_K=b[1],
+        b_V=b[2],
+        b_O=normal(size),
+    )
 
 
 @pytest.mark.parametrize("kind", ["QK", "OV"])
@@ -287,7 +333,9 @@ def test_folding_before_or_after_gives_the_same_matrix(kind: str, norm_kind: str
         **{n: gain[:, None] * getattr(w, n) for n in ("W_Q", "W_K", "W_V")},
         **{n: getattr(w, n) for n in ("W_O", "b_Q", "b_K", "b_V", "b_O")},
     )
-    unit = NormWeights(kind=norm_kind, gain=torch.ones(10).double(), bias=torch.zeros(10).double(), eps=1e-5)
+    unit = NormWeights(
+        kind=norm_kind, gain=torch.ones(10).double(), bias=torch.zeros(10).double(), eps=1e-5
+    )
     W = dense(bilinear.fold(w, norm, kind))
     close(W, dense(bilinear.fold(folded, unit, kind)))
     assert float(W.sum(-2).abs().max() < 1e-10) == float(norm_kind == "LN")
@@ -310,11 +358,17 @@ def test_factors_of_a_factored_matrix_and_errors() -> None:
 
     f = bilinear.as_factors(FactoredMatrix())
     close(dense(f), FactoredMatrix.A @ FactoredMatrix.B)
-    with pytest.raises(GeometryError, match="factors: expected a FactoredMatrix or a pair of tensors"):
+    with pytest.raises(
+        GeometryError, match="factors: expected a FactoredMatrix or a pair of tensors"
+    ):
         bilinear.as_factors(normal(3, 3))
     with pytest.raises(GeometryError, match="two factors of one shape"):
         bilinear.as_factors((normal(3, 3), normal(4, 3)))
     with pytest.raises(GeometryError, match="k: expected 1 to 4 columns, got 5"):
         bilinear.structure(random_factors(), basis(12, 4), k=5)
     with pytest.raises(GeometryError, match="kind: expected one of 'QK', 'OV', got 'KQ'"):
-        bilinear.fold(layer(), NormWeights(kind="LN", gain=torch.ones(10), bias=torch.zeros(10), eps=0.0), "KQ")
+        bilinear.fold(
+            layer(),
+            NormWeights(kind="LN", gain=torch.ones(10), bias=torch.zeros(10), eps=0.0),
+            "KQ",
+        )

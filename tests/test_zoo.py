@@ -1,4 +1,5 @@
-"""The embedded model has real structure (previous-token and induction heads, natural repeats), and the trainer resumes exactly."""
+"""The embedded model has real structure (previous-token and induction heads, natural repeats), and
+the trainer resumes exactly."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_held_out_loss_beats_the_ngram_models_as_the_card_says() -> None:
     assert card["held_out_loss"] < card["bigram_loss"] - 0.4 < card["unigram_loss"] - 0.4
     assert card["untrained_loss"] > card["unigram_loss"]
     ids = train_embedded.encode(
-        [t for n, t in zip(*_documents(), strict=True) if n in ("heapq.py", "random.py")], zoo.directory() / "tokenizer.json"
+        [t for n, t in zip(*_documents(), strict=True) if n in ("heapq.py", "random.py")],
+        zoo.directory() / "tokenizer.json",
     )
     measured = train_embedded.natural_loss(model(), ids)
     assert abs(measured - card["held_out_loss"]) < 0.6  # two of the thirty modules
@@ -97,7 +99,9 @@ def test_the_card_describes_the_files() -> None:
     assert card["steps"] == train_embedded.SETTINGS.steps
     assert set(card["data"]["held_out_modules"]) == set(corpus.HELD_OUT)
     assert sum(p.stat().st_size for p in zoo.directory().iterdir()) <= 6_000_000
-    assert json.loads((zoo.directory() / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    assert json.loads((zoo.directory() / "config.json").read_text())["architectures"] == [
+        "GPT2LMHeadModel"
+    ]
 
 
 def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
@@ -107,7 +111,9 @@ def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
     assert tokenizer.bos_token_id == 0
 
 
-def test_held_out_modules_are_never_trained_on_and_changes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_modules_are_never_trained_on_and_changes_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = {p.as_posix() for p in corpus.training_files()}
     assert not trained & {(corpus.stdlib() / name).as_posix() for name in corpus.HELD_OUT}
     assert len(trained) > 1000
@@ -126,7 +132,16 @@ def small() -> Any:
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=17, n_positions=8, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.1, bos_token_id=0, eos_token_id=0)
+        GPT2Config(
+            vocab_size=17,
+            n_positions=8,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            resid_pdrop=0.1,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     )
 
 
@@ -136,7 +151,9 @@ def batch_at(step: int) -> tuple[Tensor, Tensor]:
 
 
 def test_training_resumes_exactly_and_learns(tmp_path: Path) -> None:
-    settings = TrainSettings(steps=12, learning_rate=1e-2, final_learning_rate=1e-3, warmup=2, checkpoint_every=5)
+    settings = TrainSettings(
+        steps=12, learning_rate=1e-2, final_learning_rate=1e-3, warmup=2, checkpoint_every=5
+    )
     whole, halted = small(), small()
     losses = train(whole, batch_at, settings, progress=False)
 
@@ -156,7 +173,10 @@ def test_training_resumes_exactly_and_learns(tmp_path: Path) -> None:
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
     fixed = train(
-        small(), lambda _: batch_at(0), TrainSettings(steps=60, learning_rate=1e-2, final_learning_rate=1e-3, warmup=2), progress=False
+        small(),
+        lambda _: batch_at(0),
+        TrainSettings(steps=60, learning_rate=1e-2, final_learning_rate=1e-3, warmup=2),
+        progress=False,
     )
     assert fixed[-1] < 0.7 * fixed[0]
 

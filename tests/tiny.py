@@ -1,7 +1,9 @@
-"""Tiny models of every architecture with all parameters random (gains and biases too) and real attention, built offline.
+"""Tiny models of every architecture with all parameters random (gains and biases too) and real
+attention, built offline.
 
-A freshly initialised model has unit gains, zero biases and near-uniform attention, on which most mistakes leave no trace.
-:func:`tiny` therefore redraws every parameter and asserts that attention is real.
+A freshly initialised model has unit gains, zero biases and near-uniform attention, on which most
+mistakes leave no trace. :func:`tiny` therefore redraws every parameter and asserts that attention
+is real.
 """
 
 from __future__ import annotations
@@ -22,52 +24,137 @@ from tl_geometry.models.layer_view import LayerView
 HAS_HOOKED = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens has HookedTransformer and HookedEncoder (3.x)."""
 D, HEADS, VOCAB, CTX = 32, 4, 61, 64
-_PLAIN = {"vocab_size": VOCAB, "hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 64}
+_PLAIN = {
+    "vocab_size": VOCAB,
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 64,
+}
 _PLAIN |= {"max_position_embeddings": CTX, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-_GPT2 = {"vocab_size": VOCAB, "n_embd": D, "n_layer": 2, "n_head": HEADS, "n_positions": CTX, "bos_token_id": 0, "eos_token_id": 1}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": D,
+    "n_layer": 2,
+    "n_head": HEADS,
+    "n_positions": CTX,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _GROUPED = {"num_key_value_heads": 2}
-_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", _GPT2),
     "gpt2-inverse-layer": ("GPT2LMHeadModel", _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
     "llama": ("LlamaForCausalLM", _PLAIN | _GROUPED),
-    "llama3-rope": ("LlamaForCausalLM", _PLAIN | _GROUPED | {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16}}),
+    "llama3-rope": (
+        "LlamaForCausalLM",
+        _PLAIN | _GROUPED | {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16}},
+    ),
     "llama-yarn": ("LlamaForCausalLM", _PLAIN | _GROUPED | {"rope_parameters": _YARN}),
-    "bloom": ("BloomForCausalLM", {"vocab_size": VOCAB, "hidden_size": D, "n_layer": 2, "n_head": HEADS, "bos_token_id": 0}),
-    "bloom6": ("BloomForCausalLM", {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0}),
-    "mpt": ("MptForCausalLM", {"vocab_size": VOCAB, "d_model": D, "n_layers": 2, "n_heads": HEADS, "max_seq_len": CTX}),
+    "bloom": (
+        "BloomForCausalLM",
+        {"vocab_size": VOCAB, "hidden_size": D, "n_layer": 2, "n_head": HEADS, "bos_token_id": 0},
+    ),
+    "bloom6": (
+        "BloomForCausalLM",
+        {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0},
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        {"vocab_size": VOCAB, "d_model": D, "n_layers": 2, "n_heads": HEADS, "max_seq_len": CTX},
+    ),
     "neox": ("GPTNeoXForCausalLM", _PLAIN | {"rotary_pct": 0.5, "use_parallel_residual": True}),
-    "neox-sequential": ("GPTNeoXForCausalLM", _PLAIN | {"rotary_pct": 0.5, "use_parallel_residual": False}),
+    "neox-sequential": (
+        "GPTNeoXForCausalLM",
+        _PLAIN | {"rotary_pct": 0.5, "use_parallel_residual": False},
+    ),
     "mistral": ("MistralForCausalLM", _PLAIN | _GROUPED | {"sliding_window": 6, "head_dim": 8}),
     "qwen2": ("Qwen2ForCausalLM", _PLAIN | _GROUPED),
     "qwen3": ("Qwen3ForCausalLM", _PLAIN | _GROUPED | {"head_dim": 8}),
-    "gemma2": ("Gemma2ForCausalLM", _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8}),
-    "gemma3": ("Gemma3ForCausalLM", _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8},
+    ),
     "olmo2": ("Olmo2ForCausalLM", _PLAIN | {"num_key_value_heads": HEADS}),
     "olmo2-grouped": ("Olmo2ForCausalLM", _PLAIN | _GROUPED),
     "phi": ("PhiForCausalLM", _PLAIN | {"partial_rotary_factor": 0.5}),
     "phi3": ("Phi3ForCausalLM", _PLAIN | _GROUPED),
     "cohere": ("CohereForCausalLM", _PLAIN | _GROUPED),
     "cohere-qk-norm": ("CohereForCausalLM", _PLAIN | _GROUPED | {"use_qk_norm": True}),
-    "gpt-oss": ("GptOssForCausalLM", _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "falcon": ("FalconForCausalLM", {k: _PLAIN[k] for k in _PLAIN if k != "intermediate_size"} | {"multi_query": True}),
-    "falcon-alibi": ("FalconForCausalLM", {k: _PLAIN[k] for k in _PLAIN if k != "intermediate_size"} | {"alibi": True}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        _PLAIN
+        | _GROUPED
+        | _LAYERS
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "falcon": (
+        "FalconForCausalLM",
+        {k: _PLAIN[k] for k in _PLAIN if k != "intermediate_size"} | {"multi_query": True},
+    ),
+    "falcon-alibi": (
+        "FalconForCausalLM",
+        {k: _PLAIN[k] for k in _PLAIN if k != "intermediate_size"} | {"alibi": True},
+    ),
     "gptj": ("GPTJForCausalLM", _GPT2 | {"rotary_dim": 4}),
     "opt": ("OPTForCausalLM", _PLAIN | {"ffn_dim": 128, "word_embed_proj_dim": D, "dropout": 0.0}),
     "gpt-neo": (
         "GPTNeoForCausalLM",
         _PLAIN
-        | {"intermediate_size": 128, "num_layers": 2, "num_heads": HEADS, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+        | {
+            "intermediate_size": 128,
+            "num_layers": 2,
+            "num_heads": HEADS,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 6,
+        },
     ),
-    "bert": ("BertForMaskedLM", _PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
-    "roberta": ("RobertaForMaskedLM", _PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "bert": (
+        "BertForMaskedLM",
+        _PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+    "roberta": (
+        "RobertaForMaskedLM",
+        _PLAIN | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
 }
 """Name -> Hugging Face class and configuration."""
-NOT_HOOKED = ("llama-yarn", "bloom6", "mpt", "olmo2-grouped", "phi", "cohere", "cohere-qk-norm", "falcon", "falcon-alibi", "roberta")
+NOT_HOOKED = (
+    "llama-yarn",
+    "bloom6",
+    "mpt",
+    "olmo2-grouped",
+    "phi",
+    "cohere",
+    "cohere-qk-norm",
+    "falcon",
+    "falcon-alibi",
+    "roberta",
+)
 NOT_BRIDGE_3 = ("cohere", "cohere-qk-norm", "roberta")
 _FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
 _QUERY_KEY = ("q_proj", "k_proj", "query.", "key.", ".q.", ".k.", *_FUSED)
@@ -89,7 +176,8 @@ def hf_model(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 0, sharpness: float = 2.4) -> None:
-    """Redraw every parameter: matrices at the scale of their fan-in, gains around one, biases; queries and keys enlarged."""
+    """Redraw every parameter: matrices at the scale of their fan-in, gains around one, biases;
+    queries and keys enlarged."""
     generator = torch.Generator().manual_seed(seed)
     offset_gain = "Gemma" in type(model).__name__
     for name, value in model.named_parameters():
@@ -103,10 +191,16 @@ def _redraw(name: str, value: Tensor, draw: Tensor, offset_gain: bool, sharpness
             return 0.3 * draw
         size = sharpness if any(s in name for s in ("q_norm", "k_norm")) else 1.0
         return size * (1 + 0.3 * draw) - (1.0 if offset_gain else 0.0)
-    fan_in = value.shape[0] if "c_attn" in name or "c_proj" in name or "c_fc" in name else value.shape[-1]
+    fan_in = (
+        value.shape[0]
+        if "c_attn" in name or "c_proj" in name or "c_fc" in name
+        else value.shape[-1]
+    )
     if any(part in name for part in ("embed", "wte", "wpe")):
         return draw
-    return draw / math.sqrt(fan_in) * (sharpness if any(part in name for part in _QUERY_KEY) else 1.0)
+    return (
+        draw / math.sqrt(fan_in) * (sharpness if any(part in name for part in _QUERY_KEY) else 1.0)
+    )
 
 
 @torch.no_grad()
@@ -121,7 +215,11 @@ def randomize_hooked(model: nn.Module, seed: int = 0, sharpness: float = 2.4) ->
         elif "embed" in name and last != "W_U":
             value.copy_(draw)
         else:
-            value.copy_(draw / math.sqrt(value.shape[-2]) * (sharpness if last in ("W_Q", "W_K", "_W_K") else 1.0))
+            value.copy_(
+                draw
+                / math.sqrt(value.shape[-2])
+                * (sharpness if last in ("W_Q", "W_K", "_W_K") else 1.0)
+            )
 
 
 def tokens(batch: int = 2, length: int = 16, seed: int = 1) -> Tensor:
@@ -145,29 +243,53 @@ def refusal(kind: str, architecture: str, processed: bool = False) -> str | None
 def loadable(architecture: str) -> list[tuple[str, bool]]:
     """(kind, processed) of every way in which the installed version can hold an architecture."""
     ways = itertools.product(("bridge", "hooked"), (False, True))
-    return [(kind, processed) for kind, processed in ways if refusal(kind, architecture, processed) is None]
+    return [
+        (kind, processed)
+        for kind, processed in ways
+        if refusal(kind, architecture, processed) is None
+    ]
 
 
-def tiny(kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """A tiny model of ``kind`` ``"bridge"`` or ``"hooked"``, the same weights in both; built once, so do not edit it."""
+def tiny(
+    kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A tiny model of ``kind`` ``"bridge"`` or ``"hooked"``, the same weights in both; built once,
+    so do not edit it."""
     return _tiny(kind, architecture, processed, dtype)
 
 
 @cache
 def _tiny(kind: str, architecture: str, processed: bool, dtype: torch.dtype) -> Any:
-    model = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed, name=f"tiny-{architecture}", dtype=dtype)
+    model = from_hf(
+        hf_model(architecture, dtype),
+        None,
+        kind=kind,
+        processed=processed,
+        name=f"tiny-{architecture}",
+        dtype=dtype,
+    )
     assert_real_attention(model)
     return model
 
 
 def tiny_hooked(**settings: Any) -> Any:
-    """A HookedTransformer from a configuration, for what no Hugging Face family has (TransformerLens 3 only)."""
+    """A HookedTransformer from a configuration, for what no Hugging Face family has
+    (TransformerLens 3 only)."""
     import transformer_lens
 
-    base: dict[str, Any] = {"d_model": D, "d_head": 8, "n_heads": HEADS, "n_layers": 2, "n_ctx": CTX, "d_vocab": VOCAB}
+    base: dict[str, Any] = {
+        "d_model": D,
+        "d_head": 8,
+        "n_heads": HEADS,
+        "n_layers": 2,
+        "n_ctx": CTX,
+        "d_vocab": VOCAB,
+    }
     base |= {"d_mlp": 64, "act_fn": "gelu", "seed": 0} | settings
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # HookedTransformer says that it goes in 4.0
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # HookedTransformer says that it goes in 4.0
         model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**base))
     randomize_hooked(model)
     assert_real_attention(model)
@@ -179,10 +301,19 @@ def tiny_native(norm: str, position: str) -> Any:
     from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge import TransformerBridge
 
-    sizes: dict[str, Any] = {"d_model": D, "d_head": 8, "n_heads": HEADS, "n_layers": 2, "n_ctx": CTX, "d_vocab": VOCAB}
+    sizes: dict[str, Any] = {
+        "d_model": D,
+        "d_head": 8,
+        "n_heads": HEADS,
+        "n_layers": 2,
+        "n_ctx": CTX,
+        "d_vocab": VOCAB,
+    }
     sizes |= {"d_mlp": 64, "act_fn": "gelu"}
     config: Any = TransformerBridgeConfig
-    model = TransformerBridge.boot_native(config(**sizes, normalization_type=norm, positional_embedding_type=position))
+    model = TransformerBridge.boot_native(
+        config(**sizes, normalization_type=norm, positional_embedding_type=position)
+    )
     randomize(model.original_model, sharpness=6.0)
     model.eval()
     assert_real_attention(model)
@@ -190,7 +321,8 @@ def tiny_native(norm: str, position: str) -> Any:
 
 
 def assert_real_attention(model: Any) -> None:
-    """Scores reach 10 and the pattern's entropy is below 0.8 of uniform: near-uniform attention hides mistakes."""
+    """Scores reach 10 and the pattern's entropy is below 0.8 of uniform: near-uniform attention
+    hides mistakes."""
     sizes: list[float] = []
     entropies: list[tuple[float, float]] = []
 
@@ -199,7 +331,12 @@ def assert_real_attention(model: Any) -> None:
         sizes.append(float(torch.where(layer.allowed, scores, 0.0).abs().max()))
         assert layer.pattern is not None
         p = layer.pattern.double()
-        entropies.append((float(-torch.special.xlogy(p, p).sum(-1).mean()), float(layer.allowed.sum(-1).double().log().mean())))
+        entropies.append(
+            (
+                float(-torch.special.xlogy(p, p).sum(-1).mean()),
+                float(layer.allowed.sum(-1).double().log().mean()),
+            )
+        )
 
     seen = view(model)
     seen.run_layers(tokens(), range(seen.n_layers), look)

@@ -1,7 +1,9 @@
-"""Geometry of transformer activations, attention scores and weights, exactly, for TransformerLens models.
+"""Geometry of transformer activations, attention scores and weights, exactly, for TransformerLens
+models.
 
-Names load where they are first used, so that importing the package costs nothing: torch comes with the first function,
-TransformerLens, circuitsvis, matplotlib and pandas with the first that needs them.
+Names load where they are first used, so that importing the package costs nothing: torch comes with
+the first function, TransformerLens, circuitsvis, matplotlib and pandas with the first that needs
+them.
 """
 
 from __future__ import annotations
@@ -9,7 +11,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tl_geometry.base.errors import BudgetError, ClosingError, GeometryError, UnsupportedModelError
+from tl_geometry.base.errors import (
+    BudgetError,
+    GeometryError,
+    ReconstructionError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from tl_geometry import corpus as corpus
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     from tl_geometry import zoo as zoo
     from tl_geometry.base.results import Provenance, Result
     from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
-    from tl_geometry.corpus.texts import glue, windows
+    from tl_geometry.corpus.texts import splice, windows
     from tl_geometry.corpus.token_windows import TokenWindows
     from tl_geometry.decomposition.decomposing import decompose, decompose_activations
     from tl_geometry.decomposition.position_context import Parts, PositionContext, decompose_tensor
@@ -59,7 +66,7 @@ _HOME = {
     "models.model_view": ("ModelView",),
     "base.results": ("Provenance", "Result"),
     "corpus.token_windows": ("TokenWindows",),
-    "corpus.texts": ("glue", "windows"),
+    "corpus.texts": ("splice", "windows"),
     "corpus.nulls": ("gibberish", "pseudo_sentences"),
     "decomposition.decomposing": ("decompose", "decompose_activations"),
     "decomposition.position_context": ("Parts", "PositionContext", "decompose_tensor"),
@@ -83,13 +90,13 @@ _LAZY = {name: f"tl_geometry.{module}" for module, names in _HOME.items() for na
 __all__ = [
     "Anova",
     "BudgetError",
-    "ClosingError",
     "GeometryError",
     "LangevinModel",
     "ModelView",
     "Parts",
     "PositionContext",
     "Provenance",
+    "ReconstructionError",
     "Result",
     "TokenWindows",
     "UnsupportedModelError",
@@ -101,12 +108,12 @@ __all__ = [
     "decompose_tensor",
     "flow_report",
     "gibberish",
-    "glue",
     "noun_probe",
     "positional_report",
     "pseudo_sentences",
     "reinitialized",
     "skip_map",
+    "splice",
     "split_scores",
     "split_values",
     "sweep_heads",
@@ -136,7 +143,9 @@ _PACKAGES = (
 )
 """Subpackages that load on first use."""
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and would take every unknown name for Any
+if (
+    not TYPE_CHECKING
+):  # a type checker reads the imports above, and would take every unknown name for Any
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
@@ -145,7 +154,9 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
             globals()[name] = found = getattr(importlib.import_module(_LAZY[name]), name)
             return found
         known = ", ".join(__all__)
-        raise AttributeError(f"module 'tl_geometry' has no attribute {name!r}. Public names: {known}")
+        raise AttributeError(
+            f"module 'tl_geometry' has no attribute {name!r}. Public names: {known}"
+        )
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """The command line: parse, check, call one public function, save; nothing else.
 
-Arguments are checked before torch is imported, so that a mistyped one costs no more than starting Python.
+Arguments are checked before torch is imported, so that a mistyped one costs no more than starting
+Python.
 """
 
 from __future__ import annotations
@@ -22,39 +23,97 @@ from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError, choice, require
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-PLACES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EFBIG, errno.EIO}
-"""Errors of a file system, which a user can mend: one line. Others are ours and keep their traceback."""
+PLACES = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EFBIG,
+    errno.EIO,
+}
+"""Errors of a file system, which a user can mend: one line. Others are ours and keep their
+traceback."""
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""What typer raises for a command line that it cannot parse (its own copy of click's exception, or click's)."""
+"""What typer raises for a command line that it cannot parse (its own copy of click's exception, or
+click's)."""
 STOPPED = 130
 """Exit code of a run that was interrupted from the keyboard."""
 SAID_STOPPED = "stopped; what was finished is kept, --resume goes on from it"
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; nothing: the embedded model."),
+    typer.Argument(
+        help="A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; nothing: the embedded model."
+    ),
 ]
 Corpus = Annotated[
-    list[Path] | None, typer.Option("--corpus", help="Text file, one document each; repeat it. Default: held-out standard library.")
+    list[Path] | None,
+    typer.Option(
+        "--corpus",
+        help="Text file, one document each; repeat it. Default: held-out standard library.",
+    ),
 ]
 Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
-Contexts = Annotated[int | None, typer.Option("--contexts", help="Windows to use (default: what the budget allows, at most 1024).")]
-Length = Annotated[int | None, typer.Option("--length", help="Tokens of a window (default: what model and budget allow, at most 512).")]
+Contexts = Annotated[
+    int | None,
+    typer.Option(
+        "--contexts", help="Windows to use (default: what the budget allows, at most 1024)."
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        "--length", help="Tokens of a window (default: what model and budget allow, at most 512)."
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write to.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, bfloat16 or float16.")]
-Class = Annotated[str, typer.Option("--class", help="bridge (TransformerBridge) or hooked (HookedTransformer, TransformerLens 3.9).")]
-Processed = Annotated[bool, typer.Option("--processed", help="Fold and centre the weights as TransformerLens does.")]
-Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one).")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of every random choice: windows, nulls, controls.")]
+Class = Annotated[
+    str,
+    typer.Option(
+        "--class",
+        help="bridge (TransformerBridge) or hooked (HookedTransformer, TransformerLens 3.9).",
+    ),
+]
+Processed = Annotated[
+    bool, typer.Option("--processed", help="Fold and centre the weights as TransformerLens does.")
+]
+Bos = Annotated[
+    bool | None,
+    typer.Option(
+        "--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one)."
+    ),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", help="Seed of every random choice: windows, nulls, controls.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with what a stopped run of the same settings has finished.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on with what a stopped run of the same settings has finished."
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")
+]
 BudgetOption = Annotated[
-    str, typer.Option("--budget", help="Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the report says so.")
+    str,
+    typer.Option(
+        "--budget",
+        help="Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the report says so.",
+    ),
 ]
 Sections = Annotated[
-    str | None, typer.Option("--sections", help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.")
+    str | None,
+    typer.Option(
+        "--sections",
+        help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.",
+    ),
 ]
 
 
@@ -66,13 +125,25 @@ def _version(wanted: bool | None) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool | None, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = None,
+    version: Annotated[
+        bool | None,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = None,
 ) -> None:
-    """Geometry of transformer activations, attention scores and weights, for TransformerLens models."""
+    """Geometry of transformer activations, attention scores and weights, for TransformerLens
+    models."""
 
 
 def _check_run(
-    model: str | None, corpus: list[Path] | None, contexts: int | None, length: int | None, seed: int, encoding: str, **loading: str
+    model: str | None,
+    corpus: list[Path] | None,
+    contexts: int | None,
+    length: int | None,
+    seed: int,
+    encoding: str,
+    **loading: str,
 ) -> None:
     """Checks that the commands which run a model on a corpus share."""
     arguments.model_options(model, **loading)
@@ -83,7 +154,8 @@ def _check_run(
 
 
 def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
-    """Add a command that runs the analysis and writes these sections (``None``: those of ``--sections``) with their tables."""
+    """Add a command that runs the analysis and writes these sections (``None``: those of
+    ``--sections``) with their tables."""
 
     def command(
         model: Model = None,
@@ -106,20 +178,38 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
     ) -> None:
         allowed = arguments.seconds(budget)
         wanted = chosen if chosen is not None else arguments.sections(sections)
-        _check_run(model, corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device)
+        _check_run(
+            model, corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device
+        )
         arguments.folder(out)
         arguments.own_folder(out, "report")
         from tl_geometry.report.build import Request, build
 
         request = Request(
-            model=model, corpus=tuple(corpus or ()), encoding=encoding, contexts=contexts, length=length, device=device,
-            dtype=dtype, kind=kind, processed=processed, bos=bos, seed=seed, budget=allowed, sections=wanted,
-        )  # fmt: skip
-        summary = build(request, out, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]])
+            model=model,
+            corpus=tuple(corpus or ()),
+            encoding=encoding,
+            contexts=contexts,
+            length=length,
+            device=device,
+            dtype=dtype,
+            kind=kind,
+            processed=processed,
+            bos=bos,
+            seed=seed,
+            budget=allowed,
+            sections=wanted,
+        )
+        summary = build(
+            request, out, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]]
+        )
         say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
         if summary["failed"]:
             said = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
-            typer.echo(f"tl-geometry: not everything could be computed ({said}); the tracebacks are in the report", err=True)
+            typer.echo(
+                f"tl-geometry: not everything could be computed ({said}); the tracebacks are in the report",
+                err=True,
+            )
             raise typer.Exit(1)
 
     if chosen is not None:
@@ -129,10 +219,22 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
     app.command(name, help=about)(command)
 
 
-_analysis("report", "The whole analysis of a model on a corpus, to a folder: report.html, tables, results, run.json.", None)
+_analysis(
+    "report",
+    "The whole analysis of a model on a corpus, to a folder: report.html, tables, results, run.json.",
+    None,
+)
 _analysis("heads", "Only the heads: what drives each, and head types.", ("overview", "heads"))
-_analysis("weights", "Only the weights: W_QK and W_OV in the geometry of the activations.", ("overview", "weights"))
-_analysis("trajectories", "Only the trajectories of pilot tokens as a stochastic flow.", ("overview", "flow"))
+_analysis(
+    "weights",
+    "Only the weights: W_QK and W_OV in the geometry of the activations.",
+    ("overview", "weights"),
+)
+_analysis(
+    "trajectories",
+    "Only the trajectories of pilot tokens as a stochastic flow.",
+    ("overview", "flow"),
+)
 
 
 @app.command()
@@ -140,10 +242,21 @@ def fit(
     model: Model = None,
     corpus: Corpus = None,
     encoding: Encoding = "utf-8",
-    contexts: Annotated[int | None, typer.Option("--contexts", help="Windows to use (default: all).")] = None,
-    length: Annotated[int | None, typer.Option("--length", help="Tokens of a window (default: what the model takes, at most 512).")] = None,
-    out: Annotated[Path, typer.Option("--out", help="File to write the basis to.")] = Path("basis.safetensors"),
-    batch_size: Annotated[int | None, typer.Option("--batch-size", help="Windows of one forward pass.")] = None,
+    contexts: Annotated[
+        int | None, typer.Option("--contexts", help="Windows to use (default: all).")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length", help="Tokens of a window (default: what the model takes, at most 512)."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="File to write the basis to.")] = Path(
+        "basis.safetensors"
+    ),
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", help="Windows of one forward pass.")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     kind: Class = "bridge",
@@ -156,12 +269,28 @@ def fit(
 ) -> None:
     """The basis of a model on a corpus (texts, or one .npy file of token ids), to a file.
 
-    On many processes, on any number of machines: torchrun --nproc-per-node=8 -m tl_geometry fit MODEL --corpus FILE --device cuda
+    On many processes, on any number of machines: torchrun --nproc-per-node=8 -m tl_geometry fit
+    MODEL --corpus FILE --device cuda
     """
     ids = bool(corpus) and corpus is not None and corpus[0].suffix == ".npy"
-    _check_run(model, None if ids else corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device)
+    _check_run(
+        model,
+        None if ids else corpus,
+        contexts,
+        length,
+        seed,
+        encoding,
+        kind=kind,
+        dtype=dtype,
+        device=device,
+    )
     arguments.check_corpus(corpus, encoding, tokens=True)
-    require(not ids or (length is None and bos is None), "--length, --bos", expected="none with a token file", got="some")
+    require(
+        not ids or (length is None and bos is None),
+        "--length, --bos",
+        expected="none with a token file",
+        got="some",
+    )
     arguments.at_least(batch_size, 1, "--batch-size")
     arguments.file(out, suffix=".safetensors")
     from tl_geometry.decomposition.decomposing import decompose
@@ -171,35 +300,57 @@ def fit(
     checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
     with launched(device) as (group, own, first):
         loaded = load_model(model, kind=kind, processed=processed, dtype=dtype, device=own)
-        tokens = token_source(loaded, corpus, encoding=encoding, contexts=contexts, length=length, bos=bos, seed=seed)
+        tokens = token_source(
+            loaded, corpus, encoding=encoding, contexts=contexts, length=length, bos=bos, seed=seed
+        )
         if first and not resume:
             checkpoint.unlink(missing_ok=True)
         basis = decompose(
-            loaded, tokens, batch_size=batch_size, checkpoint=checkpoint, progress=not quiet, seed=seed, group=group
-        )  # fmt: skip
+            loaded,
+            tokens,
+            batch_size=batch_size,
+            checkpoint=checkpoint,
+            progress=not quiet,
+            seed=seed,
+            group=group,
+        )
         if first:
             basis.save(out)
             checkpoint.unlink(missing_ok=True)
-            say({"file": str(out), **dataclasses.asdict(basis.provenance)}, as_json, f"{out}: {basis!r}")
+            say(
+                {"file": str(out), **dataclasses.asdict(basis.provenance)},
+                as_json,
+                f"{out}: {basis!r}",
+            )
 
 
 @app.command()
 def check(
-    model: Model = None, kind: Class = "bridge", processed: Processed = False, dtype: Dtype = "float32", device: Device = "cpu"
+    model: Model = None,
+    kind: Class = "bridge",
+    processed: Processed = False,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
 ) -> None:
     """What is supported, verified and refused for a model: the first thing to run."""
     arguments.model_options(model, kind=kind, dtype=dtype, device=device)
     from tl_geometry.models.checking import check_model
     from tl_geometry.report.build import load_model
 
-    typer.echo(check_model(load_model(model, kind=kind, processed=processed, dtype=dtype, device=device)).text())
+    typer.echo(
+        check_model(
+            load_model(model, kind=kind, processed=processed, dtype=dtype, device=device)
+        ).text()
+    )
 
 
 @app.command()
 def readout(
     model: Model = None,
     layer: Annotated[int, typer.Option("--layer", help="Block of the head, counted from 0.")] = 0,
-    head: Annotated[int, typer.Option("--head", help="The head in that block, counted from 0.")] = 0,
+    head: Annotated[
+        int, typer.Option("--head", help="The head in that block, counted from 0.")
+    ] = 0,
     what: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
     k: Annotated[int, typer.Option("--k", help="Tokens of each direction.")] = 5,
     out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
@@ -229,13 +380,23 @@ def readout(
 def reproduce(
     work: Annotated[str, typer.Argument(help="song-zhong or lines-of-thought.")],
     model: Annotated[
-        str | None, typer.Option("--model", help="A name, a directory, smollm2 or minilm; default: the embedded model.")
+        str | None,
+        typer.Option(
+            "--model", help="A name, a directory, smollm2 or minilm; default: the embedded model."
+        ),
     ] = None,
     corpus: Corpus = None,
     encoding: Encoding = "utf-8",
-    row: Annotated[str | None, typer.Option("--row", help='Published row to compare with, such as "GPT-2 OWT".')] = None,
+    row: Annotated[
+        str | None,
+        typer.Option("--row", help='Published row to compare with, such as "GPT-2 OWT".'),
+    ] = None,
     contexts: Annotated[
-        int | None, typer.Option("--contexts", help="Windows or chunks (default: as published, where the text has as many).")
+        int | None,
+        typer.Option(
+            "--contexts",
+            help="Windows or chunks (default: as published, where the text has as many).",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
     quiet: Quiet = False,
@@ -250,7 +411,15 @@ def reproduce(
     from tl_geometry.report.folder import write_csv
     from tl_geometry.reproduce import run
 
-    table = run(work, model=model, corpus=corpus, encoding=encoding, row=row, contexts=contexts, progress=not quiet)
+    table = run(
+        work,
+        model=model,
+        corpus=corpus,
+        encoding=encoding,
+        row=row,
+        contexts=contexts,
+        progress=not quiet,
+    )
     if out is not None:
         write_csv(table, out)
     typer.echo(table.text())
@@ -259,16 +428,30 @@ def reproduce(
 @app.command()
 def experiment(
     name: Annotated[str, typer.Argument(help="randomisation, addition or nanogpt.")],
-    scale: Annotated[str, typer.Option("--scale", help="smoke (seconds), cpu (minutes) or paper (the published settings).")] = "cpu",
+    scale: Annotated[
+        str,
+        typer.Option(
+            "--scale", help="smoke (seconds), cpu (minutes) or paper (the published settings)."
+        ),
+    ] = "cpu",
     out: Out = Path("tl-geometry-experiment"),
-    seeds: Annotated[list[int] | None, typer.Option("--seeds", help="A run for each; repeat it. Default: 0.")] = None,
-    text: Annotated[list[Path] | None, typer.Option("--text", help="Text file to train on; repeat it. Default: standard library.")] = None,
+    seeds: Annotated[
+        list[int] | None, typer.Option("--seeds", help="A run for each; repeat it. Default: 0.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="Text file to train on; repeat it. Default: standard library."),
+    ] = None,
     encoding: Encoding = "utf-8",
-    change: Annotated[list[str] | None, typer.Option("--set", help="A setting of the scale, such as context=512; repeat it.")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the scale, such as context=512; repeat it."),
+    ] = None,
     device: Device = "cpu",
     quiet: Quiet = False,
 ) -> None:
-    """Train small models on other formats and measure their geometry on the way; a stopped run goes on in its folder."""
+    """Train small models on other formats and measure their geometry on the way; a stopped run goes
+    on in its folder."""
     choice(name, ("randomisation", "addition", "nanogpt"), "experiment")
     choice(scale, ("smoke", "cpu", "paper"), "--scale")
     for seed in seeds or ():
@@ -280,9 +463,17 @@ def experiment(
     from tl_geometry.experiments import run
 
     outcome = run(
-        name, scale=scale, out=out, seeds=seeds or [0], texts=text, encoding=encoding, changes=change, device=device,
-        progress=not quiet, command=["tl-geometry", *sys.argv[1:]],
-    )  # fmt: skip
+        name,
+        scale=scale,
+        out=out,
+        seeds=seeds or [0],
+        texts=text,
+        encoding=encoding,
+        changes=change,
+        device=device,
+        progress=not quiet,
+        command=["tl-geometry", *sys.argv[1:]],
+    )
     typer.echo(f"{outcome.text()}\n{out / 'report.html'}")
 
 
@@ -292,7 +483,8 @@ def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
 
 
 def main() -> None:
-    """Run the command line. An error that the user can mend is one line on standard error and exit code 2; stopped is 130."""
+    """Run the command line. An error that the user can mend is one line on standard error and exit
+    code 2; stopped is 130."""
     try:
         code = app(prog_name="tl-geometry", standalone_mode=False)
     except GeometryError as error:
@@ -303,7 +495,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
-        said = str(getattr(error, "format_message")()) if isinstance(error, USAGE) else file_trouble(error)  # noqa: B009
+        said = str(error.format_message()) if isinstance(error, USAGE) else file_trouble(error)
         if said is None:
             raise
         raise SystemExit(_line(said, 2)) from None

@@ -1,1 +1,2 @@
-"""Errors, argument checks, linear algebra, masked rows, frozen results: what every other package stands on."""
+"""Errors, argument checks, linear algebra, masked rows, frozen results: what every other package
+stands on."""

@@ -1,4 +1,5 @@
-"""Arguments of the command line, checked before anything heavy is imported: numbers, choices, files to read and places to write."""
+"""Arguments of the command line, checked before anything heavy is imported: numbers, choices, files
+to read and places to write."""
 
 from __future__ import annotations
 
@@ -15,13 +16,16 @@ from tl_geometry.base.errors import choice, fail, require
 CLASSES = ("bridge", "hooked")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
-"""Sections of a report in reading order; each is a module of :mod:`tl_geometry.report` with a ``section`` function."""
+"""Sections of a report in reading order; each is a module of :mod:`tl_geometry.report` with a
+``section`` function."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def at_least(value: int | None, low: int, what: str, *, instead: str | None = None) -> None:
     """Refuse a number below ``low``; ``None`` is the default and passes."""
-    require(value is None or value >= low, what, expected=f"{low} or more", got=value, instead=instead)
+    require(
+        value is None or value >= low, what, expected=f"{low} or more", got=value, instead=instead
+    )
 
 
 def seconds(text: str) -> float:
@@ -58,7 +62,12 @@ def model_options(name: str | None, *, kind: str, dtype: str, device: str) -> No
     check_device(device)
     if name is None:
         return
-    require(name.strip(), "model", expected="a name, a directory, or nothing for the embedded model", got=repr(name))
+    require(
+        name.strip(),
+        "model",
+        expected="a name, a directory, or nothing for the embedded model",
+        got=repr(name),
+    )
     place = Path(name).expanduser()
     looks_like_path = name.startswith(("/", ".", "~", "\\")) or place.is_dir() or place.is_file()
     if looks_like_path and not (place / "config.json").is_file():
@@ -79,16 +88,29 @@ def check_device(device: str) -> None:
     import torch
 
     if device == "mps":
-        require(torch.backends.mps.is_available(), "--device", expected="a machine with MPS", got="none", instead="--device cpu")
+        require(
+            torch.backends.mps.is_available(),
+            "--device",
+            expected="a machine with MPS",
+            got="none",
+            instead="--device cpu",
+        )
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = int(device.partition(":")[2] or 0)
     got = f"{count} CUDA devices" if count else "no CUDA device"
-    require(index < count, "--device", expected=f"a machine with {device}", got=got, instead="--device cpu")
+    require(
+        index < count,
+        "--device",
+        expected=f"a machine with {device}",
+        got=got,
+        instead="--device cpu",
+    )
 
 
 def printable(text: str) -> str:
-    r"""A file name as text that every output can hold: bytes that are no UTF-8, control and direction marks as escapes.
+    r"""A file name as text that every output can hold: bytes that are no UTF-8, control and
+    direction marks as escapes.
 
     >>> print(printable("a\udce9\u202e.txt"))
     a\xe9\u202e.txt
@@ -107,7 +129,8 @@ def _encodable(text: str) -> bool:
 
 
 def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
-    """A name for each text file: its base name, with as many folders before it as tell them apart; the same file twice is refused."""
+    """A name for each text file: its base name, with as many folders before it as tell them apart;
+    the same file twice is refused."""
     real = [os.path.realpath(p) for p in paths]
     twice = [str(p) for i, p in enumerate(paths) if real[i] in real[:i]]
     require(not twice, what, expected="each file once", got=f"{printable(', '.join(twice))} twice")
@@ -128,38 +151,71 @@ def existing(paths: Sequence[Path], what: str = "--corpus", kind: str = "text fi
 
 
 def read_texts(
-    paths: Sequence[Path], encoding: str = "utf-8", what: str = "--corpus", *, binary: str = "--encoding utf-16 if that is what it is"
+    paths: Sequence[Path],
+    encoding: str = "utf-8",
+    what: str = "--corpus",
+    *,
+    binary: str = "--encoding utf-16 if that is what it is",
 ) -> tuple[list[str], list[str]]:
-    """Texts and names of files; what is no text, or not in ``encoding``, is refused by name rather than mended."""
+    """Texts and names of files; what is no text, or not in ``encoding``, is refused by name rather
+    than mended."""
     existing(paths, what)
     try:
         "".encode(encoding)
     except LookupError:
-        fail("--encoding", expected="an encoding that Python knows, such as utf-8 or latin-1", got=repr(encoding))
+        fail(
+            "--encoding",
+            expected="an encoding that Python knows, such as utf-8 or latin-1",
+            got=repr(encoding),
+        )
     texts: list[str] = []
     names = text_names(paths, what)
     for path, name in zip(paths, names, strict=True):
         raw = path.read_bytes()
-        nul = b"\0" in raw and not encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32", "utf16", "utf32"))
-        require(path.suffix != ".npy" and not nul, what, expected="text files", got=name, instead=binary)
+        nul = b"\0" in raw and not encoding.lower().replace("_", "-").startswith(
+            ("utf-16", "utf-32", "utf16", "utf32")
+        )
+        require(
+            path.suffix != ".npy" and not nul, what, expected="text files", got=name, instead=binary
+        )
         try:
-            texts.append(raw.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"))
+            texts.append(
+                raw.decode(encoding)
+                .removeprefix("\ufeff")
+                .replace("\r\n", "\n")
+                .replace("\r", "\n")
+            )
         except UnicodeError as error:
-            at = f"byte {error.start} (0x{raw[error.start]:02x})" if isinstance(error, UnicodeDecodeError) else "it"
+            at = (
+                f"byte {error.start} (0x{raw[error.start]:02x})"
+                if isinstance(error, UnicodeDecodeError)
+                else "it"
+            )
             instead = "--encoding latin-1 (or whichever it is), or iconv"
-            fail(what, expected=f"text in {encoding}", got=f"{name}, where {at} is none", instead=instead)
+            fail(
+                what,
+                expected=f"text in {encoding}",
+                got=f"{name}, where {at} is none",
+                instead=instead,
+            )
     empty = [name for name, text in zip(names, texts, strict=True) if not text.strip()]
     require(not empty, what, expected="files with text in them", got=f"{', '.join(empty)} empty")
     return texts, names
 
 
 def check_corpus(paths: Sequence[Path] | None, encoding: str, *, tokens: bool = False) -> None:
-    """Read all text files once, so that what cannot be read is said at once; ``tokens``: one ``.npy`` file of ids will do."""
+    """Read all text files once, so that what cannot be read is said at once; ``tokens``: one
+    ``.npy`` file of ids will do."""
     if not paths:
         return
     if tokens and any(p.suffix == ".npy" for p in paths):
         expected = "one existing .npy file"
-        require(len(paths) == 1 and paths[0].is_file(), "--corpus", expected=expected, got=printable(", ".join(map(str, paths))))
+        require(
+            len(paths) == 1 and paths[0].is_file(),
+            "--corpus",
+            expected=expected,
+            got=printable(", ".join(map(str, paths))),
+        )
         return
     read_texts(paths, encoding, binary="tl-geometry fit for a .npy file of token ids")
 
@@ -172,28 +228,54 @@ def folder(path: Path, what: str = "--out") -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        fail(what, expected="a folder that can be written to", got=f"{printable(str(path))} ({error.strerror})")
+        fail(
+            what,
+            expected="a folder that can be written to",
+            got=f"{printable(str(path))} ({error.strerror})",
+        )
 
 
 def file(path: Path, what: str = "--out", *, suffix: str | None = None) -> None:
     """Make sure that a file can be written at ``path``."""
-    require(not path.is_dir(), what, expected="a file to write", got=f"the folder {printable(str(path))}")
+    require(
+        not path.is_dir(),
+        what,
+        expected="a file to write",
+        got=f"the folder {printable(str(path))}",
+    )
     if suffix is not None:
-        require(path.suffix == suffix, what, expected=f"a name ending in {suffix}", got=printable(str(path)))
+        require(
+            path.suffix == suffix,
+            what,
+            expected=f"a name ending in {suffix}",
+            got=printable(str(path)),
+        )
     folder(path.parent, what)
     if path.exists():
-        require(os.access(path, os.W_OK), what, expected="a file that may be written", got=printable(str(path)))
+        require(
+            os.access(path, os.W_OK),
+            what,
+            expected="a file that may be written",
+            got=printable(str(path)),
+        )
 
 
 def _no_file_in_the_way(path: Path, what: str) -> None:
     for part in (path, *path.parents):
         if part.exists():
-            require(part.is_dir(), what, expected="a folder", got=f"the file {printable(str(part))}", instead="another --out")
+            require(
+                part.is_dir(),
+                what,
+                expected="a folder",
+                got=f"the file {printable(str(part))}",
+                instead="another --out",
+            )
             return
 
 
 def own_folder(path: Path, wanted: str) -> None:
-    """Refuse a folder that holds another command's results: an experiment of another name, or a report."""
+    """Refuse a folder that holds another command's results: an experiment of another name, or a
+    report."""
     record = path / "run.json"
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
@@ -201,7 +283,13 @@ def own_folder(path: Path, wanted: str) -> None:
         return
     held = found.get("experiment", "report") if isinstance(found, dict) else wanted
     expected = "a folder of its own"
-    require(held == wanted, "--out", expected=expected, got=f"{printable(str(path))} with results of {held}", instead="another --out")
+    require(
+        held == wanted,
+        "--out",
+        expected=expected,
+        got=f"{printable(str(path))} with results of {held}",
+        instead="another --out",
+    )
 
 
 def printable_lines(text: str) -> str:

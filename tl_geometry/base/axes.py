@@ -1,6 +1,7 @@
 """The axis vocabulary: every array annotation of the package uses these names (tested).
 
-Letters that stand for a size in a formula appear in the docstring of the function, never in an annotation.
+Letters that stand for a size in a formula appear in the docstring of the function, never in an
+annotation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Argument checks with one message template: what it is, what was expected, what came, what to call instead."""
+"""Argument checks with one message template: what it is, what was expected, what came, what to call
+instead."""
 
 from __future__ import annotations
 
@@ -12,7 +13,19 @@ from torch import Tensor
 
 from tl_geometry.base.errors import choice, fail, message, require
 
-__all__ = ["choice", "describe", "fail", "finite", "heads", "index", "indices", "message", "require", "whole", "window"]
+__all__ = [
+    "choice",
+    "describe",
+    "fail",
+    "finite",
+    "heads",
+    "index",
+    "indices",
+    "message",
+    "require",
+    "whole",
+    "window",
+]
 
 Head = str | Sequence[int]
 """A head as ``(layer, head)`` or ``"L5H1"``."""
@@ -32,14 +45,23 @@ def describe(value: object) -> str:
 
 def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
-    if not bool(torch.isfinite(values.sum())):  # a finite sum proves all finite; only otherwise look cell by cell
+    if not bool(
+        torch.isfinite(values.sum())
+    ):  # a finite sum proves all finite; only otherwise look cell by cell
         bad = int((~torch.isfinite(values)).sum())
-        require(bad == 0, what, expected="finite numbers", got=f"{bad} NaN or infinite of {values.numel()}", instead="inputs without NaN")
+        require(
+            bad == 0,
+            what,
+            expected="finite numbers",
+            got=f"{bad} NaN or infinite of {values.numel()}",
+            instead="inputs without NaN",
+        )
     return values
 
 
 def index(value: Any, size: int, what: str) -> int:
-    """``value`` as an int if 0 <= value < size (negative indices are refused); any integer type will do."""
+    """``value`` as an int if 0 <= value < size (negative indices are refused); any integer type
+    will do."""
     found = whole(value)
     if found is None or not 0 <= found < size:
         fail(what, expected=f"an index from 0 to {size - 1}", got=repr(value))
@@ -49,13 +71,18 @@ def index(value: Any, size: int, what: str) -> int:
 def whole(value: Any) -> int | None:
     """An integer of any type as an int, ``None`` for anything else (truth values too)."""
     try:
-        return None if str(getattr(value, "dtype", type(value).__name__)).endswith("bool") else operator.index(value)
+        return (
+            None
+            if str(getattr(value, "dtype", type(value).__name__)).endswith("bool")
+            else operator.index(value)
+        )
     except TypeError:
         return None
 
 
 def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
-    """All indices for ``None``, else the given ones, each checked, in the given order, without repeats."""
+    """All indices for ``None``, else the given ones, each checked, in the given order, without
+    repeats."""
     if values is None:
         return tuple(range(size))
     given = tuple(values) if isinstance(values, Iterable) and whole(values) is None else (values,)
@@ -65,34 +92,71 @@ def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
     return chosen
 
 
-def heads(values: Any, n_layers: int, n_heads: int, layers: Iterable[int] | int | None = None) -> tuple[tuple[int, int], ...]:
-    """Heads as (layer, head) pairs: those named in ``values`` (pairs, ``"L5H1"``, ``"5.1"``), or all heads of ``layers`` (all).
+def heads(
+    values: Any, n_layers: int, n_heads: int, layers: Iterable[int] | int | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Heads as (layer, head) pairs: those named in ``values`` (pairs, ``"L5H1"``, ``"5.1"``), or
+    all heads of ``layers`` (all).
 
     >>> heads(["L1H0", (0, 1), "1.1"], n_layers=2, n_heads=2)
     ((1, 0), (0, 1), (1, 1))
     """
     if values is None:
-        return tuple((layer, head) for layer in indices(layers, n_layers, "layers") for head in range(n_heads))
-    given: list[Any] = [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)
-    chosen = [tuple(given)] if len(given) == 2 and all(whole(v) is not None for v in given) else given
+        return tuple(
+            (layer, head)
+            for layer in indices(layers, n_layers, "layers")
+            for head in range(n_heads)
+        )
+    given: list[Any] = (
+        [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)
+    )
+    chosen = (
+        [tuple(given)] if len(given) == 2 and all(whole(v) is not None for v in given) else given
+    )
     out: list[tuple[int, int]] = []
     for value in chosen:
-        match = re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE) if isinstance(value, str) and re.search("[.hH]", value) else None
+        match = (
+            re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE)
+            if isinstance(value, str) and re.search("[.hH]", value)
+            else None
+        )
         pair = (int(match[1]), int(match[2])) if match else value
         if isinstance(pair, str) or not isinstance(pair, Iterable) or len(pair := tuple(pair)) != 2:
-            fail("heads", expected='(layer, head) pairs or "L5H1"', got=repr(value), instead='(5, 1) or "L5H1"')
-        out.append((index(pair[0], n_layers, f"layer of head {value!r}"), index(pair[1], n_heads, f"head {value!r}")))
+            fail(
+                "heads",
+                expected='(layer, head) pairs or "L5H1"',
+                got=repr(value),
+                instead='(5, 1) or "L5H1"',
+            )
+        out.append(
+            (
+                index(pair[0], n_layers, f"layer of head {value!r}"),
+                index(pair[1], n_heads, f"head {value!r}"),
+            )
+        )
     require(len(out) > 0, "heads", expected="at least one head", got="none")
     allowed = None if layers is None else set(indices(layers, n_layers, "layers"))
     outside = [p for p in out if allowed is not None and p[0] not in allowed]
-    require(not outside, "heads", expected=f"heads of layers {sorted(allowed or ())}", got=outside, instead="either heads= or layers=")
+    require(
+        not outside,
+        "heads",
+        expected=f"heads of layers {sorted(allowed or ())}",
+        got=outside,
+        instead="either heads= or layers=",
+    )
     return tuple(dict.fromkeys(out))
 
 
 def window(value: tuple[int, int] | None, columns: int, default_start: int) -> tuple[int, int]:
-    """A half-open window inside ``columns``; ``(default_start, columns)`` for ``None`` (all columns if that is empty)."""
+    """A half-open window inside ``columns``; ``(default_start, columns)`` for ``None`` (all columns
+    if that is empty)."""
     if value is None:
         return (default_start if columns > default_start else 0, columns)
     start, end = value
-    require(0 <= start < end <= columns, "window", expected=f"0 <= start < end <= {columns} (columns of the input)", got=repr(value))
+    require(
+        0 <= start < end <= columns,
+        "window",
+        expected=f"0 <= start < end <= {columns} (columns of the input)",
+        got=repr(value),
+    )
     return (start, end)

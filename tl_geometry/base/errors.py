@@ -1,4 +1,5 @@
-"""Errors of tl_geometry. All are :class:`GeometryError`: the text says what was expected, what came, and what to call instead."""
+"""Errors of tl_geometry. All are :class:`GeometryError`: the text says what was expected, what
+came, and what to call instead."""
 
 from __future__ import annotations
 
@@ -8,15 +9,17 @@ from typing import NoReturn
 
 
 class GeometryError(ValueError):
-    """Input from which no correct answer can be computed. Nothing is lost when it is raised: files and models are as before."""
+    """Input from which no correct answer can be computed. Nothing is lost when it is raised: files
+    and models are as before."""
 
 
 class UnsupportedModelError(GeometryError):
     """A model, or a feature of one, that is refused by name because its numbers would be wrong."""
 
 
-class ClosingError(GeometryError):
-    """Parts that do not add up to what the model itself computed, within the closing error."""
+class ReconstructionError(GeometryError):
+    """Parts that do not add up to what the model itself computed, within the reconstruction
+    error."""
 
 
 class BudgetError(GeometryError):
@@ -60,18 +63,22 @@ def require(
 
 
 def choice(value: str, options: Sequence[str], what: str) -> str:
-    """``value`` if it is one of ``options``, else an error that lists them (of many, the nearest)."""
+    """``value`` if it is one of ``options``, else an error that lists them (of many, the
+    nearest)."""
     require(value in options, what, expected=f"one of {listed(options, value)}", got=repr(value))
     return value
 
 
 def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str:
-    """Names as a list for a message; of more than ``most`` those nearest to ``value``, and how many there are.
+    """Names as a list for a message; of more than ``most`` those nearest to ``value``, and how many
+    there are.
 
     >>> listed([f"column_{i}" for i in range(40)], "colunm_7")
     "40 names, such as 'column_7', 'column_37', 'column_27'"
     """
     if len(options) <= most:
         return ", ".join(map(repr, options))
-    near = difflib.get_close_matches(str(value), list(options), n=3, cutoff=0.3) or list(options[:6])
+    near = difflib.get_close_matches(str(value), list(options), n=3, cutoff=0.3) or list(
+        options[:6]
+    )
     return f"{len(options)} names, such as {', '.join(map(repr, near))}"

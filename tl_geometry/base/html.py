@@ -14,12 +14,16 @@ STYLE = (
 )
 NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
 
-HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
-"""Characters that are not seen but act: controls, direction marks, joiners, line separators, and halves of surrogate pairs."""
+HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+"""Characters that are not seen but act: controls, direction marks, joiners, line separators, and
+halves of surrogate pairs."""
 
 
 def escape(text: object) -> str:
-    """Text as HTML: ``<``, ``>``, ``&`` and quotes escaped, so that token strings and file names stay data; see :func:`visible`.
+    """Text as HTML: ``<``, ``>``, ``&`` and quotes escaped, so that token strings and file names
+    stay data; see :func:`visible`.
 
     >>> escape("</script>")
     '&lt;/script&gt;'
@@ -28,7 +32,8 @@ def escape(text: object) -> str:
 
 
 def visible(text: str) -> str:
-    """Control characters, direction marks and lone surrogates as ``\\uXXXX``, so that they act on nothing; line ends and tabs stay.
+    """Control characters, direction marks and lone surrogates as ``\\uXXXX``, so that they act on
+    nothing; line ends and tabs stay.
 
     >>> print(visible("a\\u202eb\\ud800"))
     a\\u202eb\\ud800
@@ -37,12 +42,15 @@ def visible(text: str) -> str:
 
 
 def plain(text: object) -> str:
-    r"""Text for a terminal: control characters, direction marks, line breaks and lone surrogates are written out.
+    r"""Text for a terminal: control characters, direction marks, line breaks and lone surrogates
+    are written out.
 
     >>> print(plain("a\x1b[31m\u202eb\n"))
     a\x1b[31m\u202eb\n
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)
+    )
 
 
 def number(value: object) -> str:
@@ -57,7 +65,8 @@ def number(value: object) -> str:
 
 
 def token_text(token: str) -> str:
-    """A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control and direction marks as ``\\uXXXX``.
+    """A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control and
+    direction marks as ``\\uXXXX``.
 
     >>> token_text(" the\\n")
     '␣the⏎'
@@ -66,17 +75,28 @@ def token_text(token: str) -> str:
     return "".join(shown.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in token) or "∅"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 60) -> str:
-    """An escaped HTML table of at most ``limit`` rows (the caption says how many were left out); numbers stand to the right."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 60
+) -> str:
+    """An escaped HTML table of at most ``limit`` rows (the caption says how many were left out);
+    numbers stand to the right."""
     rows = list(rows)
     whole, cell, head = STYLE
     note = f" (first {limit} of {len(rows)} rows)" if len(rows) > limit else ""
-    left = ["left" if any(isinstance(row[i], str) for row in rows) or not rows else "right" for i in range(len(columns))]
+    left = [
+        "left" if any(isinstance(row[i], str) for row in rows) or not rows else "right"
+        for i in range(len(columns))
+    ]
     parts = [f'<div style="{NOTE}">{escape(caption + note)}</div><table style="{whole}"><tr>']
-    parts += [f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, left, strict=True)]
+    parts += [
+        f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, left, strict=True)
+    ]
     parts.append("</tr>")
     for row in rows[:limit]:
-        cells = (f'<td style="{cell}{side}">{escape(number(v))}</td>' for v, side in zip(row, left, strict=True))
+        cells = (
+            f'<td style="{cell}{side}">{escape(number(v))}</td>'
+            for v, side in zip(row, left, strict=True)
+        )
         parts.append(f"<tr>{''.join(cells)}</tr>")
     parts.append("</table>")
     return "".join(parts)

@@ -1,4 +1,5 @@
-"""Tables for papers: LaTeX in plain ASCII, which compiles with every engine whatever the tokens are."""
+"""Tables for papers: LaTeX in plain ASCII, which compiles with every engine whatever the tokens
+are."""
 
 from __future__ import annotations
 
@@ -38,13 +39,29 @@ _SPECIAL = {
     "×": r"$\times$",
     "°": r"$^\circ$",
 }
-_ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0304": "=", "\u0306": "u", "\u0307": "."}
-_ACCENTS |= {"\u0308": '"', "\u030a": "r", "\u030b": "H", "\u030c": "v", "\u0327": "c", "\u0328": "k"}
+_ACCENTS = {
+    "\u0300": "`",
+    "\u0301": "'",
+    "\u0302": "^",
+    "\u0303": "~",
+    "\u0304": "=",
+    "\u0306": "u",
+    "\u0307": ".",
+}
+_ACCENTS |= {
+    "\u0308": '"',
+    "\u030a": "r",
+    "\u030b": "H",
+    "\u030c": "v",
+    "\u0327": "c",
+    "\u0328": "k",
+}
 """Combining marks -> LaTeX accents."""
 
 
 def escape(text: object) -> str:
-    r"""Text as LaTeX: white space is one space, a character without a command (a broken token's too) its code point.
+    r"""Text as LaTeX: white space is one space, a character without a command (a broken token's
+    too) its code point.
 
     >>> print(escape("a_b & 5% of $x$"), escape("caf\u00e9 \ufffd"))
     a\_b \& 5\% of \$x\$ caf\'{e} \texttt{U+FFFD}
@@ -64,7 +81,8 @@ def _character(c: str) -> str:
 
 
 def cell(value: object, digits: int = 4) -> str:
-    """A number with ``digits`` significant digits, a dash for None and NaN, other things as escaped text.
+    """A number with ``digits`` significant digits, a dash for None and NaN, other things as escaped
+    text.
 
     >>> [cell(v) for v in (0.123456, -3, 1.5e-7, float("nan"), None, True, "a_b")]
     ['0.1235', '$-3$', '$1.5 \\\\times 10^{-7}$', '--', '--', 'yes', 'a\\\\_b']
@@ -83,16 +101,41 @@ def cell(value: object, digits: int = 4) -> str:
     return f"${text}$" if text.startswith("-") else text
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, digits: int = 4, booktabs: bool = True, note: str = "") -> str:
-    """A ``tabular``: text columns to the left, numbers to the right; ``note`` becomes a comment above it."""
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    digits: int = 4,
+    booktabs: bool = True,
+    note: str = "",
+) -> str:
+    """A ``tabular``: text columns to the left, numbers to the right; ``note`` becomes a comment
+    above it."""
     rows = list(rows)
-    number = [bool(rows) and all(v is None or (isinstance(v, int | float) and not isinstance(v, bool)) for v in c) for c in zip(*rows)]
+    number = [
+        bool(rows)
+        and all(v is None or (isinstance(v, int | float) and not isinstance(v, bool)) for v in c)
+        for c in zip(*rows)
+    ]
     align = "".join("r" if n else "l" for n in number) or "l" * len(columns)
-    top, middle, bottom = (r"\toprule", r"\midrule", r"\bottomrule") if booktabs else (r"\hline",) * 3
+    top, middle, bottom = (
+        (r"\toprule", r"\midrule", r"\bottomrule") if booktabs else (r"\hline",) * 3
+    )
     comment = (
-        "% " + " ".join(note.encode("ascii", "backslashreplace").decode().split()) + (r"; needs \usepackage{booktabs}" if booktabs else "")
+        "% "
+        + " ".join(note.encode("ascii", "backslashreplace").decode().split())
+        + (r"; needs \usepackage{booktabs}" if booktabs else "")
     )
     line = lambda cells: " & ".join(cells) + r" \\"  # noqa: E731
     body = [line(cell(v, digits) for v in row) for row in rows]
-    parts = [comment, rf"\begin{{tabular}}{{{align}}}", top, line(escape(c) for c in columns), middle, *body, bottom, r"\end{tabular}"]
+    parts = [
+        comment,
+        rf"\begin{{tabular}}{{{align}}}",
+        top,
+        line(escape(c) for c in columns),
+        middle,
+        *body,
+        bottom,
+        r"\end{tabular}",
+    ]
     return "\n".join(parts) + "\n"

@@ -1,7 +1,9 @@
-"""Linear algebra that several rooms share: deterministic SVDs (also of a product, from its factors), angles, rotations.
+"""Linear algebra that several packages share: deterministic SVDs (also of a product, from its
+factors), angles, rotations.
 
-All functions batch over leading axes and compute in the dtype they are given; the deterministic sign rule is SPEC-wide:
-each singular vector on the right has its largest-magnitude coordinate positive.
+All functions batch over leading axes and compute in the dtype they are given; the deterministic
+sign rule is SPEC-wide: each singular vector on the right has its largest-magnitude coordinate
+positive.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from tl_geometry.base.errors import require
 
 
 class SVD(NamedTuple):
-    """``U @ diag(S) @ V.mT``; ``V`` holds the right singular vectors as columns (not transposed)."""
+    """``U @ diag(S) @ V.mT``; ``V`` holds the right singular vectors as columns (not
+    transposed)."""
 
     U: Float[Tensor, "*batch row rank"]
     S: Float[Tensor, "*batch rank"]
@@ -27,15 +30,21 @@ class SVD(NamedTuple):
 
 
 def _signs(V: Tensor) -> Tensor:
-    """-1 for columns whose largest-magnitude coordinate (the first of equals) is negative, else 1."""
+    """-1 for columns whose largest-magnitude coordinate (the first of equals) is negative, else
+    1."""
     high, low = V.amax(-2, keepdim=True), V.amin(-2, keepdim=True)
     if bool((high == -low).any()):
-        return torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(V.dtype)
+        return torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(
+            V.dtype
+        )
     return torch.where(-low > high, -1.0, 1.0).to(V.dtype)
 
 
-def fix_signs(U: Float[Tensor, "*batch row rank"], V: Float[Tensor, "*batch column rank"]) -> tuple[Tensor, Tensor]:
-    """Flip pairs of singular vectors so that the largest-magnitude coordinate of each column of ``V`` is positive."""
+def fix_signs(
+    U: Float[Tensor, "*batch row rank"], V: Float[Tensor, "*batch column rank"]
+) -> tuple[Tensor, Tensor]:
+    """Flip pairs of singular vectors so that the largest-magnitude coordinate of each column of
+    ``V`` is positive."""
     sign = _signs(V)
     return U * sign, V * sign
 
@@ -52,12 +61,16 @@ def svd(matrix: Float[Tensor, "*batch row column"]) -> SVD:
     return SVD(U, S, V)
 
 
-def product_svd(left: Float[Tensor, "*batch row rank"], right: Float[Tensor, "*batch column rank"]) -> SVD:
-    """SVD of ``left @ right.mT`` from its factors, without forming the product (rank at most the factors' width).
+def product_svd(
+    left: Float[Tensor, "*batch row rank"], right: Float[Tensor, "*batch column rank"]
+) -> SVD:
+    """SVD of ``left @ right.mT`` from its factors, without forming the product (rank at most the
+    factors' width).
 
-    Two thin orthonormalisations and one small SVD: cost row * rank^2 + rank^3 in place of row^3. In float64 the triangular
-    factors come from Cholesky factors of the Gram matrices, about twice as fast as QR; where a factor's condition number (in
-    Frobenius norm) is above 2000, so that vectors would not be orthonormal to 1e-9, and in lower precision, from Householder QR.
+    Two thin orthonormalisations and one small SVD: cost row * rank^2 + rank^3 in place of row^3. In
+    float64 the triangular factors come from Cholesky factors of the Gram matrices, about twice as
+    fast as QR; where a factor's condition number (in Frobenius norm) is above 2000, so that vectors
+    would not be orthonormal to 1e-9, and in lower precision, from Householder QR.
     """
     if left.dtype == torch.float64 and left.shape[-1] < min(left.shape[-2], right.shape[-2]):
         result, bad = _product_svd_cholesky(left, right)
@@ -79,7 +92,8 @@ def _product_svd_qr(left: Tensor, right: Tensor) -> SVD:
 
 
 def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor, "..."]]:
-    """The same from Cholesky factors, and a mask of the products that this is not accurate for (their content is undefined)."""
+    """The same from Cholesky factors, and a mask of the products that this is not accurate for
+    (their content is undefined)."""
     eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
     bad = torch.zeros(left.shape[:-2], dtype=torch.bool, device=left.device)
     triangles: list[Tensor] = []
@@ -87,7 +101,11 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
         triangle, info = torch.linalg.cholesky_ex(factor.mT @ factor, upper=True)
         triangle = torch.where((info != 0)[..., None, None], eye, triangle)
         inverse = torch.linalg.solve_triangular(triangle, eye, upper=True)
-        bad = bad | (info != 0) | (torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse) > 2000)
+        bad = (
+            bad
+            | (info != 0)
+            | (torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse) > 2000)
+        )
         triangles += [triangle, inverse]
     u, s, vh = torch.linalg.svd(triangles[0] @ triangles[2].mT)
     V = right @ (triangles[3] @ vh.mT)
@@ -96,30 +114,44 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
 
 
 def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
-    """Stable rank ``sum s_i^2 / s_1^2`` of a matrix with singular values ``s`` (NaN when all are zero)."""
+    """Stable rank ``sum s_i^2 / s_1^2`` of a matrix with singular values ``s`` (NaN when all are
+    zero)."""
     squares = singular_values.square()
     return squares.sum(-1) / squares.amax(-1)
 
 
-def normalize_rows(rows: Float[Tensor, "*batch d_model"]) -> tuple[Float[Tensor, "*batch d_model"], Bool[Tensor, "*batch"]]:
+def normalize_rows(
+    rows: Float[Tensor, "*batch d_model"],
+) -> tuple[Float[Tensor, "*batch d_model"], Bool[Tensor, "*batch"]]:
     """Rows of unit Euclidean norm, and a mask of the degenerate (zero) rows, which stay zero."""
     largest = rows.abs().amax(-1, keepdim=True)
-    scaled = rows / torch.where(largest > 0, largest, 1.0)  # rows of any magnitude, without overflow or underflow of the squares
+    scaled = rows / torch.where(
+        largest > 0, largest, 1.0
+    )  # rows of any magnitude, without overflow or underflow of the squares
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return scaled / torch.where(norm > 0, norm, 1.0), largest[..., 0] == 0
 
 
-def angle(a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
-    """Angle between vectors in radians, ``2 atan2(|a^ - b^|, |a^ + b^|)``: accurate also near 0 and pi. NaN where a vector is zero."""
+def angle(
+    a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batch d_model"]
+) -> Float[Tensor, "*batch"]:
+    """Angle between vectors in radians, ``2 atan2(|a^ - b^|, |a^ + b^|)``: accurate also near 0 and
+    pi. NaN where a vector is zero."""
     (a, zero_a), (b, zero_b) = normalize_rows(a), normalize_rows(b)
-    theta = 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
+    theta = 2 * torch.atan2(
+        torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1)
+    )
     return torch.where(zero_a | zero_b, torch.nan, theta)
 
 
-def principal_angles(a: Float[Tensor, "*batch d_model row"], b: Float[Tensor, "*batch d_model column"]) -> Float[Tensor, "*batch rank"]:
-    """Principal angles (radians, ascending) between the subspaces spanned by orthonormal columns ``a`` and ``b``.
+def principal_angles(
+    a: Float[Tensor, "*batch d_model row"], b: Float[Tensor, "*batch d_model column"]
+) -> Float[Tensor, "*batch rank"]:
+    """Principal angles (radians, ascending) between the subspaces spanned by orthonormal columns
+    ``a`` and ``b``.
 
-    Small angles come from the sine, large ones from the cosine (Bjoerck & Golub 1973), so that equal subspaces give 0 to rounding.
+    Small angles come from the sine, large ones from the cosine (Bjoerck & Golub 1973), so that
+    equal subspaces give 0 to rounding.
     """
     if a.shape[-1] < b.shape[-1]:
         a, b = b, a
@@ -137,21 +169,35 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]:
     """Real skew-symmetric logarithm of a rotation (determinant +1), from its real Schur form.
 
-    Each 2 x 2 block is a plane rotation by an angle in (-pi, pi]; eigenvalues -1 (an even number of them) are paired into
-    rotations by pi, for which the choice of plane is not unique. float64 inside.
+    Each 2 x 2 block is a plane rotation by an angle in (-pi, pi]; eigenvalues -1 (an even number of
+    them) are paired into rotations by pi, for which the choice of plane is not unique. float64
+    inside.
     """
     matrix = rotation.double().cpu().numpy()
     size = matrix.shape[0]
     error = np.abs(matrix.T @ matrix - np.eye(size)).max(initial=0)
-    require(error < 1e-6, "rotation", expected="an orthogonal matrix", got=f"orthogonality error {error:.1e}")
-    require(np.linalg.det(matrix) > 0, "rotation", expected="determinant +1", got="-1", instead="the last column with its sign flipped")
+    require(
+        error < 1e-6,
+        "rotation",
+        expected="an orthogonal matrix",
+        got=f"orthogonality error {error:.1e}",
+    )
+    require(
+        np.linalg.det(matrix) > 0,
+        "rotation",
+        expected="determinant +1",
+        got="-1",
+        instead="the last column with its sign flipped",
+    )
     schur, basis = scipy.linalg.schur(matrix, output="real")[:2]
     log = np.zeros_like(schur)
     flipped: list[int] = []
     i = 0
     while i < size:
         if i + 1 < size and abs(schur[i + 1, i]) > 1e-12:
-            theta = np.arctan2((schur[i + 1, i] - schur[i, i + 1]) / 2, (schur[i, i] + schur[i + 1, i + 1]) / 2)
+            theta = np.arctan2(
+                (schur[i + 1, i] - schur[i, i + 1]) / 2, (schur[i, i] + schur[i + 1, i + 1]) / 2
+            )
             log[i + 1, i], log[i, i + 1] = theta, -theta
             i += 2
             continue
@@ -168,6 +214,8 @@ def rotation_exp(log: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batch 
     return torch.linalg.matrix_exp(log)
 
 
-def outer_moment(rows: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch d_model d_model"]:
+def outer_moment(
+    rows: Float[Tensor, "*batch position d_model"],
+) -> Float[Tensor, "*batch d_model d_model"]:
     """Uncentred second moment ``sum_t x_t x_t^T`` of the rows."""
     return einsum(rows, rows, "... position i, ... position j -> ... i j")

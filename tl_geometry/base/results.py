@@ -1,7 +1,9 @@
-"""Frozen results: one base class that saves, loads, tabulates and shows itself, and one list of provenance fields.
+"""Frozen results: one base class that saves, loads, tabulates and shows itself, and one list of
+provenance fields.
 
-Files are safetensors with a JSON header (``schema``, then every field that is not a tensor, then ``checksum`` over all of it);
-nothing is pickled. A file is written next to its place and moved there, so that a reader sees the old one or the new one.
+Files are safetensors with a JSON header (``schema``, then every field that is not a tensor, then
+``checksum`` over all of it); nothing is pickled. A file is written next to its place and moved
+there, so that a reader sees the old one or the new one.
 """
 
 from __future__ import annotations
@@ -43,11 +45,14 @@ R = TypeVar("R", bound="Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What a result was computed from. ``None`` where a field does not apply (an activation tensor has no model).
+    """What a result was computed from. ``None`` where a field does not apply (an activation tensor
+    has no model).
 
-    ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``processed`` says whether weights were
-    folded or centred by TransformerLens, ``hooks`` names the hook points at which somebody else's hook acted, ``normalized`` says
-    that states were normed before they were decomposed, ``window`` is half-open in absolute columns, ``flags`` are remarks for the reader.
+    ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``processed``
+    says whether weights were folded or centred by TransformerLens, ``hooks`` names the hook points
+    at which somebody else's hook acted, ``normalized`` says that states were normed before they
+    were decomposed, ``window`` is half-open in absolute columns, ``flags`` are remarks for the
+    reader.
     """
 
     model: str | None = None
@@ -69,9 +74,16 @@ class Provenance:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Provenance:
-        """Provenance from the fields of a file's header; fields that this version does not know are refused by name."""
+        """Provenance from the fields of a file's header; fields that this version does not know are
+        refused by name."""
         unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(Provenance)})
-        require(not unknown, "provenance", expected="fields of this version", got=", ".join(unknown), instead="a newer tl_geometry")
+        require(
+            not unknown,
+            "provenance",
+            expected="fields of this version",
+            got=", ".join(unknown),
+            instead="a newer tl_geometry",
+        )
         return Provenance(**{k: _tuples(v) for k, v in fields.items()})
 
     def flagged(self, *flags: str) -> Provenance:
@@ -81,14 +93,22 @@ class Provenance:
     def line(self) -> str:
         """One line for captions."""
         shown = [self.model, self.library, "processed" if self.processed else None, self.corpus]
-        shown += [f"{self.contexts} contexts" if self.contexts else None, f"window {self.window}" if self.window else None]
-        shown += [f"preset {self.preset}" if self.preset != "exact" else None, "normalised states" if self.normalized else None, self.dtype]
+        shown += [
+            f"{self.contexts} contexts" if self.contexts else None,
+            f"window {self.window}" if self.window else None,
+        ]
+        shown += [
+            f"preset {self.preset}" if self.preset != "exact" else None,
+            "normalised states" if self.normalized else None,
+            self.dtype,
+        ]
         shown += [f"under hooks at {', '.join(self.hooks)}" if self.hooks else None, *self.flags]
         return ", ".join(s for s in shown if s)
 
 
 def hash_tokens(tokens: Tensor, previous: str = "") -> str:
-    """16 hex digits that identify token ids in their order: a sha256 chained over the rows, so that batches can be hashed one by one.
+    """16 hex digits that identify token ids in their order: a sha256 chained over the rows, so that
+    batches can be hashed one by one.
 
     >>> rows = torch.arange(6).view(3, 2)
     >>> hash_tokens(rows) == hash_tokens(rows[2:], hash_tokens(rows[:2]))
@@ -104,39 +124,52 @@ UNCHECKED = "no checksum (file of an earlier version)"
 
 
 def row_hashes(tokens: Tensor) -> Tensor:
-    """One 63-bit hash for each row of token ids, as int64 ``[context]``: the same window has the same hash anywhere.
+    """One 63-bit hash for each row of token ids, as int64 ``[context]``: the same window has the
+    same hash anywhere.
 
     >>> a = row_hashes(torch.tensor([[1, 2], [3, 4], [1, 2]]))
     >>> bool(a[0] == a[2]), bool(a[0] == a[1])
     (True, False)
     """
     rows = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
-    return torch.tensor([int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8], "little") >> 1 for row in rows], dtype=torch.int64)
+    return torch.tensor(
+        [int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8], "little") >> 1 for row in rows],
+        dtype=torch.int64,
+    )
 
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
-    """32 hex digits over every bit of the tensors (with names, dtypes and shapes) and every other field of the header."""
+    """32 hex digits over every bit of the tensors (with names, dtypes and shapes) and every other
+    field of the header."""
     digest = hashlib.sha256()
     for name, text in sorted(header.items()):
         digest.update(f"{name}={text}\0".encode() if name != "checksum" else b"")
     for name, value in sorted(tensors.items()):
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}\0".encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b"")
+        digest.update(
+            value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
+        )
     return digest.hexdigest()[:32]
 
 
 def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour, synced, then renamed.
+    """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour,
+    synced, then renamed.
 
-    Raises ``GeometryError`` where it cannot be written (a full disk, no permission); the file that was there stays.
+    Raises ``GeometryError`` where it cannot be written (a full disk, no permission); the file that
+    was there stays.
     """
     held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     metadata = {**header, "checksum": json.dumps(checksum(held, header))}
-    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.{secrets.token_hex(4)}.part")
+    part = path.with_name(
+        f".{path.name}.{os.getpid()}.{threading.get_ident()}.{secrets.token_hex(4)}.part"
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
-        mode = stat.S_IMODE(part.stat().st_mode)  # what the user's umask leaves; safetensors makes files that nobody else may read
+        mode = stat.S_IMODE(
+            part.stat().st_mode
+        )  # what the user's umask leaves; safetensors makes files that nobody else may read
         save_file(held, part, metadata=metadata)
         part.chmod(mode)
         with open(part, "rb") as handle:
@@ -144,16 +177,23 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
         got = f"{type(error).__name__}: {error}"
-        fail(str(path), expected="a file that can be written (what was there is unchanged)", got=got, instead="a folder with room")
+        fail(
+            str(path),
+            expected="a file that can be written (what was there is unchanged)",
+            got=got,
+            instead="a folder with room",
+        )
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 
 
 def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header (JSON-decoded) and tensors of a file written by :func:`write_atomically`, if its schema is one of ``schemas``.
+    """Header (JSON-decoded) and tensors of a file written by :func:`write_atomically`, if its
+    schema is one of ``schemas``.
 
-    A file whose numbers or header do not have its checksum is refused; ``header["checksum"]`` is missing in files of before.
+    A file whose numbers or header do not have its checksum is refused; ``header["checksum"]`` is
+    missing in files of before.
     """
     path = Path(path)
     require(path.is_file(), "file", expected="an existing safetensors file", got=str(path))
@@ -163,12 +203,28 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
             header = {k: json.loads(v) for k, v in texts.items()}
             tensors = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        fail(str(path), expected="a whole file written by tl_geometry", got=f"{type(error).__name__}: {error}")
+        fail(
+            str(path),
+            expected="a whole file written by tl_geometry",
+            got=f"{type(error).__name__}: {error}",
+        )
     schema = header.get("schema")
     instead = _other_version(str(schema), schemas)
-    require(schema in schemas, str(path), expected=f"schema {schemas[0]}", got=f"{schema!r}", instead=instead)
+    require(
+        schema in schemas,
+        str(path),
+        expected=f"schema {schemas[0]}",
+        got=f"{schema!r}",
+        instead=instead,
+    )
     whole = "checksum" not in header or header["checksum"] == checksum(tensors, texts)
-    require(whole, str(path), expected="the numbers that were written (checksum)", got="altered ones", instead="a copy of the file")
+    require(
+        whole,
+        str(path),
+        expected="the numbers that were written (checksum)",
+        got="altered ones",
+        instead="a copy of the file",
+    )
     return header, tensors
 
 
@@ -178,14 +234,25 @@ def _other_version(schema: str, schemas: Sequence[str]) -> str | None:
     known = [int(s.rpartition("/")[2]) for s in schemas if s.rpartition("/")[0] == name]
     if not known or not version.isdigit():
         return None
-    return "a newer tl_geometry" if int(version) > max(known) else "a new file: this one is of an earlier tl_geometry"
+    return (
+        "a newer tl_geometry"
+        if int(version) > max(known)
+        else "a new file: this one is of an earlier tl_geometry"
+    )
 
 
 def refuse_unknown(path: str | Path, found: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise where a file holds fields or tensors that this version does not know: they would be left out of the result."""
+    """Raise where a file holds fields or tensors that this version does not know: they would be
+    left out of the result."""
     unknown = sorted(set(found) - set(known))
     expected = f"{what} of this version"
-    require(not unknown, str(path), expected=expected, got=", ".join(unknown[:8]), instead="the newer tl_geometry that wrote it")
+    require(
+        not unknown,
+        str(path),
+        expected=expected,
+        got=", ".join(unknown[:8]),
+        instead="the newer tl_geometry that wrote it",
+    )
 
 
 def _tuples(value: Any) -> Any:
@@ -194,13 +261,16 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """Base of every result. Fields are tensors (or ``None``), mappings from strings to tensors, JSON values, and ``provenance``."""
+    """Base of every result. Fields are tensors (or ``None``), mappings from strings to tensors,
+    JSON values, and ``provenance``."""
 
     provenance: Provenance
     version: ClassVar[int] = 1
 
     def __init_subclass__(cls) -> None:
-        if "__repr__" not in cls.__dict__:  # keeps the dataclass decorator from writing one that prints whole tensors
+        if (
+            "__repr__" not in cls.__dict__
+        ):  # keeps the dataclass decorator from writing one that prints whole tensors
             cls.__repr__ = Result.__repr__
 
     @classmethod
@@ -225,19 +295,41 @@ class Result:
         """The table as a pandas DataFrame (pandas is imported here and nowhere else)."""
         import pandas as pd
 
-        return pd.DataFrame.from_records([tuple(r) for r in self.rows()], columns=list(self.columns()))
+        return pd.DataFrame.from_records(
+            [tuple(r) for r in self.rows()], columns=list(self.columns())
+        )
 
-    def to_latex(self, columns: Sequence[str] | None = None, *, rows: int | None = None, digits: int = 4, booktabs: bool = True) -> str:
-        """The table as an escaped LaTeX ``tabular``: some ``columns`` (all), the first ``rows`` (all), ``digits`` significant digits.
+    def to_latex(
+        self,
+        columns: Sequence[str] | None = None,
+        *,
+        rows: int | None = None,
+        digits: int = 4,
+        booktabs: bool = True,
+    ) -> str:
+        """The table as an escaped LaTeX ``tabular``: some ``columns`` (all), the first ``rows``
+        (all), ``digits`` significant digits.
 
-        Rules are those of the booktabs package, or ``\\hline`` without it. A comment above says what the numbers were computed from.
+        Rules are those of the booktabs package, or ``\\hline`` without it. A comment above says
+        what the numbers were computed from.
         """
         names, table = list(self.columns()), list(self.rows())
         chosen = names if columns is None else list(columns)
         unknown = [c for c in chosen if c not in names]
-        require(not unknown and chosen, "columns", expected=f"some of {listed(names, *unknown[:1])}", got=unknown or "none")
+        require(
+            not unknown and chosen,
+            "columns",
+            expected=f"some of {listed(names, *unknown[:1])}",
+            got=unknown or "none",
+        )
         picked = [[row[names.index(c)] for c in chosen] for row in table[:rows]]
-        return latex.table(chosen, picked, digits=digits, booktabs=booktabs, note=f"{type(self).__name__}: {self.provenance.line()}")
+        return latex.table(
+            chosen,
+            picked,
+            digits=digits,
+            booktabs=booktabs,
+            note=f"{type(self).__name__}: {self.provenance.line()}",
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file and return its path."""
@@ -247,10 +339,16 @@ class Result:
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 tensors[field.name] = value
-            elif isinstance(value, Mapping) and value and all(isinstance(v, Tensor) for v in value.values()):
+            elif (
+                isinstance(value, Mapping)
+                and value
+                and all(isinstance(v, Tensor) for v in value.values())
+            ):
                 tensors |= {f"{field.name}|{k}": v for k, v in value.items()}
             else:
-                header[field.name] = json.dumps(dataclasses.asdict(value) if isinstance(value, Provenance) else value)
+                header[field.name] = json.dumps(
+                    dataclasses.asdict(value) if isinstance(value, Provenance) else value
+                )
         write_atomically(Path(path), tensors, header)
         return Path(path)
 
@@ -267,7 +365,9 @@ class Result:
             if field.name in tensors:
                 values[field.name] = tensors[field.name]
             elif any(k.startswith(prefix) for k in tensors):
-                values[field.name] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+                values[field.name] = {
+                    k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
+                }
             elif field.name in header:
                 values[field.name] = _tuples(header[field.name])
         provenance = Provenance.of(header["provenance"])
@@ -277,32 +377,49 @@ class Result:
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
         table = list(self.rows())
-        rows = [[html.plain(html.number(self.readable(v))) for v in row] for row in (self.columns(), *table)]
+        rows = [
+            [html.plain(html.number(self.readable(v))) for v in row]
+            for row in (self.columns(), *table)
+        ]
         shown = rows if limit is None else rows[: limit + 1]
         widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
-        lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+        lines = [
+            "  "
+            + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in shown
+        ]
         more = [f"  ... {len(rows) - len(shown)} more rows"] if len(rows) > len(shown) else []
         return "\n".join([html.plain(self._caption(table)), *lines, *more])
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
         """What it is, where it comes from, and how many NaN each column of the table has."""
-        counts = [(name, sum(isinstance(row[i], float) and row[i] != row[i] for row in table)) for i, name in enumerate(self.columns())]
+        counts = [
+            (name, sum(isinstance(row[i], float) and row[i] != row[i] for row in table))
+            for i, name in enumerate(self.columns())
+        ]
         nans = ", ".join(f"{name} {n}" for name, n in counts if n)
-        return f"{type(self).__name__}({self.provenance.line()})" + (f"; NaN: {nans}" if nans else "")
+        return f"{type(self).__name__}({self.provenance.line()})" + (
+            f"; NaN: {nans}" if nans else ""
+        )
 
     def __repr__(self) -> str:
         return self.text(limit=12)
 
     def _repr_html_(self) -> str:
         table = list(self.rows())
-        names, cells = [str(self.readable(c)) for c in self.columns()], [[self.readable(v) for v in row] for row in table]
+        names, cells = (
+            [str(self.readable(c)) for c in self.columns()],
+            [[self.readable(v) for v in row] for row in table],
+        )
         return html.table(names, cells, caption=self._caption(table))
 
 
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         nans = int(torch.isnan(value).sum()) if value.is_floating_point() else 0
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" + (f", {nans} NaN" if nans else "")
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" + (
+            f", {nans} NaN" if nans else ""
+        )
     if isinstance(value, Mapping):
         return ", ".join(str(k) for k in value)
     text = str(value)

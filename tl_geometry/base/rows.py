@@ -7,13 +7,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def causal_mask(queries: int, *, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
+def causal_mask(
+    queries: int, *, device: torch.device | str | None = None
+) -> Bool[Tensor, "query key"]:
     """Keys up to and including the query's own position."""
     return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
 
 
-def row_center(scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]) -> Float[Tensor, "*batch query key"]:
-    """Scores minus the mean of their row over the allowed keys; zero elsewhere. Softmax over the allowed keys does not change.
+def row_center(
+    scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]
+) -> Float[Tensor, "*batch query key"]:
+    """Scores minus the mean of their row over the allowed keys; zero elsewhere. Softmax over the
+    allowed keys does not change.
 
     ``allowed [... query key]`` broadcasts against the scores, which may be infinite outside it.
 

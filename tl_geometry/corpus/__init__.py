@@ -1,1 +1,2 @@
-"""Tokens in every form that they come in: windows of text, streams, chunks, spliced and random null corpora."""
+"""Tokens in every form that they come in: windows of text, streams, chunks, spliced and random null
+corpora."""

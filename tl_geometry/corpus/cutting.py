@@ -1,4 +1,5 @@
-"""Windows of token ids: cutting, sampling, gluing. Plain integer tensors in, plain integer tensors out."""
+"""Windows of token ids: cutting, sampling, gluing. Plain integer tensors in, plain integer tensors
+out."""
 
 from __future__ import annotations
 
@@ -24,22 +25,33 @@ def cut(ids: Sequence[int], length: int) -> Int[Tensor, "context position"]:
     return torch.as_tensor(list(ids[:kept]), dtype=torch.int64).view(-1, length)
 
 
-def sample_starts(ids: Sequence[int], length: int, n: int, seed: int) -> Int[Tensor, "context position"]:
-    """``n`` windows at random starts, drawn with replacement (they overlap): the published sampling of Song & Zhong 2023."""
-    require(len(ids) > length, "text", expected=f"more than {length} tokens", got=f"{len(ids)} tokens", instead="a shorter length=")
+def sample_starts(
+    ids: Sequence[int], length: int, n: int, seed: int
+) -> Int[Tensor, "context position"]:
+    """``n`` windows at random starts, drawn with replacement (they overlap): the published sampling
+    of Song & Zhong 2023."""
+    require(
+        len(ids) > length,
+        "text",
+        expected=f"more than {length} tokens",
+        got=f"{len(ids)} tokens",
+        instead="a shorter length=",
+    )
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(ids) - length, (n,), generator=generator)
     return torch.as_tensor(list(ids), dtype=torch.int64)[starts[:, None] + torch.arange(length)]
 
 
-def glue(
+def splice(
     windows: Int[Tensor, "context position"], piece: int, *, seed: int = 0, keep_first: bool = False
 ) -> Int[Tensor, "context position"]:
-    """Windows glued from pieces of ``piece`` tokens taken from random places of the same windows: text without a common context.
+    """Windows spliced from pieces of ``piece`` tokens taken from random places of the same windows:
+    text without a common context.
 
-    Each output window draws every piece from a window of its own; positions are kept, so that the positional statistics stay
-    the same and only what lasts longer than a piece is lost. ``keep_first`` leaves column 0 (a BOS id) in place.
-    The context share of such windows is what slow variation within a piece produces by itself: a null for the context share.
+    Each output window draws every piece from a window of its own; positions are kept, so that the
+    positional statistics stay the same and only what lasts longer than a piece is lost.
+    ``keep_first`` leaves column 0 (a BOS id) in place. The context share of such windows is what
+    slow variation within a piece produces by itself: a null for the context share.
     """
     contexts, columns = windows.shape
     require(1 <= piece <= columns, "piece", expected=f"1 to {columns} tokens", got=piece)
@@ -50,10 +62,12 @@ def glue(
 
 
 def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
-    """How many rows begin or end with padding, as far as that can be told from the ids; 0 where it cannot.
+    """How many rows begin or end with padding, as far as that can be told from the ids; 0 where it
+    cannot.
 
-    Ids that hold the padding token inside rows too are random ids or texts that use it, and a single one at an end of one row among
-    many may be chance: both are left alone, unless a row has three or more in a run at an end.
+    Ids that hold the padding token inside rows too are random ids or texts that use it, and a
+    single one at an end of one row among many may be chance: both are left alone, unless a row has
+    three or more in a run at an end.
 
     >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0), padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
     (1, 0)

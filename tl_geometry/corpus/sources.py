@@ -1,6 +1,8 @@
-"""Every way in which tokens come in: texts, ids, windows, batches, data sets, files; and what is refused because it would be wrong.
+"""Every way in which tokens come in: texts, ids, windows, batches, data sets, files; and what is
+refused because it would be wrong.
 
-Token ids are never edited. What is not a set of whole windows of one length (ragged or padded rows) is refused by name.
+Token ids are never edited. What is not a set of whole windows of one length (ragged or padded rows)
+is refused by name.
 """
 
 from __future__ import annotations
@@ -31,14 +33,23 @@ REPACK = "tl_geometry.windows(model, texts, length) for windows of one length, o
 
 
 def token_rows(view: ModelView, tokens: Any, *, prepend_bos: bool | None = None) -> TokenWindows:
-    """Tokens of a prompt set as windows: a string, strings of equal token length, ids ``[position]`` or ``[batch position]``, or windows.
+    """Tokens of a prompt set as windows: a string, strings of equal token length, ids
+    ``[position]`` or ``[batch position]``, or windows.
 
-    Strings need ``prepend_bos`` said explicitly; a text that begins with the BOS string gets no second one (and a note). Token ids
-    are never edited, so that ``prepend_bos`` must be left out for them.
+    Strings need ``prepend_bos`` said explicitly; a text that begins with the BOS string gets no
+    second one (and a note). Token ids are never edited, so that ``prepend_bos`` must be left out
+    for them.
     """
     if _is_text(tokens):
-        return _rows_of_texts(view, [tokens] if isinstance(tokens, str) else list(tokens), prepend_bos)
-    require(prepend_bos is None, "prepend_bos", expected="None with token ids (they are never edited)", got=prepend_bos)
+        return _rows_of_texts(
+            view, [tokens] if isinstance(tokens, str) else list(tokens), prepend_bos
+        )
+    require(
+        prepend_bos is None,
+        "prepend_bos",
+        expected="None with token ids (they are never edited)",
+        got=prepend_bos,
+    )
     if isinstance(tokens, TokenWindows):
         refuse_padding(view, tokens.tokens)
         texts = tokens.str_tokens or tuple(view.decode(tokens.tokens[0].tolist()))
@@ -59,20 +70,50 @@ def token_rows(view: ModelView, tokens: Any, *, prepend_bos: bool | None = None)
 def _rows_of_texts(view: ModelView, texts: Sequence[str], prepend_bos: bool | None) -> TokenWindows:
     refuse_file_names(texts)
     explicit = "prepend_bos=True or prepend_bos=False"
-    require(isinstance(prepend_bos, bool), "prepend_bos", expected="True or False with text", got=prepend_bos, instead=explicit)
-    require(not prepend_bos or view.bos_id is not None, "prepend_bos", expected="a tokenizer with a BOS token", got="none")
-    encoded, notes = without_bos([view.encode(text) for text in texts], view.bos_id if prepend_bos else None)
+    require(
+        isinstance(prepend_bos, bool),
+        "prepend_bos",
+        expected="True or False with text",
+        got=prepend_bos,
+        instead=explicit,
+    )
+    require(
+        not prepend_bos or view.bos_id is not None,
+        "prepend_bos",
+        expected="a tokenizer with a BOS token",
+        got="none",
+    )
+    encoded, notes = without_bos(
+        [view.encode(text) for text in texts], view.bos_id if prepend_bos else None
+    )
     rows = [[*([view.bos_id] if prepend_bos else []), *row] for row in encoded]
     lengths = sorted({len(r) for r in rows})
-    require(len(lengths) == 1, "texts", expected="equal token lengths", got=f"lengths {lengths[:8]}", instead="tl_geometry.windows(...)")
-    require(lengths[0] > 0, "texts", expected="at least one token", got="an empty text", instead="a longer text")
+    require(
+        len(lengths) == 1,
+        "texts",
+        expected="equal token lengths",
+        got=f"lengths {lengths[:8]}",
+        instead="tl_geometry.windows(...)",
+    )
+    require(
+        lengths[0] > 0,
+        "texts",
+        expected="at least one token",
+        got="an empty text",
+        instead="a longer text",
+    )
     ids = torch.tensor(rows, dtype=torch.int64)
     shown = tuple(view.decode(rows[0]))
-    return TokenWindows(tokens=ids, has_bos=bool(prepend_bos), str_tokens=shown, corpus="prompt", notes=notes)
+    return TokenWindows(
+        tokens=ids, has_bos=bool(prepend_bos), str_tokens=shown, corpus="prompt", notes=notes
+    )
 
 
-def without_bos(rows: Sequence[list[int]], bos_id: int | None) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Ids of texts without the BOS that they begin with themselves, where ``bos_id`` is put in front of them anyway; and a note."""
+def without_bos(
+    rows: Sequence[list[int]], bos_id: int | None
+) -> tuple[list[list[int]], tuple[str, ...]]:
+    """Ids of texts without the BOS that they begin with themselves, where ``bos_id`` is put in
+    front of them anyway; and a note."""
     if bos_id is None:
         return list(rows), ()
     bare = [list(itertools.dropwhile(lambda i: i == bos_id, row)) for row in rows]
@@ -86,11 +127,17 @@ def refuse_file_names(texts: Iterable[str]) -> None:
     for text in texts:
         short = 0 < len(text) < 4096 and text.isprintable() and re.search(r"[./\\]", text)
         if short and os.path.isfile(text):
-            fail("texts", expected="text", got=f"the name of a file, {text!r}", instead="pathlib.Path(...) of it, with tl_geometry.windows")
+            fail(
+                "texts",
+                expected="text",
+                got=f"the name of a file, {text!r}",
+                instead="pathlib.Path(...) of it, with tl_geometry.windows",
+            )
 
 
 def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
-    """Refuse rows that begin or end with padding: their positions are not those of the model, and every mean would hold padding."""
+    """Refuse rows that begin or end with padding: their positions are not those of the model, and
+    every mean would hold padding."""
     if view.pad_id is not None:
         padded = token_math.padded_rows(ids, view.pad_id)
         got = f"{padded} of {len(ids)} that begin or end with the padding token (id {view.pad_id})"
@@ -99,7 +146,8 @@ def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
 
 @dataclass(eq=False)
 class TokenSource:
-    """Tokens of a corpus, in memory or not: ``contexts`` is ``None`` for an iterable of unknown length."""
+    """Tokens of a corpus, in memory or not: ``contexts`` is ``None`` for an iterable of unknown
+    length."""
 
     view: ModelView
     tokens: Any
@@ -113,20 +161,33 @@ class TokenSource:
     doubled: int = 0
 
     @staticmethod
-    def of(view: ModelView, tokens: Any, labels: Any = None, prepend_bos: bool | None = None) -> TokenSource:
+    def of(
+        view: ModelView, tokens: Any, labels: Any = None, prepend_bos: bool | None = None
+    ) -> TokenSource:
         """The source behind any form of tokens that :func:`tl_geometry.decompose` takes."""
         tokens = _opened(_mapped(tokens))
         if _is_text(tokens):
             tokens, prepend_bos = token_rows(view, tokens, prepend_bos=prepend_bos), None
-        require(prepend_bos is None, "prepend_bos", expected="None with token ids (they are never edited)", got=prepend_bos)
+        require(
+            prepend_bos is None,
+            "prepend_bos",
+            expected="None with token ids (they are never edited)",
+            got=prepend_bos,
+        )
         about: dict[str, Any] = {}
         if isinstance(tokens, TokenWindows):
             labels = tokens.labels if labels is None else labels
             about = {"corpus": tokens.corpus, "names": tokens.names, "notes": tokens.notes}
             tokens = tokens.tokens
-        if isinstance(tokens, list | tuple) and not (tokens and isinstance(tokens[0], Tensor | np.ndarray | Mapping | list | tuple)):
+        if isinstance(tokens, list | tuple) and not (
+            tokens and isinstance(tokens[0], Tensor | np.ndarray | Mapping | list | tuple)
+        ):
             tokens = _ids(tokens)
-        if isinstance(tokens, list | tuple) and isinstance(tokens[0], list | tuple) and not isinstance(_of_item(tokens[0]), Tensor):
+        if (
+            isinstance(tokens, list | tuple)
+            and isinstance(tokens[0], list | tuple)
+            and not isinstance(_of_item(tokens[0]), Tensor)
+        ):
             tokens = _ids(tokens)
         if isinstance(tokens, Tensor | np.ndarray):
             got = f"{type(tokens).__name__} of shape {tuple(tokens.shape)}"
@@ -137,7 +198,9 @@ class TokenSource:
             _ids(tokens[:1])
         if isinstance(tokens, Tensor):
             tokens = tokens.cpu()
-        if isinstance(tokens, Tensor | np.ndarray) or (hasattr(tokens, "column_names") and hasattr(tokens, "__len__")):
+        if isinstance(tokens, Tensor | np.ndarray) or (
+            hasattr(tokens, "column_names") and hasattr(tokens, "__len__")
+        ):
             require(len(tokens) > 0, "tokens", expected="at least one context", got="none")
             contexts, columns = len(tokens), _rows(tokens, 0, 1).shape[1]
         else:
@@ -189,36 +252,66 @@ class TokenSource:
 
 
 def _is_text(tokens: Any) -> bool:
-    return isinstance(tokens, str) or (isinstance(tokens, list | tuple) and len(tokens) > 0 and all(isinstance(t, str) for t in tokens))
+    return isinstance(tokens, str) or (
+        isinstance(tokens, list | tuple)
+        and len(tokens) > 0
+        and all(isinstance(t, str) for t in tokens)
+    )
 
 
 def _opened(tokens: Any) -> Any:
     """The array in a ``.npy`` file; other files are refused with what to do."""
     if isinstance(tokens, str | Path) and str(tokens).endswith(".npy"):
-        require(Path(tokens).is_file(), "tokens", expected="an existing .npy file of ids [context position]", got=str(tokens))
+        require(
+            Path(tokens).is_file(),
+            "tokens",
+            expected="an existing .npy file of ids [context position]",
+            got=str(tokens),
+        )
         try:
             return np.load(tokens, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
-            fail("tokens", expected="a .npy file of ids [context position]", got=f"{tokens}: {error}", instead="numpy.save")
+            fail(
+                "tokens",
+                expected="a .npy file of ids [context position]",
+                got=f"{tokens}: {error}",
+                instead="numpy.save",
+            )
     if isinstance(tokens, Path):
         instead = f"tl_geometry.windows(model, {tokens!r}, length, prepend_bos=...)"
-        fail("tokens", expected="token ids, windows or a .npy file", got=f"the file {str(tokens)!r}", instead=instead)
+        fail(
+            "tokens",
+            expected="token ids, windows or a .npy file",
+            got=f"the file {str(tokens)!r}",
+            instead=instead,
+        )
     return tokens
 
 
 def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
     """An iterable of rows or batches with its first item put back, and the length of a row."""
-    if hasattr(tokens, "__getitem__") and hasattr(tokens, "__len__") and not hasattr(tokens, "__iter__"):
+    if (
+        hasattr(tokens, "__getitem__")
+        and hasattr(tokens, "__len__")
+        and not hasattr(tokens, "__iter__")
+    ):
         tokens = map(tokens.__getitem__, range(len(tokens)))  # a torch data set
     try:
         stream = iter(tokens)
     except TypeError:
-        fail("tokens", expected="ids, windows or texts", got=describe(tokens), instead="tl_geometry.windows(model, texts, length)")
+        fail(
+            "tokens",
+            expected="ids, windows or texts",
+            got=describe(tokens),
+            instead="tl_geometry.windows(model, texts, length)",
+        )
     first = next(stream, None)
     require(first is not None, "tokens", expected="at least one batch", got="an empty iterable")
     rows = _ids(_of_item(first))
     ok = rows.dim() in (1, 2) and rows.numel() > 0
-    require(ok, "tokens", expected="rows [position] or batches [batch position]", got=describe(rows))
+    require(
+        ok, "tokens", expected="rows [position] or batches [batch position]", got=describe(rows)
+    )
     return itertools.chain([first], stream), rows.shape[-1]
 
 
@@ -232,29 +325,58 @@ def _mapped(tokens: Any) -> Any:
     """The ids of what a tokenizer returns; a cache is refused."""
     cached = hasattr(tokens, "cache_dict") or is_cache(tokens)
     instead = "decompose_activations(cache), or cache= beside the tokens"
-    require(not cached, "tokens", expected="ids, windows or texts", got=type(tokens).__name__, instead=instead)
+    require(
+        not cached,
+        "tokens",
+        expected="ids, windows or texts",
+        got=type(tokens).__name__,
+        instead=instead,
+    )
     return _of_item(tokens) if isinstance(tokens, Mapping) else tokens
 
 
 def is_cache(source: Any) -> bool:
-    """Whether something is a cache, as an object or as the plain dictionary that TransformerLens can return."""
-    hooks = isinstance(source, Mapping) and any(isinstance(k, str) and re.search(r"(^|\.)hook_", k) for k in source)
+    """Whether something is a cache, as an object or as the plain dictionary that TransformerLens
+    can return."""
+    hooks = isinstance(source, Mapping) and any(
+        isinstance(k, str) and re.search(r"(^|\.)hook_", k) for k in source
+    )
     return hooks or hasattr(source, "cache_dict")
 
 
 def _of_item(item: Any) -> Any:
     """Ids of one item of a data set; one that says it is padded is refused."""
-    if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor | np.ndarray) and item[0].ndim > 0:
+    if (
+        isinstance(item, list | tuple)
+        and len(item) == 1
+        and isinstance(item[0], Tensor | np.ndarray)
+        and item[0].ndim > 0
+    ):
         return item[0]  # of a TensorDataset
     if not isinstance(item, Mapping):
         return item
     name = next((n for n in ("tokens", "input_ids") if n in item), None)
-    require(name is not None, "dataset", expected="a column named 'tokens' or 'input_ids'", got=f"columns {list(item)}")
+    require(
+        name is not None,
+        "dataset",
+        expected="a column named 'tokens' or 'input_ids'",
+        got=f"columns {list(item)}",
+    )
     mask = item.get("attention_mask")
     if mask is not None:
-        rows = mask if isinstance(mask, list | tuple) and mask and hasattr(mask[0], "__len__") else [mask]
+        rows = (
+            mask
+            if isinstance(mask, list | tuple) and mask and hasattr(mask[0], "__len__")
+            else [mask]
+        )
         zeros = sum(int((np.asarray(r) == 0).sum()) for r in rows)
-        require(zeros == 0, "attention_mask", expected="ones everywhere (no padding)", got=f"{zeros} zeros", instead=REPACK)
+        require(
+            zeros == 0,
+            "attention_mask",
+            expected="ones everywhere (no padding)",
+            got=f"{zeros} zeros",
+            instead=REPACK,
+        )
     return item[name]
 
 
@@ -264,19 +386,47 @@ def _ids(rows: Any) -> Tensor:
         if isinstance(rows, list | tuple):
             lengths = sorted({len(r) if hasattr(r, "__len__") else 0 for r in rows})
             got = f"lengths {lengths[:8]}"
-            require(len(lengths) == 1, "tokens", expected="rows of equal length", got=got, instead="tl_geometry.windows(...)")
-            rows = torch.stack([torch.as_tensor(r) for r in rows]) if lengths != [0] else torch.tensor(rows)
+            require(
+                len(lengths) == 1,
+                "tokens",
+                expected="rows of equal length",
+                got=got,
+                instead="tl_geometry.windows(...)",
+            )
+            rows = (
+                torch.stack([torch.as_tensor(r) for r in rows])
+                if lengths != [0]
+                else torch.tensor(rows)
+            )
         ids = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, GeometryError):
             raise
-        fail("tokens", expected="integer ids", got=describe(rows), instead="tl_geometry.windows(model, texts, length) for text")
-    wrong = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.is_meta or ids.layout != torch.strided
-    require(not wrong, "tokens", expected="integer ids", got=f"{'meta ' if ids.is_meta else ''}{describe(ids)}")
+        fail(
+            "tokens",
+            expected="integer ids",
+            got=describe(rows),
+            instead="tl_geometry.windows(model, texts, length) for text",
+        )
+    wrong = (
+        ids.is_floating_point()
+        or ids.is_complex()
+        or ids.dtype == torch.bool
+        or ids.is_meta
+        or ids.layout != torch.strided
+    )
+    require(
+        not wrong,
+        "tokens",
+        expected="integer ids",
+        got=f"{'meta ' if ids.is_meta else ''}{describe(ids)}",
+    )
     return ids.long()
 
 
-def label_ids(labels: Any, contexts: int | None) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
+def label_ids(
+    labels: Any, contexts: int | None
+) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
     """One label for each context as numbers from 0, and their names where they are strings."""
     if labels is None:
         return None, ()
@@ -287,19 +437,30 @@ def label_ids(labels: Any, contexts: int | None) -> tuple[Int[Tensor, " context"
         found = ()
     expected = f"one integer label (0 or more) for each of {contexts} contexts"
     if contexts is None:
-        fail("labels", expected="none with an iterable of unknown length", got=describe(labels), instead="a tensor or a data set")
+        fail(
+            "labels",
+            expected="none with an iterable of unknown length",
+            got=describe(labels),
+            instead="a tensor or a data set",
+        )
     try:
         given = torch.as_tensor(labels).cpu()
     except (TypeError, ValueError, RuntimeError):
         fail("labels", expected=expected, got=describe(labels))
-    ok = given.dim() == 1 and len(given) == contexts and not given.is_floating_point() and given.dtype != torch.bool
+    ok = (
+        given.dim() == 1
+        and len(given) == contexts
+        and not given.is_floating_point()
+        and given.dtype != torch.bool
+    )
     ok = ok and not given.is_complex() and bool((given >= 0).all())
     require(ok, "labels", expected=expected, got=describe(given))
     return given.long(), found
 
 
 def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[int, ...]:
-    """States as numbers; a hook that holds one (``"blocks.1.hook_resid_pre"``) is taken for its number.
+    """States as numbers; a hook that holds one (``"blocks.1.hook_resid_pre"``) is taken for its
+    number.
 
     >>> state_indices(["blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", 0], 4)
     (1, 2, 0)
@@ -307,14 +468,18 @@ def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[i
     given = [values] if isinstance(values, str) else values
     if given is None or not isinstance(given, Iterable) or isinstance(given, Tensor | np.ndarray):
         return checks.indices(given, count, "states")
-    return checks.indices([_state(v, count, hooks) if isinstance(v, str) else v for v in given], count, "states")
+    return checks.indices(
+        [_state(v, count, hooks) if isinstance(v, str) else v for v in given], count, "states"
+    )
 
 
 def _state(name: str, count: int, hooks: Sequence[str]) -> int:
     if name in hooks:
         return hooks.index(name)
     encoder = any(h.endswith("hook_normalized_resid_post") for h in hooks)
-    last = "hook_normalized_resid_post" if encoder else "hook_resid_post"  # before the last norm of a block it is no state
+    last = (
+        "hook_normalized_resid_post" if encoder else "hook_resid_post"
+    )  # before the last norm of a block it is no state
     found = re.fullmatch(rf"blocks\.(\d+)\.(hook_resid_pre|{last})", name)
     state = -1 if found is None else int(found[1]) + int(found[2] == last)
     expected = f'a number from 0 to {count - 1} or a hook such as "blocks.1.hook_resid_pre"'

@@ -1,4 +1,5 @@
-"""The main job: windows of a corpus, and the mean decomposition of every state of a model over them."""
+"""The main job: windows of a corpus, and the mean decomposition of every state of a model over
+them."""
 
 from __future__ import annotations
 
@@ -32,15 +33,18 @@ def windows(
 ) -> TokenWindows:
     """Cut texts into windows of ``length`` tokens, non-overlapping and each used once.
 
-    ``texts`` is a text, several, ``pathlib.Path`` s of text files, or a data set with a ``text`` column. Every text is tokenised
-    whole, then cut; its last, shorter piece is left out. With ``prepend_bos`` each window is the BOS id and ``length - 1`` tokens; a
-    BOS string that the text itself has at the beginning of a window is not doubled (it, or the window, is left out, and noted).
-    ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes all. ``labels`` names the document
-    of each text (by default its index). ``replace=True`` draws ``n`` places where a window can start instead, each of all texts as
-    likely as another, with replacement, so that windows overlap: the published sampling (Song & Zhong 2023), whose windows are not
-    independent. A text shorter than a window is left out.
+    ``texts`` is a text, several, ``pathlib.Path`` s of text files, or a data set with a ``text``
+    column. Every text is tokenised whole, then cut; its last, shorter piece is left out. With
+    ``prepend_bos`` each window is the BOS id and ``length - 1`` tokens; a BOS string that the text
+    itself has at the beginning of a window is not doubled (it, or the window, is left out, and
+    noted). ``n`` draws that many windows without replacement (seeded, in corpus order); ``None``
+    takes all. ``labels`` names the document of each text (by default its index). ``replace=True``
+    draws ``n`` places where a window can start instead, each of all texts as likely as another,
+    with replacement, so that windows overlap: the published sampling (Song & Zhong 2023), whose
+    windows are not independent. A text shorter than a window is left out.
 
-    Raises ``GeometryError`` when no text is long enough, or when ``n`` exceeds the windows there are.
+    Raises ``GeometryError`` when no text is long enough, or when ``n`` exceeds the windows there
+    are.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -51,7 +55,12 @@ def windows(
     view = as_view(model)
     documents = _documents(texts)
     size = whole(length)
-    require(size is not None and size >= 2, "length", expected="a whole number, at least 2 tokens", got=length)
+    require(
+        size is not None and size >= 2,
+        "length",
+        expected="a whole number, at least 2 tokens",
+        got=length,
+    )
     require(
         not prepend_bos or view.bos_id is not None,
         "prepend_bos",
@@ -60,47 +69,98 @@ def windows(
         instead="prepend_bos=False",
     )
     named = [str(i) for i in range(len(documents))] if labels is None else [str(v) for v in labels]
-    require(len(named) == len(documents), "labels", expected=f"one for each of {len(documents)} texts", got=len(named))
+    require(
+        len(named) == len(documents),
+        "labels",
+        expected=f"one for each of {len(documents)} texts",
+        got=len(named),
+    )
     names = tuple(dict.fromkeys(named))
     body = length - int(prepend_bos)
-    ids, notes = without_bos([view.encode(text) for text in documents], view.bos_id if prepend_bos else None)
+    ids, notes = without_bos(
+        [view.encode(text) for text in documents], view.bos_id if prepend_bos else None
+    )
     longest = max(len(row) for row in ids)
-    require(longest >= body, "texts", expected=f"a text of at least {body} tokens", got=f"at most {longest}", instead="a shorter length=")
+    require(
+        longest >= body,
+        "texts",
+        expected=f"a text of at least {body} tokens",
+        got=f"at most {longest}",
+        instead="a shorter length=",
+    )
     bos = view.bos_id if prepend_bos else None
     if replace:
-        require(n is not None and n >= 1, "n", expected="a number of windows with replace=True", got=n)
+        require(
+            n is not None and n >= 1, "n", expected="a number of windows with replace=True", got=n
+        )
         cut = _anywhere(ids, body, n or 1, seed, bos)
     else:
         cut = [token_math.cut(row, body) for row in ids]
         doubled = sum(int((c[:, 0] == bos).sum()) for c in cut) if bos is not None else 0
         cut = [c[c[:, 0] != bos] for c in cut] if doubled else cut
         notes += (f"{doubled} windows that begin with the BOS string left out",) if doubled else ()
-        require(any(len(c) for c in cut), "texts", expected="text between BOS strings", got="none", instead="prepend_bos=False")
+        require(
+            any(len(c) for c in cut),
+            "texts",
+            expected="text between BOS strings",
+            got="none",
+            instead="prepend_bos=False",
+        )
     rows = torch.cat(cut)
     which = torch.cat([torch.full((len(c),), names.index(named[i])) for i, c in enumerate(cut)])
     if n is not None:
-        require(1 <= n <= len(rows), "n", expected=f"1 to {len(rows)} windows", got=n, instead="n=None for all, or more text")
-        kept = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n].sort().values
+        require(
+            1 <= n <= len(rows),
+            "n",
+            expected=f"1 to {len(rows)} windows",
+            got=n,
+            instead="n=None for all, or more text",
+        )
+        kept = (
+            torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n]
+            .sort()
+            .values
+        )
         rows, which = rows[kept], which[kept]
     if prepend_bos and view.bos_id is not None:
         rows = torch.cat([torch.full((len(rows), 1), view.bos_id), rows], dim=1)
     shown = tuple(view.decode(rows[0].tolist()))
     return TokenWindows(
-        tokens=rows, has_bos=prepend_bos, labels=which, names=names, corpus=corpus, str_tokens=shown, notes=notes
-    )  # fmt: skip
+        tokens=rows,
+        has_bos=prepend_bos,
+        labels=which,
+        names=names,
+        corpus=corpus,
+        str_tokens=shown,
+        notes=notes,
+    )
 
 
 def _documents(texts: Any) -> list[str]:
     """Texts as strings: files are read, a data set gives its column ``text``."""
     if isinstance(texts, Mapping) or hasattr(texts, "column_names"):
         columns = list(texts) if isinstance(texts, Mapping) else list(texts.column_names or ())
-        require("text" in columns, "texts", expected="a column named 'text'", got=f"columns {columns}", instead="a list of strings")
+        require(
+            "text" in columns,
+            "texts",
+            expected="a column named 'text'",
+            got=f"columns {columns}",
+            instead="a list of strings",
+        )
         whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
         texts = texts["text"] if whole_column else (row["text"] for row in texts)
-    given = [texts] if isinstance(texts, str | Path) or not isinstance(texts, Iterable) else list(texts)
+    given = (
+        [texts] if isinstance(texts, str | Path) or not isinstance(texts, Iterable) else list(texts)
+    )
     documents = [_read(t) if isinstance(t, Path) else t for t in given]
     ok = documents and all(isinstance(t, str) for t in documents)
-    require(ok, "texts", expected="a string or a list of strings", got=describe(texts), instead="decompose(model, tokens) for token ids")
+    require(
+        ok,
+        "texts",
+        expected="a string or a list of strings",
+        got=describe(texts),
+        instead="decompose(model, tokens) for token ids",
+    )
     refuse_file_names(documents)
     return documents
 
@@ -109,34 +169,58 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        fail("texts", expected="text files in UTF-8", got=f"{path}: {type(error).__name__}", instead="a string")
+        fail(
+            "texts",
+            expected="text files in UTF-8",
+            got=f"{path}: {type(error).__name__}",
+            instead="a string",
+        )
 
 
-def _anywhere(ids: Sequence[Sequence[int]], length: int, n: int, seed: int, bos: int | None) -> list[Int[Tensor, "context position"]]:
-    """``n`` windows, by text: their starts are drawn with replacement from all places where one fits (and none begins with ``bos``)."""
+def _anywhere(
+    ids: Sequence[Sequence[int]], length: int, n: int, seed: int, bos: int | None
+) -> list[Int[Tensor, "context position"]]:
+    """``n`` windows, by text: their starts are drawn with replacement from all places where one
+    fits (and none begins with ``bos``)."""
     rows = [torch.as_tensor(row, dtype=torch.int64) for row in ids]
     firsts = [row[: max(0, len(row) - length + 1)] for row in rows]
     starts = [(first != (-1 if bos is None else bos)).nonzero().flatten() for first in firsts]
     ends = torch.tensor([len(s) for s in starts]).cumsum(0)
-    require(int(ends[-1]) > 0, "texts", expected="text between BOS strings", got="none", instead="prepend_bos=False")
-    drawn = torch.randint(int(ends[-1]), (n,), generator=torch.Generator().manual_seed(seed)).sort().values
+    require(
+        int(ends[-1]) > 0,
+        "texts",
+        expected="text between BOS strings",
+        got="none",
+        instead="prepend_bos=False",
+    )
+    drawn = (
+        torch.randint(int(ends[-1]), (n,), generator=torch.Generator().manual_seed(seed))
+        .sort()
+        .values
+    )
     sizes = torch.bincount(torch.bucketize(drawn, ends, right=True), minlength=len(ids)).tolist()
     at = torch.cat(starts)[drawn].split(sizes)
     return [row[place[:, None] + torch.arange(length)] for row, place in zip(rows, at, strict=True)]
 
 
-def glue(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> TokenWindows:
-    """Windows glued from pieces of random windows of the same corpus: the null for the context share.
+def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> TokenWindows:
+    """Windows spliced from pieces of random windows of the same corpus: the null for the context
+    share.
 
-    ``piece`` tokens (by default an eighth of the window) come from one place; a BOS column stays. Whatever context share the
-    glued windows show comes from slow variation within a piece, not from a common context.
+    ``piece`` tokens (by default an eighth of the window) come from one place; a BOS column stays.
+    Whatever context share the spliced windows show comes from slow variation within a piece, not
+    from a common context.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> tlg.glue(windows).tokens.shape
+    >>> tlg.splice(windows).tokens.shape
     torch.Size([8, 16])
     """
     length = source.tokens.shape[1]
-    rows = token_math.glue(source.tokens, piece or max(1, length // 8), seed=seed, keep_first=source.has_bos)
-    return TokenWindows(tokens=rows, has_bos=source.has_bos, corpus=f"{source.corpus}, glued", notes=source.notes)
+    rows = token_math.splice(
+        source.tokens, piece or max(1, length // 8), seed=seed, keep_first=source.has_bos
+    )
+    return TokenWindows(
+        tokens=rows, has_bos=source.has_bos, corpus=f"{source.corpus}, spliced", notes=source.notes
+    )

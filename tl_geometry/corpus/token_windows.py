@@ -16,16 +16,25 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
 
-Selection = int | slice | Sequence[int] | Sequence[bool] | Int[Tensor, "batch"] | Bool[Tensor, "context"] | Any
+Selection = (
+    int
+    | slice
+    | Sequence[int]
+    | Sequence[bool]
+    | Int[Tensor, "batch"]
+    | Bool[Tensor, "context"]
+    | Any
+)
 """Contexts: one, a slice, or several (a list, a tensor, an array), as numbers or as a mask."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenWindows:
-    """Windows of one length: ``tokens [context position]``, a document label per context (or ``None``), whether column 0 is BOS.
+    """Windows of one length: ``tokens [context position]``, a document label per context (or
+    ``None``), whether column 0 is BOS.
 
-    ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the readable tokens of the first window;
-    ``notes`` say what was done to the text.
+    ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the
+    readable tokens of the first window; ``notes`` say what was done to the text.
     """
 
     tokens: Int[Tensor, "context position"]
@@ -37,17 +46,33 @@ class TokenWindows:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        ok = self.tokens.dim() == 2 and not self.tokens.is_floating_point() and self.tokens.dtype != torch.bool and self.tokens.numel() > 0
-        require(ok, "TokenWindows", expected="integer tokens [context position], at least one", got=describe(self.tokens))
+        ok = (
+            self.tokens.dim() == 2
+            and not self.tokens.is_floating_point()
+            and self.tokens.dtype != torch.bool
+            and self.tokens.numel() > 0
+        )
+        require(
+            ok,
+            "TokenWindows",
+            expected="integer tokens [context position], at least one",
+            got=describe(self.tokens),
+        )
         if self.labels is not None:
             ok = self.labels.shape == self.tokens.shape[:1]
-            require(ok, "labels", expected=f"one label for each of {len(self.tokens)} contexts", got=describe(self.labels))
+            require(
+                ok,
+                "labels",
+                expected=f"one label for each of {len(self.tokens)} contexts",
+                got=describe(self.labels),
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, contexts: Selection) -> TokenWindows:
-        """Some of the contexts, in the given order: those of a slice, a list, a tensor or a mask; one of them for a number.
+        """Some of the contexts, in the given order: those of a slice, a list, a tensor or a mask;
+        one of them for a number.
 
         >>> rows = TokenWindows(tokens=torch.arange(6).view(3, 2), has_bos=False)
         >>> [rows[i].tokens.tolist() for i in (1, torch.tensor([2]), [True, False, False])]
@@ -55,24 +80,38 @@ class TokenWindows:
         """
         chosen = self._rows(contexts)
         labels, tokens = None if self.labels is None else self.labels[chosen], self.tokens[chosen]
-        texts = self.str_tokens if len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0]) else ()
+        texts = (
+            self.str_tokens if len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0]) else ()
+        )
         return dataclasses.replace(self, tokens=tokens, labels=labels, str_tokens=texts)
 
     def _rows(self, contexts: Any) -> Int[Tensor, "batch"]:
         every = torch.arange(len(self))
         if isinstance(contexts, slice):
             return every[contexts]
-        if whole(contexts) is not None and not getattr(contexts, "shape", ()):  # a tensor of one number is a tensor
+        if whole(contexts) is not None and not getattr(
+            contexts, "shape", ()
+        ):  # a tensor of one number is a tensor
             return every[contexts].unsqueeze(0)  # IndexError beyond the last ends a loop
         try:
-            index = torch.as_tensor(contexts if isinstance(contexts, Tensor) else list(contexts)).cpu()
+            index = torch.as_tensor(
+                contexts if isinstance(contexts, Tensor) else list(contexts)
+            ).cpu()
             mask = index.dtype == torch.bool
-            if index.dim() == 1 and not index.is_floating_point() and len(index) == (len(self) if mask else max(1, len(index))):
+            if (
+                index.dim() == 1
+                and not index.is_floating_point()
+                and len(index) == (len(self) if mask else max(1, len(index)))
+            ):
                 return every[index if mask else index.long()]
         except (TypeError, ValueError, IndexError, RuntimeError):
             pass
         size = len(self)
-        return fail("contexts", expected=f"a slice, numbers from 0 to {size - 1}, or a mask of {size}", got=describe(contexts))
+        return fail(
+            "contexts",
+            expected=f"a slice, numbers from 0 to {size - 1}, or a mask of {size}",
+            got=describe(contexts),
+        )
 
     @property
     def token_hash(self) -> str:
@@ -81,16 +120,28 @@ class TokenWindows:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a result made from these windows should say: notes, and how many of them begin with BOS twice."""
-        twice = int((self.tokens[:, 0] == self.tokens[:, 1]).sum()) if self.has_bos and self.tokens.shape[1] > 1 else 0
+        """What a result made from these windows should say: notes, and how many of them begin with
+        BOS twice."""
+        twice = (
+            int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
+            if self.has_bos and self.tokens.shape[1] > 1
+            else 0
+        )
         return (*self.notes, *([double_bos(twice, len(self))] if twice else []))
 
     def __repr__(self) -> str:
         contexts, length = self.tokens.shape
-        known = [f"{contexts} contexts of {length} tokens", "with BOS" if self.has_bos else "no BOS"]
+        known = [
+            f"{contexts} contexts of {length} tokens",
+            "with BOS" if self.has_bos else "no BOS",
+        ]
         known += [f"corpus {self.corpus[:60]!r}"] if self.corpus else []
         known += [f"{len(self.names)} documents"] if self.names else []
-        known += [repr("".join(self.str_tokens)[:60])] if self.str_tokens else [str(self.tokens[0, :8].tolist())]
+        known += (
+            [repr("".join(self.str_tokens)[:60])]
+            if self.str_tokens
+            else [str(self.tokens[0, :8].tolist())]
+        )
         return f"TokenWindows({plain('; '.join([*known, *self.flags]))})"
 
 

@@ -1,1 +1,2 @@
-"""Activations as mean + position + context + residual: sums that merge, one streaming loop, and the basis they make."""
+"""Activations as mean + position + context + residual: sums that merge, one streaming loop, and the
+basis they make."""

@@ -1,4 +1,5 @@
-"""Statistics in progress: batches of states in, sums out; resumable, divisible into smaller batches, shared by several processes."""
+"""Statistics in progress: batches of states in, sums out; resumable, divisible into smaller
+batches, shared by several processes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from tl_geometry.base.checks import whole
 from tl_geometry.base.errors import BudgetError, fail, require
-from tl_geometry.base.results import Provenance, hash_tokens, read_file, refuse_unknown, row_hashes, write_atomically
+from tl_geometry.base.results import (
+    Provenance,
+    hash_tokens,
+    read_file,
+    refuse_unknown,
+    row_hashes,
+    write_atomically,
+)
 from tl_geometry.decomposition.largest import Largest, gathered
 from tl_geometry.decomposition.moments import Moments, Reservoir
 from tl_geometry.decomposition.position_context import HEADER, TENSORS, PositionContext
@@ -36,7 +44,9 @@ Feed = Callable[[slice, OnState], None]
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that an allocation failed, on any device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in NO_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in NO_MEMORY
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +64,30 @@ class Plan:
 
 
 class Accumulation:
-    """Sums in progress: :meth:`update` for each batch, :meth:`finish` for the basis, :meth:`save` and :meth:`resume` in between.
+    """Sums in progress: :meth:`update` for each batch, :meth:`finish` for the basis, :meth:`save`
+    and :meth:`resume` in between.
 
-    With several processes each one sees every batch, taking it in (:meth:`update`) or leaving it to another (:meth:`skip`), so that
-    all agree on groups, order, samples and the hash of the tokens; :meth:`combine` adds up what they have.
+    With several processes each one sees every batch, taking it in (:meth:`update`) or leaving it to
+    another (:meth:`skip`), so that all agree on groups, order, samples and the hash of the tokens;
+    :meth:`combine` adds up what they have.
     """
 
     def __init__(
-        self, plan: Plan, provenance: Provenance, *, columns: int, d_model: int, contexts: int | None, device: torch.device | str
+        self,
+        plan: Plan,
+        provenance: Provenance,
+        *,
+        columns: int,
+        d_model: int,
+        contexts: int | None,
+        device: torch.device | str,
     ) -> None:
         start, end = plan.window or (0, columns)
         require(
-            0 <= start < end <= columns, "window", expected=f"0 <= start < end <= {columns} (columns of the input)", got=repr(plan.window)
+            0 <= start < end <= columns,
+            "window",
+            expected=f"0 <= start < end <= {columns} (columns of the input)",
+            got=repr(plan.window),
         )
         for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
             value = whole(getattr(plan, name))
@@ -75,17 +97,27 @@ class Accumulation:
         n = len(plan.states)
         flags: list[str] = []
         second = self._decide(plan.second_moments, 8 * n * d_model**2, "second moments", flags)
-        self.keep_ctx = self._decide(plan.keep_ctx, 8 * n * d_model * (contexts or 0), "context vectors", flags)
+        self.keep_ctx = self._decide(
+            plan.keep_ctx, 8 * n * d_model * (contexts or 0), "context vectors", flags
+        )
         keep = min(plan.keep, KEEP_LIMIT // max(1, 4 * n * columns * d_model))
         if keep < plan.keep:
             flags.append(f"{keep} of {plan.keep} samples kept (1 GiB)")
         if start > 0:
-            flags.append(f"{'column 0' if start == 1 else f'columns 0 to {start - 1}'} left out of the statistics")
+            flags.append(
+                f"{'column 0' if start == 1 else f'columns 0 to {start - 1}'} left out of the statistics"
+            )
         self.provenance = provenance.flagged(*flags)
         self.moments = Moments.zeros(
-            states=n, columns=columns, d_model=d_model, window=(start, end), groups=plan.groups * (1 if contexts else 2),
-            second=second, product_dtype=plan.moments_dtype, device=device,
-        )  # fmt: skip
+            states=n,
+            columns=columns,
+            d_model=d_model,
+            window=(start, end),
+            groups=plan.groups * (1 if contexts else 2),
+            second=second,
+            product_dtype=plan.moments_dtype,
+            device=device,
+        )
         self.reservoir = Reservoir(size=keep, seed=plan.seed)
         self.largest = Largest.empty(n, device)
         self.hashes: list[Tensor] = []
@@ -110,7 +142,9 @@ class Accumulation:
         """Keep sums for each label as well; ``of_context`` are those of all contexts."""
         sums, labels = self.moments.sums, int(of_context.max()) + 1
         self.labels = of_context.long()
-        self.moments.label_sums = torch.zeros(labels, sums.shape[1], sums.shape[3], dtype=torch.float64, device=sums.device)
+        self.moments.label_sums = torch.zeros(
+            labels, sums.shape[1], sums.shape[3], dtype=torch.float64, device=sums.device
+        )
         self.moments.label_counts = torch.zeros(labels, dtype=torch.int64)
 
     def update(
@@ -121,13 +155,18 @@ class Accumulation:
         labels: Int[Tensor, " batch"] | None,
         bos_id: int | None = None,
     ) -> None:
-        """Take in the next ``size`` contexts: ``feed(contexts, on_state)`` calls ``on_state(row, h)`` once for each state.
+        """Take in the next ``size`` contexts: ``feed(contexts, on_state)`` calls
+        ``on_state(row, h)`` once for each state.
 
-        Nothing here waits for a GPU: what has to be read back is read when the next batch is on its way (:meth:`settle`).
+        Nothing here waits for a GPU: what has to be read back is read when the next batch is on its
+        way (:meth:`settle`).
         """
         device = self.moments.sums.device
         self._room(size)
-        groups, marks = self._groups(size, device), None if labels is None else labels.to(device, non_blocking=True)
+        groups, marks = (
+            self._groups(size, device),
+            None if labels is None else labels.to(device, non_blocking=True),
+        )
         chosen = self._sample(size, tokens)
         order = range(len(self.plan.states))
         means: list[list[Tensor]] = [[] for _ in order]
@@ -146,7 +185,9 @@ class Accumulation:
             for slot, i in chosen:
                 if part.start <= i < part.stop:
                     self._keep(samples, slot, row, h[i - part.start])
-            mean, ok = self.moments.add(row, h, groups[part], None if marks is None else marks[part], seen(row, part))
+            mean, ok = self.moments.add(
+                row, h, groups[part], None if marks is None else marks[part], seen(row, part)
+            )
             means[row].append(mean)
             finite[row].append(ok)
 
@@ -159,7 +200,13 @@ class Accumulation:
             good = torch.stack([torch.stack(found).all() for found in finite]).tolist()
             bad = [self.plan.states[i] for i in order if not good[i]]
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
-            require(not bad, "activations", expected="finite numbers", got=where, instead="float32 weights")
+            require(
+                not bad,
+                "activations",
+                expected="finite numbers",
+                got=where,
+                instead="float32 weights",
+            )
             for slot, row, value in samples:
                 self._keep([], slot, row, value.cpu())
             if self.keep_ctx:
@@ -189,21 +236,27 @@ class Accumulation:
         return chosen
 
     def _groups(self, size: int, device: torch.device | str) -> Int[Tensor, " batch"]:
-        """Group of each of the next contexts, made where it is needed (a transfer would wait for the device).
+        """Group of each of the next contexts, made where it is needed (a transfer would wait for
+        the device).
 
-        Groups are contiguous, so that what neighbouring contexts share stays in one: ``floor(c G / C)``, or blocks of equal size.
+        Groups are contiguous, so that what neighbouring contexts share stays in one:
+        ``floor(c G / C)``, or blocks of equal size.
         """
         index = self.done + torch.arange(size, device=device)
         return index * self.plan.groups // self.contexts if self.contexts else index // self.block
 
     def _room(self, size: int) -> None:
-        """Where the number of contexts is not known: 2G blocks, joined in pairs as often as the next contexts need room."""
+        """Where the number of contexts is not known: 2G blocks, joined in pairs as often as the
+        next contexts need room."""
         while not self.contexts and self.done + size > 2 * self.plan.groups * self.block:
             self.moments.halve_groups()
             self.block *= 2
 
-    def _keep(self, later: list[tuple[int, int, Tensor]], slot: int, row: int, value: Tensor) -> None:
-        """Keep one state of one sampled context: at once on the CPU, otherwise a copy for ``later``."""
+    def _keep(
+        self, later: list[tuple[int, int, Tensor]], slot: int, row: int, value: Tensor
+    ) -> None:
+        """Keep one state of one sampled context: at once on the CPU, otherwise a copy for
+        ``later``."""
         assert self.reservoir.states is not None
         if value.device.type == "cpu":
             self.reservoir.states[slot, row] = value
@@ -220,16 +273,24 @@ class Accumulation:
         self.done += size
         if self.keep_ctx:
             self.means.append(self._nothing(size))
-            if self.plan.keep_ctx == "auto" and 8 * self.done * self.d_model * len(self.plan.states) > KEEP_LIMIT:
+            if (
+                self.plan.keep_ctx == "auto"
+                and 8 * self.done * self.d_model * len(self.plan.states) > KEEP_LIMIT
+            ):
                 self.keep_ctx, self.means = False, []
                 self.provenance = self.provenance.flagged("context vectors not kept (over 1 GiB)")
 
     def _nothing(self, size: int) -> Tensor:
         """Context means of contexts that another process takes in: zeros that need no memory."""
-        return torch.zeros((), dtype=torch.float64).expand(len(self.plan.states), size, self.d_model)
+        return torch.zeros((), dtype=torch.float64).expand(
+            len(self.plan.states), size, self.d_model
+        )
 
-    def _run(self, feed: Feed, whole: slice, take: Callable[[int, Tensor, slice], None], taken: set[int]) -> None:
-        """Run contexts in parts that fit into memory; ``taken`` are the states that have been taken in for all of them."""
+    def _run(
+        self, feed: Feed, whole: slice, take: Callable[[int, Tensor, slice], None], taken: set[int]
+    ) -> None:
+        """Run contexts in parts that fit into memory; ``taken`` are the states that have been taken
+        in for all of them."""
         low = whole.start
         while low < whole.stop:
             part = slice(low, min(low + (self.limit or whole.stop), whole.stop))
@@ -237,15 +298,22 @@ class Accumulation:
             if not self._fits(feed, part, take, known):
                 size = part.stop - part.start
                 require(
-                    size > 1, "memory", expected=f"room for one context of {self.columns} positions", got="out of memory",
-                    instead="shorter windows, second_moments=False, or fewer states=", error=BudgetError,
-                )  # fmt: skip
+                    size > 1,
+                    "memory",
+                    expected=f"room for one context of {self.columns} positions",
+                    got="out of memory",
+                    instead="shorter windows, second_moments=False, or fewer states=",
+                    error=BudgetError,
+                )
                 self.limit = size // 2
                 self._run(feed, part, take, known)
             low = part.stop
 
-    def _fits(self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], known: set[int]) -> bool:
-        """Run one part and take in the states that are not ``known``; false where the memory did not suffice."""
+    def _fits(
+        self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], known: set[int]
+    ) -> bool:
+        """Run one part and take in the states that are not ``known``; false where the memory did
+        not suffice."""
 
         def on_state(row: int, h: Tensor) -> None:
             if row not in known:
@@ -265,7 +333,7 @@ class Accumulation:
         """Add up what the processes have taken in: afterwards every one of them holds the whole."""
         self.settle()
         for name, tensor in self.moments.tensors().items():
-            if name != "pilot":
+            if name != "shift":
                 processes.total(tensor)
         if self.keep_ctx and self.means:
             self.means = [torch.cat(self.means, dim=1)]
@@ -278,7 +346,7 @@ class Accumulation:
     def clear(self) -> None:
         """Forget the sums, which another process holds; what is known about the contexts stays."""
         for name, tensor in self.moments.tensors().items():
-            if name != "pilot":
+            if name != "shift":
                 tensor.zero_()
         self.largest.clear()
         if self.keep_ctx:
@@ -287,33 +355,53 @@ class Accumulation:
             self.reservoir.states.zero_()
 
     def share_pilot(self, processes: Processes) -> None:
-        """Centre the second moments of all processes on the first one's pilot."""
-        if self.moments.pilot is not None and processes.size > 1:
-            processes.share(self.moments.pilot)
+        """Centre the second moments of all processes on the first one's shift."""
+        if self.moments.shift is not None and processes.size > 1:
+            processes.share(self.moments.shift)
             self.moments.fixed = set(range(len(self.plan.states)))
 
     def share(self, processes: Processes) -> None:
-        """Let every process go on from where the first one is (it alone reads the checkpoint); the sums stay with the first."""
+        """Let every process go on from where the first one is (it alone reads the checkpoint); the
+        sums stay with the first."""
         if processes.size == 1:
             return
         sample = self.reservoir
-        mine = {"done": self.done, "token_hash": self.token_hash, "has_bos": self.has_bos, "keep_ctx": self.keep_ctx}
-        mine |= {"flags": self.provenance.flags, "priorities": sample.priorities.tolist(), "contexts": sample.contexts.tolist()}
+        mine = {
+            "done": self.done,
+            "token_hash": self.token_hash,
+            "has_bos": self.has_bos,
+            "keep_ctx": self.keep_ctx,
+        }
+        mine |= {
+            "flags": self.provenance.flags,
+            "priorities": sample.priorities.tolist(),
+            "contexts": sample.contexts.tolist(),
+        }
         theirs = json.loads(processes.share_text(json.dumps(mine)))
         if not theirs["done"]:
             return
         self.share_pilot(processes)
         self._room(theirs["done"] - self.done)
-        hashes = torch.zeros(theirs["done"], dtype=torch.int64) if processes.rank > 0 else torch.cat(self.hashes)
+        hashes = (
+            torch.zeros(theirs["done"], dtype=torch.int64)
+            if processes.rank > 0
+            else torch.cat(self.hashes)
+        )
         processes.share(hashes)
         self.hashes = [hashes]
         rows = [(slot, slot) for slot in range(len(theirs["priorities"]))]
         if processes.rank > 0:
-            self.done, self.token_hash, self.has_bos, self.keep_ctx = (theirs[k] for k in ("done", "token_hash", "has_bos", "keep_ctx"))
+            self.done, self.token_hash, self.has_bos, self.keep_ctx = (
+                theirs[k] for k in ("done", "token_hash", "has_bos", "keep_ctx")
+            )
             self.provenance = dataclasses.replace(self.provenance, flags=tuple(theirs["flags"]))
             sample.priorities = torch.tensor(theirs["priorities"], dtype=torch.float64)
             sample.contexts = torch.tensor(theirs["contexts"], dtype=torch.int64)
-            sample.room(rows, (len(self.plan.states), self.columns, self.d_model), torch.zeros(len(rows), self.columns, dtype=torch.int64))
+            sample.room(
+                rows,
+                (len(self.plan.states), self.columns, self.d_model),
+                torch.zeros(len(rows), self.columns, dtype=torch.int64),
+            )
             if sample.states is not None:
                 sample.states.zero_()
             self.means = [self._nothing(self.done)] if self.keep_ctx else []
@@ -324,8 +412,11 @@ class Accumulation:
         if sample.tokens is not None:
             sample.tokens[: len(rows)] = tokens
 
-    def finish(self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True) -> PositionContext:
-        """The basis of everything taken in so far, on the CPU; groups that may still grow are kept where it is not the ``final`` one."""
+    def finish(
+        self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True
+    ) -> PositionContext:
+        """The basis of everything taken in so far, on the CPU; groups that may still grow are kept
+        where it is not the ``final`` one."""
         self.settle()
         require(self.done > 0, "tokens", expected="at least one context", got="none")
         moments = Moments.of(self.moments.window, self.moments.tensors(), self.plan.moments_dtype)
@@ -351,7 +442,8 @@ class Accumulation:
         )
 
     def _full_groups(self, moments: Moments) -> Moments:
-        """Without empty blocks; a last block of fewer than half the contexts of the others joins the one before."""
+        """Without empty blocks; a last block of fewer than half the contexts of the others joins
+        the one before."""
         used = -(-self.done // self.block)
         rest = self.done - (used - 1) * self.block
         groups = used - 1 if used > 1 and 2 * rest < self.block else used
@@ -360,7 +452,10 @@ class Accumulation:
     def settings(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that resumes it."""
         plan = {f.name: getattr(self.plan, f.name) for f in dataclasses.fields(self.plan)}
-        fields = {k: getattr(self.provenance, k) for k in ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")}
+        fields = {
+            k: getattr(self.provenance, k)
+            for k in ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")
+        }
         sizes = {"columns": self.columns, "window": self.moments.window, "contexts": self.contexts}
         sizes["labels"] = 0 if self.moments.label_counts is None else len(self.moments.label_counts)
         return json.loads(json.dumps(plan | fields | sizes, default=str))
@@ -368,7 +463,10 @@ class Accumulation:
     def save(self, path: Path) -> None:
         """Write a checkpoint: the file holds the last whole one at every moment."""
         basis = self.finish(None, (), final=False)
-        run = {"settings": self.settings(), **{k: getattr(self, k) for k in ("done", "token_hash", "has_bos", "keep_ctx")}}
+        run = {
+            "settings": self.settings(),
+            **{k: getattr(self, k) for k in ("done", "token_hash", "has_bos", "keep_ctx")},
+        }
         run["label_hash"] = self.label_hash(self.done)
         header = basis.header() | {"schema": CHECKPOINT, "run": run}
         write_atomically(path, basis.tensors(), {k: json.dumps(v) for k, v in header.items()})
@@ -390,18 +488,33 @@ class Accumulation:
         )
         same = run["label_hash"] == self.label_hash(run["done"])
         text = f"the labels of the first {run['done']} contexts that it was made with"
-        require(same, f"checkpoint {path}", expected=text, got="others", instead="another checkpoint= path")
+        require(
+            same,
+            f"checkpoint {path}",
+            expected=text,
+            got="others",
+            instead="another checkpoint= path",
+        )
         basis = PositionContext.of(header, tensors)
         device = self.moments.sums.device
         self._room(run["done"])
-        self.moments = Moments.of(basis.window, basis.moments.tensors(), self.plan.moments_dtype, device)
+        self.moments = Moments.of(
+            basis.window, basis.moments.tensors(), self.plan.moments_dtype, device
+        )
         self.reservoir = basis.reservoir or self.reservoir
         self.keep_ctx = run["keep_ctx"]
         self.means = [] if basis.context_means is None else [basis.context_means]
-        self.done, self.token_hash, self.has_bos, self.provenance = run["done"], run["token_hash"], run["has_bos"], basis.provenance
+        self.done, self.token_hash, self.has_bos, self.provenance = (
+            run["done"],
+            run["token_hash"],
+            run["has_bos"],
+            basis.provenance,
+        )
         self.hashes = [] if basis.token_hashes is None else [basis.token_hashes]
         if basis.largest is not None:
-            self.largest = Largest(**{name: v.to(device) for name, v in basis.largest.tensors().items()})
+            self.largest = Largest(
+                **{name: v.to(device) for name, v in basis.largest.tensors().items()}
+            )
 
     def label_hash(self, contexts: int) -> str:
         """Identifies the labels of the first contexts; empty where there are none."""
@@ -417,7 +530,9 @@ def run_tensor(
     device: torch.device,
 ) -> PositionContext:
     """The statistics of activations that are already in memory."""
-    work = Accumulation(plan, provenance, columns=h.shape[2], d_model=h.shape[3], contexts=h.shape[1], device=device)
+    work = Accumulation(
+        plan, provenance, columns=h.shape[2], d_model=h.shape[3], contexts=h.shape[1], device=device
+    )
     if labels is not None:
         work.set_labels(labels)
     for start in range(0, h.shape[1], batch):
@@ -427,5 +542,7 @@ def run_tensor(
             for row in range(len(part)):
                 on_state(row, part[row, contexts])
 
-        work.update(part.shape[1], feed, None, None if labels is None else labels[start : start + batch])
+        work.update(
+            part.shape[1], feed, None, None if labels is None else labels[start : start + batch]
+        )
     return work.finish(labels, ())

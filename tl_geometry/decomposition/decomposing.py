@@ -1,4 +1,5 @@
-"""The main job: windows of a corpus, and the mean decomposition of every state of a model over them."""
+"""The main job: windows of a corpus, and the mean decomposition of every state of a model over
+them."""
 
 from __future__ import annotations
 
@@ -43,41 +44,51 @@ def decompose(
     moments_dtype: torch.dtype = torch.float32,
     group: Any = None,
 ) -> PositionContext:
-    """Positional and context basis of every residual stream state over a corpus: h = mean + pos + ctx + resid.
+    """Positional and context basis of every residual stream state over a corpus: h = mean + pos +
+    ctx + resid.
 
-    Song & Zhong 2023, Eq. 2 and 3, streamed: one forward pass per batch, and only sums are kept, whatever the corpus size.
-    For activations that are there already, see :func:`decompose_activations`.
+    Song & Zhong 2023, Eq. 2 and 3, streamed: one forward pass per batch, and only sums are kept,
+    whatever the corpus size. For activations that are there already, see
+    :func:`decompose_activations`.
 
     Args:
         model: a TransformerLens model, or a view of one.
-        tokens: ids ``[context position]``, :class:`TokenWindows`, what a tokenizer returns, an iterable of rows or batches (a
-            ``DataLoader``), a ``.npy`` file or memory map, a ``datasets.Dataset`` (or ``IterableDataset``) with a ``tokens`` column, or
-            strings of equal token length (then ``prepend_bos`` is needed). Ids are never edited; padded rows are refused.
-        states: which states, 0 (embedding output) to n_layers (before the final norm), or hooks that hold them
-            (``"blocks.1.hook_resid_pre"``); ``None`` for all.
-        window: half-open columns of the statistics; by default ``(1, T)``, because position 0 is an attention sink (its sums are
-            kept all the same).
-        batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on a GPU. Halved, as often as
-            needed, when memory runs out: the result is the same.
-        normalize: take the sums of ``norm(h)`` without gain and bias, what the next block reads (the output head for the last
-            state): no token then weighs more than another. States that are read without a norm stay as they are (a flag says which).
-        second_moments, keep_ctx: keep ``[state d_model d_model]`` products and ``[state context d_model]`` context vectors;
-            ``"auto"`` while each is under 1 GiB (the result says when it is not).
-        groups: disjoint, contiguous groups of contexts whose sums are kept apart, for split halves, learning curves and jackknife
-            errors (between that many and twice as many for an iterable, whose length is not known before its end).
-        keep: contexts whose states are kept whole, a seeded uniform sample (fewer where they would exceed 1 GiB).
+        tokens: ids ``[context position]``, :class:`TokenWindows`, what a tokenizer returns, an
+            iterable of rows or batches (a ``DataLoader``), a ``.npy`` file or memory map, a
+            ``datasets.Dataset`` (or ``IterableDataset``) with a ``tokens`` column, or strings of
+            equal token length (then ``prepend_bos`` is needed). Ids are never edited; padded rows
+            are refused.
+        states: which states, 0 (embedding output) to n_layers (before the final norm), or hooks
+            that hold them (``"blocks.1.hook_resid_pre"``); ``None`` for all.
+        window: half-open columns of the statistics; by default ``(1, T)``, because position 0 is an
+            attention sink (its sums are kept all the same).
+        batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on
+            a GPU. Halved, as often as needed, when memory runs out: the result is the same.
+        normalize: take the sums of ``norm(h)`` without gain and bias, what the next block reads
+            (the output head for the last state): no token then weighs more than another. States
+            that are read without a norm stay as they are (a flag says which).
+        second_moments, keep_ctx: keep ``[state d_model d_model]`` products and
+            ``[state context d_model]`` context vectors; ``"auto"`` while each is under 1 GiB (the
+            result says when it is not).
+        groups: disjoint, contiguous groups of contexts whose sums are kept apart, for split halves,
+            learning curves and jackknife errors (between that many and twice as many for an
+            iterable, whose length is not known before its end).
+        keep: contexts whose states are kept whole, a seeded uniform sample (fewer where they would
+            exceed 1 GiB).
         labels: a document label for each context, numbers or names.
-        checkpoint: file that holds the finished batches at every moment; a run that finds it goes on from there, if its model,
-            hooks, tokens, labels and settings are the same. Writing takes at most 5% of the time, so that on big models it holds
-            all but the last minute.
+        checkpoint: file that holds the finished batches at every moment; a run that finds it goes
+            on from there, if its model, hooks, tokens, labels and settings are the same. Writing
+            takes at most 5% of the time, so that on big models it holds all but the last minute.
         device: where the sums live, by default the model's device.
-        moments_dtype: dtype of the products in second moments (``torch.float64``: partitions agree to 1e-10).
-        group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD``), all of whose processes make this same
-            call with the same tokens. Each reads all of them and runs its share of the batches; all return the whole basis, equal
-            to that of one process. The first one writes the checkpoint, from which any number of processes goes on.
+        moments_dtype: dtype of the products in second moments (``torch.float64``: partitions agree
+            to 1e-10).
+        group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD``), all of
+            whose processes make this same call with the same tokens. Each reads all of them and
+            runs its share of the batches; all return the whole basis, equal to that of one process.
+            The first one writes the checkpoint, from which any number of processes goes on.
 
-    Raises ``GeometryError`` for ragged, padded or foreign tokens, training mode, NaN or infinite activations, windows beyond the
-    columns, and checkpoints of another run.
+    Raises ``GeometryError`` for ragged, padded or foreign tokens, training mode, NaN or infinite
+    activations, windows beyond the columns, and checkpoints of another run.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -99,11 +110,24 @@ def decompose(
     )
     corpus = TokenSource.of(view, tokens, labels, prepend_bos)
     plan = Plan(
-        states=state_indices(states, view.n_layers + 1, view.state_hooks), window=_window(window, corpus.columns, 1),
-        groups=groups, keep=keep, second_moments=second_moments, keep_ctx=keep_ctx, moments_dtype=moments_dtype, seed=seed,
-    )  # fmt: skip
+        states=state_indices(states, view.n_layers + 1, view.state_hooks),
+        window=_window(window, corpus.columns, 1),
+        groups=groups,
+        keep=keep,
+        second_moments=second_moments,
+        keep_ctx=keep_ctx,
+        moments_dtype=moments_dtype,
+        seed=seed,
+    )
     return run_corpus(
-        corpus, plan, batch_size=batch_size, checkpoint=checkpoint, progress=progress, device=device, group=group, normalize=normalize
+        corpus,
+        plan,
+        batch_size=batch_size,
+        checkpoint=checkpoint,
+        progress=progress,
+        device=device,
+        group=group,
+        normalize=normalize,
     )
 
 
@@ -122,18 +146,21 @@ def decompose_activations(
     seed: int = 0,
     moments_dtype: torch.dtype = torch.float32,
 ) -> PositionContext:
-    """The basis of activations that are there already: h = mean + pos + ctx + resid, as :func:`decompose` gives it.
+    """The basis of activations that are there already: h = mean + pos + ctx + resid, as
+    :func:`decompose` gives it.
 
     Args:
-        source: a tensor ``[context position d_model]`` (one state) or ``[state context position d_model]``, or a TransformerLens
-            ``ActivationCache`` with every residual stream state (or the plain dictionary of ``return_cache_object=False``).
+        source: a tensor ``[context position d_model]`` (one state) or
+            ``[state context position d_model]``, or a TransformerLens ``ActivationCache`` with
+            every residual stream state (or the plain dictionary of ``return_cache_object=False``).
         states: which of them, as numbers or hook names; ``None`` for all.
         window: half-open columns of the statistics; by default all.
         batch_size: contexts that are summed at a time.
         device: where the sums live, by default that of the activations.
 
-    The other arguments are those of :func:`decompose`. A basis of a tensor does not know its model: results that use it with one
-    say so. Raises ``GeometryError`` for what is no activations, NaN, windows beyond the columns and labels that do not fit.
+    The other arguments are those of :func:`decompose`. A basis of a tensor does not know its model:
+    results that use it with one say so. Raises ``GeometryError`` for what is no activations, NaN,
+    windows beyond the columns and labels that do not fit.
 
     >>> basis = decompose_activations(torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0)))
     >>> basis.pos.shape, basis.ctx.shape, basis.window
@@ -142,9 +169,15 @@ def decompose_activations(
     h, provenance = _activations(source)
     chosen = state_indices(states, len(h))
     plan = Plan(
-        states=chosen, window=_window(window, h.shape[2], 0), groups=groups, keep=keep, second_moments=second_moments,
-        keep_ctx=keep_ctx, moments_dtype=moments_dtype, seed=seed,
-    )  # fmt: skip
+        states=chosen,
+        window=_window(window, h.shape[2], 0),
+        groups=groups,
+        keep=keep,
+        second_moments=second_moments,
+        keep_ctx=keep_ctx,
+        moments_dtype=moments_dtype,
+        seed=seed,
+    )
     given, names = label_ids(labels, h.shape[1])
     size = batch_of(batch_size, h.shape[2], h.device)
     basis = run_tensor(h[list(chosen)], plan, given, provenance, size, device_of(device, h.device))
@@ -156,7 +189,9 @@ def _window(value: Any, columns: int, default_start: int) -> tuple[int, int]:
     if value is None:
         return checks.window(None, columns, default_start)
     try:
-        start, end = (v if isinstance(v, bool) else int(v) if float(v) == int(v) else v for v in value)
+        start, end = (
+            v if isinstance(v, bool) else int(v) if float(v) == int(v) else v for v in value
+        )
     except (TypeError, ValueError, RuntimeError):
         fail("window", expected="(start, end) in columns", got=describe(value))
     ok = all(whole(v) is not None for v in (start, end))
@@ -167,19 +202,44 @@ def _window(value: Any, columns: int, default_start: int) -> tuple[int, int]:
 def _activations(source: Any) -> tuple[Tensor, Provenance]:
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if source.dim() == 3 else source
-        ok = h.dim() == 4 and h.is_floating_point() and h.numel() > 0 and not h.is_meta and h.layout == torch.strided
+        ok = (
+            h.dim() == 4
+            and h.is_floating_point()
+            and h.numel() > 0
+            and not h.is_meta
+            and h.layout == torch.strided
+        )
         shape = "floating [context position d_model] or [state context position d_model]"
         got = f"{'meta ' if source.is_meta else ''}{describe(source)}"
-        require(ok, "activations", expected=shape, got=got, instead="decompose(model, tokens) for token ids")
-        return h.detach(), Provenance(corpus="activations", dtype=str(h.dtype).removeprefix("torch."))
+        require(
+            ok,
+            "activations",
+            expected=shape,
+            got=got,
+            instead="decompose(model, tokens) for token ids",
+        )
+        return h.detach(), Provenance(
+            corpus="activations", dtype=str(h.dtype).removeprefix("torch.")
+        )
     instead = "decompose(model, tokens) to run a model"
-    require(is_cache(source), "activations", expected="a tensor or an ActivationCache", got=describe(source), instead=instead)
+    require(
+        is_cache(source),
+        "activations",
+        expected="a tensor or an ActivationCache",
+        got=describe(source),
+        instead=instead,
+    )
     h = cached_states(source).detach()
-    return h, Provenance(corpus="ActivationCache", dtype=str(h.dtype).removeprefix("torch."), **_origin(getattr(source, "model", None)))
+    return h, Provenance(
+        corpus="ActivationCache",
+        dtype=str(h.dtype).removeprefix("torch."),
+        **_origin(getattr(source, "model", None)),
+    )
 
 
 def _origin(model: Any) -> dict[str, Any]:
-    """Provenance of the model that a cache holds on to; its class alone where no view of it can be had."""
+    """Provenance of the model that a cache holds on to; its class alone where no view of it can be
+    had."""
     if model is None:
         return {}
     try:

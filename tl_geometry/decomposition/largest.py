@@ -1,8 +1,10 @@
-"""Sinks: which tokens have the largest norms in a state, and how much of its sum of squares the largest hold.
+"""Sinks: which tokens have the largest norms in a state, and how much of its sum of squares the
+largest hold.
 
-A few tokens of enormous norm (an attention sink, and in real models a second one) can hold most of ``sum |h|^2``, so that shares,
-spectra and reliabilities describe them and nothing else. A pass keeps the :data:`KEPT` largest tokens of each state whole and a
-histogram of the logarithms of all squared norms, both of which merge exactly: over batches, groups, processes, shards and files.
+A few tokens of enormous norm (an attention sink, and in real models a second one) can hold most of
+``sum |h|^2``, so that shares, spectra and reliabilities describe them and nothing else. A pass
+keeps the :data:`KEPT` largest tokens of each state whole and a histogram of the logarithms of all
+squared norms, both of which merge exactly: over batches, groups, processes, shards and files.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from tl_geometry.base.results import Result
 KEPT = 32
 """Tokens of largest norm that are kept for each state."""
 TOP_SHARE, SINK_SHARE = 1000, 0.25
-"""One token in ``TOP_SHARE`` (at least one in all) is "the largest"; where they hold more than ``SINK_SHARE``, it is said."""
+"""One token in ``TOP_SHARE`` (at least one in all) is "the largest"; where they hold more than
+``SINK_SHARE``, it is said."""
 CONCENTRATED = 10
-"""How many times more than their number they must hold as well: one of two tokens holds half of everything."""
+"""How many times more than their number they must hold as well: one of two tokens holds half of
+everything."""
 PER_OCTAVE, OCTAVES = 8, 256
-"""Bins of the histogram: eighths of a power of two, of squared norms from 2^-128 to 2^128 (the ends take what lies beyond)."""
+"""Bins of the histogram: eighths of a power of two, of squared norms from 2^-128 to 2^128 (the ends
+take what lies beyond)."""
 
 
 def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
-    """Number of tokens, and their sum of squares, by the logarithm of their squared norm: adds up over any partition of the tokens.
+    """Number of tokens, and their sum of squares, by the logarithm of their squared norm: adds up
+    over any partition of the tokens.
 
     >>> counts, sums = log_histogram(torch.tensor([1.0, 1.05, 64.0], dtype=torch.float64))
     >>> counts[counts > 0].tolist(), [round(s, 2) for s in sums[sums > 0].tolist()]
@@ -39,16 +45,21 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     at = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
     at = (at + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
     out = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
-    out[0].scatter_add_(0, at, torch.ones_like(flat))  # index_add_ takes twenty times as long on a CPU
+    out[0].scatter_add_(
+        0, at, torch.ones_like(flat)
+    )  # index_add_ takes twenty times as long on a CPU
     out[1].scatter_add_(0, at, flat)
     return out
 
 
-def top_share(histogram: Float[Tensor, "*state 2 bin"], largest: Float[Tensor, "*state kept"]) -> Float[Tensor, "*state"]:
-    """Share of the sum of squares in the largest 0.1% of the tokens (at least one): NaN without tokens or where all are zero.
+def top_share(
+    histogram: Float[Tensor, "*state 2 bin"], largest: Float[Tensor, "*state kept"]
+) -> Float[Tensor, "*state"]:
+    """Share of the sum of squares in the largest 0.1% of the tokens (at least one): NaN without
+    tokens or where all are zero.
 
-    ``largest`` are the largest norms, descending; where they are fewer than that, the histogram gives the rest, exact but for the
-    one bin that is cut, of which the mean is taken.
+    ``largest`` are the largest norms, descending; where they are fewer than that, the histogram
+    gives the rest, exact but for the one bin that is cut, of which the mean is taken.
     """
     counts, sums = (x.flip(-1) for x in histogram.unbind(-2))
     wanted = tokens_in(counts.sum(-1))
@@ -69,9 +80,11 @@ def tokens_in(tokens: Float[Tensor, "*state"]) -> Float[Tensor, "*state"]:
 
 @dataclass(eq=False, kw_only=True)
 class Largest:
-    """The tokens of largest norm of each state, descending (ties: the earlier first); what is not filled has context -1.
+    """The tokens of largest norm of each state, descending (ties: the earlier first); what is not
+    filled has context -1.
 
-    ``coordinate`` is where the state's largest absolute entry is; ``token`` -1 where tokens are not known.
+    ``coordinate`` is where the state's largest absolute entry is; ``token`` -1 where tokens are not
+    known.
     """
 
     norm: Float[Tensor, "state kept"]
@@ -99,10 +112,12 @@ class Largest:
         start: int,
         tokens: Int[Tensor, "batch position"] | None,
     ) -> None:
-        """Take in one batch of one state; ``start`` is the absolute column of its first position, ``tokens`` its ids.
+        """Take in one batch of one state; ``start`` is the absolute column of its first position,
+        ``tokens`` its ids.
 
-        Nothing here waits for a GPU. A stable sort, because a state may hold one norm many times (the same first token in every
-        context), and which of them are kept must not depend on the batches.
+        Nothing here waits for a GPU. A stable sort, because a state may hold one norm many times
+        (the same first token in every context), and which of them are kept must not depend on the
+        batches.
         """
         at = norms.reshape(-1).argsort(descending=True, stable=True)[:KEPT]
         line, column = at // norms.shape[1], at % norms.shape[1]
@@ -113,7 +128,10 @@ class Largest:
             "token": torch.full_like(at, -1) if tokens is None else tokens.to(at)[line, column],
             "coordinate": h[line, column].abs().argmax(-1),
         }
-        mine = {name: torch.cat([values[row], found[name].to(values)]) for name, values in self.tensors().items()}
+        mine = {
+            name: torch.cat([values[row], found[name].to(values)])
+            for name, values in self.tensors().items()
+        }
         order = _order(mine)[:KEPT]
         for name, values in self.tensors().items():
             values[row] = mine[name][order]
@@ -125,12 +143,18 @@ class Largest:
 
     @staticmethod
     def merge(parts: Sequence[Largest], first: Sequence[int] | None = None) -> Largest:
-        """The largest of all parts; ``first`` is the number that context 0 of each has in the whole."""
+        """The largest of all parts; ``first`` is the number that context 0 of each has in the
+        whole."""
         shift = [0] * len(parts) if first is None else first
-        moved = [{**p.tensors(), "context": torch.where(p.context < 0, -1, p.context + n)} for p, n in zip(parts, shift, strict=True)]
+        moved = [
+            {**p.tensors(), "context": torch.where(p.context < 0, -1, p.context + n)}
+            for p, n in zip(parts, shift, strict=True)
+        ]
         whole = {name: torch.cat([m[name] for m in moved], dim=1) for name in moved[0]}
         states = range(len(whole["norm"]))
-        order = torch.stack([_order({name: values[s] for name, values in whole.items()})[:KEPT] for s in states])
+        order = torch.stack(
+            [_order({name: values[s] for name, values in whole.items()})[:KEPT] for s in states]
+        )
         return Largest(**{name: values.gather(1, order) for name, values in whole.items()})
 
 
@@ -142,10 +166,12 @@ def _order(values: dict[str, Tensor]) -> Tensor:
 
 
 class Sinks(NamedTuple):
-    """What the largest 0.1% of the tokens of one state (at least one) hold of its raw sum of squares.
+    """What the largest 0.1% of the tokens of one state (at least one) hold of its raw sum of
+    squares.
 
-    ``tokens`` of ``of`` tokens hold ``share``; ``positions`` and ``ids`` are theirs, the most frequent first. ``remark`` is the
-    sentence that every table shows where they hold more than a quarter, else empty.
+    ``tokens`` of ``of`` tokens hold ``share``; ``positions`` and ``ids`` are theirs, the most
+    frequent first. ``remark`` is the sentence that every table shows where they hold more than a
+    quarter, else empty.
     """
 
     tokens: int
@@ -156,7 +182,9 @@ class Sinks(NamedTuple):
     remark: str
 
 
-def sinks_of(histogram: Float[Tensor, "2 bin"], largest: Largest, row: int, texts: Sequence[str] = ()) -> Sinks:
+def sinks_of(
+    histogram: Float[Tensor, "2 bin"], largest: Largest, row: int, texts: Sequence[str] = ()
+) -> Sinks:
     """The sinks of one state; ``texts`` are its largest tokens as text."""
     of = int(histogram[0].sum())
     tokens = int(tokens_in(histogram[0].sum())) if of else 0
@@ -168,7 +196,11 @@ def sinks_of(histogram: Float[Tensor, "2 bin"], largest: Largest, row: int, text
     where = _some("position", [str(p) for p in positions])
     what = _some("token", [repr(named[t]) if t in named else str(t) for t in ids]) if ids else ""
     few = share > max(SINK_SHARE, CONCENTRATED * tokens / of) if of else False
-    remark = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({', '.join(filter(None, (where, what)))})" if few else ""
+    remark = (
+        f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({', '.join(filter(None, (where, what)))})"
+        if few
+        else ""
+    )
     return Sinks(tokens, of, share, tuple(positions), tuple(ids), remark)
 
 
@@ -179,10 +211,12 @@ def _some(word: str, values: Sequence[str], limit: int = 3) -> str:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LargestTokens(Result):
-    """The tokens of largest norm inside the window, a row per state and token, descending within each state.
+    """The tokens of largest norm inside the window, a row per state and token, descending within
+    each state.
 
-    ``share`` is the token's part of the state's raw sum of squares, ``median`` the state's median norm (from the histogram, to 9%),
-    ``coordinate`` the index of the largest entry. ``top_share`` is what the largest 0.1% of all ``tokens`` hold together.
+    ``share`` is the token's part of the state's raw sum of squares, ``median`` the state's median
+    norm (from the histogram, to 9%), ``coordinate`` the index of the largest entry. ``top_share``
+    is what the largest 0.1% of all ``tokens`` hold together.
     """
 
     states: tuple[int, ...]
@@ -198,7 +232,17 @@ class LargestTokens(Result):
     str_tokens: tuple[tuple[str, ...], ...] = ()
 
     def columns(self) -> Sequence[str]:
-        return ("state", "norm", "median", "share", "context", "position", "token", "text", "coordinate")
+        return (
+            "state",
+            "norm",
+            "median",
+            "share",
+            "context",
+            "position",
+            "token",
+            "text",
+            "coordinate",
+        )
 
     def rows(self) -> Sequence[Sequence[object]]:
         out: list[list[Any]] = []
@@ -227,11 +271,16 @@ def gathered(mine: Largest, rank: int, size: int, total: Callable[[Tensor], None
         every[name] = torch.zeros(size, *values.shape, dtype=values.dtype, device=values.device)
         every[name][rank] = values
         total(every[name])
-    return Largest.merge([Largest(**{name: v[i] for name, v in every.items()}) for i in range(size)])
+    return Largest.merge(
+        [Largest(**{name: v[i] for name, v in every.items()}) for i in range(size)]
+    )
 
 
-def merged_texts(whole: Largest | None, parts: Sequence[Largest], texts: Sequence[Sequence[Sequence[str]]]) -> tuple[tuple[str, ...], ...]:
-    """Texts of the largest tokens of a whole from those of its parts; none where a part has none."""
+def merged_texts(
+    whole: Largest | None, parts: Sequence[Largest], texts: Sequence[Sequence[Sequence[str]]]
+) -> tuple[tuple[str, ...], ...]:
+    """Texts of the largest tokens of a whole from those of its parts; none where a part has
+    none."""
     if whole is None or not all(texts):
         return ()
     ids = [t for part in parts for t in part.token.flatten().tolist()]

@@ -1,9 +1,10 @@
 """Sums over contexts that merge: one batch at a time, on one process or many, in any order.
 
-:class:`Moments` is a monoid: :meth:`Moments.add` puts a batch in, :meth:`Moments.merge` joins two, and any partition of a
-corpus gives the same sums to rounding. Position sums, squares and counts are float64. Second moments are float64 sums of
-float32 products of states centred on a *pilot* (the first batch's mean): plain float32 products are wrong by tens of per
-cent once a coordinate has a mean of thousands and a variance of one, as GPT-2's outlier coordinates do; centred ones by 1e-7.
+:class:`Moments` is a monoid: :meth:`Moments.add` puts a batch in, :meth:`Moments.merge` joins two,
+and any partition of a corpus gives the same sums to rounding. Position sums, squares and counts are
+float64. Second moments are float64 sums of float32 products of states centred on a *shift* (the
+first batch's mean): plain float32 products are wrong by tens of per cent once a coordinate has a
+mean of thousands and a variance of one, as GPT-2's outlier coordinates do; centred ones by 1e-7.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from tl_geometry.base.errors import require
 from tl_geometry.decomposition.largest import OCTAVES, PER_OCTAVE, log_histogram
 
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**26}
-"""Bytes of activations converted to float64 at a time: about the cache of a core (half the time of whole batches), or enough for a GPU."""
+"""Bytes of activations converted to float64 at a time: about the cache of a core (half the time of
+whole batches), or enough for a GPU."""
 TRIANGLE_BLOCKS = 8
-"""Block rows of a symmetric product: only blocks on and below the diagonal are multiplied (56% of the products)."""
+"""Block rows of a symmetric product: only blocks on and below the diagonal are multiplied (56% of
+the products)."""
 HALF_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
-"""Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32 product."""
+"""Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32
+product."""
 PILOT_SPREAD = 3.0
-"""Standard deviations from zero beyond which half-precision coordinates are centred on their pilot."""
+"""Standard deviations from zero beyond which half-precision coordinates are centred on their
+shift."""
 GROUPED = ("sums", "squares", "context_squares", "halves", "counts")
 """Sums that are kept apart for each group of contexts."""
 SETTINGS = ("window", "product_dtype", "fixed", "scratch", "busy")
@@ -37,12 +42,15 @@ SETTINGS = ("window", "product_dtype", "fixed", "scratch", "busy")
 
 
 class Scratch:
-    """Buffers that are used again and again: fresh pages cost as much as the arithmetic on them, and what is held cannot run out."""
+    """Buffers that are used again and again: fresh pages cost as much as the arithmetic on them,
+    and what is held cannot run out."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
 
-    def get(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def get(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """An uninitialised tensor, valid until the next call with the same name."""
         size, found = math.prod(shape), self.held.get(name)
         if found is None or found.numel() < size or found.dtype != dtype or found.device != device:
@@ -52,17 +60,20 @@ class Scratch:
 
 
 def half_width(width: int) -> int:
-    """Columns in each end of a window of ``width`` columns when a quarter (at least one column) is left out between them."""
+    """Columns in each end of a window of ``width`` columns when a quarter (at least one column) is
+    left out between them."""
     return (width - max(1, width // 4)) // 2
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Moments:
-    """Running sums of states ``h [context position d_model]``, kept apart for disjoint groups of contexts.
+    """Running sums of states ``h [context position d_model]``, kept apart for disjoint groups of
+    contexts.
 
-    ``sums`` is the sum of h over contexts, ``squares`` of |h|^2, ``context_squares`` of |mean over the window of h|^2, ``halves``
-    of (|a|^2, |b|^2, a.b) for the means a, b of the window's two ends (a quarter of the window left out between them).
-    ``second`` is the lower block triangle of sum (h - pilot)(h - pilot)^T over the window, ``tail`` the histogram of |h|^2 inside it
+    ``sums`` is the sum of h over contexts, ``squares`` of |h|^2, ``context_squares`` of |mean over
+    the window of h|^2, ``halves`` of (|a|^2, |b|^2, a.b) for the means a, b of the window's two
+    ends (a quarter of the window left out between them). ``second`` is the lower block triangle of
+    sum (h - shift)(h - shift)^T over the window, ``tail`` the histogram of |h|^2 inside it
     (:func:`tl_geometry.decomposition.largest.log_histogram`). Columns are all that were seen; the
     quantities named with a window use ``window`` only.
     """
@@ -74,7 +85,7 @@ class Moments:
     halves: Float[Tensor, "group state 3"]
     counts: Int[Tensor, " group"]
     second: Float[Tensor, "state d_model d_model"] | None = None
-    pilot: Float[Tensor, "state d_model"] | None = None
+    shift: Float[Tensor, "state d_model"] | None = None
     label_sums: Float[Tensor, "label state d_model"] | None = None
     label_counts: Int[Tensor, " label"] | None = None
     tail: Float[Tensor, "state 2 bin"] | None = None
@@ -111,7 +122,7 @@ class Moments:
             counts=torch.zeros(groups, dtype=torch.int64),
             product_dtype=product_dtype,
             second=zeros(states, d_model, d_model) if second else None,
-            pilot=zeros(states, d_model) if second else None,
+            shift=zeros(states, d_model) if second else None,
             label_sums=zeros(labels, states, d_model) if labels else None,
             label_counts=torch.zeros(labels, dtype=torch.int64) if labels else None,
             tail=zeros(states, 2, PER_OCTAVE * OCTAVES),
@@ -122,7 +133,9 @@ class Moments:
         """Number of contexts summed."""
         return int(self.counts.sum())
 
-    def count(self, group_of: Int[Tensor, " batch"], label_of: Int[Tensor, " batch"] | None) -> None:
+    def count(
+        self, group_of: Int[Tensor, " batch"], label_of: Int[Tensor, " batch"] | None
+    ) -> None:
         """Count the contexts of a batch, once, beside one :meth:`add` for each state."""
         self.counts += torch.bincount(group_of, minlength=len(self.counts))
         if self.label_counts is not None and label_of is not None:
@@ -136,19 +149,27 @@ class Moments:
         label_of: Int[Tensor, " batch"] | None = None,
         on_norms: Callable[[Tensor, Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "batch d_model"], Bool[Tensor, ""]]:
-        """Add one batch of one state; returns each context's mean over the window (float64) and whether every number is finite.
+        """Add one batch of one state; returns each context's mean over the window (float64) and
+        whether every number is finite.
 
-        ``on_norms(h, norms)`` receives states ``[batch position d_model]`` and norms ``[batch position]`` of the window.
+        ``on_norms(h, norms)`` receives states ``[batch position d_model]`` and norms
+        ``[batch position]`` of the window.
 
-        Everything large is allocated before the first sum changes; ``busy`` is true while they change, so that running out of
-        memory before (then the batch can be taken in again, in parts) and in between (then it cannot) can be told apart.
+        Everything large is allocated before the first sum changes; ``busy`` is true while they
+        change, so that running out of memory before (then the batch can be taken in again, in
+        parts) and in between (then it cannot) can be told apart.
         """
         self.busy = False
         device, (start, end) = self.sums.device, self.window
         h = h.to(device)  # a model spread over several devices
         batch, columns, width = h.shape
         fill = {"dtype": torch.float64, "device": device}
-        member = torch.arange(len(self.counts), device=device).unsqueeze(1).eq(group_of.to(device)).double()
+        member = (
+            torch.arange(len(self.counts), device=device)
+            .unsqueeze(1)
+            .eq(group_of.to(device))
+            .double()
+        )
         step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
         norms = torch.empty(batch, columns, **fill)
         whole, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
@@ -178,7 +199,9 @@ class Moments:
         self.context_squares[:, state] += member @ means.square().sum(-1)
         if part > 0:
             first, last = first / part, last / part
-            products = torch.stack([first.square().sum(-1), last.square().sum(-1), (first * last).sum(-1)], dim=-1)
+            products = torch.stack(
+                [first.square().sum(-1), last.square().sum(-1), (first * last).sum(-1)], dim=-1
+            )
             self.halves[:, state] += member @ products
         if self.label_sums is not None and label_of is not None:
             self.label_sums[:, state].index_add_(0, label_of.to(device), whole)
@@ -189,28 +212,32 @@ class Moments:
         self.busy = False
         return means, torch.isfinite(norms).all()
 
-    def _centred(self, state: int, h: Float[Tensor, "batch position d_model"]) -> Float[Tensor, "row d_model"]:
-        """States minus the pilot, in the dtype of the products; the first batch fixes the pilot.
+    def _centred(
+        self, state: int, h: Float[Tensor, "batch position d_model"]
+    ) -> Float[Tensor, "row d_model"]:
+        """States minus the shift, in the dtype of the products; the first batch fixes the shift.
 
-        Half precision stays half precision on a GPU, whose products of it are accumulated in float32: many times faster than
-        float32 products, and the same numbers, because the pilot is zero or a half-precision number near the state, so that
-        the difference of the two is exact.
+        Half precision stays half precision on a GPU, whose products of it are accumulated in
+        float32: many times faster than float32 products, and the same numbers, because the shift is
+        zero or a half-precision number near the state, so that the difference of the two is exact.
         """
-        assert self.pilot is not None
+        assert self.shift is not None
         half = h.element_size() == 2 and self.product_dtype == torch.float32
         if state not in self.fixed:
             mean = h.mean((0, 1), dtype=torch.float64)
             if half:
                 spread = (h.float() - mean.float()).square().mean((0, 1)).sqrt()
                 mean = torch.where(mean.abs() > PILOT_SPREAD * spread, mean.to(h.dtype), 0)
-            self.pilot[state] = mean.float()
+            self.shift[state] = mean.float()
             self.fixed.add(state)
         dtype = h.dtype if half and h.is_cuda and HALF_PRODUCTS else self.product_dtype
         rows = self.scratch.get("rows", h.shape, dtype, h.device)
-        if h.element_size() >= dtype.itemsize:  # in the dtype of the states: rounded to a narrower one first, they lose what is left
-            torch.sub(h, self.pilot[state].to(h.dtype), out=rows)
+        if (
+            h.element_size() >= dtype.itemsize
+        ):  # in the dtype of the states: rounded to a narrower one first, they lose what is left
+            torch.sub(h, self.shift[state].to(h.dtype), out=rows)
         else:
-            rows.copy_(h).sub_(self.pilot[state].to(dtype))
+            rows.copy_(h).sub_(self.shift[state].to(dtype))
         return rows.flatten(0, 1)
 
     def _add_products(self, state: int, rows: Float[Tensor, "row d_model"]) -> None:
@@ -233,49 +260,88 @@ class Moments:
         """Sum of h over contexts and window columns."""
         return self.sums[:, :, self.window[0] : self.window[1]].sum((0, 2))
 
-    def centred_second(self, state: int, centre: Float[Tensor, " d_model"]) -> Float[Tensor, "d_model d_model"]:
-        """``sum (h - centre)(h - centre)^T`` over contexts and window columns, whole and symmetric."""
+    def centred_second(
+        self, state: int, centre: Float[Tensor, " d_model"]
+    ) -> Float[Tensor, "d_model d_model"]:
+        """``sum (h - centre)(h - centre)^T`` over contexts and window columns, whole and
+        symmetric."""
         assert self.second is not None
-        assert self.pilot is not None
+        assert self.shift is not None
         lower = self.second[state].tril()
         whole = lower + lower.tril(-1).T
         n = self.contexts * (self.window[1] - self.window[0])
-        pilot = self.pilot[state]
+        shift = self.shift[state]
         total = self.sums[:, state, self.window[0] : self.window[1]].sum((0, 1))
-        excess = total - n * pilot  # sum of (h - pilot)
-        delta = pilot - centre
-        return whole + torch.outer(excess, delta) + torch.outer(delta, excess) + n * torch.outer(delta, delta)
+        excess = total - n * shift  # sum of (h - shift)
+        delta = shift - centre
+        return (
+            whole
+            + torch.outer(excess, delta)
+            + torch.outer(delta, excess)
+            + n * torch.outer(delta, delta)
+        )
 
     @staticmethod
     def merge(a: Moments, b: Moments) -> Moments:
-        """Moments of the contexts of both; the second moments of ``b`` are moved to the pilot of ``a``.
+        """Moments of the contexts of both; the second moments of ``b`` are moved to the shift of
+        ``a``.
 
-        Products of two dtypes count as products of the less accurate one. Label k is the same document in both, so that both
-        need as many labels.
+        Products of two dtypes count as products of the less accurate one. Label k is the same
+        document in both, so that both need as many labels.
         """
         same = a.window == b.window and a.sums.shape == b.sums.shape
         sizes = f"window {a.window} and sums of shape {tuple(a.sums.shape)}"
-        require(same, "merge", expected=sizes, got=f"window {b.window} and {tuple(b.sums.shape)}", instead="partial results of one corpus")
+        require(
+            same,
+            "merge",
+            expected=sizes,
+            got=f"window {b.window} and {tuple(b.sums.shape)}",
+            instead="partial results of one corpus",
+        )
         both = (a.second is None) == (b.second is None)
-        require(both, "merge", expected="second moments in both or in neither", got="in one", instead="the same second_moments= for both")
+        require(
+            both,
+            "merge",
+            expected="second moments in both or in neither",
+            got="in one",
+            instead="the same second_moments= for both",
+        )
         if a.contexts == 0 or b.contexts == 0:
             return b if a.contexts == 0 else a
         first, other = (0 if m.label_counts is None else len(m.label_counts) for m in (a, b))
         same_labels = "labels= for all parts or for none, each with the largest label"
-        require(first == other, "merge: labels", expected=f"{first} labels", got=f"{other} in another part", instead=same_labels)
+        require(
+            first == other,
+            "merge: labels",
+            expected=f"{first} labels",
+            got=f"{other} in another part",
+            instead=same_labels,
+        )
         added = {
             f.name: getattr(a, f.name) + getattr(b, f.name).to(a.sums.device)
             for f in dataclasses.fields(a)
-            if f.name not in (*SETTINGS, "second", "pilot") and getattr(a, f.name) is not None and getattr(b, f.name) is not None
+            if f.name not in (*SETTINGS, "second", "shift")
+            and getattr(a, f.name) is not None
+            and getattr(b, f.name) is not None
         }
         second = None
-        if a.second is not None and a.pilot is not None:
-            second = a.second + torch.stack([b.centred_second(s, a.pilot[s]) for s in range(len(a.second))])
+        if a.second is not None and a.shift is not None:
+            second = a.second + torch.stack(
+                [b.centred_second(s, a.shift[s]) for s in range(len(a.second))]
+            )
         coarse = max(a.product_dtype, b.product_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return Moments(window=a.window, product_dtype=coarse, second=second, pilot=a.pilot, fixed=set(a.fixed), **added)
+        return Moments(
+            window=a.window,
+            product_dtype=coarse,
+            second=second,
+            shift=a.shift,
+            fixed=set(a.fixed),
+            **added,
+        )
 
     def halve_groups(self) -> None:
-        """Join groups 0 and 1, 2 and 3, ... in place; the second half of the groups is empty afterwards."""
+        """Join groups 0 and 1, 2 and 3, ... in place; the second half of the groups is empty
+        afterwards."""
         half = len(self.counts) // 2
         for name in GROUPED:
             values = getattr(self, name)
@@ -287,23 +353,36 @@ class Moments:
         made: dict[str, Tensor] = {}
         for name in GROUPED:
             values = getattr(self, name)
-            made[name] = torch.zeros(groups, *values.shape[1:], dtype=values.dtype, device=values.device)
+            made[name] = torch.zeros(
+                groups, *values.shape[1:], dtype=values.dtype, device=values.device
+            )
             made[name].index_add_(0, group_of.to(values.device), values)
         return dataclasses.replace(self, **made, fixed=set(self.fixed), scratch=Scratch())
 
     def tensors(self) -> dict[str, Tensor]:
         """All sums by name, as they are stored in a file."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in SETTINGS}
+        found = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in SETTINGS
+        }
         return {k: v for k, v in found.items() if v is not None}
 
     @classmethod
     def of(
-        cls, window: Sequence[int], tensors: dict[str, Tensor], product_dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        window: Sequence[int],
+        tensors: dict[str, Tensor],
+        product_dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> Moments:
-        """Moments from :meth:`tensors`; the dtype of the products behind them says how accurate the second moments are."""
+        """Moments from :meth:`tensors`; the dtype of the products behind them says how accurate the
+        second moments are."""
         names = {f.name for f in dataclasses.fields(cls)}
         host = ("counts", "label_counts")
-        sums: dict[str, Any] = {k: v if k in host else v.to(device) for k, v in tensors.items() if k in names}
+        sums: dict[str, Any] = {
+            k: v if k in host else v.to(device) for k, v in tensors.items() if k in names
+        }
         made = cls(window=(window[0], window[1]), product_dtype=product_dtype, **sums)
         made.fixed = set(range(made.sums.shape[1])) if made.counts.any() else set()
         return made
@@ -311,16 +390,21 @@ class Moments:
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Reservoir:
-    """A uniform sample of contexts whose states are kept whole, chosen by a seeded priority of the context's index.
+    """A uniform sample of contexts whose states are kept whole, chosen by a seeded priority of the
+    context's index.
 
-    The choice depends on the seed and the indices only, never on the batches, and two reservoirs merge by keeping the lowest
-    priorities of both.
+    The choice depends on the seed and the indices only, never on the batches, and two reservoirs
+    merge by keeping the lowest priorities of both.
     """
 
     size: int
     seed: int
-    priorities: Float[Tensor, " sample"] = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-    contexts: Int[Tensor, " sample"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    priorities: Float[Tensor, " sample"] = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.float64)
+    )
+    contexts: Int[Tensor, " sample"] = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.int64)
+    )
     states: Float[Tensor, "sample state column d_model"] | None = None
     tokens: Int[Tensor, "sample column"] | None = None
 
@@ -328,16 +412,22 @@ class Reservoir:
         return f"Reservoir({len(self.contexts)} of {self.size} contexts, seed {self.seed})"
 
     def enter(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Let the contexts ``first``, ``first + 1``, ... in where their priority is low enough: (slot, row of the batch) of each.
+        """Let the contexts ``first``, ``first + 1``, ... in where their priority is low enough:
+        (slot, row of the batch) of each.
 
         A slot is a row of every array here; those whose contexts have to leave are used again.
         """
-        drawn = [(float(np.random.default_rng((self.seed, first + i)).random()), i) for i in range(count)]
+        drawn = [
+            (float(np.random.default_rng((self.seed, first + i)).random()), i) for i in range(count)
+        ]
         known = [(p, -1 - slot) for slot, p in enumerate(self.priorities.tolist())]
         kept = sorted(known + drawn)[: self.size]
         stay = {-1 - i for _, i in kept if i < 0}
         free = [slot for slot in range(self.size) if slot not in stay]
-        chosen = [(slot, pair) for slot, pair in zip(free, (pair for pair in kept if pair[1] >= 0), strict=False)]
+        chosen = [
+            (slot, pair)
+            for slot, pair in zip(free, (pair for pair in kept if pair[1] >= 0), strict=False)
+        ]
         grown = max([len(known), *(slot + 1 for slot, _ in chosen)])
         extra = grown - len(known)
         self.priorities = torch.cat([self.priorities, torch.zeros(extra, dtype=torch.float64)])
@@ -346,14 +436,19 @@ class Reservoir:
             self.priorities[slot], self.contexts[slot] = priority, first + i
         return [(slot, i) for slot, (_, i) in chosen]
 
-    def room(self, chosen: Sequence[tuple[int, int]], shape: tuple[int, int, int], tokens: Tensor | None) -> None:
-        """Make room (not filled yet) for the states ``[state column d_model]`` of the chosen contexts; note their tokens."""
+    def room(
+        self, chosen: Sequence[tuple[int, int]], shape: tuple[int, int, int], tokens: Tensor | None
+    ) -> None:
+        """Make room (not filled yet) for the states ``[state column d_model]`` of the chosen
+        contexts; note their tokens."""
         if not chosen:
             return
         slots, rows = [slot for slot, _ in chosen], [row for _, row in chosen]
         self.states = self._padded(self.states, torch.empty(self.size, *shape))
         if tokens is not None:
-            self.tokens = self._padded(self.tokens, torch.empty(self.size, shape[1], dtype=torch.int64))
+            self.tokens = self._padded(
+                self.tokens, torch.empty(self.size, shape[1], dtype=torch.int64)
+            )
             self.tokens[slots] = tokens[rows].cpu()
 
     def _padded(self, values: Tensor | None, empty: Tensor) -> Tensor:
@@ -369,22 +464,31 @@ class Reservoir:
         rows = None if torch.equal(order, torch.arange(len(order))) else order
 
         def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[: len(order)] if rows is None else values[rows]
+            return (
+                None if values is None else values[: len(order)] if rows is None else values[rows]
+            )
 
         return Reservoir(
-            size=self.size, seed=self.seed, priorities=self.priorities[order], contexts=self.contexts[order], states=pick(self.states),
+            size=self.size,
+            seed=self.seed,
+            priorities=self.priorities[order],
+            contexts=self.contexts[order],
+            states=pick(self.states),
             tokens=pick(self.tokens),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def merge(a: Reservoir, b: Reservoir, first: int) -> Reservoir:
-        """The contexts of lowest priority among both; ``first`` is the number that context 0 of ``b`` has in the whole."""
+        """The contexts of lowest priority among both; ``first`` is the number that context 0 of
+        ``b`` has in the whole."""
         contexts = b.contexts + first
         if a.states is None or b.states is None:
             return dataclasses.replace(b, contexts=contexts) if a.states is None else a
         priorities = torch.cat([a.priorities, b.priorities])
         kept = torch.argsort(priorities, stable=True)[: a.size]
-        tokens = None if a.tokens is None or b.tokens is None else torch.cat([a.tokens, b.tokens])[kept]
+        tokens = (
+            None if a.tokens is None or b.tokens is None else torch.cat([a.tokens, b.tokens])[kept]
+        )
         return Reservoir(
             size=a.size,
             seed=a.seed,

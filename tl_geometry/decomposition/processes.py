@@ -1,7 +1,9 @@
-"""Several processes of one ``torch.distributed`` group, or this one alone, as one object that adds up tensors.
+"""Several processes of one ``torch.distributed`` group, or this one alone, as one object that adds
+up tensors.
 
-Every process sees the same tokens in the same order and computes its own share of the batches; what is summed is added up over the
-group when it is wanted. Sums do not depend on who computed what, so any number of processes gives the same numbers.
+Every process sees the same tokens in the same order and computes its own share of the batches; what
+is summed is added up over the group when it is wanted. Sums do not depend on who computed what, so
+any number of processes gives the same numbers.
 """
 
 from __future__ import annotations
@@ -33,11 +35,24 @@ class Processes:
         if group is None:
             return
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-        require(ready, "group", expected="an initialised process group", got=group, instead="torch.distributed.init_process_group()")
-        self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-        require(self.rank >= 0, "group", expected="a group that this process belongs to", got="another")
+        require(
+            ready,
+            "group",
+            expected="an initialised process group",
+            got=group,
+            instead="torch.distributed.init_process_group()",
+        )
+        self.rank, self.size = (
+            torch.distributed.get_rank(group),
+            torch.distributed.get_world_size(group),
+        )
+        require(
+            self.rank >= 0, "group", expected="a group that this process belongs to", got="another"
+        )
         nccl = torch.distributed.get_backend(group) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        )
 
     def takes(self, batch: int) -> bool:
         """Whether this process computes batch number ``batch``: they are dealt out in turn."""
@@ -46,13 +61,17 @@ class Processes:
     def total(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by its sum over the processes."""
         if self.size > 1:
-            self._exchange(tensor, lambda part: torch.distributed.all_reduce(part, group=self.group))
+            self._exchange(
+                tensor, lambda part: torch.distributed.all_reduce(part, group=self.group)
+            )
 
     def share(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by the first process's."""
         if self.size > 1:
             first = torch.distributed.get_global_rank(self.group, 0)
-            self._exchange(tensor, lambda part: torch.distributed.broadcast(part, src=first, group=self.group))
+            self._exchange(
+                tensor, lambda part: torch.distributed.broadcast(part, src=first, group=self.group)
+            )
 
     def _exchange(self, tensor: Tensor, exchange: Any) -> None:
         for part in tensor.view(-1).split(PIECE):
@@ -67,7 +86,9 @@ class Processes:
         self.share(size)
         data = torch.zeros(int(size), dtype=torch.uint8)
         if self.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)) if text else None
+            data.copy_(
+                torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            ) if text else None
         self.share(data)
         return bytes(data.tolist()).decode()
 
@@ -77,10 +98,16 @@ class Processes:
             return
         differing = torch.tensor([int(self.share_text(text) != text)])
         self.total(differing)
-        require(not differing, what, expected="the same in every process", got=f"another in {int(differing)} of {self.size}")
+        require(
+            not differing,
+            what,
+            expected="the same in every process",
+            got=f"another in {int(differing)} of {self.size}",
+        )
 
     def first(self, action: Any) -> None:
-        """Do something in the first process only; its ``GeometryError`` is raised in all of them."""
+        """Do something in the first process only; its ``GeometryError`` is raised in all of
+        them."""
         text = ""
         if self.rank == 0:
             try:
@@ -95,7 +122,8 @@ class Processes:
 
 
 class Launch(NamedTuple):
-    """How this process was started: its group (``None`` when it is alone), its device, whether it is the one that writes and speaks."""
+    """How this process was started: its group (``None`` when it is alone), its device, whether it
+    is the one that writes and speaks."""
 
     group: Any
     device: str
@@ -104,17 +132,27 @@ class Launch(NamedTuple):
 
 @contextmanager
 def launched(device: str) -> Iterator[Launch]:
-    """Join the group of a program that ``torchrun`` started, NCCL on GPUs (``"cuda"`` becomes this process's own), gloo elsewhere."""
+    """Join the group of a program that ``torchrun`` started, NCCL on GPUs (``"cuda"`` becomes this
+    process's own), gloo elsewhere."""
     size = os.environ.get("WORLD_SIZE", "1")
-    require(size.isdecimal() and int(size) >= 1, "WORLD_SIZE", expected="a number of processes", got=repr(size), instead="torchrun")
+    require(
+        size.isdecimal() and int(size) >= 1,
+        "WORLD_SIZE",
+        expected="a number of processes",
+        got=repr(size),
+        instead="torchrun",
+    )
     if int(size) == 1:
         yield Launch(None, device, True)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     require(
-        not missing, f"WORLD_SIZE={size}", expected="the environment that torchrun makes", got=f"no {', '.join(missing)}",
+        not missing,
+        f"WORLD_SIZE={size}",
+        expected="the environment that torchrun makes",
+        got=f"no {', '.join(missing)}",
         instead="torchrun, or unset WORLD_SIZE for one process",
-    )  # fmt: skip
+    )
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)

@@ -1,7 +1,9 @@
-"""Uncertainty from the group sums of a basis: delete-one jackknife, learning curve over the number of contexts, split half, null draws.
+"""Uncertainty from the group sums of a basis: delete-one jackknife, learning curve over the number
+of contexts, split half, null draws.
 
-A bootstrap over contexts cannot be had from sums; the disjoint, contiguous groups are what there is. Each
-resampled basis is a weighted sum of group sums, so that all of one state are formed in one product.
+A bootstrap over contexts cannot be had from sums; the disjoint, contiguous groups are what there
+is. Each resampled basis is a weighted sum of group sums, so that all of one state are formed in one
+product.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ FEWEST = 10
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subsets:
-    """Sets of groups ``member [sample group]``: row 0 all, the rows ``jackknife`` without one each, those of ``levels`` disjoint blocks.
+    """Sets of groups ``member [sample group]``: row 0 all, the rows ``jackknife`` without one each,
+    those of ``levels`` disjoint blocks.
 
-    ``levels`` maps a number of contexts (C/8, C/4, C/2, as many as the groups allow) to the rows of its blocks.
+    ``levels`` maps a number of contexts (C/8, C/4, C/2, as many as the groups allow) to the rows of
+    its blocks.
     """
 
     member: Bool[Tensor, "sample group"]
@@ -33,7 +37,8 @@ class Subsets:
 
 
 def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
-    """The sets of groups that a report needs: row 0 all of them, then (with ``jackknife``) the delete-one sets and the blocks.
+    """The sets of groups that a report needs: row 0 all of them, then (with ``jackknife``) the
+    delete-one sets and the blocks.
 
     Empty groups are left out. With fewer than two groups there is no resampling.
     """
@@ -49,23 +54,38 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
             if len(used) >= share:
                 blocks = torch.arange(len(used)).tensor_split(share)
                 spans.append((int(counts.sum()) // share, slice(len(rows), len(rows) + share)))
-                rows += [torch.zeros(len(used), dtype=torch.bool).index_fill(0, b, True) for b in blocks]
+                rows += [
+                    torch.zeros(len(used), dtype=torch.bool).index_fill(0, b, True) for b in blocks
+                ]
     member = torch.zeros(len(rows), len(counts), dtype=torch.bool)
     member[:, used] = torch.stack(rows)
-    return Subsets(member=member, contexts=tuple((member * counts).sum(1).tolist()), jackknife=dropped, levels=tuple(spans))
+    return Subsets(
+        member=member,
+        contexts=tuple((member * counts).sum(1).tolist()),
+        jackknife=dropped,
+        levels=tuple(spans),
+    )
 
 
-def window_means(basis: PositionContext, row: int, weights: Float[Tensor, "sample group"]) -> Float[Tensor, "sample position d_model"]:
-    """``sum_g w_g sums_g / sum_g |w_g| n_g`` of one state over the window: means of sets of groups, or signed combinations of them."""
+def window_means(
+    basis: PositionContext, row: int, weights: Float[Tensor, "sample group"]
+) -> Float[Tensor, "sample position d_model"]:
+    """``sum_g w_g sums_g / sum_g |w_g| n_g`` of one state over the window: means of sets of groups,
+    or signed combinations of them."""
     sums = basis.group_sums[:, row, slice(*basis.window)]
     total = weights.abs() @ basis.group_counts.to(weights)
-    return einsum(weights, sums, "sample group, group position d_model -> sample position d_model") / total[:, None, None]
+    return (
+        einsum(weights, sums, "sample group, group position d_model -> sample position d_model")
+        / total[:, None, None]
+    )
 
 
 def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " state"]:
-    """Delete-one standard error, ``sqrt((G - 1)/G sum_g (x_g - mean)^2)`` over G groups of about equal size; NaN with fewer than two.
+    """Delete-one standard error, ``sqrt((G - 1)/G sum_g (x_g - mean)^2)`` over G groups of about
+    equal size; NaN with fewer than two.
 
-    It covers the choice of contexts only, and is rough for integer measures such as a rank, which jump.
+    It covers the choice of contexts only, and is rough for integer measures such as a rank, which
+    jump.
 
     >>> jackknife_error(torch.tensor([[1.0], [3.0]])).tolist()
     [1.0]
@@ -77,9 +97,11 @@ def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " st
 
 
 def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor, "sample group"]:
-    """Signs of the groups, half plus and half minus: the difference of two halves of the contexts, with the noise of the whole.
+    """Signs of the groups, half plus and half minus: the difference of two halves of the contexts,
+    with the noise of the whole.
 
-    A basis made with them holds no positional effect (it cancels), only what C contexts leave by chance. Empty without two groups.
+    A basis made with them holds no positional effect (it cancels), only what C contexts leave by
+    chance. Empty without two groups.
     """
     used = basis.group_counts.nonzero().flatten()
     half = len(used) // 2
@@ -88,5 +110,8 @@ def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor
     for row in weights:
         order = used[torch.randperm(len(used), generator=generator)]
         plus, minus = order[:half], order[half : 2 * half]
-        row[plus], row[minus] = 1.0, -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum()
+        row[plus], row[minus] = (
+            1.0,
+            -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum(),
+        )
     return weights

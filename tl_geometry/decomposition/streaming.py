@@ -1,4 +1,5 @@
-"""The one loop over data: batches in, statistics out, with progress, checkpoints and nothing kept but sums."""
+"""The one loop over data: batches in, statistics out, with progress, checkpoints and nothing kept
+but sums."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 
 SAVE_SHARE = 0.05
-"""Share of the time that writing checkpoints may take: a batch that would exceed it is saved with a later one."""
+"""Share of the time that writing checkpoints may take: a batch that would exceed it is saved with a
+later one."""
 
 
 def run_corpus(
@@ -41,28 +43,48 @@ def run_corpus(
     group: Any = None,
     normalize: bool = False,
 ) -> PositionContext:
-    """Stream a corpus through the model and return its basis; the loop behind :func:`tl_geometry.decompose`.
+    """Stream a corpus through the model and return its basis; the loop behind
+    :func:`tl_geometry.decompose`.
 
-    With a process group every process reads all tokens, runs every n-th batch, and returns the same basis.
+    With a process group every process reads all tokens, runs every n-th batch, and returns the same
+    basis.
     """
     view, processes = source.view, Processes(group)
     size = batch_of(batch_size, source.columns, view.device)
     sums_on = device_of(device, "cpu" if view.device.type == "mps" else view.device)
     norms, flags = state_norms(view, plan.states) if normalize else ({}, ())
     provenance = view.provenance(corpus=source.corpus, normalized=normalize, flags=flags)
-    work = Accumulation(plan, provenance, columns=source.columns, d_model=view.d_model, contexts=source.contexts, device=sums_on)
+    work = Accumulation(
+        plan,
+        provenance,
+        columns=source.columns,
+        d_model=view.d_model,
+        contexts=source.contexts,
+        device=sums_on,
+    )
     if source.labels is not None:
         work.set_labels(source.labels)
-    processes.agree(json.dumps([work.settings(), work.label_hash(source.contexts or 0), size, str(checkpoint)]), "arguments of decompose")
+    processes.agree(
+        json.dumps([work.settings(), work.label_hash(source.contexts or 0), size, str(checkpoint)]),
+        "arguments of decompose",
+    )
     saver = _Saver(work, processes, None if checkpoint is None else Path(checkpoint))
-    bar = tqdm(total=source.contexts, initial=work.done, unit="ctx", disable=not progress or processes.rank > 0, desc=view.name)
+    bar = tqdm(
+        total=source.contexts,
+        initial=work.done,
+        unit="ctx",
+        disable=not progress or processes.rank > 0,
+        desc=view.name,
+    )
     with bar:
         for number, (tokens, labels) in enumerate(_remaining(source, work, size, str(checkpoint))):
             if processes.takes(number):
                 run = _ahead(tokens, view.device)
                 work.update(
                     len(tokens),
-                    lambda part, on_state, run=run: _forward(view, plan.states, run[part], _normalizing(on_state, norms)),
+                    lambda part, on_state, run=run: _forward(
+                        view, plan.states, run[part], _normalizing(on_state, norms)
+                    ),
                     tokens,
                     labels,
                     view.bos_id,
@@ -77,7 +99,9 @@ def run_corpus(
     processes.agree(work.token_hash, "tokens")
     saver.finish()
     basis = work.finish(source.labels, source.names)
-    return dataclasses.replace(basis, provenance=basis.provenance.flagged(*source.flags), largest_texts=_texts(view, basis))
+    return dataclasses.replace(
+        basis, provenance=basis.provenance.flagged(*source.flags), largest_texts=_texts(view, basis)
+    )
 
 
 def _texts(view: ModelView, basis: PositionContext) -> tuple[tuple[str, ...], ...]:
@@ -86,35 +110,55 @@ def _texts(view: ModelView, basis: PositionContext) -> tuple[tuple[str, ...], ..
     ids = basis.largest.token.clamp(min=0)
     unique = ids.unique().tolist()
     text = dict(zip(unique, view.decode(unique), strict=True))
-    return tuple(tuple(text[i] for i in row) for row in ids.tolist())  # those of places that are not filled are never shown
+    return tuple(
+        tuple(text[i] for i in row) for row in ids.tolist()
+    )  # those of places that are not filled are never shown
 
 
-def state_norms(view: ModelView, states: Sequence[int]) -> tuple[dict[int, NormWeights], tuple[str, ...]]:
-    """Row of each state -> the norm through which it is read: that of the block's attention, or the final one; and remarks.
+def state_norms(
+    view: ModelView, states: Sequence[int]
+) -> tuple[dict[int, NormWeights], tuple[str, ...]]:
+    """Row of each state -> the norm through which it is read: that of the block's attention, or the
+    final one; and remarks.
 
-    States without such a norm (models that norm behind their blocks, heads that are not linear behind a norm) are left out.
+    States without such a norm (models that norm behind their blocks, heads that are not linear
+    behind a norm) are left out.
     """
     found = {s: view.attention_norm(s) if s < view.n_layers else view.final_norm() for s in states}
-    norms = {row: norm for row, s in enumerate(states) if (norm := found[s]) is not None and norm.kind is not None}
+    norms = {
+        row: norm
+        for row, s in enumerate(states)
+        if (norm := found[s]) is not None and norm.kind is not None
+    }
     bare = [s for row, s in enumerate(states) if row not in norms and s < view.n_layers]
-    flags = [f"states {', '.join(map(str, bare))} as they are: their blocks read them without a norm"] if bare else []
+    flags = (
+        [f"states {', '.join(map(str, bare))} as they are: their blocks read them without a norm"]
+        if bare
+        else []
+    )
     if view.n_layers in states and states.index(view.n_layers) not in norms:
         flags.append(f"state {view.n_layers} as it is: no norm in front of a linear output head")
     return norms, tuple(flags)
 
 
 def _normalizing(on_state: OnState, norms: Mapping[int, NormWeights]) -> OnState:
-    """Norm states on their way into the sums, in float32 at least; gain and bias stay with the reader."""
+    """Norm states on their way into the sums, in float32 at least; gain and bias stay with the
+    reader."""
 
     def normalized(row: int, h: Tensor) -> None:
         norm = norms.get(row)
-        on_state(row, h if norm is None else norm.normalize(h.float() if h.element_size() < 4 else h))
+        on_state(
+            row, h if norm is None else norm.normalize(h.float() if h.element_size() < 4 else h)
+        )
 
     return normalized if norms else on_state
 
 
-def _remaining(source: TokenSource, work: Accumulation, size: int, checkpoint: str) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Batches (and labels) that are not in the checkpoint yet, after making sure that those before are the ones it was made from."""
+def _remaining(
+    source: TokenSource, work: Accumulation, size: int, checkpoint: str
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Batches (and labels) that are not in the checkpoint yet, after making sure that those before
+    are the ones it was made from."""
     done, seen = work.done, ""
     for batch in source.batches(size):
         head, tokens = batch[:done], batch[done:]
@@ -122,10 +166,26 @@ def _remaining(source: TokenSource, work: Accumulation, size: int, checkpoint: s
             seen, done = hash_tokens(head, seen), done - len(head)
             same = done > 0 or seen == work.token_hash
             other = f"checkpoint {checkpoint}"
-            require(same, other, expected="the tokens it was made from", got="others", instead="another checkpoint= path")
+            require(
+                same,
+                other,
+                expected="the tokens it was made from",
+                got="others",
+                instead="another checkpoint= path",
+            )
         if len(tokens):
-            yield tokens, None if source.labels is None else source.labels[work.done : work.done + len(tokens)]
-    require(done == 0, f"checkpoint {checkpoint}", expected="the tokens it was made from", got=f"{done} contexts fewer")
+            yield (
+                tokens,
+                None
+                if source.labels is None
+                else source.labels[work.done : work.done + len(tokens)],
+            )
+    require(
+        done == 0,
+        f"checkpoint {checkpoint}",
+        expected="the tokens it was made from",
+        got=f"{done} contexts fewer",
+    )
 
 
 def _ahead(tokens: Tensor, device: torch.device) -> Tensor:
@@ -145,14 +205,22 @@ def _writable(path: Path) -> None:
     """Raise before anything is computed where no checkpoint could be written."""
     folder = next((p for p in path.absolute().parents if p.exists()), path)
     ok = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
-    require(ok, "checkpoint", expected="a file that can be written", got=str(path), instead="a path in a folder of your own")
+    require(
+        ok,
+        "checkpoint",
+        expected="a file that can be written",
+        got=str(path),
+        instead="a path in a folder of your own",
+    )
 
 
 class _Saver:
-    """Checkpoints of one or several processes: after the first round of batches, then as often as :data:`SAVE_SHARE` allows.
+    """Checkpoints of one or several processes: after the first round of batches, then as often as
+    :data:`SAVE_SHARE` allows.
 
-    A checkpoint is the sum over all processes, in the first one's file; it is the same whatever their number, so that any number
-    may go on from it. The next one is agreed on in rounds, so that processes meet only there.
+    A checkpoint is the sum over all processes, in the first one's file; it is the same whatever
+    their number, so that any number may go on from it. The next one is agreed on in rounds, so that
+    processes meet only there.
     """
 
     def __init__(self, work: Accumulation, processes: Processes, path: Path | None) -> None:
@@ -174,7 +242,16 @@ class _Saver:
         if self.processes.rank > 0:
             self.work.clear()
         now = time.monotonic()
-        due = torch.tensor([max(1, math.ceil((now - before) / SAVE_SHARE * self.rounds / max(before - self.clock, 1e-9)))])
+        due = torch.tensor(
+            [
+                max(
+                    1,
+                    math.ceil(
+                        (now - before) / SAVE_SHARE * self.rounds / max(before - self.clock, 1e-9)
+                    ),
+                )
+            ]
+        )
         self.processes.share(due)
         self.rounds, self.due, self.clock = 0, int(due), now
 

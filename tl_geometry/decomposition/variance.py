@@ -18,20 +18,25 @@ LOW_RELIABILITY = 0.5
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Anova(Result):
-    """Analysis of variance of each state: sums of squares, degrees of freedom, shares, and how far to trust them.
+    """Analysis of variance of each state: sums of squares, degrees of freedom, shares, and how far
+    to trust them.
 
-    Sums of squares (units of the activations squared): ``total = pos + ctx + resid``. Degrees of freedom per coordinate: pos
-    T - 1, ctx C - 1, resid (C - 1)(T - 1). ``pos_debiased`` is the share of pos after subtracting what C contexts of noise
-    leave in an average, ``max(0, SS_pos - (T - 1) SS_resid / ((C - 1)(T - 1)))``; it assumes residuals independent across
-    contexts. ``pos_reliability`` is the mean cosine of pos from two disjoint halves of the contexts.
+    Sums of squares (units of the activations squared): ``total = pos + ctx + resid``. Degrees of
+    freedom per coordinate: pos T - 1, ctx C - 1, resid (C - 1)(T - 1). ``pos_debiased`` is the
+    share of pos after subtracting what C contexts of noise leave in an average,
+    ``max(0, SS_pos - (T - 1) SS_resid / ((C - 1)(T - 1)))``; it assumes residuals independent
+    across contexts. ``pos_reliability`` is the mean cosine of pos from two disjoint halves of the
+    contexts.
 
-    The context share has no such correction, because residuals are correlated along a text: any slowly varying text has a
-    large one. ``ctx_agreement`` is the correlation of a context's means over the first and last part of the window (a quarter
-    left out between); ``ctx_null`` the context share of windows glued from random places of the same corpus, where it was asked for.
+    The context share has no such correction, because residuals are correlated along a text: any
+    slowly varying text has a large one. ``ctx_agreement`` is the correlation of a context's means
+    over the first and last part of the window (a quarter left out between); ``ctx_null`` the
+    context share of windows spliced from random places of the same corpus, where it was asked for.
 
-    ``top_share`` is the part of the raw sum of squares in the largest 0.1% of the tokens (at least one), and ``remarks`` say for each
-    state what makes its row hard to read: such tokens, a reliability below 0.5, one context. With one context ``identifiable`` is
-    false, and the shares of pos are NaN.
+    ``top_share`` is the part of the raw sum of squares in the largest 0.1% of the tokens (at least
+    one), and ``remarks`` say for each state what makes its row hard to read: such tokens, a
+    reliability below 0.5, one context. With one context ``identifiable`` is false, and the shares
+    of pos are NaN.
     """
 
     states: tuple[int, ...]
@@ -61,17 +66,44 @@ class Anova(Result):
 
         With one context ``pos`` is NaN: what would be 100% is position and content together.
         """
-        found = {k: getattr(self, k) / torch.where(self.total > 0, self.total, torch.nan) for k in ("pos", "ctx", "resid")}
-        return found if self.identifiable else found | {"pos": torch.full_like(self.total, torch.nan)}
+        found = {
+            k: getattr(self, k) / torch.where(self.total > 0, self.total, torch.nan)
+            for k in ("pos", "ctx", "resid")
+        }
+        return (
+            found if self.identifiable else found | {"pos": torch.full_like(self.total, torch.nan)}
+        )
 
     def columns(self) -> Sequence[str]:
-        names = ["state", "ss_total", "pos", "ctx", "resid", "pos_debiased", "pos_reliability", "ctx_agreement"]
-        return [*names, *(["ctx_null"] if self.ctx_null is not None else []), "top_share", "remarks"]
+        names = [
+            "state",
+            "ss_total",
+            "pos",
+            "ctx",
+            "resid",
+            "pos_debiased",
+            "pos_reliability",
+            "ctx_agreement",
+        ]
+        return [
+            *names,
+            *(["ctx_null"] if self.ctx_null is not None else []),
+            "top_share",
+            "remarks",
+        ]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        values = [self.total, *self.shares.values(), self.pos_debiased, self.pos_reliability, self.ctx_agreement]
+        values = [
+            self.total,
+            *self.shares.values(),
+            self.pos_debiased,
+            self.pos_reliability,
+            self.ctx_agreement,
+        ]
         values += [self.ctx_null] if self.ctx_null is not None else []
-        values += [torch.full_like(self.total, torch.nan) if self.top_share is None else self.top_share]
+        values += [
+            torch.full_like(self.total, torch.nan) if self.top_share is None else self.top_share
+        ]
         texts = self.remarks or ("",) * len(self.states)
         return [[s, *(float(v[i]) for v in values), texts[i]] for i, s in enumerate(self.states)]
 
@@ -87,18 +119,27 @@ def analysis(m: Moments) -> dict[str, Float[Tensor, " state"]]:
     total = clip(raw - c * t * squares)
     nothing, unknown = torch.zeros_like(total), torch.full_like(total, torch.nan)
     pos = torch.minimum(c * curve.square().sum((1, 2)), total) if t > 1 else nothing
-    ctx = torch.minimum(clip(t * (m.context_squares.sum(0) - c * squares)), total) if c > 1 else nothing
+    ctx = (
+        torch.minimum(clip(t * (m.context_squares.sum(0) - c * squares)), total)
+        if c > 1
+        else nothing
+    )
     resid = (total - pos - ctx).clamp(min=0) if c > 1 and t > 1 else nothing
     if c == 1 or t == 1:
         pos, ctx = (total, ctx) if c == 1 and t > 1 else (pos, total)
     noise = resid / max(1, c - 1)
-    debiased = (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan) if c > 1 else unknown
+    debiased = (
+        (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan) if c > 1 else unknown
+    )
     found = {"total": total, "pos": pos, "ctx": ctx, "resid": resid, "pos_debiased": debiased}
     return found | {"pos_reliability": _reliability(m), "ctx_agreement": _agreement(m)}
 
 
-def half_pos(m: Moments) -> tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state position d_model"]] | None:
-    """The positional basis from every other group of contexts and from the rest, or ``None`` when there is only one group."""
+def half_pos(
+    m: Moments,
+) -> tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state position d_model"]] | None:
+    """The positional basis from every other group of contexts and from the rest, or ``None`` when
+    there is only one group."""
     halves, used = [], m.counts.nonzero().flatten()
     if len(used) < 2:
         return None
@@ -127,7 +168,9 @@ def _agreement(m: Moments) -> Float[Tensor, " state"]:
     var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
     floor = 1e-12 * (aa + bb)  # below it the difference is rounding
     known = (var_a > floor) & (var_b > floor)
-    return torch.where(known, (ab - c * (a * b).sum(-1)) / (var_a * var_b).clamp(min=1e-300).sqrt(), torch.nan)
+    return torch.where(
+        known, (ab - c * (a * b).sum(-1)) / (var_a * var_b).clamp(min=1e-300).sqrt(), torch.nan
+    )
 
 
 def spans(states: Sequence[int]) -> str:
@@ -142,4 +185,7 @@ def spans(states: Sequence[int]) -> str:
             runs[-1].append(s)
         else:
             runs.append([s])
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]}" if len(r) > 2 else f"{r[0]}, {r[1]}" for r in runs)
+    return ", ".join(
+        str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]}" if len(r) > 2 else f"{r[0]}, {r[1]}"
+        for r in runs
+    )

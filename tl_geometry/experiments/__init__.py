@@ -1,8 +1,11 @@
-"""Why training format matters: small transformers trained here, their geometry beside what they learn (Song & Zhong 2023, section 5).
+"""Why training format matters: small transformers trained here, their geometry beside what they
+learn (Song & Zhong 2023, section 5).
 
-:func:`randomisation` trains on text that is partly random, :func:`addition` on sums, :func:`nanogpt` on characters. Each trains from
-scratch with the one trainer (:mod:`tl_geometry.zoo.trainer`), measures on the way, and gives an :class:`Outcome` with its findings beside
-what was expected or published. Three scales: ``"smoke"`` (seconds, says nothing), ``"cpu"`` (minutes), ``"paper"`` (published settings).
+:func:`randomisation` trains on text that is partly random, :func:`addition` on sums,
+:func:`nanogpt` on characters. Each trains from scratch with the one trainer
+(:mod:`tl_geometry.zoo.trainer`), measures on the way, and gives an :class:`Outcome` with its
+findings beside what was expected or published. Three scales: ``"smoke"`` (seconds, says nothing),
+``"cpu"`` (minutes), ``"paper"`` (published settings).
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ from tl_geometry.experiments.outcome import Finding, Outcome
 from tl_geometry.experiments.random_tokens import randomisation
 from tl_geometry.experiments.setup import SCALES, Setup, Table
 
-MODULES: dict[str, Any] = {"randomisation": random_tokens, "addition": arithmetic, "nanogpt": characters}
+MODULES: dict[str, Any] = {
+    "randomisation": random_tokens,
+    "addition": arithmetic,
+    "nanogpt": characters,
+}
 
 
 def run(
@@ -37,23 +44,37 @@ def run(
     progress: bool = True,
     command: Sequence[str] = (),
 ) -> Outcome:
-    """Run an experiment by its name, write it to ``out``, and return it: what the command line calls.
+    """Run an experiment by its name, write it to ``out``, and return it: what the command line
+    calls.
 
-    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``; ``texts`` are files to train on (addition
-    makes its own lines). A folder that holds another experiment, or a report, is refused.
+    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``;
+    ``texts`` are files to train on (addition makes its own lines). A folder that holds another
+    experiment, or a report, is refused.
     """
     module = MODULES[choice(name, tuple(MODULES), "experiment")]
     setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
-    require(not texts or name != "addition", "--text", expected="none for addition, which makes its own", got=len(texts or ()))
+    require(
+        not texts or name != "addition",
+        "--text",
+        expected="none for addition, which makes its own",
+        got=len(texts or ()),
+    )
     require(len(seeds) > 0, "--seeds", expected="at least one", got="none")
-    options: dict[str, Any] = {"seeds": tuple(seeds), "out": out, "device": device, "progress": progress}
+    options: dict[str, Any] = {
+        "seeds": tuple(seeds),
+        "out": out,
+        "device": device,
+        "progress": progress,
+    }
     if texts:
         options["texts"] = read_texts(texts, encoding, "--text")[0]
     if out is not None:
         own_folder(out, name)
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "run.json").exists():  # a stopped run is known by it
-            (out / "run.json").write_text(json.dumps({"experiment": name, "finished": False}) + "\n", encoding="utf-8")
+            (out / "run.json").write_text(
+                json.dumps({"experiment": name, "finished": False}) + "\n", encoding="utf-8"
+            )
     outcome: Outcome = getattr(module, name)(setup, **options)
     if out is not None:
         outcome.save(out, command=command)
@@ -66,4 +87,15 @@ def _pairs(changes: Sequence[str]) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in (c.split("=", 1) for c in changes)}
 
 
-__all__ = ["MODULES", "SCALES", "Finding", "Outcome", "Setup", "Table", "addition", "nanogpt", "randomisation", "run"]
+__all__ = [
+    "MODULES",
+    "SCALES",
+    "Finding",
+    "Outcome",
+    "Setup",
+    "Table",
+    "addition",
+    "nanogpt",
+    "randomisation",
+    "run",
+]

@@ -1,13 +1,17 @@
-"""Addition with and without carry: geometry of position beside length generalisation (Song & Zhong 2023, section 5.2, appendix E).
+"""Addition with and without carry: geometry of position beside length generalisation (Song & Zhong
+2023, section 5.2, appendix E).
 
-1. A model learns lines ``a+b=`` and the reversed sum, with a loss on the sum only, for numbers of ``low`` to ``high`` digits.
-2. It is asked for sums in the trained lengths and in shorter ones, greedily and all digits at once (exact match). The published
-   evaluator always used the carry model and problems of the trained lengths, and compared a tensor with a string.
-3. At the same steps its positional basis and the pos-pos terms of its heads are measured, on lines of one length at a time: only
-   there does a column mean the same in every context.
+1. A model learns lines ``a+b=`` and the reversed sum, with a loss on the sum only, for numbers of
+   ``low`` to ``high`` digits.
+2. It is asked for sums in the trained lengths and in shorter ones, greedily and all digits at once
+   (exact match). The published evaluator always used the carry model and problems of the trained
+   lengths, and compared a tensor with a string.
+3. At the same steps its positional basis and the pos-pos terms of its heads are measured, on lines
+   of one length at a time: only there does a column mean the same in every context.
 
-``+`` and ``=`` stand at fixed columns of such lines, so a basis breaks there by the tokens alone. ``fracture_digits`` leaves the steps
-from and to them out; the measures of ``wpe``, the model's table of position vectors, hold no token at all.
+``+`` and ``=`` stand at fixed columns of such lines, so a basis breaks there by the tokens alone.
+``fracture_digits`` leaves the steps from and to them out; the measures of ``wpe``, the model's
+table of position vectors, hold no token at all.
 """
 
 from __future__ import annotations
@@ -27,8 +31,24 @@ from torch import Tensor
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Provenance
-from tl_geometry.experiments.formats import ALPHABET, TASKS, Problem, aligned_problems, answer_batch, encode, longest, problems
-from tl_geometry.experiments.outcome import Finding, Outcome, basis_of, bridge_of, state_measures, table_of
+from tl_geometry.experiments.formats import (
+    ALPHABET,
+    TASKS,
+    Problem,
+    aligned_problems,
+    answer_batch,
+    encode,
+    longest,
+    problems,
+)
+from tl_geometry.experiments.outcome import (
+    Finding,
+    Outcome,
+    basis_of,
+    bridge_of,
+    state_measures,
+    table_of,
+)
 from tl_geometry.experiments.setup import SCALES, Setup, run_training
 from tl_geometry.measures import positional
 from tl_geometry.render import experiments as views
@@ -38,7 +58,8 @@ from tl_geometry.zoo.trainer import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class AdditionSetup(Setup):
-    """Numbers of ``low`` to ``high`` digits, ``examples`` lines to train on, ``problems`` to be tested on."""
+    """Numbers of ``low`` to ``high`` digits, ``examples`` lines to train on, ``problems`` to be
+    tested on."""
 
     low: int
     high: int
@@ -48,23 +69,65 @@ class AdditionSetup(Setup):
 
 SETUPS: dict[str, AdditionSetup] = {
     "smoke": AdditionSetup(
-        scale="smoke", layers=2, heads=2, d_model=32, context=14, batch=16, steps=30, warmup=5, learning_rate=3e-3,
-        measurements=1, contexts=32, frequencies=2, low=3, high=4, examples=200, problems=20,
+        scale="smoke",
+        layers=2,
+        heads=2,
+        d_model=32,
+        context=14,
+        batch=16,
+        steps=30,
+        warmup=5,
+        learning_rate=3e-3,
+        measurements=1,
+        contexts=32,
+        frequencies=2,
+        low=3,
+        high=4,
+        examples=200,
+        problems=20,
     ),
     "cpu": AdditionSetup(
-        scale="cpu", layers=3, heads=4, d_model=128, context=20, batch=64, steps=5000, warmup=200, learning_rate=1e-3,
-        final_learning_rate=1e-5, dropout=0.0, measurements=6, contexts=256, frequencies=3, low=3, high=6, examples=100_000, problems=500,
+        scale="cpu",
+        layers=3,
+        heads=4,
+        d_model=128,
+        context=20,
+        batch=64,
+        steps=5000,
+        warmup=200,
+        learning_rate=1e-3,
+        final_learning_rate=1e-5,
+        dropout=0.0,
+        measurements=6,
+        contexts=256,
+        frequencies=3,
+        low=3,
+        high=6,
+        examples=100_000,
+        problems=500,
     ),
     "paper": AdditionSetup(
-        scale="paper", layers=8, heads=8, d_model=512, context=32, batch=64, steps=100_000, warmup=1000,
-        contexts=1024, frequencies=4, low=5, high=10, examples=100_000,
+        scale="paper",
+        layers=8,
+        heads=8,
+        d_model=512,
+        context=32,
+        batch=64,
+        steps=100_000,
+        warmup=1000,
+        contexts=1024,
+        frequencies=4,
+        low=5,
+        high=10,
+        examples=100_000,
     ),
-}  # fmt: skip
-"""Settings by scale. The published text has batches of 64, a warm-up of 1000 steps and 100,000 examples (used here); the published
-configuration batches of 16, a warm-up of 200, and 1,000,000 examples."""
+}
+"""Settings by scale. The published text has batches of 64, a warm-up of 1000 steps and 100,000
+examples (used here); the published configuration batches of 16, a warm-up of 200, and 1,000,000
+examples."""
 PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
-"""Exact match in and out of the trained lengths as published: "100% and 72%" and "5.02% and 0.00%" (on 1,000 samples, of which 5.02% is
-no whole number)."""
+"""Exact match in and out of the trained lengths as published: "100% and 72%" and "5.02% and 0.00%"
+(on 1,000 samples, of which 5.02% is no whole number)."""
 
 
 class Score(NamedTuple):
@@ -75,7 +138,8 @@ class Score(NamedTuple):
 
 
 def answers(model: Any, lines: Sequence[Problem], columns: int) -> list[str]:
-    """What the model writes after each prompt: as many characters as the sum has, each the likeliest given those before it."""
+    """What the model writes after each prompt: as many characters as the sum has, each the
+    likeliest given those before it."""
     device = next(model.parameters()).device
     starts = torch.tensor([len(line.prompt) for line in lines], device=device)
     wanted = [len(line.answer) for line in lines]
@@ -87,15 +151,19 @@ def answers(model: Any, lines: Sequence[Problem], columns: int) -> list[str]:
     with torch.inference_mode():
         for k in range(max(wanted)):
             seen = tokens[:, : min(columns, int(starts.max()) + k)]
-            at = (starts + k - 1).clamp(max=seen.shape[1] - 1)  # rows that are finished write past their sum, which is cut below
+            at = (starts + k - 1).clamp(
+                max=seen.shape[1] - 1
+            )  # rows that are finished write past their sum, which is cut below
             tokens[rows, starts + k] = model(seen).logits[rows, at].argmax(-1)
     return [
-        "".join(ALPHABET[int(i)] for i in tokens[row, s : s + n]) for row, (s, n) in enumerate(zip(starts.tolist(), wanted, strict=True))
+        "".join(ALPHABET[int(i)] for i in tokens[row, s : s + n])
+        for row, (s, n) in enumerate(zip(starts.tolist(), wanted, strict=True))
     ]
 
 
 def score(model: Any, lines: Sequence[Problem], columns: int, *, batch: int = 256) -> Score:
-    """Greedy answers against the reversed sums: exact match over problems, and share of right digits over all digits."""
+    """Greedy answers against the reversed sums: exact match over problems, and share of right
+    digits over all digits."""
     exact, right, total = 0, 0, 0
     for low in range(0, len(lines), batch):
         part = lines[low : low + batch]
@@ -107,7 +175,8 @@ def score(model: Any, lines: Sequence[Problem], columns: int, *, batch: int = 25
 
 
 def guess(lines: Sequence[Problem]) -> Score:
-    """The score of one who knows the lengths and nothing else: always the likeliest digit at each place of a sum of that length.
+    """The score of one who knows the lengths and nothing else: always the likeliest digit at each
+    place of a sum of that length.
 
     >>> guess([Problem("1", "2", "3"), Problem("2", "1", "3"), Problem("1", "1", "2"), Problem("10", "10", "20")])
     Score(exact=0.75, digits=0.8)
@@ -116,8 +185,13 @@ def guess(lines: Sequence[Problem]) -> Score:
     for line in lines:
         for place, digit in enumerate(line.answer):
             counts[len(line.answer), place][digit] += 1
-    best = {n: "".join(counts[n, place].most_common(1)[0][0] for place in range(n)) for n in {n for n, _ in counts}}
-    right = [[x == y for x, y in zip(best[len(line.answer)], line.answer, strict=True)] for line in lines]
+    best = {
+        n: "".join(counts[n, place].most_common(1)[0][0] for place in range(n))
+        for n in {n for n, _ in counts}
+    }
+    right = [
+        [x == y for x, y in zip(best[len(line.answer)], line.answer, strict=True)] for line in lines
+    ]
     return Score(sum(map(all, right)) / len(lines), sum(map(sum, right)) / sum(map(len, right)))
 
 
@@ -129,11 +203,16 @@ def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list
 
 def aligned_tokens(task: str, n: int, length: int, seed: int) -> Int[Tensor, "context position"]:
     """Ids of ``n`` lines of one length without their newline: what the model sees."""
-    return torch.tensor([encode(p.text)[:-1] for p in aligned_problems(task, n, length=length, seed=seed)])
+    return torch.tensor(
+        [encode(p.text)[:-1] for p in aligned_problems(task, n, length=length, seed=seed)]
+    )
 
 
-def digit_fracture(pos: Float[Tensor, "state position d_model"], length: int, start: int) -> Float[Tensor, " state"]:
-    """Largest step over median step between neighbouring digits; steps from and to ``+`` and ``=`` are left out.
+def digit_fracture(
+    pos: Float[Tensor, "state position d_model"], length: int, start: int
+) -> Float[Tensor, " state"]:
+    """Largest step over median step between neighbouring digits; steps from and to ``+`` and ``=``
+    are left out.
 
     ``length`` is that of each number, ``start`` the column of the first row.
     """
@@ -153,11 +232,14 @@ def table_measures(table: Float[Tensor, "position d_model"], frequencies: int) -
 
 
 def position_term(split: ScoreSplit) -> Float[Tensor, "head query key"]:
-    """The pos-pos term, mean over contexts (it depends on a context only through the norm of each stream)."""
+    """The pos-pos term, mean over contexts (it depends on a context only through the norm of each
+    stream)."""
     return split.terms["pos", "pos"].double().mean(0)
 
 
-def _geometry(setup: AdditionSetup, model: Any, task: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _geometry(
+    setup: AdditionSetup, model: Any, task: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows per length and state, and rows per length and head."""
     bridge, states, heads = bridge_of(model, task), [], []
     for length in sorted({setup.low - 1, setup.low, setup.high} - {0}):
@@ -171,17 +253,32 @@ def _geometry(setup: AdditionSetup, model: Any, task: str) -> tuple[list[dict[st
         fracture, shares = positional.fracture_score(term).score, split.shares()
         for i, (layer, head) in enumerate(split.heads):
             named = {f"cs_{a}": float(v) for a, v in zip(shares.terms, shares.cs[i], strict=True)}
-            heads.append({"length": length, "layer": layer, "head": head, "pos_pos_fracture": float(fracture[i]), **named})
+            heads.append(
+                {
+                    "length": length,
+                    "layer": layer,
+                    "head": head,
+                    "pos_pos_fracture": float(fracture[i]),
+                    **named,
+                }
+            )
     return states, heads
 
 
 def _measure(setup: AdditionSetup, model: Any, task: str, columns: int) -> list[dict[str, Any]]:
     """Scores and geometry as rows marked by ``kind``: ``"state"`` or ``"head"``."""
     inside, outside = (score(model, lines, columns) for lines in asked_problems(setup, task))
-    scores = {"exact_in": inside.exact, "exact_out": outside.exact, "digits_in": inside.digits, "digits_out": outside.digits}
+    scores = {
+        "exact_in": inside.exact,
+        "exact_out": outside.exact,
+        "digits_in": inside.digits,
+        "digits_out": outside.digits,
+    }
     scores |= table_measures(model.transformer.wpe.weight.detach().cpu(), setup.frequencies)
     states, heads = _geometry(setup, model, task)
-    return [{"kind": "state", **scores, **r} for r in states] + [{"kind": "head", **r} for r in heads]
+    return [{"kind": "state", **scores, **r} for r in states] + [
+        {"kind": "head", **r} for r in heads
+    ]
 
 
 def addition(
@@ -193,20 +290,30 @@ def addition(
     device: str = "cpu",
     progress: bool = True,
 ) -> Outcome:
-    """Train on addition with and without carry; accuracy in and out of the trained lengths beside the geometry, over training.
+    """Train on addition with and without carry; accuracy in and out of the trained lengths beside
+    the geometry, over training.
 
     Args:
-        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own (``SETUPS["cpu"].changed({"steps": "500"})``).
+        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own
+            (``SETUPS["cpu"].changed({"steps": "500"})``).
         tasks: ``"carry"``, ``"no-carry"`` or both.
         seeds: a run for each task and seed (model, order of batches and examples).
-        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured step.
+        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
+            step.
 
-    Lengths out of range are 1 to ``low - 1`` digits: longer lines do not fit the table of positions.
+    Lengths out of range are 1 to ``low - 1`` digits: longer lines do not fit the table of
+    positions.
     """
     setup = scale if isinstance(scale, AdditionSetup) else SETUPS[choice(scale, SCALES, "scale")]
     columns = longest(setup.high) - 1
     require(setup.low >= 2, "low", expected="at least 2 digits", got=setup.low)
-    require(setup.context >= columns, "context", expected=f"at least {columns}", got=setup.context, instead=f"context={columns}")
+    require(
+        setup.context >= columns,
+        "context",
+        expected=f"at least {columns}",
+        got=setup.context,
+        instead=f"context={columns}",
+    )
     states: list[dict[str, Any]] = []
     heads: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
@@ -222,7 +329,13 @@ def addition(
             model = setup.model(len(ALPHABET), seed).to(device)
             folder = None if out is None else Path(out) / f"{task}-{seed}"
             _, records = run_training(
-                setup, model, batch_at, lambda _, m, t=task: _measure(setup, m, t, columns), seed=seed, folder=folder, progress=progress
+                setup,
+                model,
+                batch_at,
+                lambda _, m, t=task: _measure(setup, m, t, columns),
+                seed=seed,
+                folder=folder,
+                progress=progress,
             )
             for record in records:
                 kind = record.pop("kind")
@@ -232,28 +345,51 @@ def addition(
     return _outcome(setup, states, heads, models, tuple(seeds))
 
 
-PREDICTORS = ("fracture", "fracture_digits", "roughness", "pos_pos_fracture", "wpe_fracture", "wpe_roughness")
+PREDICTORS = (
+    "fracture",
+    "fracture_digits",
+    "roughness",
+    "pos_pos_fracture",
+    "wpe_fracture",
+    "wpe_roughness",
+)
 
 
-def by_step(states: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """One row per task, seed and step: scores, and the means over states above 0 (over heads) of the measures at one length."""
+def by_step(
+    states: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], length: int
+) -> list[dict[str, Any]]:
+    """One row per task, seed and step: scores, and the means over states above 0 (over heads) of
+    the measures at one length."""
     found = []
     for key in dict.fromkeys((r["task"], r["seed"], r["step"]) for r in states):
-        mine = [r for r in states if (r["task"], r["seed"], r["step"]) == key and r["length"] == length and r["state"] > 0]
-        tops = [r for r in heads if (r["task"], r["seed"], r["step"]) == key and r["length"] == length]
+        mine = [
+            r
+            for r in states
+            if (r["task"], r["seed"], r["step"]) == key and r["length"] == length and r["state"] > 0
+        ]
+        tops = [
+            r for r in heads if (r["task"], r["seed"], r["step"]) == key and r["length"] == length
+        ]
         row: dict[str, Any] = dict(zip(("task", "seed", "step"), key, strict=True))
         row |= {n: mine[0][n] for n in mine[0] if n.startswith(("exact", "digits", "wpe"))}
-        row |= {n: math.fsum(r[n] for r in mine) / len(mine) for n in ("fracture", "fracture_digits", "roughness", "low_frequency")}
+        row |= {
+            n: math.fsum(r[n] for r in mine) / len(mine)
+            for n in ("fracture", "fracture_digits", "roughness", "low_frequency")
+        }
         row["pos_pos_fracture"] = math.fsum(r["pos_pos_fracture"] for r in tops) / len(tops)
         found.append(row)
     return found
 
 
-def prediction(rows: Sequence[dict[str, Any]], score_name: str = "digits_out") -> list[dict[str, Any]]:
-    """Rank correlation of each measure with a score over the measured steps of each run, and of its change with the score's change.
+def prediction(
+    rows: Sequence[dict[str, Any]], score_name: str = "digits_out"
+) -> list[dict[str, Any]]:
+    """Rank correlation of each measure with a score over the measured steps of each run, and of its
+    change with the score's change.
 
-    Both rise or fall with the step in most runs, which alone makes a correlation: the one of changes is free of a common trend. The
-    untrained model (step 0) is left out: it knows no sums of any length.
+    Both rise or fall with the step in most runs, which alone makes a correlation: the one of
+    changes is free of a common trend. The untrained model (step 0) is left out: it knows no sums of
+    any length.
     """
     found = []
     for task, seed in dict.fromkeys((r["task"], r["seed"]) for r in rows):
@@ -261,8 +397,20 @@ def prediction(rows: Sequence[dict[str, Any]], score_name: str = "digits_out") -
         target = torch.tensor([r[score_name] for r in mine], dtype=torch.float64)
         for name in PREDICTORS:
             values = torch.tensor([r[name] for r in mine], dtype=torch.float64)
-            pair = {"levels": _rank_correlation(values, target), "changes": _rank_correlation(values.diff(), target.diff())}
-            found.append({"task": task, "seed": seed, "measure": name, "score": score_name, "points": len(mine), **pair})
+            pair = {
+                "levels": _rank_correlation(values, target),
+                "changes": _rank_correlation(values.diff(), target.diff()),
+            }
+            found.append(
+                {
+                    "task": task,
+                    "seed": seed,
+                    "measure": name,
+                    "score": score_name,
+                    "points": len(mine),
+                    **pair,
+                }
+            )
     return found
 
 
@@ -270,35 +418,56 @@ def _rank_correlation(x: Tensor, y: Tensor) -> float:
     """Spearman's rho; NaN where either does not vary or fewer than three points are there."""
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return math.nan
-    return float(torch.corrcoef(torch.tensor(np.stack([rankdata(x.numpy()), rankdata(y.numpy())])))[0, 1])
+    return float(
+        torch.corrcoef(torch.tensor(np.stack([rankdata(x.numpy()), rankdata(y.numpy())])))[0, 1]
+    )
 
 
 def _outcome(
-    setup: AdditionSetup, states: list[dict[str, Any]], heads: list[dict[str, Any]], models: dict[str, Any], seeds: tuple[int, ...]
+    setup: AdditionSetup,
+    states: list[dict[str, Any]],
+    heads: list[dict[str, Any]],
+    models: dict[str, Any],
+    seeds: tuple[int, ...],
 ) -> Outcome:
     provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
     steps = by_step(states, heads, setup.high)
     predicted = prediction(steps)
     figures: dict[str, Any] = {
         "scores": views.training_curves(
-            steps, ("exact_in", "digits_in", "exact_out", "digits_out"), by="task",
+            steps,
+            ("exact_in", "digits_in", "exact_out", "digits_out"),
+            by="task",
             caption=f"in: {setup.low} to {setup.high} digits; out: 1 to {setup.low - 1}; exact: whole answers, digits: single ones",
         ),
         "geometry": views.training_curves(
-            steps, (*PREDICTORS, "low_frequency", "wpe_low_frequency"), by="task",
+            steps,
+            (*PREDICTORS, "low_frequency", "wpe_low_frequency"),
+            by="task",
             caption=f"lines of {setup.high} digits; means over states above 0 and over heads; wpe: the table of position vectors",
         ),
-        "prediction": views.scatter(steps, PREDICTORS, "digits_out", by="task", caption="a point per measured step and seed"),
-    }  # fmt: skip
+        "prediction": views.scatter(
+            steps, PREDICTORS, "digits_out", by="task", caption="a point per measured step and seed"
+        ),
+    }
     for task, model in models.items():
         bridge = bridge_of(model, task)
         tokens = aligned_tokens(task, setup.contexts, setup.high, seed=7)
         basis = basis_of(bridge, tokens, task)
         split = split_scores(bridge, tokens[:1], basis)
-        order = split.shares().cs[:, split.shares().terms.index("pos-pos")].nan_to_num().argsort(descending=True)
+        order = (
+            split.shares()
+            .cs[:, split.shares().terms.index("pos-pos")]
+            .nan_to_num()
+            .argsort(descending=True)
+        )
         labels = [ALPHABET[i] for i in tokens[0].tolist()]
-        figures[f"heads_{task}"] = views.score_panels(split, order[:2].tolist(), labels=labels, title=f"Addition, {task}")
-        figures[f"cosines_{task}"] = views.state_cosines(basis, labels=labels, title=f"Cosines of position, {task}")
+        figures[f"heads_{task}"] = views.score_panels(
+            split, order[:2].tolist(), labels=labels, title=f"Addition, {task}"
+        )
+        figures[f"cosines_{task}"] = views.state_cosines(
+            basis, labels=labels, title=f"Cosines of position, {task}"
+        )
     final = table_of([r for r in heads if r["step"] == setup.steps], provenance)
     tables = {"curves": table_of(steps, provenance), "prediction": table_of(predicted, provenance)}
     tables |= {"states": table_of(states, provenance), "heads": final}
@@ -309,31 +478,72 @@ def _outcome(
         "changes: of their changes from one measured step to the next, which a common trend does not make.",
     )
     return Outcome(
-        name="addition", title="Addition", setup=setup, seeds=seeds, corpus="generated additions",
-        findings=tuple(findings(setup, steps, predicted)), tables=dict(tables), figures=figures, notes=notes,
-    )  # fmt: skip
+        name="addition",
+        title="Addition",
+        setup=setup,
+        seeds=seeds,
+        corpus="generated additions",
+        findings=tuple(findings(setup, steps, predicted)),
+        tables=dict(tables),
+        figures=figures,
+        notes=notes,
+    )
 
 
-def findings(setup: AdditionSetup, steps: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) -> list[Finding]:
+def findings(
+    setup: AdditionSetup, steps: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]
+) -> list[Finding]:
     """Final accuracies beside the published ones, and what geometry says about the failure."""
     found = []
     for task in dict.fromkeys(r["task"] for r in steps):
         last = [r for r in steps if r["task"] == task and r["step"] == setup.steps]
-        inside, outside = ("; ".join(f"{r[n]:.1%}" for r in last) for n in ("exact_in", "exact_out"))
+        inside, outside = (
+            "; ".join(f"{r[n]:.1%}" for r in last) for n in ("exact_in", "exact_out")
+        )
         published = PUBLISHED[task]
         goal = all(r["exact_in"] >= 0.9 for r in last) if task == "no-carry" else None
-        expected = f"published {published[0]:.0%}" + ("; at least 90%" if task == "no-carry" else "")
-        found.append(Finding(claim=f"{task}: exact match, {setup.low} to {setup.high} digits", expected=expected, found=inside, holds=goal))
+        expected = f"published {published[0]:.0%}" + (
+            "; at least 90%" if task == "no-carry" else ""
+        )
+        found.append(
+            Finding(
+                claim=f"{task}: exact match, {setup.low} to {setup.high} digits",
+                expected=expected,
+                found=inside,
+                holds=goal,
+            )
+        )
         chance = guess(asked_problems(setup, task)[1])
         digits = "; ".join(f"{r['digits_out']:.1%}" for r in last)
         out = f"{outside} ({digits} of the digits); the likeliest digit at each place: {chance.exact:.1%} ({chance.digits:.1%})"
         claim = f"{task}: exact match, 1 to {setup.low - 1} digits"
-        found.append(Finding(claim=claim, expected=f"published {published[1]:.2%}: fails", found=out, holds=None))
-        rho = {n: [r["changes"] for r in predicted if r["task"] == task and r["measure"] == n] for n in PREDICTORS}
-        text = ", ".join(f"{n} {'/'.join(format(v, '.2f') for v in values)}" for n, values in rho.items())
+        found.append(
+            Finding(
+                claim=claim, expected=f"published {published[1]:.2%}: fails", found=out, holds=None
+            )
+        )
+        rho = {
+            n: [r["changes"] for r in predicted if r["task"] == task and r["measure"] == n]
+            for n in PREDICTORS
+        }
+        text = ", ".join(
+            f"{n} {'/'.join(format(v, '.2f') for v in values)}" for n, values in rho.items()
+        )
         claim = f"{task}: rank correlation of changes of geometry with changes of right digits out of range, over training"
-        found.append(Finding(claim=claim, expected="negative for fracture and roughness, if they predict the failure", found=text))
+        found.append(
+            Finding(
+                claim=claim,
+                expected="negative for fracture and roughness, if they predict the failure",
+                found=text,
+            )
+        )
         rough = "; ".join(f"{r['wpe_roughness']:.2f}" for r in last)
         claim = f"{task}: roughness of the table of position vectors at the end"
-        found.append(Finding(claim=claim, expected="2 for independent rows, near 0 for a smooth curve", found=rough))
+        found.append(
+            Finding(
+                claim=claim,
+                expected="2 for independent rows, near 0 for a smooth curve",
+                found=rough,
+            )
+        )
     return found

@@ -1,7 +1,9 @@
-"""NanoGPT: a character-level model, its row of Tables 1 and 2 beside the published one (Song & Zhong 2023).
+"""NanoGPT: a character-level model, its row of Tables 1 and 2 beside the published one (Song &
+Zhong 2023).
 
-Trained on a text that the user names (the published one is Shakespeare) and measured on its held-out tenth (Table 1) and on another
-text (Table 2: "robustness", where the published row repeats that of Table 1). Mean and population deviation are over the states.
+Trained on a text that the user names (the published one is Shakespeare) and measured on its
+held-out tenth (Table 1) and on another text (Table 2: "robustness", where the published row repeats
+that of Table 1). Mean and population deviation are over the states.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from torch.nn import functional as F
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.experiments.formats import shifted
-from tl_geometry.experiments.outcome import Finding, Outcome, basis_of, bridge_of, state_measures, table_of
+from tl_geometry.experiments.outcome import (
+    Finding,
+    Outcome,
+    basis_of,
+    bridge_of,
+    state_measures,
+    table_of,
+)
 from tl_geometry.experiments.random_tokens import held_out_windows, text_windows
 from tl_geometry.experiments.setup import SCALES, Setup, run_training
 from tl_geometry.render import experiments as views
@@ -29,24 +38,62 @@ from tl_geometry.reproduce.tables import published_tables
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import Batch
 
-PUBLISHED_ROWS = {"own text": ("table_1", "NanoGPT Shakespeare"), "other text": ("table_2", "NanoGPT Wiki")}
-SUMMARY = {"rank": "rank", "relative_norm_reference": "relative_norm", "relative_norm": "relative_norm"}
-"""Our measures and the published ones they stand beside; the published code's relative norm is the reference form."""
+PUBLISHED_ROWS = {
+    "own text": ("table_1", "NanoGPT Shakespeare"),
+    "other text": ("table_2", "NanoGPT Wiki"),
+}
+SUMMARY = {
+    "rank": "rank",
+    "relative_norm_reference": "relative_norm",
+    "relative_norm": "relative_norm",
+}
+"""Our measures and the published ones they stand beside; the published code's relative norm is the
+reference form."""
 
 SETUPS: dict[str, Setup] = {
     "smoke": Setup(
-        scale="smoke", layers=2, heads=2, d_model=32, context=24, batch=8, steps=20, warmup=5, learning_rate=3e-3,
-        measurements=1, contexts=32, frequencies=3,
+        scale="smoke",
+        layers=2,
+        heads=2,
+        d_model=32,
+        context=24,
+        batch=8,
+        steps=20,
+        warmup=5,
+        learning_rate=3e-3,
+        measurements=1,
+        contexts=32,
+        frequencies=3,
     ),
     "cpu": Setup(
-        scale="cpu", layers=4, heads=4, d_model=128, context=64, batch=32, steps=1500, warmup=100, learning_rate=2e-3,
-        final_learning_rate=2e-4, measurements=5, contexts=1024, frequencies=4,
+        scale="cpu",
+        layers=4,
+        heads=4,
+        d_model=128,
+        context=64,
+        batch=32,
+        steps=1500,
+        warmup=100,
+        learning_rate=2e-3,
+        final_learning_rate=2e-4,
+        measurements=5,
+        contexts=1024,
+        frequencies=4,
     ),
     "paper": Setup(
-        scale="paper", layers=6, heads=6, d_model=384, context=128, batch=64, steps=100_000, warmup=1000, contexts=6400,
+        scale="paper",
+        layers=6,
+        heads=6,
+        d_model=384,
+        context=128,
+        batch=64,
+        steps=100_000,
+        warmup=1000,
+        contexts=6400,
     ),
-}  # fmt: skip
-"""Settings by scale. The published text has context 128 and a warm-up of 1000 steps (used here), the configuration 256 and 200."""
+}
+"""Settings by scale. The published text has context 128 and a warm-up of 1000 steps (used here),
+the configuration 256 and 200."""
 
 
 def character_ids(text: str, alphabet: str) -> Int[Tensor, " row"]:
@@ -65,7 +112,9 @@ def held_out_loss(model: Any, windows: Int[Tensor, "context position"], batch: i
     with torch.inference_mode():
         for part in windows.to(device).split(batch):
             logits = model(part).logits[:, :-1]
-            total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
+            total += F.cross_entropy(
+                logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
+            ).item()
     return total / windows[:, 1:].numel()
 
 
@@ -79,13 +128,15 @@ def nanogpt(
     device: str = "cpu",
     progress: bool = True,
 ) -> Outcome:
-    """Train a character-level model and put its positional rank and relative norm beside the published row.
+    """Train a character-level model and put its positional rank and relative norm beside the
+    published row.
 
     Args:
         scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own.
-        texts: documents to train on, joined, the last tenth held out; ``None``: standard-library modules.
-        other: documents for the row of Table 2; ``None``: held-out standard-library modules. Characters that the training text does
-            not have are left out.
+        texts: documents to train on, joined, the last tenth held out; ``None``: standard-library
+            modules.
+        other: documents for the row of Table 2; ``None``: held-out standard-library modules.
+            Characters that the training text does not have are left out.
         seeds: a run for each; out: folder for checkpoints and weights of each measured step.
 
     >>> short = SETUPS["smoke"].changed({"steps": "2"})
@@ -98,65 +149,137 @@ def nanogpt(
     alphabet = "".join(sorted(set(text)))
     stream = character_ids(text, alphabet)
     cut = int(0.9 * len(stream))
-    second = character_ids("\n".join(corpus.held_out_documents().texts if other is None else other), alphabet)
+    second = character_ids(
+        "\n".join(corpus.held_out_documents().texts if other is None else other), alphabet
+    )
     require(len(alphabet) > 1, "text", expected="two characters or more", got=len(alphabet))
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
     for seed in seeds:
         sources = {"own text": stream[cut:], "other text": second}
-        windows = {n: held_out_windows(ids, setup.context, setup.contexts, seed) for n, ids in sources.items()}
+        windows = {
+            n: held_out_windows(ids, setup.context, setup.contexts, seed)
+            for n, ids in sources.items()
+        }
 
         def batch_at(step: int, seed: int = seed) -> Batch:
-            return shifted(text_windows(stream[:cut], setup.context + 1, setup.batch, seed * 10_000_019 + step))
+            return shifted(
+                text_windows(stream[:cut], setup.context + 1, setup.batch, seed * 10_000_019 + step)
+            )
 
-        def measure(_: int, model: Any, windows: dict[str, Tensor] = windows) -> list[dict[str, Any]]:
+        def measure(
+            _: int, model: Any, windows: dict[str, Tensor] = windows
+        ) -> list[dict[str, Any]]:
             bridge, found = bridge_of(model, "NanoGPT"), []
             for name, tokens in windows.items():
                 loss, basis = held_out_loss(model, tokens), basis_of(bridge, tokens, name)
-                found += [{"measured": name, "loss": loss, **row} for row in state_measures(basis, setup.frequencies)]
+                found += [
+                    {"measured": name, "loss": loss, **row}
+                    for row in state_measures(basis, setup.frequencies)
+                ]
             return found
 
         model = setup.model(len(alphabet), seed).to(device)
         folder = None if out is None else Path(out) / f"seed-{seed}"
-        _, records = run_training(setup, model, batch_at, measure, seed=seed, folder=folder, progress=progress)
+        _, records = run_training(
+            setup, model, batch_at, measure, seed=seed, folder=folder, progress=progress
+        )
         rows += [{"seed": seed, **r} for r in records]
         if seed == seeds[0]:
             basis = basis_of(bridge_of(model, "NanoGPT"), windows["own text"], "own text")
             figures = {"planes": measure_views.planes(basis), "cosines": views.state_cosines(basis)}
-    return _outcome(setup, rows, figures, tuple(seeds), "standard-library modules" if texts is None else "the user's text")
+    return _outcome(
+        setup,
+        rows,
+        figures,
+        tuple(seeds),
+        "standard-library modules" if texts is None else "the user's text",
+    )
 
 
-def _outcome(setup: Setup, rows: list[dict[str, Any]], figures: dict[str, Any], seeds: tuple[int, ...], label: str) -> Outcome:
+def _outcome(
+    setup: Setup,
+    rows: list[dict[str, Any]],
+    figures: dict[str, Any],
+    seeds: tuple[int, ...],
+    label: str,
+) -> Outcome:
     provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
     summary, found = [], []
     for measured, (table, row) in PUBLISHED_ROWS.items():
         for seed in seeds:
-            last = [r for r in rows if r["seed"] == seed and r["measured"] == measured and r["step"] == setup.steps]
+            last = [
+                r
+                for r in rows
+                if r["seed"] == seed and r["measured"] == measured and r["step"] == setup.steps
+            ]
             for measure, published in SUMMARY.items():
                 values = [r[measure] for r in last]
                 theirs = published_tables()[table][row][published]
                 ours = (math.fsum(values) / len(values), statistics.pstdev(values))
-                names = ("seed", "measured", "measure", "mean", "sd", "published_mean", "published_sd", "loss")
-                summary.append(dict(zip(names, (seed, measured, measure, *ours, *theirs, last[0]["loss"]), strict=True)))
+                names = (
+                    "seed",
+                    "measured",
+                    "measure",
+                    "mean",
+                    "sd",
+                    "published_mean",
+                    "published_sd",
+                    "loss",
+                )
+                summary.append(
+                    dict(
+                        zip(
+                            names,
+                            (seed, measured, measure, *ours, *theirs, last[0]["loss"]),
+                            strict=True,
+                        )
+                    )
+                )
     for measured in PUBLISHED_ROWS:
         for measure in SUMMARY:
             mine = [r for r in summary if r["measured"] == measured and r["measure"] == measure]
             text = "; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in mine)
             claim, theirs = f"{measured}: {measure.replace('_', ' ')} over states", mine[0]
-            found.append(Finding(claim=claim, expected=f"{theirs['published_mean']}({theirs['published_sd']}) published", found=text))
-    ends = [[r["loss"] for r in rows if r["seed"] == seed and r["measured"] == "own text"] for seed in seeds]
+            found.append(
+                Finding(
+                    claim=claim,
+                    expected=f"{theirs['published_mean']}({theirs['published_sd']}) published",
+                    found=text,
+                )
+            )
+    ends = [
+        [r["loss"] for r in rows if r["seed"] == seed and r["measured"] == "own text"]
+        for seed in seeds
+    ]
     ended = "; ".join(f"{e[0]:.3f} to {e[-1]:.3f}" for e in ends)
-    found.append(Finding(claim="held-out loss (nats per character)", expected="falls", found=ended, holds=all(e[-1] < e[0] for e in ends)))
+    found.append(
+        Finding(
+            claim="held-out loss (nats per character)",
+            expected="falls",
+            found=ended,
+            holds=all(e[-1] < e[0] for e in ends),
+        )
+    )
     figures["curves"] = views.training_curves(
-        [r for r in rows if r["state"] == min(1, setup.layers)], ("loss", "rank", "relative_norm", "low_frequency"), by="measured",
+        [r for r in rows if r["state"] == min(1, setup.layers)],
+        ("loss", "rank", "relative_norm", "low_frequency"),
+        by="measured",
         caption="state 1, a line per seed",
-    )  # fmt: skip
+    )
     notes = (
         "Mean and population standard deviation are over the states, as in the published tables. relative norm reference divides by the "
         "raw states, as the published code does; relative norm by the centred ones, as the paper says.",
     )
     tables = {"summary": table_of(summary, provenance), "curves": table_of(rows, provenance)}
     return Outcome(
-        name="nanogpt", title="NanoGPT", setup=setup, seeds=seeds, corpus=label, findings=tuple(found), tables=dict(tables),
-        figures=figures, notes=notes,
-    )  # fmt: skip
+        name="nanogpt",
+        title="NanoGPT",
+        setup=setup,
+        seeds=seeds,
+        corpus=label,
+        findings=tuple(found),
+        tables=dict(tables),
+        figures=figures,
+        notes=notes,
+    )

@@ -1,7 +1,8 @@
-"""Training formats of Song & Zhong 2023, section 5: partly random text, and addition written as a string.
+"""Training formats of Song & Zhong 2023, section 5: partly random text, and addition written as a
+string.
 
-Everything here is text and integers: no model. A batch is inputs and targets ``[batch position]``, targets shifted by one,
-:data:`~tl_geometry.zoo.trainer.IGNORE` where there is none.
+Everything here is text and integers: no model. A batch is inputs and targets ``[batch position]``,
+targets shifted by one, :data:`~tl_geometry.zoo.trainer.IGNORE` where there is none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TASKS = ("carry", "no-carry")
 def randomise(
     tokens: Int[Tensor, "context position"], format: str, d_vocab: int, *, half: int, seed: int = 0
 ) -> Int[Tensor, "context position"]:
-    """Rows in one of :data:`FORMATS`: columns from ``half`` on (``"partial"``) or all columns (``"full"``) are i.i.d. uniform ids.
+    """Rows in one of :data:`FORMATS`: columns from ``half`` on (``"partial"``) or all columns
+    (``"full"``) are i.i.d. uniform ids.
 
     >>> rows = randomise(torch.zeros(1, 8, dtype=torch.long), "partial", 1000, half=4)
     >>> rows[0, :4].tolist(), bool((rows[0, 4:] > 0).all())
@@ -41,7 +43,8 @@ def randomise(
 
 
 def shifted(rows: Int[Tensor, "batch column"]) -> Batch:
-    """Inputs (all columns but the last) and targets (all but the first): a random token is its own target, too.
+    """Inputs (all columns but the last) and targets (all but the first): a random token is its own
+    target, too.
 
     >>> [x.tolist() for x in shifted(torch.tensor([[5, 6, 7]]))]
     [[[5, 6]], [[6, 7]]]
@@ -86,7 +89,8 @@ def longest(high: int) -> int:
 
 
 def carry_problem(source: random.Random, low: int, high: int) -> Problem:
-    """Lengths uniform on low..high, operands uniform on 10^(length - 1)..10^length - 1, so that none begins with zero.
+    """Lengths uniform on low..high, operands uniform on 10^(length - 1)..10^length - 1, so that
+    none begins with zero.
 
     Operands, not lengths, are drawn again until the sum has low to high digits, too.
     """
@@ -98,9 +102,11 @@ def carry_problem(source: random.Random, low: int, high: int) -> Problem:
 
 
 def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
-    """Digits of a uniform on 0..9, those of b below them uniform on 0..9 - a_i, leading ones of b uniform: no column carries.
+    """Digits of a uniform on 0..9, those of b below them uniform on 0..9 - a_i, leading ones of b
+    uniform: no column carries.
 
-    Lengths n1 uniform on low..high and n2 on n1..high; a and b change places with probability one half. Leading zeros occur.
+    Lengths n1 uniform on low..high and n2 on n1..high; a and b change places with probability one
+    half. Leading zeros occur.
     """
     short = source.randint(low, high)
     long = source.randint(short, high)
@@ -115,10 +121,12 @@ def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
 
 
 def problems(task: str, n: int, *, low: int, high: int, seed: int = 0) -> list[Problem]:
-    """``n`` additions with numbers of ``low`` to ``high`` digits, operands and sum (Song & Zhong 2023, section 5.2 and appendix E).
+    """``n`` additions with numbers of ``low`` to ``high`` digits, operands and sum (Song & Zhong
+    2023, section 5.2 and appendix E).
 
-    ``task`` is ``"carry"`` or ``"no-carry"``: see :func:`carry_problem` and :func:`no_carry_problem`. The paper says that examples
-    with a carry "are removed"; its code builds examples without one, another distribution. This is the code's.
+    ``task`` is ``"carry"`` or ``"no-carry"``: see :func:`carry_problem` and
+    :func:`no_carry_problem`. The paper says that examples with a carry "are removed"; its code
+    builds examples without one, another distribution. This is the code's.
 
     >>> p = problems("no-carry", 3, low=2, high=4, seed=1)
     >>> all(len(q.c) == max(len(q.a), len(q.b)) and int(q.a) + int(q.b) == int(q.c) for q in p)
@@ -132,7 +140,8 @@ def problems(task: str, n: int, *, low: int, high: int, seed: int = 0) -> list[P
 
 
 def aligned_problems(task: str, n: int, *, length: int, seed: int = 0) -> list[Problem]:
-    """``n`` additions whose operands and sum all have ``length`` digits, so that every column means the same in every context.
+    """``n`` additions whose operands and sum all have ``length`` digits, so that every column means
+    the same in every context.
 
     >>> {len(p.text) for p in aligned_problems("carry", 5, length=4)}
     {15}
@@ -157,10 +166,11 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def answer_batch(lines: Sequence[Problem], columns: int) -> Batch:
-    """Inputs and targets of additions, padded on the right to ``columns``: targets are the sum's digits and the newline, nothing else.
+    """Inputs and targets of additions, padded on the right to ``columns``: targets are the sum's
+    digits and the newline, nothing else.
 
-    The input drops the last character (the newline); the first target stands at ``=``. Padding is the newline's id; causal
-    attention never sees it.
+    The input drops the last character (the newline); the first target stands at ``=``. Padding is
+    the newline's id; causal attention never sees it.
 
     >>> inputs, targets = answer_batch([Problem("1", "2", "3")], 6)
     >>> inputs.tolist(), targets.tolist()
@@ -170,7 +180,9 @@ def answer_batch(lines: Sequence[Problem], columns: int) -> Batch:
     targets = torch.full((len(lines), columns), IGNORE)
     for row, line in enumerate(lines):
         ids, first = torch.tensor(encode(line.text)), len(line.prompt) - 1
-        require(len(ids) - 1 <= columns, "columns", expected=f"at least {len(ids) - 1}", got=columns)
+        require(
+            len(ids) - 1 <= columns, "columns", expected=f"at least {len(ids) - 1}", got=columns
+        )
         inputs[row, : len(ids) - 1] = ids[:-1]
         targets[row, first : len(ids) - 1] = ids[first + 1 :]
     return inputs, targets

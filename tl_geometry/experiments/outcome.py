@@ -1,4 +1,5 @@
-"""What an experiment gives: tables, figures, findings beside what was expected, and the folder they are written to."""
+"""What an experiment gives: tables, figures, findings beside what was expected, and the folder they
+are written to."""
 
 from __future__ import annotations
 
@@ -24,13 +25,24 @@ from tl_geometry.models import from_hf
 from tl_geometry.report import page, versions
 from tl_geometry.report.section import Section
 
-MEASURES = ("rank", "stable_rank", "relative_norm", "relative_norm_reference", "low_frequency", "roughness", "fracture", "fracture_at")
-"""Measures of a positional basis that every experiment records; ``split_half`` says how much of them is sampling noise."""
+MEASURES = (
+    "rank",
+    "stable_rank",
+    "relative_norm",
+    "relative_norm_reference",
+    "low_frequency",
+    "roughness",
+    "fracture",
+    "fracture_at",
+)
+"""Measures of a positional basis that every experiment records; ``split_half`` says how much of
+them is sampling noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One claim: what was expected, what was found, and whether that is it (``None``: reported, not judged)."""
+    """One claim: what was expected, what was found, and whether that is it (``None``: reported, not
+    judged)."""
 
     claim: str
     expected: str
@@ -40,7 +52,8 @@ class Finding:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outcome:
-    """Result of an experiment: ``curves`` has a row per measurement, ``findings`` compares with what was expected or published."""
+    """Result of an experiment: ``curves`` has a row per measurement, ``findings`` compares with
+    what was expected or published."""
 
     name: str
     title: str
@@ -55,24 +68,39 @@ class Outcome:
     def text(self) -> str:
         """The findings, a line each."""
         word = {True: "yes", False: "NO", None: "-"}
-        lines = [f"  [{word[f.holds]:>3}] {f.claim}: {f.found} (expected: {f.expected})" for f in self.findings]
-        return "\n".join([f"{self.title}, {self.setup.scale} scale, seeds {', '.join(map(str, self.seeds))}", *lines])
+        lines = [
+            f"  [{word[f.holds]:>3}] {f.claim}: {f.found} (expected: {f.expected})"
+            for f in self.findings
+        ]
+        return "\n".join(
+            [
+                f"{self.title}, {self.setup.scale} scale, seeds {', '.join(map(str, self.seeds))}",
+                *lines,
+            ]
+        )
 
     def sections(self) -> list[Section]:
         """The outcome as sections of a report: the findings, then figures and tables."""
         words = {True: "yes", False: "no", None: "not judged"}
         cells = tuple((f.claim, f.expected, f.found, words[f.holds]) for f in self.findings)
-        found = Table(names=("claim", "expected", "found", "holds"), cells=cells, provenance=Provenance(corpus=self.corpus))
+        found = Table(
+            names=("claim", "expected", "found", "holds"),
+            cells=cells,
+            provenance=Provenance(corpus=self.corpus),
+        )
         s, seeds = self.setup, ", ".join(map(str, self.seeds))
         model = f"{s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context {s.context}"
         scale = f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
         return [
             Section(title="Findings", text=(scale, *self.notes), tables={"findings": found}),
-            Section(title="Figures and tables", figures=tuple(self.figures.values()), tables=self.tables),
+            Section(
+                title="Figures and tables", figures=tuple(self.figures.values()), tables=self.tables
+            ),
         ]
 
     def save(self, out: Path, *, command: Sequence[str] = ()) -> Path:
-        """Write ``report.html``, a CSV and a safetensors file per table, a PNG per figure and ``run.json``; return the page's path."""
+        """Write ``report.html``, a CSV and a safetensors file per table, a PNG per figure and
+        ``run.json``; return the page's path."""
         out.mkdir(parents=True, exist_ok=True)
         sections = self.sections()
         for name, table in [item for section in sections for item in section.tables.items()]:
@@ -91,7 +119,12 @@ class Outcome:
             "versions": versions(),
         }
         (out / "run.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        text = page.document(self.title, [s.html() for s in sections], [s.title for s in sections], [SOURCES["song2023"]])
+        text = page.document(
+            self.title,
+            [s.html() for s in sections],
+            [s.title for s in sections],
+            [SOURCES["song2023"]],
+        )
         (out / "report.html").write_text(text, encoding="utf-8")
         return out / "report.html"
 
@@ -103,7 +136,9 @@ def bridge_of(model: Any, name: str) -> Any:
 
 def basis_of(bridge: Any, tokens: Int[Tensor, "context position"], corpus: str) -> PositionContext:
     """Basis of a model on windows without BOS; the first column is left out of the statistics."""
-    return decompose(bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False)
+    return decompose(
+        bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False
+    )
 
 
 def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, Any]]:
@@ -113,15 +148,26 @@ def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, A
     rows = []
     for i, state in enumerate(basis.states):
         found = {m: float(report[m][i]) for m in (*MEASURES, "split_half")}
-        rows.append({"state": state, **found, "jump": float(size[i]), "jump_at": float(place[i] + basis.window[0])})
+        rows.append(
+            {
+                "state": state,
+                **found,
+                "jump": float(size[i]),
+                "jump_at": float(place[i] + basis.window[0]),
+            }
+        )
     return rows
 
 
-def jump(pos: Float[Tensor, "state position d_model"]) -> tuple[Float[Tensor, " state"], Int[Tensor, " state"]]:
-    """Largest step ``|pos_(t+1) - pos_t|`` over the median step, and the row t after which it comes.
+def jump(
+    pos: Float[Tensor, "state position d_model"],
+) -> tuple[Float[Tensor, " state"], Int[Tensor, " state"]]:
+    """Largest step ``|pos_(t+1) - pos_t|`` over the median step, and the row t after which it
+    comes.
 
-    The fracture score compares directions. A smooth curve about its mean passes near the origin, often in the middle, and turns fast
-    there without any break; the length of the step does not see that.
+    The fracture score compares directions. A smooth curve about its mean passes near the origin,
+    often in the middle, and turns fast there without any break; the length of the step does not see
+    that.
 
     >>> from tl_geometry.measures.positional import fracture_score
     >>> line = torch.arange(-3.5, 4.0).double()[None, :, None] * torch.tensor([1.0, 0.0]).double()
@@ -138,4 +184,6 @@ def jump(pos: Float[Tensor, "state position d_model"]) -> tuple[Float[Tensor, " 
 def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance) -> Table:
     """A table from rows with the same keys."""
     names = tuple(rows[0])
-    return Table(names=names, cells=tuple(tuple(r[n] for n in names) for r in rows), provenance=provenance)
+    return Table(
+        names=names, cells=tuple(tuple(r[n] for n in names) for r in rows), provenance=provenance
+    )

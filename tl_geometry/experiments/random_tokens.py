@@ -1,14 +1,18 @@
-"""Token randomisation: where training text is random, the geometry of position is destroyed (Song & Zhong 2023, section 5.1).
+"""Token randomisation: where training text is random, the geometry of position is destroyed (Song &
+Zhong 2023, section 5.1).
 
-1. Three models are trained on text, on text whose second half is random tokens, and on random tokens.
+1. Three models are trained on text, on text whose second half is random tokens, and on random
+   tokens.
 2. Each is measured on all three formats: a 3 x 3 grid of positional bases per state.
-3. The break (the largest step between neighbours) is expected where the random half begins, and few low frequencies where it lies.
+3. The break (the largest step between neighbours) is expected where the random half begins, and few
+   low frequencies where it lies.
 
-The target of the last column of text is random already, so that what the model has to do changes one column before the tokens do.
+The target of the last column of text is random already, so that what the model has to do changes
+one column before the tokens do.
 
-Measures of one half are those of that half alone: its own columns, less their mean, without the column before the middle. Otherwise
-the jump of the mean between the halves, which is common to all columns of the second, would make random columns look alike and
-therefore smooth.
+Measures of one half are those of that half alone: its own columns, less their mean, without the
+column before the middle. Otherwise the jump of the mean between the halves, which is common to all
+columns of the second, would make random columns look alike and therefore smooth.
 """
 
 from __future__ import annotations
@@ -26,7 +30,14 @@ from torch import Tensor
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.experiments.formats import FORMATS, randomise, shifted
-from tl_geometry.experiments.outcome import Finding, Outcome, basis_of, bridge_of, state_measures, table_of
+from tl_geometry.experiments.outcome import (
+    Finding,
+    Outcome,
+    basis_of,
+    bridge_of,
+    state_measures,
+    table_of,
+)
 from tl_geometry.experiments.setup import SCALES, Setup, Table, run_training
 from tl_geometry.measures import positional
 from tl_geometry.render import experiments as views
@@ -36,8 +47,8 @@ from tl_geometry.zoo.trainer import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class RandomisationSetup(Setup):
-    """``tokenizer`` is a name or directory for Hugging Face (``""``: the embedded model's); ``characters`` of the text are read;
-    ``shown`` are the states in the figures."""
+    """``tokenizer`` is a name or directory for Hugging Face (``""``: the embedded model's);
+    ``characters`` of the text are read; ``shown`` are the states in the figures."""
 
     tokenizer: str = ""
     characters: int = 10_000_000
@@ -46,51 +57,112 @@ class RandomisationSetup(Setup):
 
 SETUPS: dict[str, RandomisationSetup] = {
     "smoke": RandomisationSetup(
-        scale="smoke", layers=2, heads=2, d_model=32, context=24, batch=8, steps=20, warmup=5, learning_rate=3e-3,
-        measurements=1, contexts=32, frequencies=3, characters=100_000, shown=(1, 2),
+        scale="smoke",
+        layers=2,
+        heads=2,
+        d_model=32,
+        context=24,
+        batch=8,
+        steps=20,
+        warmup=5,
+        learning_rate=3e-3,
+        measurements=1,
+        contexts=32,
+        frequencies=3,
+        characters=100_000,
+        shown=(1, 2),
     ),
     "cpu": RandomisationSetup(
-        scale="cpu", layers=4, heads=4, d_model=64, context=64, batch=16, steps=2000, warmup=100, learning_rate=3e-3,
-        final_learning_rate=3e-4, dropout=0.0, measurements=5, contexts=1024, frequencies=4, shown=(1, 3),
+        scale="cpu",
+        layers=4,
+        heads=4,
+        d_model=64,
+        context=64,
+        batch=16,
+        steps=2000,
+        warmup=100,
+        learning_rate=3e-3,
+        final_learning_rate=3e-4,
+        dropout=0.0,
+        measurements=5,
+        contexts=1024,
+        frequencies=4,
+        shown=(1, 3),
     ),
     "paper": RandomisationSetup(
-        scale="paper", layers=8, heads=8, d_model=512, context=256, batch=64, steps=100_000, warmup=1000, tokenizer="gpt2",
-        contexts=6400, frequencies=10, characters=10**12,
+        scale="paper",
+        layers=8,
+        heads=8,
+        d_model=512,
+        context=256,
+        batch=64,
+        steps=100_000,
+        warmup=1000,
+        tokenizer="gpt2",
+        contexts=6400,
+        frequencies=10,
+        characters=10**12,
     ),
-}  # fmt: skip
-"""Settings by scale. Published sources disagree on two of them: the text has context 512, appendix and configuration 256 (used
-here); the paper has a warm-up of 1000 steps (used here), the configuration 200. ``setup.changed({"context": "512"})`` takes the other."""
+}
+"""Settings by scale. Published sources disagree on two of them: the text has context 512, appendix
+and configuration 256 (used here); the paper has a warm-up of 1000 steps (used here), the
+configuration 200. ``setup.changed({"context": "512"})`` takes the other."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FormatBases(Result):
-    """Positional bases after training: ``pos["full|baseline"] [state position d_model]`` is trained on full, measured on baseline."""
+    """Positional bases after training: ``pos["full|baseline"] [state position d_model]`` is trained
+    on full, measured on baseline."""
 
     pos: dict[str, Float[Tensor, "state position d_model"]]
     half: int
 
 
-def token_stream(setup: RandomisationSetup, texts: Sequence[str] | None) -> tuple[Int[Tensor, " row"], Int[Tensor, " column"], int, str]:
-    """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to 1."""
+def token_stream(
+    setup: RandomisationSetup, texts: Sequence[str] | None
+) -> tuple[Int[Tensor, " row"], Int[Tensor, " column"], int, str]:
+    """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to
+    1."""
     from transformers import AutoTokenizer
 
     from tl_geometry import zoo
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(setup.tokenizer) if setup.tokenizer else zoo.tokenizer()
+        tokenizer = (
+            AutoTokenizer.from_pretrained(setup.tokenizer) if setup.tokenizer else zoo.tokenizer()
+        )
     except (OSError, ValueError) as error:
-        reason, advice = str(error).split("\n")[0], "--set tokenizer=DIRECTORY, or --set tokenizer= for the embedded one"
-        fail("tokenizer", expected="one that can be loaded", got=f"{setup.tokenizer!r} ({reason})", instead=advice)
+        reason, advice = (
+            str(error).split("\n")[0],
+            "--set tokenizer=DIRECTORY, or --set tokenizer= for the embedded one",
+        )
+        fail(
+            "tokenizer",
+            expected="one that can be loaded",
+            got=f"{setup.tokenizer!r} ({reason})",
+            instead=advice,
+        )
 
     def ids(documents: Sequence[str]) -> Tensor:
-        return torch.tensor([i for d in documents for i in tokenizer(d, add_special_tokens=False, verbose=False)["input_ids"]])
+        return torch.tensor(
+            [
+                i
+                for d in documents
+                for i in tokenizer(d, add_special_tokens=False, verbose=False)["input_ids"]
+            ]
+        )
 
     if texts is not None:
         stream = ids(_first(texts, setup.characters))
         cut = int(0.9 * len(stream))
         return stream[:cut], stream[cut:], len(tokenizer), "the user's text"
     held_out = corpus.held_out_documents().texts
-    return ids(_first(corpus.training_texts(), setup.characters)), ids(held_out), len(tokenizer), "standard-library modules"
+    return (
+        ids(_first(corpus.training_texts(), setup.characters)),
+        ids(held_out),
+        len(tokenizer),
+        "standard-library modules",
+    )
 
 
 def _first(texts: Sequence[str], characters: int) -> list[str]:
@@ -104,22 +176,43 @@ def _first(texts: Sequence[str], characters: int) -> list[str]:
     return kept
 
 
-def text_windows(stream: Int[Tensor, " row"], length: int, n: int, seed: int) -> Int[Tensor, "context position"]:
+def text_windows(
+    stream: Int[Tensor, " row"], length: int, n: int, seed: int
+) -> Int[Tensor, "context position"]:
     """``n`` windows at random places of a token stream (for training: drawn with replacement)."""
-    require(len(stream) > length, "text", expected=f"more than {length} tokens", got=len(stream), instead="a longer text")
-    starts = torch.randint(len(stream) - length + 1, (n,), generator=torch.Generator().manual_seed(seed))
+    require(
+        len(stream) > length,
+        "text",
+        expected=f"more than {length} tokens",
+        got=len(stream),
+        instead="a longer text",
+    )
+    starts = torch.randint(
+        len(stream) - length + 1, (n,), generator=torch.Generator().manual_seed(seed)
+    )
     return stream[starts[:, None] + torch.arange(length)]
 
 
-def held_out_windows(stream: Int[Tensor, " row"], length: int, n: int, seed: int) -> Int[Tensor, "context position"]:
+def held_out_windows(
+    stream: Int[Tensor, " row"], length: int, n: int, seed: int
+) -> Int[Tensor, "context position"]:
     """At most ``n`` of the windows that do not overlap."""
-    require(len(stream) >= 2 * length, "text", expected=f"{2 * length} held-out tokens", got=len(stream), instead="a longer text")
+    require(
+        len(stream) >= 2 * length,
+        "text",
+        expected=f"{2 * length} held-out tokens",
+        got=len(stream),
+        instead="a longer text",
+    )
     rows = stream[: len(stream) // length * length].view(-1, length)
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n]]
 
 
-def halves(pos: Float[Tensor, "state position d_model"], half: int, frequencies: int) -> dict[str, Float[Tensor, " state"]]:
-    """Fracture, roughness and low-frequency share of the first ``half - 1`` rows and of those from ``half`` on, each less its own mean.
+def halves(
+    pos: Float[Tensor, "state position d_model"], half: int, frequencies: int
+) -> dict[str, Float[Tensor, " state"]]:
+    """Fracture, roughness and low-frequency share of the first ``half - 1`` rows and of those from
+    ``half`` on, each less its own mean.
 
     The row between them belongs to neither: its tokens are text, its target is random.
 
@@ -138,16 +231,29 @@ def halves(pos: Float[Tensor, "state position d_model"], half: int, frequencies:
 
 
 def _grid(
-    setup: RandomisationSetup, model: Any, windows: Tensor, trained: str, d_vocab: int, keep: dict[str, Tensor]
+    setup: RandomisationSetup,
+    model: Any,
+    windows: Tensor,
+    trained: str,
+    d_vocab: int,
+    keep: dict[str, Tensor],
 ) -> list[dict[str, Any]]:
-    """Measures of one model on the three formats, a row per format and state; the bases go into ``keep``."""
+    """Measures of one model on the three formats, a row per format and state; the bases go into
+    ``keep``."""
     half, rows, bridge = setup.context // 2, [], bridge_of(model, f"trained on {trained}")
     for format in FORMATS:
         basis = basis_of(bridge, randomise(windows, format, d_vocab, half=half, seed=1), format)
         keep[f"{trained}|{format}"] = basis.pos.float().cpu()
         parts = halves(basis.pos, half - basis.window[0], setup.frequencies)
         for i, row in enumerate(state_measures(basis, setup.frequencies)):
-            rows.append({"trained": trained, "measured": format, **row, **{n: float(v[i]) for n, v in parts.items()}})
+            rows.append(
+                {
+                    "trained": trained,
+                    "measured": format,
+                    **row,
+                    **{n: float(v[i]) for n, v in parts.items()},
+                }
+            )
     return rows
 
 
@@ -160,17 +266,24 @@ def randomisation(
     device: str = "cpu",
     progress: bool = True,
 ) -> Outcome:
-    """Train on three formats and measure each model on all three (Song & Zhong 2023, section 5.1 and Figures 42 to 50).
+    """Train on three formats and measure each model on all three (Song & Zhong 2023, section 5.1
+    and Figures 42 to 50).
 
     Args:
-        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own (``SETUPS["cpu"].changed({"steps": "500"})``).
-        texts: documents to train on, the last tenth held out for measuring; ``None``: standard-library modules, others for measuring.
+        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own
+            (``SETUPS["cpu"].changed({"steps": "500"})``).
+        texts: documents to train on, the last tenth held out for measuring; ``None``:
+            standard-library modules, others for measuring.
         seeds: a run for each; figures show the first.
-        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured step.
+        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
+            step.
 
-    The curves hold a row for each seed, training format, inference format, number of steps and state.
+    The curves hold a row for each seed, training format, inference format, number of steps and
+    state.
     """
-    setup = scale if isinstance(scale, RandomisationSetup) else SETUPS[choice(scale, SCALES, "scale")]
+    setup = (
+        scale if isinstance(scale, RandomisationSetup) else SETUPS[choice(scale, SCALES, "scale")]
+    )
     stream, other, d_vocab, label = token_stream(setup, texts)
     folder = None if out is None else Path(out)
     rows: list[dict[str, Any]] = []
@@ -182,16 +295,26 @@ def randomisation(
             def batch_at(step: int, trained: str = trained, seed: int = seed) -> Batch:
                 places = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
                 taken = text_windows(stream, setup.context + 1, setup.batch, places)
-                return shifted(randomise(taken, trained, d_vocab, half=setup.context // 2, seed=places))
+                return shifted(
+                    randomise(taken, trained, d_vocab, half=setup.context // 2, seed=places)
+                )
 
             keep: dict[str, Tensor] = {}
             model = setup.model(d_vocab, seed).to(device)
             place = None if folder is None else folder / f"{trained}-{seed}"
             losses, records = run_training(
-                setup, model, batch_at, lambda _, m, t=trained, w=windows, k=keep: _grid(setup, m, w, t, d_vocab, k),
-                seed=seed, folder=place, progress=progress,
-            )  # fmt: skip
-            rows += [{"seed": seed, **r, "training_loss": math.fsum(losses[-50:]) / len(losses[-50:])} for r in records]
+                setup,
+                model,
+                batch_at,
+                lambda _, m, t=trained, w=windows, k=keep: _grid(setup, m, w, t, d_vocab, k),
+                seed=seed,
+                folder=place,
+                progress=progress,
+            )
+            rows += [
+                {"seed": seed, **r, "training_loss": math.fsum(losses[-50:]) / len(losses[-50:])}
+                for r in records
+            ]
             if seed == seeds[0]:
                 if not keep:  # the run was finished before
                     _grid(setup, model, windows, trained, d_vocab, keep)
@@ -200,19 +323,33 @@ def randomisation(
 
 
 def _outcome(
-    setup: RandomisationSetup, rows: list[dict[str, Any]], bases: dict[str, Tensor], seeds: tuple[int, ...], label: str
+    setup: RandomisationSetup,
+    rows: list[dict[str, Any]],
+    bases: dict[str, Tensor],
+    seeds: tuple[int, ...],
+    label: str,
 ) -> Outcome:
     provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
-    curves, final = table_of(rows, provenance), table_of([r for r in rows if r["step"] == setup.steps], provenance)
+    curves, final = (
+        table_of(rows, provenance),
+        table_of([r for r in rows if r["step"] == setup.steps], provenance),
+    )
     grids = FormatBases(pos=bases, half=setup.context // 2, provenance=provenance)
     shown = [s for s in setup.shown if s <= setup.layers]
-    figures = {f"planes_state_{s}": views.format_planes(bases, s, half=setup.context // 2, start=1) for s in shown}
-    figures |= {f"cosines_state_{s}": views.format_cosines(bases, s, half=setup.context // 2, start=1) for s in shown}
+    figures = {
+        f"planes_state_{s}": views.format_planes(bases, s, half=setup.context // 2, start=1)
+        for s in shown
+    }
+    figures |= {
+        f"cosines_state_{s}": views.format_cosines(bases, s, half=setup.context // 2, start=1)
+        for s in shown
+    }
     figures["curves"] = views.training_curves(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
-        ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"), by="trained",
+        ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
+        by="trained",
         caption=f"each model on its own format, state {shown[-1]}, a line per seed",
-    )  # fmt: skip
+    )
     notes = (
         "Rows of each grid are training formats, columns inference formats. The first column of a window is left out. Measures of a half "
         "are those of its own columns less their own mean, without the column before the middle: its target is random already, so that "
@@ -220,20 +357,31 @@ def _outcome(
         "the findings are by state, 0 to the input of the last block, a group for each seed.",
     )
     return Outcome(
-        name="randomisation", title="Token randomisation", setup=setup, seeds=seeds, corpus=label,
-        findings=tuple(findings(final, setup)), tables={"final": final, "curves": curves, "bases": grids}, figures=figures, notes=notes,
-    )  # fmt: skip
+        name="randomisation",
+        title="Token randomisation",
+        setup=setup,
+        seeds=seeds,
+        corpus=label,
+        findings=tuple(findings(final, setup)),
+        tables={"final": final, "curves": curves, "bases": grids},
+        figures=figures,
+        notes=notes,
+    )
 
 
 def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
-    """What the final table says about the two claims at the states that blocks read, for every seed."""
+    """What the final table says about the two claims at the states that blocks read, for every
+    seed."""
     half, states = setup.context // 2, range(setup.layers)
     seeds = sorted(set(final.column("seed")))
 
     def values(measure: str, trained: str, measured: str) -> list[list[float]]:
         """A list of values by state for each seed."""
         where = {"trained": trained, "measured": measured}
-        return [[float(final.column(measure, **where, seed=s, state=l)[0]) for l in states] for s in seeds]
+        return [
+            [float(final.column(measure, **where, seed=s, state=l)[0]) for l in states]
+            for s in seeds
+        ]
 
     def shown(rows: list[list[float]], digits: int) -> str:
         return "; ".join(", ".join(f"{v:.{digits}f}" for v in row) for row in rows)
@@ -242,7 +390,9 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
     for measured in ("full", "baseline"):
         random = values("low_frequency", "full", measured)
         for where, part in (("state 0", slice(0, 1)), ("the other states", slice(1, None))):
-            pairs = [(math.fsum(a[part]), math.fsum(b[part])) for a, b in zip(text, random, strict=True)]
+            pairs = [
+                (math.fsum(a[part]), math.fsum(b[part])) for a, b in zip(text, random, strict=True)
+            ]
             shares = (shown([row[part] for row in rows], 2) for rows in (text, random))
             found.append(
                 Finding(
@@ -267,15 +417,26 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
         found.append(
             Finding(
                 claim=f"control, trained and measured on text: first column after the {name}",
-                expected=f"not near {half}" if measure == "jump_at" else "anywhere: a smooth curve turns fastest where it passes its mean",
+                expected=f"not near {half}"
+                if measure == "jump_at"
+                else "anywhere: a smooth curve turns fastest where it passes its mean",
                 found=shown(control, 0),
-                holds=all(abs(p - half) > 2 for row in control for p in row) if measure == "jump_at" else None,
+                holds=all(abs(p - half) > 2 for row in control for p in row)
+                if measure == "jump_at"
+                else None,
             )
         )
     for measure in ("fracture", "jump", "roughness_first", "roughness_second"):
-        pair = [shown(values(measure, kind, kind), 2 if measure.startswith("rough") else 1) for kind in ("baseline", "partial")]
+        pair = [
+            shown(values(measure, kind, kind), 2 if measure.startswith("rough") else 1)
+            for kind in ("baseline", "partial")
+        ]
         claim = f"{measure.replace('_', ' ')}, half-random text against text (each measured on its own format)"
         found.append(
-            Finding(claim=claim, expected="the second half breaks, the first does not", found=f"text {pair[0]}; half-random {pair[1]}")
+            Finding(
+                claim=claim,
+                expected="the second half breaks, the first does not",
+                found=f"text {pair[0]}; half-random {pair[1]}",
+            )
         )
     return found

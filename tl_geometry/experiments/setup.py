@@ -22,11 +22,12 @@ S = TypeVar("S", bound="Setup")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Model, training and measurement of an experiment; ``paper`` scale holds the published settings.
+    """Model, training and measurement of an experiment; ``paper`` scale holds the published
+    settings.
 
-    The model is a GPT-2 of Hugging Face without biases (held at zero) unless ``bias``, dropout everywhere. ``measure_at`` are the
-    numbers of steps after which geometry is measured, ``contexts`` the windows that it is measured on, ``frequencies`` how many
-    cosines count as low.
+    The model is a GPT-2 of Hugging Face without biases (held at zero) unless ``bias``, dropout
+    everywhere. ``measure_at`` are the numbers of steps after which geometry is measured,
+    ``contexts`` the windows that it is measured on, ``frequencies`` how many cosines count as low.
     """
 
     scale: str
@@ -50,11 +51,24 @@ class Setup:
 
     def training(self, seed: int) -> TrainSettings:
         """Settings of the trainer for a run with this seed."""
-        names = ("steps", "learning_rate", "final_learning_rate", "warmup", "weight_decay", "betas", "clip")
-        return TrainSettings(**{n: getattr(self, n) for n in names}, seed=seed, checkpoint_every=max(1, self.steps // 20))
+        names = (
+            "steps",
+            "learning_rate",
+            "final_learning_rate",
+            "warmup",
+            "weight_decay",
+            "betas",
+            "clip",
+        )
+        return TrainSettings(
+            **{n: getattr(self, n) for n in names},
+            seed=seed,
+            checkpoint_every=max(1, self.steps // 20),
+        )
 
     def measure_at(self) -> tuple[int, ...]:
-        """Steps done when geometry is measured: 0, then about evenly in the square root of the step, so that the start is seen.
+        """Steps done when geometry is measured: 0, then about evenly in the square root of the
+        step, so that the start is seen.
 
         >>> Setup(scale="x", layers=1, heads=1, d_model=8, context=8, batch=1, steps=100, warmup=1, measurements=4).measure_at()
         (0, 6, 25, 56, 100)
@@ -68,9 +82,17 @@ class Setup:
 
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
         config = GPT2Config(
-            vocab_size=d_vocab, n_positions=self.context, n_embd=self.d_model, n_layer=self.layers, n_head=self.heads,
-            activation_function="gelu", layer_norm_epsilon=1e-5, bos_token_id=0, eos_token_id=0, **drop,
-        )  # fmt: skip
+            vocab_size=d_vocab,
+            n_positions=self.context,
+            n_embd=self.d_model,
+            n_layer=self.layers,
+            n_head=self.heads,
+            activation_function="gelu",
+            layer_norm_epsilon=1e-5,
+            bos_token_id=0,
+            eos_token_id=0,
+            **drop,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = GPT2LMHeadModel(config)
@@ -81,11 +103,19 @@ class Setup:
         return model.eval()
 
     def changed(self: S, changes: Mapping[str, str]) -> S:
-        """This setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a pair of numbers."""
+        """This setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
+        pair of numbers."""
         known = {f.name for f in dataclasses.fields(self)} - {"scale"}
         unknown = sorted(set(changes) - known)
-        require(not unknown, "--set", expected=f"names among {', '.join(sorted(known))}", got=", ".join(unknown))
-        return dataclasses.replace(self, **{n: _read(n, text, getattr(self, n)) for n, text in changes.items()})
+        require(
+            not unknown,
+            "--set",
+            expected=f"names among {', '.join(sorted(known))}",
+            got=", ".join(unknown),
+        )
+        return dataclasses.replace(
+            self, **{n: _read(n, text, getattr(self, n)) for n, text in changes.items()}
+        )
 
 
 def _read(name: str, text: str, old: Any) -> Any:
@@ -94,7 +124,9 @@ def _read(name: str, text: str, old: Any) -> Any:
         require(text in ("true", "false"), f"--set {name}", expected="true or false", got=text)
         return text == "true"
     try:
-        return tuple(float(v) for v in text.split(",")) if isinstance(old, tuple) else type(old)(text)
+        return (
+            tuple(float(v) for v in text.split(",")) if isinstance(old, tuple) else type(old)(text)
+        )
     except ValueError:
         fail(f"--set {name}", expected=f"a {type(old).__name__}", got=repr(text))
 
@@ -114,9 +146,15 @@ class Table(Result):
 
     def column(self, name: str, **where: object) -> list[Any]:
         """One column, of the rows whose other columns have the given values."""
-        require(name in self.names, "column", expected=f"one of {', '.join(self.names)}", got=repr(name))
+        require(
+            name in self.names, "column", expected=f"one of {', '.join(self.names)}", got=repr(name)
+        )
         at = {self.names.index(k): v for k, v in where.items()}
-        return [row[self.names.index(name)] for row in self.cells if all(row[i] == v for i, v in at.items())]
+        return [
+            row[self.names.index(name)]
+            for row in self.cells
+            if all(row[i] == v for i, v in at.items())
+        ]
 
 
 def run_training(
@@ -129,10 +167,12 @@ def run_training(
     folder: Path | None,
     progress: bool,
 ) -> tuple[list[float], list[dict[str, Any]]]:
-    """Train, measuring on the way: the losses, and the rows of every measurement (each with its number of steps).
+    """Train, measuring on the way: the losses, and the rows of every measurement (each with its
+    number of steps).
 
-    In ``folder`` lie the trainer's checkpoint, from which a run that was stopped goes on (its measurements with it), and the
-    weights at every measurement, ``step-000100.safetensors``. A finished run is not trained again.
+    In ``folder`` lie the trainer's checkpoint, from which a run that was stopped goes on (its
+    measurements with it), and the weights at every measurement, ``step-000100.safetensors``. A
+    finished run is not trained again.
     """
     wanted = setup.measure_at()
     records: list[dict[str, Any]] = []
@@ -141,7 +181,9 @@ def run_training(
         if done in wanted and not any(r["step"] == done for r in records):
             records.extend({"step": done, **row} for row in measure(done, model))
             if folder is not None:
-                write_atomically(folder / f"step-{done:06d}.safetensors", dict(model.named_parameters()), {})
+                write_atomically(
+                    folder / f"step-{done:06d}.safetensors", dict(model.named_parameters()), {}
+                )
 
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,9 +192,14 @@ def run_training(
     if checkpoint is None or not checkpoint.exists():
         take(0)
     losses = train(
-        model, batch_at, setup.training(seed), checkpoint=checkpoint, records=records, progress=progress,
+        model,
+        batch_at,
+        setup.training(seed),
+        checkpoint=checkpoint,
+        records=records,
+        progress=progress,
         on_step=lambda step, _: take(step + 1),
-    )  # fmt: skip
+    )
     return losses, records
 
 

@@ -1,8 +1,11 @@
-"""Frames of an ensemble of trajectories: singular directions and values of each state, aligned from state to state.
+"""AlignedBases of an ensemble of trajectories: singular directions and values of each state,
+aligned from state to state.
 
-An ensemble is ``X [trajectory state d_model]``. At state t its matrix is ``M_t = X[:, t].T`` (d_model x N) ``= U_t S_t V_t^T``; the frame
-of t is ``(U_t, S_t)``. Singular vectors are defined up to sign, and their order is that of the singular values; alignment chooses
-order and signs so that direction i of one state continues direction i of the state before, and permutes the singular values with them.
+An ensemble is ``X [trajectory state d_model]``. At state t its matrix is ``M_t = X[:, t].T``
+(d_model x N) ``= U_t S_t V_t^T``; the frame of t is ``(U_t, S_t)``. Singular vectors are defined up
+to sign, and their order is that of the singular values; alignment chooses order and signs so that
+direction i of one state continues direction i of the state before, and permutes the singular values
+with them.
 """
 
 from __future__ import annotations
@@ -21,18 +24,19 @@ from tl_geometry.base.errors import choice, require
 from tl_geometry.base.linalg import svd
 
 ALIGNMENTS = ("greedy", "sign", "hungarian", "none")
-"""How :func:`align` chains frames."""
+"""How :func:`align` chains aligned bases."""
 CHUNK = 4096
 """Trajectories that are held in float64 at a time."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Frames:
-    """Frames of all states: ``M_t - centre_t = U_t diag(S_t) V_t^T``, float64.
+class AlignedBases:
+    """AlignedBases of all states: ``M_t - centre_t = U_t diag(S_t) V_t^T``, float64.
 
-    ``order[t, i]`` is the place (0 strongest) that direction i has among the singular values of state t, ``sign`` the flip against
-    the deterministic sign. ``overlap[s, t, i]`` is ``v_i(s).v_i(t)``, the cosine between the right singular vectors: how well a
-    rotation and a stretch alone explain direction i between the two states.
+    ``order[t, i]`` is the place (0 strongest) that direction i has among the singular values of
+    state t, ``sign`` the flip against the deterministic sign. ``overlap[s, t, i]`` is
+    ``v_i(s).v_i(t)``, the cosine between the right singular vectors: how well a rotation and a
+    stretch alone explain direction i between the two states.
     """
 
     U: Float[Tensor, "state d_model rank"]
@@ -49,41 +53,57 @@ class Frames:
         """Directions of each frame, ``min(d_model, trajectories)``."""
         return self.S.shape[-1]
 
-    def sorted(self) -> Frames:
-        """The same frames in the order of their singular values, strongest first (signs kept)."""
+    def sorted(self) -> AlignedBases:
+        """The same aligned bases in the order of their singular values, strongest first (signs
+        kept)."""
         return self._reordered(self.S.argsort(dim=-1, descending=True, stable=True))
 
-    def flipped(self, sign: Float[Tensor, "state rank"]) -> Frames:
-        """The same frames with some directions reversed."""
+    def flipped(self, sign: Float[Tensor, "state rank"]) -> AlignedBases:
+        """The same aligned bases with some directions reversed."""
         overlap = einsum(self.overlap, sign, sign, "s t rank, s rank, t rank -> s t rank")
         return replace(self, U=self.U * sign[:, None], sign=self.sign * sign, overlap=overlap)
 
-    def _reordered(self, place: Int[Tensor, "state rank"]) -> Frames:
+    def _reordered(self, place: Int[Tensor, "state rank"]) -> AlignedBases:
         U = self.U.gather(2, place[:, None].expand_as(self.U))
-        fields = {"S": self.S.gather(1, place), "order": self.order.gather(1, place), "sign": self.sign.gather(1, place)}
+        fields = {
+            "S": self.S.gather(1, place),
+            "order": self.order.gather(1, place),
+            "sign": self.sign.gather(1, place),
+        }
         same = bool((place == place[:1]).all())
         overlap = self.overlap[..., place[0]] if same else torch.full_like(self.overlap, torch.nan)
         return replace(self, U=U, overlap=overlap, **fields)
 
 
-def check_ensemble(X: Tensor, what: str = "trajectories") -> Float[Tensor, "trajectory state d_model"]:
-    """``X`` if it is finite and floating ``[trajectory state d_model]`` with at least one trajectory and one state."""
+def check_ensemble(
+    X: Tensor, what: str = "trajectories"
+) -> Float[Tensor, "trajectory state d_model"]:
+    """``X`` if it is finite and floating ``[trajectory state d_model]`` with at least one
+    trajectory and one state."""
     ok = X.dim() == 3 and X.is_floating_point() and X.numel() > 0
-    require(ok, what, expected="a floating tensor [trajectory state d_model]", got=describe(X), instead="tl_geometry.trajectories(...)")
+    require(
+        ok,
+        what,
+        expected="a floating tensor [trajectory state d_model]",
+        got=describe(X),
+        instead="tl_geometry.trajectories(...)",
+    )
     for s in range(X.shape[1]):
         finite(X[:, s], f"{what}, state row {s}")
     return X
 
 
-def fit_frames(X: Float[Tensor, "trajectory state d_model"], *, align: str = "greedy", centered: bool = False) -> Frames:
-    """Frames of an ensemble, uncentred (as published) or about the mean of each state (PCA).
+def fit_aligned_bases(
+    X: Float[Tensor, "trajectory state d_model"], *, align: str = "greedy", centered: bool = False
+) -> AlignedBases:
+    """AlignedBases of an ensemble, uncentred (as published) or about the mean of each state (PCA).
 
-    ``M_t = U_t S_t V_t^T`` in float64, from the triangular factor where there are more trajectories than coordinates. Uncentred,
-    the first direction is nearly that of the ensemble mean. Sarfati et al. 2025, section 2 ("latent space bases"); ``align`` as in
-    :func:`align`.
+    ``M_t = U_t S_t V_t^T`` in float64, from the triangular factor where there are more trajectories
+    than coordinates. Uncentred, the first direction is nearly that of the ensemble mean. Sarfati et
+    al. 2025, section 2 ("latent space bases"); ``align`` as in :func:`align`.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    >>> f = fit_frames(X)
+    >>> f = fit_aligned_bases(X)
     >>> M = X[:, 1].mT
     >>> torch.allclose(f.U[1] * f.S[1] ** 2 @ f.U[1].mT, M @ M.mT)
     True
@@ -98,7 +118,16 @@ def fit_frames(X: Float[Tensor, "trajectory state d_model"], *, align: str = "gr
     U = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
     S = S.gather(1, order)
     overlap = _right_overlaps(X, U, S, centre)
-    return Frames(U=U, S=S, centre=centre, order=order, sign=sign, overlap=overlap, trajectories=len(X), alignment=align)
+    return AlignedBases(
+        U=U,
+        S=S,
+        centre=centre,
+        order=order,
+        sign=sign,
+        overlap=overlap,
+        trajectories=len(X),
+        alignment=align,
+    )
 
 
 def _left(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
@@ -108,17 +137,25 @@ def _left(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
     return factors.V, factors.S
 
 
-def inverse_values(S: Float[Tensor, "*batch rank"], rtol: float = 1e-10) -> Float[Tensor, "*batch rank"]:
-    """``1 / S``, and 0 for singular values below ``rtol`` times the largest: those directions are dropped."""
+def inverse_values(
+    S: Float[Tensor, "*batch rank"], rtol: float = 1e-10
+) -> Float[Tensor, "*batch rank"]:
+    """``1 / S``, and 0 for singular values below ``rtol`` times the largest: those directions are
+    dropped."""
     kept = S.amax(-1, keepdim=True) * rtol < S
     return torch.where(kept, 1 / torch.where(kept, S, 1.0), 0.0)
 
 
-def _right_overlaps(X: Tensor, U: Tensor, S: Tensor, centre: Tensor) -> Float[Tensor, "state state rank"]:
+def _right_overlaps(
+    X: Tensor, U: Tensor, S: Tensor, centre: Tensor
+) -> Float[Tensor, "state state rank"]:
     total = torch.zeros(X.shape[1], X.shape[1], S.shape[1], dtype=torch.float64, device=X.device)
     inverse = inverse_values(S)
     for part in X.split(CHUNK):
-        V = einsum(part.double() - centre, U, "n state d, state d rank -> state n rank") * inverse[:, None]
+        V = (
+            einsum(part.double() - centre, U, "n state d, state d rank -> state n rank")
+            * inverse[:, None]
+        )
         total += einsum(V, V, "s n rank, t n rank -> s t rank")
     return total
 
@@ -126,12 +163,14 @@ def _right_overlaps(X: Tensor, U: Tensor, S: Tensor, centre: Tensor) -> Float[Te
 def align_directions(
     U: Float[Tensor, "state d_model rank"], method: str = "greedy"
 ) -> tuple[Int[Tensor, "state rank"], Float[Tensor, "state rank"]]:
-    """Order and signs that chain the columns of ``U`` from state to state: ``psi_t = U_t[:, order_t] * sign_t``, ``psi_0 = U_0``.
+    """Order and signs that chain the columns of ``U`` from state to state:
+    ``psi_t = U_t[:, order_t] * sign_t``, ``psi_0 = U_0``.
 
-    ``"greedy"`` (as published): for i = 1, 2, ... the unused column with the largest ``|psi_i(t-1).u_j(t)|``, the later one on a tie.
-    ``"hungarian"``: the permutation with the largest sum of absolute cosines. ``"sign"``: no reordering. All then choose signs that
-    make the cosines positive. ``"none"`` leaves everything as it is. Singular values must be permuted with the columns (the
-    published code does not; :func:`fit_frames` does).
+    ``"greedy"`` (as published): for i = 1, 2, ... the unused column with the largest
+    ``|psi_i(t-1).u_j(t)|``, the later one on a tie. ``"hungarian"``: the permutation with the
+    largest sum of absolute cosines. ``"sign"``: no reordering. All then choose signs that make the
+    cosines positive. ``"none"`` leaves everything as it is. Singular values must be permuted with
+    the columns (the published code does not; :func:`fit_aligned_bases` does).
     """
     states, _, rank = U.shape
     order = torch.arange(rank, device=U.device).repeat(states, 1)
@@ -151,7 +190,9 @@ def align_directions(
 
 def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
     if method == "hungarian":
-        return torch.from_numpy(np.ascontiguousarray(linear_sum_assignment(similarity, maximize=True)[1]))
+        return torch.from_numpy(
+            np.ascontiguousarray(linear_sum_assignment(similarity, maximize=True)[1])
+        )
     left, rank = similarity.copy(), len(similarity)
     order = np.empty(rank, dtype=np.int64)
     for i in range(rank):
@@ -163,10 +204,12 @@ def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
 def common_basis(
     X: Float[Tensor, "trajectory state d_model"], rank: int | None = None
 ) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, " state"]]:
-    """One orthonormal basis for all states, and the share of each state's energy that lies outside it.
+    """One orthonormal basis for all states, and the share of each state's energy that lies outside
+    it.
 
-    The top ``rank`` left singular vectors of the states side by side (default ``min(trajectories, d_model)``). Where there are
-    fewer trajectories than coordinates, rotations between frames are defined inside such a basis only.
+    The top ``rank`` left singular vectors of the states side by side (default
+    ``min(trajectories, d_model)``). Where there are fewer trajectories than coordinates, rotations
+    between aligned bases are defined inside such a basis only.
     """
     check_ensemble(X)
     size = min(X.shape[0], X.shape[2]) if rank is None else rank
@@ -183,12 +226,22 @@ def common_basis(
     for s in range(X.shape[1]):
         rows = X[:, s].double()
         energy = rows.square().sum()
-        outside.append(1 - (rows @ basis).square().sum() / torch.where(energy > 0, energy, 1.0) if energy > 0 else energy)
+        outside.append(
+            1 - (rows @ basis).square().sum() / torch.where(energy > 0, energy, 1.0)
+            if energy > 0
+            else energy
+        )
     return basis, torch.stack(outside).clamp(min=0)
 
 
-def top_directions(frames: Frames, row: int, K: int) -> Float[Tensor, "d_model rank"]:
+def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:
     """The ``K`` strongest directions of one state, whatever the alignment."""
-    index(row, len(frames.S), "state row")
-    require(1 <= K <= frames.rank, "K", expected=f"1 to {frames.rank} directions", got=K, instead="more trajectories")
-    return frames.U[row][:, frames.S[row].argsort(descending=True, stable=True)[:K]]
+    index(row, len(aligned.S), "state row")
+    require(
+        1 <= K <= aligned.rank,
+        "K",
+        expected=f"1 to {aligned.rank} directions",
+        got=K,
+        instead="more trajectories",
+    )
+    return aligned.U[row][:, aligned.S[row].argsort(descending=True, stable=True)[:K]]

@@ -1,7 +1,9 @@
-"""What an ensemble of trajectories looks like: angles between frames, spectra, how straight and how parallel the bundle runs, outliers.
+"""What an ensemble of trajectories looks like: angles between aligned bases, spectra, how straight
+and how parallel the bundle runs, outliers.
 
-Plain tensors in, named tuples out. ``X [trajectory state d_model]`` holds one token per trajectory at every state; frames are
-``U [state d_model rank]`` and ``S [state rank]``. Source: Sarfati et al. 2025 (Lines of Thought); definitions are restated below.
+Plain tensors in, named tuples out. ``X [trajectory state d_model]`` holds one token per trajectory
+at every state; aligned bases are ``U [state d_model rank]`` and ``S [state rank]``. Source: Sarfati
+et al. 2025 (Lines of Thought); definitions are restated below.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ MAD_TO_SD = 1.4826
 """Median absolute deviation of a Gaussian -> its standard deviation."""
 
 
-def basis_angles(U: Float[Tensor, "state d_model column"], k: int = 4) -> Float[Tensor, "rank state state"]:
-    """Angle between direction i at two states, ``arccos |u_i(s).u_i(t)|`` in degrees, 0 to 90, for the first ``k`` directions.
+def basis_angles(
+    U: Float[Tensor, "state d_model column"], k: int = 4
+) -> Float[Tensor, "rank state state"]:
+    """Angle between direction i at two states, ``arccos |u_i(s).u_i(t)|`` in degrees, 0 to 90, for
+    the first ``k`` directions.
 
-    Symmetric with a zero diagonal. The absolute value (missing from the published formula) makes it free of sign conventions.
-    Sarfati et al. 2025, Fig. 2a.
+    Symmetric with a zero diagonal. The absolute value (missing from the published formula) makes it
+    free of sign conventions. Sarfati et al. 2025, Fig. 2a.
 
     >>> basis_angles(torch.eye(2).repeat(3, 1, 1), k=1)[0, 0].tolist()
     [0.0, 0.0, 0.0]
@@ -33,13 +38,16 @@ def basis_angles(U: Float[Tensor, "state d_model column"], k: int = 4) -> Float[
     u = rearrange(U[:, :, :k], "state d rank -> rank state d").double()
     cosine = einsum(u, u, "rank s d, rank t d -> rank s t")
     flip = torch.where(cosine < 0, -1.0, 1.0)
-    apart = u[:, :, None] - flip[..., None] * u[:, None]  # half-angle form: exact at 0, where arccos loses half the digits
+    apart = (
+        u[:, :, None] - flip[..., None] * u[:, None]
+    )  # half-angle form: exact at 0, where arccos loses half the digits
     angle = 2 * torch.asin((torch.linalg.vector_norm(apart, dim=-1) / 2).clamp(max=1))
     return torch.rad2deg(angle)
 
 
 def subspace_angles(U: Float[Tensor, "state d_model rank"]) -> Float[Tensor, "state state rank"]:
-    """Principal angles (degrees, ascending) between the spans of ``U`` at every two states; free of signs and order inside a span."""
+    """Principal angles (degrees, ascending) between the spans of ``U`` at every two states; free of
+    signs and order inside a span."""
     rows = [principal_angles(U[s].expand(len(U), -1, -1).contiguous(), U) for s in range(len(U))]
     return torch.rad2deg(torch.stack(rows))
 
@@ -50,11 +58,13 @@ class Spectra(NamedTuple):
     stable_rank: Float[Tensor, " state"]
     entropy_rank: Float[Tensor, " state"]
     decay: Float[Tensor, " state"]
-    """Slope of ln s against ln rank over ranks 2 to 512 (the first is left out: uncentred, it is the ensemble mean)."""
+    """Slope of ln s against ln rank over ranks 2 to 512 (the first is left out: uncentred, it is
+    the ensemble mean)."""
 
 
 def spectra(S: Float[Tensor, "state rank"]) -> Spectra:
-    """Stable rank ``sum s^2 / s_1^2``, entropy rank ``exp(-sum p ln p)`` with ``p = s^2 / sum s^2``, and the log-log slope.
+    """Stable rank ``sum s^2 / s_1^2``, entropy rank ``exp(-sum p ln p)`` with
+    ``p = s^2 / sum s^2``, and the log-log slope.
 
     >>> spectra(torch.ones(1, 5)).entropy_rank.round(decimals=4).tolist()
     [5.0]
@@ -69,28 +79,35 @@ def spectra(S: Float[Tensor, "state rank"]) -> Spectra:
     w = ok.double()
     count = w.sum(-1)
     mx, my = (w * x).sum(-1) / count, (w * y).sum(-1) / count
-    slope = (w * (x - mx[:, None]) * (y - my[:, None])).sum(-1) / (w * (x - mx[:, None]).square()).sum(-1)
+    slope = (w * (x - mx[:, None]) * (y - my[:, None])).sum(-1) / (
+        w * (x - mx[:, None]).square()
+    ).sum(-1)
     return Spectra(stable_rank(values), entropy.exp(), torch.where(count >= 2, slope, torch.nan))
 
 
 class Bundle(NamedTuple):
-    """How the trajectories run: one number per trajectory, or one per step from a state to the next."""
+    """How the trajectories run: one number per trajectory, or one per step from a state to the
+    next."""
 
     straightness: Float[Tensor, " trajectory"]
-    """``|sum of steps| / sum of |step|``: 1 for a straight line, about ``1/sqrt(steps)`` for a random walk."""
+    """``|sum of steps| / sum of |step|``: 1 for a straight line, about ``1/sqrt(steps)`` for a
+    random walk."""
     parallel: Float[Tensor, " state"]
     """Mean cosine between the steps of two trajectories (0 for unrelated directions)."""
     neighbours: Float[Tensor, " state"]
-    """Share of each trajectory's ``k`` nearest neighbours that are still among them after the step."""
+    """Share of each trajectory's ``k`` nearest neighbours that are still among them after the
+    step."""
     neighbours_chance: float
     degenerate: int
     """Steps of length zero (left out of the cosines)."""
 
 
 def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bundle:
-    """Straightness, parallelism and neighbour preservation of a bundle of trajectories, to set beside those of a null ensemble.
+    """Straightness, parallelism and neighbour preservation of a bundle of trajectories, to set
+    beside those of a null ensemble.
 
-    ``parallel`` and ``neighbours`` have one entry per step (states minus one). The null for ``neighbours`` is ``k / (N - 1)``.
+    ``parallel`` and ``neighbours`` have one entry per step (states minus one). The null for
+    ``neighbours`` is ``k / (N - 1)``.
     """
     n, states, _ = X.shape
     require(states >= 2, "trajectories", expected="at least two states", got=states)
@@ -105,11 +122,17 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
         unit, degenerate = normalize_rows(step)
         m = n - int(degenerate.sum())
         zero += n - m
-        parallel.append((unit.sum(0).square().sum() - m) / (m * (m - 1)) if m > 1 else unit.new_tensor(torch.nan))
+        parallel.append(
+            (unit.sum(0).square().sum() - m) / (m * (m - 1))
+            if m > 1
+            else unit.new_tensor(torch.nan)
+        )
         after = _nearest(X[:, s + 1].double(), k)
         kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
         before = after
-    straightness = torch.where(length > 0, straight / torch.where(length > 0, length, 1.0), torch.nan)
+    straightness = torch.where(
+        length > 0, straight / torch.where(length > 0, length, 1.0), torch.nan
+    )
     return Bundle(straightness, torch.stack(parallel), torch.stack(kept), k / (n - 1), zero)
 
 
@@ -136,28 +159,36 @@ class Outliers(NamedTuple):
 
 
 def outliers(X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0) -> Outliers:
-    """Trajectories with ``|r - median(r)| > factor * 1.4826 * MAD(r)`` at any state, ``r`` the norm (Sarfati et al. 2025: factor 10).
+    """Trajectories with ``|r - median(r)| > factor * 1.4826 * MAD(r)`` at any state, ``r`` the norm
+    (Sarfati et al. 2025: factor 10).
 
     >>> X = torch.ones(5, 1, 1) + torch.arange(5).view(5, 1, 1) / 10
     >>> X[3] = 50.0
     >>> outliers(X).indices
     (3,)
     """
-    r = torch.stack([torch.linalg.vector_norm(X[:, s].double(), dim=-1) for s in range(X.shape[1])], dim=1)
+    r = torch.stack(
+        [torch.linalg.vector_norm(X[:, s].double(), dim=-1) for s in range(X.shape[1])], dim=1
+    )
     away = (r - r.quantile(0.5, dim=0)).abs()
     mad = away.quantile(0.5, dim=0)
     out = away > factor * MAD_TO_SD * mad
     mask = out.any(1)
     found = tuple(int(i) for i in mask.nonzero()[:, 0])
-    score = torch.where(mad > 0, away / torch.where(mad > 0, mad, 1.0), torch.where(away > 0, torch.inf, 0.0))
+    score = torch.where(
+        mad > 0, away / torch.where(mad > 0, mad, 1.0), torch.where(away > 0, torch.inf, 0.0)
+    )
     worst = tuple(int(score[i].argmax()) for i in found)
     return Outliers(mask, found, worst, tuple(int(s) for s in (mad == 0).nonzero()[:, 0]))
 
 
-def gaussian_wasserstein(a: Float[Tensor, "row d_model"], b: Float[Tensor, "column d_model"]) -> float:
+def gaussian_wasserstein(
+    a: Float[Tensor, "row d_model"], b: Float[Tensor, "column d_model"]
+) -> float:
     """2-Wasserstein distance between Gaussians with the means and covariances of two samples.
 
-    ``sqrt(|m_a - m_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2))``; by the trace norm of ``A^1/2 B^1/2``, taken from the centred samples.
+    ``sqrt(|m_a - m_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2))``; by the trace norm of
+    ``A^1/2 B^1/2``, taken from the centred samples.
 
     >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     >>> round(gaussian_wasserstein(x, x + 2.0), 6) == round(12**0.5, 6)
@@ -167,28 +198,42 @@ def gaussian_wasserstein(a: Float[Tensor, "row d_model"], b: Float[Tensor, "colu
     ca, cb = (a - a.mean(0)) / (len(a) - 1) ** 0.5, (b - b.mean(0)) / (len(b) - 1) ** 0.5
     ra, rb = torch.linalg.qr(ca, mode="r").R, torch.linalg.qr(cb, mode="r").R
     shared = torch.linalg.svdvals(ra @ rb.mT).sum()
-    square = (a.mean(0) - b.mean(0)).square().sum() + ca.square().sum() + cb.square().sum() - 2 * shared
+    square = (
+        (a.mean(0) - b.mean(0)).square().sum() + ca.square().sum() + cb.square().sum() - 2 * shared
+    )
     return float(square.clamp(min=0).sqrt())
 
 
 class Discrepancy(NamedTuple):
-    """A two-sample statistic, and the chance of one at least as large under exchange of the two labels."""
+    """A two-sample statistic, and the chance of one at least as large under exchange of the two
+    labels."""
 
     statistic: float
     p_value: float
 
 
 def mmd(
-    a: Float[Tensor, "row d_model"], b: Float[Tensor, "column d_model"], *, permutations: int = 200, paired: bool = False, seed: int = 0
+    a: Float[Tensor, "row d_model"],
+    b: Float[Tensor, "column d_model"],
+    *,
+    permutations: int = 200,
+    paired: bool = False,
+    seed: int = 0,
 ) -> Discrepancy:
-    """Unbiased squared maximum mean discrepancy, Gaussian kernel at the median distance, with a permutation p-value.
+    """Unbiased squared maximum mean discrepancy, Gaussian kernel at the median distance, with a
+    permutation p-value.
 
-    ``paired=True`` exchanges the labels inside pairs (row i of ``a`` and of ``b``), for a state and its own extrapolation.
-    Gretton et al. 2012. Memory: (rows of both)^2.
+    ``paired=True`` exchanges the labels inside pairs (row i of ``a`` and of ``b``), for a state and
+    its own extrapolation. Gretton et al. 2012. Memory: (rows of both)^2.
     """
     n, m = len(a), len(b)
     require(min(n, m) >= 2, "samples", expected="at least two rows each", got=f"{n} and {m}")
-    require(not paired or n == m, "samples", expected="equally many rows with paired=True", got=f"{n} and {m}")
+    require(
+        not paired or n == m,
+        "samples",
+        expected="equally many rows with paired=True",
+        got=f"{n} and {m}",
+    )
     rows = torch.cat([a, b]).double()
     distance = torch.cdist(rows, rows).square()
     scale = distance[distance > 0].median() if bool((distance > 0).any()) else distance.new_ones(())

@@ -1,4 +1,5 @@
-"""The ensemble of pilot-token paths through a model, and everything that the stochastic-flow view asks of it."""
+"""The ensemble of pilot-token paths through a model, and everything that the stochastic-flow view
+asks of it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.flow import bases, noise, residuals
-from tl_geometry.flow.alignment import Frames, fit_frames
+from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
@@ -34,11 +35,13 @@ FOLDED = "processed model: the final norm lacks the gain and bias folded into th
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trajectories(Result):
-    """Paths of one token per chunk: ``X [trajectory state d_model]``, the outputs of blocks 1 to n_layers, before the final norm.
+    """Paths of one token per chunk: ``X [trajectory state d_model]``, the outputs of blocks 1 to
+    n_layers, before the final norm.
 
-    ``column`` is the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an encoder. ``post_norm`` is the last state
-    after the model's own final norm, where it was asked for: what Hugging Face returns as the last hidden state, except for processed
-    models (flagged), whose norm has lost its gain and bias to the unembedding. The methods are shortcuts to the functions of
+    ``column`` is the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an encoder.
+    ``post_norm`` is the last state after the model's own final norm, where it was asked for: what
+    Hugging Face returns as the last hidden state, except for processed models (flagged), whose norm
+    has lost its gain and bias to the unembedding. The methods are shortcuts to the functions of
     :mod:`tl_geometry.flow.bases`, ``residuals``, ``noise`` and ``langevin``, which document them.
     """
 
@@ -64,12 +67,22 @@ class Trajectories(Result):
 
     def pick(self, rows: Int[Tensor, " sample"]) -> Trajectories:
         """Some of the trajectories, in the given order (for instance without the outliers)."""
-        chosen = {k: None if v is None else v[rows] for k, v in (("tokens", self.tokens), ("labels", self.labels))}
+        chosen = {
+            k: None if v is None else v[rows]
+            for k, v in (("tokens", self.tokens), ("labels", self.labels))
+        }
         last = None if self.post_norm is None else self.post_norm[rows]
-        return replace(self, X=self.X[rows], post_norm=last, provenance=replace(self.provenance, contexts=len(rows)), **chosen)
+        return replace(
+            self,
+            X=self.X[rows],
+            post_norm=last,
+            provenance=replace(self.provenance, contexts=len(rows)),
+            **chosen,
+        )
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
-        """Two disjoint parts, the first with about ``share`` of the trajectories; whole documents where labels say which is which.
+        """Two disjoint parts, the first with about ``share`` of the trajectories; whole documents
+        where labels say which is which.
 
         A chunk that occurs more than once is in one part only.
         """
@@ -77,17 +90,24 @@ class Trajectories(Result):
         return self.pick(first), self.pick(second)
 
     def after_norm(self) -> Trajectories:
-        """The same ensemble with the last state after the final norm, as published for Llama and Mistral (see ``post_norm``)."""
+        """The same ensemble with the last state after the final norm, as published for Llama and
+        Mistral (see ``post_norm``)."""
         if self.post_norm is None:
-            fail("post_norm", expected="the last state after the norm", got="none", instead="trajectories(..., post_norm=True)")
+            fail(
+                "post_norm",
+                expected="the last state after the norm",
+                got="none",
+                instead="trajectories(..., post_norm=True)",
+            )
         X = torch.cat([self.X[:, :-1], self.post_norm[:, None]], dim=1)
         return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
 
-    def frames(self, *, align: str = "greedy", centered: bool = False) -> Frames:
-        """Singular directions and values of each state, aligned; kept, so that asking again costs nothing."""
-        kept: dict[Any, Frames] = self.__dict__.setdefault("_frames", {})
+    def aligned_bases(self, *, align: str = "greedy", centered: bool = False) -> AlignedBases:
+        """Singular directions and values of each state, aligned; kept, so that asking again costs
+        nothing."""
+        kept: dict[Any, AlignedBases] = self.__dict__.setdefault("_aligned_bases", {})
         if (align, centered) not in kept:
-            kept[align, centered] = fit_frames(self.X, align=align, centered=centered)
+            kept[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
         return kept[align, centered]
 
     def outliers(self, *, factor: float = 10.0) -> bases.Outliers:
@@ -100,44 +120,81 @@ class Trajectories(Result):
 
     def angles(self, k: int = 4, *, align: str = "greedy") -> Float[Tensor, "rank state state"]:
         """Degrees between direction i at two states, for the first ``k`` directions."""
-        return bases.basis_angles(self.frames(align=align).U, min(k, self.frames(align=align).rank))
+        return bases.basis_angles(
+            self.aligned_bases(align=align).U, min(k, self.aligned_bases(align=align).rank)
+        )
 
     def spectra(self) -> bases.Spectra:
         """Stable rank, entropy rank and decay of each state's singular values."""
-        return bases.spectra(self.frames(align="none").S)
+        return bases.spectra(self.aligned_bases(align="none").S)
 
-    def residuals(self, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U") -> residuals.Maps:
-        """Statistics of what rotation and stretch leave, for all pairs of states; frames of ``train`` make them held out.
+    def residuals(
+        self, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U"
+    ) -> residuals.Maps:
+        """Statistics of what rotation and stretch leave, for all pairs of states; aligned bases of
+        ``train`` make them held out.
 
         Raises ``GeometryError`` where ``train`` and this ensemble share a chunk.
         """
         _require_apart(train, self)
-        return residuals.residual_maps(self.X, partial(residuals.flow_map, (train or self).frames(align=align), signs=signs))
+        return residuals.residual_maps(
+            self.X,
+            partial(residuals.flow_map, (train or self).aligned_bases(align=align), signs=signs),
+        )
 
     def isotropy(
-        self, start: int, end: int, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U", fdr: float = 0.05
+        self,
+        start: int,
+        end: int,
+        *,
+        train: Trajectories | None = None,
+        align: str = "greedy",
+        signs: str = "U",
+        fdr: float = 0.05,
     ) -> noise.Isotropy:
-        """Isotropy and Gaussianity of the residual between two states; held out with ``train``, as in :meth:`residuals`."""
+        """Isotropy and Gaussianity of the residual between two states; held out with ``train``, as
+        in :meth:`residuals`."""
         _require_apart(train, self)
         a, b = self.row(start), self.row(end)
-        moved = residuals.flow_map((train or self).frames(align=align), a, b, signs=signs)(self.X[:, a].double())
+        moved = residuals.flow_map((train or self).aligned_bases(align=align), a, b, signs=signs)(
+            self.X[:, a].double()
+        )
         return noise.isotropy_tests(self.X[:, b].double() - moved, fdr=fdr)
 
-    def langevin(self, *, noise: tuple[float, float] | str = "asymptotic", align: str = "greedy", **options: Any) -> LangevinModel:
-        """The fitted stochastic flow. ``noise="asymptotic"`` or ``"increment"`` takes alpha and lambda from that law of the
-        residuals (as published), ``"sde"`` from the equation's own covariance, a pair as given."""
+    def langevin(
+        self,
+        *,
+        noise: tuple[float, float] | str = "asymptotic",
+        align: str = "greedy",
+        **options: Any,
+    ) -> LangevinModel:
+        """The fitted stochastic flow. ``noise="asymptotic"`` or ``"increment"`` takes alpha and
+        lambda from that law of the residuals (as published), ``"sde"`` from the equation's own
+        covariance, a pair as given."""
         provenance = replace(self.provenance, dtype="float64")
         if noise in ("asymptotic", "increment"):
             law = fit_law(self.residuals(align=align), str(noise), self.times)
             noise = (law.alpha, law.rate) if law.rate > 0 else (0.0, 0.0)
-            provenance = provenance if law.rate > 0 else provenance.flagged(f"noise law has lambda {law.rate:.3g} < 0: no noise")
-        return LangevinModel.fit(self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options)
+            provenance = (
+                provenance
+                if law.rate > 0
+                else provenance.flagged(f"noise law has lambda {law.rate:.3g} < 0: no noise")
+            )
+        return LangevinModel.fit(
+            self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options
+        )
 
 
 def require_trajectories(value: object, what: str) -> None:
     """Refuse any other record where an ensemble is wanted."""
     ok = isinstance(value, Trajectories)
-    require(ok, what, expected="Trajectories", got=type(value).__name__, instead="tl_geometry.trajectories(model, tokens)")
+    require(
+        ok,
+        what,
+        expected="Trajectories",
+        got=type(value).__name__,
+        instead="tl_geometry.trajectories(model, tokens)",
+    )
 
 
 def fit_law(maps: residuals.Maps, law: str, times: Tensor) -> noise.NoiseLaw:
@@ -150,9 +207,15 @@ def split_rows(
 ) -> tuple[Int[Tensor, " trajectory"], Int[Tensor, " sample"]]:
     """Rows of two disjoint parts; whole documents in one part where there are at least two labels.
 
-    Chunks of the second part whose ``tokens`` also stand in the first go to the first: what is held out was not fitted on.
+    Chunks of the second part whose ``tokens`` also stand in the first go to the first: what is held
+    out was not fitted on.
     """
-    require(0 < share < 1 and n >= 2, "split", expected="a share between 0 and 1 of at least 2 trajectories", got=f"{share} of {n}")
+    require(
+        0 < share < 1 and n >= 2,
+        "split",
+        expected="a share between 0 and 1 of at least 2 trajectories",
+        got=f"{share} of {n}",
+    )
     generator = torch.Generator().manual_seed(seed)
     first = torch.zeros(n, dtype=torch.bool)
     names = torch.empty(0) if labels is None else labels.unique()
@@ -165,11 +228,18 @@ def split_rows(
         first = torch.isin(labels, order[:last])
     if tokens is not None:
         first = first | shared_rows(tokens, tokens[first])
-        require(not bool(first.all()), "split", expected="chunks that differ, to hold some out", got=f"{n} that repeat each other")
+        require(
+            not bool(first.all()),
+            "split",
+            expected="chunks that differ, to hold some out",
+            got=f"{n} that repeat each other",
+        )
     return first.nonzero()[:, 0], (~first).nonzero()[:, 0]
 
 
-def shared_rows(rows: Int[Tensor, "row position"], fitted: Int[Tensor, "sample position"]) -> Bool[Tensor, " row"]:
+def shared_rows(
+    rows: Int[Tensor, "row position"], fitted: Int[Tensor, "sample position"]
+) -> Bool[Tensor, " row"]:
     """Which of ``rows`` also stand among ``fitted``, by their tokens.
 
     >>> shared_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [5, 6]])).tolist()
@@ -187,18 +257,26 @@ def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
         return
     shared = int(shared_rows(test.tokens, train.tokens).sum())
     require(
-        shared == 0, "train", expected="other chunks than those that are measured", got=f"{shared} of {len(test)} in both",
+        shared == 0,
+        "train",
+        expected="other chunks than those that are measured",
+        got=f"{shared} of {len(test)} in both",
         instead="ensemble.split()",
-    )  # fmt: skip
+    )
 
 
 def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
-    """The flag of what was fitted on fewer trajectories than there are dimensions, where this is so.
+    """The flag of what was fitted on fewer trajectories than there are dimensions, where this is
+    so.
 
     >>> too_few(300, 576, "maps"), too_few(600, 576, "maps")
     (('maps fitted on 300 trajectories, fewer than the 576 dimensions',), ())
     """
-    return (f"{what} fitted on {fitted} trajectories, fewer than the {d_model} dimensions",) if fitted < d_model else ()
+    return (
+        (f"{what} fitted on {fitted} trajectories, fewer than the {d_model} dimensions",)
+        if fitted < d_model
+        else ()
+    )
 
 
 def trajectories(
@@ -214,21 +292,28 @@ def trajectories(
     labels: Any = None,
     progress: bool = True,
 ) -> Trajectories:
-    """Follow one token of every chunk through all blocks: the ensemble that Sarfati et al. 2025 call lines of thought.
+    """Follow one token of every chunk through all blocks: the ensemble that Sarfati et al. 2025
+    call lines of thought.
 
-    One forward pass per batch of chunks; only the followed position of each block's output is kept, so that memory is
-    chunks x blocks x d_model, or none with ``path``.
+    One forward pass per batch of chunks; only the followed position of each block's output is kept,
+    so that memory is chunks x blocks x d_model, or none with ``path``.
 
     Args:
-        tokens: chunks as :func:`tl_geometry.decompose` takes them; see :func:`pseudo_sentences` for those of the paper.
-        position: ``"pilot"`` (last token), ``"cls"`` (first) or a column. By default the pilot of a causal model, the first token of
-            an encoder: its last token is no more a summary of the text than any other.
-        states: which states, one or several, default 1 to n_layers (outputs of the blocks, as published); 0 adds the embedding.
-        post_norm: also keep the last state after the final norm (see :meth:`Trajectories.after_norm`).
+        tokens: chunks as :func:`tl_geometry.decompose` takes them; see :func:`pseudo_sentences` for
+            those of the paper.
+        position: ``"pilot"`` (last token), ``"cls"`` (first) or a column. By default the pilot of a
+            causal model, the first token of an encoder: its last token is no more a summary of the
+            text than any other.
+        states: which states, one or several, default 1 to n_layers (outputs of the blocks, as
+            published); 0 adds the embedding.
+        post_norm: also keep the last state after the final norm (see
+            :meth:`Trajectories.after_norm`).
         path: a ``.npy`` file to write the states to (float32, memory-mapped) in place of memory.
-        batch_size: chunks of one forward pass, by default about 4,096 tokens on a CPU, 16,384 on a GPU.
+        batch_size: chunks of one forward pass, by default about 4,096 tokens on a CPU, 16,384 on a
+            GPU.
 
-    Raises ``GeometryError`` for ragged or foreign tokens, a model in training mode and non-finite states.
+    Raises ``GeometryError`` for ragged or foreign tokens, a model in training mode and non-finite
+    states.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -239,40 +324,76 @@ def trajectories(
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
     column = _column(view, position, source.columns)
-    chosen = tuple(range(1, view.n_layers + 1)) if states is None else indices(states, view.n_layers + 1, "state")
+    chosen = (
+        tuple(range(1, view.n_layers + 1))
+        if states is None
+        else indices(states, view.n_layers + 1, "state")
+    )
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     X, ids = _follow(view, source, column, chosen, path, batch_size, progress)
     finite(X.sum(1), "states of the followed token")
-    flags = [] if column == 0 or view.causal else ["an encoder's last token is not a pilot: it does not gather the text before it"]
+    flags = (
+        []
+        if column == 0 or view.causal
+        else ["an encoder's last token is not a pilot: it does not gather the text before it"]
+    )
     if column == 0:
         flags.append("first token followed")
     provenance = view.provenance(
-        corpus=source.corpus, token_hash=hash_tokens(ids), has_bos=view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
-        window=(0, source.columns), contexts=len(X), sources=SOURCE, flags=tuple(flags),
-    )  # fmt: skip
+        corpus=source.corpus,
+        token_hash=hash_tokens(ids),
+        has_bos=view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
+        window=(0, source.columns),
+        contexts=len(X),
+        sources=SOURCE,
+        flags=tuple(flags),
+    )
     last = final_norm(view, X[:, -1]) if post_norm and view.n_layers in chosen else None
     provenance = provenance.flagged(FOLDED) if last is not None and view.processed else provenance
     return Trajectories(
-        X=X, states=chosen, column=column, tokens=ids, labels=source.labels, post_norm=last, provenance=provenance
-    )  # fmt: skip
+        X=X,
+        states=chosen,
+        column=column,
+        tokens=ids,
+        labels=source.labels,
+        post_norm=last,
+        provenance=provenance,
+    )
 
 
 def _column(view: ModelView, position: str | int | None, columns: int) -> int:
     if position is None:
         return -1 if view.causal else 0
     if isinstance(position, str):
-        require(position in ("pilot", "cls"), "position", expected='"pilot", "cls" or a column', got=repr(position))
+        require(
+            position in ("pilot", "cls"),
+            "position",
+            expected='"pilot", "cls" or a column',
+            got=repr(position),
+        )
         return -1 if position == "pilot" else 0
     return position if position == -1 else index(position, columns, "position")
 
 
 def _follow(
-    view: ModelView, source: TokenSource, column: int, states: tuple[int, ...], path: str | Path | None, batch: int | None, progress: bool
+    view: ModelView,
+    source: TokenSource,
+    column: int,
+    states: tuple[int, ...],
+    path: str | Path | None,
+    batch: int | None,
+    progress: bool,
 ) -> tuple[Float[Tensor, "trajectory state d_model"], Int[Tensor, "trajectory position"]]:
     dtype = torch.float64 if view.dtype == torch.float64 else torch.float32
     shape = (source.contexts or 0, len(states), view.d_model)
     if path is not None:
-        require(source.contexts is not None, "path", expected="chunks whose number is known", got="an iterable", instead="path=None")
+        require(
+            source.contexts is not None,
+            "path",
+            expected="chunks whose number is known",
+            got="an iterable",
+            instead="path=None",
+        )
         name = "float64" if dtype == torch.float64 else "float32"
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         X = torch.from_numpy(np.lib.format.open_memmap(path, mode="w+", dtype=name, shape=shape))
@@ -281,8 +402,14 @@ def _follow(
     ids, parts, done = [], [], 0
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
         for rows in source.batches(batch or default_batch(source.columns, view.device)):
-            into = X[done : done + len(rows)] if source.contexts is not None else torch.empty(len(rows), *shape[1:], dtype=dtype)
-            view.run(rows, {view.state_hooks[s]: _store(into, i, column) for i, s in enumerate(states)})
+            into = (
+                X[done : done + len(rows)]
+                if source.contexts is not None
+                else torch.empty(len(rows), *shape[1:], dtype=dtype)
+            )
+            view.run(
+                rows, {view.state_hooks[s]: _store(into, i, column) for i, s in enumerate(states)}
+            )
             parts.append(into)
             ids.append(rows)
             done += len(rows)
@@ -297,12 +424,25 @@ def _store(into: Tensor, row: int, column: int) -> Hook:
     return hook
 
 
-def final_norm(view: ModelView, states: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, "trajectory d_model"]:
-    """Last states after the model's own final norm, by calling it (without gain and bias where those were folded into the unembedding)."""
+def final_norm(
+    view: ModelView, states: Float[Tensor, "trajectory d_model"]
+) -> Float[Tensor, "trajectory d_model"]:
+    """Last states after the model's own final norm, by calling it (without gain and bias where
+    those were folded into the unembedding)."""
     norm = getattr(view.model, "ln_final", None)
     if norm is None or not view.causal:
-        fail("post_norm", expected="a decoder with a final norm", got=f"{view.kind} {view.name}", instead="post_norm=False")
+        fail(
+            "post_norm",
+            expected="a decoder with a final norm",
+            got=f"{view.kind} {view.name}",
+            instead="post_norm=False",
+        )
     with torch.no_grad():
         out = [norm(part.to(view.device, view.dtype)[:, None])[:, 0] for part in states.split(4096)]
-    require(isinstance(out[0], Tensor), "post_norm", expected="a tensor from the final norm", got=describe(out[0]))
+    require(
+        isinstance(out[0], Tensor),
+        "post_norm",
+        expected="a tensor from the final norm",
+        got=describe(out[0]),
+    )
     return torch.cat(out).to(states)

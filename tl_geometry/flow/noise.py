@@ -1,4 +1,5 @@
-"""The noise that a flow leaves: its law over layers, whether it is isotropic and Gaussian, and layers that do not follow the rest."""
+"""The noise that a flow leaves: its law over layers, whether it is isotropic and Gaussian, and
+layers that do not follow the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LAWS = ("asymptotic", "increment")
 
 
 class NoiseLaw(NamedTuple):
-    """A fitted law of the residual variance: ``ln v = ln alpha + rate * ...`` (natural logarithm)."""
+    """A fitted law of the residual variance: ``ln v = ln alpha + rate * ...`` (natural
+    logarithm)."""
 
     law: str
     alpha: float
@@ -29,11 +31,15 @@ class NoiseLaw(NamedTuple):
     log_alpha: float
     r2: float
     aic: float
-    """``n ln(RSS/n) + 2 * 3``: the smaller, the better the law (differences under 2 say nothing)."""
+    """``n ln(RSS/n) + 2 * 3``: the smaller, the better the law (differences under 2 say
+    nothing)."""
     pairs: int
 
-    def variance(self, start: Float[Tensor, "*batch"], end: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """Variance of one coordinate of the residual from time ``start`` to ``end``, by this law."""
+    def variance(
+        self, start: Float[Tensor, "*batch"], end: Float[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch"]:
+        """Variance of one coordinate of the residual from time ``start`` to ``end``, by this
+        law."""
         return (self.log_alpha + _shape(self.law, self.rate, start.double(), end.double())).exp()
 
 
@@ -42,11 +48,15 @@ def _shape(law: str, rate: float, start: Tensor, end: Tensor) -> Tensor:
         return rate * end
     tau = end - start
     small = abs(rate) < 1e-9
-    grown = tau if small else torch.expm1(rate * tau) / rate  # (e^{rate tau} - 1) / rate: smooth through rate 0
+    grown = (
+        tau if small else torch.expm1(rate * tau) / rate
+    )  # (e^{rate tau} - 1) / rate: smooth through rate 0
     return rate * start + grown.log() + (0.0 if small else math.log(abs(rate)))
 
 
-def _pairs(values: Tensor, times: Tensor | None, drop_first: int, drop_last: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(
+    values: Tensor, times: Tensor | None, drop_first: int, drop_last: int
+) -> tuple[Tensor, Tensor, Tensor]:
     states = len(values)
     times = torch.arange(1, states + 1, dtype=torch.float64) if times is None else times.double()
     keep = torch.zeros(states, dtype=torch.bool)
@@ -64,13 +74,16 @@ def fit_noise_law(
     drop_first: int = 0,
     drop_last: int = 0,
 ) -> NoiseLaw:
-    """Fit ``alpha`` and ``lambda`` to the map of mean log variances of residuals, over all pairs of states.
+    """Fit ``alpha`` and ``lambda`` to the map of mean log variances of residuals, over all pairs of
+    states.
 
-    ``"asymptotic"``: ``v = alpha e^{lambda (t + tau)}``, ordinary least squares (Sarfati et al. 2025, Eq. 2).
-    ``"increment"``: ``v = alpha e^{lambda (t + tau)} (1 - e^{-lambda tau})``, what the noise of their stochastic equation integrates
-    to where nothing stretches (its absolute value for a negative lambda); least squares on ln v. Times are layers, 1 for the output
-    of the first block unless ``times`` says otherwise; ``drop_first`` and ``drop_last`` leave out states. The published
-    "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; its base is unstated, ours is natural.
+    ``"asymptotic"``: ``v = alpha e^{lambda (t + tau)}``, ordinary least squares (Sarfati et al.
+    2025, Eq. 2). ``"increment"``: ``v = alpha e^{lambda (t + tau)} (1 - e^{-lambda tau})``, what
+    the noise of their stochastic equation integrates to where nothing stretches (its absolute value
+    for a negative lambda); least squares on ln v. Times are layers, 1 for the output of the first
+    block unless ``times`` says otherwise; ``drop_first`` and ``drop_last`` leave out states. The
+    published "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; its
+    base is unstated, ours is natural.
 
     >>> t = torch.arange(1.0, 6)
     >>> v = (torch.log(torch.tensor(0.64)) + 0.18 * t).expand(5, 5)
@@ -80,7 +93,13 @@ def fit_noise_law(
     choice(law, LAWS, "law")
     start, end, y = _pairs(log_variance, times, drop_first, drop_last)
     n = len(y)
-    require(n >= 3, "pairs of states", expected="at least 3 with a finite variance", got=n, instead="fewer dropped layers")
+    require(
+        n >= 3,
+        "pairs of states",
+        expected="at least 3 with a finite variance",
+        got=n,
+        instead="fewer dropped layers",
+    )
 
     def misfit(rate: float) -> float:
         left = y - _shape(law, rate, start, end)
@@ -92,7 +111,9 @@ def fit_noise_law(
     else:
         grid = np.linspace(-3, 3, 241)
         near = grid[int(np.argmin([misfit(g) for g in grid]))]
-        found: Any = minimize_scalar(misfit, bounds=(near - 0.025, near + 0.025), method="bounded", options={"xatol": 1e-10})
+        found: Any = minimize_scalar(
+            misfit, bounds=(near - 0.025, near + 0.025), method="bounded", options={"xatol": 1e-10}
+        )
         rate = float(found.x)
     left = misfit(rate)
     total = float((y - y.mean()).square().sum())
@@ -103,7 +124,8 @@ def fit_noise_law(
 
 
 class Isotropy(NamedTuple):
-    """Whether a residual is isotropic, uncorrelated and Gaussian; every number that chance makes large has its null beside it."""
+    """Whether a residual is isotropic, uncorrelated and Gaussian; every number that chance makes
+    large has its null beside it."""
 
     variance_cv: float
     """Coefficient of variation of the coordinates' variances."""
@@ -114,26 +136,35 @@ class Isotropy(NamedTuple):
     correlation_chance: float
     """``sqrt(2 / (pi N))`` for independent coordinates."""
     participation: float
-    """``(tr C)^2 / (d tr C^2)``: 1 where all eigenvalues of the covariance C are equal. Its null is ``participation_chance``."""
+    """``(tr C)^2 / (d tr C^2)``: 1 where all eigenvalues of the covariance C are equal. Its null is
+    ``participation_chance``."""
     participation_chance: float
     sphericity_p: float
-    """p-value of John's test of sphericity in the form that holds for d above N (Ledoit & Wolf 2002)."""
+    """p-value of John's test of sphericity in the form that holds for d above N (Ledoit & Wolf
+    2002)."""
     gaussian_rejected: float
-    """Share of coordinates that fail the Anderson-Darling test, with the false discovery rate held at ``fdr``."""
+    """Share of coordinates that fail the Anderson-Darling test, with the false discovery rate held
+    at ``fdr``."""
     gaussian_rejected_raw: float
     """The same at p < fdr without correction (chance: ``fdr``)."""
     degenerate: int
 
 
 def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float = 0.05) -> Isotropy:
-    """Tests of the claim that residuals are isotropic, uncorrelated Gaussian noise (Sarfati et al. 2025, section 4).
+    """Tests of the claim that residuals are isotropic, uncorrelated Gaussian noise (Sarfati et al.
+    2025, section 4).
 
     >>> tests = isotropy_tests(torch.randn(400, 6, generator=torch.Generator().manual_seed(1)))
     >>> tests.sphericity_p > 0.01, tests.gaussian_rejected
     (True, 0.0)
     """
     n, d = residual.shape
-    require(n >= 8 and d >= 2, "residuals", expected="at least 8 trajectories of 2 coordinates", got=f"{n} of {d}")
+    require(
+        n >= 8 and d >= 2,
+        "residuals",
+        expected="at least 8 trajectories of 2 coordinates",
+        got=f"{n} of {d}",
+    )
     x = residual.double() - residual.double().mean(0)
     variance = x.square().sum(0) / (n - 1)
     ok = variance > 0
@@ -165,44 +196,55 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
 
 
 def anderson_darling(columns: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
-    """Anderson-Darling statistic A^2 of normality with estimated mean and variance, for each column (constant columns: NaN)."""
+    """Anderson-Darling statistic A^2 of normality with estimated mean and variance, for each column
+    (constant columns: NaN)."""
     n = len(columns)
     x = columns.double()
     sd = x.std(0)
     rows = ((x - x.mean(0)) / torch.where(sd > 0, sd, torch.nan)).mT.contiguous()
-    z = torch.from_numpy(np.sort(rows.cpu().numpy(), axis=-1)).to(rows)  # numpy sorts six times as fast as torch
+    z = torch.from_numpy(np.sort(rows.cpu().numpy(), axis=-1)).to(
+        rows
+    )  # numpy sorts six times as fast as torch
     i = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)
     below, above = torch.special.log_ndtr(z), torch.special.log_ndtr(-z.flip(-1))
     return -n - ((2 * i - 1) * (below + above)).sum(-1) / n
 
 
 def normality_p(columns: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
-    """p-values of :func:`anderson_darling` (D'Agostino & Stephens 1986, Table 4.9; about 1e-10 at the smallest)."""
+    """p-values of :func:`anderson_darling` (D'Agostino & Stephens 1986, Table 4.9; about 1e-10 at
+    the smallest)."""
     n = len(columns)
     a = anderson_darling(columns) * (1 + 0.75 / n + 2.25 / n**2)
     high = torch.exp(1.2937 - 5.709 * a + 0.0186 * a**2)
     middle = torch.exp(0.9177 - 4.279 * a - 1.38 * a**2)
     low = 1 - torch.exp(-8.318 + 42.796 * a - 59.938 * a**2)
     lowest = 1 - torch.exp(-13.436 + 101.14 * a - 223.73 * a**2)
-    p = torch.where(a >= 0.6, high, torch.where(a >= 0.34, middle, torch.where(a >= 0.2, low, lowest)))
+    p = torch.where(
+        a >= 0.6, high, torch.where(a >= 0.34, middle, torch.where(a >= 0.2, low, lowest))
+    )
     p = torch.where(a > 13, torch.zeros_like(p), p)
     return torch.where(torch.isnan(p), 1.0, p).clamp(0, 1)
 
 
-def _least_absolute(design: Float[Tensor, "row column"], y: Float[Tensor, " row"]) -> Float[Tensor, " column"]:
+def _least_absolute(
+    design: Float[Tensor, "row column"], y: Float[Tensor, " row"]
+) -> Float[Tensor, " column"]:
     """Least absolute deviations by iteratively reweighted least squares."""
     weight = torch.ones_like(y)
     floor = 1e-6 * float(y.std()) + 1e-300
     solution = torch.zeros(design.shape[1], dtype=y.dtype)
     for _ in range(50):
         root = weight.sqrt()
-        solution = torch.linalg.lstsq(design * root[:, None], (y * root)[:, None], driver="gelsd").solution[:, 0]
+        solution = torch.linalg.lstsq(
+            design * root[:, None], (y * root)[:, None], driver="gelsd"
+        ).solution[:, 0]
         weight = 1 / (y - design @ solution).abs().clamp(min=floor)
     return solution
 
 
 class Anomalies(NamedTuple):
-    """Target states whose residuals do not follow the other layers. NaN where too few layers are left for the fit."""
+    """Target states whose residuals do not follow the other layers. NaN where too few layers are
+    left for the fit."""
 
     excess: Float[Tensor, " state"]
     """Mean over starts of value minus the value predicted from the other targets."""
@@ -213,18 +255,25 @@ class Anomalies(NamedTuple):
 
 
 def layer_anomalies(
-    values: Float[Tensor, "state state"], *, times: Float[Tensor, " state"] | None = None, threshold: float = 3.5
+    values: Float[Tensor, "state state"],
+    *,
+    times: Float[Tensor, " state"] | None = None,
+    threshold: float = 3.5,
 ) -> Anomalies:
-    """Leave-one-target-out diagnosis of a map of pairs (mean log variance, |mean|/sd, relative error).
+    """Leave-one-target-out diagnosis of a map of pairs (mean log variance, |mean|/sd, relative
+    error).
 
-    For each target state b the regression ``value = c_0 + c_1 (t + tau) + c_2 ln tau`` is fitted on all pairs with another target
-    (least absolute deviations, so that one odd layer does not bend the fits of the others); the excess of b is the mean
-    residual of its own pairs, and its robust z-score compares it with the other targets.
-    The last state is worth running twice, before and after the final norm: libraries return it after the norm, which is
-    a likely cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
+    For each target state b the regression ``value = c_0 + c_1 (t + tau) + c_2 ln tau`` is fitted on
+    all pairs with another target (least absolute deviations, so that one odd layer does not bend
+    the fits of the others); the excess of b is the mean residual of its own pairs, and its robust
+    z-score compares it with the other targets. The last state is worth running twice, before and
+    after the final norm: libraries return it after the norm, which is a likely cause of the anomaly
+    that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
     """
     start, end, y = _pairs(values, times, 0, 0)
-    where = torch.arange(1, len(values) + 1, dtype=torch.float64) if times is None else times.double()
+    where = (
+        torch.arange(1, len(values) + 1, dtype=torch.float64) if times is None else times.double()
+    )
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
     excess = torch.full((len(values),), torch.nan, dtype=torch.float64)
     for b, time in enumerate(where):
@@ -236,6 +285,10 @@ def layer_anomalies(
     if int(known.sum()) >= 4:
         away = excess - excess[known].quantile(0.5)
         mad = away[known].abs().quantile(0.5)
-        z = torch.where(mad > 0, away / (1.4826 * torch.where(mad > 0, mad, 1.0)), torch.where(away == 0, 0.0, torch.inf))
+        z = torch.where(
+            mad > 0,
+            away / (1.4826 * torch.where(mad > 0, mad, 1.0)),
+            torch.where(away == 0, 0.0, torch.inf),
+        )
         z = torch.where(known, z, torch.nan)
     return Anomalies(excess, z, (z.abs() > threshold) & known)

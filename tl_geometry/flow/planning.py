@@ -1,4 +1,5 @@
-"""The ensemble of pilot-token paths through a model, and everything that the stochastic-flow view asks of it."""
+"""The ensemble of pilot-token paths through a model, and everything that the stochastic-flow view
+asks of it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tl_geometry.models.model_view import Hook
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How many chunks to follow: ``n`` of the ``wanted``, about ``seconds`` of forward passes (NaN where nothing was timed)."""
+    """How many chunks to follow: ``n`` of the ``wanted``, about ``seconds`` of forward passes (NaN
+    where nothing was timed)."""
 
     n: int
     wanted: int
@@ -26,15 +28,20 @@ class ChunkPlan:
     def note(self) -> str:
         """One sentence for a report."""
         took = "" if math.isnan(self.seconds) else f", about {self.seconds:.0f} s"
-        few = "" if self.n >= self.wanted else f" of {self.wanted} wanted (twice d_model and a tenth)"
+        few = (
+            "" if self.n >= self.wanted else f" of {self.wanted} wanted (twice d_model and a tenth)"
+        )
         return f"{self.n} chunks{few}{took}"
 
 
-def plan_chunks(model: Any, tokens: Any, *, budget: float | None = None, share: float = 0.5) -> ChunkPlan:
+def plan_chunks(
+    model: Any, tokens: Any, *, budget: float | None = None, share: float = 0.5
+) -> ChunkPlan:
     """How many of these chunks an ensemble needs, and how many of them a budget of seconds allows.
 
-    Maps and directions are fitted on a ``share`` of the trajectories, which should be more than d_model: ``n >= 1.1 d_model /
-    share``. With a budget two batches are run to see what a chunk costs. At least 32 chunks (or all there are) are planned.
+    Maps and directions are fitted on a ``share`` of the trajectories, which should be more than
+    d_model: ``n >= 1.1 d_model / share``. With a budget two batches are run to see what a chunk
+    costs. At least 32 chunks (or all there are) are planned.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -44,7 +51,13 @@ def plan_chunks(model: Any, tokens: Any, *, budget: float | None = None, share: 
     view = as_view(model)
     source = TokenSource.of(view, tokens, None, None)
     known = source.contexts is not None
-    require(known, "tokens", expected="chunks whose number is known", got="an iterable", instead="a tensor of token ids")
+    require(
+        known,
+        "tokens",
+        expected="chunks whose number is known",
+        got="an iterable",
+        instead="a tensor of token ids",
+    )
     require(budget is None or budget > 0, "budget", expected="seconds above 0", got=budget)
     require(0 < share < 1, "share", expected="a share between 0 and 1", got=share)
     there, wanted = source.contexts or 0, math.ceil(1.1 * view.d_model / share)

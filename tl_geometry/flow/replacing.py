@@ -1,4 +1,5 @@
-"""Putting mapped states in the place of later ones in the live model, many maps in one forward pass, and what that costs."""
+"""Putting mapped states in the place of later ones in the live model, many maps in one forward
+pass, and what that costs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def take(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor] | Non
     """A hook that keeps a state: whole, or at (row, position) in float32 on the CPU."""
 
     def hook(h: Tensor) -> None:
-        into[state] = h.detach() if where is None else h.detach()[where[0].to(h.device), where[1].to(h.device)].float().cpu()
+        into[state] = (
+            h.detach()
+            if where is None
+            else h.detach()[where[0].to(h.device), where[1].to(h.device)].float().cpu()
+        )
 
     return hook
 
@@ -42,21 +47,38 @@ def put(moved: Float[Tensor, "row position d_model"], rows: slice) -> Hook:
 
 
 class Measure:
-    """Results in progress, chunk by chunk. ``jobs`` are those still measured at each place, ``bar`` counts forward passes."""
+    """Results in progress, chunk by chunk. ``jobs`` are those still measured at each place, ``bar``
+    counts forward passes."""
 
-    def __init__(self, view: ModelView, jobs: Mapping[str, Sequence[Job]], pairs: Sequence[Pair], limit: int, bar: Any) -> None:
+    def __init__(
+        self,
+        view: ModelView,
+        jobs: Mapping[str, Sequence[Job]],
+        pairs: Sequence[Pair],
+        limit: int,
+        bar: Any,
+    ) -> None:
         self.view, self.jobs, self.pairs, self.limit, self.bar = view, dict(jobs), pairs, limit, bar
         self.found: dict[tuple[str, str, Pair], list[Tensor]] = {}
         self.loss: dict[str, list[Tensor]] = {}
 
-    def add(self, rows: Int[Tensor, "batch position"], place: str, maps: Mapping[Job, LayerMap], deadline: float | None) -> None:
-        """Measure the jobs of a place on some chunks. Those not reached by the deadline are left out here and later."""
+    def add(
+        self,
+        rows: Int[Tensor, "batch position"],
+        place: str,
+        maps: Mapping[Job, LayerMap],
+        deadline: float | None,
+    ) -> None:
+        """Measure the jobs of a place on some chunks. Those not reached by the deadline are left
+        out here and later."""
         view, column = self.view, -1 if place == "pilot" else None
         tokens = rows[:, :-1]
         target = rows[:, -1:] if place == "pilot" else rows[:, 2:]
         clean: dict[int, Tensor] = {}
         starts = {a for (a, _), _ in self.jobs[place]}
-        plain = log_probabilities(view, tokens, {view.state_hooks[s]: take(clean, s, None) for s in starts}, column=column)
+        plain = log_probabilities(
+            view, tokens, {view.state_hooks[s]: take(clean, s, None) for s in starts}, column=column
+        )
         own = _from_second(plain, place)
         own_loss = _loss(own, target)
         self.loss.setdefault(place, []).append(own_loss.mean(1))
@@ -69,20 +91,29 @@ class Measure:
                 break
             group = sorted(jobs[start : start + copies], key=lambda job: job[0][1])
             changed = self._run(group, tokens, place, maps, clean, runs)
-            for job, part in zip(group, _from_second(changed, place).split(len(tokens)), strict=True):
+            for job, part in zip(
+                group, _from_second(changed, place).split(len(tokens)), strict=True
+            ):
                 self._record(place, job, part, own, _loss(part, target) - own_loss)
             self.bar.update(len(group) * len(tokens))
 
     def _run(
-        self, group: Sequence[Job], tokens: Tensor, place: str, maps: Mapping[Job, LayerMap], clean: Mapping[int, Tensor],
+        self,
+        group: Sequence[Job],
+        tokens: Tensor,
+        place: str,
+        maps: Mapping[Job, LayerMap],
+        clean: Mapping[int, Tensor],
         runs: PilotRuns | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """One forward pass over a copy of the chunks for each job, in the order of their ends."""
         hooks: dict[str, Hook] = {}
         for end in {b for (_, b), _ in group}:
             mine = [i for i, ((_, b), _) in enumerate(group) if b == end]
             moved = torch.cat([_moved(maps[group[i]], clean[group[i][0][0]], place) for i in mine])
-            hooks[self.view.state_hooks[end]] = put(moved, slice(mine[0] * len(tokens), (mine[-1] + 1) * len(tokens)))
+            hooks[self.view.state_hooks[end]] = put(
+                moved, slice(mine[0] * len(tokens), (mine[-1] + 1) * len(tokens))
+            )
         if runs is not None:
             return runs.log_probabilities(len(group), hooks)
         return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, column=None)
@@ -90,12 +121,18 @@ class Measure:
     def _record(self, place: str, job: Job, changed: Tensor, own: Tensor, increase: Tensor) -> None:
         compared = distances(changed, own)
         k = min(5, own.shape[-1])
-        row = torch.stack([compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]).mean(2)
-        alike = [p for p in self.pairs if p[1] == job[0][1]] if job[1] == "mean" else [job[0]]  # the mean is the same from every start
+        row = torch.stack(
+            [compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]
+        ).mean(2)
+        alike = (
+            [p for p in self.pairs if p[1] == job[0][1]] if job[1] == "mean" else [job[0]]
+        )  # the mean is the same from every start
         for pair in alike:
             self.found.setdefault((place, job[1], pair), []).append(row.double().cpu())
 
-    def finish(self, places: Sequence[str], kinds: Sequence[str]) -> tuple[dict[str, Tensor], tuple[float, float]]:
+    def finish(
+        self, places: Sequence[str], kinds: Sequence[str]
+    ) -> tuple[dict[str, Tensor], tuple[float, float]]:
         """The maps, and the model's own loss at the pilot and at all positions."""
         n = self.view.n_layers + 1
         keys = [f"{p}|{k}|{m}" for p in places for k in kinds for m in METRICS]
@@ -103,9 +140,14 @@ class Measure:
         for (place, kind, (a, b)), parts in self.found.items():
             table = torch.cat(parts, dim=1)
             mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
-            for metric, value in zip(METRICS, (mean[0], error, mean[1], mean[2], mean[3]), strict=True):
+            for metric, value in zip(
+                METRICS, (mean[0], error, mean[1], mean[2], mean[3]), strict=True
+            ):
                 values[f"{place}|{kind}|{metric}"][a, b] = value
-        loss = [float(torch.cat(self.loss[p]).mean()) if p in self.loss else float("nan") for p in ("pilot", "all")]
+        loss = [
+            float(torch.cat(self.loss[p]).mean()) if p in self.loss else float("nan")
+            for p in ("pilot", "all")
+        ]
         return values, (loss[0], loss[1])
 
 

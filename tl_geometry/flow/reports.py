@@ -1,4 +1,5 @@
-"""The flow view of an ensemble in one result: residuals of every map between states, noise laws, isotropy, anomalous layers."""
+"""The flow view of an ensemble in one result: residuals of every map between states, noise laws,
+isotropy, anomalous layers."""
 
 from __future__ import annotations
 
@@ -14,31 +15,44 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.flow import noise
-from tl_geometry.flow.alignment import Frames
+from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
-from tl_geometry.flow.residuals import MAPS, LayerMap, MapOf, Maps, MapsFrom, flow_map, map_errors, residual_maps
+from tl_geometry.flow.residuals import (
+    MAPS,
+    LayerMap,
+    MapOf,
+    Maps,
+    MapsFrom,
+    flow_map,
+    map_errors,
+    residual_maps,
+)
 
 YARDSTICKS = ("linear", "ridge", "scaled", "shift", "identity", "mean")
 ALWAYS = ("ridge", "identity")
-"""Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the best linear map."""
+"""Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the
+best linear map."""
 ISOTROPY = noise.Isotropy._fields
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FlowReport(Result):
-    """Every pair of states: what rotation and stretch leave, in-sample and held out, beside what other maps leave.
+    """Every pair of states: what rotation and stretch leave, in-sample and held out, beside what
+    other maps leave.
 
-    ``in_sample`` and ``held_out`` map the names of :class:`tl_geometry.flow.residuals.Maps` to ``[state state]`` (row start, column end);
-    ``yardsticks`` map ``"linear"``, ... to held-out relative errors, ``isotropy`` the fields of
-    :class:`tl_geometry.flow.noise.Isotropy` (held-out residuals), with ``sphericity_q`` and the tests corrected over pairs.
-    ``laws`` holds ``[alpha, lambda, ln alpha, R^2, AIC, pairs]`` of each noise law, fitted in-sample as published; ``anomalies``
-    ``[excess, z]`` of each target state by three measures, with the post-norm last state as a second opinion where it was kept.
+    ``in_sample`` and ``held_out`` map the names of :class:`tl_geometry.flow.residuals.Maps` to
+    ``[state state]`` (row start, column end); ``baselines`` map ``"linear"``, ... to held-out
+    relative errors, ``isotropy`` the fields of :class:`tl_geometry.flow.noise.Isotropy` (held-out
+    residuals), with ``sphericity_q`` and the tests corrected over pairs. ``laws`` holds
+    ``[alpha, lambda, ln alpha, R^2, AIC, pairs]`` of each noise law, fitted in-sample as published;
+    ``anomalies`` ``[excess, z]`` of each target state by three measures, with the post-norm last
+    state as a second opinion where it was kept.
     """
 
     states: tuple[int, ...]
     in_sample: Mapping[str, Float[Tensor, "state state"]]
     held_out: Mapping[str, Float[Tensor, "state state"]]
-    yardsticks: Mapping[str, Float[Tensor, "state state"]]
+    baselines: Mapping[str, Float[Tensor, "state state"]]
     isotropy: Mapping[str, Float[Tensor, "state state"]]
     laws: Mapping[str, Float[Tensor, " column"]]
     anomalies: Mapping[str, Float[Tensor, "row state"]]
@@ -48,23 +62,39 @@ class FlowReport(Result):
 
     def law(self, name: str = "asymptotic") -> noise.NoiseLaw:
         """A fitted noise law."""
-        require(name in self.laws, "law", expected=f"one of {', '.join(self.laws)}", got=name, instead="more states")
+        require(
+            name in self.laws,
+            "law",
+            expected=f"one of {', '.join(self.laws)}",
+            got=name,
+            instead="more states",
+        )
         v = [float(x) for x in self.laws[name]]
         return noise.NoiseLaw(name, v[0], v[1], v[2], v[3], v[4], int(v[5]))
 
     def flagged(self, threshold: float = 3.5) -> dict[str, tuple[int, ...]]:
         """States that each measure calls anomalous, ``|z| > threshold``."""
-        return {k: tuple(s for s, z in zip(self.states, v[1].tolist()) if abs(z) > threshold) for k, v in self.anomalies.items()}
+        return {
+            k: tuple(s for s, z in zip(self.states, v[1].tolist()) if abs(z) > threshold)
+            for k, v in self.anomalies.items()
+        }
 
     def columns(self) -> tuple[str, ...]:
         sides = [f"{n}_{side}" for side in ("in", "out") for n in Maps._fields]
-        return ("start", "end", *sides, *(f"error_{k}" for k in self.yardsticks), *self.isotropy)
+        return ("start", "end", *sides, *(f"error_{k}" for k in self.baselines), *self.isotropy)
 
     def rows(self) -> list[tuple[object, ...]]:
-        tables = [*self.in_sample.values(), *self.held_out.values(), *self.yardsticks.values(), *self.isotropy.values()]
+        tables = [
+            *self.in_sample.values(),
+            *self.held_out.values(),
+            *self.baselines.values(),
+            *self.isotropy.values(),
+        ]
         n = len(self.states)
         pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
-        return [(self.states[i], self.states[j], *(float(t[i, j]) for t in tables)) for i, j in pairs]
+        return [
+            (self.states[i], self.states[j], *(float(t[i, j]) for t in tables)) for i, j in pairs
+        ]
 
 
 def flow_report(
@@ -79,13 +109,16 @@ def flow_report(
     fdr: float = 0.05,
     seed: int = 0,
 ) -> FlowReport:
-    """Rotation and stretch between all pairs of states of an ensemble, with yardsticks, noise laws, isotropy tests, anomalies.
+    """Rotation and stretch between all pairs of states of an ensemble, with baselines, noise laws,
+    isotropy tests, anomalies.
 
-    Maps are fitted on one part of the trajectories (whole documents where labelled) and measured on the other; "in-sample" numbers
-    are those of the fitted part, as published; a flag counts directions that the maps had to drop, another says that fewer
-    trajectories than dimensions were fitted on. ``kinds`` are the yardsticks; ridge (its penalty chosen on the fitted part) and the
-    identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and ``signs`` as in
-    :func:`tl_geometry.flow.alignment.fit_frames` and :func:`tl_geometry.flow.residuals.flow_map`.
+    Maps are fitted on one part of the trajectories (whole documents where labelled) and measured on
+    the other; "in-sample" numbers are those of the fitted part, as published; a flag counts
+    directions that the maps had to drop, another says that fewer trajectories than dimensions were
+    fitted on. ``kinds`` are the baselines; ridge (its penalty chosen on the fitted part) and the
+    identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
+    ``signs`` as in :func:`tl_geometry.flow.alignment.fit_aligned_bases` and
+    :func:`tl_geometry.flow.residuals.flow_map`.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -94,14 +127,25 @@ def flow_report(
     (1, 2, 3, 4)
     """
     require_trajectories(ensemble, "ensemble")
-    require(len(ensemble.states) >= 2, "trajectories", expected="at least two states", got=ensemble.states)
-    require(len(ensemble) >= 16, "trajectories", expected="at least 16", got=len(ensemble), instead="more chunks")
+    require(
+        len(ensemble.states) >= 2,
+        "trajectories",
+        expected="at least two states",
+        got=ensemble.states,
+    )
+    require(
+        len(ensemble) >= 16,
+        "trajectories",
+        expected="at least 16",
+        got=len(ensemble),
+        instead="more chunks",
+    )
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     unknown = [k for k in kinds if k not in MAPS]
     require(not unknown, "kinds", expected=f"some of {', '.join(MAPS)}", got=unknown)
     kinds = (*kinds, *(k for k in ALWAYS if k not in kinds))
     train, test = ensemble.split(train_share, seed=seed)
-    flow = partial(flow_map, train.frames(align=align), signs=signs)
+    flow = partial(flow_map, train.aligned_bases(align=align), signs=signs)
     inside = residual_maps(train.X, flow)
     n = len(ensemble.states)
     tests = {k: torch.full((n, n), torch.nan, dtype=torch.float64) for k in ISOTROPY}
@@ -115,11 +159,23 @@ def flow_report(
     errors = {kind: map_errors(test.X, _fitted(train, kind)) for kind in kinds}
     pairs = n * (n - 1) // 2
     laws: dict[str, Tensor] = {}
-    flags = [*too_few(len(train), train.X.shape[-1], "maps"), *_dropped(train.frames(align=align), ensemble.states)]
+    flags = [
+        *too_few(len(train), train.X.shape[-1], "maps"),
+        *_dropped(train.aligned_bases(align=align), ensemble.states),
+    ]
     if pairs >= 3 and n - drop_first - drop_last >= 3:
         for law in noise.LAWS:
-            fit = noise.fit_noise_law(inside.log_variance, law=law, times=ensemble.times, drop_first=drop_first, drop_last=drop_last)
-            laws[law] = torch.tensor([fit.alpha, fit.rate, fit.log_alpha, fit.r2, fit.aic, fit.pairs], dtype=torch.float64)
+            fit = noise.fit_noise_law(
+                inside.log_variance,
+                law=law,
+                times=ensemble.times,
+                drop_first=drop_first,
+                drop_last=drop_last,
+            )
+            laws[law] = torch.tensor(
+                [fit.alpha, fit.rate, fit.log_alpha, fit.r2, fit.aic, fit.pairs],
+                dtype=torch.float64,
+            )
     else:
         flags.append("too few states for a noise law")
     odd = _anomalies(inside, ensemble.times, "")
@@ -131,9 +187,18 @@ def flow_report(
     found = ensemble.outliers().indices
     flags += [f"{len(found)} norm outliers kept"] if found else []
     return FlowReport(
-        states=ensemble.states, in_sample=dict(inside._asdict()), held_out=dict(outside._asdict()), yardsticks=errors, isotropy=tests,
-        laws=laws, anomalies=odd, outliers=found, train=len(train), test=len(test), provenance=ensemble.provenance.flagged(*flags),
-    )  # fmt: skip
+        states=ensemble.states,
+        in_sample=dict(inside._asdict()),
+        held_out=dict(outside._asdict()),
+        baselines=errors,
+        isotropy=tests,
+        laws=laws,
+        anomalies=odd,
+        outliers=found,
+        train=len(train),
+        test=len(test),
+        provenance=ensemble.provenance.flagged(*flags),
+    )
 
 
 def _fitted(train: Trajectories, kind: str) -> MapOf:
@@ -149,11 +214,12 @@ def _fitted(train: Trajectories, kind: str) -> MapOf:
     return found
 
 
-def _dropped(frames: Frames, states: tuple[int, ...]) -> list[str]:
-    """How many directions maps from each state drop, their singular values being too small to divide by."""
-    counts = [flow_map(frames, row, row).dropped for row in range(len(states) - 1)]
+def _dropped(aligned: AlignedBases, states: tuple[int, ...]) -> list[str]:
+    """How many directions maps from each state drop, their singular values being too small to
+    divide by."""
+    counts = [flow_map(aligned, row, row).dropped for row in range(len(states) - 1)]
     text = ", ".join(f"{n} from state {state}" for n, state in zip(counts, states) if n)
-    return [f"directions of {frames.rank} dropped: {text}"] if text else []
+    return [f"directions of {aligned.rank} dropped: {text}"] if text else []
 
 
 def _corrected(p: Tensor) -> Tensor:
@@ -187,14 +253,19 @@ class NullComparison(Result):
         return ("ensemble", *self.statistics)
 
     def rows(self) -> list[tuple[object, ...]]:
-        return [(n, *(float(v[i]) for v in self.statistics.values())) for i, n in enumerate(self.names)]
+        return [
+            (n, *(float(v[i]) for v in self.statistics.values())) for i, n in enumerate(self.names)
+        ]
 
 
-def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10, align: str = "greedy") -> NullComparison:
-    """Straightness, parallelism, neighbours kept, residual statistics and noise laws of several ensembles, such as a model and its nulls.
+def compare_ensembles(
+    ensembles: Mapping[str, Trajectories], *, k: int = 10, align: str = "greedy"
+) -> NullComparison:
+    """Straightness, parallelism, neighbours kept, residual statistics and noise laws of several
+    ensembles, such as a model and its nulls.
 
-    The published claims to look for: an untrained model shows no law ``e^{lambda (t + tau)}`` and a mean |kurtosis| of 1 to 1.5
-    where the trained one has 0 to 0.3 (Sarfati et al. 2025).
+    The published claims to look for: an untrained model shows no law ``e^{lambda (t + tau)}`` and a
+    mean |kurtosis| of 1 to 1.5 where the trained one has 0 to 0.3 (Sarfati et al. 2025).
     """
     require(len(ensembles) >= 1, "ensembles", expected="at least one", got="none")
     table: dict[str, list[float]] = {}
@@ -213,12 +284,19 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10, ali
         }
         enough = len(one.states) >= 3
         for law in noise.LAWS:
-            fit = noise.fit_noise_law(maps.log_variance, law=law, times=one.times) if enough else None
-            row |= {f"{law}_rate": fit.rate if fit else math.nan, f"{law}_r2": fit.r2 if fit else math.nan}
+            fit = (
+                noise.fit_noise_law(maps.log_variance, law=law, times=one.times) if enough else None
+            )
+            row |= {
+                f"{law}_rate": fit.rate if fit else math.nan,
+                f"{law}_r2": fit.r2 if fit else math.nan,
+            }
         for name, value in row.items():
             table.setdefault(name, []).append(value)
     first = next(iter(ensembles.values()))
     fewest = min(ensembles.values(), key=len)
-    provenance = first.provenance.flagged(*too_few(len(fewest), fewest.X.shape[-1], "directions and maps"))
+    provenance = first.provenance.flagged(
+        *too_few(len(fewest), fewest.X.shape[-1], "directions and maps")
+    )
     statistics = {name: torch.tensor(values, dtype=torch.float64) for name, values in table.items()}
     return NullComparison(names=tuple(ensembles), statistics=statistics, provenance=provenance)

@@ -1,8 +1,11 @@
-"""From one state to a later one by a linear map: the rotation and stretch of the paper, its yardsticks, and what each leaves unexplained.
+"""From one state to a later one by a linear map: the rotation and stretch of the paper, its
+baselines, and what each leaves unexplained.
 
-Every map is ``x -> out + scale * (x - in) @ left @ right.T``: the flow (rotation and stretch between two frames), the identity, the
-scaled identity, the mean shift, the best linear map, a ridge regression, the constant mean. In-sample the best linear map wins by
-construction (with fewer trajectories than coordinates it even leaves nothing), so that maps are to be compared on held-out trajectories.
+Every map is ``x -> out + scale * (x - in) @ left @ right.T``: the flow (rotation and stretch
+between two aligned bases), the identity, the scaled identity, the mean shift, the best linear map,
+a ridge regression, the constant mean. In-sample the best linear map wins by construction (with
+fewer trajectories than coordinates it even leaves nothing), so that maps are to be compared on
+held-out trajectories.
 """
 
 from __future__ import annotations
@@ -20,20 +23,23 @@ from torch import Tensor
 from tl_geometry.base.checks import describe, finite, index
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.linalg import SVD, svd
-from tl_geometry.flow.alignment import Frames, inverse_values
+from tl_geometry.flow.alignment import AlignedBases, inverse_values
 
 MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
 """Kinds of map from one state to another, see :func:`fit_map`."""
 SIGNS = ("U", "V")
-"""Signs of the directions: as the frames were aligned (published), or the ones that minimise the residual."""
+"""Signs of the directions: as the aligned bases were aligned (published), or the ones that minimise
+the residual."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerMap:
-    """``x -> output + scale * (x - input) @ left @ right.T``; ``left`` ``None`` stands for the identity.
+    """``x -> output + scale * (x - input) @ left @ right.T``; ``left`` ``None`` stands for the
+    identity.
 
-    ``dropped`` counts the directions left out because their singular value at the start is too small to divide by; ``penalty`` is
-    the one that a ridge regression chose, as a share of the largest squared singular value (0 for every other map).
+    ``dropped`` counts the directions left out because their singular value at the start is too
+    small to divide by; ``penalty`` is the one that a ridge regression chose, as a share of the
+    largest squared singular value (0 for every other map).
     """
 
     kind: str
@@ -58,30 +64,39 @@ class LayerMap:
         return replace(self, **parts)
 
 
-def flow_map(frames: Frames, start: int, end: int, *, signs: str = "U", rtol: float = 1e-10) -> LayerMap:
-    """Rotation and stretch from state row ``start`` to ``end``: ``x~ = R(end) diag(s_i(end) / s_i(start)) R(start)^T x``.
+def flow_map(
+    aligned: AlignedBases, start: int, end: int, *, signs: str = "U", rtol: float = 1e-10
+) -> LayerMap:
+    """Rotation and stretch from state row ``start`` to ``end``:
+    ``x~ = R(end) diag(s_i(end) / s_i(start)) R(start)^T x``.
 
-    Sarfati et al. 2025, Eq. 1, about the centres of the frames (zero when uncentred). By construction ``X~ X~^T = M M^T``: the second
-    moments of the ensemble match exactly (but for directions dropped because their singular value is below ``rtol`` of the largest),
-    and the residual energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that signs and order alone decide the error.
-    ``signs="U"`` keeps the signs of the aligned frames (published); ``"V"`` takes the sign of ``v_i(start).v_i(end)``, the best ones.
+    Sarfati et al. 2025, Eq. 1, about the centres of the aligned bases (zero when uncentred). By
+    construction ``X~ X~^T = M M^T``: the second moments of the ensemble match exactly (but for
+    directions dropped because their singular value is below ``rtol`` of the largest), and the
+    residual energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that signs and order alone
+    decide the error. ``signs="U"`` keeps the signs of the aligned aligned bases (published);
+    ``"V"`` takes the sign of ``v_i(start).v_i(end)``, the best ones.
 
-    >>> from tl_geometry.flow.alignment import fit_frames
+    >>> from tl_geometry.flow.alignment import fit_aligned_bases
     >>> X = torch.randn(20, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    >>> moved = flow_map(fit_frames(X), 0, 1)(X[:, 0])
+    >>> moved = flow_map(fit_aligned_bases(X), 0, 1)(X[:, 0])
     >>> torch.allclose(moved.mT @ moved, X[:, 1].mT @ X[:, 1])
     True
     """
-    start, end = index(start, len(frames.S), "start"), index(end, len(frames.S), "end")
-    inverse = inverse_values(frames.S[start], rtol)
-    stretch = frames.S[end] * inverse
+    start, end = index(start, len(aligned.S), "start"), index(end, len(aligned.S), "end")
+    inverse = inverse_values(aligned.S[start], rtol)
+    stretch = aligned.S[end] * inverse
     if choice(signs, SIGNS, "signs") == "V":
-        overlap = frames.overlap[start, end]
+        overlap = aligned.overlap[start, end]
         stretch = stretch * torch.where(overlap < 0, -1.0, 1.0)
     return LayerMap(
-        kind="flow", input=frames.centre[start], output=frames.centre[end], left=frames.U[start] * stretch, right=frames.U[end],
+        kind="flow",
+        input=aligned.centre[start],
+        output=aligned.centre[end],
+        left=aligned.U[start] * stretch,
+        right=aligned.U[end],
         dropped=int((inverse == 0).sum()),
-    )  # fmt: skip
+    )
 
 
 PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
@@ -89,7 +104,8 @@ PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
 
 
 class MapsFrom:
-    """Fits maps from the states of one layer to any later ones; what depends on the start alone is computed once.
+    """Fits maps from the states of one layer to any later ones; what depends on the start alone is
+    computed once.
 
     ``MapsFrom(before).to(after, kind)`` is :func:`fit_map`, which documents the kinds.
 
@@ -116,7 +132,9 @@ class MapsFrom:
         mean = self.x.mean(0)
         return mean, svd(self.x - mean)
 
-    def to(self, after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10) -> LayerMap:
+    def to(
+        self, after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10
+    ) -> LayerMap:
         """The map of a kind to ``after``, states of the same trajectories."""
         require(
             self.shape == after.shape,
@@ -146,28 +164,40 @@ class MapsFrom:
             _, S2, V2 = svd(y)
             V2 = V2 * torch.where((V * V2).sum(0) < 0, -1.0, 1.0)
             return LayerMap(
-                kind=kind, input=zero, output=zero, left=V * (S2 * inverse), right=V2, dropped=dropped
-            )  # fmt: skip
+                kind=kind,
+                input=zero,
+                output=zero,
+                left=V * (S2 * inverse),
+                right=V2,
+                dropped=dropped,
+            )
         return LayerMap(
             kind=kind, input=zero, output=zero, left=V, right=(y.mT @ U) * inverse, dropped=dropped
-        )  # fmt: skip
+        )
 
 
 def fit_map(
-    before: Float[Tensor, "trajectory d_model"], after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10
+    before: Float[Tensor, "trajectory d_model"],
+    after: Float[Tensor, "trajectory d_model"],
+    kind: str,
+    *,
+    rtol: float = 1e-10,
 ) -> LayerMap:
     """A map from states to later states of the same trajectories, by least squares within its kind.
 
-    ``"identity"``: x; ``"shift"``: x + mean(after - before); ``"scaled"``: c x with the best c; ``"linear"``: the best linear map
-    ``M_after pinv(M_before)`` (no intercept: the lower bound for the flow); ``"ridge"``: the best affine map with a ridge penalty
-    chosen by generalised cross-validation (Golub, Heath & Wahba 1979), the fair yardstick where trajectories are few;
-    ``"mean"``: the constant mean(after); ``"flow"``: rotation and stretch between the two frames, sign-aligned.
+    ``"identity"``: x; ``"shift"``: x + mean(after - before); ``"scaled"``: c x with the best c;
+    ``"linear"``: the best linear map ``M_after pinv(M_before)`` (no intercept: the lower bound for
+    the flow); ``"ridge"``: the best affine map with a ridge penalty chosen by generalised
+    cross-validation (Golub, Heath & Wahba 1979), the fair baseline where trajectories are few;
+    ``"mean"``: the constant mean(after); ``"flow"``: rotation and stretch between the two aligned
+    bases, sign-aligned.
     """
     return MapsFrom(before).to(after, kind, rtol=rtol)
 
 
 def _ridge(mean: Tensor, factors: SVD, y: Tensor) -> LayerMap:
-    """Affine ridge; the penalty minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2 over :data:`PENALTIES` of s_1^2."""
+    """Affine ridge; the penalty minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2 over
+    :data:`PENALTIES` of s_1^2."""
     my, n = y.mean(0), len(y)
     U, S, V = factors
     target = U.mT @ (y - my)
@@ -180,8 +210,13 @@ def _ridge(mean: Tensor, factors: SVD, y: Tensor) -> LayerMap:
     chosen = int(gcv.argmin())
     inverse = torch.where(S > 0, shrink[chosen] / torch.where(S > 0, S, 1.0), 0.0)
     return LayerMap(
-        kind="ridge", input=mean, output=my, left=V, right=target.mT * inverse, penalty=float(shares[chosen])
-    )  # fmt: skip
+        kind="ridge",
+        input=mean,
+        output=my,
+        left=V,
+        right=target.mT * inverse,
+        penalty=float(shares[chosen]),
+    )
 
 
 class Fit(NamedTuple):
@@ -190,12 +225,15 @@ class Fit(NamedTuple):
     relative_error: float
     """``|y - y~| / |y|`` (Frobenius)."""
     r2: float
-    """Share of the variance about the mean of ``y`` that is explained (negative: worse than the mean)."""
+    """Share of the variance about the mean of ``y`` that is explained (negative: worse than the
+    mean)."""
     cosine: float
     """Mean over trajectories of the cosine between ``y`` and ``y~``."""
 
 
-def score_map(moved: Float[Tensor, "trajectory d_model"], true: Float[Tensor, "trajectory d_model"]) -> Fit:
+def score_map(
+    moved: Float[Tensor, "trajectory d_model"], true: Float[Tensor, "trajectory d_model"]
+) -> Fit:
     """Relative error, R^2 about the mean and mean cosine of predictions.
 
     >>> score_map(torch.eye(3), torch.eye(3))
@@ -206,17 +244,21 @@ def score_map(moved: Float[Tensor, "trajectory d_model"], true: Float[Tensor, "t
     spread = (true - true.mean(0)).square().sum()
     relative = float((missing / true.square().sum()).sqrt())
     cosine = torch.nn.functional.cosine_similarity(moved, true, dim=-1, eps=1e-300)
-    return Fit(relative, float(1 - missing / spread) if spread > 0 else float("nan"), float(cosine.mean()))
+    return Fit(
+        relative, float(1 - missing / spread) if spread > 0 else float("nan"), float(cosine.mean())
+    )
 
 
 class ResidualStatistics(NamedTuple):
-    """Statistics of a residual ``dx = x - x~`` over trajectories: per coordinate mean m, variance v (n - 1), kurtosis; then averages.
+    """Statistics of a residual ``dx = x - x~`` over trajectories: per coordinate mean m, variance v
+    (n - 1), kurtosis; then averages.
 
-    ``kurtosis`` is the bias-corrected excess (0 for a Gaussian; G2 of Joanes & Gill 1998, MATLAB's flag 0 minus 3).
-    Three published averages differ from the text they stand for, and are given under names of their own:
-    ``mean_over_variance`` = mean |m/v| is plotted as |mean|/sd, ``log10_mean_variance`` = log10(mean v) is plotted as the mean of
-    ln v, and ``mean_abs_kurtosis_minus_3`` = mean |k| - 3 (k not in excess) is plotted as mean |k - 3|, which it equals only
-    where every k is at least 3.
+    ``kurtosis`` is the bias-corrected excess (0 for a Gaussian; G2 of Joanes & Gill 1998, MATLAB's
+    flag 0 minus 3). Three published averages differ from the text they stand for, and are given
+    under names of their own: ``mean_over_variance`` = mean |m/v| is plotted as |mean|/sd,
+    ``log10_mean_variance`` = log10(mean v) is plotted as the mean of ln v, and
+    ``mean_abs_kurtosis_minus_3`` = mean |k| - 3 (k not in excess) is plotted as mean |k - 3|, which
+    it equals only where every k is at least 3.
     """
 
     mean_over_sd: float
@@ -230,7 +272,8 @@ class ResidualStatistics(NamedTuple):
 
 
 def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> ResidualStatistics:
-    """The averages over coordinates that the maps of Sarfati et al. 2025 (Fig. 4) show, as the text defines them and as published.
+    """The averages over coordinates that the maps of Sarfati et al. 2025 (Fig. 4) show, as the text
+    defines them and as published.
 
     >>> s = residual_statistics(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)) * 2 + 1)
     >>> round(s.mean_over_sd, 1), round(s.log_variance, 1)
@@ -279,12 +322,16 @@ MapOf = Callable[[int, int], LayerMap]
 
 
 def residual_maps(
-    X: Float[Tensor, "trajectory state d_model"], map_of: MapOf, *, collect: Callable[[int, int, Tensor], None] | None = None
+    X: Float[Tensor, "trajectory state d_model"],
+    map_of: MapOf,
+    *,
+    collect: Callable[[int, int, Tensor], None] | None = None,
 ) -> Maps:
-    """Residual statistics and fit of ``x(end) - map(x(start))`` for all pairs of states; one pair in memory at a time.
+    """Residual statistics and fit of ``x(end) - map(x(start))`` for all pairs of states; one pair
+    in memory at a time.
 
-    ``map_of`` gives the map of a pair (for the paper ``partial(flow_map, frames)``), fitted on these or on other trajectories;
-    ``collect(start, end, residual)`` receives every residual.
+    ``map_of`` gives the map of a pair (for the paper ``partial(flow_map, aligned bases)``), fitted
+    on these or on other trajectories; ``collect(start, end, residual)`` receives every residual.
     """
     states = X.shape[1]
     require(states >= 2, "trajectories", expected="at least two states", got=states)
@@ -302,8 +349,11 @@ def residual_maps(
     return Maps(*torch.from_numpy(table).unbind(0))
 
 
-def map_errors(X: Float[Tensor, "trajectory state d_model"], map_of: MapOf) -> Float[Tensor, "state state"]:
-    """``|x(end) - map(x(start))| / |x(end)|`` for all pairs of states: the ``relative_error`` of :func:`residual_maps` alone.
+def map_errors(
+    X: Float[Tensor, "trajectory state d_model"], map_of: MapOf
+) -> Float[Tensor, "state state"]:
+    """``|x(end) - map(x(start))| / |x(end)|`` for all pairs of states: the ``relative_error`` of
+    :func:`residual_maps` alone.
 
     >>> X = torch.ones(4, 3, 2)
     >>> map_errors(X, lambda start, end: fit_map(X[:, start], X[:, end], "identity"))[0, 1:].tolist()
@@ -320,24 +370,30 @@ def map_errors(X: Float[Tensor, "trajectory state d_model"], map_of: MapOf) -> F
     return out
 
 
-def yardsticks(
+def baselines(
     train: Float[Tensor, "trajectory state d_model"],
     test: Float[Tensor, "trajectory state d_model"],
     start: int,
     end: int,
-    frames: Frames | None = None,
+    aligned: AlignedBases | None = None,
     *,
     kinds: tuple[str, ...] = MAPS,
     signs: str = "U",
 ) -> dict[str, tuple[Fit, Fit]]:
-    """For each kind of map its fit in-sample (on ``train``) and held out (on ``test``), from one state row to another.
+    """For each kind of map its fit in-sample (on ``train``) and held out (on ``test``), from one
+    state row to another.
 
-    ``frames`` of ``train`` are used for the flow where given (aligned over all states, as published); else the two states' own.
+    ``aligned`` of ``train`` are used for the flow where given (aligned over all states, as
+    published); else the two states' own.
     """
     out: dict[str, tuple[Fit, Fit]] = {}
     for kind in kinds:
-        from_frames = kind == "flow" and frames is not None
-        found = flow_map(frames, start, end, signs=signs) if from_frames and frames else fit_map(train[:, start], train[:, end], kind)
+        from_aligned = kind == "flow" and aligned is not None
+        found = (
+            flow_map(aligned, start, end, signs=signs)
+            if from_aligned and aligned
+            else fit_map(train[:, start], train[:, end], kind)
+        )
         scores = [score_map(found(part[:, start].double()), part[:, end]) for part in (train, test)]
         out[kind] = (scores[0], scores[1])
     return out

@@ -1,4 +1,5 @@
-"""Can a linear classifier tell two ensembles apart? True from extrapolated states, language from gibberish. Needs scikit-learn."""
+"""Can a linear classifier tell two ensembles apart? True from extrapolated states, language from
+gibberish. Needs scikit-learn."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ CLASSIFIERS = ("svm", "perceptron")
 
 
 class Accuracy(NamedTuple):
-    """Test accuracy of a linear classifier over repeated splits, and the same with shuffled labels."""
+    """Test accuracy of a linear classifier over repeated splits, and the same with shuffled
+    labels."""
 
     accuracy: float
     low: float
     high: float
-    """95% interval: normal, with the variance of overlapping splits corrected (Nadeau & Bengio 2003)."""
+    """95% interval: normal, with the variance of overlapping splits corrected (Nadeau & Bengio
+    2003)."""
     shuffled: float
     test: int
 
@@ -35,7 +38,12 @@ def _learn() -> Any:
     try:
         return importlib.import_module("sklearn")
     except ImportError:
-        fail("separability", expected="scikit-learn", got="not installed", instead='pip install "tl-geometry[ml]"')
+        fail(
+            "separability",
+            expected="scikit-learn",
+            got="not installed",
+            instead='pip install "tl-geometry[ml]"',
+        )
 
 
 def separability(
@@ -48,11 +56,13 @@ def separability(
     repeats: int = 10,
     seed: int = 0,
 ) -> Accuracy:
-    """Accuracy with which a linear classifier tells rows of ``a`` from rows of ``b``: 0.5 where it cannot.
+    """Accuracy with which a linear classifier tells rows of ``a`` from rows of ``b``: 0.5 where it
+    cannot.
 
-    ``paired=True``: row i of both belongs to trajectory i and stays on one side of every split. Coordinates are standardised on
-    the training side only. ``"svm"`` is a linear support vector machine, ``"perceptron"`` Rosenblatt's. Sarfati et al. 2025 report
-    50 to 51% (true against extrapolated one layer on) and about 60% (ten layers on) for GPT-2-medium, without saying how
+    ``paired=True``: row i of both belongs to trajectory i and stays on one side of every split.
+    Coordinates are standardised on the training side only. ``"svm"`` is a linear support vector
+    machine, ``"perceptron"`` Rosenblatt's. Sarfati et al. 2025 report 50 to 51% (true against
+    extrapolated one layer on) and about 60% (ten layers on) for GPT-2-medium, without saying how
     trajectories were split. Needs the ``ml`` extra.
     """
     _learn()
@@ -60,8 +70,18 @@ def separability(
     from sklearn.svm import LinearSVC
 
     choice(classifier, CLASSIFIERS, "classifier")
-    require(not paired or len(a) == len(b), "rows", expected="equally many with paired=True", got=f"{len(a)} and {len(b)}")
-    require(min(len(a), len(b)) >= 10 and repeats >= 2, "rows", expected="at least 10 each", got=f"{describe(a)} and {describe(b)}")
+    require(
+        not paired or len(a) == len(b),
+        "rows",
+        expected="equally many with paired=True",
+        got=f"{len(a)} and {len(b)}",
+    )
+    require(
+        min(len(a), len(b)) >= 10 and repeats >= 2,
+        "rows",
+        expected="at least 10 each",
+        got=f"{describe(a)} and {describe(b)}",
+    )
     x = torch.cat([a, b]).double().cpu().numpy()
     y = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).long().numpy()
     generator = torch.Generator().manual_seed(seed)
@@ -102,7 +122,8 @@ def _held(n: int, m: int, paired: bool, share: float, generator: torch.Generator
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SeparationTable(Result):
-    """Accuracies ``[row column]``: columns accuracy, low, high, shuffled, test rows; a row per pair of states or per state."""
+    """Accuracies ``[row column]``: columns accuracy, low, high, shuffled, test rows; a row per pair
+    of states or per state."""
 
     names: tuple[str, ...]
     accuracy: Float[Tensor, "row column"]
@@ -126,35 +147,69 @@ def true_against_extrapolated(
     seed: int = 0,
     **options: Any,
 ) -> SeparationTable:
-    """Linear separability of true states from those extrapolated from state ``start``, at every later state.
+    """Linear separability of true states from those extrapolated from state ``start``, at every
+    later state.
 
-    Maps come from one half of the trajectories, the comparison from the other: in-sample the two have the same second
-    moments by construction. A trajectory and its extrapolation stay on one side of every split. ``kind`` is the map: the published
-    flow, or any other of :data:`tl_geometry.flow.residuals.MAPS` to compare it with.
+    Maps come from one half of the trajectories, the comparison from the other: in-sample the two
+    have the same second moments by construction. A trajectory and its extrapolation stay on one
+    side of every split. ``kind`` is the map: the published flow, or any other of
+    :data:`tl_geometry.flow.residuals.MAPS` to compare it with.
     """
     choice(kind, MAPS, "kind")
     train, test = ensemble.split(seed=seed)
     row = ensemble.row(start)
-    flow = partial(flow_map, train.frames(align=align), row, signs=signs) if kind == "flow" else None
+    flow = (
+        partial(flow_map, train.aligned_bases(align=align), row, signs=signs)
+        if kind == "flow"
+        else None
+    )
     maps = MapsFrom(train.X[:, row])
     names, found = [], []
     for end in range(row + 1, len(ensemble.states)):
         move = maps.to(train.X[:, end], kind) if flow is None else flow(end)
         moved = move(test.X[:, row].double())
         names.append(f"{start}->{ensemble.states[end]}")
-        found.append(separability(test.X[:, end].double(), moved, paired=True, classifier=classifier, seed=seed, **options))
+        found.append(
+            separability(
+                test.X[:, end].double(),
+                moved,
+                paired=True,
+                classifier=classifier,
+                seed=seed,
+                **options,
+            )
+        )
     require(bool(found), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
-    few = too_few(len(train), train.X.shape[-1], "maps") if kind not in ("identity", "mean", "shift", "scaled") else ()
+    few = (
+        too_few(len(train), train.X.shape[-1], "maps")
+        if kind not in ("identity", "mean", "shift", "scaled")
+        else ()
+    )
     return _table(names, found, classifier, ensemble.provenance.flagged(*few))
 
 
-def ensembles_apart(a: Trajectories, b: Trajectories, *, classifier: str = "perceptron", seed: int = 0, **options: Any) -> SeparationTable:
-    """Linear separability of two ensembles (language and gibberish) at every state; published as separable at all layers."""
+def ensembles_apart(
+    a: Trajectories,
+    b: Trajectories,
+    *,
+    classifier: str = "perceptron",
+    seed: int = 0,
+    **options: Any,
+) -> SeparationTable:
+    """Linear separability of two ensembles (language and gibberish) at every state; published as
+    separable at all layers."""
     require(a.states == b.states, "ensembles", expected=f"the same states {a.states}", got=b.states)
-    found = [separability(a.X[:, i], b.X[:, i], classifier=classifier, seed=seed, **options) for i in range(len(a.states))]
+    found = [
+        separability(a.X[:, i], b.X[:, i], classifier=classifier, seed=seed, **options)
+        for i in range(len(a.states))
+    ]
     return _table([f"state {s}" for s in a.states], found, classifier, a.provenance)
 
 
-def _table(names: list[str], found: list[Accuracy], classifier: str, provenance: Provenance) -> SeparationTable:
+def _table(
+    names: list[str], found: list[Accuracy], classifier: str, provenance: Provenance
+) -> SeparationTable:
     accuracy = torch.tensor([tuple(f) for f in found], dtype=torch.float64)
-    return SeparationTable(names=tuple(names), accuracy=accuracy, classifier=classifier, provenance=provenance)
+    return SeparationTable(
+        names=tuple(names), accuracy=accuracy, classifier=classifier, provenance=provenance
+    )

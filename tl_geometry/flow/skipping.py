@@ -1,4 +1,5 @@
-"""How many layers can be skipped for how much loss: blocks replaced by a fitted map between their states, in the live model."""
+"""How many layers can be skipped for how much loss: blocks replaced by a fitted map between their
+states, in the live model."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tqdm.auto import tqdm
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.flow.alignment import Frames, fit_frames
+from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Measure, Pair, take
 from tl_geometry.flow.residuals import LayerMap, MapsFrom, flow_map
@@ -25,7 +26,8 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import output_batch, require_output
 
 KINDS = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
-"""Maps that take the place of blocks: the published flow, the flow with the best signs, and the yardsticks of ``residuals.fit_map``."""
+"""Maps that take the place of blocks: the published flow, the flow with the best signs, and the
+baselines of ``residuals.fit_map``."""
 PLACES = ("pilot", "all")
 SKIPS = (1, 2, 4)
 """Blocks that are skipped at a time unless pairs are given."""
@@ -34,16 +36,19 @@ ALWAYS = ("ridge", "identity")
 PART = 32
 """Test chunks that are measured at a time."""
 LOST = 0.75
-"""Share of the loss of a uniform guess above which a model is flagged as not knowing the text: then skipping may even help."""
+"""Share of the loss of a uniform guess above which a model is flagged as not knowing the text: then
+skipping may even help."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SkipMap(Result):
-    """What it costs to replace blocks ``a .. b-1`` by a map from state a to state b, on chunks that the map was not fitted on.
+    """What it costs to replace blocks ``a .. b-1`` by a map from state a to state b, on chunks that
+    the map was not fitted on.
 
-    ``values["pilot|flow|kl"]`` is ``[state state]`` with row a and column b (NaN unless measured): places are the pilot position or
-    all positions, metrics ``kl`` = KL(own | replaced) in nats, its standard error over chunks, ``top1`` and ``top5`` agreement
-    (shares), ``loss_increase`` in nats per token of the true next token. ``loss`` is the model's own loss at the two places.
+    ``values["pilot|flow|kl"]`` is ``[state state]`` with row a and column b (NaN unless measured):
+    places are the pilot position or all positions, metrics ``kl`` = KL(own | replaced) in nats, its
+    standard error over chunks, ``top1`` and ``top5`` agreement (shares), ``loss_increase`` in nats
+    per token of the true next token. ``loss`` is the model's own loss at the two places.
     """
 
     values: Mapping[str, Float[Tensor, "state state"]]
@@ -53,7 +58,9 @@ class SkipMap(Result):
     train: int
     test: int
 
-    def table(self, kind: str, metric: str = "kl", *, place: str = "pilot") -> Float[Tensor, "state state"]:
+    def table(
+        self, kind: str, metric: str = "kl", *, place: str = "pilot"
+    ) -> Float[Tensor, "state state"]:
         """One map: row a, column b."""
         key = f"{place}|{kind}|{metric}"
         require(key in self.values, "table", expected=f"one of {', '.join(self.values)}", got=key)
@@ -64,8 +71,11 @@ class SkipMap(Result):
         known = torch.stack([torch.isfinite(table) for table in self.values.values()]).any(0)
         return [(int(a), int(b)) for a, b in known.nonzero()]
 
-    def skippable(self, budget: float, kind: str, *, metric: str = "loss_increase", place: str = "pilot") -> tuple[int, Pair] | None:
-        """The most blocks that one such map replaces while the metric stays within ``budget``, and which; ``None`` if none does."""
+    def skippable(
+        self, budget: float, kind: str, *, metric: str = "loss_increase", place: str = "pilot"
+    ) -> tuple[int, Pair] | None:
+        """The most blocks that one such map replaces while the metric stays within ``budget``, and
+        which; ``None`` if none does."""
         table = self.table(kind, metric, place=place)
         good = [(b - a, (a, b)) for a, b in self.pairs() if float(table[a, b]) <= budget]
         return max(good, key=lambda g: (g[0], -float(table[g[1]]))) if good else None
@@ -75,7 +85,14 @@ class SkipMap(Result):
 
     def rows(self) -> list[tuple[object, ...]]:
         return [
-            (place, kind, a, b, b - a, *(float(self.table(kind, m, place=place)[a, b]) for m in METRICS))
+            (
+                place,
+                kind,
+                a,
+                b,
+                b - a,
+                *(float(self.table(kind, m, place=place)[a, b]) for m in METRICS),
+            )
             for place in self.places
             for kind in self.kinds
             for a, b in self.pairs()
@@ -99,25 +116,35 @@ def skip_map(
     seed: int = 0,
     progress: bool = True,
 ) -> SkipMap:
-    """Skip blocks: for pairs of states a < b, put a map of state a in the place of state b and finish the forward pass.
+    """Skip blocks: for pairs of states a < b, put a map of state a in the place of state b and
+    finish the forward pass.
 
-    The maps are fitted on some chunks and measured on others (in-sample the best linear map wins by construction when there are
-    fewer states than d_model^2). ``"flow"`` is rotation and stretch (Sarfati et al. 2025, Eq. 1) with the published signs,
-    ``"flow-signed"`` with the signs that fit best; ``"linear"`` and ``"ridge"`` the best linear and affine maps; ``"shift"`` adds the
-    mean step; ``"identity"`` deletes the blocks; ``"mean"`` forgets the state: what a map must beat. Ridge and identity always stand
-    beside a flow. At place ``"pilot"`` only the token before the last is replaced and later blocks attend to the true earlier
-    states, which are run once for all maps; at ``"all"`` every position but the first is (the first is an attention sink whose norm
+    The maps are fitted on some chunks and measured on others (in-sample the best linear map wins by
+    construction when there are fewer states than d_model^2). ``"flow"`` is rotation and stretch
+    (Sarfati et al. 2025, Eq. 1) with the published signs, ``"flow-signed"`` with the signs that fit
+    best; ``"linear"`` and ``"ridge"`` the best linear and affine maps; ``"shift"`` adds the mean
+    step; ``"identity"`` deletes the blocks; ``"mean"`` forgets the state: what a map must beat.
+    Ridge and identity always stand beside a flow. At place ``"pilot"`` only the token before the
+    last is replaced and later blocks attend to the true earlier states, which are run once for all
+    maps; at ``"all"`` every position but the first is (the first is an attention sink whose norm
     would decide every fit), a whole forward pass for each map and pair.
 
     Args:
-        tokens: chunks; the last column is only a target. Split by document where labelled, else at random, unless ``test`` is given.
-        test: chunks to measure on. Those whose tokens also stand in ``tokens`` are left out, with a flag.
-        pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default skips of 1, 2 and 4 blocks.
-        places: ``"pilot"``, ``"all"`` or both. On a deep model ``"all"`` takes as many times longer as a chunk has tokens.
-        fit_rows: states that the maps of place ``"all"`` are fitted on, a seeded sample of positions.
-        budget: seconds for the measuring. The shortest skips come first; what is left out (pairs, then chunks) is a flag.
+        tokens: chunks; the last column is only a target. Split by document where labelled, else at
+            random, unless ``test`` is given.
+        test: chunks to measure on. Those whose tokens also stand in ``tokens`` are left out, with a
+            flag.
+        pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default
+            skips of 1, 2 and 4 blocks.
+        places: ``"pilot"``, ``"all"`` or both. On a deep model ``"all"`` takes as many times longer
+            as a chunk has tokens.
+        fit_rows: states that the maps of place ``"all"`` are fitted on, a seeded sample of
+            positions.
+        budget: seconds for the measuring. The shortest skips come first; what is left out (pairs,
+            then chunks) is a flag.
 
-    Raises ``GeometryError`` where no test chunk is left that was not fitted on, and for encoders and models without a trained head.
+    Raises ``GeometryError`` where no test chunk is left that was not fitted on, and for encoders
+    and models without a trained head.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -130,20 +157,37 @@ def skip_map(
     require_output(view, "skip_map")
     require(budget is None or budget > 0, "budget", expected="seconds above 0", got=budget)
     kinds, places = _names(kinds, KINDS, "kind"), _names(places, PLACES, "place")
-    kinds = (*kinds, *(k for k in ALWAYS if k not in kinds)) if any(k.startswith("flow") for k in kinds) else kinds
+    kinds = (
+        (*kinds, *(k for k in ALWAYS if k not in kinds))
+        if any(k.startswith("flow") for k in kinds)
+        else kinds
+    )
     source, train, held_out, flags = _chunks(view, tokens, test, prepend_bos, train_share, seed)
     chosen = _pairs(view, pairs)
-    flags += [] if pairs is not None or view.n_layers <= 2 else [f"skips of {', '.join(map(str, SKIPS))} blocks only"]
+    flags += (
+        []
+        if pairs is not None or view.n_layers <= 2
+        else [f"skips of {', '.join(map(str, SKIPS))} blocks only"]
+    )
     limit = batch_size or output_batch(view, source.columns, all_columns="all" in places)
     states = sorted({s for pair in chosen for s in pair})
     jobs = _jobs(chosen, kinds)
     maps: dict[str, Mapping[Job, LayerMap]] = {}
-    with tqdm(total=len(places) * len(jobs) * len(held_out), disable=not progress, desc="skipping", unit="pass") as bar:
+    with tqdm(
+        total=len(places) * len(jobs) * len(held_out),
+        disable=not progress,
+        desc="skipping",
+        unit="pass",
+    ) as bar:
         for place in places:
             bar.set_postfix_str("fitting")
             X = _collect(view, train, states, place, fit_rows, limit, seed)
             fits = _fit(X, states, jobs, align)
-            maps[place] = fits if view.dtype == torch.float64 else {job: found.single() for job, found in fits.items()}
+            maps[place] = (
+                fits
+                if view.dtype == torch.float64
+                else {job: found.single() for job, found in fits.items()}
+            )
             fitted = tuple(k for k in kinds if k not in ("identity", "mean"))
             flags += too_few(len(X), view.d_model, f"maps at place {place}") if fitted else ()
         bar.set_postfix_str("measuring")
@@ -153,14 +197,27 @@ def skip_map(
     flags += _left_out(work, places, jobs, measured, len(held_out), budget)
     own = min(v for v in loss if not math.isnan(v))
     if own > LOST * math.log(view.d_vocab):
-        flags += [f"the model's own loss, {own:.2f} nats, is near chance ({math.log(view.d_vocab):.2f}): is BOS missing?"]
+        flags += [
+            f"the model's own loss, {own:.2f} nats, is near chance ({math.log(view.d_vocab):.2f}): is BOS missing?"
+        ]
     provenance = view.provenance(
-        corpus=source.corpus, token_hash=hash_tokens(held_out[:measured]), window=(0, source.columns), contexts=measured, seed=seed,
-        sources=SOURCE, flags=tuple(flags),
-    )  # fmt: skip
+        corpus=source.corpus,
+        token_hash=hash_tokens(held_out[:measured]),
+        window=(0, source.columns),
+        contexts=measured,
+        seed=seed,
+        sources=SOURCE,
+        flags=tuple(flags),
+    )
     return SkipMap(
-        values=values, loss=loss, kinds=kinds, places=places, train=len(train), test=measured, provenance=provenance
-    )  # fmt: skip
+        values=values,
+        loss=loss,
+        kinds=kinds,
+        places=places,
+        train=len(train),
+        test=measured,
+        provenance=provenance,
+    )
 
 
 def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -173,29 +230,47 @@ def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[s
 
 def _chunks(
     view: ModelView, tokens: Any, test: Any, prepend_bos: bool | None, share: float, seed: int
-) -> tuple[TokenSource, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]]:
+) -> tuple[
+    TokenSource, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]
+]:
     """Chunks to fit on and others to measure on; flags say which were left out."""
     for chunks in (tokens, test):
         wrong = isinstance(chunks, Result)
-        require(not wrong, "tokens", expected="chunks of tokens", got=type(chunks).__name__, instead="the chunks it was made from")
+        require(
+            not wrong,
+            "tokens",
+            expected="chunks of tokens",
+            got=type(chunks).__name__,
+            instead="the chunks it was made from",
+        )
     source = TokenSource.of(view, tokens, None, prepend_bos)
-    require(source.columns >= 3, "tokens", expected="at least 3 columns (the last is a target)", got=source.columns)
+    require(
+        source.columns >= 3,
+        "tokens",
+        expected="at least 3 columns (the last is a target)",
+        got=source.columns,
+    )
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
         first, second = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
         return source, rows[first], rows[second], []
     other = TokenSource.of(view, test, None, prepend_bos)
     require(
-        other.columns == source.columns, "test", expected=f"chunks of {source.columns} tokens, as those that maps are fitted on",
+        other.columns == source.columns,
+        "test",
+        expected=f"chunks of {source.columns} tokens, as those that maps are fitted on",
         got=f"chunks of {other.columns}",
-    )  # fmt: skip
+    )
     held_out = torch.cat(list(other.batches(1024)))
     shared = shared_rows(held_out[:, :-1], rows[:, :-1])
     n = int(shared.sum())
     require(
-        n < len(held_out), "test", expected="chunks that maps are not fitted on", got=f"{n} of {len(held_out)} that also stand in tokens",
+        n < len(held_out),
+        "test",
+        expected="chunks that maps are not fitted on",
+        got=f"{n} of {len(held_out)} that also stand in tokens",
         instead="other chunks, or test=None to split these",
-    )  # fmt: skip
+    )
     flags = [f"{n} of {len(held_out)} test chunks left out: maps are fitted on them"] if n else []
     return source, rows, held_out[~shared], flags
 
@@ -208,14 +283,17 @@ def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
         require(pairs == "all", "pairs", expected='"all", or states (a, b)', got=repr(pairs))
         chosen = every
     else:
-        chosen = [(a, b) for a, b in every if b - a in SKIPS] if pairs is None else sorted(set(pairs))
+        chosen = (
+            [(a, b) for a, b in every if b - a in SKIPS] if pairs is None else sorted(set(pairs))
+        )
     ok = bool(chosen) and all(0 <= a < b <= n for a, b in chosen)
     require(ok, "pairs", expected=f"states 0 <= a < b <= {n}", got=chosen)
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 
 def _jobs(pairs: Sequence[Pair], kinds: Sequence[str]) -> list[Job]:
-    """What is measured, in order; the constant map is the same from every start and measured once for each end."""
+    """What is measured, in order; the constant map is the same from every start and measured once
+    for each end."""
     seen: set[int] = set()
     jobs: list[Job] = []
     for pair in pairs:
@@ -224,7 +302,13 @@ def _jobs(pairs: Sequence[Pair], kinds: Sequence[str]) -> list[Job]:
     return jobs
 
 
-def _measure(work: Measure, rows: Tensor, places: Sequence[str], maps: Mapping[str, Mapping[Job, LayerMap]], budget: float | None) -> int:
+def _measure(
+    work: Measure,
+    rows: Tensor,
+    places: Sequence[str],
+    maps: Mapping[str, Mapping[Job, LayerMap]],
+    budget: float | None,
+) -> int:
     """Measure part by part while the budget lasts; returns how many chunks were."""
     begun, longest, done = time.monotonic(), 0.0, 0
     for part in rows.split(PART if budget is None else max(1, min(PART, len(rows) // 4))):
@@ -239,19 +323,43 @@ def _measure(work: Measure, rows: Tensor, places: Sequence[str], maps: Mapping[s
     return done
 
 
-def _left_out(work: Measure, places: Sequence[str], jobs: Sequence[Job], measured: int, chunks: int, budget: float | None) -> list[str]:
+def _left_out(
+    work: Measure,
+    places: Sequence[str],
+    jobs: Sequence[Job],
+    measured: int,
+    chunks: int,
+    budget: float | None,
+) -> list[str]:
     flags = []
     for place in places:
         short = len(jobs) - len(work.jobs[place])
-        flags += [f"budget of {budget:g} s: {short} of {len(jobs)} maps left out at place {place}, longest skips first"] if short else []
-    flags += [f"budget of {budget:g} s: {measured} of {chunks} chunks measured"] if measured < chunks else []
+        flags += (
+            [
+                f"budget of {budget:g} s: {short} of {len(jobs)} maps left out at place {place}, longest skips first"
+            ]
+            if short
+            else []
+        )
+    flags += (
+        [f"budget of {budget:g} s: {measured} of {chunks} chunks measured"]
+        if measured < chunks
+        else []
+    )
     return flags
 
 
 def _collect(
-    view: ModelView, rows: Tensor, states: Sequence[int], place: str, fit_rows: int, limit: int, seed: int
+    view: ModelView,
+    rows: Tensor,
+    states: Sequence[int],
+    place: str,
+    fit_rows: int,
+    limit: int,
+    seed: int,
 ) -> Float[Tensor, "trajectory state d_model"]:
-    """States of the place's positions in the training chunks; the last column is a target and not seen."""
+    """States of the place's positions in the training chunks; the last column is a target and not
+    seen."""
     generator = torch.Generator().manual_seed(seed)
     columns = rows.shape[1] - 1
     share = min(1.0, fit_rows / (len(rows) * (columns - 1)))
@@ -268,17 +376,19 @@ def _collect(
     return torch.cat(out)
 
 
-def _fit(X: Float[Tensor, "trajectory state d_model"], states: list[int], jobs: Sequence[Job], align: str) -> dict[Job, LayerMap]:
+def _fit(
+    X: Float[Tensor, "trajectory state d_model"], states: list[int], jobs: Sequence[Job], align: str
+) -> dict[Job, LayerMap]:
     flows = any(kind.startswith("flow") for _, kind in jobs)
-    frames: Frames | None = fit_frames(X, align=align) if flows else None
+    aligned: AlignedBases | None = fit_aligned_bases(X, align=align) if flows else None
     maps: dict[Job, LayerMap] = {}
     for a in states:
         i = states.index(a)
         start = MapsFrom(X[:, i])
         for job in (job for job in jobs if job[0][0] == a):
             j, kind = states.index(job[0][1]), job[1]
-            if kind.startswith("flow") and frames is not None:
-                maps[job] = flow_map(frames, i, j, signs="U" if kind == "flow" else "V")
+            if kind.startswith("flow") and aligned is not None:
+                maps[job] = flow_map(aligned, i, j, signs="U" if kind == "flow" else "V")
             else:
                 maps[job] = start.to(X[:, j], kind)
     return maps

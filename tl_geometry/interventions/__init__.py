@@ -1,12 +1,19 @@
-"""Interventions on a live model: take the very term that was measured out of the scores, keep only it, or project the stream.
+"""Interventions on a live model: take the very term that was measured out of the scores, keep only
+it, or project the stream.
 
-Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``project_stream``, ``surrogate``) leave the model as it was; verbs
-(``necessity_sufficiency``, ``dominant_only``, ``surrogate_effect``) use them and return tables.
+Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``project_stream``, ``surrogate``)
+leave the model as it was; functions (``necessity_sufficiency``, ``dominant_only``,
+``surrogate_effect``) use them and return tables.
 """
 
 from __future__ import annotations
 
-from tl_geometry.interventions.causal import Effects, NecessitySufficiency, dominant_only, necessity_sufficiency
+from tl_geometry.interventions.causal import (
+    Effects,
+    NecessitySufficiency,
+    dominant_only,
+    necessity_sufficiency,
+)
 from tl_geometry.interventions.stream import project_stream
 from tl_geometry.interventions.surrogates import surrogate, surrogate_effect
 from tl_geometry.interventions.terms import keep_term, mean_term, remove_term

@@ -1,4 +1,5 @@
-"""Does the term that explains a head's scores do the work? Loss with the term removed, kept alone, and with a matched placebo."""
+"""Does the term that explains a head's scores do the work? Loss with the term removed, kept alone,
+and with a matched placebo."""
 
 from __future__ import annotations
 
@@ -19,7 +20,18 @@ from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.interventions.terms import Change, HeadsLike, Term, edits_for, keeping, per_head, placebo, removing, terms_of, uniform
+from tl_geometry.interventions.terms import (
+    Change,
+    HeadsLike,
+    Term,
+    edits_for,
+    keeping,
+    per_head,
+    placebo,
+    removing,
+    terms_of,
+    uniform,
+)
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import edited_scores
@@ -36,8 +48,9 @@ CONDITIONS = ("clean", "bias terms only", "keep", "remove")
 class Effects(Result):
     """Effect of each condition on the output: one row per condition.
 
-    ``loss`` is the mean next-token loss (nats) on the prompts, ``induction_loss`` that on repeated random tokens where they repeat, which
-    only copying can predict; ``kl`` the mean divergence KL(clean || condition) of the next-token distribution (nats) on the prompts.
+    ``loss`` is the mean next-token loss (nats) on the prompts, ``induction_loss`` that on repeated
+    random tokens where they repeat, which only copying can predict; ``kl`` the mean divergence
+    KL(clean || condition) of the next-token distribution (nats) on the prompts.
     """
 
     conditions: tuple[str, ...]
@@ -51,7 +64,8 @@ class Effects(Result):
         return {name: float(getattr(self, name)[at]) for name in ("loss", "induction_loss", "kl")}
 
     def survival(self, kept: str, nothing: str = "bias terms only", measure: str = "loss") -> float:
-        """Share of a loss that survives: ``(L_nothing - L_kept) / (L_nothing - L_clean)``; NaN where nothing is lost without it."""
+        """Share of a loss that survives: ``(L_nothing - L_kept) / (L_nothing - L_clean)``; NaN
+        where nothing is lost without it."""
         clean, with_it, without = (self.of(c)[measure] for c in ("clean", kept, nothing))
         return (without - with_it) / (without - clean) if without > clean else math.nan
 
@@ -61,18 +75,26 @@ class Effects(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         loss, copied = self.loss - self.loss[0], self.induction_loss - self.induction_loss[0]
         return [
-            [name, float(self.loss[i]), float(loss[i]), float(self.induction_loss[i]), float(copied[i]), float(self.kl[i])]
+            [
+                name,
+                float(self.loss[i]),
+                float(loss[i]),
+                float(self.induction_loss[i]),
+                float(copied[i]),
+                float(self.kl[i]),
+            ]
             for i, name in enumerate(self.conditions)
         ]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NecessitySufficiency(Effects):
-    """:class:`Effects` of a term at some heads: clean, bias terms only, keep, remove, and the placebo (mean over its seeds).
+    """:class:`Effects` of a term at some heads: clean, bias terms only, keep, remove, and the
+    placebo (mean over its seeds).
 
-    ``placebo_loss``, ``placebo_induction_loss`` and ``placebo_kl`` have one entry per seed. ``placebo_cosine`` is the mean cosine of the
-    term and its placebo: near one (pos-pos without rotation hardly differs between prompts) the placebo is the term itself and tells
-    nothing.
+    ``placebo_loss``, ``placebo_induction_loss`` and ``placebo_kl`` have one entry per seed.
+    ``placebo_cosine`` is the mean cosine of the term and its placebo: near one (pos-pos without
+    rotation hardly differs between prompts) the placebo is the term itself and tells nothing.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -90,12 +112,16 @@ class NecessitySufficiency(Effects):
 
     @property
     def sufficiency(self) -> dict[str, float]:
-        """Share of the loss and of the induction loss that the term alone brings back, beyond the bias terms."""
+        """Share of the loss and of the induction loss that the term alone brings back, beyond the
+        bias terms."""
         return {k: self.survival("keep", measure=k) for k in ("loss", "induction_loss")}
 
     def p_value(self, measure: str = "loss") -> float:
-        """Share of placebos (and the term itself) that cost at least as much as removing the term: ``(1 + #) / (1 + seeds)``."""
-        placebos = getattr(self, f"placebo_{checks.choice(measure, ('loss', 'induction_loss', 'kl'), 'measure')}")
+        """Share of placebos (and the term itself) that cost at least as much as removing the term:
+        ``(1 + #) / (1 + seeds)``."""
+        placebos = getattr(
+            self, f"placebo_{checks.choice(measure, ('loss', 'induction_loss', 'kl'), 'measure')}"
+        )
         return (1 + int((placebos >= self.of("remove")[measure]).sum())) / (1 + len(placebos))
 
 
@@ -108,10 +134,15 @@ class _Sums:
     count: int = 0
 
     def add(self, log_p: Tensor, clean: Tensor, tokens: Tensor, counted: Tensor) -> None:
-        """Take in predictions of the ``counted`` tokens, from log-probabilities ``[batch position d_vocab]``."""
+        """Take in predictions of the ``counted`` tokens, from log-probabilities
+        ``[batch position d_vocab]``."""
         counted = counted[:, 1:].to(log_p.device)
         seen, base = log_p[:, :-1][counted], clean[:, :-1][counted]
-        self.loss -= float(seen.gather(-1, tokens[:, 1:].to(log_p.device)[counted].unsqueeze(-1)).sum(dtype=torch.float64))
+        self.loss -= float(
+            seen.gather(-1, tokens[:, 1:].to(log_p.device)[counted].unsqueeze(-1)).sum(
+                dtype=torch.float64
+            )
+        )
         self.kl += float((base.exp() * (base - seen)).sum(dtype=torch.float64))
         self.count += int(counted.sum())
 
@@ -124,13 +155,16 @@ def measure_effects(
     counted: Bool[Tensor, "batch position"],
     progress: bool = False,
 ) -> dict[str, tuple[float, float]]:
-    """(loss, KL from clean) over the ``counted`` tokens for each condition, a function that makes a context manager; the first is clean."""
+    """(loss, KL from clean) over the ``counted`` tokens for each condition, a function that makes a
+    context manager; the first is clean."""
     size = max(2, output_batch(view, tokens.shape[1], all_columns=True))
     parts = max(1, min(math.ceil(len(tokens) / size), len(tokens) // 2))
     sums = {name: _Sums() for name in conditions}
     bar = tqdm(total=parts * len(conditions), disable=not progress, desc=view.name, unit="run")
     with bar:
-        for batch, chosen in zip(tokens.tensor_split(parts), counted.tensor_split(parts), strict=True):
+        for batch, chosen in zip(
+            tokens.tensor_split(parts), counted.tensor_split(parts), strict=True
+        ):
             clean: Tensor | None = None
             for name, make in conditions.items():
                 with make():
@@ -144,25 +178,38 @@ def measure_effects(
 
 
 def _require_same_vocabulary(view: ModelView, what: str) -> None:
-    """Refuse models whose outputs are not tokens (``d_vocab_out``): they have no next-token loss."""
+    """Refuse models whose outputs are not tokens (``d_vocab_out``): they have no next-token
+    loss."""
     outputs = view.unembed().shape[-1]
     require(
-        outputs == view.d_vocab, what, expected=f"one output for each of {view.d_vocab} tokens", got=f"{outputs} of {view.name}",
-        instead="remove_term(...) and your own measure", error=UnsupportedModelError,
-    )  # fmt: skip
+        outputs == view.d_vocab,
+        what,
+        expected=f"one output for each of {view.d_vocab} tokens",
+        got=f"{outputs} of {view.name}",
+        instead="remove_term(...) and your own measure",
+        error=UnsupportedModelError,
+    )
 
 
 def repeated_for(
     view: ModelView, basis: PositionContext, batch: int, seed: int
 ) -> tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]:
-    """Repeated random tokens made for the model, and the tokens that only copying can predict: those after a repeated one.
+    """Repeated random tokens made for the model, and the tokens that only copying can predict:
+    those after a repeated one.
 
-    Each row has a period of its own, so that the same term of another row (the placebo) copies from the wrong places.
+    Each row has a period of its own, so that the same term of another row (the placebo) copies from
+    the wrong places.
     """
     bos = bool(basis.provenance.has_bos) and view.bos_id is not None
     low, high = token_range(view.d_vocab, [view.bos_id])
     longest = period_for(min(view.n_ctx, basis.columns), high - low, bos=bos)
-    require(longest >= 2, "basis", expected="at least 4 positions", got=basis.columns, instead="decompose(...) on longer windows")
+    require(
+        longest >= 2,
+        "basis",
+        expected="at least 4 positions",
+        got=basis.columns,
+        instead="decompose(...) on longer windows",
+    )
     base = repeated_random_tokens(longest, 1, batch, low=low, high=high, seed=seed)
     periods = (longest - torch.arange(batch) % max(1, longest // 2)).unsqueeze(1)
     column = torch.arange(2 * longest).expand(batch, -1)
@@ -174,15 +221,29 @@ def repeated_for(
 
 
 def _measured(
-    view: ModelView, basis: PositionContext, rows: TokenWindows, conditions: Mapping[str, Any], seed: int, progress: bool
+    view: ModelView,
+    basis: PositionContext,
+    rows: TokenWindows,
+    conditions: Mapping[str, Any],
+    seed: int,
+    progress: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, induction loss and KL ``[condition]``."""
-    require(rows.tokens.shape[1] >= 2, "tokens", expected="prompts of at least 2 tokens", got=rows.tokens.shape[1])
+    require(
+        rows.tokens.shape[1] >= 2,
+        "tokens",
+        expected="prompts of at least 2 tokens",
+        got=rows.tokens.shape[1],
+    )
     every = torch.ones_like(rows.tokens, dtype=torch.bool)
     own = measure_effects(view, rows.tokens, conditions, counted=every, progress=progress)
     repeated, counted = repeated_for(view, basis, 8, seed)
     copied = measure_effects(view, repeated, conditions, counted=counted)
-    found = [[own[n][0] for n in conditions], [copied[n][0] for n in conditions], [own[n][1] for n in conditions]]
+    found = [
+        [own[n][0] for n in conditions],
+        [copied[n][0] for n in conditions],
+        [own[n][1] for n in conditions],
+    ]
     loss, induction, kl = (torch.tensor(v, dtype=torch.float64) for v in found)
     return loss, induction, kl
 
@@ -200,13 +261,15 @@ def necessity_sufficiency(
     progress: bool = True,
     seed: int = 0,
 ) -> NecessitySufficiency:
-    """Loss when a term is removed from the scores of some heads, kept alone, and replaced by a matched placebo.
+    """Loss when a term is removed from the scores of some heads, kept alone, and replaced by a
+    matched placebo.
 
-    The term is necessary where removing it costs more than removing a placebo: the same term of another prompt, row-centred and
-    rescaled to equal energy (``seeds`` draws), or with ``placebos="positions"`` the term with its keys at permuted positions, for
-    positional terms, which hardly differ between prompts. It is sufficient where keeping only it (with the bias terms) costs little,
-    against the bias terms alone.
-    All chosen heads are edited at once, in the running forward pass (:mod:`tl_geometry.interventions.terms`).
+    The term is necessary where removing it costs more than removing a placebo: the same term of
+    another prompt, row-centred and rescaled to equal energy (``seeds`` draws), or with
+    ``placebos="positions"`` the term with its keys at permuted positions, for positional terms,
+    which hardly differ between prompts. It is sufficient where keeping only it (with the bias
+    terms) costs little, against the bias terms alone. All chosen heads are edited at once, in the
+    running forward pass (:mod:`tl_geometry.interventions.terms`).
 
     Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
     """
@@ -215,7 +278,12 @@ def necessity_sufficiency(
     _require_same_vocabulary(view, "necessity_sufficiency")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
-    require(len(rows) >= 2 and seeds >= 1, "tokens", expected="at least 2 prompts, and a placebo", got=f"{len(rows)} and {seeds} seeds")
+    require(
+        len(rows) >= 2 and seeds >= 1,
+        "tokens",
+        expected="at least 2 prompts, and a placebo",
+        got=f"{len(rows)} and {seeds} seeds",
+    )
     names = terms_of(term)
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
     cosines: list[float] = []
@@ -227,15 +295,28 @@ def necessity_sufficiency(
         edits = edits_for(view, basis, chosen, change)
         return lambda: edited_scores(view, edits)
 
-    made: dict[str, Any] = {"clean": nullcontext, "bias terms only": condition(keeping(())), "keep": condition(keeping(names))}
+    made: dict[str, Any] = {
+        "clean": nullcontext,
+        "bias terms only": condition(keeping(())),
+        "keep": condition(keeping(names)),
+    }
     made |= {"remove": condition(removing(names))}
-    made |= {f"placebo {i}": condition(placebo(names, 1000 * seed + i, placebos, note)) for i in range(seeds)}
+    made |= {
+        f"placebo {i}": condition(placebo(names, 1000 * seed + i, placebos, note))
+        for i in range(seeds)
+    }
     loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
     n = len(CONDITIONS)
     similar = sum(cosines) / len(cosines)
-    flags = [f"the placebo is nearly the term (cosine {similar:.2f}): see placebos='positions'"] if similar > 0.9 else []
+    flags = (
+        [f"the placebo is nearly the term (cosine {similar:.2f}): see placebos='positions'"]
+        if similar > 0.9
+        else []
+    )
     return NecessitySufficiency(
-        provenance=view.provenance(rows, window=basis.window, seed=seed, flags=(*flags, *basis.remarks(view))),
+        provenance=view.provenance(
+            rows, window=basis.window, seed=seed, flags=(*flags, *basis.remarks(view))
+        ),
         conditions=(*CONDITIONS, "placebo"),
         loss=torch.cat([loss[:n], loss[n:].mean(0, keepdim=True)]),
         induction_loss=torch.cat([induction[:n], induction[n:].mean(0, keepdim=True)]),
@@ -262,10 +343,12 @@ def dominant_only(
 ) -> Effects:
     """If every head kept only its dominant term, how much of the model's loss would survive?
 
-    Every head of every layer keeps the term (or the group) with its largest covariance share, with all terms that have bias on either
-    side; beside it the bias terms alone, uniform attention, and as control a term drawn at random for each head (mean of ``draws``).
-    ``result.survival("dominant term")`` is ``(L_bias - L_dominant) / (L_bias - L_clean)``. ``table`` is a finished
-    :func:`tl_geometry.sweep_heads` of the model, by default made from the same prompts.
+    Every head of every layer keeps the term (or the group) with its largest covariance share, with
+    all terms that have bias on either side; beside it the bias terms alone, uniform attention, and
+    as control a term drawn at random for each head (mean of ``draws``).
+    ``result.survival("dominant term")`` is ``(L_bias - L_dominant) / (L_bias - L_clean)``.
+    ``table`` is a finished :func:`tl_geometry.sweep_heads` of the model, by default made from the
+    same prompts.
     """
     view = as_view(model)
     require_output(view, "dominant_only")
@@ -274,15 +357,32 @@ def dominant_only(
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
     again, mark = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
     known = f"a sweep of {table.provenance.model} ({mark})"
-    require(mark in (None, view.fingerprint), "table", expected=f"a sweep of {view.name} ({view.fingerprint})", got=known, instead=again)
-    everything = tuple((layer, head) for layer in range(view.n_layers) for head in range(view.n_heads))
+    require(
+        mark in (None, view.fingerprint),
+        "table",
+        expected=f"a sweep of {view.name} ({view.fingerprint})",
+        got=known,
+        instead=again,
+    )
+    everything = tuple(
+        (layer, head) for layer in range(view.n_layers) for head in range(view.n_heads)
+    )
     missing = [head for head in everything if head not in table.heads]
-    require(not missing, "table", expected="a row for every head", got=f"none for {missing[:4]}", instead=again)
+    require(
+        not missing,
+        "table",
+        expected="a row for every head",
+        got=f"none for {missing[:4]}",
+        instead=again,
+    )
 
     def best(shares: Tensor, names: Sequence[str]) -> dict[tuple[int, int], tuple[str, ...]]:
         top = torch.where(torch.isnan(shares), -torch.inf, shares).argmax(-1).tolist()
         uniform_head = torch.isnan(shares).any(-1).tolist()
-        return {h: () if u else terms_of(names[i]) for h, i, u in zip(table.heads, top, uniform_head, strict=True)}
+        return {
+            h: () if u else terms_of(names[i])
+            for h, i, u in zip(table.heads, top, uniform_head, strict=True)
+        }
 
     def condition(change: Change) -> Any:
         edits = edits_for(view, basis, everything, change)
@@ -293,13 +393,22 @@ def dominant_only(
     made |= {"dominant term": condition(per_head(best(table.cs, table.terms)))}
     made |= {"dominant group": condition(per_head(best(table.group_cs, table.groups)))}
     for i in range(draws):
-        made[f"random term {i}"] = condition(per_head(best(torch.rand(table.cs.shape, generator=generator), table.terms)))
+        made[f"random term {i}"] = condition(
+            per_head(best(torch.rand(table.cs.shape, generator=generator), table.terms))
+        )
     made |= {"bias terms only": condition(keeping(())), "uniform attention": condition(uniform())}
     loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
     join = lambda v: torch.cat([v[:3], v[3 : 3 + draws].mean(0, keepdim=True), v[3 + draws :]])  # noqa: E731
     return Effects(
         provenance=view.provenance(rows, window=basis.window, seed=seed),
-        conditions=("clean", "dominant term", "dominant group", "random term", "bias terms only", "uniform attention"),
+        conditions=(
+            "clean",
+            "dominant term",
+            "dominant group",
+            "random term",
+            "bias terms only",
+            "uniform attention",
+        ),
         loss=join(loss),
         induction_loss=join(induction),
         kl=join(kl),

@@ -1,12 +1,14 @@
 """Parts of W_QK in rotary models, where it is another matrix at every offset D of query minus key.
 
-With R_D the rotation by D positions, ``W_D = W_Q R_D W_K^T = sum_m cos(theta_m D) A_m + sin(theta_m D) B_m`` over rotary planes m.
-The best ``V L_D V^T + diag(delta_D)`` of W_D (joint least squares, :func:`tl_geometry.weights.fit_low_rank_diagonal`) is linear in W_D,
-so that it is the same sum of one L and one diagonal for each plane. No d_model x d_model matrix is formed:
+With R_D the rotation by D positions, ``W_D = W_Q R_D W_K^T = sum_m cos(theta_m D) A_m + sin(theta_m
+D) B_m`` over rotary planes m. The best ``V L_D V^T + diag(delta_D)`` of W_D (joint least squares,
+:func:`tl_geometry.weights.fit_low_rank_diagonal`) is linear in W_D, so that it is the same sum of
+one L and one diagonal for each plane. No d_model x d_model matrix is formed:
 
     x_i V L_D V^T x_j = q(P x_i) . k(P x_j) - sum_e delta_D[e] (P x_i)_e (P x_j)_e,    P = V V^T
 
-where q and k are the model's own rotated projections, and delta_D solves ``(I - P o P) delta_D = diag(W_D) - diag(P W_D P)``.
+where q and k are the model's own rotated projections, and delta_D solves
+``(I - P o P) delta_D = diag(W_D) - diag(P W_D P)``.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ ROWS = 64
 """Coordinates of the stream that are projected at a time."""
 
 
-def product_of(seen: LayerView, h: Float[Tensor, "batch position d_model"], heads: Sequence[int]) -> Float[Tensor, "batch head query key"]:
-    """``x W x^T`` of some heads for a part ``h`` of the stream, at the scales of the forward pass."""
+def product_of(
+    seen: LayerView, h: Float[Tensor, "batch position d_model"], heads: Sequence[int]
+) -> Float[Tensor, "batch head query key"]:
+    """``x W x^T`` of some heads for a part ``h`` of the stream, at the scales of the forward
+    pass."""
     chosen = list(heads)
     q, k = seen.project_q(h)[:, :, chosen], seen.project_k(h)[:, :, chosen]
     return seen.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
@@ -38,16 +43,20 @@ def product_of(seen: LayerView, h: Float[Tensor, "batch position d_model"], head
 
 @dataclass(frozen=True, eq=False)
 class OffsetReplacement:
-    """What takes the place of ``x W_D x^T``: a part of W_D (see :data:`tl_geometry.interventions.surrogates.PARTS`) for some heads.
+    """What takes the place of ``x W_D x^T``: a part of W_D (see
+    :data:`tl_geometry.interventions.surrogates.PARTS`) for some heads.
 
-    ``V [d_model rank]`` are the directions, those of position or random ones. The diagonals of all offsets are found from the
-    layer's weights in the first forward pass, and kept for prompts of the same length.
+    ``V [d_model rank]`` are the directions, those of position or random ones. The diagonals of all
+    offsets are found from the layer's weights in the first forward pass, and kept for prompts of
+    the same length.
     """
 
     heads: tuple[int, ...]
     part: str
     V: Float[Tensor, "d_model rank"]
-    found: dict[tuple[int, bool], Float[Tensor, "position head d_model"]] = field(default_factory=dict)
+    found: dict[tuple[int, bool], Float[Tensor, "position head d_model"]] = field(
+        default_factory=dict
+    )
 
     def product(self, seen: LayerView) -> Float[Tensor, "batch head query key"]:
         """``x W'_D x^T`` per head, in the running forward pass."""
@@ -64,7 +73,10 @@ class OffsetReplacement:
         low = None if self.part == "diagonal" else inside
         for offset in _offsets(seen):
             _add_diagonal(out, x, low, self._delta(seen, offset < 0)[abs(offset)], offset)
-        scales = [rearrange(s[:, :, list(self.heads)], "b i h -> b h i") for s in (seen.q_scale, seen.k_scale)]
+        scales = [
+            rearrange(s[:, :, list(self.heads)], "b i h -> b h i")
+            for s in (seen.q_scale, seen.k_scale)
+        ]
         out = out * scales[0].unsqueeze(-1) * scales[1].unsqueeze(-2)
         return out if low is None else out + product_of(seen, low, self.heads)
 
@@ -93,16 +105,24 @@ def _add_diagonal(out: Tensor, x: Tensor, low: Tensor | None, delta: Tensor, off
 
 
 def offset_diagonals(
-    seen: LayerView, heads: Sequence[int], V: Float[Tensor, "d_model rank"] | None, *, ahead: bool = False
+    seen: LayerView,
+    heads: Sequence[int],
+    V: Float[Tensor, "d_model rank"] | None,
+    *,
+    ahead: bool = False,
 ) -> Float[Tensor, "position head d_model"]:
-    """delta_D of the best ``V L_D V^T + diag(delta_D)`` at offsets D = 0, 1, ...; ``diag(W_D)`` itself without directions.
+    """delta_D of the best ``V L_D V^T + diag(delta_D)`` at offsets D = 0, 1, ...; ``diag(W_D)``
+    itself without directions.
 
-    At offset D the query stands at position D and the key at 0, or the other way round with ``ahead``.
+    At offset D the query stands at position D and the key at 0, or the other way round with
+    ``ahead``.
     """
     size, chosen = seen.h.shape[-1], list(heads)
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
     parts = [_projected(seen, rows, chosen, ahead) for rows in eye.split(ROWS)]
-    diagonal = seen.scale * torch.cat([einsum(q, k, "row t h e, row t h e -> t h row") for q, k in parts], dim=-1)
+    diagonal = seen.scale * torch.cat(
+        [einsum(q, k, "row t h e, row t h e -> t h row") for q, k in parts], dim=-1
+    )
     if V is None:
         return diagonal
     V = V.double().to(diagonal.device)
@@ -112,8 +132,11 @@ def offset_diagonals(
     return bilinear.solve_diagonal(V, V, target.mT)[0].mT
 
 
-def _projected(seen: LayerView, rows: Tensor, heads: list[int], ahead: bool) -> tuple[Tensor, Tensor]:
-    """Queries and keys of some vectors, float64 ``[row position head d_head]``: one rotated by the offset, the other at position 0."""
+def _projected(
+    seen: LayerView, rows: Tensor, heads: list[int], ahead: bool
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of some vectors, float64 ``[row position head d_head]``: one rotated by the
+    offset, the other at position 0."""
     parts = rearrange(rows, "row d -> row 1 1 d").expand(-1, 1, seen.h.shape[1], -1)
     q, k = seen.q_map(parts)[:, 0, :, heads].double(), seen.k_map(parts)[:, 0, :, heads].double()
     return (q[:, :1].expand_as(q), k) if ahead else (q, k[:, :1].expand_as(k))

@@ -1,4 +1,5 @@
-"""Project the positional or the context subspace out of the residual stream of a live model, or keep only it."""
+"""Project the positional or the context subspace out of the residual stream of a live model, or
+keep only it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ ENERGY = 0.99
 """Share of the squared norm of the basis that a subspace of default rank holds."""
 
 
-def subspace_of(basis: PositionContext, state: int, subspace: str, rank: int | None = None) -> Float[Tensor, "d_model rank"]:
-    """Orthonormal leading directions of ``pos`` (over the window) or ``ctx`` (over contexts) at a state, strongest first.
+def subspace_of(
+    basis: PositionContext, state: int, subspace: str, rank: int | None = None
+) -> Float[Tensor, "d_model rank"]:
+    """Orthonormal leading directions of ``pos`` (over the window) or ``ctx`` (over contexts) at a
+    state, strongest first.
 
     ``rank`` defaults to the fewest directions that hold 99% of the squared norm.
     """
@@ -31,34 +35,57 @@ def subspace_of(basis: PositionContext, state: int, subspace: str, rank: int | N
     if rows is None:
         ctx = basis.ctx
         if ctx is None:
-            fail("subspace='ctx'", expected="a basis with context vectors", got="one without", instead="decompose(..., keep_ctx=True)")
+            fail(
+                "subspace='ctx'",
+                expected="a basis with context vectors",
+                got="one without",
+                instead="decompose(..., keep_ctx=True)",
+            )
         rows = ctx[row]
     found = linalg.svd(rows)
     energy = found.S.square()
     nonzero = int((found.S / found.S[0].clamp(min=1e-300) > 1e-12).sum())
     require(
-        nonzero > 0, f"{subspace} at state {state}", expected="vectors that differ", got="zeros", instead="a longer window, more contexts"
+        nonzero > 0,
+        f"{subspace} at state {state}",
+        expected="vectors that differ",
+        got="zeros",
+        instead="a longer window, more contexts",
     )
     if rank is None:
         rank = 1 + int((energy.cumsum(0) < ENERGY * energy.sum()).sum())
-    require(1 <= rank <= nonzero, "rank", expected=f"1 to {nonzero}, the rank of {subspace} at state {state}", got=rank)
+    require(
+        1 <= rank <= nonzero,
+        "rank",
+        expected=f"1 to {nonzero}, the rank of {subspace} at state {state}",
+        got=rank,
+    )
     return found.V[:, :rank]
 
 
 def project_stream(
-    model: Any, basis: PositionContext, state: int, subspace: str = "pos", *, keep: bool = False, rank: int | None = None
+    model: Any,
+    basis: PositionContext,
+    state: int,
+    subspace: str = "pos",
+    *,
+    keep: bool = False,
+    rank: int | None = None,
 ) -> AbstractContextManager[None]:
     """Context manager: take a subspace out of the stream at a state, or with ``keep`` keep only it.
 
-    ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``: V are the leading directions of ``pos`` or ``ctx`` at that state (see
-    :func:`subspace_of`), ``mean`` is the basis's. State l is what block l reads, so that the edit reaches everything after it. The
-    model is as before on exit.
+    ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``: V are the leading directions of
+    ``pos`` or ``ctx`` at that state (see :func:`subspace_of`), ``mean`` is the basis's. State l is
+    what block l reads, so that the edit reaches everything after it. The model is as before on
+    exit.
     """
     return _projected(model, basis, state, subspace, keep, rank)
 
 
 @contextmanager
-def _projected(model: Any, basis: PositionContext, state: int, subspace: str, keep: bool, rank: int | None) -> Iterator[None]:
+def _projected(
+    model: Any, basis: PositionContext, state: int, subspace: str, keep: bool, rank: int | None
+) -> Iterator[None]:
     view = as_view(model)
     require_basis(basis)
     basis.check_model(view)
@@ -76,8 +103,11 @@ def _projected(model: Any, basis: PositionContext, state: int, subspace: str, ke
         yield
 
 
-def removed_share(basis: PositionContext, state: int, subspace: str = "pos", rank: int | None = None) -> float:
-    """Share of the stream's variance (over contexts and window) that :func:`project_stream` takes out; needs second moments."""
+def removed_share(
+    basis: PositionContext, state: int, subspace: str = "pos", rank: int | None = None
+) -> float:
+    """Share of the stream's variance (over contexts and window) that :func:`project_stream` takes
+    out; needs second moments."""
     V = subspace_of(basis, state, subspace, rank)
     second = basis.second_moment(state)
     return float(torch.trace(V.mT @ second @ V) / torch.trace(second))

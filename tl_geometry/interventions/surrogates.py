@@ -1,14 +1,17 @@
-"""Surrogates of W_QK: run a live model with a head's score matrix replaced by a structured part of it.
+"""Surrogates of W_QK: run a live model with a head's score matrix replaced by a structured part of
+it.
 
-Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a layer, whose scores are
-``S = x W x^T + (bias terms)`` with x the normalised stream:
+Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a
+layer, whose scores are ``S = x W x^T + (bias terms)`` with x the normalised stream:
 
 1. the layer's view is built from the running forward pass (:mod:`tl_geometry.models.live`);
 2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
-3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class obeys.
+3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class
+   obeys.
 
-In a rotary model W is another matrix at every offset D of query minus key, ``W_D = W_Q R_D W_K^T``, and so is its part
-(:mod:`tl_geometry.interventions.offsets`). A random subspace of the same dimension is the control.
+In a rotary model W is another matrix at every offset D of query minus key, ``W_D = W_Q R_D W_K^T``,
+and so is its part (:mod:`tl_geometry.interventions.offsets`). A random subspace of the same
+dimension is the control.
 """
 
 from __future__ import annotations
@@ -41,12 +44,14 @@ from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance
 
 PARTS = ("structured", "low_rank", "diagonal", "thresholded", "random", "none", "whole")
-"""What may take the place of W_QK: ``V L V^T + D``, the best ``V L V^T``, diag(W), diag(W) plus the rotated entries above the
-threshold, ``V L V^T + D`` in a random subspace of the same dimension, nothing, and W itself (a check: it changes nothing)."""
+"""What may take the place of W_QK: ``V L V^T + D``, the best ``V L V^T``, diag(W), diag(W) plus the
+rotated entries above the threshold, ``V L V^T + D`` in a random subspace of the same dimension,
+nothing, and W itself (a check: it changes nothing)."""
 
 
 class Replacement(NamedTuple):
-    """``W' = left right^T + diag(diagonal)`` for the chosen heads of a layer, the attention scale inside."""
+    """``W' = left right^T + diag(diagonal)`` for the chosen heads of a layer, the attention scale
+    inside."""
 
     heads: tuple[int, ...]
     left: Float[Tensor, "head d_model rank"]
@@ -56,17 +61,27 @@ class Replacement(NamedTuple):
     def product(self, seen: LayerView) -> Float[Tensor, "batch head query key"]:
         """``x W' x^T`` per head, in the running forward pass."""
         x, chosen = remove_mean(seen.h, seen.norm.kind), list(self.heads)
-        scaled = (einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d") for s in (seen.q_scale, seen.k_scale))
+        scaled = (
+            einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d")
+            for s in (seen.q_scale, seen.k_scale)
+        )
         return self.scores(*scaled)
 
-    def scores(self, q: Float[Tensor, "batch head query d_model"], k: Float[Tensor, "batch head key d_model"]) -> Tensor:
+    def scores(
+        self,
+        q: Float[Tensor, "batch head query d_model"],
+        k: Float[Tensor, "batch head key d_model"],
+    ) -> Tensor:
         """``q W' k^T`` per head, in the dtype of ``q``."""
         left, right, diagonal = (t.to(q) for t in (self.left, self.right, self.diagonal))
         return (q @ left) @ (k @ right).mT + (q * diagonal.unsqueeze(-2)) @ k.mT
 
 
-def structured_part(factors: Factors, basis: Float[Tensor, "d_model column"], part: str, *, k: int, seed: int = 0) -> Factors | None:
-    """Left and right factors of a part (see :data:`PARTS`) without its diagonal; ``None`` for a part that is only diagonal.
+def structured_part(
+    factors: Factors, basis: Float[Tensor, "d_model column"], part: str, *, k: int, seed: int = 0
+) -> Factors | None:
+    """Left and right factors of a part (see :data:`PARTS`) without its diagonal; ``None`` for a
+    part that is only diagonal.
 
     >>> V = torch.linalg.qr(torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
     >>> W = Factors(V[None], V[None])
@@ -77,7 +92,9 @@ def structured_part(factors: Factors, basis: Float[Tensor, "d_model column"], pa
     return _part(factors, basis, choice(part, PARTS, "part"), k, seed)[0]
 
 
-def _part(factors: Factors, basis: Tensor, part: str, k: int, seed: int) -> tuple[Factors | None, Tensor]:
+def _part(
+    factors: Factors, basis: Tensor, part: str, k: int, seed: int
+) -> tuple[Factors | None, Tensor]:
     heads, nothing = factors.left.shape[0], torch.zeros_like(factors.diagonal)
     V = basis[:, :k].to(factors.left)
     if part == "whole":
@@ -95,19 +112,32 @@ def _part(factors: Factors, basis: Tensor, part: str, k: int, seed: int) -> tupl
         centred = float(factors.left.sum(-2).abs().max()) < 1e-6 * float(factors.left.abs().max())
         V = random_directions(V, centred, seed)
     if part == "low_rank":
-        return Factors(V @ bilinear.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)), nothing
+        return Factors(
+            V @ bilinear.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)
+        ), nothing
     fit = bilinear.fit_low_rank_diagonal(factors, V)
     return Factors(V @ fit.L, V.expand(heads, -1, -1)), fit.delta
 
 
-def random_directions(V: Float[Tensor, "d_model rank"], centred: bool, seed: int) -> Float[Tensor, "d_model rank"]:
-    """As many orthonormal directions as ``V`` has, uniformly random (orthogonal to the ones for a LayerNorm)."""
-    draw = torch.randn(V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(V)
+def random_directions(
+    V: Float[Tensor, "d_model rank"], centred: bool, seed: int
+) -> Float[Tensor, "d_model rank"]:
+    """As many orthonormal directions as ``V`` has, uniformly random (orthogonal to the ones for a
+    LayerNorm)."""
+    draw = torch.randn(
+        V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(V)
     return torch.linalg.qr(bilinear.centre(draw, centred)).Q
 
 
 def replacements(
-    view: ModelView, basis: PositionContext, heads: Sequence[tuple[int, int]], part: str, *, rank: int | None = None, seed: int = 0
+    view: ModelView,
+    basis: PositionContext,
+    heads: Sequence[tuple[int, int]],
+    part: str,
+    *,
+    rank: int | None = None,
+    seed: int = 0,
 ) -> dict[int, Replacement | OffsetReplacement]:
     """The replacement of each layer that has chosen heads."""
     choice(part, PARTS, "part")
@@ -128,12 +158,22 @@ def replacements(
     for layer in layers:
         mine = tuple(h for l, h in heads if l == layer)
         rows, centred = basis.pos[basis.index(layer)], view.attention_norm(layer).kind == "LN"
-        directions, _, found = bilinear.leading_directions(rows, min(60, view.d_model), centred=centred)
+        directions, _, found = bilinear.leading_directions(
+            rows, min(60, view.d_model), centred=centred
+        )
         k = min(rank or 20, found)
-        require(k > 0, "basis", expected="positional vectors that differ", got=f"none at state {layer}", instead="a longer window")
+        require(
+            k > 0,
+            "basis",
+            expected="positional vectors that differ",
+            got=f"none at state {layer}",
+            instead="a longer window",
+        )
         if rotary:
             V = directions[:, :k]
-            out[layer] = OffsetReplacement(mine, part, random_directions(V, centred, seed) if part == "random" else V)
+            out[layer] = OffsetReplacement(
+                mine, part, random_directions(V, centred, seed) if part == "random" else V
+            )
             continue
         chosen = Factors(factors[layer].left[list(mine)], factors[layer].right[list(mine)])
         product, diagonal = _part(chosen, directions, part, k, seed)
@@ -144,7 +184,8 @@ def replacements(
 
 
 def offset_parts(view: ModelView) -> tuple[str, ...]:
-    """The parts of :data:`PARTS` but the whole that a model's W_QK has: in a rotary model those with a meaning at every offset.
+    """The parts of :data:`PARTS` but the whole that a model's W_QK has: in a rotary model those
+    with a meaning at every offset.
 
     >>> import tl_geometry as tlg
     >>> offset_parts(tlg.view(tlg.zoo.embedded()))[:2]
@@ -153,7 +194,9 @@ def offset_parts(view: ModelView) -> tuple[str, ...]:
     return tuple(p for p in PARTS[:-1] if view.position != "rotary" or p not in NO_OFFSETS)
 
 
-def replaced_scores(seen: LayerView, scores: Tensor, new: Replacement | OffsetReplacement) -> Float[Tensor, "batch head query key"]:
+def replaced_scores(
+    seen: LayerView, scores: Tensor, new: Replacement | OffsetReplacement
+) -> Float[Tensor, "batch head query key"]:
     """Scores of the chosen heads with ``x W x^T`` replaced; bias terms and ALiBi stay."""
     return scores - product_of(seen, seen.h, new.heads) + new.product(seen)
 
@@ -167,7 +210,9 @@ def _edit(layer: int, new: Replacement | OffsetReplacement, on_pattern: OnPatter
         after = replaced_scores(seen, before, new)
         if on_pattern is not None:
             chosen = list(new.heads)
-            on_pattern(seen, new.heads, seen.pattern_of(before, chosen), seen.pattern_of(after, chosen))
+            on_pattern(
+                seen, new.heads, seen.pattern_of(before, chosen), seen.pattern_of(after, chosen)
+            )
         return after
 
     return Edit(layer, new.heads, scores)
@@ -185,21 +230,28 @@ def surrogate(
     seed: int = 0,
     on_pattern: OnPattern | None = None,
 ) -> Iterator[None]:
-    """Run a live model with W_QK of the chosen heads replaced by a part of it (Song & Zhong 2023, Eq. 8), inside ``with``.
+    """Run a live model with W_QK of the chosen heads replaced by a part of it (Song & Zhong 2023,
+    Eq. 8), inside ``with``.
 
     Args:
-        heads: ``(layer, head)`` or ``"L5H1"``, one or several; all heads of ``layers`` (or of the model) by default.
-        part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``. In a rotary model every part is that of W_QK at
-            the offset of each cell; ``"thresholded"`` has no meaning there.
-        rank: dimension of the subspace, by default the smaller of 20 and the rank of the positional vectors at the layer's input.
-        on_pattern: called with the layer's view, the heads and their new pattern, whenever a layer runs.
+        heads: ``(layer, head)`` or ``"L5H1"``, one or several; all heads of ``layers`` (or of the
+            model) by default.
+        part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``. In a rotary
+            model every part is that of W_QK at the offset of each cell; ``"thresholded"`` has no
+            meaning there.
+        rank: dimension of the subspace, by default the smaller of 20 and the rank of the positional
+            vectors at the layer's input.
+        on_pattern: called with the layer's view, the heads and their new pattern, whenever a layer
+            runs.
 
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
     view = as_view(model)
     pairs = checks.heads(heads, view.n_layers, view.n_heads, layers)
     new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
-    with edited_scores(view, [_edit(layer, replacement, on_pattern) for layer, replacement in new.items()]):
+    with edited_scores(
+        view, [_edit(layer, replacement, on_pattern) for layer, replacement in new.items()]
+    ):
         yield
 
 
@@ -207,8 +259,9 @@ def surrogate(
 class SurrogateEffect(Result):
     """What replacing W_QK by each part does: next-token loss (nats) and patterns.
 
-    ``moved [part head]`` is the mean over prompts and queries (from the second on) of the total variation between the model's pattern
-    and the one that the part gives, at the layer's actual input.
+    ``moved [part head]`` is the mean over prompts and queries (from the second on) of the total
+    variation between the model's pattern and the one that the part gives, at the layer's actual
+    input.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -238,12 +291,14 @@ def surrogate_effect(
     seed: int = 0,
     prepend_bos: bool | None = None,
 ) -> SurrogateEffect:
-    """Change in next-token loss, and in the heads' patterns, when W_QK of the chosen heads is replaced by each part of it.
+    """Change in next-token loss, and in the heads' patterns, when W_QK of the chosen heads is
+    replaced by each part of it.
 
-    All chosen heads are replaced at once, by every part that the model's W_QK has (see :func:`offset_parts`) or by ``parts``. The
-    structure carries the computation where ``"structured"`` costs little and ``"random"``, a subspace of the same dimension,
-    costs much. Raises ``UnsupportedModelError`` for models without a trained head and for bidirectional ones, whose next-token
-    loss means nothing.
+    All chosen heads are replaced at once, by every part that the model's W_QK has (see
+    :func:`offset_parts`) or by ``parts``. The structure carries the computation where
+    ``"structured"`` costs little and ``"random"``, a subspace of the same dimension, costs much.
+    Raises ``UnsupportedModelError`` for models without a trained head and for bidirectional ones,
+    whose next-token loss means nothing.
     """
     view = as_view(model)
     require_trained_head(view, "surrogate_effect")
@@ -257,7 +312,13 @@ def surrogate_effect(
     )
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
-    parts = offset_parts(view) if parts is None else (parts,) if isinstance(parts, str) else tuple(parts)
+    parts = (
+        offset_parts(view)
+        if parts is None
+        else (parts,)
+        if isinstance(parts, str)
+        else tuple(parts)
+    )
     for part in parts:
         choice(part, PARTS, "part")
     clean = _loss(view, rows.tokens)
@@ -266,8 +327,16 @@ def surrogate_effect(
     for part in parts:
         distance: dict[tuple[int, int], float] = {}
 
-        def record(seen: LayerView, chosen: tuple[int, ...], before: Tensor, after: Tensor, distance: Any = distance) -> None:
-            tv = 0.5 * (after - before).abs().sum(-1)[..., 1:].mean(2).sum(0) / len(rows)  # one batch of the prompts
+        def record(
+            seen: LayerView,
+            chosen: tuple[int, ...],
+            before: Tensor,
+            after: Tensor,
+            distance: Any = distance,
+        ) -> None:
+            tv = (
+                0.5 * (after - before).abs().sum(-1)[..., 1:].mean(2).sum(0) / len(rows)
+            )  # one batch of the prompts
             for h, v in zip(chosen, tv.tolist(), strict=True):
                 distance[seen.layer, h] = distance.get((seen.layer, h), 0.0) + v
 

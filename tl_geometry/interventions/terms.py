@@ -1,13 +1,15 @@
 """Remove, keep or replace a measured term of attention scores in a live model.
 
-A term is named as in a split: ``"pos-cvec"`` (query part first), ``("pos", "cvec")``, ``"alibi-alibi"``, a group (``"position"``,
-``"content"``, ``"mixed"``), or several of these. Terms are those of the running forward pass, so that an edit in an early layer
-changes what a later one takes away. With S the scores of a head and X the term:
+A term is named as in a split: ``"pos-cvec"`` (query part first), ``("pos", "cvec")``,
+``"alibi-alibi"``, a group (``"position"``, ``"content"``, ``"mixed"``), or several of these. Terms
+are those of the running forward pass, so that an edit in an early layer changes what a later one
+takes away. With S the scores of a head and X the term:
 
     remove      S - X
-    keep        X + the terms with bias on either side (compare with those alone: ``keep_term(model, basis, (), heads)``)
-    mean        S - X + (mean of X over the batch at each cell)
-    placebo     S - X', X' the term of another prompt (or at permuted key positions), row-centred and rescaled to the energy of X
+    keep        X + the terms with bias on either side (compare with those alone:
+    ``keep_term(model, basis, (), heads)``) mean        S - X + (mean of X over the batch at each
+    cell) placebo     S - X', X' the term of another prompt (or at permuted key positions),
+    row-centred and rescaled to the energy of X
 """
 
 from __future__ import annotations
@@ -51,7 +53,11 @@ def terms_of(term: Term) -> tuple[str, ...]:
     (('cvec-cvec',), ('pos-pos', 'cvec-pos'))
     """
     names = term_names(PARTS, alibi=True)
-    pair = isinstance(term, tuple) and len(term) == 2 and all(isinstance(t, str) and t in (*PARTS, ALIBI) for t in term)
+    pair = (
+        isinstance(term, tuple)
+        and len(term) == 2
+        and all(isinstance(t, str) and t in (*PARTS, ALIBI) for t in term)
+    )
     items: Sequence[Any] = [term] if isinstance(term, str) or pair else list(term)
     found: list[str] = []
     for item in items:
@@ -77,9 +83,13 @@ def bias_terms() -> Float[Tensor, "part part"]:
 
 
 def weighted_score(
-    parts: Parts, weight: Float[Tensor, "head part part"], bias: Float[Tensor, "head query key"] | None, alibi: Float[Tensor, " head"]
+    parts: Parts,
+    weight: Float[Tensor, "head part part"],
+    bias: Float[Tensor, "head query key"] | None,
+    alibi: Float[Tensor, " head"],
 ) -> Float[Tensor, "batch head query key"]:
-    """``sum_ab w_ab q_a . k_b`` (plus ``w B``) for each head in one product: weights are moved to the key side."""
+    """``sum_ab w_ab q_a . k_b`` (plus ``w B``) for each head in one product: weights are moved to
+    the key side."""
     keys = einsum(weight.to(parts.k), parts.k, "h a c, c b j h e -> b h j a e")
     query = rearrange(parts.q, "a b i h e -> b h i (a e)")
     scores = query @ rearrange(keys, "b h j a e -> b h (a e) j")
@@ -87,7 +97,8 @@ def weighted_score(
 
 
 class Splitter:
-    """Parts of the running forward pass for some heads, with gradients, from the weights as they are now."""
+    """Parts of the running forward pass for some heads, with gradients, from the weights as they
+    are now."""
 
     def __init__(self, basis: PositionContext) -> None:
         self.basis = basis
@@ -95,13 +106,20 @@ class Splitter:
     def __call__(self, layer: LayerView, heads: Sequence[int]) -> Parts:
         length, chosen = layer.h.shape[1], list(heads)
         require(
-            length <= self.basis.columns, "tokens", expected=f"at most {self.basis.columns} positions, as the basis has seen", got=length,
+            length <= self.basis.columns,
+            "tokens",
+            expected=f"at most {self.basis.columns} positions, as the basis has seen",
+            got=length,
             instead="decompose(...) on windows of this length",
-        )  # fmt: skip
+        )
         projected, more = project_basis(layer, self.basis, length), layer.added
 
-        def split(both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor) -> Tensor:
-            mean, pos = rearrange(both[:, chosen], "part head position e -> part 1 position head e") * frozen[:, :, chosen].unsqueeze(-1)
+        def split(
+            both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor
+        ) -> Tensor:
+            mean, pos = rearrange(
+                both[:, chosen], "part head position e -> part 1 position head e"
+            ) * frozen[:, :, chosen].unsqueeze(-1)
             mean = mean + constant[:, :, chosen]
             if added is not None:  # position, which reaches queries and keys beside the stream
                 mean, pos = mean - added[:, chosen], pos + added[:, chosen]
@@ -117,7 +135,12 @@ Change = Callable[[LayerView, Tensor, Parts, tuple[int, ...]], Tensor]
 
 
 def edits_for(
-    view: ModelView, basis: PositionContext, heads: HeadsLike, change: Change, *, layers: Iterable[int] | int | None = None
+    view: ModelView,
+    basis: PositionContext,
+    heads: HeadsLike,
+    change: Change,
+    *,
+    layers: Iterable[int] | int | None = None,
 ) -> list[Edit]:
     """One edit for each layer that has chosen heads."""
     require_basis(basis)
@@ -131,7 +154,11 @@ def edits_for(
             return None
         bos = ids[:, :2] == view.bos_id
         basis.check_model(view, bool(bos[:, 0].all()))
-        return "prompts that begin with two BOS tokens" if bos.shape[1] == 2 and bool(bos.all(-1).any()) else None
+        return (
+            "prompts that begin with two BOS tokens"
+            if bos.shape[1] == 2 and bool(bos.all(-1).any())
+            else None
+        )
 
     out: list[Edit] = []
     for at in sorted({layer for layer, _ in chosen}):
@@ -145,7 +172,9 @@ def edits_for(
     return out
 
 
-def _term_score(parts: Parts, layer: LayerView, heads: Sequence[int], weight: Tensor, alibi: float) -> Tensor:
+def _term_score(
+    parts: Parts, layer: LayerView, heads: Sequence[int], weight: Tensor, alibi: float
+) -> Tensor:
     n = len(heads)
     bias = None if layer.bias is None else layer.bias[list(heads)]
     return weighted_score(parts, weight.expand(n, -1, -1), bias, torch.full((n,), alibi))
@@ -154,7 +183,9 @@ def _term_score(parts: Parts, layer: LayerView, heads: Sequence[int], weight: Te
 def removing(names: Sequence[str]) -> Change:
     """``S - X``."""
     weight, alibi = weights_of(names)
-    return lambda layer, whole, parts, heads: whole - _term_score(parts, layer, heads, weight, alibi)
+    return lambda layer, whole, parts, heads: (
+        whole - _term_score(parts, layer, heads, weight, alibi)
+    )
 
 
 def keeping(names: Sequence[str]) -> Change:
@@ -184,8 +215,9 @@ def placebo(
 ) -> Change:
     """``S`` minus a matched placebo of the term, row-centred, with the energy of the term itself.
 
-    ``kind="prompt"``: the same term of another prompt of the batch. ``"positions"``: the term with its keys at permuted positions, for
-    terms that hardly differ between prompts. ``similarity`` receives the cosines of term and placebo ``[head]``.
+    ``kind="prompt"``: the same term of another prompt of the batch. ``"positions"``: the term with
+    its keys at permuted positions, for terms that hardly differ between prompts. ``similarity``
+    receives the cosines of term and placebo ``[head]``.
     """
     weight, alibi = weights_of(names)
     checks.choice(kind, PLACEBOS, "placebo")
@@ -199,11 +231,16 @@ def placebo(
             other = term[derangement(len(term), seed).to(term.device)]
         else:
             order = torch.randperm(raw.shape[-1], generator=torch.Generator().manual_seed(seed))
-            other = row_center(_term_score(Parts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi), allowed)
+            other = row_center(
+                _term_score(Parts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi),
+                allowed,
+            )
         norm, own = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (other, term))
         safe = torch.where(norm > 0, norm, 1.0)
         if similarity is not None:
-            cosine = (term * other).sum((-2, -1), keepdim=True) / (safe * torch.where(own > 0, own, 1.0))
+            cosine = (term * other).sum((-2, -1), keepdim=True) / (
+                safe * torch.where(own > 0, own, 1.0)
+            )
             similarity(layer, heads, cosine[..., 0, 0].mean(0).double().cpu())
         return whole - other * (own / safe)
 
@@ -211,7 +248,8 @@ def placebo(
 
 
 def derangement(n: int, seed: int) -> Int[Tensor, " batch"]:
-    """A permutation without fixed point: a seeded order of the prompts, each replaced by the next one in it.
+    """A permutation without fixed point: a seeded order of the prompts, each replaced by the next
+    one in it.
 
     >>> order = derangement(5, 0)
     >>> sorted(order.tolist()), bool((order == torch.arange(5)).any())
@@ -225,42 +263,62 @@ def derangement(n: int, seed: int) -> Int[Tensor, " batch"]:
 
 def _several(scores: Tensor, what: str) -> None:
     if len(scores) < 2:
-        fail(what, expected="a batch of at least 2 prompts", got=len(scores), instead="more prompts of the same length")
+        fail(
+            what,
+            expected="a batch of at least 2 prompts",
+            got=len(scores),
+            instead="more prompts of the same length",
+        )
 
 
 @contextmanager
-def _apply(model: Any, basis: PositionContext, heads: HeadsLike, change: Change) -> Iterator[OpenEdit]:
+def _apply(
+    model: Any, basis: PositionContext, heads: HeadsLike, change: Change
+) -> Iterator[OpenEdit]:
     view = as_view(model)  # before any hook of ours
     with edited_scores(view, edits_for(view, basis, heads, change)) as edit:
         yield edit
 
 
-def remove_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[OpenEdit]:
-    """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for ``None``), ``S - X``.
+def remove_term(
+    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for
+    ``None``), ``S - X``.
 
-    ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Inside, the model is one whose heads attend by S - X:
-    X is the term of the stream as it leaves everybody's hooks (a patched stream gives the patched term), hooks and caches at
-    scores, pattern and z see the edited ones, and gradients pass. ``with ... as edit`` gives an
-    :class:`~tl_geometry.models.live.OpenEdit`, whose ``unedited`` names the points that cannot show the edit. The model is as
-    before on exit.
+    ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Inside, the model is one
+    whose heads attend by S - X: X is the term of the stream as it leaves everybody's hooks (a
+    patched stream gives the patched term), hooks and caches at scores, pattern and z see the edited
+    ones, and gradients pass. ``with ... as edit`` gives an
+    :class:`~tl_geometry.models.live.OpenEdit`, whose ``unedited`` names the points that cannot show
+    the edit. The model is as before on exit.
 
-    Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value cache, autocast, prompts with another BOS
-    setting than the basis or longer than it has seen, and where ``reset_hooks(including_permanent=True)`` took the edit away;
-    ``ClosingError`` where queries, keys, scores or patterns do not follow from the stream (a hook on ``hook_q`` of an edited head).
+    Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value
+    cache, autocast, prompts with another BOS setting than the basis or longer than it has seen, and
+    where ``reset_hooks(including_permanent=True)`` took the edit away; ``ReconstructionError``
+    where queries, keys, scores or patterns do not follow from the stream (a hook on ``hook_q`` of
+    an edited head).
     """
     return _apply(model, basis, heads, removing(terms_of(term)))
 
 
-def keep_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[OpenEdit]:
-    """Context manager: keep only a term, with every term that has bias on either side; ``()`` for those alone.
+def keep_term(
+    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: keep only a term, with every term that has bias on either side; ``()`` for
+    those alone.
 
-    Bias terms stay because mean and constants belong to any input; compare with them alone to see what the term adds.
+    Bias terms stay because mean and constants belong to any input; compare with them alone to see
+    what the term adds.
     """
     return _apply(model, basis, heads, keeping(terms_of(term)))
 
 
-def mean_term(model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None) -> AbstractContextManager[OpenEdit]:
-    """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X`` (at least two prompts)."""
+def mean_term(
+    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X``
+    (at least two prompts)."""
     return _apply(model, basis, heads, averaging(terms_of(term)))
 
 

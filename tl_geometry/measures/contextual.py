@@ -1,7 +1,9 @@
-"""Measures of the context basis, and of how it lies towards the positional one (Song & Zhong 2023, sections 2 and 4).
+"""Measures of the context basis, and of how it lies towards the positional one (Song & Zhong 2023,
+sections 2 and 4).
 
-Rows are context vectors ``ctx [context d_model]`` (or any points), batched over states. Each number that chance alone would
-make positive comes with what random directions give. Zero rows have no direction: they are left out and counted.
+Rows are context vectors ``ctx [context d_model]`` (or any points), batched over states. Each number
+that chance alone would make positive comes with what random directions give. Zero rows have no
+direction: they are left out and counted.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class SingularError(GeometryError):
 
 
 class CosineBaseline(NamedTuple):
-    """Cosines of independent isotropic directions in d dimensions: mean |cos|, root mean square, level reached by one pair in N."""
+    """Cosines of independent isotropic directions in d dimensions: mean |cos|, root mean square,
+    level reached by one pair in N."""
 
     avg: float
     rms: float
@@ -41,21 +44,26 @@ class CosineBaseline(NamedTuple):
 
 
 def cosine_baseline(d_model: int, pairs: int = 1) -> CosineBaseline:
-    """What :func:`incoherence` gives for random directions: ``E|cos| = G(d/2) / (sqrt(pi) G((d+1)/2))``, about sqrt(2 / (pi d)).
+    """What :func:`incoherence` gives for random directions:
+    ``E|cos| = G(d/2) / (sqrt(pi) G((d+1)/2))``, about sqrt(2 / (pi d)).
 
-    RMS is 1/sqrt(d). The maximum is the level that one of N independent pairs exceeds on average (cos^2 is Beta(1/2, (d-1)/2)).
-    Directions that share a low-dimensional subspace, or outlier coordinates, have larger cosines without any relation of meaning.
+    RMS is 1/sqrt(d). The maximum is the level that one of N independent pairs exceeds on average
+    (cos^2 is Beta(1/2, (d-1)/2)). Directions that share a low-dimensional subspace, or outlier
+    coordinates, have larger cosines without any relation of meaning.
 
     >>> [round(x, 4) for x in cosine_baseline(768, 127 * 256)]
     [0.0288, 0.0361, 0.1497]
     """
     avg = math.exp(math.lgamma(d_model / 2) - math.lgamma((d_model + 1) / 2)) / math.sqrt(math.pi)
-    largest = math.sqrt(1 - float(betaincinv((d_model - 1) / 2, 0.5, 1 / pairs))) if d_model > 1 else 1.0
+    largest = (
+        math.sqrt(1 - float(betaincinv((d_model - 1) / 2, 0.5, 1 / pairs))) if d_model > 1 else 1.0
+    )
     return CosineBaseline(avg, 1 / math.sqrt(d_model), largest)
 
 
 class Incoherence(NamedTuple):
-    """Cosines of all (position, context) pairs: largest and mean absolute value, root mean square, signed mean, and pairs counted."""
+    """Cosines of all (position, context) pairs: largest and mean absolute value, root mean square,
+    signed mean, and pairs counted."""
 
     max: Float[Tensor, "*batch"]
     avg: Float[Tensor, "*batch"]
@@ -64,12 +72,17 @@ class Incoherence(NamedTuple):
     pairs: Int[Tensor, "*batch"]
 
 
-def incoherence(pos: Float[Tensor, "*batch position d_model"], ctx: Float[Tensor, "*batch context d_model"]) -> Incoherence:
-    """How far positional and context directions are from orthogonal: statistics of cos(pos_t, ctx_c) over all pairs.
+def incoherence(
+    pos: Float[Tensor, "*batch position d_model"], ctx: Float[Tensor, "*batch context d_model"]
+) -> Incoherence:
+    """How far positional and context directions are from orthogonal: statistics of cos(pos_t,
+    ctx_c) over all pairs.
 
-    ``0 <= |signed| <= avg <= rms <= max <= 1``. An ambiguity of the source: section 4 of Song & Zhong 2023 defines incoherence as
-    the *maximum*, the caption of Table 1 says *average*, and the tabulated values (0.04 to 0.3) are only compatible with averages.
-    The theorem on kernel factorisation needs the maximum. Compare with :func:`cosine_baseline`. NaN when no pair has two directions.
+    ``0 <= |signed| <= avg <= rms <= max <= 1``. An ambiguity of the source: section 4 of Song &
+    Zhong 2023 defines incoherence as the *maximum*, the caption of Table 1 says *average*, and the
+    tabulated values (0.04 to 0.3) are only compatible with averages. The theorem on kernel
+    factorisation needs the maximum. Compare with :func:`cosine_baseline`. NaN when no pair has two
+    directions.
 
     >>> i = incoherence(torch.eye(2)[:1], torch.tensor([[3.0, 4.0], [0.0, -1.0]]))
     >>> [round(float(x), 3) for x in i[:4]]
@@ -82,15 +95,20 @@ def incoherence(pos: Float[Tensor, "*batch position d_model"], ctx: Float[Tensor
     for block in others.split(BLOCK, dim=-2):
         cosine = rows @ block.mT
         size = cosine.abs()
-        sums += torch.stack([size.sum((-2, -1)), cosine.square().sum((-2, -1)), cosine.sum((-2, -1))])
+        sums += torch.stack(
+            [size.sum((-2, -1)), cosine.square().sum((-2, -1)), cosine.sum((-2, -1))]
+        )
         largest = torch.maximum(largest, size.amax((-2, -1)))
     pairs = (~zero_pos).sum(-1) * (~zero_ctx).sum(-1)
     avg, square, signed = torch.where(pairs > 0, sums / pairs, torch.nan)
-    return Incoherence(torch.where(pairs > 0, largest, torch.nan), avg, square.sqrt(), signed, pairs)
+    return Incoherence(
+        torch.where(pairs > 0, largest, torch.nan), avg, square.sqrt(), signed, pairs
+    )
 
 
 class SubspaceOverlap(NamedTuple):
-    """Principal angles (radians, ascending), mean squared cosine over them, and the mean squared cosine of random subspaces."""
+    """Principal angles (radians, ascending), mean squared cosine over them, and the mean squared
+    cosine of random subspaces."""
 
     angles: Float[Tensor, "*batch rank"]
     overlap: Float[Tensor, "*batch"]
@@ -98,13 +116,17 @@ class SubspaceOverlap(NamedTuple):
 
 
 def subspace_overlap(
-    pos: Float[Tensor, "*batch position d_model"], ctx: Float[Tensor, "*batch context d_model"], rank: int, other_rank: int | None = None
+    pos: Float[Tensor, "*batch position d_model"],
+    ctx: Float[Tensor, "*batch context d_model"],
+    rank: int,
+    other_rank: int | None = None,
 ) -> SubspaceOverlap:
-    """Principal angles between the span of the ``rank`` leading directions of pos and the ``other_rank`` leading ones of ctx.
+    """Principal angles between the span of the ``rank`` leading directions of pos and the
+    ``other_rank`` leading ones of ctx.
 
-    The overlap is the mean of cos^2 over the min(r, r') angles, between 0 (orthogonal) and 1 (one contains the other); random
-    subspaces of d dimensions have ``max(r, r') / d``. NaN where pos or ctx has fewer directions than that, to rounding: centred
-    rows have one less than there are.
+    The overlap is the mean of cos^2 over the min(r, r') angles, between 0 (orthogonal) and 1 (one
+    contains the other); random subspaces of d dimensions have ``max(r, r') / d``. NaN where pos or
+    ctx has fewer directions than that, to rounding: centred rows have one less than there are.
 
     >>> s = subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)
     >>> [round(float(a), 3) for a in s.angles], round(float(s.overlap), 3), round(s.baseline, 3)
@@ -115,19 +137,29 @@ def subspace_overlap(
         limit = min(rows.shape[-2:])
         require(1 <= r <= limit, f"rank of {name}", expected=f"1 to {limit} directions", got=r)
     mine, theirs = svd(pos), svd(ctx)
-    enough = (numerical_rank(mine.S, pos.shape) >= rank) & (numerical_rank(theirs.S, ctx.shape) >= other_rank)
+    enough = (numerical_rank(mine.S, pos.shape) >= rank) & (
+        numerical_rank(theirs.S, ctx.shape) >= other_rank
+    )
     angles = principal_angles(mine.V[..., :rank], theirs.V[..., :other_rank])
     angles = torch.where(enough.unsqueeze(-1), angles, torch.nan)
-    return SubspaceOverlap(angles, angles.cos().square().mean(-1), max(rank, other_rank) / pos.shape[-1])
+    return SubspaceOverlap(
+        angles, angles.cos().square().mean(-1), max(rank, other_rank) / pos.shape[-1]
+    )
 
 
-def numerical_rank(singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]) -> Int[Tensor, "*batch"]:
+def numerical_rank(
+    singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]
+) -> Int[Tensor, "*batch"]:
     """Singular values above rounding, ``max(rows, columns) eps s_1``, of matrices of this shape."""
-    return (singular_values > max(shape[-2:]) * torch.finfo(singular_values.dtype).eps * singular_values[..., :1]).sum(-1)
+    return (
+        singular_values
+        > max(shape[-2:]) * torch.finfo(singular_values.dtype).eps * singular_values[..., :1]
+    ).sum(-1)
 
 
 class ClusterSimilarity(NamedTuple):
-    """Mean cosine between contexts of one document (``intra``) and of different ones (``inter``), and of every pair of documents."""
+    """Mean cosine between contexts of one document (``intra``) and of different ones (``inter``),
+    and of every pair of documents."""
 
     intra: Float[Tensor, "*batch"]
     inter: Float[Tensor, "*batch"]
@@ -142,12 +174,15 @@ def cluster_similarity(
     signed: bool = False,
     pca: int | None = None,
 ) -> ClusterSimilarity:
-    """Mean |cos| over pairs of contexts with the same label, and with different labels (Song & Zhong 2023, Table 1).
+    """Mean |cos| over pairs of contexts with the same label, and with different labels (Song &
+    Zhong 2023, Table 1).
 
-    ``"exact"`` leaves self-pairs out; ``"reference"`` is the published number: absolute values with the self-pairs counted in
-    ``intra``, so that ``intra_ref = ((n - 1) intra + 1) / n`` for clusters of n. ``signed=True`` averages cosines instead of
-    their sizes, from the sums over each label alone. ``pca=20`` first projects on the 20 leading singular directions, uncentred, as the
-    published code can; the published table does not. A label with fewer than two directions has NaN on the diagonal of ``table``.
+    ``"exact"`` leaves self-pairs out; ``"reference"`` is the published number: absolute values with
+    the self-pairs counted in ``intra``, so that ``intra_ref = ((n - 1) intra + 1) / n`` for
+    clusters of n. ``signed=True`` averages cosines instead of their sizes, from the sums over each
+    label alone. ``pca=20`` first projects on the 20 leading singular directions, uncentred, as the
+    published code can; the published table does not. A label with fewer than two directions has NaN
+    on the diagonal of ``table``.
 
     The 1.00 published for Llama-2 says nothing: all 64 windows of a document were the same text.
 
@@ -157,10 +192,20 @@ def cluster_similarity(
     (1.0, 0.0, 0.0)
     """
     checks.choice(preset, ("exact", "reference"), "preset")
-    require(not (signed and preset == "reference"), "signed", expected='preset="exact"', got='preset="reference" (absolute values)')
+    require(
+        not (signed and preset == "reference"),
+        "signed",
+        expected='preset="exact"',
+        got='preset="reference" (absolute values)',
+    )
     _check_labels(ctx, labels)
     if pca is not None:
-        require(1 <= pca <= min(ctx.shape[-2:]), "pca", expected=f"1 to {min(ctx.shape[-2:])} directions", got=pca)
+        require(
+            1 <= pca <= min(ctx.shape[-2:]),
+            "pca",
+            expected=f"1 to {min(ctx.shape[-2:])} directions",
+            got=pca,
+        )
         ctx = ctx @ svd(ctx).V[..., :pca]
     rows, zero = normalize_rows(ctx)
     member = torch.nn.functional.one_hot(labels.long()).to(rows)
@@ -169,7 +214,11 @@ def cluster_similarity(
         totals = sums @ sums.mT
     else:
         blocks = zip(rows.split(BLOCK, dim=-2), member.split(BLOCK), strict=True)
-        parts = [einsum((a @ rows.mT).abs(), m, "... row context, row label -> ... label context") @ member for a, m in blocks]
+        parts = [
+            einsum((a @ rows.mT).abs(), m, "... row context, row label -> ... label context")
+            @ member
+            for a, m in blocks
+        ]
         totals = torch.stack(parts).sum(0)
     counts = einsum((~zero).to(rows), member, "... context, context label -> ... label")
     pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)
@@ -185,8 +234,18 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check_labels(rows: Tensor, labels: Tensor) -> None:
-    ok = labels.dim() == 1 and labels.shape[0] == rows.shape[-2] and not labels.is_floating_point() and bool((labels >= 0).all())
-    require(ok, "labels", expected=f"a label >= 0 for each of {rows.shape[-2]} rows", got=describe(labels))
+    ok = (
+        labels.dim() == 1
+        and labels.shape[0] == rows.shape[-2]
+        and not labels.is_floating_point()
+        and bool((labels >= 0).all())
+    )
+    require(
+        ok,
+        "labels",
+        expected=f"a label >= 0 for each of {rows.shape[-2]} rows",
+        got=describe(labels),
+    )
 
 
 def cluster_compactness(
@@ -197,13 +256,16 @@ def cluster_compactness(
     space: Space = "full",
     ridge: float | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """Separation of labelled clusters, ``tr(S_B S_W^-1)``: between-cluster over within-cluster covariance (Song & Zhong 2023, sec. 4).
+    """Separation of labelled clusters, ``tr(S_B S_W^-1)``: between-cluster over within-cluster
+    covariance (Song & Zhong 2023, sec. 4).
 
-    ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T``, ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither
-    normaliser nor space: ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots. At least 0,
-    0 only for equal means, and unchanged by any invertible affine map of the points. Computed as ``|L^-1 M|_F^2`` with
-    S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with N - K < d_model (or clusters in a subspace) a GeometryError asks for PCA or
-    ``ridge``, which adds ridge * tr(S_W) / d to the diagonal of S_W.
+    ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T``,
+    ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space:
+    ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots.
+    At least 0, 0 only for equal means, and unchanged by any invertible affine map of the points.
+    Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with N -
+    K < d_model (or clusters in a subspace) a GeometryError asks for PCA or ``ridge``, which adds
+    ridge * tr(S_W) / d to the diagonal of S_W.
 
     >>> x = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
     >>> round(float(cluster_compactness(x, torch.tensor([0, 0, 1, 1]))), 6)
@@ -214,10 +276,15 @@ def cluster_compactness(
     x = x - x.mean(-2, keepdim=True)
     counts = torch.bincount(labels.long()).to(x)
     member = torch.nn.functional.one_hot(labels.long()).to(x)
-    means = einsum(x, member, "... row d_model, row label -> ... label d_model") / counts.clamp(min=1)[:, None]
+    means = (
+        einsum(x, member, "... row d_model, row label -> ... label d_model")
+        / counts.clamp(min=1)[:, None]
+    )
     rest = x - means[..., labels.long(), :]
     within, kept = rest.mT @ rest, counts > 0
-    return _compactness(within, means[..., kept, :], counts[kept], norm=norm, space=space, ridge=ridge)
+    return _compactness(
+        within, means[..., kept, :], counts[kept], norm=norm, space=space, ridge=ridge
+    )
 
 
 class CompactnessPair(NamedTuple):
@@ -240,12 +307,14 @@ def compactness_from_moments(
 ) -> CompactnessPair:
     """:func:`cluster_compactness` of all states of a corpus, of cvec and raw, from sums alone.
 
-    Args: ``second_moment`` the centred sum over C contexts and T positions, ``label_means`` the mean of h over each label's contexts minus
-    the mean of all, ``label_counts`` contexts per label (every context has one). ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B
-    the same, so in the full space without a ridge **cvec is never less compact than raw**: what the paper observes at
-    three layers is an inequality. In a PCA space each side uses its own components and the inequality need not hold. ``accuracy`` is
-    the relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an eigenvalue of the within-cluster correlations
-    below it is taken as zero. States behind a LayerNorm (BERT) have one.
+    Args: ``second_moment`` the centred sum over C contexts and T positions, ``label_means`` the
+    mean of h over each label's contexts minus the mean of all, ``label_counts`` contexts per label
+    (every context has one). ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full
+    space without a ridge **cvec is never less compact than raw**: what the paper observes at three
+    layers is an inequality. In a PCA space each side uses its own components and the inequality
+    need not hold. ``accuracy`` is the relative accuracy of ``second_moment`` (about 1e-6 for
+    float32 products): an eigenvalue of the within-cluster correlations below it is taken as zero.
+    States behind a LayerNorm (BERT) have one.
     """
     positions, contexts = pos.shape[-2], label_counts.sum()
     kept = label_counts > 0
@@ -253,21 +322,42 @@ def compactness_from_moments(
     between = einsum(counts, means, means, "label, ... label i, ... label j -> ... i j")
     raw = second_moment - between
     cvec = raw - contexts * pos.mT @ pos
-    values = [_compactness(w, means, counts, norm=norm, space=space, ridge=ridge, accuracy=accuracy) for w in (cvec, raw)]
+    values = [
+        _compactness(w, means, counts, norm=norm, space=space, ridge=ridge, accuracy=accuracy)
+        for w in (cvec, raw)
+    ]
     return CompactnessPair(*values)
 
 
 def _compactness(
-    within: Tensor, means: Tensor, counts: Tensor, *, norm: str, space: Space, ridge: float | None, accuracy: float = 1e-12
+    within: Tensor,
+    means: Tensor,
+    counts: Tensor,
+    *,
+    norm: str,
+    space: Space,
+    ridge: float | None,
+    accuracy: float = 1e-12,
 ) -> Tensor:
-    """tr(S_B S_W^-1) from the within-cluster sum of squares [d d], the centred cluster means [label d] and their counts."""
+    """tr(S_B S_W^-1) from the within-cluster sum of squares [d d], the centred cluster means [label
+    d] and their counts."""
     checks.choice(norm, ("N", "dof"), "norm")
     n, clusters = float(counts.sum()), len(counts)
     require(clusters >= 2, "labels", expected="at least two labels", got=clusters)
     factor = (counts.sqrt()[:, None] * means).mT  # S_B = factor factor^T / N
     if space != "full":
-        ok = isinstance(space, tuple) and len(space) == 2 and space[0] == "pca" and 1 <= space[1] <= within.shape[-1]
-        require(ok, "space", expected=f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}', got=repr(space))
+        ok = (
+            isinstance(space, tuple)
+            and len(space) == 2
+            and space[0] == "pca"
+            and 1 <= space[1] <= within.shape[-1]
+        )
+        require(
+            ok,
+            "space",
+            expected=f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}',
+            got=repr(space),
+        )
         axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[..., -int(space[1]) :]
         within, factor = axes.mT @ within @ axes, axes.mT @ factor
     size = within.shape[-1]
@@ -275,14 +365,20 @@ def _compactness(
     if ridge is not None:
         variance = variance + ridge * variance.mean(-1, keepdim=True)
         within = within + torch.diag_embed(variance - within.diagonal(dim1=-2, dim2=-1))
-    scale = torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)  # unit variances first: outlier coordinates do no harm
+    scale = (
+        torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)
+    )  # unit variances first: outlier coordinates do no harm
     correlation = scale * (within + within.mT) / 2 * scale.mT
     root, info = torch.linalg.cholesky_ex(correlation)
     singular = bool((info > 0).any())
-    if not singular and not bool((root.diagonal(dim1=-2, dim2=-1).square() > accuracy * size).all()):  # perhaps: look closely
+    if not singular and not bool(
+        (root.diagonal(dim1=-2, dim2=-1).square() > accuracy * size).all()
+    ):  # perhaps: look closely
         singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
     if singular or (ridge is None and n - clusters < size):
-        enough = f"within-cluster covariance of full rank (N - K >= {size} points in general position)"
+        enough = (
+            f"within-cluster covariance of full rank (N - K >= {size} points in general position)"
+        )
         fail(
             "cluster_compactness",
             expected=enough,

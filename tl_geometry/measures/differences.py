@@ -1,12 +1,15 @@
-"""Smoothness of a positional basis: reflected Gram matrix, finite differences, and the low-frequency bound (Theorem 1).
+"""Smoothness of a positional basis: reflected Gram matrix, finite differences, and the
+low-frequency bound (Theorem 1).
 
-The Gram matrix ``G = P P^T`` of a centred basis, extended evenly to period 2T, is ``G~ = P~ P~^T`` with the reflected rows
-``P~ = [P; J P]`` (J reverses the order). Differences of G~ along both of its axes are differences of the rows:
+The Gram matrix ``G = P P^T`` of a centred basis, extended evenly to period 2T, is ``G~ = P~ P~^T``
+with the reflected rows ``P~ = [P; J P]`` (J reverses the order). Differences of G~ along both of
+its axes are differences of the rows:
 
     Delta^(m,m) G~ = X X^T,   X = m-fold periodic backward difference of P~, times T each.
 
-Only this factored form is used. Iterating the two-dimensional stencil multiplies rounding errors by (4 T^2)^m and is useless
-in float64 from m = 4 on. As X X^T is positive semidefinite, its largest entry is the largest squared row norm of X.
+Only this factored form is used. Iterating the two-dimensional stencil multiplies rounding errors by
+(4 T^2)^m and is useless in float64 from m = 4 on. As X X^T is positive semidefinite, its largest
+entry is the largest squared row norm of X.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from tl_geometry.base.linalg import svd
 
 
 def reflect(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row d_model"]:
-    """Half-sample even extension ``[P; J P]``: T rows become 2T rows of a sequence that is periodic without a jump.
+    """Half-sample even extension ``[P; J P]``: T rows become 2T rows of a sequence that is periodic
+    without a jump.
 
     >>> reflect(torch.tensor([[1.0], [2.0], [3.0]])).flatten().tolist()
     [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]
@@ -33,10 +37,14 @@ def reflect(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*ba
     return torch.cat([pos, pos.flip(-2)], dim=-2)
 
 
-def finite_difference(pos: Float[Tensor, "*batch position d_model"], m: int = 1) -> Float[Tensor, "*batch row d_model"]:
-    """Factor X of ``Delta^(m,m) G~ = X X^T`` [2T d_model]: m periodic backward differences of the reflected rows, times T each.
+def finite_difference(
+    pos: Float[Tensor, "*batch position d_model"], m: int = 1
+) -> Float[Tensor, "*batch row d_model"]:
+    """Factor X of ``Delta^(m,m) G~ = X X^T`` [2T d_model]: m periodic backward differences of the
+    reflected rows, times T each.
 
-    Song & Zhong 2023, Eq. 4 and 5 (the scale is T per difference, as in Eq. 5). Units: those of ``pos``, per window length^m.
+    Song & Zhong 2023, Eq. 4 and 5 (the scale is T per difference, as in Eq. 5). Units: those of
+    ``pos``, per window length^m.
 
     >>> finite_difference(torch.tensor([[0.0], [1.0]])).flatten().tolist()
     [0.0, 2.0, 0.0, -2.0]
@@ -53,12 +61,16 @@ def _halved_difference(pos: Tensor, m: int) -> Tensor:
     return rows
 
 
-def smoothness(pos: Float[Tensor, "*batch position d_model"], m: int = 1) -> Float[Tensor, "*batch"]:
-    """Size of the m-th differences against the Gram matrix, ``|Delta^(m,m) G~|_max / |G|_max``: small for a smooth basis.
+def smoothness(
+    pos: Float[Tensor, "*batch position d_model"], m: int = 1
+) -> Float[Tensor, "*batch"]:
+    """Size of the m-th differences against the Gram matrix, ``|Delta^(m,m) G~|_max / |G|_max``:
+    small for a smooth basis.
 
-    Dimensionless and invariant to rotation and scale of d_model; a curve of one DCT frequency j has about (pi j)^(2m).
-    Sampling noise of C contexts adds about ``2 T^2 tr(noise covariance) / C`` to the numerator at m = 1, so values are comparable
-    at one C only. NaN for a zero basis. Song & Zhong 2023, section 3.
+    Dimensionless and invariant to rotation and scale of d_model; a curve of one DCT frequency j has
+    about (pi j)^(2m). Sampling noise of C contexts adds about ``2 T^2 tr(noise covariance) / C`` to
+    the numerator at m = 1, so values are comparable at one C only. NaN for a zero basis. Song &
+    Zhong 2023, section 3.
 
     >>> t = (torch.arange(64) + 0.5) / 64
     >>> round(float(smoothness(torch.cos(torch.pi * t)[:, None].double())), 2)
@@ -67,21 +79,29 @@ def smoothness(pos: Float[Tensor, "*batch position d_model"], m: int = 1) -> Flo
     require(m >= 0, "m", expected="0 or more differences", got=m)
     largest = torch.linalg.vector_norm(pos, dim=-1).amax(-1)
     # by symmetry the rows of X repeat beyond the first T + m, up to sign
-    rows = torch.cat([pos[..., :m, :].flip(-2), pos, pos[..., pos.shape[-2] - m :, :].flip(-2)], dim=-2)
+    rows = torch.cat(
+        [pos[..., :m, :].flip(-2), pos, pos[..., pos.shape[-2] - m :, :].flip(-2)], dim=-2
+    )
     size = rows.diff(n=m, dim=-2) if m <= pos.shape[-2] else _halved_difference(pos, m) * 2.0**m
     ratio = torch.linalg.vector_norm(size, dim=-1).amax(-1) / largest * float(pos.shape[-2]) ** m
     return torch.where(largest > 0, ratio.square(), torch.nan)
 
 
 def dct_vectors(positions: int, k: int, *, printed: bool = False) -> Float[Tensor, "position rank"]:
-    """First k DCT-II vectors ``c_j(t) = cos(pi (j - 1)(t - 1/2) / T)``, t = 1..T, as columns, not normalised, in float64.
+    """First k DCT-II vectors ``c_j(t) = cos(pi (j - 1)(t - 1/2) / T)``, t = 1..T, as columns, not
+    normalised, in float64.
 
-    ``printed=True`` gives the vectors as the paper prints them, ``cos((j - 1/2)(t - 1) pi / T)`` with j the number of the vector:
-    time and frequency have changed places, and with these vectors the theorem is false (see :func:`theorem1`).
+    ``printed=True`` gives the vectors as the paper prints them, ``cos((j - 1/2)(t - 1) pi / T)``
+    with j the number of the vector: time and frequency have changed places, and with these vectors
+    the theorem is false (see :func:`theorem1`).
     """
     t = torch.arange(1, positions + 1, dtype=torch.float64).unsqueeze(1)
     j = torch.arange(1, k + 1, dtype=torch.float64).unsqueeze(0)
-    return torch.cos(torch.pi * (j - 0.5) * (t - 1) / positions) if printed else torch.cos(torch.pi * (j - 1) * (t - 0.5) / positions)
+    return (
+        torch.cos(torch.pi * (j - 0.5) * (t - 1) / positions)
+        if printed
+        else torch.cos(torch.pi * (j - 1) * (t - 0.5) / positions)
+    )
 
 
 class LowFrequencyBound(NamedTuple):
@@ -99,31 +119,40 @@ class LowFrequencyBound(NamedTuple):
 
 
 def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequencyBound:
-    r"""Theorem 1 of Song & Zhong 2023, corrected: a smooth positional basis is close to its first k cosines.
+    r"""Theorem 1 of Song & Zhong 2023, corrected: a smooth positional basis is close to its first k
+    cosines.
 
-    Statement. Let P be centred (rows sum to zero), G = P P^T, c_1..c_k the first DCT-II vectors (:func:`dct_vectors`), F = [c_1..c_k],
-    Pi the orthogonal projector on their span, g_j = 1 / (2T sin(pi j / 2T)). With B B^T = T^-2 W F^T G F W, W = diag(1, 2, ..., 2):
+    Statement. Let P be centred (rows sum to zero), G = P P^T, c_1..c_k the first DCT-II vectors
+    (:func:`dct_vectors`), F = [c_1..c_k], Pi the orthogonal projector on their span, g_j = 1 / (2T
+    sin(pi j / 2T)). With B B^T = T^-2 W F^T G F W, W = diag(1, 2, ..., 2):
 
-        (1/T) |G - F B B^T F^T|_op  <=  [(g_k g_1)^m + g_k^(2m)] |Delta^(m,m) G~|_max  <=  6 / (4k)^m |Delta^(m,m) G~|_max
+        (1/T) |G - F B B^T F^T|_op  <=  [(g_k g_1)^m + g_k^(2m)] |Delta^(m,m) G~|_max  <=  6 /
+        (4k)^m |Delta^(m,m) G~|_max
 
-    Derivation. (1) |c_1|^2 = T and |c_j|^2 = T/2 otherwise, so Pi = F W F^T / T and F B B^T F^T = Pi G Pi exactly.
-    (2) The reflected rows P~ are even about the half sample, so their discrete Fourier transform of length 2T holds only the
-    cosines c_(j+1), j = 0..T-1, and the j = 0 term vanishes since P is centred. One periodic difference times T multiplies frequency
-    j by T |1 - exp(-i pi j / T)| = 2T sin(pi j / 2T) = 1 / g_j, which increases with j. (3) Write D for the diagonal of g_j over
-    j = 1..T-1 and split it in low (j < k) and high (j >= k) frequencies. In the Fourier basis G~ = D^m H D^m with
-    H = Delta^(m,m) G~ up to unit phases, positive semidefinite. G - Pi G Pi has the blocks (low, high), (high, low) and (high, high).
-    Their norms are at most g_1^m g_k^m |H|_op and g_k^(2m) |H|_op, the two off-diagonal blocks together have the norm of one of
-    them, and |G~|_op = 2 |G|_op. (4) |H|_op <= 2T |H|_max. Dividing by T gives the first inequality, or its sharper form with
+    Derivation. (1) |c_1|^2 = T and |c_j|^2 = T/2 otherwise, so Pi = F W F^T / T and F B B^T F^T =
+    Pi G Pi exactly. (2) The reflected rows P~ are even about the half sample, so their discrete
+    Fourier transform of length 2T holds only the cosines c_(j+1), j = 0..T-1, and the j = 0 term
+    vanishes since P is centred. One periodic difference times T multiplies frequency j by T |1 -
+    exp(-i pi j / T)| = 2T sin(pi j / 2T) = 1 / g_j, which increases with j. (3) Write D for the
+    diagonal of g_j over j = 1..T-1 and split it in low (j < k) and high (j >= k) frequencies. In
+    the Fourier basis G~ = D^m H D^m with H = Delta^(m,m) G~ up to unit phases, positive
+    semidefinite. G - Pi G Pi has the blocks (low, high), (high, low) and (high, high). Their norms
+    are at most g_1^m g_k^m |H|_op and g_k^(2m) |H|_op, the two off-diagonal blocks together have
+    the norm of one of them, and |G~|_op = 2 |G|_op. (4) |H|_op <= 2T |H|_max. Dividing by T gives
+    the first inequality, or its sharper form with
     |Delta|_op / 2T in place of |Delta|_max (``bound_operator``). (5) sin x >= 2x/pi gives g_j <= 1/(2j), so the bracket is at most
     2 / (4k)^m.
 
-    Errata. The paper prints 6 / (8k)^m (``bound_paper``) and the vectors of ``dct_vectors(printed=True)``. With those vectors the
-    claim is false: T = 64, G = c_2 c_2^T, k = 8, m = 4 leaves at least 1.8e-2 for any B (``lhs_paper``) against a bound of 3.4e-3.
-    With the right vectors 8k still fails for k close to T and large m. It also writes (F B)^T F B for the T x T matrix F B (F B)^T.
+    Errata. The paper prints 6 / (8k)^m (``bound_paper``) and the vectors of
+    ``dct_vectors(printed=True)``. With those vectors the claim is false: T = 64, G = c_2 c_2^T, k =
+    8, m = 4 leaves at least 1.8e-2 for any B (``lhs_paper``) against a bound of 3.4e-3. With the
+    right vectors 8k still fails for k close to T and large m. It also writes (F B)^T F B for the T
+    x T matrix F B (F B)^T.
 
-    Args: ``pos`` centred [T d_model] (units of the stream), 1 <= k <= T frequencies, m >= 1 differences.
-    Returns both sides, B [k rank] and F [T k]. ``lhs_paper`` is what the printed vectors leave for the best B at least. ``lhs`` is
-    zero at k = T and need not fall monotonically with k. Raises GeometryError for an uncentred basis.
+    Args: ``pos`` centred [T d_model] (units of the stream), 1 <= k <= T frequencies, m >= 1
+    differences. Returns both sides, B [k rank] and F [T k]. ``lhs_paper`` is what the printed
+    vectors leave for the best B at least. ``lhs`` is zero at k = T and need not fall monotonically
+    with k. Raises GeometryError for an uncentred basis.
 
     >>> c = dct_vectors(64, 2)[:, 1:]
     >>> r = theorem1(c, k=8, m=4)
@@ -154,7 +183,9 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     sine = [math.sin(math.pi * j / (2 * positions)) for j in (1, k)]
     bracket = (sine[0] * sine[1]) ** -m + sine[1] ** (-2 * m)  # [(g_k g_1)^m + g_k^2m] (2T)^2m
     paper = torch.linalg.qr(dct_vectors(positions, k, printed=True)).Q
-    rest = pos - paper @ (paper.T @ pos)  # any B B^T in the printed span leaves at least (I - Pi') G (I - Pi')
+    rest = pos - paper @ (
+        paper.T @ pos
+    )  # any B B^T in the printed span leaves at least (I - Pi') G (I - Pi')
     per_frequency = float(2 * positions) ** 2
     return LowFrequencyBound(
         lhs=_remainder(pos, F, weight),
@@ -171,6 +202,9 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
 
 def _remainder(pos: Tensor, F: Tensor, weight: Tensor) -> float:
     """(1/T) |G - Pi G Pi|_op."""
-    low = einsum(F, weight[:, 0], F.T @ pos, "position rank, rank, rank d_model -> position d_model") / pos.shape[0]
+    low = (
+        einsum(F, weight[:, 0], F.T @ pos, "position rank, rank, rank d_model -> position d_model")
+        / pos.shape[0]
+    )
     difference = pos @ pos.T - low @ low.T
     return float(torch.linalg.eigvalsh(difference).abs().amax()) / pos.shape[0]

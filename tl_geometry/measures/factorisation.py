@@ -1,4 +1,5 @@
-"""Whether a model's own heads and bases factorise as the theorem on kernels wants: :func:`kernel_gaps`."""
+"""Whether a model's own heads and bases factorise as the theorem on kernels wants:
+:func:`kernel_gaps`."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ from tl_geometry.weights.heads import weight_geometry
 class KernelGaps(Result):
     """What :func:`kernel_gaps` returns: a row per head.
 
-    ``relative`` is the gap's root mean square over that of the scores (0: attention factorises), ``relative_random`` the same with
-    isotropic directions in place of the positional ones; ``gap_max`` the largest gap; ``explained`` the share of ``|W|^2`` that the
-    structured weights hold; ``incoherence_max`` and ``incoherence_avg`` belong to the layer.
+    ``relative`` is the gap's root mean square over that of the scores (0: attention factorises),
+    ``relative_random`` the same with isotropic directions in place of the positional ones;
+    ``gap_max`` the largest gap; ``explained`` the share of ``|W|^2`` that the structured weights
+    hold; ``incoherence_max`` and ``incoherence_avg`` belong to the layer.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -39,7 +41,16 @@ class KernelGaps(Result):
     incoherence_avg: Float[Tensor, " head"]
 
     def columns(self) -> Sequence[str]:
-        return ("layer", "head", "relative", "relative_random", "gap_max", "explained", "incoherence_max", "incoherence_avg")
+        return (
+            "layer",
+            "head",
+            "relative",
+            "relative_random",
+            "gap_max",
+            "explained",
+            "incoherence_max",
+            "incoherence_avg",
+        )
 
     def rows(self) -> Sequence[Sequence[object]]:
         values = [getattr(self, name) for name in self.columns()[2:]]
@@ -55,19 +66,24 @@ def kernel_gaps(
     pairs: int = 4096,
     seed: int = 0,
 ) -> KernelGaps:
-    """How far each head's scores are from the product of a position kernel and a content kernel (Song & Zhong 2023, Theorem 2).
+    """How far each head's scores are from the product of a position kernel and a content kernel
+    (Song & Zhong 2023, Theorem 2).
 
-    W_QK is replaced by its best ``V L V^T + D`` (Eq. 8, :func:`tl_geometry.weight_geometry`), V the leading positional directions
-    at the block's input. For unit positional and context vectors of the basis (cvec of the sampled contexts), position is
-    expected to see V L V^T only and context D only; the gap is everything else. The theorem bounds it by the *largest* incoherence
-    of the bases, which real models do not make small: read the gap, and how much of W the structure holds at all.
+    W_QK is replaced by its best ``V L V^T + D`` (Eq. 8, :func:`tl_geometry.weight_geometry`), V the
+    leading positional directions at the block's input. For unit positional and context vectors of
+    the basis (cvec of the sampled contexts), position is expected to see V L V^T only and context D
+    only; the gap is everything else. The theorem bounds it by the *largest* incoherence of the
+    bases, which real models do not make small: read the gap, and how much of W the structure holds
+    at all.
 
     Raises ``GeometryError`` for a basis of another model or without sampled contexts.
     """
     view = as_view(model)
     if basis.samples is None:
         fail("basis", expected="sampled contexts", got="none", instead="decompose(..., keep=32)")
-    geometry = weight_geometry(view, basis, "QK", layers=layers, rank=rank, draws=0, shown=rank or 20, seed=seed)
+    geometry = weight_geometry(
+        view, basis, "QK", layers=layers, rank=rank, draws=0, shown=rank or 20, seed=seed
+    )
     width, per_layer, found = geometry.L.shape[-1], view.n_heads, []
     for i, layer in enumerate(geometry.layers):
         row, norm = basis.index(layer), view.attention_norm(layer).kind
@@ -76,16 +92,35 @@ def kernel_gaps(
         h = basis.samples[:, row, slice(*basis.window)].double()
         cvec = remove_mean((h - basis.mean[row] - basis.pos[row]).flatten(0, 1), norm)
         V = bilinear.leading_directions(basis.pos[row], width, centred=norm == "LN")[0]
-        random = remove_mean(torch.randn(pos.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), norm)
+        random = remove_mean(
+            torch.randn(
+                pos.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+            ),
+            norm,
+        )
         mine = slice(i * per_layer, (i + 1) * per_layer)
         arguments = (V, geometry.L[mine], geometry.delta[mine])
-        gaps, null = (kernels.structured_gaps(p, cvec, *arguments, pairs=pairs, seed=seed) for p in (pos, random))
+        gaps, null = (
+            kernels.structured_gaps(p, cvec, *arguments, pairs=pairs, seed=seed)
+            for p in (pos, random)
+        )
         incoherent = contextual.incoherence(pos, cvec)
         layer_wide = [x.expand(per_layer) for x in (incoherent.max, incoherent.avg)]
         found.append([_ratio(gaps), _ratio(null), gaps.r_max, geometry.r2_joint[mine], *layer_wide])
-    names = ("relative", "relative_random", "gap_max", "explained", "incoherence_max", "incoherence_avg")
+    names = (
+        "relative",
+        "relative_random",
+        "gap_max",
+        "explained",
+        "incoherence_max",
+        "incoherence_avg",
+    )
     table = {name: torch.cat([f[k] for f in found]) for k, name in enumerate(names)}
-    return KernelGaps(provenance=dataclasses.replace(geometry.provenance, seed=seed), heads=geometry.heads, **table)
+    return KernelGaps(
+        provenance=dataclasses.replace(geometry.provenance, seed=seed),
+        heads=geometry.heads,
+        **table,
+    )
 
 
 def _ratio(gaps: kernels.StructuredGaps) -> Tensor:

@@ -1,12 +1,16 @@
-"""Attention as a kernel that factorises over position and context (Song & Zhong 2023, section 4, Eq. 9 to 12, Theorem 2).
+"""Attention as a kernel that factorises over position and context (Song & Zhong 2023, section 4,
+Eq. 9 to 12, Theorem 2).
 
 With ``K_W(z, z') = exp(z^T W z')`` and states x = c + t (context plus position):
 
-1. for one matrix W, ``K_W(c + t, c' + t')`` is exactly the product of the four kernels of (c, t) and (c', t');
-2. if W is the sum of four sparse matrices, one for each pair of bases, and the bases are incoherent, each kernel sees only its own
-   matrix: ``log K_W(x, x') = sum_ab q_a^T W_ab k_b + r`` with ``|r| <= A (2 incoh + incoh^2)``, A the sum of all |coefficients|.
+1. for one matrix W, ``K_W(c + t, c' + t')`` is exactly the product of the four kernels of (c, t)
+   and (c', t');
+2. if W is the sum of four sparse matrices, one for each pair of bases, and the bases are
+   incoherent, each kernel sees only its own matrix: ``log K_W(x, x') = sum_ab q_a^T W_ab k_b + r``
+   with ``|r| <= A (2 incoh + incoh^2)``, A the sum of all |coefficients|.
 
-Everything is a log kernel: exponentials are taken only inside a softmax. Indices 1 and 2 are the bases of context and position.
+Everything is a log kernel: exponentials are taken only inside a softmax. Indices 1 and 2 are the
+bases of context and position.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ PARTS = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
 def log_kernel(
-    z: Float[Tensor, "*batch query d_model"], other: Float[Tensor, "*batch key d_model"], W: Float[Tensor, "... d_model d_model"]
+    z: Float[Tensor, "*batch query d_model"],
+    other: Float[Tensor, "*batch key d_model"],
+    W: Float[Tensor, "... d_model d_model"],
 ) -> Float[Tensor, "*batch query key"]:
     """``log K_W(z_i, z'_j) = z_i^T W z'_j`` for all pairs; W = W_Q W_K^T / sqrt(d_head) (Eq. 9).
 
@@ -45,22 +51,26 @@ def kernel_attention(
     *,
     causal: bool = True,
 ) -> Float[Tensor, "*batch position d_head"]:
-    """Attention as kernel smoothing, ``sum_k K_W(x_t, x_k) v_k / sum_k K_W(x_t, x_k)`` over k <= t (all k if not causal).
+    """Attention as kernel smoothing, ``sum_k K_W(x_t, x_k) v_k / sum_k K_W(x_t, x_k)`` over k <= t
+    (all k if not causal).
 
-    Query first; the paper writes the key first, which with its own W = W_Q W_K^T is attention with the roles exchanged.
-    Evaluated in log space, so that scores of thousands do not overflow.
+    Query first; the paper writes the key first, which with its own W = W_Q W_K^T is attention with
+    the roles exchanged. Evaluated in log space, so that scores of thousands do not overflow.
 
     >>> kernel_attention(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]]), torch.eye(1)).flatten().tolist()
     [1.0, 2.0]
     """
     scores = log_kernel(x, x, W)
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -math.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -math.inf
+        )
     return scores.softmax(-1) @ values
 
 
 class SparseWeight(NamedTuple):
-    """``W_ab = sum_k a_k u_k v_k^T``: the matrix, its coefficients a and the atoms u, v, one row each."""
+    """``W_ab = sum_k a_k u_k v_k^T``: the matrix, its coefficients a and the atoms u, v, one row
+    each."""
 
     matrix: Float[Tensor, "d_model d_model"]
     coefficients: Float[Tensor, " rank"]
@@ -69,11 +79,17 @@ class SparseWeight(NamedTuple):
 
 
 def random_sparse_weight(
-    basis: Float[Tensor, "row d_model"], other: Float[Tensor, "column d_model"], s: int, *, seed: int = 0
+    basis: Float[Tensor, "row d_model"],
+    other: Float[Tensor, "column d_model"],
+    s: int,
+    *,
+    seed: int = 0,
 ) -> SparseWeight:
-    """A random s-sparse matrix between two bases (Eq. 11): ``sum_(k<=s) a_k u_k v_k^T``, a_k uniform in [-1, 1].
+    """A random s-sparse matrix between two bases (Eq. 11): ``sum_(k<=s) a_k u_k v_k^T``, a_k
+    uniform in [-1, 1].
 
-    Atoms are drawn from the rows with replacement, each scaled by a uniform number in [-1, 1]. Rows of norm above 1 are refused.
+    Atoms are drawn from the rows with replacement, each scaled by a uniform number in [-1, 1]. Rows
+    of norm above 1 are refused.
 
     >>> w = random_sparse_weight(torch.eye(3).double(), torch.eye(3).double(), 2)
     >>> w.matrix.shape, bool((w.coefficients.abs() <= 1).all())
@@ -87,19 +103,34 @@ def random_sparse_weight(
     def uniform(*shape: int) -> Tensor:
         return 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
 
-    left, right = (rows.double()[torch.randint(len(rows), (s,), generator=generator)] * uniform(s, 1) for rows in (basis, other))
+    left, right = (
+        rows.double()[torch.randint(len(rows), (s,), generator=generator)] * uniform(s, 1)
+        for rows in (basis, other)
+    )
     a = uniform(s)
     return SparseWeight(einsum(a, left, right, "rank, rank i, rank j -> i j"), a, left, right)
 
 
 def _check_basis(rows: Tensor) -> None:
-    require(rows.dim() == 2 and len(rows) > 0, "basis", expected="at least one row [row d_model]", got=describe(rows))
+    require(
+        rows.dim() == 2 and len(rows) > 0,
+        "basis",
+        expected="at least one row [row d_model]",
+        got=describe(rows),
+    )
     largest = float(torch.linalg.vector_norm(rows.double(), dim=-1).amax())
-    require(largest <= 1 + 1e-9, "basis", expected="rows of norm at most 1", got=f"norm {largest:.3g}", instead="linalg.normalize_rows")
+    require(
+        largest <= 1 + 1e-9,
+        "basis",
+        expected="rows of norm at most 1",
+        got=f"norm {largest:.3g}",
+        instead="linalg.normalize_rows",
+    )
 
 
 class FactorisationGap(NamedTuple):
-    """Both sides of Theorem 2 for every pair: log K_W(x_q, x_k), the sum of the four own terms, r their difference, and its bound."""
+    """Both sides of Theorem 2 for every pair: log K_W(x_q, x_k), the sum of the four own terms, r
+    their difference, and its bound."""
 
     log_lhs: Float[Tensor, "query key"]
     log_rhs: Float[Tensor, "query key"]
@@ -114,16 +145,20 @@ def factorisation_gap(
     weights: dict[tuple[int, int], SparseWeight],
     bases: tuple[Float[Tensor, "row d_model"], Float[Tensor, "column d_model"]],
 ) -> FactorisationGap:
-    """How far attention is from factorising: ``r = log K_W(q_1 + q_2, k_1 + k_2) - sum_ab q_a^T W_ab k_b`` (Theorem 2).
+    """How far attention is from factorising: ``r = log K_W(q_1 + q_2, k_1 + k_2) - sum_ab q_a^T
+    W_ab k_b`` (Theorem 2).
 
-    ``queries`` and ``keys`` are (context part, position part), each a multiple in [-1, 1] of a row of its basis; ``weights`` maps
-    (query basis, key basis) to sparse matrices, W their sum; ``bases`` are the two bases with rows of norm at most 1, ``incoh``
-    the largest |<u, v>| between them (the *maximum*: averages as in Table 1 bound nothing). Then with A = sum of all |a_k| <= 4 s
+    ``queries`` and ``keys`` are (context part, position part), each a multiple in [-1, 1] of a row
+    of its basis; ``weights`` maps (query basis, key basis) to sparse matrices, W their sum;
+    ``bases`` are the two bases with rows of norm at most 1, ``incoh`` the largest |<u, v>| between
+    them (the *maximum*: averages as in Table 1 bound nothing). Then with A = sum of all |a_k| <= 4
+    s
 
         |r| <= A (2 incoh + incoh^2)
 
-    since each of the 12 mismatched products q_a^T W_cd k_b has at least one factor between different bases. ``r = 0`` for
-    orthogonal bases. The paper states the order only; this is its explicit constant.
+    since each of the 12 mismatched products q_a^T W_cd k_b has at least one factor between
+    different bases. ``r = 0`` for orthogonal bases. The paper states the order only; this is its
+    explicit constant.
 
     >>> e = torch.eye(4).double()
     >>> w = {p: random_sparse_weight((e[:2], e[2:])[p[0]], (e[:2], e[2:])[p[1]], 3, seed=i) for i, p in enumerate(PARTS)}
@@ -133,8 +168,18 @@ def factorisation_gap(
     """
     for rows in (*bases, *queries, *keys):
         _check_basis(rows)
-    require(set(weights) == set(PARTS), "weights", expected=f"one for each of {PARTS}", got=sorted(weights))
-    own = torch.stack([log_kernel(queries[a].double(), keys[b].double(), w.matrix) for (a, b), w in weights.items()]).sum(0)
+    require(
+        set(weights) == set(PARTS),
+        "weights",
+        expected=f"one for each of {PARTS}",
+        got=sorted(weights),
+    )
+    own = torch.stack(
+        [
+            log_kernel(queries[a].double(), keys[b].double(), w.matrix)
+            for (a, b), w in weights.items()
+        ]
+    ).sum(0)
     whole = torch.stack([w.matrix for w in weights.values()]).sum(0)
     lhs = log_kernel(sum_parts(queries), sum_parts(keys), whole)
     incoh = float((bases[0].double() @ bases[1].double().T).abs().amax())
@@ -148,7 +193,8 @@ def sum_parts(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class NoiseCheck(NamedTuple):
-    """Monte Carlo of one noise term: the draws, and for each level x the share beyond it beside the bound ``2 exp(-d x^2 / 2)``."""
+    """Monte Carlo of one noise term: the draws, and for each level x the share beyond it beside the
+    bound ``2 exp(-d x^2 / 2)``."""
 
     draws: Float[Tensor, " sample"]
     levels: Float[Tensor, " row"]
@@ -157,12 +203,19 @@ class NoiseCheck(NamedTuple):
 
 
 def noise_tail(
-    query: Float[Tensor, " d_model"], key: Float[Tensor, " d_model"], *, samples: int = 2000, kind: str = "gaussian", seed: int = 0
+    query: Float[Tensor, " d_model"],
+    key: Float[Tensor, " d_model"],
+    *,
+    samples: int = 2000,
+    kind: str = "gaussian",
+    seed: int = 0,
 ) -> NoiseCheck:
-    """Size of a term ``q^T Z k / sqrt(d)`` of a noisy matrix W + Z / sqrt(d), Z independent, mean zero, 1-subgaussian (Theorem 2).
+    """Size of a term ``q^T Z k / sqrt(d)`` of a noisy matrix W + Z / sqrt(d), Z independent, mean
+    zero, 1-subgaussian (Theorem 2).
 
-    With |q|, |k| <= 1 its variance proxy is at most 1/d: ``P(|q^T Z k| / sqrt(d) > x) <= 2 exp(-d x^2 / 2)``. The paper's probability
-    1 - O(|B_1||B_2| exp(-incoh^2 d)) is the union of such events over all pairs, and says something only while
+    With |q|, |k| <= 1 its variance proxy is at most 1/d:
+    ``P(|q^T Z k| / sqrt(d) > x) <= 2 exp(-d x^2 / 2)``. The paper's probability 1 - O(|B_1||B_2|
+    exp(-incoh^2 d)) is the union of such events over all pairs, and says something only while
     |B_1||B_2| is small against exp(incoh^2 d). ``kind`` is ``"gaussian"`` or ``"sign"`` (random signs).
 
     >>> n = noise_tail(torch.eye(16).double()[0], torch.full((16,), 0.25).double())
@@ -180,14 +233,17 @@ def noise_tail(
         shape = (min(step, samples - low), d, d)
         Z = torch.randn(shape, generator=generator, dtype=torch.float64)
         Z = Z.sign() if kind == "sign" else Z
-        draws[low : low + step] = einsum(query.double(), Z, key.double(), "i, sample i j, j -> sample") / math.sqrt(d)
+        draws[low : low + step] = einsum(
+            query.double(), Z, key.double(), "i, sample i j, j -> sample"
+        ) / math.sqrt(d)
     levels = torch.linspace(0.5, 4, 8, dtype=torch.float64) / math.sqrt(d)
     share = (draws.abs().unsqueeze(0) > levels.unsqueeze(1)).double().mean(1)
     return NoiseCheck(draws, levels, share, 2 * torch.exp(-d * levels.square() / 2))
 
 
 class EmpiricalGap(NamedTuple):
-    """Theorem 2 on a model's own bases: gap over sampled pairs (rms, largest, against the rms of the scores) and incoherence."""
+    """Theorem 2 on a model's own bases: gap over sampled pairs (rms, largest, against the rms of
+    the scores) and incoherence."""
 
     r_rms: float
     r_max: float
@@ -201,17 +257,26 @@ class EmpiricalGap(NamedTuple):
         return self.r_rms / self.score_rms if self.score_rms > 0 else math.nan
 
 
-def unit_bases(pos: Float[Tensor, "position d_model"], cvec: Float[Tensor, "sample d_model"]) -> list[Tensor]:
+def unit_bases(
+    pos: Float[Tensor, "position d_model"], cvec: Float[Tensor, "sample d_model"]
+) -> list[Tensor]:
     """Unit rows of cvec (index 0) and pos (index 1), zero rows left out, in float64."""
     rows = [x[~zero] for x, zero in (normalize_rows(cvec.double()), normalize_rows(pos.double()))]
-    require(all(len(x) > 0 for x in rows), "bases", expected="at least one direction in each", got="only zero rows")
+    require(
+        all(len(x) > 0 for x in rows),
+        "bases",
+        expected="at least one direction in each",
+        got="only zero rows",
+    )
     return rows
 
 
 def draw_pairs(rows: list[Tensor], pairs: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
     """Random queries and keys: for each a row of either basis, drawn with replacement."""
     generator = torch.Generator().manual_seed(seed)
-    q, k = ([x[torch.randint(len(x), (pairs,), generator=generator)] for x in rows] for _ in range(2))
+    q, k = (
+        [x[torch.randint(len(x), (pairs,), generator=generator)] for x in rows] for _ in range(2)
+    )
     return q, k
 
 
@@ -223,29 +288,43 @@ def empirical_gap(
     pairs: int = 4096,
     seed: int = 0,
 ) -> EmpiricalGap:
-    """How nearly a model's scores factorise: unit vectors of its own bases, W split as low rank plus diagonal or in any other way.
+    """How nearly a model's scores factorise: unit vectors of its own bases, W split as low rank
+    plus diagonal or in any other way.
 
-    Bases are the unit rows of ``cvec`` (context, index 0) and ``pos`` (position, index 1); zero rows are left out. ``weights`` maps
-    (query basis, key basis) to the part of W meant for it, missing pairs are zero: with Eq. 8, W = V L V^T + D, give
-    ``{(1, 1): V L V^T, (0, 0): D}``. Queries and keys are random pairs of rows, drawn with ``seed``.
+    Bases are the unit rows of ``cvec`` (context, index 0) and ``pos`` (position, index 1); zero
+    rows are left out. ``weights`` maps (query basis, key basis) to the part of W meant for it,
+    missing pairs are zero: with Eq. 8, W = V L V^T + D, give ``{(1, 1): V L V^T, (0, 0): D}``.
+    Queries and keys are random pairs of rows, drawn with ``seed``.
 
     >>> e = torch.eye(4).double()
     >>> empirical_gap(e[:2], e[2:], {(0, 0): torch.diag(torch.tensor([0.0, 0.0, 1.0, 1.0])).double()}).relative
     0.0
     """
     rows = unit_bases(pos, cvec)
-    require(len(weights) > 0 and set(weights) <= set(PARTS), "weights", expected=f"some of {PARTS}", got=sorted(weights))
+    require(
+        len(weights) > 0 and set(weights) <= set(PARTS),
+        "weights",
+        expected=f"some of {PARTS}",
+        got=sorted(weights),
+    )
     q, k = draw_pairs(rows, pairs, seed)
     whole = torch.stack([w.double() for w in weights.values()]).sum(0)
     score = ((q[0] + q[1]) @ whole * (k[0] + k[1])).sum(-1)
     own = torch.stack([(q[a] @ w.double() * k[b]).sum(-1) for (a, b), w in weights.items()]).sum(0)
     cosine = (rows[0] @ rows[1].T).abs()
     rms = [float(x.square().mean().sqrt()) for x in (score - own, score)]
-    return EmpiricalGap(rms[0], float((score - own).abs().amax()), rms[1], float(cosine.amax()), float(cosine.mean()))
+    return EmpiricalGap(
+        rms[0],
+        float((score - own).abs().amax()),
+        rms[1],
+        float(cosine.amax()),
+        float(cosine.mean()),
+    )
 
 
 class StructuredGaps(NamedTuple):
-    """:class:`EmpiricalGap` of many heads at once: root mean square and largest gap, root mean square score, one number per head."""
+    """:class:`EmpiricalGap` of many heads at once: root mean square and largest gap, root mean
+    square score, one number per head."""
 
     r_rms: Float[Tensor, " head"]
     r_max: Float[Tensor, " head"]
@@ -262,7 +341,8 @@ def structured_gaps(
     pairs: int = 4096,
     seed: int = 0,
 ) -> StructuredGaps:
-    """:func:`empirical_gap` for ``W = V L V^T + diag(delta)`` of every head, position seeing the first part and context the second.
+    """:func:`empirical_gap` for ``W = V L V^T + diag(delta)`` of every head, position seeing the
+    first part and context the second.
 
     No d_model x d_model matrix is formed: directions are projected on V once for all heads.
 
@@ -275,11 +355,21 @@ def structured_gaps(
     projected = [[x @ V.double() for x in side] for side in (q, k)]
 
     def score(parts: tuple[int, ...], others: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        low = [torch.stack([side[a] for a in chosen]).sum(0) for side, chosen in zip(projected, (parts, others), strict=True)]
-        whole = [torch.stack([side[a] for a in chosen]).sum(0) for side, chosen in zip((q, k), (parts, others), strict=True)]
+        low = [
+            torch.stack([side[a] for a in chosen]).sum(0)
+            for side, chosen in zip(projected, (parts, others), strict=True)
+        ]
+        whole = [
+            torch.stack([side[a] for a in chosen]).sum(0)
+            for side, chosen in zip((q, k), (parts, others), strict=True)
+        ]
         block = einsum(low[0], L.double(), low[1], "sample i, head i j, sample j -> head sample")
-        return block, einsum(whole[0] * whole[1], delta.double(), "sample d_model, head d_model -> head sample")
+        return block, einsum(
+            whole[0] * whole[1], delta.double(), "sample d_model, head d_model -> head sample"
+        )
 
     total = torch.stack(score((0, 1), (0, 1))).sum(0)
     gap = total - score((1,), (1,))[0] - score((0,), (0,))[1]
-    return StructuredGaps(gap.square().mean(-1).sqrt(), gap.abs().amax(-1), total.square().mean(-1).sqrt())
+    return StructuredGaps(
+        gap.square().mean(-1).sqrt(), gap.abs().amax(-1), total.square().mean(-1).sqrt()
+    )

@@ -1,7 +1,9 @@
-"""Measures of the positional basis ``P [position d_model]``, batched over states (Song & Zhong 2023, sections 2 and 3).
+"""Measures of the positional basis ``P [position d_model]``, batched over states (Song & Zhong
+2023, sections 2 and 3).
 
-One thin SVD of each P (:func:`tl_geometry.base.linalg.svd`) serves ranks, explained ratio, relative norm, spectra and PCA views. Rows of
-P sum to zero over the window; where a measure needs that, its docstring says so. A rotation of d_model changes none of them.
+One thin SVD of each P (:func:`tl_geometry.base.linalg.svd`) serves ranks, explained ratio, relative
+norm, spectra and PCA views. Rows of P sum to zero over the window; where a measure needs that, its
+docstring says so. A rotation of d_model changes none of them.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ ADJUSTMENTS = ("first_context", "subsample", "sqrt_C")
 def explained_ratio(
     singular_values: Float[Tensor, "*batch rank"], r: int | Int[Tensor, "*batch"], *, power: int = 1
 ) -> Float[Tensor, "*batch"]:
-    """Share of the r leading singular values, ``sum_(i<=r) s_i^power / sum s_i^power``: in [0, 1], never falling with r.
+    """Share of the r leading singular values, ``sum_(i<=r) s_i^power / sum s_i^power``: in [0, 1],
+    never falling with r.
 
-    ``power=1`` is what the published code computes (values, not squared); ``power=2`` is the share of the energy. NaN for zero.
+    ``power=1`` is what the published code computes (values, not squared); ``power=2`` is the share
+    of the energy. NaN for zero.
 
     >>> s = torch.tensor([3.0, 1.0, 0.0])
     >>> float(explained_ratio(s, 1)), float(explained_ratio(s, 1, power=2))
@@ -36,13 +40,18 @@ def explained_ratio(
     """
     require(power in (1, 2), "power", expected="1 (singular values) or 2 (energy)", got=power)
     values = singular_values**power
-    kept = torch.arange(values.shape[-1], device=values.device) < torch.as_tensor(r, device=values.device).unsqueeze(-1)
+    kept = torch.arange(values.shape[-1], device=values.device) < torch.as_tensor(
+        r, device=values.device
+    ).unsqueeze(-1)
     total = values.sum(-1)
     return torch.where(total > 0, (values * kept).sum(-1) / total, torch.nan)
 
 
-def top_singular_value(second_moment: Float[Tensor, "*batch d_model d_model"]) -> Float[Tensor, "*batch"]:
-    """Largest singular value of a tall matrix X from ``X^T X``: the root of its largest eigenvalue."""
+def top_singular_value(
+    second_moment: Float[Tensor, "*batch d_model d_model"],
+) -> Float[Tensor, "*batch"]:
+    """Largest singular value of a tall matrix X from ``X^T X``: the root of its largest
+    eigenvalue."""
     return torch.linalg.eigvalsh(second_moment)[..., -1].clamp(min=0).sqrt()
 
 
@@ -55,13 +64,16 @@ def relative_norm(
     mean: Float[Tensor, "*batch d_model"] | None = None,
     preset: str = "exact",
 ) -> Float[Tensor, "*batch"]:
-    """Operator norm of the positional part against that of all states, ``sqrt(C) s_1(P) / s_1(M)``, from accumulated moments.
+    """Operator norm of the positional part against that of all states, ``sqrt(C) s_1(P) / s_1(M)``,
+    from accumulated moments.
 
-    Args: ``singular_values`` of P; ``second_moment`` the *centred* sum over C contexts and T positions of (h - mean)(h - mean)^T.
-    ``"exact"`` and ``"paper"`` (section 2 of the paper): M has rows h - mean; in [0, 1] in sample, 1 if the strongest direction is
-    purely positional. ``"reference"`` is what the published Table 5 (and the column of Table 1) contains: the denominator of its
-    code is the *raw* stream, with the mean added back; it needs ``mean`` and ``positions``, and is never larger in sample. A model
-    whose stream has a large mean looks far less positional in it. No matrix of C T rows is formed. 0 for P = 0, NaN for M = 0.
+    Args: ``singular_values`` of P; ``second_moment`` the *centred* sum over C contexts and T
+    positions of (h - mean)(h - mean)^T. ``"exact"`` and ``"paper"`` (section 2 of the paper): M has
+    rows h - mean; in [0, 1] in sample, 1 if the strongest direction is purely positional.
+    ``"reference"`` is what the published Table 5 (and the column of Table 1) contains: the
+    denominator of its code is the *raw* stream, with the mean added back; it needs ``mean`` and
+    ``positions``, and is never larger in sample. A model whose stream has a large mean looks far
+    less positional in it. No matrix of C T rows is formed. 0 for P = 0, NaN for M = 0.
 
     >>> P = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     >>> M = 3 * P.T @ P + torch.diag(torch.tensor([2.0, 0.0]))
@@ -73,10 +85,17 @@ def relative_norm(
     checks.choice(preset, PRESETS, "preset")
     if preset == "reference":
         known = mean is not None and positions is not None
-        require(known, "relative_norm", expected='mean= and positions= with preset="reference" (raw denominator)', got="neither or one")
+        require(
+            known,
+            "relative_norm",
+            expected='mean= and positions= with preset="reference" (raw denominator)',
+            got="neither or one",
+        )
         assert mean is not None
         assert positions is not None
-        second_moment = second_moment + contexts * positions * einsum(mean, mean, "... i, ... j -> ... i j")
+        second_moment = second_moment + contexts * positions * einsum(
+            mean, mean, "... i, ... j -> ... i j"
+        )
     size = top_singular_value(second_moment)
     return torch.where(size > 0, math.sqrt(contexts) * singular_values[..., 0] / size, torch.nan)
 
@@ -89,11 +108,13 @@ def singular_value_profiles(
     top: int = 60,
     seed: int = 0,
 ) -> dict[str, Float[Tensor, "*batch rank"]]:
-    """Leading singular values of P, Cvec and R, made comparable in size (Song & Zhong 2023, Fig. 3 left).
+    """Leading singular values of P, Cvec and R, made comparable in size (Song & Zhong 2023, Fig. 3
+    left).
 
-    ``cvec`` are states minus mean minus pos. P has T rows, Cvec and R have C T; ``adjust`` says how sizes are matched:
-    ``"first_context"`` the T rows of context 0 (what the published code does); ``"subsample"`` T random rows with ``seed`` (the
-    caption's "downsampled"); ``"sqrt_C"`` all rows, P multiplied by sqrt(C) (see also :func:`spectra_from_moments`).
+    ``cvec`` are states minus mean minus pos. P has T rows, Cvec and R have C T; ``adjust`` says how
+    sizes are matched: ``"first_context"`` the T rows of context 0 (what the published code does);
+    ``"subsample"`` T random rows with ``seed`` (the caption's "downsampled"); ``"sqrt_C"`` all
+    rows, P multiplied by sqrt(C) (see also :func:`spectra_from_moments`).
 
     >>> parts = singular_value_profiles(torch.eye(2), torch.ones(3, 2, 2), adjust="sqrt_C")
     >>> {k: [round(float(x), 3) for x in v] for k, v in parts.items()}
@@ -105,12 +126,20 @@ def singular_value_profiles(
     if adjust == "first_context":
         rows = [cvec[..., 0, :, :], resid[..., 0, :, :]]
     else:
-        rows = [rearrange(x, "... context position d_model -> ... (context position) d_model") for x in (cvec, resid)]
+        rows = [
+            rearrange(x, "... context position d_model -> ... (context position) d_model")
+            for x in (cvec, resid)
+        ]
     if adjust == "subsample":
-        chosen = torch.randperm(contexts * positions, generator=torch.Generator().manual_seed(seed))[:positions]
+        chosen = torch.randperm(
+            contexts * positions, generator=torch.Generator().manual_seed(seed)
+        )[:positions]
         rows = [x[..., chosen, :] for x in rows]
     scale = math.sqrt(contexts) if adjust == "sqrt_C" else 1.0
-    return {name: torch.linalg.svdvals(x)[..., :top] for name, x in zip(("P", "Cvec", "R"), [scale * pos, *rows])}
+    return {
+        name: torch.linalg.svdvals(x)[..., :top]
+        for name, x in zip(("P", "Cvec", "R"), [scale * pos, *rows])
+    }
 
 
 def spectra_from_moments(
@@ -121,10 +150,12 @@ def spectra_from_moments(
     *,
     top: int = 60,
 ) -> dict[str, Float[Tensor, "*batch rank"]]:
-    """Leading singular values of sqrt(C) P, of all C T rows of Cvec, and (given ``ctx``) of R, from sums alone.
+    """Leading singular values of sqrt(C) P, of all C T rows of Cvec, and (given ``ctx``) of R, from
+    sums alone.
 
-    ``Cvec^T Cvec = S - C P^T P`` and ``R^T R = Cvec^T Cvec - T ctx^T ctx`` with S the centred second moment. Squares are
-    subtracted, so values below about 1e-8 of the largest of S are rounding (1e-3 where S was summed in float32).
+    ``Cvec^T Cvec = S - C P^T P`` and ``R^T R = Cvec^T Cvec - T ctx^T ctx`` with S the centred
+    second moment. Squares are subtracted, so values below about 1e-8 of the largest of S are
+    rounding (1e-3 where S was summed in float32).
 
     >>> h = torch.randn(5, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     >>> h = h - h.mean((0, 1))
@@ -137,7 +168,10 @@ def spectra_from_moments(
     """
     positions = pos.shape[-2]
     cvec = second_moment - contexts * outer_moment(pos)
-    found = {"P": math.sqrt(contexts) * torch.linalg.svdvals(pos)[..., :top], "Cvec": _root_spectrum(cvec, top)}
+    found = {
+        "P": math.sqrt(contexts) * torch.linalg.svdvals(pos)[..., :top],
+        "Cvec": _root_spectrum(cvec, top),
+    }
     if ctx is not None:
         found["R"] = _root_spectrum(cvec - positions * outer_moment(ctx), top)
     return found
@@ -148,18 +182,22 @@ def _root_spectrum(gram: Tensor, top: int) -> Tensor:
 
 
 class NormalizedGram(NamedTuple):
-    """Cosines of all pairs of rows, and the rows that are zero (their cosines are given as zero)."""
+    """Cosines of all pairs of rows, and the rows that are zero (their cosines are given as
+    zero)."""
 
     gram: Float[Tensor, "*batch row column"]
     degenerate: Bool[Tensor, "*batch row"]
 
 
 def normalized_gram(
-    pos: Float[Tensor, "*batch position d_model"], ctx: Float[Tensor, "*batch context d_model"] | None = None
+    pos: Float[Tensor, "*batch position d_model"],
+    ctx: Float[Tensor, "*batch context d_model"] | None = None,
 ) -> NormalizedGram:
-    """Gram matrix of the unit rows of [P; ctx]: cosines, positive semidefinite, unit diagonal (Song & Zhong 2023, Fig. 2).
+    """Gram matrix of the unit rows of [P; ctx]: cosines, positive semidefinite, unit diagonal (Song
+    & Zhong 2023, Fig. 2).
 
-    Blocks: position-position (smooth), position-context (near zero when the bases are incoherent), context-context.
+    Blocks: position-position (smooth), position-context (near zero when the bases are incoherent),
+    context-context.
 
     >>> normalized_gram(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0]])).gram[0].tolist()
     [1.0, 0.0, 0.7071067690849304]
@@ -169,7 +207,8 @@ def normalized_gram(
 
 
 def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "row position"]:
-    """Orthonormal DCT-II: row k is ``a_k cos(pi k (t + 1/2) / T)``, t = 0..T-1, ``a_0 = sqrt(1/T)``, else ``sqrt(2/T)``."""
+    """Orthonormal DCT-II: row k is ``a_k cos(pi k (t + 1/2) / T)``, t = 0..T-1,
+    ``a_0 = sqrt(1/T)``, else ``sqrt(2/T)``."""
     t = torch.arange(positions, dtype=torch.float64)
     rows = torch.cos(torch.pi * t[:, None] * (t + 0.5) / positions) * math.sqrt(2 / positions)
     rows[0] /= math.sqrt(2)
@@ -177,10 +216,12 @@ def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tens
 
 
 def fourier(gram: Float[Tensor, "*batch position position"]) -> Float[Tensor, "*batch row column"]:
-    """Two-dimensional orthonormal DCT-II of a Gram matrix, ``F = D G D^T`` (Song & Zhong 2023, Fig. 3 right).
+    """Two-dimensional orthonormal DCT-II of a Gram matrix, ``F = D G D^T`` (Song & Zhong 2023, Fig.
+    3 right).
 
-    Symmetric and positive semidefinite like G, with the same trace; invariant to rotation of d_model. The figure uses the
-    Gram matrix of the *unit* rows, whose rows do not sum to zero, so that F_00 is not zero in general.
+    Symmetric and positive semidefinite like G, with the same trace; invariant to rotation of
+    d_model. The figure uses the Gram matrix of the *unit* rows, whose rows do not sum to zero, so
+    that F_00 is not zero in general.
 
     >>> fourier(torch.ones(4, 4).double()).round(decimals=6)[0, :2].tolist()
     [4.0, 0.0]
@@ -189,8 +230,11 @@ def fourier(gram: Float[Tensor, "*batch position position"]) -> Float[Tensor, "*
     return transform @ gram @ transform.T
 
 
-def low_frequency_share(pos: Float[Tensor, "*batch position d_model"], frequencies: int = 10) -> Float[Tensor, "*batch"]:
-    """Share of the first K frequencies in the unit rows of P, ``sum_(k<K) F_kk / tr F``, without forming F. In [0, 1].
+def low_frequency_share(
+    pos: Float[Tensor, "*batch position d_model"], frequencies: int = 10
+) -> Float[Tensor, "*batch"]:
+    """Share of the first K frequencies in the unit rows of P, ``sum_(k<K) F_kk / tr F``, without
+    forming F. In [0, 1].
 
     Rows in random order give about K / T. NaN for a zero basis.
 
@@ -204,7 +248,8 @@ def low_frequency_share(pos: Float[Tensor, "*batch position d_model"], frequenci
 
 
 def off_diagonal_share(fourier_gram: Float[Tensor, "*batch row column"]) -> Float[Tensor, "*batch"]:
-    """Share of the squares of F off its diagonal: 0 where cosines are the principal components. NaN for zero.
+    """Share of the squares of F off its diagonal: 0 where cosines are the principal components. NaN
+    for zero.
 
     >>> float(off_diagonal_share(torch.ones(2, 2)))
     0.5
@@ -215,28 +260,35 @@ def off_diagonal_share(fourier_gram: Float[Tensor, "*batch row column"]) -> Floa
 
 
 def adjacent_cosine(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row"]:
-    """Cosine of each positional vector with the next, ``cos(pos_t, pos_(t+1))`` [T - 1]; NaN where one of them is zero."""
+    """Cosine of each positional vector with the next, ``cos(pos_t, pos_(t+1))`` [T - 1]; NaN where
+    one of them is zero."""
     return 1 - _adjacent_step(pos)
 
 
 def _adjacent_step(pos: Tensor) -> Tensor:
-    """``1 - cos`` of neighbours as half the squared chord, accurate also for nearly parallel rows; NaN at zero rows."""
+    """``1 - cos`` of neighbours as half the squared chord, accurate also for nearly parallel rows;
+    NaN at zero rows."""
     rows, zero = normalize_rows(pos)
-    return torch.where(zero[..., 1:] | zero[..., :-1], torch.nan, rows.diff(dim=-2).square().sum(-1) / 2)
+    return torch.where(
+        zero[..., 1:] | zero[..., :-1], torch.nan, rows.diff(dim=-2).square().sum(-1) / 2
+    )
 
 
 class Fracture(NamedTuple):
-    """Largest break between neighbouring positions: its score, and the row t after which it comes (between t and t + 1)."""
+    """Largest break between neighbouring positions: its score, and the row t after which it comes
+    (between t and t + 1)."""
 
     score: Float[Tensor, "*batch"]
     argmax: Int[Tensor, "*batch"]
 
 
 def fracture_score(pos: Float[Tensor, "*batch position d_model"]) -> Fracture:
-    """Largest step over the median step, ``max_t (1 - a_t) / median_t (1 - a_t)``, a_t the :func:`adjacent_cosine`.
+    """Largest step over the median step, ``max_t (1 - a_t) / median_t (1 - a_t)``, a_t the
+    :func:`adjacent_cosine`.
 
-    Near 1 for an even curve, large where the curve is broken. Counted from row 0 of the window. Infinite where more than half of the
-    steps are zero and one is not, NaN where all are zero or fewer than two rows exist; steps from or to a zero row are left out.
+    Near 1 for an even curve, large where the curve is broken. Counted from row 0 of the window.
+    Infinite where more than half of the steps are zero and one is not, NaN where all are zero or
+    fewer than two rows exist; steps from or to a zero row are left out.
 
     >>> turn = torch.tensor([0.0, 0.1, 0.2, 1.8, 1.9, 2.0])
     >>> f = fracture_score(torch.stack([turn.cos(), turn.sin()], dim=-1))
@@ -245,14 +297,17 @@ def fracture_score(pos: Float[Tensor, "*batch position d_model"]) -> Fracture:
     """
     step = _adjacent_step(pos)
     if step.shape[-1] == 0:
-        return Fracture(pos.new_full(pos.shape[:-2], torch.nan), torch.zeros(pos.shape[:-2], dtype=torch.int64))
+        return Fracture(
+            pos.new_full(pos.shape[:-2], torch.nan), torch.zeros(pos.shape[:-2], dtype=torch.int64)
+        )
     largest, where = torch.nan_to_num(step, nan=-1.0).max(-1)
     score = torch.where(largest >= 0, largest / step.nanquantile(0.5, dim=-1), torch.nan)
     return Fracture(score, where)
 
 
 def roughness(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch"]:
-    """``sum_t |pos_(t+1) - pos_t|^2 / sum_t |pos_t|^2``: between 0 and 4, about 2 for independent rows. NaN for a zero basis.
+    """``sum_t |pos_(t+1) - pos_t|^2 / sum_t |pos_t|^2``: between 0 and 4, about 2 for independent
+    rows. NaN for a zero basis.
 
     >>> float(roughness(torch.tensor([[1.0], [-1.0]])))
     2.0
@@ -264,7 +319,8 @@ def roughness(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*
 def pca_view(
     rows: Float[Tensor, "*batch row d_model"], V: Float[Tensor, "... d_model rank"], dims: int = 2
 ) -> Float[Tensor, "*batch row column"]:
-    """Coordinates on the leading right singular vectors of P, without further centring: pos is centred, cvec is not centred again.
+    """Coordinates on the leading right singular vectors of P, without further centring: pos is
+    centred, cvec is not centred again.
 
     >>> pca_view(torch.tensor([[3.0, 4.0]]), torch.eye(2), 1).tolist()
     [[3.0]]
@@ -273,15 +329,23 @@ def pca_view(
 
 
 def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tensor, "*batch"]:
-    """Turns of a plane curve about the origin: angle increments, each in [-pi, pi], summed, over 2 pi. NaN if a point is the origin.
+    """Turns of a plane curve about the origin: angle increments, each in [-pi, pi], summed, over 2
+    pi. NaN if a point is the origin.
 
-    The sign follows the signs of the two axes. Song & Zhong 2023 describe the first two components of pos as a spiral.
+    The sign follows the signs of the two axes. Song & Zhong 2023 describe the first two components
+    of pos as a spiral.
 
     >>> t = torch.linspace(0, 4 * torch.pi, 50)
     >>> round(float(winding_number(torch.stack([t.cos(), t.sin()], dim=-1))), 3)
     2.0
     """
-    require(curve.shape[-1] == 2, "curve", expected="two coordinates", got=describe(curve), instead="pca_view(pos, V, 2)")
+    require(
+        curve.shape[-1] == 2,
+        "curve",
+        expected="two coordinates",
+        got=describe(curve),
+        instead="pca_view(pos, V, 2)",
+    )
     a, b = curve[..., :-1, :], curve[..., 1:, :]
     cross = a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
     turns = torch.atan2(cross, (a * b).sum(-1)).sum(-1) / (2 * math.pi)

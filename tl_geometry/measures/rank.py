@@ -1,8 +1,10 @@
-"""Rank of a noisy low-rank matrix: ScreeNOT, scale-free and batched (Donoho, Gavish & Romanov 2023, arXiv:2009.12297).
+"""Rank of a noisy low-rank matrix: ScreeNOT, scale-free and batched (Donoho, Gavish & Romanov 2023,
+arXiv:2009.12297).
 
-1. The k largest singular values are taken as possible signal; a pseudo-noise spectrum f replaces them (``strategy``).
-2. With phi(y) = mean y / (y^2 - f^2), D(y) = phi (g phi + (1 - g) / y), g the aspect ratio, Psi(y) = y D'(y) / D(y)
-   increases from -inf to -2 beyond max f; the threshold is the root of Psi = -4.
+1. The k largest singular values are taken as possible signal; a pseudo-noise spectrum f replaces
+   them (``strategy``).
+2. With phi(y) = mean y / (y^2 - f^2), D(y) = phi (g phi + (1 - g) / y), g the aspect ratio, Psi(y)
+   = y D'(y) / D(y) increases from -inf to -2 beyond max f; the threshold is the root of Psi = -4.
 3. Singular values above the threshold are signal.
 """
 
@@ -20,11 +22,13 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import SVD, svd
 
 STRATEGIES = ("i", "w", "0")
-"""Pseudo-noise for the k largest singular values: impute by extrapolation, winsorise to s_(k+1), or zero."""
+"""Pseudo-noise for the k largest singular values: impute by extrapolation, winsorise to s_(k+1), or
+zero."""
 
 
 class RankEstimate(NamedTuple):
-    """Number of singular values above the threshold (in units of the singular values), with the upper bound k and the strategy used."""
+    """Number of singular values above the threshold (in units of the singular values), with the
+    upper bound k and the strategy used."""
 
     rank: Int[Tensor, "*batch"]
     threshold: Float[Tensor, "*batch"]
@@ -33,7 +37,8 @@ class RankEstimate(NamedTuple):
 
 
 def usable_k(k: int, smaller_side: int) -> int:
-    """The upper bound k, lowered where the matrix is too small for imputation: ``min(k, (p - 2) // 2)``.
+    """The upper bound k, lowered where the matrix is too small for imputation:
+    ``min(k, (p - 2) // 2)``.
 
     >>> usable_k(20, 511), usable_k(20, 30)
     (20, 14)
@@ -41,21 +46,30 @@ def usable_k(k: int, smaller_side: int) -> int:
     return min(k, (smaller_side - 2) // 2)
 
 
-def pseudo_noise(singular_values: Float[Tensor, "*batch rank"], k: int, strategy: str = "i") -> Float[Tensor, "*batch rank"]:
+def pseudo_noise(
+    singular_values: Float[Tensor, "*batch rank"], k: int, strategy: str = "i"
+) -> Float[Tensor, "*batch rank"]:
     """Singular values with the k largest replaced.
 
-    ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k;
-    ``"w"``: ``f_l = s_(k+1)``; ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p.
+    ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with
+    ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k; ``"w"``: ``f_l = s_(k+1)``;
+    ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p.
     """
     checks.choice(strategy, STRATEGIES, "strategy")
     p = singular_values.shape[-1]
     needed = 2 * k + 1 if strategy == "i" else k
-    expected = f"k >= 1 and {'2k + 1' if strategy == 'i' else 'k'} < {p} (the smaller side of the matrix)"
-    require(k >= 1 and needed < p, "k", expected=expected, got=k, instead=f"k={max(1, usable_k(k, p))}")
+    expected = (
+        f"k >= 1 and {'2k + 1' if strategy == 'i' else 'k'} < {p} (the smaller side of the matrix)"
+    )
+    require(
+        k >= 1 and needed < p, "k", expected=expected, got=k, instead=f"k={max(1, usable_k(k, p))}"
+    )
     edge = singular_values[..., k : k + 1]
     if strategy == "i":
         l = torch.arange(k, dtype=singular_values.dtype, device=singular_values.device)
-        head = edge + (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1) * (edge - singular_values[..., 2 * k : 2 * k + 1])
+        head = edge + (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1) * (
+            edge - singular_values[..., 2 * k : 2 * k + 1]
+        )
     else:
         head = edge.expand(*edge.shape[:-1], k) * (strategy == "w")
     return torch.cat([head, singular_values[..., k:]], dim=-1)
@@ -70,19 +84,28 @@ def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
     return y * (slope * other + phi * (ratio * slope - (1 - ratio) / y.square())) / (phi * other)
 
 
-def screenot(singular_values: Float[Tensor, "*batch rank"], shape: tuple[int, int], *, k: int = 20, strategy: str = "i") -> RankEstimate:
-    """Rank and threshold of matrices of ``shape`` from their singular values (descending), for a whole batch at once.
+def screenot(
+    singular_values: Float[Tensor, "*batch rank"],
+    shape: tuple[int, int],
+    *,
+    k: int = 20,
+    strategy: str = "i",
+) -> RankEstimate:
+    """Rank and threshold of matrices of ``shape`` from their singular values (descending), for a
+    whole batch at once.
 
-    Invariant to rotation and transposition, and to scale: the spectrum is divided by the largest pseudo-noise value and the
-    threshold found by bisection to 1e-12 relative (the authors' package stops at 1e-5 absolute, so that its answer for very
-    small matrices depends on their units). White noise of variance 1/n and m = n gives a threshold near 2.309. Zero matrices
-    have rank 0. The error of a positional basis falls as one over the square root of the number of contexts, so rank estimates
-    grow with the corpus: read them beside the learning curve.
+    Invariant to rotation and transposition, and to scale: the spectrum is divided by the largest
+    pseudo-noise value and the threshold found by bisection to 1e-12 relative (the authors' package
+    stops at 1e-5 absolute, so that its answer for very small matrices depends on their units).
+    White noise of variance 1/n and m = n gives a threshold near 2.309. Zero matrices have rank 0.
+    The error of a positional basis falls as one over the square root of the number of contexts, so
+    rank estimates grow with the corpus: read them beside the learning curve.
 
-    The bound k should stay well below p: with four strong spikes in 80 x 100, all strategies find 4 at k = 8, but at k = 20 only
-    imputation does (100 of 100 seeds; winsorising 63, zeroing none).
+    The bound k should stay well below p: with four strong spikes in 80 x 100, all strategies find 4
+    at k = 8, but at k = 20 only imputation does (100 of 100 seeds; winsorising 63, zeroing none).
 
-    Song & Zhong 2023 use k=20, ``"i"`` on 511 x d_model. Raises GeometryError when k is too large (:func:`usable_k`).
+    Song & Zhong 2023 use k=20, ``"i"`` on 511 x d_model. Raises GeometryError when k is too large
+    (:func:`usable_k`).
 
     >>> noise = torch.randn(60, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 80**0.5
     >>> noise[:2, :2] += 9 * torch.eye(2)
@@ -91,7 +114,12 @@ def screenot(singular_values: Float[Tensor, "*batch rank"], shape: tuple[int, in
     """
     p = min(shape)
     s = singular_values.double()
-    require(s.shape[-1] == p, "singular_values", expected=f"{p} of a matrix of shape {shape}", got=describe(singular_values))
+    require(
+        s.shape[-1] == p,
+        "singular_values",
+        expected=f"{p} of a matrix of shape {shape}",
+        got=describe(singular_values),
+    )
     f = pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
     top = f.amax(-1)
     safe = torch.where(top > 0, top, 1.0)
@@ -109,15 +137,19 @@ def screenot(singular_values: Float[Tensor, "*batch rank"], shape: tuple[int, in
 
 
 class Denoised(NamedTuple):
-    """The singular components above the threshold, put together again, with the estimate and the decomposition they come from."""
+    """The singular components above the threshold, put together again, with the estimate and the
+    decomposition they come from."""
 
     matrix: Float[Tensor, "*batch row column"]
     estimate: RankEstimate
     parts: SVD
 
 
-def denoise(matrix: Float[Tensor, "*batch row column"], *, k: int = 20, strategy: str = "i") -> Denoised:
-    """Low-rank signal of a noisy matrix: its SVD with the singular values at or below the ScreeNOT threshold left out.
+def denoise(
+    matrix: Float[Tensor, "*batch row column"], *, k: int = 20, strategy: str = "i"
+) -> Denoised:
+    """Low-rank signal of a noisy matrix: its SVD with the singular values at or below the ScreeNOT
+    threshold left out.
 
     >>> denoise(torch.zeros(8, 9), k=2).estimate.rank.item()
     0

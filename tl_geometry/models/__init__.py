@@ -1,4 +1,5 @@
-"""The only room that knows TransformerLens: model objects of every class become one :class:`tl_geometry.models.model_view.ModelView`."""
+"""The only package that knows TransformerLens: model objects of every class become one
+:class:`tl_geometry.models.model_view.ModelView`."""
 
 from __future__ import annotations
 

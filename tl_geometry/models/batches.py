@@ -1,4 +1,5 @@
-"""The one loop over data: batches in, statistics out, with progress, checkpoints and nothing kept but sums."""
+"""The one loop over data: batches in, statistics out, with progress, checkpoints and nothing kept
+but sums."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ def batch_of(batch_size: int | None, columns: int, device: torch.device) -> int:
         return default_batch(columns, device)
     size = whole(batch_size)
     if size is None or size < 1:
-        fail("batch_size", expected="a whole number, at least 1", got=repr(batch_size), instead="batch_size=None for the default")
+        fail(
+            "batch_size",
+            expected="a whole number, at least 1",
+            got=repr(batch_size),
+            instead="batch_size=None for the default",
+        )
     return size
 
 
@@ -30,4 +36,9 @@ def device_of(device: torch.device | str | None, otherwise: torch.device | str) 
         return torch.empty(0, device=chosen).device
     except (RuntimeError, AssertionError, TypeError) as error:
         text = str(error).splitlines()[0][:120]
-        fail("device", expected="a device of this machine", got=f"{device!r} ({text})", instead='device="cpu"')
+        fail(
+            "device",
+            expected="a device of this machine",
+            got=f"{device!r} ({text})",
+            instead='device="cpu"',
+        )

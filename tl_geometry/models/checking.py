@@ -1,4 +1,5 @@
-"""``check_model``: what is supported, verified and refused for a model, in one table; the first thing to run."""
+"""``check_model``: what is supported, verified and refused for a model, in one table; the first
+thing to run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tl_geometry.base.results import Result
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import Hook, ModelView
-from tl_geometry.models.reconstruction import closing_bound
+from tl_geometry.models.reconstruction import reconstruction_bound
 
 VERDICTS = ("supported", "verified", "reported", "refused")
 Row = tuple[str, str, str]
@@ -23,7 +24,8 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelReport(Result):
-    """Rows (property, value, verdict). A verdict begins with supported, verified (with the error), reported, or refused (and why)."""
+    """Rows (property, value, verdict). A verdict begins with supported, verified (with the error),
+    reported, or refused (and why)."""
 
     findings: tuple[Row, ...]
 
@@ -35,7 +37,10 @@ class ModelReport(Result):
 
     def __repr__(self) -> str:
         widths = [max(len(row[i]) for row in (*self.findings, self.columns())) for i in range(2)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in [tuple(self.columns()), *self.findings]]
+        lines = [
+            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}"
+            for a, b, c in [tuple(self.columns()), *self.findings]
+        ]
         return "\n".join([f"ModelReport({self.provenance.line()})", *lines])
 
     @property
@@ -45,11 +50,14 @@ class ModelReport(Result):
 
 
 def check_model(model: Any) -> ModelReport:
-    """Run a model on a few random tokens and report what the package supports, has verified, and refuses for it.
+    """Run a model on a few random tokens and report what the package supports, has verified, and
+    refuses for it.
 
-    Verified are the residual stream (state l+1 is the output of block l) and, layer by layer, the exact split of attention scores:
-    recomputed queries, keys, scores and patterns against the model's own, as a fraction of the closing error allowed. The additive
-    identity ``resid_pre + attn_out + mlp_out = resid_post`` is reported (BERT and others break it) and never a reason to refuse.
+    Verified are the residual stream (state l+1 is the output of block l) and, layer by layer, the
+    exact split of attention scores: recomputed queries, keys, scores and patterns against the
+    model's own, as a fraction of the reconstruction error allowed. The additive identity
+    ``resid_pre + attn_out + mlp_out = resid_post`` is reported (BERT and others break it) and never
+    a reason to refuse.
 
     Raises ``UnsupportedModelError`` for models that are refused altogether.
 
@@ -72,12 +80,28 @@ def check_model(model: Any) -> ModelReport:
             f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, n_ctx {view.n_ctx}, d_vocab {view.d_vocab}",
             "supported",
         ),
-        ("position", f"{view.position}, {'causal' if view.causal else 'bidirectional'}", "supported"),
-        ("states", f"{view.n_layers + 1}, last {view.state_hooks[-1]}", "verified, state l+1 is the output of block l"),
-        ("text", "tokenizer" if hasattr(view.model, "tokenizer") and view.model.tokenizer else "token ids only", "supported"),
+        (
+            "position",
+            f"{view.position}, {'causal' if view.causal else 'bidirectional'}",
+            "supported",
+        ),
+        (
+            "states",
+            f"{view.n_layers + 1}, last {view.state_hooks[-1]}",
+            "verified, state l+1 is the output of block l",
+        ),
+        (
+            "text",
+            "tokenizer"
+            if hasattr(view.model, "tokenizer") and view.model.tokenizer
+            else "token ids only",
+            "supported",
+        ),
         _head(view),
     ]
-    tokens = torch.randint(0, view.d_vocab, (2, min(16, view.n_ctx)), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, view.d_vocab, (2, min(16, view.n_ctx)), generator=torch.Generator().manual_seed(0)
+    )
     try:
         rows += _layers(view, tokens)
         rows.append(("additive identity", _additive(view, tokens), "reported"))
@@ -89,34 +113,56 @@ def check_model(model: Any) -> ModelReport:
 
 def _head(view: ModelView) -> Row:
     if not view.head_trained:
-        return ("output head", "newly initialised", "refused for every output-based measure: load a checkpoint that has its output head")
+        return (
+            "output head",
+            "newly initialised",
+            "refused for every output-based measure: load a checkpoint that has its output head",
+        )
     norm = view.final_norm()
     if norm is None:
-        return ("output head", "not one norm and one linear map", "refused for direct effects on logits; losses and logits are supported")
-    return ("output head", f"{norm.kind or 'no'} norm, then linear", "verified against the model's logits")
+        return (
+            "output head",
+            "not one norm and one linear map",
+            "refused for direct effects on logits; losses and logits are supported",
+        )
+    return (
+        "output head",
+        f"{norm.kind or 'no'} norm, then linear",
+        "verified against the model's logits",
+    )
 
 
 def _layers(view: ModelView, tokens: Tensor) -> list[Row]:
-    """Facts of the layers, those that agree in one row, and the closing error of each."""
+    """Facts of the layers, those that agree in one row, and the reconstruction error of each."""
     facts = [view.layer_facts(layer) for layer in range(view.n_layers)]
     rows: list[Row] = []
     for name in facts[0]:
         values = [str(f[name]) for f in facts]
         distinct = dict.fromkeys(values)
-        shown = values[0] if len(distinct) == 1 else "; ".join(f"{v} in layers {_ranges(values, v)}" for v in distinct)
+        shown = (
+            values[0]
+            if len(distinct) == 1
+            else "; ".join(f"{v} in layers {_ranges(values, v)}" for v in distinct)
+        )
         rows.append((name, shown, _verdict(name, values)))
     found: dict[int, LayerView] = {}
     for layer in range(view.n_layers):
         try:
             view.run_layers(tokens, [layer], lambda x: found.update({x.layer: x}))
         except GeometryError as error:
-            rows.append((f"scores of layer {layer}", "do not close", f"refused: {error}"))
+            rows.append((f"scores of layer {layer}", "do not add up", f"refused: {error}"))
             continue
-        report = found.pop(layer).closing
-        worst = max(report.checks, key=lambda k: report.checks[k][0] / max(report.checks[k][1], 1e-300))
+        report = found.pop(layer).reconstruction
+        worst = max(
+            report.checks, key=lambda k: report.checks[k][0] / max(report.checks[k][1], 1e-300)
+        )
         error, bound = report.checks[worst]
         rows.append(
-            (f"scores of layer {layer}", f"sizes up to {report.scale:.3g}", f"verified, {worst} within {error:.1e} (allowed {bound:.1e})")
+            (
+                f"scores of layer {layer}",
+                f"sizes up to {report.scale:.3g}",
+                f"verified, {worst} within {error:.1e} (allowed {bound:.1e})",
+            )
         )
     return rows
 
@@ -134,13 +180,19 @@ def _ranges(values: Sequence[str], value: str) -> str:
 
 
 def _additive(view: ModelView, tokens: Tensor) -> str:
-    """Largest ``|resid_pre + attn_out + mlp_out - resid_post|`` over layers, where the class has those hooks, beside the stream's size.
+    """Largest ``|resid_pre + attn_out + mlp_out - resid_post|`` over layers, where the class has
+    those hooks, beside the stream's size.
 
-    Judged as every number of a model is (:func:`tl_geometry.models.reconstruction.closing_bound`), A being the stream's largest state.
+    Judged as every number of a model is
+    (:func:`tl_geometry.models.reconstruction.reconstruction_bound`), A being the stream's largest
+    state.
     """
     worst, size = 0.0, 0.0
     for layer in range(view.n_layers):
-        names = [f"blocks.{layer}.{h}" for h in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")]
+        names = [
+            f"blocks.{layer}.{h}"
+            for h in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+        ]
         found: dict[str, Tensor] = {}
 
         def keep(name: str, into: dict[str, Tensor] = found) -> Hook:
@@ -151,6 +203,9 @@ def _additive(view: ModelView, tokens: Tensor) -> str:
         except GeometryError:
             return f"hooks missing in layer {layer}"
         pre, attn, mlp, post = (found[n].double() for n in names)
-        worst, size = max(worst, float((pre + attn + mlp - post).abs().max())), max(size, float(post.abs().max()), float(pre.abs().max()))
-    holds = worst <= closing_bound(unit_roundoff(view.dtype), size)
+        worst, size = (
+            max(worst, float((pre + attn + mlp - post).abs().max())),
+            max(size, float(post.abs().max()), float(pre.abs().max())),
+        )
+    holds = worst <= reconstruction_bound(unit_roundoff(view.dtype), size)
     return f"{'holds within' if holds else 'does not hold, off by up to'} {worst:.2g} in a stream of up to {size:.3g}"

@@ -1,4 +1,5 @@
-"""HookedTransformer configurations for families that TransformerLens 3 reads by official name only, from any Hugging Face configuration."""
+"""HookedTransformer configurations for families that TransformerLens 3 reads by official name only,
+from any Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
     architecture, source = type(hf_model).__name__, hf_model.config
     gemma, newer = architecture.startswith("Gemma"), architecture == "Gemma3ForCausalLM"
     kinds = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
-    norm = "RMSPre" if fold_ln and gemma else "RMS"  # a norm after the block cannot be folded into what follows
+    norm = (
+        "RMSPre" if fold_ln and gemma else "RMS"
+    )  # a norm after the block cannot be folded into what follows
     settings: dict[str, Any] = {
         "d_model": source.hidden_size,
-        "d_head": getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
+        "d_head": getattr(source, "head_dim", None)
+        or source.hidden_size // source.num_attention_heads,
         "n_heads": source.num_attention_heads,
-        "n_key_value_heads": None if source.num_key_value_heads == source.num_attention_heads else source.num_key_value_heads,
+        "n_key_value_heads": None
+        if source.num_key_value_heads == source.num_attention_heads
+        else source.num_key_value_heads,
         "d_mlp": source.intermediate_size,
         "n_layers": source.num_hidden_layers,
         "n_ctx": source.max_position_embeddings,

@@ -1,8 +1,10 @@
-"""The last token of some chunks run again and again behind the keys and values of the tokens before it, which are run once.
+"""The last token of some chunks run again and again behind the keys and values of the tokens before
+it, which are run once.
 
-Where only the last position is edited, the earlier ones are the same in every run (causality). Every class keeps their keys and
-values in a cache of its own: a bridge in that of transformers, HookedTransformer in one of TransformerLens. Whether a class and an
-architecture do so rightly is for the caller to verify: :class:`tl_geometry.models.outputs.PilotRuns` does.
+Where only the last position is edited, the earlier ones are the same in every run (causality).
+Every class keeps their keys and values in a cache of its own: a bridge in that of transformers,
+HookedTransformer in one of TransformerLens. Whether a class and an architecture do so rightly is
+for the caller to verify: :class:`tl_geometry.models.outputs.PilotRuns` does.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from tl_geometry.models.running import Runner
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Behind:
-    """Keys and values of all but the last token of ``rows`` chunks; ``size`` is their memory in bytes."""
+    """Keys and values of all but the last token of ``rows`` chunks; ``size`` is their memory in
+    bytes."""
 
     view: ModelView
     cache: Any
@@ -30,7 +33,8 @@ class Behind:
     size: int
 
     def times(self, copies: int) -> ModelView:
-        """A view that runs one token for each row of ``copies`` copies of the chunks, behind the tokens before it."""
+        """A view that runs one token for each row of ``copies`` copies of the chunks, behind the
+        tokens before it."""
         runner, hooked = self.view.run, self.view.kind == "HookedTransformer"
         assert isinstance(runner, Runner)
         repeated = _hooked_copies(self.cache, copies) if hooked else _copies(self.cache, copies)
@@ -44,9 +48,15 @@ class Behind:
 
 
 def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> Behind | None:
-    """All but the last token of the chunks, run once; ``None`` where the class has no cache of keys and values."""
+    """All but the last token of the chunks, run once; ``None`` where the class has no cache of keys
+    and values."""
     runner = view.run
-    if not (view.causal and tokens.shape[1] >= 2 and isinstance(runner, Runner) and view.kind != "HookedEncoder"):
+    if not (
+        view.causal
+        and tokens.shape[1] >= 2
+        and isinstance(runner, Runner)
+        and view.kind != "HookedEncoder"
+    ):
         return None
     hooked = view.kind == "HookedTransformer"
     if not hooked and "use_cache" not in runner.kwargs:
@@ -85,11 +95,14 @@ def _held(cache: Any, hooked: bool) -> list[Any]:
 
 
 def _copies(cache: Any, copies: int) -> Any:
-    """A cache of transformers with its rows repeated; appending to the new one leaves the old one alone."""
+    """A cache of transformers with its rows repeated; appending to the new one leaves the old one
+    alone."""
     out = copy.copy(cache)
     out.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in out.layers if copies > 1 else ():
-        layer.keys, layer.values = (t.repeat(copies, *[1] * (t.dim() - 1)) for t in (layer.keys, layer.values))
+        layer.keys, layer.values = (
+            t.repeat(copies, *[1] * (t.dim() - 1)) for t in (layer.keys, layer.values)
+        )
     return out
 
 
@@ -98,7 +111,9 @@ def _hooked_copies(cache: Any, copies: int) -> Any:
     out = copy.copy(cache)
     out.entries = [copy.copy(entry) for entry in cache.entries]
     for entry in out.entries:
-        entry.past_keys, entry.past_values = (t.repeat(copies, 1, 1, 1) for t in (entry.past_keys, entry.past_values))
+        entry.past_keys, entry.past_values = (
+            t.repeat(copies, 1, 1, 1) for t in (entry.past_keys, entry.past_values)
+        )
     out.previous_attention_mask = cache.previous_attention_mask.repeat(copies, 1)
     out.freeze()
     return out

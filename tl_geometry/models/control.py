@@ -1,4 +1,5 @@
-"""Null models: the same model with some or all blocks untrained, for as long as a ``with`` block lasts."""
+"""Null models: the same model with some or all blocks untrained, for as long as a ``with`` block
+lasts."""
 
 from __future__ import annotations
 
@@ -18,25 +19,34 @@ from tl_geometry.models.model_view import ModelView
 
 @contextmanager
 def reinitialized(
-    model: Any, blocks: Sequence[int] | None = None, *, how: str = "init", std: float = 0.02, seed: int = 0
+    model: Any,
+    blocks: Sequence[int] | None = None,
+    *,
+    how: str = "init",
+    std: float = 0.02,
+    seed: int = 0,
 ) -> Iterator[ModelView]:
-    """The model with untrained ``blocks`` (``None``: all parameters, embeddings too), restored on leaving, also on exceptions.
+    """The model with untrained ``blocks`` (``None``: all parameters, embeddings too), restored on
+    leaving, also on exceptions.
 
-    ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation), biases 0, gains 1;
-    ``how="shuffle"``: the entries of every parameter in random order, which keeps the sizes of the trained weights. Yields a view
-    whose name says so and whose fingerprint is that of the redrawn weights; after the block it is refused. Sarfati et al. 2025
-    reinitialise everything, or blocks 13 to 24 of GPT-2-medium.
+    ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation),
+    biases 0, gains 1; ``how="shuffle"``: the entries of every parameter in random order, which
+    keeps the sizes of the trained weights. Yields a view whose name says so and whose fingerprint
+    is that of the redrawn weights; after the block it is refused. Sarfati et al. 2025 reinitialise
+    everything, or blocks 13 to 24 of GPT-2-medium.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> with tlg.reinitialized(model) as twin:
-    ...     twin.name
+    >>> with tlg.reinitialized(model) as control:
+    ...     control.name
     'tl-geometry-embedded, untrained (init)'
     """
     choice(how, ("init", "shuffle"), "how")
     view = as_view(model)
     chosen = None if blocks is None else checks.indices(blocks, view.n_layers, "blocks")
-    parts: list[nn.Module] = [view.model] if chosen is None else [view.model.blocks[i] for i in chosen]
+    parts: list[nn.Module] = (
+        [view.model] if chosen is None else [view.model.blocks[i] for i in chosen]
+    )
     named: dict[int, tuple[str, Tensor]] = {}
     for part in parts:
         named |= {id(p): (name, p) for name, p in part.named_parameters()}
@@ -48,14 +58,24 @@ def reinitialized(
         with torch.no_grad():
             for name, value in named.values():
                 value.copy_(_redrawn(name, value, how, std, generator))
-        twin = as_view(view.model)
+        control = as_view(view.model)
 
         def refresh(seen: ModelView) -> ModelView:
-            require(open_, label, expected="use inside its `with` block", got="one after it, with the trained weights back",
-                    instead="the model itself")  # fmt: skip
-            return seen if twin.refresh is None else twin.refresh(seen)
+            require(
+                open_,
+                label,
+                expected="use inside its `with` block",
+                got="one after it, with the trained weights back",
+                instead="the model itself",
+            )
+            return seen if control.refresh is None else control.refresh(seen)
 
-        yield dataclasses.replace(twin, name=label, head_trained=chosen is not None and view.head_trained, refresh=refresh)
+        yield dataclasses.replace(
+            control,
+            name=label,
+            head_trained=chosen is not None and view.head_trained,
+            refresh=refresh,
+        )
     finally:
         open_ = False
         with torch.no_grad():

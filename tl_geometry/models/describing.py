@@ -1,8 +1,10 @@
-"""``view(model)``: one description of HookedTransformer, HookedEncoder and TransformerBridge, of TransformerLens 3.9 to 4.x.
+"""``view(model)``: one description of HookedTransformer, HookedEncoder and TransformerBridge, of
+TransformerLens 3.9 to 4.x.
 
-Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so everything is read from the model
-object. A bridge's ``cfg`` is not trusted beyond sizes (it reports attention scale -1, rotary base 10000, causal BERT); facts
-about attention come from modules and are verified against a probe, one forward pass over a few random tokens.
+Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so
+everything is read from the model object. A bridge's ``cfg`` is not trusted beyond sizes (it reports
+attention scale -1, rotary base 10000, causal BERT); facts about attention come from modules and are
+verified against a probe, one forward pass over a few random tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ PROBE_BATCH, PROBE_LENGTH = 2, 12
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Probe:
-    """What one forward pass over random tokens showed, without anybody's hooks; kept as long as the fingerprint is the same."""
+    """What one forward pass over random tokens showed, without anybody's hooks; kept as long as the
+    fingerprint is the same."""
 
     fingerprint: str
     activations: Mapping[str, Tensor]
@@ -52,23 +55,46 @@ def kind_of(model: Any) -> str:
     kind = next((k for k in KINDS if k in names), None)
     if kind is None:
         known = hasattr(model, "config") and hasattr(model, "forward")
-        help_ = "tl_geometry.models.from_hf(model, tokenizer)" if known else "a model loaded with TransformerLens"
-        fail("model", expected=" or ".join(KINDS), got=type(model).__name__, instead=help_, error=UnsupportedModelError)
+        help_ = (
+            "tl_geometry.models.from_hf(model, tokenizer)"
+            if known
+            else "a model loaded with TransformerLens"
+        )
+        fail(
+            "model",
+            expected=" or ".join(KINDS),
+            got=type(model).__name__,
+            instead=help_,
+            error=UnsupportedModelError,
+        )
     ok = hasattr(model, "blocks") and len(model.blocks) > 0
-    require(ok, type(model).__name__, expected="a stack of blocks", got="none", instead="a decoder or encoder", error=UnsupportedModelError)
+    require(
+        ok,
+        type(model).__name__,
+        expected="a stack of blocks",
+        got="none",
+        instead="a decoder or encoder",
+        error=UnsupportedModelError,
+    )
     return kind
 
 
 def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
-    """Hooks of states 0 to n_layers. In HookedEncoder ``hook_resid_post`` comes before the last LayerNorm of a block."""
+    """Hooks of states 0 to n_layers. In HookedEncoder ``hook_resid_post`` comes before the last
+    LayerNorm of a block."""
     last = "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post"
-    return (*(f"blocks.{l}.hook_resid_pre" for l in range(n_layers)), f"blocks.{n_layers - 1}.{last}")
+    return (
+        *(f"blocks.{l}.hook_resid_pre" for l in range(n_layers)),
+        f"blocks.{n_layers - 1}.{last}",
+    )
 
 
 def view(model: Any) -> ModelView:
-    """The verified description of a TransformerLens model, which every function of the package that takes a model uses.
+    """The verified description of a TransformerLens model, which every function of the package that
+    takes a model uses.
 
-    Verified once for each set of weights: all state hooks fire with the right shapes, and state l+1 is the output of block l.
+    Verified once for each set of weights: all state hooks fire with the right shapes, and state l+1
+    is the output of block l.
 
     Raises ``UnsupportedModelError`` by name for models that would give wrong numbers.
 
@@ -105,7 +131,9 @@ def view(model: Any) -> ModelView:
         n_ctx=int(cfg.n_ctx),
         causal=probe.causal,
         position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
-        norm=None if cfg.normalization_type is None else str(cfg.normalization_type).removesuffix("Pre"),
+        norm=None
+        if cfg.normalization_type is None
+        else str(cfg.normalization_type).removesuffix("Pre"),
         dtype=parameter.dtype,
         device=parameter.device,
         head_trained=head_trained(model),
@@ -130,21 +158,42 @@ def view(model: Any) -> ModelView:
 
 
 def _refreshed(seen: ModelView) -> ModelView:
-    """The view itself if it still is of its model, else a new one with the same name: weights may have been edited in place."""
+    """The view itself if it still is of its model, else a new one with the same name: weights may
+    have been edited in place."""
     require_full_precision(seen.device, seen.name)
-    same = fingerprint(seen.model) == seen.fingerprint and next(iter(seen.model.parameters())).device == seen.device
-    return seen if same else dataclasses.replace(view(seen.model), name=seen.name, head_trained=seen.head_trained, refresh=seen.refresh)
+    same = (
+        fingerprint(seen.model) == seen.fingerprint
+        and next(iter(seen.model.parameters())).device == seen.device
+    )
+    return (
+        seen
+        if same
+        else dataclasses.replace(
+            view(seen.model), name=seen.name, head_trained=seen.head_trained, refresh=seen.refresh
+        )
+    )
 
 
 def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
-    """Run the model on random tokens, without anybody's hooks, and check what every other number relies on."""
+    """Run the model on random tokens, without anybody's hooks, and check what every other number
+    relies on."""
     states = run.state_hooks
     length = min(PROBE_LENGTH, run.n_ctx)
-    ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0)
+    )
     ends = [
-        h.replace("hook_resid_pre", "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post") for h in states[:-1]
+        h.replace(
+            "hook_resid_pre",
+            "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post",
+        )
+        for h in states[:-1]
     ]
-    wanted = [*states, *ends, *(h for l in range(len(model.blocks)) for h in Layers.available(run, model, l))]
+    wanted = [
+        *states,
+        *ends,
+        *(h for l in range(len(model.blocks)) for h in Layers.available(run, model, l)),
+    ]
     try:
         with without_hooks(model):
             found = collect(run, ids, list(dict.fromkeys(wanted)))
@@ -159,42 +208,73 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
         )
     shape = (PROBE_BATCH, length, int(model.cfg.d_model))
     wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
-    require(not wrong, f"states of {name}", expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
+    require(
+        not wrong,
+        f"states of {name}",
+        expected=f"shape {shape}",
+        got=wrong,
+        error=UnsupportedModelError,
+    )
     broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
     require(
-        not broken, f"states of {name}", expected="the output of block l to be the input of block l+1",
-        got=f"another stream after blocks {broken[:8]} of {type(model).__name__}", instead="a model with one residual stream",
+        not broken,
+        f"states of {name}",
+        expected="the output of block l to be the input of block l+1",
+        got=f"another stream after blocks {broken[:8]} of {type(model).__name__}",
+        instead="a model with one residual stream",
         error=UnsupportedModelError,
-    )  # fmt: skip
+    )
     patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
     if is_half(model) and can_widen(model):
         try:
             with without_hooks(model), widened(model):
                 found = collect(run, ids, list(found))
-        except RuntimeError:  # a model with casts of its own cannot run in float32, and is verified in its own precision only
+        # a model with casts of its own cannot run in float32, and is verified in its own precision
+        # only
+        except RuntimeError:
             pass
-    return Probe(mark, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {})
+    return Probe(
+        mark, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {}
+    )
 
 
 def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
-    """All residual stream states of a TransformerLens ``ActivationCache`` of any class, 0 to n_layers.
+    """All residual stream states of a TransformerLens ``ActivationCache`` of any class, 0 to
+    n_layers.
 
-    Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension was removed.
+    Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension
+    was removed.
     """
     entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
     model = getattr(cache, "model", None)
     pre = [h for h in entries if h.startswith("blocks.") and h.endswith(".hook_resid_pre")]
-    n_layers = len(model.blocks) if model is not None else 1 + max((int(h.split(".")[1]) for h in pre), default=0)
-    encoder = "HookedEncoder" in {c.__name__ for c in type(model).__mro__} or f"blocks.{n_layers - 1}.hook_normalized_resid_post" in entries
+    n_layers = (
+        len(model.blocks)
+        if model is not None
+        else 1 + max((int(h.split(".")[1]) for h in pre), default=0)
+    )
+    encoder = (
+        "HookedEncoder" in {c.__name__ for c in type(model).__mro__}
+        or f"blocks.{n_layers - 1}.hook_normalized_resid_post" in entries
+    )
     names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
     missing = [h for h in names if h not in entries]
     require(
-        not missing, "cache", expected="every residual stream state", got=f"no {', '.join(missing[:4])}",
+        not missing,
+        "cache",
+        expected="every residual stream state",
+        got=f"no {', '.join(missing[:4])}",
         instead="model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)",
-    )  # fmt: skip
+    )
     states = [entries[h] for h in names]
     flat = states[0].dim() == 3 and getattr(cache, "has_batch_dim", True)
-    require(flat, "cache", expected="a batch dimension", got=f"states of shape {tuple(states[0].shape)}", instead="remove_batch_dim=False")
+    require(
+        flat,
+        "cache",
+        expected="a batch dimension",
+        got=f"states of shape {tuple(states[0].shape)}",
+        instead="remove_batch_dim=False",
+    )
     return torch.stack([s.to(states[0].device) for s in states])
 
 
@@ -207,7 +287,9 @@ def _processed(model: Any, kind: str) -> bool:
 def _name(model: Any) -> str:
     config = getattr(getattr(model, "original_model", None), "config", None)
     names = [getattr(model.cfg, "model_name", None), getattr(config, "_name_or_path", None)]
-    name = next((str(n) for n in names if n and n not in ("external", "custom")), type(model).__name__)
+    name = next(
+        (str(n) for n in names if n and n not in ("external", "custom")), type(model).__name__
+    )
     return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
@@ -218,16 +300,26 @@ def _bos_id(model: Any) -> int | None:
 
 
 def _pad_id(model: Any) -> int | None:
-    """The padding token, unless it is another special token as well (many tokenizers pad with EOS): then nothing tells it apart."""
+    """The padding token, unless it is another special token as well (many tokenizers pad with EOS):
+    then nothing tells it apart."""
     tokenizer = getattr(model, "tokenizer", None)
     pad = getattr(tokenizer, "pad_token_id", None)
-    others = [getattr(tokenizer, f"{which}_token_id", None) for which in ("bos", "eos", "unk", "cls", "sep", "mask")]
+    others = [
+        getattr(tokenizer, f"{which}_token_id", None)
+        for which in ("bos", "eos", "unk", "cls", "sep", "mask")
+    ]
     return None if pad is None or pad in others else int(pad)
 
 
 def _encode(model: Any, name: str, text: str) -> list[int]:
     tokenizer = getattr(model, "tokenizer", None)
-    require(tokenizer is not None, name, expected="a tokenizer to read text", got="none", instead="token ids")
+    require(
+        tokenizer is not None,
+        name,
+        expected="a tokenizer to read text",
+        got="none",
+        instead="token ids",
+    )
     return [int(i) for i in model.tokenizer.encode(text, add_special_tokens=False, verbose=False)]
 
 
@@ -241,18 +333,33 @@ def _decode(model: Any, ids: Sequence[int]) -> list[str]:
 
 def _notes(model: Any, kind: str, run: Runner) -> tuple[str, ...]:
     notes = []
-    if kind == "HookedTransformer" and model.cfg.positional_embedding_type == "alibi" and model.cfg.n_heads & (model.cfg.n_heads - 1):
-        notes.append("HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a power of two")
+    if (
+        kind == "HookedTransformer"
+        and model.cfg.positional_embedding_type == "alibi"
+        and model.cfg.n_heads & (model.cfg.n_heads - 1)
+    ):
+        notes.append(
+            "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a power of two"
+        )
     if run.hooked():
         notes.append("the model carries hooks of its own, which act in every number")
     return tuple(notes)
 
 
-__all__ = ["block_of", "fingerprint", "kind_of", "remember", "state_hooks", "states_from_cache", "view"]
+__all__ = [
+    "block_of",
+    "fingerprint",
+    "kind_of",
+    "remember",
+    "state_hooks",
+    "states_from_cache",
+    "view",
+]
 
 
 def as_view(model: Any) -> ModelView:
-    """The view of a TransformerLens model as it is now (a view of edited weights is made anew). The one lazy call into the adapter."""
+    """The view of a TransformerLens model as it is now (a view of edited weights is made anew). The
+    one lazy call into the adapter."""
     if isinstance(model, ModelView):
         return model if model.refresh is None else model.refresh(model)
     from tl_geometry.models import view

@@ -1,12 +1,17 @@
-"""On which model something was computed: a fingerprint of all weights and of the settings that the forward pass reads.
+"""On which model something was computed: a fingerprint of all weights and of the settings that the
+forward pass reads.
 
-1. The bits of every parameter and persistent buffer go into a checksum: lanes of 64 bits, each folded onto itself (so that sign
-   bits do not meet in the highest bit, where an even number of changes would cancel), times a pseudo-random odd weight, summed
-   modulo 2^64 in rows of :data:`ROW` lanes, and the sums again until one number is left. Odd weights are invertible modulo 2^64,
-   so that a change of one element always shows; any other change is missed with probability about 2^-32.
-2. The checksums of all tensors are read from their device at once and hashed with names, dtypes, shapes, and the configuration.
+1. The bits of every parameter and persistent buffer go into a checksum: lanes of 64 bits, each
+   folded onto itself (so that sign bits do not meet in the highest bit, where an even number of
+   changes would cancel), times a pseudo-random odd weight, summed modulo 2^64 in rows of
+   :data:`ROW` lanes, and the sums again until one number is left. Odd weights are invertible modulo
+   2^64, so that a change of one element always shows; any other change is missed with probability
+   about 2^-32.
+2. The checksums of all tensors are read from their device at once and hashed with names, dtypes,
+   shapes, and the configuration.
 
-Nothing is remembered between calls: ``p.data.mul_``, numpy and fused optimisers leave a tensor's version counter alone.
+Nothing is remembered between calls: ``p.data.mul_``, numpy and fused optimisers leave a tensor's
+version counter alone.
 """
 
 from __future__ import annotations
@@ -25,39 +30,111 @@ from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.parameters import part
 
 ROW, ROWS, LEVELS = 4096, 16, 4
-"""Lanes of one row, rows of one step (half a MiB, which stays in a core's cache), and levels of sums: 4096^4 lanes."""
+"""Lanes of one row, rows of one step (half a MiB, which stays in a core's cache), and levels of
+sums: 4096^4 lanes."""
 SMALL = 2**16
-"""Elements up to which a zero of either sign counts as zero (biases that folding makes are -0.0 here and there)."""
+"""Elements up to which a zero of either sign counts as zero (biases that folding makes are -0.0
+here and there)."""
 ACTS = -1e4
-"""A saved ``IGNORE`` above this may leave weight on masked keys; below it, its value makes no difference."""
+"""A saved ``IGNORE`` above this may leave weight on masked keys; below it, its value makes no
+difference."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 QUANTISED = ("bitsandbytes", "quantized", "linear4bit", "linear8bit", "gptq", "awq")
 """Text in the names of modules that hold quantised weights."""
 HEADS = ("cls.", "lm_head.", "mlm_head.", "unembed.")
-"""What output heads are called. The bias that processing gives a bridge is ``lm_head.bias`` in 3.9 and ``unembed.bias`` in 4.3."""
+"""What output heads are called. The bias that processing gives a bridge is ``lm_head.bias`` in 3.9
+and ``unembed.bias`` in 4.3."""
 ABOUT_FILES = (
-    "transformers_version", "architectures", "model_type", "_name_or_path", "name_or_path", "torch_dtype", "dtype", "id2label",
-    "label2id", "problem_type", "tokenizer_class", "auto_map", "quantization_config", "pruned_heads", "task_specific_params",
-    "finetuning_task", "prefix",
-)  # fmt: skip
+    "transformers_version",
+    "architectures",
+    "model_type",
+    "_name_or_path",
+    "name_or_path",
+    "torch_dtype",
+    "dtype",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "tokenizer_class",
+    "auto_map",
+    "quantization_config",
+    "pruned_heads",
+    "task_specific_params",
+    "finetuning_task",
+    "prefix",
+)
 ABOUT_USE = (
-    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "use_return_dict", "torchscript", "gradient_checkpointing",
-    "initializer_range", "initializer_factor", "initializer_cutoff_factor", "is_decoder", "cross_attention_hidden_size",
-    "add_cross_attention", "is_encoder_decoder", "tie_encoder_decoder", "chunk_size_feed_forward", "tie_word_embeddings",
-    "loss_type", "classifier_dropout", "layerdrop", "router_aux_loss_coef", "output_router_logits", "pretraining_tp",
-)  # fmt: skip
+    "use_cache",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "use_return_dict",
+    "torchscript",
+    "gradient_checkpointing",
+    "initializer_range",
+    "initializer_factor",
+    "initializer_cutoff_factor",
+    "is_decoder",
+    "cross_attention_hidden_size",
+    "add_cross_attention",
+    "is_encoder_decoder",
+    "tie_encoder_decoder",
+    "chunk_size_feed_forward",
+    "tie_word_embeddings",
+    "loss_type",
+    "classifier_dropout",
+    "layerdrop",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "pretraining_tp",
+)
 ABOUT_HOOKED = (
-    "model_name", "tokenizer_name", "device", "seed", "init_mode", "init_weights", "from_checkpoint", "n_devices", "n_params",
-    "default_prepend_bos", "tokenizer_prepends_bos", "use_attn_result", "use_attn_in", "use_split_qkv_input", "use_hook_mlp_in",
-    "use_hook_tokens", "ungroup_grouped_query_attention", "trust_remote_code", "original_architecture", "weight_init_mode",
-    "checkpoint_index", "checkpoint_label_type", "checkpoint_value", "layer_norm_folding", "load_in_4bit", "quantization_method",
-)  # fmt: skip
+    "model_name",
+    "tokenizer_name",
+    "device",
+    "seed",
+    "init_mode",
+    "init_weights",
+    "from_checkpoint",
+    "n_devices",
+    "n_params",
+    "default_prepend_bos",
+    "tokenizer_prepends_bos",
+    "use_attn_result",
+    "use_attn_in",
+    "use_split_qkv_input",
+    "use_hook_mlp_in",
+    "use_hook_tokens",
+    "ungroup_grouped_query_attention",
+    "trust_remote_code",
+    "original_architecture",
+    "weight_init_mode",
+    "checkpoint_index",
+    "checkpoint_label_type",
+    "checkpoint_value",
+    "layer_norm_folding",
+    "load_in_4bit",
+    "quantization_method",
+)
 IGNORED = frozenset((*ABOUT_FILES, *ABOUT_USE, *ABOUT_HOOKED))
-"""Settings that say where a model is from, how it is kept, or how it is trained, and not what it computes."""
+"""Settings that say where a model is from, how it is kept, or how it is trained, and not what it
+computes."""
 SETTINGS = (
-    "eps", "variance_epsilon", "scaling", "scale_attn", "inv_norm_factor", "softmax_scale", "attention_scaling", "attn_scale",
-    "attn_logit_softcapping", "sliding_window", "scale_attn_weights", "rotary_ndims", "rotary_dim", "approximate",
-)  # fmt: skip
+    "eps",
+    "variance_epsilon",
+    "scaling",
+    "scale_attn",
+    "inv_norm_factor",
+    "softmax_scale",
+    "attention_scaling",
+    "attn_scale",
+    "attn_logit_softcapping",
+    "sliding_window",
+    "scale_attn_weights",
+    "rotary_ndims",
+    "rotary_dim",
+    "approximate",
+)
 """Numbers that modules keep for themselves and use in place of the configuration."""
 
 _LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -76,26 +153,40 @@ def loader_facts(model: Any) -> Mapping[str, Any]:
 
 
 def head_trained(model: Any) -> bool:
-    """False where the checkpoint was of a model without this output head, so that loading it made a random one."""
+    """False where the checkpoint was of a model without this output head, so that loading it made a
+    random one."""
     known = loader_facts(model).get("head_trained")
     original = getattr(model, "original_model", None)
     saved = getattr(getattr(original, "config", None), "architectures", None) or []
-    return bool(known) if known is not None else not saved or any("For" in a or "Head" in a for a in saved)
+    return (
+        bool(known)
+        if known is not None
+        else not saved or any("For" in a or "Head" in a for a in saved)
+    )
 
 
 def fingerprint(model: Any) -> str:
-    """16 hex digits that identify what a model computes: all its weights, and all settings that the forward pass reads.
+    """16 hex digits that identify what a model computes: all its weights, and all settings that the
+    forward pass reads.
 
-    The same weights and settings in the same class give the same digits in every process, on every device and with every version
-    of TransformerLens. An output head that loading drew at random is left out.
+    The same weights and settings in the same class give the same digits in every process, on every
+    device and with every version of TransformerLens. An output head that loading drew at random is
+    left out.
 
-    Raises ``UnsupportedModelError`` for weights that are quantised, or that have no values (the meta device).
+    Raises ``UnsupportedModelError`` for weights that are quantised, or that have no values (the
+    meta device).
     """
     skipped = _random_parts(model)
     named = [(name, value) for name, value in _tensors(model) if not name.startswith(skipped)]
     digest = hashlib.sha256(json.dumps(configuration(model), sort_keys=True, default=str).encode())
-    for (name, value), total in sorted(zip(named, _read([checksum(v) for _, v in named]), strict=True), key=lambda x: x[0][0]):
-        if total != 0:  # an absent bias and a zero one are the same model; versions of TransformerLens differ in which they keep
+    for (name, value), total in sorted(
+        zip(named, _read([checksum(v) for _, v in named]), strict=True), key=lambda x: x[0][0]
+    ):
+        if (
+            total != 0
+            # an absent bias and a zero one are the same model; versions of TransformerLens differ in
+            # which they keep
+        ):
             digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{total}".encode())
     return digest.hexdigest()[:16]
 
@@ -117,16 +208,35 @@ def require_numbers(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` unless all weights are there, as floating-point numbers."""
     for name, value in model.named_parameters():
         if value.dtype not in DTYPES or value.is_meta:
-            got = f"{name} on the meta device, without values" if value.is_meta else f"{name} in {str(value.dtype).removeprefix('torch.')}"
-            _refuse(model, got, "a model whose weights are loaded" if value.is_meta else "the model without quantisation")
+            got = (
+                f"{name} on the meta device, without values"
+                if value.is_meta
+                else f"{name} in {str(value.dtype).removeprefix('torch.')}"
+            )
+            _refuse(
+                model,
+                got,
+                "a model whose weights are loaded"
+                if value.is_meta
+                else "the model without quantisation",
+            )
     for name, module in model.named_modules():
-        if any(text in f"{type(module).__module__}.{type(module).__name__}".lower() for text in QUANTISED):
+        if any(
+            text in f"{type(module).__module__}.{type(module).__name__}".lower()
+            for text in QUANTISED
+        ):
             _refuse(model, f"{name}, a {type(module).__name__}", "the model without quantisation")
 
 
 def _refuse(model: nn.Module, got: str, instead: str) -> NoReturn:
     what = f"weights of {type(model).__name__}"
-    fail(what, expected="floating-point numbers, not quantised", got=got, instead=instead, error=UnsupportedModelError)
+    fail(
+        what,
+        expected="floating-point numbers, not quantised",
+        got=got,
+        instead=instead,
+        error=UnsupportedModelError,
+    )
 
 
 def _called(name: str) -> str:
@@ -136,16 +246,24 @@ def _called(name: str) -> str:
 
 
 def _random_parts(model: Any) -> tuple[str, ...]:
-    """Prefixes of parameters that loading draws at random, so that they say nothing about the model."""
-    encoder = ("pooler.", "nsp_head.") if any(c.__name__ == "HookedEncoder" for c in type(model).__mro__) else ()
+    """Prefixes of parameters that loading draws at random, so that they say nothing about the
+    model."""
+    encoder = (
+        ("pooler.", "nsp_head.")
+        if any(c.__name__ == "HookedEncoder" for c in type(model).__mro__)
+        else ()
+    )
     head = () if head_trained(model) else HEADS
-    alibi = getattr(model.cfg, "positional_embedding_type", "") == "alibi"  # HookedTransformer holds an unused, unfilled position table
+    alibi = (
+        getattr(model.cfg, "positional_embedding_type", "") == "alibi"
+    )  # HookedTransformer holds an unused, unfilled position table
     return (*encoder, *head, *(("pos_embed.",) if alibi else ()))
 
 
 @torch.no_grad()
 def checksum(value: Tensor) -> Tensor:
-    """One 64-bit integer, on the device of ``value``, that every bit of it counts in; zero for zeros of either sign.
+    """One 64-bit integer, on the device of ``value``, that every bit of it counts in; zero for
+    zeros of either sign.
 
     >>> x = torch.arange(10.0)
     >>> y = x.clone()
@@ -159,7 +277,9 @@ def checksum(value: Tensor) -> Tensor:
     whole = flat.numel() // 8 * 8
     sums = flat[:whole].view(torch.int64)
     if whole < flat.numel():
-        rest = torch.nn.functional.pad(flat[whole:], (0, 8 - (flat.numel() - whole))).view(torch.int64)
+        rest = torch.nn.functional.pad(flat[whole:], (0, 8 - (flat.numel() - whole))).view(
+            torch.int64
+        )
         sums = torch.cat([_sums(sums, 0), _sums(rest, 1)])
     level = 0
     while level == 0 or sums.numel() > 1:
@@ -175,7 +295,9 @@ def _sums(lanes: Tensor, level: int) -> Tensor:
     if whole * ROW < lanes.numel():
         parts.append(lanes[whole * ROW :].unsqueeze(0))
     height = ROWS if lanes.device.type == "cpu" else 64 * ROWS
-    space = torch.empty(min(height, whole + 1), ROW, dtype=torch.int64, device=lanes.device)  # new memory at each step costs as much again
+    space = torch.empty(
+        min(height, whole + 1), ROW, dtype=torch.int64, device=lanes.device
+    )  # new memory at each step costs as much again
     found: list[Tensor] = []
     for rows in (some for p in parts for some in p.split(height)):
         folded, w = space[: len(rows), : rows.shape[1]], weights[: rows.shape[1]]
@@ -189,7 +311,12 @@ def _sums(lanes: Tensor, level: int) -> Tensor:
 def _weights(device: str) -> Tensor:
     """Pseudo-random odd numbers, the same everywhere."""
     generator = torch.Generator().manual_seed(20230410)
-    return torch.randint(-(2**62), 2**62, (LEVELS, ROW), generator=generator).mul_(2).add_(1).to(device)
+    return (
+        torch.randint(-(2**62), 2**62, (LEVELS, ROW), generator=generator)
+        .mul_(2)
+        .add_(1)
+        .to(device)
+    )
 
 
 def _read(sums: Sequence[Tensor]) -> list[int]:
@@ -200,9 +327,11 @@ def _read(sums: Sequence[Tensor]) -> list[int]:
 
 
 def configuration(model: Any) -> dict[str, Any]:
-    """The settings that the forward pass reads, by name: of the Hugging Face configuration, or of HookedTransformer's own.
+    """The settings that the forward pass reads, by name: of the Hugging Face configuration, or of
+    HookedTransformer's own.
 
-    Names, paths, versions, token ids, dtypes, dropout and what only training reads are left out, and settings that are ``None``.
+    Names, paths, versions, token ids, dtypes, dropout and what only training reads are left out,
+    and settings that are ``None``.
     """
     original = getattr(model, "original_model", None)
     source = getattr(original, "config", None)
@@ -216,14 +345,19 @@ def configuration(model: Any) -> dict[str, Any]:
 def _acting(settings: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in settings.items():
-        left_out = name in IGNORED or name.endswith(("_token_id", "_token_ids", "dropout", "_pdrop", "_dropout_prob")) or value is None
+        left_out = (
+            name in IGNORED
+            or name.endswith(("_token_id", "_token_ids", "dropout", "_pdrop", "_dropout_prob"))
+            or value is None
+        )
         if not left_out and not name.startswith(("summary_", "_")):
             kept[str(name)] = _acting(value) if isinstance(value, Mapping) else _plain(value)
     return kept
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON writes it the same way everywhere: numbers as floats (numpy's and whole ones too), anything else as text."""
+    """A setting as JSON writes it the same way everywhere: numbers as floats (numpy's and whole
+    ones too), anything else as text."""
     if isinstance(value, str | bool):
         return value
     if isinstance(value, list | tuple):
@@ -235,7 +369,8 @@ def _plain(value: Any) -> Any:
 
 
 def _modules(root: nn.Module) -> list[str]:
-    """Numbers that modules use in place of the configuration, and the activation functions that were put in."""
+    """Numbers that modules use in place of the configuration, and the activation functions that
+    were put in."""
     found: list[str] = []
     for name, module in root.named_modules():
         if type(module).__module__.startswith("transformer_lens.model_bridge"):
@@ -251,4 +386,12 @@ def _modules(root: nn.Module) -> list[str]:
     return sorted(found)
 
 
-__all__ = ["checksum", "configuration", "fingerprint", "head_trained", "loader_facts", "remember", "require_numbers"]
+__all__ = [
+    "checksum",
+    "configuration",
+    "fingerprint",
+    "head_trained",
+    "loader_facts",
+    "remember",
+    "require_numbers",
+]

@@ -1,4 +1,5 @@
-"""One attention layer of one forward pass, with every scale frozen: scores as a bilinear function of parts of the stream."""
+"""One attention layer of one forward pass, with every scale frozen: scores as a bilinear function
+of parts of the stream."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.reconstruction import ClosingReport
+from tl_geometry.models.reconstruction import ReconstructionReport
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadWeights:
-    """Weights of one attention layer in TransformerLens order, grouped keys expanded to ``n_heads``; absent biases are zeros."""
+    """Weights of one attention layer in TransformerLens order, grouped keys expanded to
+    ``n_heads``; absent biases are zeros."""
 
     W_Q: Float[Tensor, "head d_model d_head"]
     W_K: Float[Tensor, "head d_model d_head"]
@@ -29,11 +31,13 @@ class HeadWeights:
 
 
 LinearMap = Callable[[Tensor], Tensor]
-"""A linear map of additive parts of the stream, ``[*part position d_model] -> [*part position head d_head]``."""
+"""A linear map of additive parts of the stream, ``[*part position d_model] -> [*part position head
+d_head]``."""
 
 
 class AddedPosition(NamedTuple):
-    """A positional embedding that is added after the norm to what queries and keys are made of, and what they become by it."""
+    """A positional embedding that is added after the norm to what queries and keys are made of, and
+    what they become by it."""
 
     embedding: Float[Tensor, "position d_model"]
     q: Float[Tensor, "position head d_head"]
@@ -42,9 +46,11 @@ class AddedPosition(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerView:
-    """One attention layer of one forward pass, with every scale frozen, so that scores are bilinear in parts of the stream.
+    """One attention layer of one forward pass, with every scale frozen, so that scores are bilinear
+    in parts of the stream.
 
-    For any additive split ``h = sum_a p_a`` of the layer's input (all tensors have the full position axis, column = index)::
+    For any additive split ``h = sum_a p_a`` of the layer's input (all tensors have the full
+    position axis, column = index)::
 
         q_a = q_map(p_a) * q_scale[..., None]            [batch position head d_head]   (k_a likewise)
         q   = sum_a q_a + q_constant
@@ -52,17 +58,19 @@ class LayerView:
         pattern = softmax over allowed keys (and one more logit, ``sinks[h]``, where there are sinks) of
                   score, or of softcap * tanh(score / softcap)
 
-    ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q, the linear part of QK-norm, the rotation by the
-    column; ``q_scale`` the frozen scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
-    projection, scaled and rotated alike. ``added`` is the positional embedding of models that add it to the inputs of queries
-    and keys only (Shortformer), and its share of the constants: position, though not in the stream. Grouped keys are expanded
-    to all heads. ``bias`` is ALiBi, analytic or measured
-    (``bias_source``), else ``None``. ``allowed`` is the mask (causal, sliding window, bidirectional). ``pattern`` and
-    ``scores`` are the model's own (``scores`` is ``None`` where the hook holds the pattern; it is masked and after the soft
-    cap). Tensors have ``dtype`` float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the
-    model's values (expanded) and its mixed values ``[batch position head d_head]``, ``v_map`` and ``v_constant`` the
-    values of a part (``v_scale`` is one over the norm scale). ``rotary`` says whether the maps rotate. ``closing`` is the report of the
-    checks that were made.
+    ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q, the linear part of
+    QK-norm, the rotation by the column; ``q_scale`` the frozen scales (one over norm scale, and
+    over the QK-norm's); ``q_constant`` the bias of norm and projection, scaled and rotated alike.
+    ``added`` is the positional embedding of models that add it to the inputs of queries and keys
+    only (Shortformer), and its share of the constants: position, though not in the stream. Grouped
+    keys are expanded to all heads. ``bias`` is ALiBi, analytic or measured (``bias_source``), else
+    ``None``. ``allowed`` is the mask (causal, sliding window, bidirectional). ``pattern`` and
+    ``scores`` are the model's own (``scores`` is ``None`` where the hook holds the pattern; it is
+    masked and after the soft cap). Tensors have ``dtype`` float32, or float64 for float64 models,
+    on the layer's device. ``v`` and ``z`` are the model's values (expanded) and its mixed values
+    ``[batch position head d_head]``, ``v_map`` and ``v_constant`` the values of a part (``v_scale``
+    is one over the norm scale). ``rotary`` says whether the maps rotate. ``reconstruction`` is the
+    report of the checks that were made.
     """
 
     layer: int
@@ -91,19 +99,23 @@ class LayerView:
     v: Float[Tensor, "batch position head d_head"] | None
     z: Float[Tensor, "batch position head d_head"] | None
     roundoff: float
-    closing: ClosingReport
+    reconstruction: ReconstructionReport
     rotary: bool = False
     added: AddedPosition | None = None
 
-    def without_norm(self, scale: Float[Tensor, "batch position head"]) -> Float[Tensor, "batch position head"]:
+    def without_norm(
+        self, scale: Float[Tensor, "batch position head"]
+    ) -> Float[Tensor, "batch position head"]:
         """A frozen scale without that of the norm: exactly one, or the QK-norm's."""
         same = torch.equal(scale, self.v_scale)
         return torch.ones_like(scale) if same else scale * self.norm_scale.unsqueeze(-1)
 
     def normalized(self) -> LayerView:
-        """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no norm scale is frozen any more.
+        """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no
+        norm scale is frozen any more.
 
-        ``q = q_map(x) * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that of the QK-norm where there is one, else one.
+        ``q = q_map(x) * q_scale + q_constant`` for ``x = (h A) / s``, with ``q_scale`` that of the
+        QK-norm where there is one, else one.
         """
         return replace(
             self,
@@ -117,10 +129,13 @@ class LayerView:
     def __repr__(self) -> str:
         batch, length, heads, d_head = self.q.shape
         size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}, norm {self.norm.kind}, scale {self.scale:.4g}"
-        return f"LayerView(layer {self.layer}, {size}, worst check {self.closing.worst:.2g} of what is allowed)"
+        return f"LayerView(layer {self.layer}, {size}, worst check {self.reconstruction.worst:.2g} of what is allowed)"
 
-    def logits(self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """What the model takes the softmax of, and where: scores after any soft cap, a sink as one more key that is always allowed.
+    def logits(
+        self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the model takes the softmax of, and where: scores after any soft cap, a sink as one
+        more key that is always allowed.
 
         ``heads`` names the heads on the head axis (all of the layer's for ``None``).
         """
@@ -131,7 +146,9 @@ class LayerView:
             return scores, allowed
         sinks = self.sinks if heads is None else self.sinks[list(heads)]
         sink = sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores)
-        return torch.cat([scores, sink], -1), torch.cat([allowed, torch.ones_like(allowed[:, :1])], -1)
+        return torch.cat([scores, sink], -1), torch.cat(
+            [allowed, torch.ones_like(allowed[:, :1])], -1
+        )
 
     def pattern_of(
         self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
@@ -142,15 +159,21 @@ class LayerView:
         keys = self.allowed.shape[-1]
         return torch.where(allowed[:, :keys], masked[..., :keys], 0)
 
-    def project_q(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+    def project_q(
+        self, parts: Float[Tensor, "*part batch position d_model"]
+    ) -> Float[Tensor, "*part batch position head d_head"]:
         """Queries of additive parts (without the constant)."""
         return self.q_map(parts) * self.q_scale.unsqueeze(-1)
 
-    def project_k(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+    def project_k(
+        self, parts: Float[Tensor, "*part batch position d_model"]
+    ) -> Float[Tensor, "*part batch position head d_head"]:
         """Keys of additive parts (without the constant)."""
         return self.k_map(parts) * self.k_scale.unsqueeze(-1)
 
-    def project_v(self, parts: Float[Tensor, "*part batch position d_model"]) -> Float[Tensor, "*part batch position head d_head"]:
+    def project_v(
+        self, parts: Float[Tensor, "*part batch position d_model"]
+    ) -> Float[Tensor, "*part batch position head d_head"]:
         """Values of additive parts (without the constant)."""
         return self.v_map(parts) * self.v_scale.unsqueeze(-1)
 

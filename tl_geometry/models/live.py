@@ -1,19 +1,26 @@
-"""Editing attention scores of a live model, exactly, beside everybody's hooks, in every TransformerLens class.
+"""Editing attention scores of a live model, exactly, beside everybody's hooks, in every
+TransformerLens class.
 
-Inside the context the model is one whose edited heads attend by other scores S'; a user's hooks act on that model. So the edit
+Inside the context the model is one whose edited heads attend by other scores S'; a user's hooks act
+on that model. So the edit
 
-1. reads a layer's input, queries, keys and values as they leave everybody's hooks (a patched stream is split as it was patched);
-2. checks that queries and keys are those of that input (``constant + mean + pos + cvec``, projected): where a hook changed them
-   in between, no split of them is known, and the pass is refused with the name of the hooks;
-3. writes S' before everybody's hooks into the first of ``hook_attn_scores``, ``hook_pattern`` and ``hook_z`` that the class obeys,
-   so that later hooks and caches see edited scores, pattern and z, and may change them further. At each point the value is
-   compared with what follows from the point before it (the class obeyed) and with the model's own, and the nearer one counts.
+1. reads a layer's input, queries, keys and values as they leave everybody's hooks (a patched stream
+   is split as it was patched);
+2. checks that queries and keys are those of that input (``constant + mean + pos + cvec``,
+   projected): where a hook changed them in between, no split of them is known, and the pass is
+   refused with the name of the hooks;
+3. writes S' before everybody's hooks into the first of ``hook_attn_scores``, ``hook_pattern`` and
+   ``hook_z`` that the class obeys, so that later hooks and caches see edited scores, pattern and z,
+   and may change them further. At each point the value is compared with what follows from the point
+   before it (the class obeyed) and with the model's own, and the nearer one counts.
 
-Attention that Hugging Face computes (BERT, OPT, GPT-J, GPT-Neo in a bridge) obeys only ``hook_z``: there scores and pattern keep
-showing what the model made of its own scores; :attr:`OpenEdit.unedited` names those points.
+Attention that Hugging Face computes (BERT, OPT, GPT-J, GPT-Neo in a bridge) obeys only ``hook_z``:
+there scores and pattern keep showing what the model made of its own scores;
+:attr:`OpenEdit.unedited` names those points.
 
-The removed term is a function of the running stream, norm scale included, so that gradients pass through it. Hooks survive
-``run_with_hooks`` and ``run_with_cache`` inside the context and are removed by their own handles on exit, also on exceptions.
+The removed term is a function of the running stream, norm scale included, so that gradients pass
+through it. Hooks survive ``run_with_hooks`` and ``run_with_cache`` inside the context and are
+removed by their own handles on exit, also on exceptions.
 """
 
 from __future__ import annotations
@@ -29,24 +36,41 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.errors import ClosingError, UnsupportedModelError, fail, require
+from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.models.facts import MASKED
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import Hook, ModelView
-from tl_geometry.models.points import Given, Place, Placed, attached, claimed, foreign_hooks, open_edits
-from tl_geometry.models.reconstruction import closing_bound, pattern_roundoff
+from tl_geometry.models.points import (
+    Given,
+    Place,
+    Placed,
+    attached,
+    claimed,
+    foreign_hooks,
+    open_edits,
+)
+from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
 
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
-"""Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores to use."""
-STREAM_HOOKS = ("hook_resid_pre", "attn.hook_v", "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z")
-"""Hook points of an edited layer at which a user's hooks are welcome (those before the edit are read, those after it act on it)."""
+"""Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
+to use."""
+STREAM_HOOKS = (
+    "hook_resid_pre",
+    "attn.hook_v",
+    "attn.hook_attn_scores",
+    "attn.hook_pattern",
+    "attn.hook_z",
+)
+"""Hook points of an edited layer at which a user's hooks are welcome (those before the edit are
+read, those after it act on it)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Edit:
     """New scores for some heads of one layer.
 
-    ``on_tokens`` is called with the token ids of a pass, where they are known; it refuses them, or returns a flag or ``None``.
+    ``on_tokens`` is called with the token ids of a pass, where they are known; it refuses them, or
+    returns a flag or ``None``.
     """
 
     layer: int
@@ -59,9 +83,10 @@ class Edit:
 class OpenEdit:
     """What ``with remove_term(...) as edit`` gives.
 
-    ``unedited`` names the hook points of edited layers that show the model's own scores or pattern, not the edited ones, because the
-    class computes attention where no hook reaches it; ``hook_z`` and everything after it are edited in every class. ``flags`` grows
-    with what was noticed in the passes that were run.
+    ``unedited`` names the hook points of edited layers that show the model's own scores or pattern,
+    not the edited ones, because the class computes attention where no hook reaches it; ``hook_z``
+    and everything after it are edited in every class. ``flags`` grows with what was noticed in the
+    passes that were run.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -73,9 +98,10 @@ class OpenEdit:
 def edited_scores(view: ModelView, edits: Sequence[Edit]) -> Iterator[OpenEdit]:
     """Run a live model with the scores of some heads replaced, inside ``with``.
 
-    Raises ``GeometryError`` for a head that an open edit changes already, and during a forward pass for a padding mask, a key-value
-    cache, autocast, and token ids that ``on_tokens`` refuses; ``ClosingError`` where queries, keys, scores or patterns are not those
-    that follow from the layer's input.
+    Raises ``GeometryError`` for a head that an open edit changes already, and during a forward pass
+    for a padding mask, a key-value cache, autocast, and token ids that ``on_tokens`` refuses;
+    ``ReconstructionError`` where queries, keys, scores or patterns are not those that follow from
+    the layer's input.
     """
     heads = tuple((edit.layer, head) for edit in edits for head in edit.heads)
     given = Given(view)
@@ -90,7 +116,9 @@ def edited_scores(view: ModelView, edits: Sequence[Edit]) -> Iterator[OpenEdit]:
 
 def score_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "batch head query key"]:
     """Scores of some heads before any soft cap."""
-    scores = layer.scale * einsum(layer.q[:, :, heads], layer.k[:, :, heads], "b i h e, b j h e -> b h i j")
+    scores = layer.scale * einsum(
+        layer.q[:, :, heads], layer.k[:, :, heads], "b i h e, b j h e -> b h i j"
+    )
     return scores if layer.bias is None else scores + layer.bias[list(heads)]
 
 
@@ -100,7 +128,8 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Step(NamedTuple):
-    """A layer of the running pass, and the scores of its edited heads: the model's own, and those to use."""
+    """A layer of the running pass, and the scores of its edited heads: the model's own, and those
+    to use."""
 
     layer: LayerView
     own: Float[Tensor, "batch head query key"]
@@ -115,7 +144,9 @@ class _LiveLayer:
         self.heads = list(edit.heads)
         self.prefix = f"blocks.{edit.layer}."
         self.names = view.layer_hooks(edit.layer)
-        self.scores, self.pattern, self.z = (f"{self.prefix}attn.hook_{n}" for n in ("attn_scores", "pattern", "z"))
+        self.scores, self.pattern, self.z = (
+            f"{self.prefix}attn.hook_{n}" for n in ("attn_scores", "pattern", "z")
+        )
         self.seen: dict[str, Tensor] = {}
         self.left: dict[str, Tensor] = {}
         self.step: _Step | None = None
@@ -125,14 +156,22 @@ class _LiveLayer:
         if self.scores in self.names:
             return ()
         attention = self.view.model.blocks[self.edit.layer].attn
-        inside = getattr(getattr(attention, "original_component", None), "accepts_pattern_fn", False)
+        inside = getattr(
+            getattr(attention, "original_component", None), "accepts_pattern_fn", False
+        )
         return () if inside else (self.scores, self.pattern)
 
     def hooks(self) -> list[Placed]:
         """All hooks of the edit: readers after everybody's, writers before them."""
         acts = {self.scores: self._scores, self.pattern: self._pattern, self.z: self._z}
-        readers = [Placed(n, self._alone(self._read(n)), "last") for n in self.names if n != self.z and n not in self.unedited()]
-        writers: list[tuple[str, Hook, Place]] = [(n, self._alone(a), "first") for n, a in acts.items() if n in self.names]
+        readers = [
+            Placed(n, self._alone(self._read(n)), "last")
+            for n in self.names
+            if n != self.z and n not in self.unedited()
+        ]
+        writers: list[tuple[str, Hook, Place]] = [
+            (n, self._alone(a), "first") for n, a in acts.items() if n in self.names
+        ]
         return [*readers, *(Placed(*w) for w in writers if w[0] not in self.unedited())]
 
     def _alone(self, call: Hook) -> Hook:
@@ -172,14 +211,28 @@ class _LiveLayer:
         """Edited scores after the soft cap, where the model attends by what leaves this point."""
         layer, own, new = self._begin(value)
         theirs, allowed = value[:, self.heads], layer.allowed
-        one = bool(((theirs > MASKED[value.dtype]) == allowed).all()) and bool(allowed.diagonal().all())
+        one = bool(((theirs > MASKED[value.dtype]) == allowed).all()) and bool(
+            allowed.diagonal().all()
+        )
         require(
-            one, self._what("mask"), expected="one mask for all prompts and heads, under which each token sees itself",
-            got="another, as padding makes it", instead="prompts of one length without padding mask", error=ClosingError,
-        )  # fmt: skip
-        own, new = (s if layer.softcap is None else layer.softcap * torch.tanh(s / layer.softcap) for s in (own, new))
+            one,
+            self._what("mask"),
+            expected="one mask for all prompts and heads, under which each token sees itself",
+            got="another, as padding makes it",
+            instead="prompts of one length without padding mask",
+            error=ReconstructionError,
+        )
+        own, new = (
+            s if layer.softcap is None else layer.softcap * torch.tanh(s / layer.softcap)
+            for s in (own, new)
+        )
         error = torch.where(allowed, theirs.detach() - own.detach(), 0.0).abs().max()
-        self._close("scores", error, closing_bound(layer.roundoff, self._size(layer)), "the products of hook_q and hook_k")
+        self._close(
+            "scores",
+            error,
+            reconstruction_bound(layer.roundoff, self._size(layer)),
+            "the products of hook_q and hook_k",
+        )
         return self._moved(value, torch.where(allowed, new - own, 0.0), 1)
 
     def _pattern(self, value: Tensor) -> Tensor | None:
@@ -189,26 +242,51 @@ class _LiveLayer:
         after = None if left is None else plain.pattern_of(left[:, self.heads].to(own), self.heads)
         own, new = (layer.pattern_of(s, self.heads) for s in (own, new))
         bound = self._pattern_bound(layer, value)
-        return self._settled("pattern", value, (after, own, new), bound, 1, "the softmax of the scores under the model's mask")
+        return self._settled(
+            "pattern",
+            value,
+            (after, own, new),
+            bound,
+            1,
+            "the softmax of the scores under the model's mask",
+        )
 
     def _z(self, value: Tensor) -> Tensor | None:
         layer, own, new = self._begin()
         if layer.v is None:
-            fail(f"layer {layer.layer} of {self.view.name}", expected="values", got="none", error=UnsupportedModelError)
+            fail(
+                f"layer {layer.layer} of {self.view.name}",
+                expected="values",
+                got="none",
+                error=UnsupportedModelError,
+            )
         v, left = layer.v[:, :, self.heads], self.left.get(self.pattern)
         patterns = (layer.pattern_of(s, self.heads) for s in (own, new))
         own, new = (einsum(p, v, "b h i j, b j h e -> b i h e") for p in patterns)
-        after = None if left is None else einsum(left[:, self.heads].to(v), v, "b h i j, b j h e -> b i h e")
-        by_head = rearrange(value, "b i (h e) -> b i h e", e=v.shape[-1]) if value.dim() == 3 else value
+        after = (
+            None
+            if left is None
+            else einsum(left[:, self.heads].to(v), v, "b h i j, b j h e -> b i h e")
+        )
+        by_head = (
+            rearrange(value, "b i (h e) -> b i h e", e=v.shape[-1]) if value.dim() == 3 else value
+        )
         bound = self._pattern_bound(layer, None) * float(v.detach().abs().max())
         out = self._settled("z", by_head, (after, own, new), bound, 2, "pattern @ v")
         self.seen, self.left, self.step = {}, {}, None
         return None if out is None else out.reshape(value.shape)
 
     def _settled(
-        self, name: str, value: Tensor, known: tuple[Tensor | None, Tensor, Tensor], bound: float, axis: int, of: str
+        self,
+        name: str,
+        value: Tensor,
+        known: tuple[Tensor | None, Tensor, Tensor],
+        bound: float,
+        axis: int,
+        of: str,
     ) -> Tensor | None:
-        """``None`` where the class obeyed an earlier point, the value with the edit in it where it did not."""
+        """``None`` where the class obeyed an earlier point, the value with the edit in it where it
+        did not."""
         after, own, new = known
         theirs = value.detach().index_select(axis, torch.tensor(self.heads, device=value.device))
         obeyed = after is not None and bool(_distance(theirs, after) <= _distance(theirs, own))
@@ -231,30 +309,47 @@ class _LiveLayer:
             with torch.no_grad():
                 own, rest = project(layer.h)[:, :, self.heads], constant[:, :, self.heads]
                 error = (own + rest - used[:, :, self.heads]).abs().max()
-                bound = closing_bound(layer.roundoff, float((own.abs() + 2 * rest.abs()).max()))
-            self._close(name, error, bound, f"what the layer makes of {self.names[0]} (constant + mean + pos + cvec)")
+                bound = reconstruction_bound(
+                    layer.roundoff, float((own.abs() + 2 * rest.abs()).max())
+                )
+            self._close(
+                name,
+                error,
+                bound,
+                f"what the layer makes of {self.names[0]} (constant + mean + pos + cvec)",
+            )
 
     @torch.no_grad()
     def _size(self, layer: LayerView) -> float:
         """The largest that a score of the edited heads can be."""
-        size = layer.scale * (layer.q[:, :, self.heads].norm(dim=-1).max() * layer.k[:, :, self.heads].norm(dim=-1).max())
+        size = layer.scale * (
+            layer.q[:, :, self.heads].norm(dim=-1).max()
+            * layer.k[:, :, self.heads].norm(dim=-1).max()
+        )
         return max(float(size if layer.bias is None else size + layer.bias.abs().amax()), 1.0)
 
     def _pattern_bound(self, layer: LayerView, pattern: Tensor | None) -> float:
         roundoff = pattern_roundoff(None if pattern is None else pattern.detach(), layer.roundoff)
-        return 4 * closing_bound(roundoff, self._size(layer)) + 32 * roundoff
+        return 4 * reconstruction_bound(roundoff, self._size(layer)) + 32 * roundoff
 
     def _what(self, name: str) -> str:
         return f"{name} of layer {self.edit.layer} of {self.view.name}"
 
     def _close(self, name: str, error: Tensor, bound: float, of: str) -> None:
-        """Refuse a value that is not what the edit would split, with the hooks that may have changed it."""
+        """Refuse a value that is not what the edit would split, with the hooks that may have
+        changed it."""
         if float(error) <= bound:
             return
-        between = foreign_hooks(self.view, self.prefix, [self.prefix + hook for hook in STREAM_HOOKS])
+        between = foreign_hooks(
+            self.view, self.prefix, [self.prefix + hook for hook in STREAM_HOOKS]
+        )
         acting = f", with hooks at {', '.join(between[:4])}" if between else ""
         fail(
-            self._what(name), expected=f"{of} within {bound:.2g}", got=f"{float(error):.2g} off{acting}",
-            instead="hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone" if between else
-            "model.eval(), no mask, and weights that stay the same while the edit is open", error=ClosingError,
-        )  # fmt: skip
+            self._what(name),
+            expected=f"{of} within {bound:.2g}",
+            got=f"{float(error):.2g} off{acting}",
+            instead="hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
+            if between
+            else "model.eval(), no mask, and weights that stay the same while the edit is open",
+            error=ReconstructionError,
+        )

@@ -1,4 +1,5 @@
-"""Models from disk or memory as TransformerLens objects, offline where the files are local, the same on every version."""
+"""Models from disk or memory as TransformerLens objects, offline where the files are local, the
+same on every version."""
 
 from __future__ import annotations
 
@@ -28,36 +29,65 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """A model by a name that TransformerLens knows, or from a local Hugging Face directory (then without any network).
+    """A model by a name that TransformerLens knows, or from a local Hugging Face directory (then
+    without any network).
 
-    ``kind="bridge"`` is a TransformerBridge; ``"hooked"`` a HookedTransformer, or for BERT a HookedEncoder (TransformerLens 3
-    only). ``processed`` folds and centres weights as TransformerLens does by default. A directory of a bare BERT encoder
-    (sentence transformers) is loaded with a newly initialised output head, and marked so: only its states are of use.
+    ``kind="bridge"`` is a TransformerBridge; ``"hooked"`` a HookedTransformer, or for BERT a
+    HookedEncoder (TransformerLens 3 only). ``processed`` folds and centres weights as
+    TransformerLens does by default. A directory of a bare BERT encoder (sentence transformers) is
+    loaded with a newly initialised output head, and marked so: only its states are of use.
 
-    Raises ``GeometryError`` where the weights cannot be had, ``UnsupportedModelError`` where the class cannot hold the model.
+    Raises ``GeometryError`` where the weights cannot be had, ``UnsupportedModelError`` where the
+    class cannot hold the model.
     """
     choice(kind, KINDS, "kind")
     _check_arguments(dtype, device)
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
         hf, tokenizer = read_directory(directory, kind, dtype)
-        return from_hf(hf, tokenizer, kind=kind, processed=processed, name=_shown(directory), dtype=dtype, device=device)
+        return from_hf(
+            hf,
+            tokenizer,
+            kind=kind,
+            processed=processed,
+            name=_shown(directory),
+            dtype=dtype,
+            device=device,
+        )
     if directory.is_dir() or str(name).startswith(("/", ".", "~")):
         got = f"{directory.name} without one" if directory.is_dir() else f"no directory {name}"
-        fail("model", expected="a Hugging Face directory with config.json, or a name that TransformerLens knows", got=got)
+        fail(
+            "model",
+            expected="a Hugging Face directory with config.json, or a name that TransformerLens knows",
+            got=got,
+        )
     return _by_name(str(name), kind, processed, dtype, device)
 
 
 def _check_arguments(dtype: Any, device: Any) -> None:
     """Refuse what cannot be had before anything large is imported or read."""
     known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-    require(dtype in DTYPES, "dtype", expected=f"torch.{known}".replace(", ", ", torch."), got=repr(dtype))
+    require(
+        dtype in DTYPES,
+        "dtype",
+        expected=f"torch.{known}".replace(", ", ", torch."),
+        got=repr(dtype),
+    )
     try:
         found = torch.device(device)
-        here = found.type == "cpu" or torch.empty(0, device=found).device.type not in ("cpu", "meta")
+        here = found.type == "cpu" or torch.empty(0, device=found).device.type not in (
+            "cpu",
+            "meta",
+        )
     except (RuntimeError, TypeError, AssertionError, NotImplementedError):
         here = False
-    require(here, "device", expected="one that torch has here", got=repr(str(device)), instead="device='cpu'")
+    require(
+        here,
+        "device",
+        expected="one that torch has here",
+        got=repr(str(device)),
+        instead="device='cpu'",
+    )
 
 
 @torch.no_grad()
@@ -71,28 +101,38 @@ def from_hf(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """A TransformerLens model around a Hugging Face model in memory (a bridge instruments it in place).
+    """A TransformerLens model around a Hugging Face model in memory (a bridge instruments it in
+    place).
 
-    ``tokenizer`` may be ``None``: the model then takes token ids only. A conversion or processing that changes what the model
-    computes is refused (ALiBi of 6 heads or local YaRN as a HookedTransformer, folding of a mixture of experts).
+    ``tokenizer`` may be ``None``: the model then takes token ids only. A conversion or processing
+    that changes what the model computes is refused (ALiBi of 6 heads or local YaRN as a
+    HookedTransformer, folding of a mixture of experts).
     """
     choice(kind, KINDS, "kind")
     require_numbers(hf_model)
     hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
     with warnings.catch_warnings(), TemporaryDirectory() as scratch:
-        warnings.simplefilter("ignore")  # deprecations of HookedTransformer, and remarks on centring that processing makes
+        warnings.simplefilter(
+            "ignore"
+        )  # deprecations of HookedTransformer, and remarks on centring that processing makes
         make = _bridge if kind == "bridge" else _hooked
         ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
-        exact = next(hf_model.parameters()).dtype in (torch.float32, torch.float64)  # half precision differs by rounding alone
+        exact = next(hf_model.parameters()).dtype in (
+            torch.float32,
+            torch.float64,
+        )  # half precision differs by rounding alone
         before = _log_probabilities(_logits(hf_model(ids))) if exact else None
         model = make(hf_model, _on_disk(tokenizer, Path(scratch)), processed, name)
         if before is not None:
             _same(before, _log_probabilities(model(ids, return_type="logits")), name)
-    return remember(model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False))
+    return remember(
+        model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False)
+    )
 
 
 def _on_disk(tokenizer: Any, directory: Path) -> Any:
-    """A tokenizer that was made in memory, as if it had been read from a directory: TransformerLens reads it again from its path."""
+    """A tokenizer that was made in memory, as if it had been read from a directory: TransformerLens
+    reads it again from its path."""
     if tokenizer is None or tokenizer.init_kwargs.get("name_or_path"):
         return tokenizer
     from transformers import AutoTokenizer
@@ -102,7 +142,8 @@ def _on_disk(tokenizer: Any, directory: Path) -> Any:
 
 
 def _logits(output: Any) -> Tensor:
-    """Token logits of a Hugging Face output (``BertForPreTraining`` has two heads and another name for them)."""
+    """Token logits of a Hugging Face output (``BertForPreTraining`` has two heads and another name
+    for them)."""
     return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
 
@@ -111,12 +152,17 @@ def _log_probabilities(logits: Tensor) -> Tensor:
 
 
 def _same(before: Tensor, after: Tensor, name: str) -> None:
-    """Raise unless the converted model still computes the log probabilities that the original did."""
+    """Raise unless the converted model still computes the log probabilities that the original
+    did."""
     error, size = float((before - after).abs().max()), float(before.abs().max())
     require(
-        error <= 0.01 * size, name, expected="the outputs of the Hugging Face model", got=f"log probabilities off by {error:.2g}",
-        instead='processed=False, kind="bridge", or another version of TransformerLens', error=UnsupportedModelError,
-    )  # fmt: skip
+        error <= 0.01 * size,
+        name,
+        expected="the outputs of the Hugging Face model",
+        got=f"log probabilities off by {error:.2g}",
+        instead='processed=False, kind="bridge", or another version of TransformerLens',
+        error=UnsupportedModelError,
+    )
 
 
 def _shown(directory: Path) -> str:
@@ -125,27 +171,49 @@ def _shown(directory: Path) -> str:
     return path.parent.name if path.name in ("model", "checkpoint", "snapshot") else path.name
 
 
-def _by_name(name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A model of TransformerLens's own list, or (for a bridge) another ``owner/name`` of the Hugging Face hub."""
+def _by_name(
+    name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str
+) -> Any:
+    """A model of TransformerLens's own list, or (for a bridge) another ``owner/name`` of the
+    Hugging Face hub."""
     from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
-    known = [*OFFICIAL_MODEL_NAMES, *(alias for aliases in MODEL_ALIASES.values() for alias in aliases)]
+    known = [
+        *OFFICIAL_MODEL_NAMES,
+        *(alias for aliases in MODEL_ALIASES.values() for alias in aliases),
+    ]
     listed = name in known or name.lower() in {n.lower() for n in known}
-    near = " or ".join(repr(n) for n in difflib.get_close_matches(name, known, n=3, cutoff=0.5)) or "a local directory"
+    near = (
+        " or ".join(repr(n) for n in difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+        or "a local directory"
+    )
     unknown = f"{name!r}, which is not among its {len(OFFICIAL_MODEL_NAMES)} models"
     expected = "a local directory, or a name that the installed TransformerLens knows"
-    require(listed or (kind == "bridge" and "/" in name), "model", expected=expected, got=unknown, instead=near)
+    require(
+        listed or (kind == "bridge" and "/" in name),
+        "model",
+        expected=expected,
+        got=unknown,
+        instead=near,
+    )
     try:
         return _boot(name, kind, processed, dtype, device)
     except GeometryError:
         raise
-    except Exception as error:  # every loader and hub raises its own kind; the reader needs one line
+    except (
+        Exception
+    ) as error:  # every loader and hub raises its own kind; the reader needs one line
         reason = f"{type(error).__name__}: {_first_line(error)}"
         if listed:
             fail(
-                "model", expected=f"weights of {name!r}", got=f"a known name that cannot be fetched ({reason})", instead="a local directory"
+                "model",
+                expected=f"weights of {name!r}",
+                got=f"a known name that cannot be fetched ({reason})",
+                instead="a local directory",
             )
-        known_cause = "" if isinstance(error, OSError) else f" ({reason})"  # a hub that was not reached says nothing about an unknown name
+        known_cause = (
+            "" if isinstance(error, OSError) else f" ({reason})"
+        )  # a hub that was not reached says nothing about an unknown name
         fail("model", expected=expected, got=unknown + known_cause, instead=near)
 
 
@@ -153,13 +221,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-def _boot(name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str) -> Any:
+def _boot(
+    name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str
+) -> Any:
     with warnings.catch_warnings(), only_whole(name) as new:
         warnings.simplefilter("ignore")
         if kind == "bridge":
             from transformer_lens.model_bridge import TransformerBridge
 
-            model = TransformerBridge.boot_transformers(name, device=str(device), dtype=dtype, trust_remote_code=False)
+            model = TransformerBridge.boot_transformers(
+                name, device=str(device), dtype=dtype, trust_remote_code=False
+            )
             _process(model, processed)
             return remember(model, name=name, head_trained=not any(new))
         hooked = hooked_class("HookedTransformer")
@@ -174,10 +246,17 @@ def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
     architecture = type(hf_model).__name__
     hf_model.config._attn_implementation = "eager"
     try:
-        model = build_bridge_from_module(hf_model, architecture, hf_config=hf_model.config, tokenizer=tokenizer)
+        model = build_bridge_from_module(
+            hf_model, architecture, hf_config=hf_model.config, tokenizer=tokenizer
+        )
     except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         text = str(error).splitlines()[0][:200]
-        fail(name, expected="an architecture that TransformerBridge supports", got=f"{architecture} ({text})", error=UnsupportedModelError)
+        fail(
+            name,
+            expected="an architecture that TransformerBridge supports",
+            got=f"{architecture} ({text})",
+            error=UnsupportedModelError,
+        )
     _process(model, processed)
     return model
 
@@ -208,10 +287,14 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
     import transformer_lens.loading_from_pretrained as loading
 
     architecture, dtype = type(hf_model).__name__, next(hf_model.parameters()).dtype
-    with TemporaryDirectory() as parent:  # TransformerLens guesses from the path, so it gets a neutral one
+    with (
+        TemporaryDirectory() as parent
+    ):  # TransformerLens guesses from the path, so it gets a neutral one
         directory = Path(parent, "checkpoint")
         directory.mkdir()
-        config = hf_model.config.to_dict() | {"architectures": ["BertForMaskedLM" if encoder else architecture]}
+        config = hf_model.config.to_dict() | {
+            "architectures": ["BertForMaskedLM" if encoder else architecture]
+        }
         config.setdefault("n_ctx", config.get("n_positions"))
         (directory / "config.json").write_text(json.dumps(config, default=str))
         try:
@@ -219,10 +302,15 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
                 cfg = hooked_config(hf_model, fold_ln=processed, dtype=dtype)
             else:
                 cfg = loading.get_pretrained_model_config(
-                    str(directory), device=str(hf_model.device), fold_ln=processed and not encoder, dtype=dtype
+                    str(directory),
+                    device=str(hf_model.device),
+                    fold_ln=processed and not encoder,
+                    dtype=dtype,
                 )
             cfg.model_name, cfg.tokenizer_name = name, None
-            state = loading.get_pretrained_state_dict(str(directory), cfg, hf_model=hf_model, dtype=dtype)
+            state = loading.get_pretrained_state_dict(
+                str(directory), cfg, hf_model=hf_model, dtype=dtype
+            )
             return _fill(hooked, cfg, state, tokenizer, processed, encoder)
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
             text = f"{architecture} ({str(error).splitlines()[0][:200]})"
@@ -236,27 +324,52 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
 
 
 def _with_pooler(hf_model: Any) -> Any:
-    """The same encoder with the pooler and the next-sentence head that HookedEncoder wants (newly initialised, never used here)."""
+    """The same encoder with the pooler and the next-sentence head that HookedEncoder wants (newly
+    initialised, never used here)."""
     import transformers
 
     if type(hf_model).__name__ == "BertForPreTraining":
         return hf_model
-    full = transformers.BertForPreTraining(hf_model.config).to(hf_model.device, next(hf_model.parameters()).dtype).eval()
+    full = (
+        transformers.BertForPreTraining(hf_model.config)
+        .to(hf_model.device, next(hf_model.parameters()).dtype)
+        .eval()
+    )
     full.load_state_dict(hf_model.state_dict(), strict=False)
     return full
 
 
-def _fill(hooked: Any, cfg: Any, state: dict[str, Any], tokenizer: Any, processed: bool, encoder: bool) -> Any:
+def _fill(
+    hooked: Any, cfg: Any, state: dict[str, Any], tokenizer: Any, processed: bool, encoder: bool
+) -> Any:
     model = hooked(cfg, tokenizer=tokenizer, move_to_device=False)
     if encoder:
         missing, unexpected = model.load_state_dict(state, strict=False)
-        lost = [k for k in (*missing, *unexpected) if "mask" not in k and "IGNORE" not in k and "nsp" not in k and "pooler" not in k]
-        require(not lost, "model", expected="all weights of the encoder", got=f"no {', '.join(lost[:4])}", error=UnsupportedModelError)
+        lost = [
+            k
+            for k in (*missing, *unexpected)
+            if "mask" not in k and "IGNORE" not in k and "nsp" not in k and "pooler" not in k
+        ]
+        require(
+            not lost,
+            "model",
+            expected="all weights of the encoder",
+            got=f"no {', '.join(lost[:4])}",
+            error=UnsupportedModelError,
+        )
     else:
-        capped = float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0  # softmax sees a shift of logits through the cap
-        fold = processed and str(cfg.normalization_type).endswith("Pre")  # not where a norm follows its block (OLMo 2)
+        capped = (
+            float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0
+        )  # softmax sees a shift of logits through the cap
+        fold = processed and str(cfg.normalization_type).endswith(
+            "Pre"
+        )  # not where a norm follows its block (OLMo 2)
         model.load_and_process_state_dict(
-            state, fold_ln=fold, center_writing_weights=processed, center_unembed=processed and not capped, fold_value_biases=processed
+            state,
+            fold_ln=fold,
+            center_writing_weights=processed,
+            center_unembed=processed and not capped,
+            fold_value_biases=processed,
         )
     return model.to(cfg.device, print_details=False)
 

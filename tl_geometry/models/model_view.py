@@ -22,14 +22,20 @@ Hook = Callable[[Tensor], Tensor | None]
 class Run(Protocol):
     """Run the model once over ``tokens`` in evaluation mode without gradients.
 
-    ``hooks`` maps TransformerLens hook names (HookedTransformer spelling) to functions of the activation. With ``logits``
-    the logits are returned, otherwise ``None`` and they are never computed where the class allows it; ``stop_at`` stops
-    before that block (only where nothing later is hooked). Hooks are removed afterwards, also on exceptions; a hook that
-    did not fire is an error.
+    ``hooks`` maps TransformerLens hook names (HookedTransformer spelling) to functions of the
+    activation. With ``logits`` the logits are returned, otherwise ``None`` and they are never
+    computed where the class allows it; ``stop_at`` stops before that block (only where nothing
+    later is hooked). Hooks are removed afterwards, also on exceptions; a hook that did not fire is
+    an error.
     """
 
     def __call__(
-        self, tokens: Int[Tensor, "batch position"], hooks: Mapping[str, Hook], *, logits: bool = False, stop_at: int | None = None
+        self,
+        tokens: Int[Tensor, "batch position"],
+        hooks: Mapping[str, Hook],
+        *,
+        logits: bool = False,
+        stop_at: int | None = None,
     ) -> Tensor | None: ...
 
 
@@ -39,26 +45,37 @@ LayerHook = Callable[[LayerView], None]
 
 @runtime_checkable
 class RunLayers(Protocol):
-    """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order, holding one layer at a time.
+    """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
+    holding one layer at a time.
 
-    With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared, and a layer that does not close
-    raises ``ClosingError``; without it queries and keys are the model's own, from its hooks, and nothing is recomputed.
+    With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared, and
+    a layer that does not add up raises ``ReconstructionError``; without it queries and keys are the
+    model's own, from its hooks, and nothing is recomputed.
     """
 
     def __call__(
-        self, tokens: Int[Tensor, "batch position"], layers: Sequence[int], on_layer: LayerHook, *, verify: bool = True
+        self,
+        tokens: Int[Tensor, "batch position"],
+        layers: Sequence[int],
+        on_layer: LayerHook,
+        *,
+        verify: bool = True,
     ) -> None: ...
 
 
 @runtime_checkable
 class BuildLayer(Protocol):
-    """View of a layer from a mapping that holds its ``layer_hooks``; without ``verify`` pattern, scores and z may be missing."""
+    """View of a layer from a mapping that holds its ``layer_hooks``; without ``verify`` pattern,
+    scores and z may be missing."""
 
-    def __call__(self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True) -> LayerView: ...
+    def __call__(
+        self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True
+    ) -> LayerView: ...
 
 
 class Rows(Protocol):
-    """Windows of tokens, as :class:`tl_geometry.TokenWindows` has them: what a provenance says about them."""
+    """Windows of tokens, as :class:`tl_geometry.TokenWindows` has them: what a provenance says
+    about them."""
 
     @property
     def corpus(self) -> str: ...
@@ -73,16 +90,20 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelView:
-    """What the package knows about a model, read from the model object and verified against its own activations.
+    """What the package knows about a model, read from the model object and verified against its own
+    activations.
 
-    ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the output head was newly
-    initialised, so that no output-based measure is given. ``layer(l, cache)`` builds the verified view of attention layer
-    ``l`` from a mapping that holds ``layer_hooks(l)`` (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams
-    them through one forward pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm before the
-    unembedding ``unembed [d_model d_vocab]``, ``None`` where there is none or the output is not a linear readout of the last state.
-    ``hooked()`` names the hook points at which somebody else's hook acts now. ``pad_id`` is the tokenizer's padding token where it
-    is no other special token too, so that it means padding and nothing else. ``refresh(view)`` is the view as the model is now (the
-    same one, if its weights and settings are the same), which every public function takes in place of the one that it was given.
+    ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the
+    output head was newly initialised, so that no output-based measure is given. ``layer(l, cache)``
+    builds the verified view of attention layer ``l`` from a mapping that holds ``layer_hooks(l)``
+    (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams them through one forward
+    pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm
+    before the unembedding ``unembed [d_model d_vocab]``, ``None`` where there is none or the output
+    is not a linear readout of the last state. ``hooked()`` names the hook points at which somebody
+    else's hook acts now. ``pad_id`` is the tokenizer's padding token where it is no other special
+    token too, so that it means padding and nothing else. ``refresh(view)`` is the view as the model
+    is now (the same one, if its weights and settings are the same), which every public function
+    takes in place of the one that it was given.
     """
 
     model: Any
@@ -131,15 +152,28 @@ class ModelView:
         return range(self.n_layers + 1)
 
     def provenance(self, rows: Rows | None = None, **fields: Any) -> Provenance:
-        """Provenance of a result of this model (on ``rows``), with the hooks that act on it now; ``fields`` are the rest."""
+        """Provenance of a result of this model (on ``rows``), with the hooks that act on it now;
+        ``fields`` are the rest."""
         about = {
             "model": self.name,
             "fingerprint": self.fingerprint,
             "library": f"{self.kind}, {self.library}",
             "processed": self.processed,
         }
-        about |= {"library": f"{self.kind}, {self.library}", "dtype": str(self.dtype).removeprefix("torch."), "hooks": self.hooked()}
+        about |= {
+            "library": f"{self.kind}, {self.library}",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "hooks": self.hooked(),
+        }
         if rows is not None:
-            about |= {"corpus": rows.corpus, "token_hash": rows.token_hash, "has_bos": rows.has_bos, "contexts": len(rows)}
-            fields = {**fields, "flags": tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())]))}
+            about |= {
+                "corpus": rows.corpus,
+                "token_hash": rows.token_hash,
+                "has_bos": rows.has_bos,
+                "contexts": len(rows),
+            }
+            fields = {
+                **fields,
+                "flags": tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())])),
+            }
         return Provenance(**(about | fields))

@@ -10,14 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def remove_mean(x: Float[Tensor, "*batch d_model"], kind: str | None = "LN") -> Float[Tensor, "*batch d_model"]:
+def remove_mean(
+    x: Float[Tensor, "*batch d_model"], kind: str | None = "LN"
+) -> Float[Tensor, "*batch d_model"]:
     """``x A``: without its mean over d_model for ``"LN"``, unchanged for ``"RMS"`` and ``None``."""
     return x - reduce(x, "... d_model -> ... 1", "mean") if kind == "LN" else x
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NormWeights:
-    """The norm in front of a projection: ``x = ((h A) / s) * gain + bias``, A centring over d_model for ``"LN"``, identity for ``"RMS"``.
+    """The norm in front of a projection: ``x = ((h A) / s) * gain + bias``, A centring over d_model
+    for ``"LN"``, identity for ``"RMS"``.
 
     ``kind`` ``None`` is no norm (``x = h``); ``s = sqrt(mean((hA)^2) + eps)``.
     """
@@ -33,7 +36,11 @@ class NormWeights:
 
     def scale(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
         """``s = sqrt(mean((h A)^2) + eps)`` of each token; one where there is no norm."""
-        return torch.ones_like(h[..., 0]) if self.kind is None else (self.centre(h).square().mean(-1) + self.eps).sqrt()
+        return (
+            torch.ones_like(h[..., 0])
+            if self.kind is None
+            else (self.centre(h).square().mean(-1) + self.eps).sqrt()
+        )
 
     def normalize(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """``h A / s``: the norm without gain and bias."""

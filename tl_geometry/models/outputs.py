@@ -21,31 +21,54 @@ KEPT_BYTES, PILOTS = 2**28, 512
 
 
 def require_output(view: ModelView, what: str) -> None:
-    """Refuse output-based measures where they would mean nothing: no causal language model, or a newly initialised head."""
+    """Refuse output-based measures where they would mean nothing: no causal language model, or a
+    newly initialised head."""
     require(
-        view.head_trained, what, expected="a model with a trained output head", got=f"{view.name}, whose head was newly initialised",
-        instead="the measures of states", error=UnsupportedModelError,
-    )  # fmt: skip
-    require(
-        view.causal, what, expected="a causal language model", got=f"{view.name}, an encoder", instead="the measures of states",
+        view.head_trained,
+        what,
+        expected="a model with a trained output head",
+        got=f"{view.name}, whose head was newly initialised",
+        instead="the measures of states",
         error=UnsupportedModelError,
-    )  # fmt: skip
+    )
+    require(
+        view.causal,
+        what,
+        expected="a causal language model",
+        got=f"{view.name}, an encoder",
+        instead="the measures of states",
+        error=UnsupportedModelError,
+    )
 
 
 def output_batch(view: ModelView, columns: int, *, all_columns: bool) -> int:
     """Rows of one forward pass whose logits are wanted."""
-    return max(1, min(default_batch(columns, view.device), ELEMENTS // (view.d_vocab * (columns if all_columns else 1))))
+    return max(
+        1,
+        min(
+            default_batch(columns, view.device),
+            ELEMENTS // (view.d_vocab * (columns if all_columns else 1)),
+        ),
+    )
 
 
 def log_probabilities(
-    view: ModelView, tokens: Int[Tensor, "batch position"], hooks: Mapping[str, Hook], *, column: int | None = -1
+    view: ModelView,
+    tokens: Int[Tensor, "batch position"],
+    hooks: Mapping[str, Hook],
+    *,
+    column: int | None = -1,
 ) -> Float[Tensor, "*batch d_vocab"]:
-    """Log-probabilities of the next token after ``column`` (after every column for ``None``), float64 for one column.
+    """Log-probabilities of the next token after ``column`` (after every column for ``None``),
+    float64 for one column.
 
     Where the model has a hook in front of its unembedding, only the wanted column is unembedded.
     """
     hooks = dict(hooks)
-    point = next((p for p in ("unembed.hook_in", "ln_final.hook_normalized") if p in view.model.hook_dict), None)
+    point = next(
+        (p for p in ("unembed.hook_in", "ln_final.hook_normalized") if p in view.model.hook_dict),
+        None,
+    )
     narrow = column is not None and view.causal and point is not None
     if narrow and point is not None and column is not None:
         at = column
@@ -63,9 +86,11 @@ def log_probabilities(
 
 
 class PilotRuns(NamedTuple):
-    """Forward passes of some chunks that differ at the last token only: the tokens before it are run once.
+    """Forward passes of some chunks that differ at the last token only: the tokens before it are
+    run once.
 
-    From :func:`pilot_runs`, which verified that the output is the model's own; without ``kept`` every pass runs all tokens.
+    From :func:`pilot_runs`, which verified that the output is the model's own; without ``kept``
+    every pass runs all tokens.
     """
 
     view: ModelView
@@ -79,18 +104,28 @@ class PilotRuns(NamedTuple):
         """Positions that hooks see."""
         return self.tokens.shape[1] if self.kept is None else 1
 
-    def log_probabilities(self, copies: int, hooks: Mapping[str, Hook]) -> Float[Tensor, "*batch d_vocab"]:
-        """The next token after ``copies`` copies of the chunks, one after the other; hooks see the last token last."""
+    def log_probabilities(
+        self, copies: int, hooks: Mapping[str, Hook]
+    ) -> Float[Tensor, "*batch d_vocab"]:
+        """The next token after ``copies`` copies of the chunks, one after the other; hooks see the
+        last token last."""
         view = self.view if self.kept is None else self.kept.times(copies)
         return log_probabilities(view, self.tokens[:, -self.columns :].repeat(copies, 1), hooks)
 
 
-def pilot_runs(view: ModelView, tokens: Int[Tensor, "batch position"], own: Float[Tensor, "batch d_vocab"], limit: int) -> PilotRuns:
-    """Passes over ``tokens`` with an edited last token, ``own`` their log-probabilities without an edit.
+def pilot_runs(
+    view: ModelView,
+    tokens: Int[Tensor, "batch position"],
+    own: Float[Tensor, "batch d_vocab"],
+    limit: int,
+) -> PilotRuns:
+    """Passes over ``tokens`` with an edited last token, ``own`` their log-probabilities without an
+    edit.
 
-    Where the model's class keeps keys and values rightly (its clean output behind them is ``own``, to a relative 1e-4, 0.05 in half
-    precision) only the last token is run; with other people's hooks in place, or anywhere else, all tokens are. ``limit`` is the
-    number of whole chunks of one pass.
+    Where the model's class keeps keys and values rightly (its clean output behind them is ``own``,
+    to a relative 1e-4, 0.05 in half precision) only the last token is run; with other people's
+    hooks in place, or anywhere else, all tokens are. ``limit`` is the number of whole chunks of one
+    pass.
     """
     whole = PilotRuns(view, tokens, None, max(1, limit // len(tokens)))
     kept = None if view.hooked() else behind(view, tokens)
@@ -116,7 +151,9 @@ class Distances(NamedTuple):
     """Tokens among the five most likely of both (0 to 5)."""
 
 
-def distances(changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*batch d_vocab"]) -> Distances:
+def distances(
+    changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*batch d_vocab"]
+) -> Distances:
     """Compare log-probabilities.
 
     >>> p = Tensor([[0.5, 0.25, 0.25]]).log()
@@ -133,6 +170,11 @@ def distances(changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*bat
 
 
 def norm_after_attention(view: ModelView, layer: int) -> bool:
-    """Whether a norm stands between what the heads of a layer give and the stream (Gemma 2 and 3, OLMo 2)."""
-    after_only = view.causal and view.norm is not None and view.layer_facts(layer)["norm before attention"] == "none"
+    """Whether a norm stands between what the heads of a layer give and the stream (Gemma 2 and 3,
+    OLMo 2)."""
+    after_only = (
+        view.causal
+        and view.norm is not None
+        and view.layer_facts(layer)["norm before attention"] == "none"
+    )
     return after_only or hasattr(view.model.blocks[layer], "ln1_post")

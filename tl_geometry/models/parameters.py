@@ -1,4 +1,5 @@
-"""Weights of any class in TransformerLens order, grouped keys expanded, absent biases zero, at least float32."""
+"""Weights of any class in TransformerLens order, grouped keys expanded, absent biases zero, at
+least float32."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def _attached(value: Tensor, source: Tensor | None) -> Tensor:
     if source is None or not source.requires_grad:
         return value
     change = (source - source.detach()).to(value)
-    if change.dim() == 1 and value.dim() == 2:  # one gain of each head, or one of all (grouped) heads in a row
+    if (
+        change.dim() == 1 and value.dim() == 2
+    ):  # one gain of each head, or one of all (grouped) heads in a row
         change = change.reshape(-1, value.shape[-1])
         change = change.repeat_interleave(len(value) // len(change), 0)
     return value + change
@@ -72,9 +75,13 @@ class Parameters:
         """The attention module of a block, or an error by name."""
         attn = part(block_of(self.model, layer), "attn")
         require(
-            attn is not None and part(attn, "W_Q") is not None, f"block {layer} of {self.name}", expected="attention with W_Q and W_K",
-            got="none", instead="another model (state-space and latent attention are not supported)", error=UnsupportedModelError,
-        )  # fmt: skip
+            attn is not None and part(attn, "W_Q") is not None,
+            f"block {layer} of {self.name}",
+            expected="attention with W_Q and W_K",
+            got="none",
+            instead="another model (state-space and latent attention are not supported)",
+            error=UnsupportedModelError,
+        )
         return attn
 
     def weights(self, layer: int, *, detach: bool = True) -> HeadWeights:
@@ -82,7 +89,13 @@ class Parameters:
         attn, lift = self.attention(layer), partial(upcast, detach=detach)
         W_Q, W_O = lift(attn.W_Q), lift(attn.W_O)
         ok = W_Q.dim() == 3 and W_O.dim() == 3
-        require(ok, f"block {layer} of {self.name}", expected="W_Q [head d_model d_head]", got=describe(W_Q), error=UnsupportedModelError)
+        require(
+            ok,
+            f"block {layer} of {self.name}",
+            expected="W_Q [head d_model d_head]",
+            got=describe(W_Q),
+            error=UnsupportedModelError,
+        )
         heads, d_model, d_head = W_Q.shape
 
         def expanded(value: Tensor) -> Tensor:
@@ -91,7 +104,11 @@ class Parameters:
 
         def bias(name: str, width: int) -> Tensor:
             value = part(attn, name)
-            return torch.zeros(heads, width, dtype=W_Q.dtype, device=W_Q.device) if value is None else expanded(value)
+            return (
+                torch.zeros(heads, width, dtype=W_Q.dtype, device=W_Q.device)
+                if value is None
+                else expanded(value)
+            )
 
         W_V, b_O = expanded(part(attn, "W_V")), part(attn, "b_O")
         return HeadWeights(
@@ -102,29 +119,47 @@ class Parameters:
             b_Q=bias("b_Q", d_head),
             b_K=bias("b_K", d_head),
             b_V=bias("b_V", W_V.shape[-1]),
-            b_O=torch.zeros(d_model, dtype=W_Q.dtype, device=W_Q.device) if b_O is None else lift(b_O),
+            b_O=torch.zeros(d_model, dtype=W_Q.dtype, device=W_Q.device)
+            if b_O is None
+            else lift(b_O),
         )
 
-    def with_gradients(self, layer: int, norm: NormWeights, qk_norm: Any) -> tuple[NormWeights, Any]:
-        """Norms of a layer with the same numbers, through which gradients reach the parameters that they were read from."""
+    def with_gradients(
+        self, layer: int, norm: NormWeights, qk_norm: Any
+    ) -> tuple[NormWeights, Any]:
+        """Norms of a layer with the same numbers, through which gradients reach the parameters that
+        they were read from."""
         attn, source = self.attention(layer), inner(part(block_of(self.model, layer), "ln1"))
         if norm.kind is not None and source is not None:
             found = {"gain": part(source, "weight", "w"), "bias": part(source, "bias", "b")}
             norm = replace(norm, **{k: _attached(getattr(norm, k), v) for k, v in found.items()})
         if qk_norm is not None:
-            modules = {w: inner(part(attn, f"{w}_norm") or part(inner(attn), f"{w}_norm", f"{w}_layernorm")) for w in "qk"}
+            modules = {
+                w: inner(
+                    part(attn, f"{w}_norm") or part(inner(attn), f"{w}_norm", f"{w}_layernorm")
+                )
+                for w in "qk"
+            }
             gains = {f"gain_{w}": part(m, "weight", "w") for w, m in modules.items()}
-            qk_norm = replace(qk_norm, **{k: _attached(getattr(qk_norm, k), v) for k, v in gains.items()})
+            qk_norm = replace(
+                qk_norm, **{k: _attached(getattr(qk_norm, k), v) for k, v in gains.items()}
+            )
         return norm, qk_norm
 
     def norm_candidates(self, norm: Any, like: Tensor) -> Iterator[NormWeights]:
-        """Readings of a norm module, the likeliest first: the one that reproduces the model's numbers is the right one."""
+        """Readings of a norm module, the likeliest first: the one that reproduces the model's
+        numbers is the right one."""
         d_model = like.shape[-1]
-        ones, zeros = torch.ones(d_model, dtype=like.dtype, device=like.device), torch.zeros(d_model, dtype=like.dtype, device=like.device)
+        ones, zeros = (
+            torch.ones(d_model, dtype=like.dtype, device=like.device),
+            torch.zeros(d_model, dtype=like.dtype, device=like.device),
+        )
         if norm is not None:
             source = inner(norm)
             gain, bias = part(source, "weight", "w"), part(source, "bias", "b")
-            eps = float(part(source, "eps", "variance_epsilon", "layer_norm_epsilon") or self.model.cfg.eps)
+            eps = float(
+                part(source, "eps", "variance_epsilon", "layer_norm_epsilon") or self.model.cfg.eps
+            )
             gain = ones if gain is None else upcast(gain).to(ones)
             bias = zeros if bias is None else upcast(bias).to(ones)
             rms = "rms" in f"{type(source).__name__} {self.model.cfg.normalization_type}".lower()
@@ -139,7 +174,9 @@ class Parameters:
 
     def unembed_bias(self) -> Tensor | None:
         """Bias of the output logits, or ``None``."""
-        value = part(part(self.model, "unembed"), "b_U") if not self.bridge else part(self.model, "b_U")
+        value = (
+            part(part(self.model, "unembed"), "b_U") if not self.bridge else part(self.model, "b_U")
+        )
         return None if value is None else upcast(value)
 
 

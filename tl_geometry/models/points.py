@@ -1,8 +1,10 @@
-"""Hooks of ours on a live model: where they stand among everybody's, which heads are being edited, and what a pass was given.
+"""Hooks of ours on a live model: where they stand among everybody's, which heads are being edited,
+and what a pass was given.
 
-A hook point calls its hooks in the order in which they were added, and a user may add some at any time, inside our context or
-before it. Ours therefore take their place anew whenever the point is about to run: ``"first"`` (before everybody's hooks) or
-``"last"`` (after them), by a pre-forward hook that moves them in the point's own list.
+A hook point calls its hooks in the order in which they were added, and a user may add some at any
+time, inside our context or before it. Ours therefore take their place anew whenever the point is
+about to run: ``"first"`` (before everybody's hooks) or ``"last"`` (after them), by a pre-forward
+hook that moves them in the point's own list.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class _Attachment:
 
     @property
     def present(self) -> bool:
-        """Whether the hook is still there (``reset_hooks(including_permanent=True)`` takes it away)."""
+        """Whether the hook is still there (``reset_hooks(including_permanent=True)`` takes it
+        away)."""
         return any(h is self.handle for h in self.point.fwd_hooks)
 
     def _move(self, module: Any, given: Any) -> None:
@@ -62,23 +65,29 @@ class _Attachment:
 def _removed(view: ModelView, gone: Sequence[_Attachment]) -> NoReturn:
     names = ", ".join(dict.fromkeys(a.hook.name for a in gone))
     fail(
-        f"an open edit of {view.name}", expected="its hooks to stay until the end of the with block", got=f"none at {names} any more",
+        f"an open edit of {view.name}",
+        expected="its hooks to stay until the end of the with block",
+        got=f"none at {names} any more",
         instead="reset_hooks() without including_permanent, or after the with block",
-    )  # fmt: skip
+    )
 
 
 @contextmanager
 def attached(view: ModelView, hooks: Iterable[Placed]) -> Iterator[None]:
     """Hooks on a live model, removed by their own handles on exit.
 
-    Raises ``GeometryError`` at the next forward pass, and on exit, where somebody else has removed them meanwhile.
+    Raises ``GeometryError`` at the next forward pass, and on exit, where somebody else has removed
+    them meanwhile.
     """
     points, added, hooks = dict(view.model.hook_dict), list[_Attachment](), list(hooks)
     missing = [hook.name for hook in hooks if hook.name not in points]
     require(
-        not missing, f"hooks of {view.name}", expected=f"hooks of this {view.kind}", got=f"no {', '.join(missing)}",
+        not missing,
+        f"hooks of {view.name}",
+        expected=f"hooks of this {view.kind}",
+        got=f"no {', '.join(missing)}",
         error=UnsupportedModelError,
-    )  # fmt: skip
+    )
     try:
         for hook in hooks:
             added.append(_Attachment(view, points[hook.name], hook))
@@ -92,7 +101,8 @@ def attached(view: ModelView, hooks: Iterable[Placed]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class OpenEdits:
-    """What is open on one model: the edited heads, and whether the model is being run for us alone (then edits do nothing)."""
+    """What is open on one model: the edited heads, and whether the model is being run for us alone
+    (then edits do nothing)."""
 
     heads: list[tuple[int, int]] = field(default_factory=list)
     suspended: bool = False
@@ -108,14 +118,18 @@ def open_edits(view: ModelView) -> OpenEdits:
 
 @contextmanager
 def claimed(view: ModelView, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Keep heads for one edit. Raises ``GeometryError`` for a head that an open edit has already."""
+    """Keep heads for one edit. Raises ``GeometryError`` for a head that an open edit has
+    already."""
     record = open_edits(view)
     twice = sorted(set(heads) & set(record.heads))
     names = ", ".join(f"L{layer}H{head}" for layer, head in twice[:8])
     require(
-        not twice, "heads", expected="heads that no open edit changes", got=f"{names}, edited already",
+        not twice,
+        "heads",
+        expected="heads that no open edit changes",
+        got=f"{names}, edited already",
         instead="one edit with all the terms, remove_term(model, basis, [first, second], heads)",
-    )  # fmt: skip
+    )
     record.heads.extend(heads)
     try:
         yield
@@ -125,9 +139,11 @@ def claimed(view: ModelView, heads: Sequence[tuple[int, int]]) -> Iterator[None]
 
 
 class Given:
-    """What a forward pass was given beside the stream: token ids, masks, positions, keys and values of earlier passes.
+    """What a forward pass was given beside the stream: token ids, masks, positions, keys and values
+    of earlier passes.
 
-    Edits are of whole prompts without padding, whose position is their index. Everything else is refused, each by its name.
+    Edits are of whole prompts without padding, whose position is their index. Everything else is
+    refused, each by its name.
     """
 
     def __init__(self, view: ModelView) -> None:
@@ -142,8 +158,14 @@ class Given:
         model = self.view.model
         handles = [model.embed.register_forward_pre_hook(self._embedding)]
         # run_with_hooks calls the forward method of the model itself, past its module hooks
-        whole = [model.original_model] if self.view.kind == "TransformerBridge" else [model.blocks[l] for l in layers]
-        handles += [module.register_forward_pre_hook(self._take, with_kwargs=True) for module in whole]
+        whole = (
+            [model.original_model]
+            if self.view.kind == "TransformerBridge"
+            else [model.blocks[l] for l in layers]
+        )
+        handles += [
+            module.register_forward_pre_hook(self._take, with_kwargs=True) for module in whole
+        ]
         try:
             yield
         finally:
@@ -152,42 +174,77 @@ class Given:
 
     def _embedding(self, module: Any, given: tuple[Any, ...]) -> None:
         ids = given[0] if given else None
-        self.ids = ids if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2 else None
+        self.ids = (
+            ids
+            if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
+            else None
+        )
 
     def _take(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         try:
-            self.arguments = dict(inspect.signature(module.forward).bind_partial(*given, **named).arguments)
+            self.arguments = dict(
+                inspect.signature(module.forward).bind_partial(*given, **named).arguments
+            )
         except TypeError:
             self.arguments = dict(named)
         self.arguments |= self.arguments.pop("kwargs", {})
-        caches = (self.arguments.get(name) for name in ("past_kv_cache_entry", "past_key_values", "layer_past"))
-        self.past = max((_past(cache) for cache in caches), default=0)  # before this pass adds its own
+        caches = (
+            self.arguments.get(name)
+            for name in ("past_kv_cache_entry", "past_key_values", "layer_past")
+        )
+        self.past = max(
+            (_past(cache) for cache in caches), default=0
+        )  # before this pass adds its own
 
     def check(self, h: Tensor) -> Tensor | None:
-        """Refuse what cannot be edited exactly; gives the token ids of the pass once, where they are known."""
+        """Refuse what cannot be edited exactly; gives the token ids of the pass once, where they
+        are known."""
         found, ids, self.ids = self.arguments, self.ids, None
         what, length = f"a forward pass of {self.view.name} inside an edit", h.shape[1]
         device = h.device.type
         require(
-            not torch.is_autocast_enabled(device), what, expected="the model's own dtype", got="torch.autocast",
+            not torch.is_autocast_enabled(device),
+            what,
+            expected="the model's own dtype",
+            got="torch.autocast",
             instead="a model loaded in bfloat16, or no autocast",
-        )  # fmt: skip
+        )
         require(
-            self.past == 0, what, expected="whole prompts", got=f"tokens after {self.past} others in a key-value cache",
+            self.past == 0,
+            what,
+            expected="whole prompts",
+            got=f"tokens after {self.past} others in a key-value cache",
             instead="generate(..., use_past_kv_cache=False)",
-        )  # fmt: skip
-        padded = [name for name in ("attention_mask", "one_zero_attention_mask") if _padded(found.get(name))]
+        )
+        padded = [
+            name
+            for name in ("attention_mask", "one_zero_attention_mask")
+            if _padded(found.get(name))
+        ]
         extra = found.get("additive_attention_mask")
-        padded += ["one_zero_attention_mask"] if isinstance(extra, Tensor) and bool((extra != 0).any()) else []
+        padded += (
+            ["one_zero_attention_mask"]
+            if isinstance(extra, Tensor) and bool((extra != 0).any())
+            else []
+        )
         require(
-            not padded, what, expected="no padding: the basis knows positions by their index", got=f"zeros in {', '.join(padded)}",
+            not padded,
+            what,
+            expected="no padding: the basis knows positions by their index",
+            got=f"zeros in {', '.join(padded)}",
             instead="prompts of one length, with attention_mask=torch.ones_like(tokens) where ids equal the pad token",
-        )  # fmt: skip
+        )
         positions = found.get("position_ids")
-        usual = not isinstance(positions, Tensor) or bool((positions == torch.arange(length, device=positions.device)).all())
+        usual = not isinstance(positions, Tensor) or bool(
+            (positions == torch.arange(length, device=positions.device)).all()
+        )
         require(
-            usual, what, expected=f"positions 0 to {length - 1}", got="other position_ids", instead="the model's own positions",
-        )  # fmt: skip
+            usual,
+            what,
+            expected=f"positions 0 to {length - 1}",
+            got="other position_ids",
+            instead="the model's own positions",
+        )
         return ids if ids is not None and tuple(ids.shape) == tuple(h.shape[:2]) else None
 
 
@@ -199,7 +256,8 @@ def _past(cache: Any) -> int:
 
 
 def _padded(mask: Any) -> bool:
-    """Whether a mask of one number for each token leaves some out; masks ``[batch head query key]`` are compared with the scores."""
+    """Whether a mask of one number for each token leaves some out; masks ``[batch head query key]``
+    are compared with the scores."""
     return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 0).any())
 
 
@@ -211,8 +269,14 @@ def foreign_hooks(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> 
     for name, point in view.model.hook_dict.items():
         if not name.startswith(prefix) or id(point) in seen | left_out:
             continue
-        own = ("transformer_lens", __name__.partition(".")[0])  # not causes: caches of TransformerLens, hooks of ours
-        if any(not (getattr(h.user_hook, "__module__", None) or "").startswith(own) for h in point.fwd_hooks):
+        own = (
+            "transformer_lens",
+            __name__.partition(".")[0],
+        )  # not causes: caches of TransformerLens, hooks of ours
+        if any(
+            not (getattr(h.user_hook, "__module__", None) or "").startswith(own)
+            for h in point.fwd_hooks
+        ):
             seen.add(id(point))
             found.append(name)
     return found

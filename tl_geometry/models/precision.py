@@ -1,7 +1,9 @@
-"""A half-precision model run in float32 for once: the weights are the same numbers, only the arithmetic is exact enough to check.
+"""A half-precision model run in float32 for once: the weights are the same numbers, only the
+arithmetic is exact enough to check.
 
-In half precision a fault below about 1% (a scale, a table, an eps) hides in the rounding. So the probe of such a model is taken with its
-weights widened, its facts are found on that, and each layer is verified on it with the bound of float32.
+In half precision a fault below about 1% (a scale, a table, an eps) hides in the rounding. So the
+probe of such a model is taken with its weights widened, its facts are found on that, and each layer
+is verified on it with the bound of float32.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 from torch import nn
 
 LIMIT = 2**32
-"""Bytes that the widened weights may take; larger models are verified in their own precision only."""
+"""Bytes that the widened weights may take; larger models are verified in their own precision
+only."""
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -30,13 +33,16 @@ def can_widen(model: Any) -> bool:
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """The model in float32 inside ``with``; afterwards its weights are the very tensors that they were, also on exceptions."""
+    """The model in float32 inside ``with``; afterwards its weights are the very tensors that they
+    were, also on exceptions."""
     roots = [model, getattr(model, "original_model", None)]
     with ExitStack() as stack:
         cfg: Any = model.cfg
         stack.callback(setattr, cfg, "dtype", cfg.dtype)  # HookedTransformer casts to it
         cfg.dtype = torch.float32
-        for module in {id(m): m for root in roots if isinstance(root, nn.Module) for m in root.modules()}.values():
+        for module in {
+            id(m): m for root in roots if isinstance(root, nn.Module) for m in root.modules()
+        }.values():
             for p in module._parameters.values():
                 if p is not None and p.dtype in HALF:
                     stack.callback(setattr, p, "data", p.data)

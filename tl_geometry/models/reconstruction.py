@@ -1,4 +1,5 @@
-"""The one rule for every comparison with a model's own numbers: how far recomputed scores may be from the model's."""
+"""The one rule for every comparison with a model's own numbers: how far recomputed scores may be
+from the model's."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base.errors import ClosingError, fail
+from tl_geometry.base.errors import ReconstructionError, fail
 from tl_geometry.base.rows import row_center
 
 Check = tuple[int, str, float, float]
@@ -19,12 +20,15 @@ CHUNK = 2**25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ClosingReport:
-    """How far sums of parts are from what the model computed, each as (largest error, largest error allowed).
+class ReconstructionReport:
+    """How far sums of parts are from what the model computed, each as (largest error, largest error
+    allowed).
 
-    ``checks`` has ``q`` and ``k`` (against ``hook_q``, ``hook_k``), ``pattern`` (row-centred logarithm of ``hook_pattern``),
-    ``pattern sum`` (its rows sum to one, or to what a sink leaves) and ``scores`` (where the hook holds scores). ``scale`` is A, the
-    largest product of absolute values on allowed cells; ``sizes`` has the same for queries and keys, ``sum_d |x_d W_de| + |constant|``.
+    ``checks`` has ``q`` and ``k`` (against ``hook_q``, ``hook_k``), ``pattern`` (row-centred
+    logarithm of ``hook_pattern``), ``pattern sum`` (its rows sum to one, or to what a sink leaves)
+    and ``scores`` (where the hook holds scores). ``scale`` is A, the largest product of absolute
+    values on allowed cells; ``sizes`` has the same for queries and keys,
+    ``sum_d |x_d W_de| + |constant|``.
     """
 
     checks: Mapping[str, tuple[float, float]]
@@ -32,24 +36,31 @@ class ClosingReport:
     sizes: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def closes(self) -> bool:
+    def adds_up(self) -> bool:
         """Whether every error is within its bound (NaN is not)."""
         return all(error <= bound for error, bound in self.checks.values())
 
     @property
     def worst(self) -> float:
         """The largest error as a fraction of its bound."""
-        return max((error / bound if bound > 0 else float(error > 0) for error, bound in self.checks.values()), default=0.0)
+        return max(
+            (
+                error / bound if bound > 0 else float(error > 0)
+                for error, bound in self.checks.values()
+            ),
+            default=0.0,
+        )
 
 
-def closing_bound(roundoff: float, scale: float) -> float:
+def reconstruction_bound(roundoff: float, scale: float) -> float:
     """Largest error allowed: 32 u A in float32, 4 u A in half precision, 1e-12 A in float64.
 
-    ``roundoff`` u is the unit roundoff of the model's arithmetic, ``scale`` A the largest product of absolute values on allowed cells,
-    ``scale * sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|``: rounding of a dot product grows with its absolute sum, not with its
-    value. Absolute tolerances do not hold: scores of real models reach thousands.
+    ``roundoff`` u is the unit roundoff of the model's arithmetic, ``scale`` A the largest product
+    of absolute values on allowed cells, ``scale * sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|``:
+    rounding of a dot product grows with its absolute sum, not with its value. Absolute tolerances
+    do not hold: scores of real models reach thousands.
 
-    >>> closing_bound(2**-24, 10.0) == 320 * 2**-24
+    >>> reconstruction_bound(2**-24, 10.0) == 320 * 2**-24
     True
     """
     if roundoff < 2**-40:
@@ -63,10 +74,12 @@ def pattern_error(
     allowed: Bool[Tensor, "query key"],
     roundoff: float,
 ) -> float:
-    """Largest difference of row-centred ``scores`` and row-centred logarithm of ``pattern``, the check that holds for every model.
+    """Largest difference of row-centred ``scores`` and row-centred logarithm of ``pattern``, the
+    check that holds for every model.
 
-    Compared are cells above 1e3 times the smallest normal number of the model's dtype. Infinite where the pattern has weight on a key
-    that is not allowed, or none on a key whose score asks for it.
+    Compared are cells above 1e3 times the smallest normal number of the model's dtype. Infinite
+    where the pattern has weight on a key that is not allowed, or none on a key whose score asks for
+    it.
 
     >>> s = torch.tensor([[0.0, -torch.inf], [1.0, 2.0]])
     >>> pattern_error(s, s.softmax(-1), torch.ones(2, 2).tril().bool(), 2**-24) < 1e-6
@@ -78,7 +91,8 @@ def pattern_error(
     if bool((seen & ~allowed).any()):
         return float("inf")
     log = torch.where(seen, pattern, 1.0).log()
-    # a key that the model leaves out must be negligible by our scores too: extrapolate from the strongest key of its row
+    # a key that the model leaves out must be negligible by our scores too: extrapolate from the
+    # strongest key of its row
     best = torch.where(seen, scores, -torch.inf).amax(-1, keepdim=True)
     probability = torch.where(seen, log, -torch.inf).amax(-1, keepdim=True)
     hidden = allowed & ~seen & torch.isfinite(best)
@@ -89,28 +103,38 @@ def pattern_error(
 
 
 def pattern_roundoff(pattern: Tensor | None, roundoff: float) -> float:
-    """Roundoff of a pattern: float64 models whose softmax is computed in float32 hold patterns that float32 represents exactly."""
-    single = pattern is not None and pattern.dtype == torch.float64 and torch.equal(pattern.float().double(), pattern)
+    """Roundoff of a pattern: float64 models whose softmax is computed in float32 hold patterns that
+    float32 represents exactly."""
+    single = (
+        pattern is not None
+        and pattern.dtype == torch.float64
+        and torch.equal(pattern.float().double(), pattern)
+    )
     return max(roundoff, 2**-24) if single else roundoff
 
 
 def pattern_bound(pattern: Tensor | None, roundoff: float, scale: float) -> float:
-    """Largest error allowed between scores and logarithms of a pattern: :func:`closing_bound` with a scale of at least one.
+    """Largest error allowed between scores and logarithms of a pattern:
+    :func:`reconstruction_bound` with a scale of at least one.
 
-    Softmax rounds each probability by a few units, whatever the scores, so that near-uniform attention (a freshly initialised model)
-    closes to 32 u and not to 32 u A.
+    Softmax rounds each probability by a few units, whatever the scores, so that near-uniform
+    attention (a freshly initialised model) adds up to 32 u and not to 32 u A.
     """
-    return closing_bound(pattern_roundoff(pattern, roundoff), max(scale, 1.0))
+    return reconstruction_bound(pattern_roundoff(pattern, roundoff), max(scale, 1.0))
 
 
-def require_closed(checks: Sequence[Check], what: str) -> None:
-    """Raise ``ClosingError`` that names every comparison above its bound (NaN is above)."""
-    bad = [f"{name} off by {error:.2g} (at most {bound:.2g})" for _, name, error, bound in checks if not error <= bound]
+def require_reconstruction(checks: Sequence[Check], what: str) -> None:
+    """Raise ``ReconstructionError`` that names every comparison above its bound (NaN is above)."""
+    bad = [
+        f"{name} off by {error:.2g} (at most {bound:.2g})"
+        for _, name, error, bound in checks
+        if not error <= bound
+    ]
     if bad:
         fail(
             what,
             expected="parts that add up to the model's own numbers",
             got=", ".join(bad),
             instead="check_model(model)",
-            error=ClosingError,
+            error=ReconstructionError,
         )

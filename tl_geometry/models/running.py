@@ -1,9 +1,11 @@
-"""One forward pass with hooks of our own, whatever the class: they fire, they are removed, and nothing later is computed.
+"""One forward pass with hooks of our own, whatever the class: they fire, they are removed, and
+nothing later is computed.
 
-TransformerLens removes hooks by level or all at once, and its bridges call a hook under its canonical name. Here each hook is
-closed over the name that was asked for and removed by its own handle, so that a user's hooks stay, also on exceptions. Where
-nothing after some state is needed, a hook at that state ends the pass by a private exception, as TransformerLens itself does
-for ``stop_at_layer`` (which means different things in its classes at the last layer).
+TransformerLens removes hooks by level or all at once, and its bridges call a hook under its
+canonical name. Here each hook is closed over the name that was asked for and removed by its own
+handle, so that a user's hooks stay, also on exceptions. Where nothing after some state is needed, a
+hook at that state ends the pass by a private exception, as TransformerLens itself does for
+``stop_at_layer`` (which means different things in its classes at the last layer).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Stop(Exception):
 
 @dataclass(eq=False)
 class Runner:
-    """Runs one model; the callable behind ``ModelView.run`` (:class:`tl_geometry.models.model_view.Run`)."""
+    """Runs one model; the callable behind ``ModelView.run``
+    (:class:`tl_geometry.models.model_view.Run`)."""
 
     model: Any
     kind: str
@@ -40,9 +43,17 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.points: dict[str, Any] = dict(self.model.hook_dict)
-        forward = self.model.original_model.forward if self.kind == "TransformerBridge" else self.model.forward
+        forward = (
+            self.model.original_model.forward
+            if self.kind == "TransformerBridge"
+            else self.model.forward
+        )
         accepted = inspect.signature(forward).parameters
-        self.kwargs: dict[str, Any] = {"use_cache": False} if self.kind == "TransformerBridge" and "use_cache" in accepted else {}
+        self.kwargs: dict[str, Any] = (
+            {"use_cache": False}
+            if self.kind == "TransformerBridge" and "use_cache" in accepted
+            else {}
+        )
 
     def has(self, name: str) -> bool:
         """Whether the model has a hook of that name."""
@@ -50,13 +61,24 @@ class Runner:
             self.points = dict(self.model.hook_dict)
         return name in self.points
 
-    def __call__(self, tokens: Tensor, hooks: Mapping[str, Hook], *, logits: bool = False, stop_at: int | None = None) -> Tensor | None:
+    def __call__(
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook],
+        *,
+        logits: bool = False,
+        stop_at: int | None = None,
+    ) -> Tensor | None:
         ids = self.checked(tokens)
         missing = [name for name in hooks if not self.has(name)]
         require(
-            not missing, f"hooks of {self.name}", expected=f"hooks of this {self.kind}", got=f"no {', '.join(missing)}",
-            instead="check_model(model) to see what is supported", error=UnsupportedModelError,
-        )  # fmt: skip
+            not missing,
+            f"hooks of {self.name}",
+            expected=f"hooks of this {self.kind}",
+            got=f"no {', '.join(missing)}",
+            instead="check_model(model) to see what is supported",
+            error=UnsupportedModelError,
+        )
         fired: set[str] = set()
         last = self._last_state(hooks, logits, stop_at)
         handles = [self._add(name, hook, fired) for name, hook in hooks.items()]
@@ -73,53 +95,96 @@ class Runner:
                 point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
         silent = sorted(set(hooks) - fired)
         require(
-            not silent, f"hooks of {self.name}", expected="each to fire in a forward pass", got=f"silent: {', '.join(silent)}",
-            instead="another TransformerLens class for this model", error=UnsupportedModelError,
-        )  # fmt: skip
+            not silent,
+            f"hooks of {self.name}",
+            expected="each to fire in a forward pass",
+            got=f"silent: {', '.join(silent)}",
+            instead="another TransformerLens class for this model",
+            error=UnsupportedModelError,
+        )
         return out
 
     def checked(self, tokens: Tensor) -> Tensor:
-        """The ids on the model's device, if the model can be run on them now. All of them are attended to: nothing is padding."""
+        """The ids on the model's device, if the model can be run on them now. All of them are
+        attended to: nothing is padding."""
         require_full_precision(self.device, self.name)
         training = self.is_training()
-        require(not training, f"{self.name}", expected="evaluation mode", got=f"training mode ({training})", instead="model.eval()")
-        ok = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point() and tokens.numel() > 0
-        require(ok, "tokens", expected="integer ids [batch position]", got=describe(tokens), instead="tl_geometry.windows(...)")
+        require(
+            not training,
+            f"{self.name}",
+            expected="evaluation mode",
+            got=f"training mode ({training})",
+            instead="model.eval()",
+        )
+        ok = (
+            isinstance(tokens, Tensor)
+            and tokens.dim() == 2
+            and not tokens.is_floating_point()
+            and tokens.numel() > 0
+        )
+        require(
+            ok,
+            "tokens",
+            expected="integer ids [batch position]",
+            got=describe(tokens),
+            instead="tl_geometry.windows(...)",
+        )
         length = tokens.shape[1]
         require(
-            length <= self.n_ctx, "tokens", expected=f"at most {self.n_ctx} positions (n_ctx of {self.name})", got=length,
+            length <= self.n_ctx,
+            "tokens",
+            expected=f"at most {self.n_ctx} positions (n_ctx of {self.name})",
+            got=length,
             instead="shorter windows",
-        )  # fmt: skip
+        )
         low, high = (int(v) for v in tokens.aminmax())
         require(
-            low >= 0 and high < self.d_vocab, "tokens", expected=f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})",
-            got=f"ids from {low} to {high}", instead="this model's tokenizer",
-        )  # fmt: skip
-        return tokens.to(self.device, torch.int64, non_blocking=True)  # waits for nothing where they are pinned
+            low >= 0 and high < self.d_vocab,
+            "tokens",
+            expected=f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})",
+            got=f"ids from {low} to {high}",
+            instead="this model's tokenizer",
+        )
+        return tokens.to(
+            self.device, torch.int64, non_blocking=True
+        )  # waits for nothing where they are pinned
 
     def hooked(self) -> tuple[str, ...]:
         """Where someone else's hooks act now (see :mod:`tl_geometry.models.hooks`)."""
         return names_of(self.model)
 
     def is_training(self) -> str:
-        """What would act differently in training mode, if anything: HookedTransformer itself has no dropout."""
-        if self.kind == "TransformerBridge" and (self.model.training or self.model.original_model.training):
+        """What would act differently in training mode, if anything: HookedTransformer itself has no
+        dropout."""
+        if self.kind == "TransformerBridge" and (
+            self.model.training or self.model.original_model.training
+        ):
             return type(self.model.original_model).__name__
-        dropout = [n for n, m in self.model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0]
+        dropout = [
+            n
+            for n, m in self.model.named_modules()
+            if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0
+        ]
         return f"dropout in {dropout[0]}" if dropout else ""
 
     def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
         if self.kind == "HookedEncoder":
             return self.model(ids, return_type="logits" if logits else None)
         extra = self.kwargs
-        if self.kind == "HookedTransformer" and getattr(getattr(self.model, "tokenizer", None), "padding_side", None) == "left":
-            # It would mask ids equal to the pad token by itself. Windows have no padding, so every position is attended to.
+        if (
+            self.kind == "HookedTransformer"
+            and getattr(getattr(self.model, "tokenizer", None), "padding_side", None) == "left"
+        ):
+            # It would mask ids equal to the pad token by itself. Windows have no padding, so every
+            # position is attended to.
             extra = extra | {"attention_mask": torch.ones_like(ids)}
         out = self.model(ids, return_type="logits" if logits else None, **extra)
         return out if logits else None
 
     def _add(self, name: str, hook: Hook, fired: set[str]) -> tuple[Any, Any]:
-        def wrapped(value: Tensor, hook: Any, _call: Hook = hook, _name: str = name) -> Tensor | None:
+        def wrapped(
+            value: Tensor, hook: Any, _call: Hook = hook, _name: str = name
+        ) -> Tensor | None:
             fired.add(_name)
             return _call(value)
 
@@ -127,41 +192,56 @@ class Runner:
         point.add_hook(wrapped)
         return point, point.fwd_hooks[-1]
 
-    def _last_state(self, hooks: Mapping[str, Hook], logits: bool, stop_at: int | None) -> int | None:
+    def _last_state(
+        self, hooks: Mapping[str, Hook], logits: bool, stop_at: int | None
+    ) -> int | None:
         """The state after which nothing is needed, ``None`` to run to the end."""
         deepest = max((self._state_of(name) for name in hooks), default=0)
         if stop_at is not None:
             require(
-                0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at, "stop_at",
-                expected="a block after everything that is hooked, without logits", got=f"{stop_at} with hooks up to state {deepest}",
-            )  # fmt: skip
+                0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at,
+                "stop_at",
+                expected="a block after everything that is hooked, without logits",
+                got=f"{stop_at} with hooks up to state {deepest}",
+            )
         if logits or deepest >= len(self.state_hooks):
             return None
         return deepest if stop_at is None else stop_at
 
     def _state_of(self, name: str) -> int:
-        """The first state that is complete once this hook has fired; beyond the last for hooks of the output head."""
+        """The first state that is complete once this hook has fired; beyond the last for hooks of
+        the output head."""
         if name in self.state_hooks:
             return self.state_hooks.index(name)
         if name.startswith("blocks."):
             return int(name.split(".")[1]) + 1
-        return len(self.state_hooks) if name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head")) else 0
+        return (
+            len(self.state_hooks)
+            if name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head"))
+            else 0
+        )
 
 
 def require_full_precision(device: torch.device, name: str) -> None:
-    """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with the model's dtype."""
+    """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with
+    the model's dtype."""
     on = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(kind)]
     require(
-        not on, name, expected="no torch.autocast", got=f"autocast on {', '.join(on)}",
+        not on,
+        name,
+        expected="no torch.autocast",
+        got=f"autocast on {', '.join(on)}",
         instead="the model without autocast, or one that was loaded with dtype=torch.bfloat16",
-    )  # fmt: skip
+    )
 
 
 def _stop(value: Tensor) -> None:
     raise Stop
 
 
-def collect(run: Callable[..., Any], tokens: Tensor, names: Sequence[str], **options: Any) -> dict[str, Tensor]:
+def collect(
+    run: Callable[..., Any], tokens: Tensor, names: Sequence[str], **options: Any
+) -> dict[str, Tensor]:
     """Activations of one forward pass by hook name, detached."""
     found: dict[str, Tensor] = {}
 

@@ -1,7 +1,9 @@
-"""Views of results. Each function returns an object that shows itself in Jupyter and saves itself as HTML, PNG, SVG or PDF.
+"""Views of results. Each function returns an object that shows itself in Jupyter and saves itself
+as HTML, PNG, SVG or PDF.
 
-``split``, ``heads``, ``bundle_3d`` and ``sphere_3d`` are interactive pages (self-contained, offline, in a sandboxed frame); the others
-are matplotlib figures, most of which draw into ``ax=``. :mod:`tl_geometry.render.circuitsvis` has the familiar circuitsvis views.
+``split``, ``heads``, ``bundle_3d`` and ``sphere_3d`` are interactive pages (self-contained,
+offline, in a sandboxed frame); the others are matplotlib figures, most of which draw into ``ax=``.
+:mod:`tl_geometry.render.circuitsvis` has the familiar circuitsvis views.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from tl_geometry.render.basis import gram, norms, spirals, variance_shares
     from tl_geometry.render.flow import (
         angle_maps,
+        baseline_figure,
         bundle_figure,
         clouds,
         first_coordinate,
@@ -22,33 +25,62 @@ if TYPE_CHECKING:
         skip_figure,
         spectra_figure,
         truncation_figure,
-        yardstick_figure,
     )
     from tl_geometry.render.head_view import head_grid, heads
-    from tl_geometry.render.measures import fourier, incoherence, learning_curve, measure_curves, planes, similarity, singular_values
+    from tl_geometry.render.measures import (
+        fourier,
+        incoherence,
+        learning_curve,
+        measure_curves,
+        planes,
+        similarity,
+        singular_values,
+    )
     from tl_geometry.render.space import bundle_3d, sphere_3d
     from tl_geometry.render.split_view import split
     from tl_geometry.render.sweeps import head_shares, head_types
-    from tl_geometry.render.weights import coverage_curves, sphere_paths, surrogate_bars, weight_blocks
+    from tl_geometry.render.weights import (
+        coverage_curves,
+        sphere_paths,
+        surrogate_bars,
+        weight_blocks,
+    )
 
 _VIEWS = {
     "basis": ("gram", "norms", "spirals", "variance_shares"),
     "flow": (
-        "angle_maps", "bundle_figure", "clouds", "first_coordinate", "noise_figure", "residual_figure", "skip_figure", "spectra_figure",
-        "truncation_figure", "yardstick_figure",
+        "angle_maps",
+        "bundle_figure",
+        "clouds",
+        "first_coordinate",
+        "noise_figure",
+        "residual_figure",
+        "skip_figure",
+        "spectra_figure",
+        "truncation_figure",
+        "baseline_figure",
     ),
     "head_view": ("head_grid", "heads"),
-    "measures": ("fourier", "incoherence", "learning_curve", "measure_curves", "planes", "similarity", "singular_values"),
+    "measures": (
+        "fourier",
+        "incoherence",
+        "learning_curve",
+        "measure_curves",
+        "planes",
+        "similarity",
+        "singular_values",
+    ),
     "space": ("bundle_3d", "sphere_3d"),
     "split_view": ("split",),
     "sweeps": ("head_shares", "head_types"),
     "weights": ("coverage_curves", "sphere_paths", "surrogate_bars", "weight_blocks"),
-}  # fmt: skip
+}
 """Public views by the module that holds them; a module is loaded when one is first used."""
 _HOME = {name: module for module, names in _VIEWS.items() for name in names}
 
 __all__ = [
     "angle_maps",
+    "baseline_figure",
     "bundle_3d",
     "bundle_figure",
     "circuitsvis",
@@ -80,11 +112,12 @@ __all__ = [
     "truncation_figure",
     "variance_shares",
     "weight_blocks",
-    "yardstick_figure",
 ]
 
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and would take every unknown name for Any
+if (
+    not TYPE_CHECKING
+):  # a type checker reads the imports above, and would take every unknown name for Any
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:
@@ -92,7 +125,9 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
         if name == "circuitsvis":
             return importlib.import_module(f"{__name__}.circuitsvis")
         known = ", ".join(__all__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. Public names: {known}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}. Public names: {known}"
+        )
 
 
 def __dir__() -> list[str]:

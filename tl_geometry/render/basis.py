@@ -1,4 +1,5 @@
-"""Views of a positional and context basis: shares, norms, the positional curves, the normalised Gram matrix."""
+"""Views of a positional and context basis: shares, norms, the positional curves, the normalised
+Gram matrix."""
 
 from __future__ import annotations
 
@@ -14,36 +15,65 @@ from tl_geometry.base.html import visible
 from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.variance import Anova
-from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas, drawable, some, whole_ticks
+from tl_geometry.render.figure import (
+    DIVERGING,
+    PARTS,
+    SEQUENTIAL,
+    View,
+    canvas,
+    drawable,
+    some,
+    whole_ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def variance_shares(table: Anova, *, twin: Anova | None = None, ax: Axes | None = None) -> View:
-    """Share of each state's variance that is position, context and neither, as stacked bars; an untrained twin beside it.
+def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | None = None) -> View:
+    """Share of each state's variance that is position, context and residual, as stacked bars; an
+    untrained control beside it.
 
-    The dashed line is the context share of glued windows (no common context), where the table holds one.
+    The dashed line is the context share of spliced windows (no common context), where the table
+    holds one.
     """
-    tables = [t for t in (table, twin) if t is not None]
+    tables = [t for t in (table, control) if t is not None]
     figure, axes = canvas(len(tables), ax=ax, size=(4.4, 2.8), sharey=True)
-    for axis, current, name in zip(axes, tables, ("trained", "untrained twin"), strict=False):
+    for axis, current, name in zip(axes, tables, ("trained", "untrained control"), strict=False):
         bottom = torch.zeros(len(current.states), dtype=torch.float64)
         for part, value in current.shares.items():
-            axis.bar(current.states, value.numpy(), bottom=bottom.numpy(), color=PARTS[part], label=part, width=0.8)
+            axis.bar(
+                current.states,
+                value.numpy(),
+                bottom=bottom.numpy(),
+                color=PARTS[part],
+                label=part,
+                width=0.8,
+            )
             bottom = bottom + torch.nan_to_num(value)
         if current.ctx_null is not None:
-            axis.plot(current.states, (current.shares["pos"] + current.ctx_null).numpy(), "k--", lw=1, label="ctx of glued windows")
+            axis.plot(
+                current.states,
+                (current.shares["pos"] + current.ctx_null).numpy(),
+                "k--",
+                lw=1,
+                label="ctx of spliced windows",
+            )
         axis.set_xlabel("state")
-        axis.set_title(name if twin is not None else "")
+        axis.set_title(name if control is not None else "")
     axes[0].set_ylabel("share of variance")
     axes[0].legend(loc="upper right", fontsize=7, framealpha=0.9)
     axes[0].set_xticks(whole_ticks(table.states))
-    return View(figure, title="Variance of each state", caption=f"position, context and neither, per state; {table.provenance.line()}")
+    return View(
+        figure,
+        title="Variance of each state",
+        caption=f"position, context and residual (interaction of the two), per state; {table.provenance.line()}",
+    )
 
 
 def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
-    """Root-mean-square norms per state: of the mean, of a positional vector, of a context vector, of the residual."""
+    """Root-mean-square norms per state: of the mean, of a positional vector, of a context vector,
+    of the residual."""
     figure, axes = canvas(ax=ax, size=(4.4, 2.8))
     table, t = basis.anova(), basis.window[1] - basis.window[0]
     n = basis.contexts * t
@@ -54,22 +84,35 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
         "resid": (table.resid / n).sqrt(),
     }
     for name, value in values.items():
-        axes[0].semilogy(basis.states, value.clamp(min=1e-12).numpy(), "o-", ms=3, color=PARTS[name], label=name)
+        axes[0].semilogy(
+            basis.states, value.clamp(min=1e-12).numpy(), "o-", ms=3, color=PARTS[name], label=name
+        )
     axes[0].set_xlabel("state")
     axes[0].set_xticks(whole_ticks(basis.states))
     axes[0].set_ylabel("root mean square norm")
     axes[0].legend(fontsize=7)
-    return View(figure, title="Norms of the parts", caption=f"root mean square over contexts and positions; {basis.provenance.line()}")
+    return View(
+        figure,
+        title="Norms of the parts",
+        caption=f"root mean square over contexts and positions; {basis.provenance.line()}",
+    )
 
 
-def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, twin: PositionContext | None = None) -> View:
-    """The positional basis of each state on its first two principal directions, shaded by position (Song & Zhong 2023, Fig. 1).
+def spirals(
+    basis: PositionContext,
+    *,
+    states: tuple[int, ...] | None = None,
+    control: PositionContext | None = None,
+) -> View:
+    """The positional basis of each state on its first two principal directions, shaded by position
+    (Song & Zhong 2023, Fig. 1).
 
-    By default at most seven states at even distances. A second row shows the untrained twin on its own directions. Axes are scaled per
-    panel; the share of |pos|^2 that the two directions hold stands above it.
+    By default at most seven states at even distances. A second row shows the untrained control on
+    its own directions. Axes are scaled per panel; the share of |pos|^2 that the two directions hold
+    stands above it.
     """
     chosen = states or tuple(some(basis.states, 7))
-    rows = [b for b in (basis, twin) if b is not None]
+    rows = [b for b in (basis, control) if b is not None]
     figure, axes = canvas(len(chosen), len(rows), size=(1.9, 2.0))
     for r, current in enumerate(rows):
         for c, state in enumerate(chosen):
@@ -82,26 +125,40 @@ def spirals(basis: PositionContext, *, states: tuple[int, ...] | None = None, tw
             axis.plot(x, y, color="#8888", lw=0.6, zorder=1)
             shade = axis.scatter(x, y, c=range(*current.window), cmap=SEQUENTIAL, s=7, zorder=2)
             held = found.S[:2].square().sum() / found.S.square().sum().clamp(min=1e-300)
-            axis.set_title(f"state {state}: {float(held):.0%}" + (f", {outside} off" if outside else ""), fontsize=8)
+            axis.set_title(
+                f"state {state}: {float(held):.0%}" + (f", {outside} off" if outside else ""),
+                fontsize=8,
+            )
             axis.set_xticks([])
             axis.set_yticks([])
             if r == len(rows) - 1:
                 axis.set_xlabel("u1")
             if c == 0:
-                axis.set_ylabel("u2" if twin is None else ("trained: u2", "untrained twin: u2")[r])
+                axis.set_ylabel(
+                    "u2" if control is None else ("trained: u2", "untrained control: u2")[r]
+                )
             if c == len(chosen) - 1:
                 figure.colorbar(shade, ax=axis, label="position", shrink=0.8)
-    which = "" if len(chosen) == len(basis.states) else f"{len(chosen)} of {len(basis.states)} states; "
+    which = (
+        "" if len(chosen) == len(basis.states) else f"{len(chosen)} of {len(basis.states)} states; "
+    )
     caption = (
         f"{which}two leading principal directions of pos, colour by position; above, their share of |pos|^2 and how many outliers lie off "
         "the frame"
     )
-    return View(figure, title="Positional basis of each state", caption=f"{caption}; {basis.provenance.line()}")
+    return View(
+        figure,
+        title="Positional basis of each state",
+        caption=f"{caption}; {basis.provenance.line()}",
+    )
 
 
 def _frame(axis: Axes, points: torch.Tensor) -> int:
-    """Fit the axes to all but extreme points (beyond 6 interquartile ranges) and return how many lie outside."""
-    low, middle, high = torch.quantile(points, torch.tensor([0.25, 0.5, 0.75], dtype=points.dtype), dim=0)
+    """Fit the axes to all but extreme points (beyond 6 interquartile ranges) and return how many
+    lie outside."""
+    low, middle, high = torch.quantile(
+        points, torch.tensor([0.25, 0.5, 0.75], dtype=points.dtype), dim=0
+    )
     reach = 6 * (high - low)
     inside = ((points - middle).abs() <= reach.clamp(min=1e-12)).all(1)
     kept = points[inside] if bool(inside.any()) else points
@@ -111,18 +168,27 @@ def _frame(axis: Axes, points: torch.Tensor) -> int:
     return int((~inside).sum())
 
 
-def gram(basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | None = None) -> View:
-    """Cosines between all positional vectors and (ordered by document) context vectors of one state (Song & Zhong 2023, Fig. 2)."""
+def gram(
+    basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | None = None
+) -> View:
+    """Cosines between all positional vectors and (ordered by document) context vectors of one state
+    (Song & Zhong 2023, Fig. 2)."""
     row = basis.index(state)
     pos, _ = linalg.normalize_rows(basis.pos[row])
     blocks = [pos]
     if basis.ctx is not None:
-        order = torch.arange(basis.contexts) if basis.labels is None else torch.argsort(basis.labels, stable=True)
+        order = (
+            torch.arange(basis.contexts)
+            if basis.labels is None
+            else torch.argsort(basis.labels, stable=True)
+        )
         picked = order[torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()]
         blocks.append(linalg.normalize_rows(basis.ctx[row, picked])[0])
     rows = torch.cat(blocks)
     figure, axes = canvas(ax=ax, size=(4.2, 3.6))
-    image = axes[0].imshow((rows @ rows.T).numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest")
+    image = axes[0].imshow(
+        (rows @ rows.T).numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest"
+    )
     for edge in (len(pos) - 0.5,):
         axes[0].axhline(edge, color="k", lw=0.6)
         axes[0].axvline(edge, color="k", lw=0.6)
@@ -132,7 +198,9 @@ def gram(basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | 
     figure.colorbar(image, ax=axes[0], label="cosine", shrink=0.8)
     axes[0].set_title(f"state {state}", fontsize=9)
     return View(
-        figure, title=f"Normalised Gram matrix, state {state}", caption=f"cosines; contexts ordered by document; {basis.provenance.line()}"
+        figure,
+        title=f"Normalised Gram matrix, state {state}",
+        caption=f"cosines; contexts ordered by document; {basis.provenance.line()}",
     )
 
 
@@ -146,15 +214,26 @@ def token_norms(
     provenance: Provenance,
     ax: Axes | None = None,
 ) -> View:
-    """Norm of every token of some contexts by its position, the largest ones named: ``marked`` holds position, norm and token of each.
+    """Norm of every token of some contexts by its position, the largest ones named: ``marked``
+    holds position, norm and token of each.
 
     Where a few tokens stand far above the others, sums of squares are about them.
     """
     figure, axes = canvas(ax=ax, size=(6.4, 3.2))
     axis, column = axes[0], torch.arange(*window)
-    axis.scatter(column.expand_as(norms).flatten(), norms.flatten(), s=3, color="#999999", alpha=0.35, lw=0, rasterized=True)
+    axis.scatter(
+        column.expand_as(norms).flatten(),
+        norms.flatten(),
+        s=3,
+        color="#999999",
+        alpha=0.35,
+        lw=0,
+        rasterized=True,
+    )
     axis.plot(column, norms.median(0).values, color="#0072b2", lw=1, label="median of the contexts")
-    axis.scatter([p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color="#d55e00", zorder=3)
+    axis.scatter(
+        [p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color="#d55e00", zorder=3
+    )
     axis.set_yscale("log")
     seen: dict[tuple[int, str], float] = {}
     for position, norm, token in marked:  # the largest of each position and token
@@ -166,9 +245,14 @@ def token_norms(
         right, below = position < (window[0] + window[1]) / 2, norm
         short = token if len(token) <= 16 else f"{token[:15]}…"
         axis.annotate(
-            f"{drawable(visible(short))} at {position}", (position, norm), xytext=(6 if right else -6, 0), textcoords="offset points",
-            ha="left" if right else "right", va="center", fontsize=7,
-        )  # fmt: skip
+            f"{drawable(visible(short))} at {position}",
+            (position, norm),
+            xytext=(6 if right else -6, 0),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            va="center",
+            fontsize=7,
+        )
     axis.set_xlabel("position")
     axis.set_ylabel(f"norm in state {state}")
     axis.set_title(drawable(title), fontsize=9, loc="left")

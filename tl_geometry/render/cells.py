@@ -1,4 +1,5 @@
-"""Matrices of scores as few bytes: block maxima, quantisation, packing of the allowed cells, deflate."""
+"""Matrices of scores as few bytes: block maxima, quantisation, packing of the allowed cells,
+deflate."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ LEVELS = (127, 90, 63, 45, 31)
 """Steps from zero to the largest value of a plane, in int8: the first that fits the size."""
 
 
-def block_maxima(values: Float[Tensor, "head query key"], allowed: Bool[Tensor, "head query key"], block: int) -> Float[Tensor, "head ..."]:
-    """Of each ``block x block`` cells the allowed one that is largest in absolute value, with its sign; NaN if one is, or none is allowed.
+def block_maxima(
+    values: Float[Tensor, "head query key"], allowed: Bool[Tensor, "head query key"], block: int
+) -> Float[Tensor, "head ..."]:
+    """Of each ``block x block`` cells the allowed one that is largest in absolute value, with its
+    sign; NaN if one is, or none is allowed.
 
     >>> x = torch.tensor([[[1.0, 0.0, 9.0], [-3.0, 2.0, 9.0], [0.5, 0.0, -4.0]]])
     >>> block_maxima(x, torch.ones(1, 3, 3).tril().bool(), 2)
@@ -28,7 +32,9 @@ def block_maxima(values: Float[Tensor, "head query key"], allowed: Bool[Tensor, 
     """
     pad = (0, -values.shape[-1] % block, 0, -values.shape[-2] % block)
     grid = "... (q a) (k b) -> ... q k (a b)"
-    size = torch.where(allowed, torch.nan_to_num(values.abs(), nan=torch.inf, posinf=torch.inf), -1.0)
+    size = torch.where(
+        allowed, torch.nan_to_num(values.abs(), nan=torch.inf, posinf=torch.inf), -1.0
+    )
     sizes = rearrange(torch.nn.functional.pad(size, pad, value=-1.0), grid, a=block, b=block)
     cells = rearrange(torch.nn.functional.pad(values, pad), grid, a=block, b=block)
     best = sizes.max(-1, keepdim=True)
@@ -38,22 +44,30 @@ def block_maxima(values: Float[Tensor, "head query key"], allowed: Bool[Tensor, 
 def any_allowed(allowed: Bool[Tensor, "head query key"], block: int) -> Bool[Tensor, "head ..."]:
     """Blocks with an allowed cell."""
     pad = (0, -allowed.shape[-1] % block, 0, -allowed.shape[-2] % block)
-    return rearrange(torch.nn.functional.pad(allowed, pad), "... (q a) (k b) -> ... q k (a b)", a=block, b=block).any(-1)
+    return rearrange(
+        torch.nn.functional.pad(allowed, pad), "... (q a) (k b) -> ... q k (a b)", a=block, b=block
+    ).any(-1)
 
 
 class Payload(NamedTuple):
-    """Planes as the page reads them, and how far what it reads may be from what was given (times the largest value of the plane)."""
+    """Planes as the page reads them, and how far what it reads may be from what was given (times
+    the largest value of the plane)."""
 
     fields: dict[str, Any]
     half_step: float
     exact: bool
 
 
-def pack(values: Float[Tensor, "head term query key"], allowed: Bool[Tensor, "head query key"], levels: int) -> Payload:
+def pack(
+    values: Float[Tensor, "head term query key"],
+    allowed: Bool[Tensor, "head query key"],
+    levels: int,
+) -> Payload:
     """Quantise the allowed cells of each plane by its own largest absolute value and compress them.
 
-    ``levels`` steps from zero to that value in int8, -128 for NaN; float16 of ``value / largest`` up to :data:`EXACT` tokens. The
-    mask of each head is kept once (heads that share one share it), planes hold its cells row by row.
+    ``levels`` steps from zero to that value in int8, -128 for NaN; float16 of ``value / largest``
+    up to :data:`EXACT` tokens. The mask of each head is kept once (heads that share one share it),
+    planes hold its cells row by row.
     """
     planes = values.double().cpu()
     masks, which = torch.unique(allowed.cpu().flatten(1), dim=0, return_inverse=True)
@@ -62,8 +76,14 @@ def pack(values: Float[Tensor, "head term query key"], allowed: Bool[Tensor, "he
     unit = planes / torch.where(largest > 0, largest, 1.0)[..., None, None]
     unit = torch.where(torch.isfinite(unit), unit, torch.nan)
     exact = planes.shape[-1] <= EXACT
-    coded = unit.numpy().astype(np.float16) if exact else torch.nan_to_num((unit * levels).round(), nan=-128.0).to(torch.int8).numpy()
-    cells = np.concatenate([coded[h][:, allowed[h].cpu().numpy()].reshape(-1) for h in range(len(coded))])
+    coded = (
+        unit.numpy().astype(np.float16)
+        if exact
+        else torch.nan_to_num((unit * levels).round(), nan=-128.0).to(torch.int8).numpy()
+    )
+    cells = np.concatenate(
+        [coded[h][:, allowed[h].cpu().numpy()].reshape(-1) for h in range(len(coded))]
+    )
     fields = {
         "size": planes.shape[-1],
         "levels": None if exact else levels,

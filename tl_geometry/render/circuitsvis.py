@@ -1,13 +1,18 @@
-"""The familiar circuitsvis views, hardened: attention heads, one pattern, coloured tokens, and which sources an induction head reads.
+"""The familiar circuitsvis views, hardened: attention heads, one pattern, coloured tokens, and
+which sources an induction head reads.
 
-circuitsvis draws; everything around it is made here, because its own pages run script that token text holds, drop tokens that look like
-tags, ask the network on every display, and delete what follows a figure (tried with 1.43.3). A figure is one page of its own:
+circuitsvis draws; everything around it is made here, because its own pages run script that token
+text holds, drop tokens that look like tags, ask the network on every display, and delete what
+follows a figure (tried with 1.43.3). A figure is one page of its own:
 
-1. Token texts and values are JSON, compressed and base64-coded, so that no token is ever markup in the page's source; circuitsvis
-   receives token texts as HTML-escaped text.
-2. Its script is read from the installed package (it is not shipped here), compressed into the page and decoded by the browser.
-3. A content policy allows that script only, by a nonce, and no request; in a notebook the page lives in a sandboxed frame.
-4. Colours run symmetrically from ``-limit`` to ``limit``, the same for all heads and terms of a figure; the caption says what lies beyond.
+1. Token texts and values are JSON, compressed and base64-coded, so that no token is ever markup in
+   the page's source; circuitsvis receives token texts as HTML-escaped text.
+2. Its script is read from the installed package (it is not shipped here), compressed into the page
+   and decoded by the browser.
+3. A content policy allows that script only, by a nonce, and no request; in a notebook the page
+   lives in a sandboxed frame.
+4. Colours run symmetrically from ``-limit`` to ``limit``, the same for all heads and terms of a
+   figure; the caption says what lies beyond.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ from tl_geometry.scores.split import ScoreSplit
 POSITIVE, NEGATIVE = "#0072b2", "#d55e00"
 """Colours of the two ends (Okabe-Ito); zero is white."""
 CELLS, TOKENS, SOURCES = 50_000, 2_000, 128
-"""Most cells over all heads of a heat map (12 heads of 64 tokens take a browser some 8 s), coloured tokens, tokens of an attribution."""
+"""Most cells over all heads of a heat map (12 heads of 64 tokens take a browser some 8 s), coloured
+tokens, tokens of an attribution."""
 WIDTH, ROWS = 800, 12
 """Pixels of a figure across, and terms (with pattern and total) that an attribution lists."""
 
@@ -52,15 +58,19 @@ def attention_heads(
     limit: float | None = None,
     title: str = "Attention heads",
 ) -> PageView:
-    """Heat maps of several heads, one of them enlarged: hover to see another, click to hold it (circuitsvis ``attention_heads``).
+    """Heat maps of several heads, one of them enlarged: hover to see another, click to hold it
+    (circuitsvis ``attention_heads``).
 
     Args:
         attention: any values per head, query and key, or a split, whose heads are all shown.
         tokens: their texts (a split of one prompt knows them).
-        term: of a split: ``"pattern"``, ``"total"``, or a term as ``"pos-cvec"``; scores are row-centred, as softmax sees them.
-        limit: value of the full colour, by default 1 for a pattern, else the largest absolute value; colours are shared by all heads.
+        term: of a split: ``"pattern"``, ``"total"``, or a term as ``"pos-cvec"``; scores are
+            row-centred, as softmax sees them.
+        limit: value of the full colour, by default 1 for a pattern, else the largest absolute
+            value; colours are shared by all heads.
 
-    Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds, and for values that are not finite.
+    Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds, and for
+    values that are not finite.
 
     >>> pattern = torch.eye(3).expand(2, 3, 3)
     >>> attention_heads(pattern, ["a", "<b>", " c"], names=["L0H0", "L0H1"]).title
@@ -68,7 +78,9 @@ def attention_heads(
     """
     values, texts, labels, what = _values(attention, tokens, names, term, context)
     rows = math.ceil(len(values) / 6)
-    return _heat("AttentionHeads", values, texts, labels, limit, title, what, height=220 + 98 * rows + 500)
+    return _heat(
+        "AttentionHeads", values, texts, labels, limit, title, what, height=220 + 98 * rows + 500
+    )
 
 
 def attention_pattern(
@@ -81,12 +93,22 @@ def attention_pattern(
     limit: float | None = None,
     title: str = "Attention pattern",
 ) -> PageView:
-    """Heat map of one head (circuitsvis ``attention_pattern``); of a split, ``head`` says which. Arguments as :func:`attention_heads`."""
+    """Heat map of one head (circuitsvis ``attention_pattern``); of a split, ``head`` says which.
+    Arguments as :func:`attention_heads`."""
     source = attention if isinstance(attention, ScoreSplit) else attention[None]
     values, texts, labels, what = _values(source, tokens, None, term, context)
     row = _row(attention, head) if isinstance(attention, ScoreSplit) else 0
     name = f"{title} of {labels[row]}" if isinstance(attention, ScoreSplit) else title
-    return _heat("AttentionPattern", values[row : row + 1], texts, labels[row : row + 1], limit, name, what, height=690)
+    return _heat(
+        "AttentionPattern",
+        values[row : row + 1],
+        texts,
+        labels[row : row + 1],
+        limit,
+        name,
+        what,
+        height=690,
+    )
 
 
 def colored_tokens(
@@ -96,10 +118,16 @@ def colored_tokens(
     limit: float | None = None,
     title: str = "Coloured tokens",
 ) -> PageView:
-    """Text with a value behind each token (circuitsvis ``colored_tokens``), symmetric about 0; hover to read it. At most 2,000 tokens."""
+    """Text with a value behind each token (circuitsvis ``colored_tokens``), symmetric about 0;
+    hover to read it. At most 2,000 tokens."""
     given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     texts = [_running(str(t)) for t in tokens]
-    require(given.shape == (len(texts),), "values", expected=f"one for each of {len(texts)} tokens", got=describe(given))
+    require(
+        given.shape == (len(texts),),
+        "values",
+        expected=f"one for each of {len(texts)} tokens",
+        got=describe(given),
+    )
     _within(len(texts), TOKENS, "tokens", "values of a part of the text")
     top = _limit(checks.finite(given, "values"), limit)
     props = {
@@ -110,9 +138,16 @@ def colored_tokens(
         "negativeColor": NEGATIVE,
         "paddingBottom": 0,
     }
-    best = ", ".join(f"{html.token_text(str(tokens[i]))} {float(given[i]):.3g}" for i in given.abs().argsort(descending=True)[:5].tolist())
+    best = ", ".join(
+        f"{html.token_text(str(tokens[i]))} {float(given[i]):.3g}"
+        for i in given.abs().argsort(descending=True)[:5].tolist()
+    )
     caption = f"{len(texts)} tokens, largest: {best}{_beyond(given, top)}"
-    page = _page(title, caption, {"view": "ColoredTokens", "tokens": texts, "props": props, **_scale(given, top)})
+    page = _page(
+        title,
+        caption,
+        {"view": "ColoredTokens", "tokens": texts, "props": props, **_scale(given, top)},
+    )
     return PageView(page, title=title, caption=caption, width=WIDTH, height=140 + _lines(texts))
 
 
@@ -125,15 +160,18 @@ def induction(
     context: int = 0,
     limit: float | None = None,
 ) -> PageView:
-    """Over the text itself: which source tokens a head reads for a query token, and through which terms of the split.
+    """Over the text itself: which source tokens a head reads for a query token, and through which
+    terms of the split.
 
-    Click a query token, then a term: sources are coloured by the pattern (0 to 1) or by the term's score, row-centred over the keys
-    that the query may attend to, on one scale for all terms and queries, so that colours of terms add up to those of ``total``.
-    The table below lists the five most attended sources with every term. The first query shown is the one that pays most attention
+    Click a query token, then a term: sources are coloured by the pattern (0 to 1) or by the term's
+    score, row-centred over the keys that the query may attend to, on one scale for all terms and
+    queries, so that colours of terms add up to those of ``total``. The table below lists the five
+    most attended sources with every term. The first query shown is the one that pays most attention
     to tokens which follow an earlier copy of it: what an induction head does.
 
     Args:
-        split: from :func:`tl_geometry.split_scores`; ``head`` says which of its heads (its only one by default).
+        split: from :func:`tl_geometry.split_scores`; ``head`` says which of its heads (its only one
+            by default).
         query: position to begin with.
 
     Raises ``GeometryError`` over 128 tokens: split a shorter prompt, or use ``render.split``.
@@ -141,13 +179,25 @@ def induction(
     row = _row(split, head)
     texts = _texts(split, tokens, context)
     size = len(texts)
-    _within(size, SOURCES, "tokens of an attribution", "a shorter prompt, or render.split(split, heads=...)")
+    _within(
+        size,
+        SOURCES,
+        "tokens of an attribution",
+        "a shorter prompt, or render.split(split, heads=...)",
+    )
     allowed = split.allowed[row]
     names = ["pattern", "total", *("-".join(t) for t in split.terms)]
     values = torch.stack([_of_split(split, name, context)[row] for name in names])
-    copies = [[j for j in range(1, i + 1) if texts[j - 1] == texts[i] and bool(allowed[i, j])] for i in range(size)]
+    copies = [
+        [j for j in range(1, i + 1) if texts[j - 1] == texts[i] and bool(allowed[i, j])]
+        for i in range(size)
+    ]
     paid = torch.stack([values[0, i, copies[i]].sum() for i in range(size)])
-    first = (int(paid.argmax()) if float(paid.max()) > 0 else size - 1) if query is None else checks.index(query, size, "query")
+    first = (
+        (int(paid.argmax()) if float(paid.max()) > 0 else size - 1)
+        if query is None
+        else checks.index(query, size, "query")
+    )
     top = _limit(values[1:], limit)
     label = "L{}H{}".format(*split.heads[row])
     data = {
@@ -164,21 +214,27 @@ def induction(
     }
     caption = (
         f"terms are row-centred scores, full colour at {top:.3g} (pattern: 1){_beyond(values[1:], top)}; "
-        f"{_closing(split)}; {split.provenance.line()}"
+        f"{_reconstruction(split)}; {split.provenance.line()}"
     )
     title = f"What {label} reads"
     page = _page(title, caption, data)
     shown = [html.token_text(t) for t in texts]
-    image = functools.partial(_strip, values[:, first], names, shown, top, f"{title} for {first} {shown[first]}", caption)
-    height = 210 + 21 * min(len(names), ROWS) + sum(_lines(t, m) for t, m in ((data["tokens"], 18), (data["tokens"], 0), (names, 18)))
+    image = functools.partial(
+        _strip, values[:, first], names, shown, top, f"{title} for {first} {shown[first]}", caption
+    )
+    height = (
+        210
+        + 21 * min(len(names), ROWS)
+        + sum(_lines(t, m) for t, m in ((data["tokens"], 18), (data["tokens"], 0), (names, 18)))
+    )
     return PageView(page, title=title, caption=caption, width=WIDTH, height=height, image=image)
 
 
-def _closing(split: ScoreSplit) -> str:
+def _reconstruction(split: ScoreSplit) -> str:
     """How far the sum of the terms is from the model's scores."""
     if split.provenance.preset != "exact":
         return "these terms do not sum to the model's scores"
-    error, bound = max(split.closing.checks.values(), key=lambda c: c[0] / max(c[1], 1e-300))
+    error, bound = max(split.reconstruction.checks.values(), key=lambda c: c[0] / max(c[1], 1e-300))
     return f"sum of terms within {error:.1e} of the model (allowed {bound:.1e})"
 
 
@@ -186,22 +242,42 @@ def _row(split: ScoreSplit, head: Head | None) -> int:
     """Row of a head in a split."""
     layers, heads = (1 + max(h[i] for h in split.heads) for i in (0, 1))
     if head is None:
-        require(len(split.heads) == 1, "head", expected="one of the split's heads", got="none", instead=f"head={split.heads[0]}")
+        require(
+            len(split.heads) == 1,
+            "head",
+            expected="one of the split's heads",
+            got="none",
+            instead=f"head={split.heads[0]}",
+        )
         return 0
     pair = checks.heads(head, layers, heads)[0]
-    require(pair in split.heads, "head", expected=f"one of {split.heads}", got=repr(head), instead="split_scores(..., heads=...)")
+    require(
+        pair in split.heads,
+        "head",
+        expected=f"one of {split.heads}",
+        got=repr(head),
+        instead="split_scores(..., heads=...)",
+    )
     return split.heads.index(pair)
 
 
 def _texts(source: ScoreSplit | None, tokens: Sequence[str] | None, context: int) -> list[str]:
     if tokens is None:
         known = source is not None and context == 0 and len(source.str_tokens) > 0
-        require(known, "tokens", expected="texts of the tokens", got="none", instead="tokens=model.to_str_tokens(...)")
+        require(
+            known,
+            "tokens",
+            expected="texts of the tokens",
+            got="none",
+            instead="tokens=model.to_str_tokens(...)",
+        )
         tokens = source.str_tokens if source is not None else ()
     return [str(t) for t in tokens]
 
 
-def _of_split(split: ScoreSplit, term: str | tuple[str, str], context: int) -> Float[Tensor, "head query key"]:
+def _of_split(
+    split: ScoreSplit, term: str | tuple[str, str], context: int
+) -> Float[Tensor, "head query key"]:
     """Pattern, total or a term of one context; scores row-centred over the allowed keys."""
     name = "-".join(term) if isinstance(term, tuple) else term
     checks.index(context, split.q.shape[1], "context")
@@ -213,26 +289,57 @@ def _of_split(split: ScoreSplit, term: str | tuple[str, str], context: int) -> F
 
 
 def _values(
-    attention: Tensor | ScoreSplit, tokens: Sequence[str] | None, names: Sequence[str] | None, term: str | tuple[str, str], context: int
+    attention: Tensor | ScoreSplit,
+    tokens: Sequence[str] | None,
+    names: Sequence[str] | None,
+    term: str | tuple[str, str],
+    context: int,
 ) -> tuple[Float[Tensor, "head query key"], list[str], list[str], str]:
     """Values of each head, texts of the tokens, names of the heads, and what the values are."""
     if isinstance(attention, ScoreSplit):
-        values, what = _of_split(attention, term, context), "-".join(term) if isinstance(term, tuple) else term
+        values, what = (
+            _of_split(attention, term, context),
+            "-".join(term) if isinstance(term, tuple) else term,
+        )
         labels = ["L{}H{}".format(*h) for h in attention.heads]
         texts = _texts(attention, tokens, context)
     else:
-        require(attention.dim() == 3, "attention", expected="[head query key]", got=describe(attention), instead="attention[batch]")
+        require(
+            attention.dim() == 3,
+            "attention",
+            expected="[head query key]",
+            got=describe(attention),
+            instead="attention[batch]",
+        )
         values, what = attention.detach().cpu().double(), "values"
         labels, texts = [f"Head {i}" for i in range(len(values))], _texts(None, tokens, context)
     labels = labels if names is None else list(names)
-    require(len(labels) == len(values) > 0, "names", expected=f"{len(values)} names, one per head", got=len(labels))
+    require(
+        len(labels) == len(values) > 0,
+        "names",
+        expected=f"{len(values)} names, one per head",
+        got=len(labels),
+    )
     square = values.shape[1:] == (len(texts), len(texts))
-    require(square, "tokens", expected=f"texts for {tuple(values.shape[1:])} queries and keys", got=f"{len(texts)} tokens")
+    require(
+        square,
+        "tokens",
+        expected=f"texts for {tuple(values.shape[1:])} queries and keys",
+        got=f"{len(texts)} tokens",
+    )
     return values, texts, labels, what
 
 
 def _heat(
-    kind: str, values: Tensor, tokens: Sequence[str], names: Sequence[str], limit: float | None, title: str, what: str, *, height: int
+    kind: str,
+    values: Tensor,
+    tokens: Sequence[str],
+    names: Sequence[str],
+    limit: float | None,
+    title: str,
+    what: str,
+    *,
+    height: int,
 ) -> PageView:
     """A heat map view. Keys after the query are hidden where all of them are 0 or -inf."""
     _within(
@@ -244,14 +351,22 @@ def _heat(
     later = values[:, torch.ones(values.shape[1:], dtype=torch.bool).triu(1)]
     causal = bool(((later == 0) | (later == -torch.inf)).all())
     shown = values.tril() if causal else values
-    top = _limit(checks.finite(shown, "attention"), limit if limit is not None or what != "pattern" else 1.0)
+    top = _limit(
+        checks.finite(shown, "attention"), limit if limit is not None or what != "pattern" else 1.0
+    )
     texts = [html.token_text(t) for t in tokens]
     many = {"attentionHeadNames": list(names)} if kind == "AttentionHeads" else {}
     matrix = [[_short(row) for row in head] for head in shown]
     props = {
-        "attention": matrix if many else matrix[0], "tokens": texts, "minValue": -top, "maxValue": top, "positiveColor": POSITIVE,
-        "negativeColor": NEGATIVE, "maskUpperTri": causal, **many,
-    }  # fmt: skip
+        "attention": matrix if many else matrix[0],
+        "tokens": texts,
+        "minValue": -top,
+        "maxValue": top,
+        "positiveColor": POSITIVE,
+        "negativeColor": NEGATIVE,
+        "maskUpperTri": causal,
+        **many,
+    }
     scale = "one scale for all heads" if many else "symmetric scale"
     caption = f"{what} by query (row) and key (column), {len(tokens)} tokens; full colour at {top:.3g}, {scale}{_beyond(shown, top)}"
     page = _page(title, caption, {"view": kind, "props": props, **_scale(shown, top)}, width=560)
@@ -265,8 +380,15 @@ def _within(size: int, most: int, what: str, instead: str) -> None:
 
 def _limit(values: Tensor, limit: float | None) -> float:
     """Value of the full colour."""
-    require(limit is None or (math.isfinite(limit) and limit > 0), "limit", expected="a positive number", got=limit)
-    return float(limit if limit is not None else values.abs().max() if values.numel() else 1.0) or 1.0
+    require(
+        limit is None or (math.isfinite(limit) and limit > 0),
+        "limit",
+        expected="a positive number",
+        got=limit,
+    )
+    return (
+        float(limit if limit is not None else values.abs().max() if values.numel() else 1.0) or 1.0
+    )
 
 
 def _scale(values: Tensor, top: float) -> dict[str, Any]:
@@ -290,7 +412,8 @@ def _running(token: str) -> str:
 
 
 def _lines(texts: Sequence[str], margin: int = 0) -> int:
-    """Height in pixels of wrapped tokens (of buttons, with a margin), at most 260 (the frame scrolls)."""
+    """Height in pixels of wrapped tokens (of buttons, with a margin), at most 260 (the frame
+    scrolls)."""
     width, lines = 0, 1
     for text in texts:
         width += 7 * len(text) + 3 + margin
@@ -303,15 +426,25 @@ def _lines(texts: Sequence[str], margin: int = 0) -> int:
 def _bundle() -> str:
     """circuitsvis's own script from the installed package."""
     spec = importlib.util.find_spec("circuitsvis")
-    path = Path(spec.origin if spec and spec.origin else "circuitsvis").parent / "dist" / "cdn" / "iife.js"
+    path = (
+        Path(spec.origin if spec and spec.origin else "circuitsvis").parent
+        / "dist"
+        / "cdn"
+        / "iife.js"
+    )
     require(
-        path.is_file(), "circuitsvis", expected="an installed package with its script", got=str(path), instead="pip install circuitsvis"
+        path.is_file(),
+        "circuitsvis",
+        expected="an installed package with its script",
+        got=str(path),
+        instead="pip install circuitsvis",
     )
     return compressed(path.read_bytes())
 
 
 def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH - 40) -> str:
-    """The page: ``assets/circuitsvis.html`` with its fields filled in. The nonce is a digest of the data, which no token can know."""
+    """The page: ``assets/circuitsvis.html`` with its fields filled in. The nonce is a digest of the
+    data, which no token can know."""
     raw = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     fields = {
         "NONCE": hashlib.sha256(raw).hexdigest()[:24],
@@ -323,7 +456,11 @@ def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH 
         "DATA": compressed(raw),
         "BUNDLE": _bundle(),
     }
-    parts = (Path(__file__).parent / "assets" / "circuitsvis.html").read_text(encoding="utf-8").split("@")
+    parts = (
+        (Path(__file__).parent / "assets" / "circuitsvis.html")
+        .read_text(encoding="utf-8")
+        .split("@")
+    )
     return "".join(fields[part] if i % 2 else part for i, part in enumerate(parts))
 
 
@@ -333,7 +470,15 @@ def _colours() -> Any:
     return LinearSegmentedColormap.from_list("circuitsvis", [NEGATIVE, "white", POSITIVE])
 
 
-def _maps(values: Tensor, names: Sequence[str], tokens: Sequence[str], top: float, causal: bool, title: str, caption: str) -> View:
+def _maps(
+    values: Tensor,
+    names: Sequence[str],
+    tokens: Sequence[str],
+    top: float,
+    causal: bool,
+    title: str,
+    caption: str,
+) -> View:
     """The heads as images."""
     columns = min(4, len(values))
     side = 4.4 if len(values) == 1 else 2.3
@@ -343,7 +488,13 @@ def _maps(values: Tensor, names: Sequence[str], tokens: Sequence[str], top: floa
     hidden = torch.ones(values.shape[1:], dtype=torch.bool).triu(1) & causal
     image = None
     for axis, head, name in zip(axes, values, names, strict=False):
-        image = axis.imshow(head.masked_fill(hidden, torch.nan).numpy(), cmap=_colours(), vmin=-top, vmax=top, interpolation="nearest")
+        image = axis.imshow(
+            head.masked_fill(hidden, torch.nan).numpy(),
+            cmap=_colours(),
+            vmin=-top,
+            vmax=top,
+            interpolation="nearest",
+        )
         axis.set_facecolor("#ddd")
         axis.set_title(name.replace("$", r"\$"), fontsize=8)
         _ticks(axis, tokens if len(tokens) <= 24 and len(values) == 1 else [])
@@ -352,12 +503,21 @@ def _maps(values: Tensor, names: Sequence[str], tokens: Sequence[str], top: floa
     return View(figure, title=title, caption=caption)
 
 
-def _strip(values: Tensor, names: Sequence[str], tokens: Sequence[str], top: float, title: str, caption: str) -> View:
+def _strip(
+    values: Tensor,
+    names: Sequence[str],
+    tokens: Sequence[str],
+    top: float,
+    title: str,
+    caption: str,
+) -> View:
     """Sources of one query against pattern and terms, the last 40 of them."""
     shown, texts = values[:, -40:].clone(), tokens[-40:]
     shown[0] *= top
     figure, axes = canvas(size=(1.6 + 0.24 * len(texts), 1.1 + 0.22 * len(names)))
-    image = axes[0].imshow(shown.numpy(), cmap=_colours(), vmin=-top, vmax=top, interpolation="nearest", aspect="auto")
+    image = axes[0].imshow(
+        shown.numpy(), cmap=_colours(), vmin=-top, vmax=top, interpolation="nearest", aspect="auto"
+    )
     axes[0].set_yticks(range(len(names)), ["pattern (0 to 1)", *names[1:]], fontsize=7)
     _ticks(axes[0], texts, rows=False)
     axes[0].set_title(title.replace("$", r"\$"), fontsize=8)

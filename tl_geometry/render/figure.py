@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
 """Colour maps that stay readable for colour-blind readers and in print."""
-PARTS = {"pos": "#0072b2", "ctx": "#d55e00", "resid": "#999999", "bias": "#cc79a7", "cvec": "#e69f00", "mean": "#009e73"}
+PARTS = {
+    "pos": "#0072b2",
+    "ctx": "#d55e00",
+    "resid": "#999999",
+    "bias": "#cc79a7",
+    "cvec": "#e69f00",
+    "mean": "#009e73",
+}
 """One colour for each part in every figure (Okabe-Ito)."""
 LONGEST = 80
 """Characters of a label or title."""
@@ -32,7 +39,8 @@ SETTINGS: dict[Any, Any] = {
 
 
 class View:
-    """A drawn figure: shows itself in a notebook, ``save`` writes HTML, PNG, SVG or PDF by the suffix, ``figure`` is matplotlib's own.
+    """A drawn figure: shows itself in a notebook, ``save`` writes HTML, PNG, SVG or PDF by the
+    suffix, ``figure`` is matplotlib's own.
 
     The HTML is one self-contained image with its caption: no script, no network.
     """
@@ -47,7 +55,9 @@ class View:
         import matplotlib
 
         buffer = io.BytesIO()
-        stamp: dict[str, Any] = {"Date": None} if form == "svg" else ({"CreationDate": None} if form == "pdf" else {})
+        stamp: dict[str, Any] = (
+            {"Date": None} if form == "svg" else ({"CreationDate": None} if form == "pdf" else {})
+        )
         with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": "tl_geometry"}):
             self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
         return buffer.getvalue()
@@ -69,7 +79,11 @@ class View:
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {"text/html": self.html(), "image/png": base64.b64encode(self.bytes("png")).decode(), "text/plain": repr(self)}
+        return {
+            "text/html": self.html(),
+            "image/png": base64.b64encode(self.bytes("png")).decode(),
+            "text/plain": repr(self),
+        }
 
     def __repr__(self) -> str:
         width, height = (int(v * 100) for v in self.figure.get_size_inches())
@@ -77,9 +91,15 @@ class View:
 
 
 def canvas(
-    columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (3.2, 2.6), ax: Axes | None = None, **options: Any
+    columns: int = 1,
+    rows: int = 1,
+    *,
+    size: tuple[float, float] = (3.2, 2.6),
+    ax: Axes | None = None,
+    **options: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A new figure with a grid of axes, outside pyplot's global state; or the figure of ``ax``, for drawing into one's own."""
+    """A new figure with a grid of axes, outside pyplot's global state; or the figure of ``ax``, for
+    drawing into one's own."""
     if ax is not None:
         return ax.figure, [ax]  # type: ignore[return-value]
     import matplotlib
@@ -113,19 +133,29 @@ def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     return [v for v in values if v % step == 0]
 
 
-def shades(figure: Figure, axis: Axes | Sequence[Axes], values: Sequence[int], label: str, cmap: str = SEQUENTIAL) -> Any:
-    """A colour for each of the values, with a colour bar where a legend would not fit; call the result with a value."""
+def shades(
+    figure: Figure,
+    axis: Axes | Sequence[Axes],
+    values: Sequence[int],
+    label: str,
+    cmap: str = SEQUENTIAL,
+) -> Any:
+    """A colour for each of the values, with a colour bar where a legend would not fit; call the
+    result with a value."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    scale = ScalarMappable(Normalize(values[0], max(values[-1], values[0] + 1)), matplotlib.colormaps[cmap])
+    scale = ScalarMappable(
+        Normalize(values[0], max(values[-1], values[0] + 1)), matplotlib.colormaps[cmap]
+    )
     figure.colorbar(scale, ax=axis, label=label, shrink=0.8, ticks=whole_ticks(values, 8))  # type: ignore[arg-type]
     return scale.to_rgba
 
 
 def drawable(text: str) -> str:
-    r"""Text as labels can hold it: of some length, no mathematics, and what the font does not have as ``\uXXXX``.
+    r"""Text as labels can hold it: of some length, no mathematics, and what the font does not have
+    as ``\uXXXX``.
 
     >>> print(drawable("a$b\U0001f9e0"))
     a\$b\u1f9e0

@@ -1,4 +1,5 @@
-"""Views of an ensemble of trajectories: the bundle, angles between frames, spectra, truncation, residuals, noise, skipped layers."""
+"""Views of an ensemble of trajectories: the bundle, angles between aligned bases, spectra,
+truncation, residuals, noise, skipped layers."""
 
 from __future__ import annotations
 
@@ -26,28 +27,49 @@ TIME = "coolwarm"
 
 
 def coordinates(
-    ensemble: Trajectories, *, reference: int | None = None, axes: Sequence[int] | None = None, k: int = 3, limit: int = 100, seed: int = 0
+    ensemble: Trajectories,
+    *,
+    reference: int | None = None,
+    axes: Sequence[int] | None = None,
+    k: int = 3,
+    limit: int = 100,
+    seed: int = 0,
 ) -> tuple[Tensor, list[str]]:
     """Paths ``[trajectory state k]`` of at most ``limit`` trajectories and the names of the axes.
 
-    On the first ``k`` singular directions of the ``reference`` state (default the last), or on Cartesian coordinates ``axes``
-    (from 0; the paper shows 268, 218 and 590 of GPT-2-medium).
+    On the first ``k`` singular directions of the ``reference`` state (default the last), or on
+    Cartesian coordinates ``axes`` (from 0; the paper shows 268, 218 and 590 of GPT-2-medium).
     """
     n = len(ensemble)
-    rows = torch.arange(n) if n <= limit else torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:limit].sort().values
+    rows = (
+        torch.arange(n)
+        if n <= limit
+        else torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:limit].sort().values
+    )
     if axes is not None:
         d = ensemble.X.shape[2]
-        require(len(axes) == k and all(0 <= a < d for a in axes), "axes", expected=f"{k} coordinates from 0 to {d - 1}", got=tuple(axes))
+        require(
+            len(axes) == k and all(0 <= a < d for a in axes),
+            "axes",
+            expected=f"{k} coordinates from 0 to {d - 1}",
+            got=tuple(axes),
+        )
         return ensemble.X[rows][:, :, list(axes)].double(), [f"coordinate {a}" for a in axes]
     state = ensemble.states[-1] if reference is None else reference
-    U = top_directions(ensemble.frames(align="none"), ensemble.row(state), k)
+    U = top_directions(ensemble.aligned_bases(align="none"), ensemble.row(state), k)
     return ensemble.X[rows].double() @ U, [f"u{i + 1} of state {state}" for i in range(k)]
 
 
 def bundle_figure(
-    ensemble: Trajectories, *, reference: int | None = None, axes: Sequence[int] | None = None, limit: int = 100, ax: Any = None
+    ensemble: Trajectories,
+    *,
+    reference: int | None = None,
+    axes: Sequence[int] | None = None,
+    limit: int = 100,
+    ax: Any = None,
 ) -> View:
-    """Paths in three dimensions, coloured by layer (Sarfati et al. 2025, Fig. 1). ``ax`` must be a 3-D axis.
+    """Paths in three dimensions, coloured by layer (Sarfati et al. 2025, Fig. 1). ``ax`` must be a
+    3-D axis.
 
     See :func:`tl_geometry.render.space.bundle_3d` for a view that turns.
     """
@@ -59,43 +81,80 @@ def bundle_figure(
     shade = None
     for t, state in enumerate(ensemble.states):
         shade = axis.scatter(
-            *points[:, t].T, c=[state] * len(points), cmap=TIME, vmin=ensemble.states[0], vmax=ensemble.states[-1], s=5, depthshade=False
-        )  # fmt: skip
+            *points[:, t].T,
+            c=[state] * len(points),
+            cmap=TIME,
+            vmin=ensemble.states[0],
+            vmax=ensemble.states[-1],
+            s=5,
+            depthshade=False,
+        )
     axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
     if shade is not None:
-        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, pad=0.15, ticks=whole_ticks(ensemble.states))
+        figure.colorbar(
+            shade, ax=axis, label="state", shrink=0.6, pad=0.15, ticks=whole_ticks(ensemble.states)
+        )
     caption = f"{len(points)} of {len(ensemble)} trajectories; {ensemble.provenance.line()}"
     return View(figure, title="Bundle of trajectories", caption=caption)
 
 
 def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None = None) -> View:
-    """Histogram of the first singular coordinate of every state, one row each: nearly the ensemble mean, far from zero."""
-    frames = ensemble.frames(align="none")
+    """Histogram of the first singular coordinate of every state, one row each: nearly the ensemble
+    mean, far from zero."""
+    aligned = ensemble.aligned_bases(align="none")
     figure, axes = canvas(ax=ax, size=(4.4, max(3.2, 0.16 * len(ensemble.states) + 0.8)))
     for t, state in enumerate(ensemble.states):
-        value = ensemble.X[:, t].double() @ frames.U[t, :, 0]
+        value = ensemble.X[:, t].double() @ aligned.U[t, :, 0]
         value = value * (1 if float(value.mean()) >= 0 else -1)
-        count, edge = torch.histogram(value.cpu() / float(frames.S[t, 0]) * len(ensemble) ** 0.5, bins=bins)
+        count, edge = torch.histogram(
+            value.cpu() / float(aligned.S[t, 0]) * len(ensemble) ** 0.5, bins=bins
+        )
         height = count / count.max()
-        axes[0].fill_between((edge[:-1] + edge[1:]) / 2, state + torch.zeros_like(height), state + 0.9 * height, color="#0072b2", alpha=0.6)
+        axes[0].fill_between(
+            (edge[:-1] + edge[1:]) / 2,
+            state + torch.zeros_like(height),
+            state + 0.9 * height,
+            color="#0072b2",
+            alpha=0.6,
+        )
     axes[0].set(xlabel="u1 coordinate / its root mean square", ylabel="state")
-    return View(figure, title="First singular coordinate", caption=f"height normalised per state; {ensemble.provenance.line()}")
+    return View(
+        figure,
+        title="First singular coordinate",
+        caption=f"height normalised per state; {ensemble.provenance.line()}",
+    )
 
 
-def angle_maps(ensemble: Trajectories, k: int = 4, *, align: str = "greedy", ax: Axes | None = None) -> View:
-    """Degrees between direction i at every two states, one panel for each of the first ``k`` (Sarfati et al. 2025, Fig. 2a)."""
+def angle_maps(
+    ensemble: Trajectories, k: int = 4, *, align: str = "greedy", ax: Axes | None = None
+) -> View:
+    """Degrees between direction i at every two states, one panel for each of the first ``k``
+    (Sarfati et al. 2025, Fig. 2a)."""
     angles = ensemble.angles(k, align=align)
     count = 1 if ax is not None else len(angles)
-    figure, axes = canvas(count, ax=ax, size=(2.3, 2.4), sharey=True) if ax is None else canvas(ax=ax)
+    figure, axes = (
+        canvas(count, ax=ax, size=(2.3, 2.4), sharey=True) if ax is None else canvas(ax=ax)
+    )
     image = None
     for i, axis in enumerate(axes):
-        image = axis.imshow(angles[i].numpy(), vmin=0, vmax=90, cmap=SEQUENTIAL, origin="lower", extent=_extent(ensemble.states))
+        image = axis.imshow(
+            angles[i].numpy(),
+            vmin=0,
+            vmax=90,
+            cmap=SEQUENTIAL,
+            origin="lower",
+            extent=_extent(ensemble.states),
+        )
         axis.set_title(f"direction {i + 1}", fontsize=9)
         axis.set_xlabel("state")
     axes[0].set_ylabel("state")
     if image is not None:
         figure.colorbar(image, ax=axes, label="degrees", shrink=0.8)
-    return View(figure, title="Angles between directions", caption=f"{align} alignment; {ensemble.provenance.line()}")
+    return View(
+        figure,
+        title="Angles between directions",
+        caption=f"{align} alignment; {ensemble.provenance.line()}",
+    )
 
 
 def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
@@ -103,37 +162,56 @@ def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
 
 
 def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
-    """Singular values of every state against rank, log-log; rank 1 (the mean) is left out (Sarfati et al. 2025, Fig. 2b)."""
-    S = ensemble.frames(align="none").S
+    """Singular values of every state against rank, log-log; rank 1 (the mean) is left out (Sarfati
+    et al. 2025, Fig. 2b)."""
+    S = ensemble.aligned_bases(align="none").S
     figure, axes = canvas(ax=ax, size=(4.6, 3.0))
     colour = shades(figure, axes[0], ensemble.states, "state", TIME)
     for t, state in enumerate(ensemble.states):
         values = S[t, 1:512]
-        axes[0].loglog(range(2, 2 + len(values)), values.clamp(min=1e-12), color=colour(state), lw=1)
+        axes[0].loglog(
+            range(2, 2 + len(values)), values.clamp(min=1e-12), color=colour(state), lw=1
+        )
     axes[0].set(xlabel="rank", ylabel="singular value")
-    return View(figure, title="Singular values", caption=f"from rank 2, blue first layers, red last; {ensemble.provenance.line()}")
+    return View(
+        figure,
+        title="Singular values",
+        caption=f"from rank 2, blue first layers, red last; {ensemble.provenance.line()}",
+    )
 
 
 def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
-    """KL against the number of directions kept, with the distance of unrelated chunks (Sarfati et al. 2025, Fig. 2c)."""
+    """KL against the number of directions kept, with the distance of unrelated chunks (Sarfati et
+    al. 2025, Fig. 2c)."""
     require(len(curves) > 0, "curves", expected="at least one", got="none")
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
     for curve in curves:
         name = f"{'held out' if curve.held_out else 'in-sample'}, {curve.where} block, {curve.positions}"
         axes[0].errorbar(curve.K, curve.kl, yerr=2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=name)
     first = curves[0]
-    axes[0].axhline(first.baseline_mean, color="#d55e00", ls="--", lw=1, label="consecutive chunks, mean")
-    axes[0].axhline(first.baseline_median, color="#d55e00", ls=":", lw=1, label="consecutive chunks, median")
+    axes[0].axhline(
+        first.baseline_mean, color="#d55e00", ls="--", lw=1, label="consecutive chunks, mean"
+    )
+    axes[0].axhline(
+        first.baseline_median, color="#d55e00", ls=":", lw=1, label="consecutive chunks, median"
+    )
     axes[0].set_xscale("log", base=2)
     axes[0].set(xlabel="directions kept, K", ylabel="KL (nats)")
     axes[0].legend(fontsize=7)
-    low = f"10% of the mean baseline from K = {first.needed()}" if first.claimed else "no K claimed from fewer chunks than dimensions"
+    low = (
+        f"10% of the mean baseline from K = {first.needed()}"
+        if first.claimed
+        else "no K claimed from fewer chunks than dimensions"
+    )
     caption = f"two standard errors; {low}; {first.provenance.line()}"
     return View(figure, title="Output with K directions", caption=caption)
 
 
 def residual_figure(
-    report: FlowReport, names: Sequence[str] = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis"), *, held_out: bool = True
+    report: FlowReport,
+    names: Sequence[str] = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis"),
+    *,
+    held_out: bool = True,
 ) -> View:
     """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4)."""
     tables = report.held_out if held_out else report.in_sample
@@ -141,35 +219,66 @@ def residual_figure(
     require(not unknown, "names", expected=f"some of {', '.join(tables)}", got=unknown)
     figure, axes = canvas(len(names), size=(2.7, 2.5))
     for axis, name in zip(axes, names, strict=True):
-        image = axis.imshow(tables[name].numpy(), cmap=SEQUENTIAL, origin="lower", extent=_extent(report.states))
+        image = axis.imshow(
+            tables[name].numpy(), cmap=SEQUENTIAL, origin="lower", extent=_extent(report.states)
+        )
         axis.set_title(name.replace("_", " "), fontsize=9)
         axis.set(xlabel="t + τ", ylabel="t")
         figure.colorbar(image, ax=axis, shrink=0.8)
     where = "held out" if held_out else "in-sample"
-    return View(figure, title="Residuals of rotation and stretch", caption=f"{where}; {report.provenance.line()}")
+    return View(
+        figure,
+        title="Residuals of rotation and stretch",
+        caption=f"{where}; {report.provenance.line()}",
+    )
 
 
-def yardstick_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
-    """Held-out relative error of one layer's step by each map: rotation and stretch beside the identity, the best linear map, ..."""
+def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
+    """Held-out relative error of one layer's step by each map: rotation and stretch beside the
+    identity, the best linear map, ..."""
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
-    curves = {"rotation and stretch": report.held_out["relative_error"], **report.yardsticks}
+    curves = {"rotation and stretch": report.held_out["relative_error"], **report.baselines}
     for name, table in curves.items():
         step = table.diagonal(1)
-        axes[0].plot(report.states[1:], step, "o-", ms=3, lw=2 if name == "rotation and stretch" else 1, label=name)
-    axes[0].set(xlabel="t + 1", ylabel="relative error, t to t + 1", ylim=(0, None), xticks=whole_ticks(report.states[1:]))
-    usual = max(float(step.nan_to_num().quantile(0.9)) for step in (v.diagonal(1) for v in curves.values()))
-    if max(float(v.diagonal(1).nan_to_num().max()) for v in curves.values()) > 5 * usual > 0:  # one jump would flatten all the rest
+        axes[0].plot(
+            report.states[1:],
+            step,
+            "o-",
+            ms=3,
+            lw=2 if name == "rotation and stretch" else 1,
+            label=name,
+        )
+    axes[0].set(
+        xlabel="t + 1",
+        ylabel="relative error, t to t + 1",
+        ylim=(0, None),
+        xticks=whole_ticks(report.states[1:]),
+    )
+    usual = max(
+        float(step.nan_to_num().quantile(0.9)) for step in (v.diagonal(1) for v in curves.values())
+    )
+    if (
+        max(float(v.diagonal(1).nan_to_num().max()) for v in curves.values()) > 5 * usual > 0
+    ):  # one jump would flatten all the rest
         axes[0].set_yscale("log")
     axes[0].legend(fontsize=7)
-    return View(figure, title="Maps from one state to the next", caption=f"held out; {report.provenance.line()}")
+    return View(
+        figure,
+        title="Maps from one state to the next",
+        caption=f"held out; {report.provenance.line()}",
+    )
 
 
 def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
-    """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati et al. 2025, Eq. 2)."""
+    """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati
+    et al. 2025, Eq. 2)."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = canvas(ax=ax, size=(4.8, 3.0))
-    table, states = report.in_sample["log_variance"], torch.tensor(report.states, dtype=torch.float64)
+    table, states = (
+        report.in_sample["log_variance"],
+        torch.tensor(report.states, dtype=torch.float64),
+    )
     shade = shades(figure, axes[0], report.states[:-1], "t", TIME)
     for i in range(len(states) - 1):
         colour = shade(report.states[i])
@@ -177,10 +286,19 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
         axes[0].plot(ends, table[i, i + 1 :], "o", ms=3, color=colour)
         for law, style in zip(LAWS, ("-", ":"), strict=True):
             if law in report.laws and (law == "increment" or i == 0):
-                axes[0].plot(ends, report.law(law).variance(states[i].expand_as(ends), ends).log(), style, color=colour, lw=1)
+                axes[0].plot(
+                    ends,
+                    report.law(law).variance(states[i].expand_as(ends), ends).log(),
+                    style,
+                    color=colour,
+                    lw=1,
+                )
     axes[0].set(xlabel="t + τ", ylabel="mean ln variance")
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    said = [f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² {report.law(n).r2:.2f}" for n in report.laws]
+    said = [
+        f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² {report.law(n).r2:.2f}"
+        for n in report.laws
+    ]
     caption = f"colour by t; line: asymptotic law, dotted: increment law; {'; '.join(said)}; {report.provenance.line()}"
     return View(figure, title="Law of the residual variance", caption=caption)
 
@@ -195,13 +313,20 @@ def clouds(
     signs: str = "U",
     limit: int = 1000,
 ) -> View:
-    """True states and their extrapolations on a plane of singular directions of the end state (Sarfati et al. 2025, Fig. 3).
+    """True states and their extrapolations on a plane of singular directions of the end state
+    (Sarfati et al. 2025, Fig. 3).
 
-    A grid: start states down, end states across. Directions of ``train`` make it held out. The paper shows (u2, u3); u1 is the mean.
+    A grid: start states down, end states across. Directions of ``train`` make it held out. The
+    paper shows (u2, u3); u1 is the mean.
     """
-    frames = (train or ensemble).frames(align="greedy")
+    aligned = (train or ensemble).aligned_bases(align="greedy")
     a, b = plane
-    require(1 <= a != b >= 1 and max(a, b) <= frames.rank, "plane", expected=f"two of 1 to {frames.rank}", got=plane)
+    require(
+        1 <= a != b >= 1 and max(a, b) <= aligned.rank,
+        "plane",
+        expected=f"two of 1 to {aligned.rank}",
+        got=plane,
+    )
     figure, axes = canvas(len(end), len(start), size=(2.0, 2.0))
     for axis, (s, e) in zip(axes, [(s, e) for s in start for e in end], strict=True):
         axis.set_xticks([])
@@ -210,8 +335,8 @@ def clouds(
             axis.set_axis_off()
             continue
         i, j = ensemble.row(s), ensemble.row(e)
-        U = top_directions(frames, j, max(plane))[:, [a - 1, b - 1]]
-        moved = flow_map(frames, i, j, signs=signs)(ensemble.X[:limit, i].double()) @ U
+        U = top_directions(aligned, j, max(plane))[:, [a - 1, b - 1]]
+        moved = flow_map(aligned, i, j, signs=signs)(ensemble.X[:limit, i].double()) @ U
         true = ensemble.X[:limit, j].double() @ U
         axis.scatter(*true.T, s=2, color="#0072b2", alpha=0.5, lw=0, label="true")
         axis.scatter(*moved.T, s=2, color="#d55e00", alpha=0.5, lw=0, label="extrapolated")
@@ -223,33 +348,56 @@ def clouds(
         shown.legend(fontsize=6, markerscale=3)
     held = "held out" if train is not None else "in-sample"
     return View(
-        figure, title="True and extrapolated states", caption=f"plane (u{a}, u{b}) of the end state; {held}; {ensemble.provenance.line()}"
+        figure,
+        title="True and extrapolated states",
+        caption=f"plane (u{a}, u{b}) of the end state; {held}; {ensemble.provenance.line()}",
     )
 
 
 def skip_figure(
-    skips: SkipMap, kinds: Sequence[str] | None = None, *, metric: str = "loss_increase", place: str = "pilot", ax: Axes | None = None
+    skips: SkipMap,
+    kinds: Sequence[str] | None = None,
+    *,
+    metric: str = "loss_increase",
+    place: str = "pilot",
+    ax: Axes | None = None,
 ) -> View:
-    """How many layers can be skipped for how much loss: rows the first skipped block, columns the block that goes on; one panel per map.
+    """How many layers can be skipped for how much loss: rows the first skipped block, columns the
+    block that goes on; one panel per map.
 
-    One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``), where it was measured. Of deep models
-    with few of their pairs measured, a line for each map instead, one panel per number of blocks skipped.
+    One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``),
+    where it was measured. Of deep models with few of their pairs measured, a line for each map
+    instead, one panel per number of blocks skipped.
     """
     from matplotlib.ticker import MaxNLocator
 
-    if ax is None and len(skips.table(skips.kinds[0], metric, place=place)) > 9 and len({b - a for a, b in skips.pairs()}) <= 4:
+    if (
+        ax is None
+        and len(skips.table(skips.kinds[0], metric, place=place)) > 9
+        and len({b - a for a, b in skips.pairs()}) <= 4
+    ):
         return _skip_lines(skips, list(kinds or skips.kinds), metric, place)
 
     shown = list(kinds or skips.kinds)
-    figure, axes = canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4)) if ax is None else canvas(ax=ax)
+    figure, axes = (
+        canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4))
+        if ax is None
+        else canvas(ax=ax)
+    )
     tables = [skips.table(k, metric, place=place) for k in shown[: len(axes)]]
-    reference = skips.table("mean", metric, place=place) if "mean" in skips.kinds else torch.stack(tables)
+    reference = (
+        skips.table("mean", metric, place=place) if "mean" in skips.kinds else torch.stack(tables)
+    )
     high = float(reference.nan_to_num().max())
     image = None
     for axis, kind, table in zip(axes, shown, tables, strict=False):
         low, top = (0.0, 1.0) if metric.startswith("top") else (0.0, high)
         image = axis.imshow(
-            table[:-1, 1:].numpy(), cmap=SEQUENTIAL, vmin=low, vmax=top, extent=(0.5, len(table) - 0.5, len(table) - 1.5, -0.5)
+            table[:-1, 1:].numpy(),
+            cmap=SEQUENTIAL,
+            vmin=low,
+            vmax=top,
+            extent=(0.5, len(table) - 0.5, len(table) - 1.5, -0.5),
         )
         axis.set_title(kind, fontsize=9)
         axis.set_xlabel("goes on at block")
@@ -268,7 +416,12 @@ def skip_figure(
                 )
     axes[0].set_ylabel("first block skipped")
     if image is not None:
-        figure.colorbar(image, ax=axes, label=metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""), shrink=0.8)
+        figure.colorbar(
+            image,
+            ax=axes,
+            label=metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""),
+            shrink=0.8,
+        )
     return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
 
 
@@ -286,9 +439,17 @@ def _skip_lines(skips: SkipMap, kinds: Sequence[str], metric: str, place: str) -
             line = skips.table(kind, metric, place=place).diagonal(length)
             axis.plot(range(len(line)), line, "o-", ms=2, lw=2 if kind == "flow" else 1, label=kind)
         if "mean" in kinds and not metric.startswith("top"):
-            axis.set_ylim(None, 1.2 * float(skips.table("mean", metric, place=place).diagonal(length).nan_to_num().max()))
+            axis.set_ylim(
+                None,
+                1.2
+                * float(
+                    skips.table("mean", metric, place=place).diagonal(length).nan_to_num().max()
+                ),
+            )
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
         axis.set_xlabel("first block skipped")
-    axes[0].set_ylabel(metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""))
+    axes[0].set_ylabel(
+        metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else "")
+    )
     axes[0].legend(fontsize=6)
     return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))

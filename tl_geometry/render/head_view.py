@@ -31,9 +31,11 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     """Map of layers and heads: choose the number it shows, click a head for its whole row.
 
     Args:
-        sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head, such as weight geometry.
-        value: column shown at first, by default the share of position. Shares run from -1 to 1, head types from 0 to 1, other columns to
-            their largest absolute value. NaN is hatched, heads that the table does not have are blank.
+        sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head,
+            such as weight geometry.
+        value: column shown at first, by default the share of position. Shares run from -1 to 1,
+            head types from 0 to 1, other columns to their largest absolute value. NaN is hatched,
+            heads that the table does not have are blank.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -60,7 +62,13 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "count": count,
         "cell": cell,
         "canvas": [width, height],
-        "columns": {str(sweep.readable(n)): {"values": [_short(v) for v in x.tolist()], "scale": scale(n, x)} for n, x in columns.items()},
+        "columns": {
+            str(sweep.readable(n)): {
+                "values": [_short(v) for v in x.tolist()],
+                "scale": scale(n, x),
+            }
+            for n, x in columns.items()
+        },
         "words": words,
         "value": str(sweep.readable(chosen)),
         "caption": caption,
@@ -68,11 +76,19 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     entries = -(-(len(columns) + len(words)) // max(1, (max(width, 760) - 24) // 118))
     tall = 128 + height + min(34 * entries, 300) + 18 * math.ceil(len(caption) / 105)
     image = functools.partial(head_grid, sweep, chosen)
-    return PageView(document(name, data, "heads"), title=name, caption=caption, width=max(width, 760) + 24, height=tall, image=image)
+    return PageView(
+        document(name, data, "heads"),
+        title=name,
+        caption=caption,
+        width=max(width, 760) + 24,
+        height=tall,
+        image=image,
+    )
 
 
 def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None) -> View:
-    """The same map as an image for paper, with the number in each cell of a small one. Arguments as :func:`heads`."""
+    """The same map as an image for paper, with the number in each cell of a small one. Arguments as
+    :func:`heads`."""
     pairs, columns = numbers(_table(sweep, "head_grid"))
     name = _chosen(value, columns)
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
@@ -86,28 +102,45 @@ def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None
 
 
 def _table(value: object, what: str) -> Result:
-    """``value`` if it is a result with a row for each head, else an error that says where one comes from."""
+    """``value`` if it is a result with a row for each head, else an error that says where one comes
+    from."""
     if not isinstance(value, Result) or not {"layer", "head"} <= set(value.columns()):
-        got, instead = type(value).__name__, "sweep_heads(model, tokens, basis) or weight_geometry(model, basis)"
-        checks.fail(what, expected="a table with a row for each layer and head", got=got, instead=instead)
+        got, instead = (
+            type(value).__name__,
+            "sweep_heads(model, tokens, basis) or weight_geometry(model, basis)",
+        )
+        checks.fail(
+            what, expected="a table with a row for each layer and head", got=got, instead=instead
+        )
     return value
 
 
 def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tensor, " head"]]]:
-    """The heads of a table with one row for each, and its columns of numbers (those with at least one)."""
+    """The heads of a table with one row for each, and its columns of numbers (those with at least
+    one)."""
     names, rows = list(table.columns()), table.rows()
     kept = {"layer", "head"} <= set(names) and len(rows) > 0
     pairs = [(row[names.index("layer")], row[names.index("head")]) for row in rows] if kept else []
     single = kept and len(set(pairs)) == len(pairs)
-    require(single, "table", expected="one row per layer and head", got=f"{type(table).__name__} of {', '.join(names[:4])}, ...")
+    require(
+        single,
+        "table",
+        expected="one row per layer and head",
+        got=f"{type(table).__name__} of {', '.join(names[:4])}, ...",
+    )
     number = lambda v: isinstance(v, int | float) and not isinstance(v, bool)  # noqa: E731
-    chosen = [i for i, n in enumerate(names) if n not in ("layer", "head") and all(number(row[i]) for row in rows)]
+    chosen = [
+        i
+        for i, n in enumerate(names)
+        if n not in ("layer", "head") and all(number(row[i]) for row in rows)
+    ]
     values = {names[i]: torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in chosen}
     return [(int(str(l)), int(str(h))) for l, h in pairs], values
 
 
 def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
-    """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for others and head types, else to the largest |value|.
+    """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for others and head
+    types, else to the largest |value|.
 
     >>> scale("kl_pos-pos", torch.tensor([0.5, 2.0])), scale("cs_pos-pos", torch.tensor([0.5])), scale("induction", torch.tensor([0.3]))
     ((0.0, 2.0), (-1.0, 1.0), (0.0, 1.0))
@@ -121,14 +154,27 @@ def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
     return (-(high or 1.0) if bool((known < 0).any()) else 0.0, high or 1.0)
 
 
-def draw_map(axis: Axes, heads: Sequence[tuple[int, int]], values: Tensor, title: str, low: float, high: float) -> None:
-    """A map on axes of one's own: signed colours where ``low`` is negative; blank where there is no head or no number."""
+def draw_map(
+    axis: Axes,
+    heads: Sequence[tuple[int, int]],
+    values: Tensor,
+    title: str,
+    low: float,
+    high: float,
+) -> None:
+    """A map on axes of one's own: signed colours where ``low`` is negative; blank where there is no
+    head or no number."""
     layers = sorted({l for l, _ in heads})
     grid = torch.full((len(layers), 1 + max(h for _, h in heads)), torch.nan, dtype=torch.float64)
     for value, (layer, head) in zip(values.tolist(), heads, strict=True):
         grid[layers.index(layer), head] = value
     image = axis.imshow(
-        grid.numpy(), cmap=DIVERGING if low < 0 else SEQUENTIAL, vmin=low, vmax=high, aspect="auto", interpolation="nearest"
+        grid.numpy(),
+        cmap=DIVERGING if low < 0 else SEQUENTIAL,
+        vmin=low,
+        vmax=high,
+        aspect="auto",
+        interpolation="nearest",
     )
     axis.set_title(drawable(title), fontsize=9)
     axis.set_xlabel("head")
@@ -139,7 +185,15 @@ def draw_map(axis: Axes, heads: Sequence[tuple[int, int]], values: Tensor, title
         value = float(grid[row, column])
         bright = abs(value) < 0.6 * high if low < 0 else value > (low + high) / 2
         text = f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
-        axis.text(column, row, text, ha="center", va="center", fontsize=6.5, color="black" if bright else "white")
+        axis.text(
+            column,
+            row,
+            text,
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color="black" if bright else "white",
+        )
     axis.figure.colorbar(image, ax=axis, shrink=0.8)
 
 

@@ -1,4 +1,5 @@
-"""Views of the measures of position and context: spectra, Fourier blocks, planes, incoherence, every measure with its nulls."""
+"""Views of the measures of position and context: spectra, Fourier blocks, planes, incoherence,
+every measure with its nulls."""
 
 from __future__ import annotations
 
@@ -13,14 +14,38 @@ from tl_geometry.base.html import visible
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import positional
 from tl_geometry.measures.reports import ContextualReport, PositionalReport, StateMeasures
-from tl_geometry.render.figure import DIVERGING, PARTS, SEQUENTIAL, View, canvas, drawable, shades, whole_ticks
+from tl_geometry.render.figure import (
+    DIVERGING,
+    PARTS,
+    SEQUENTIAL,
+    View,
+    canvas,
+    drawable,
+    shades,
+    whole_ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NULLS = {"shuffled": "#d55e00", "noise": "#999999", "isotropic": "#009e73", "random": "#009e73", "flipped": "#cc79a7"}
+NULLS = {
+    "shuffled": "#d55e00",
+    "noise": "#999999",
+    "isotropic": "#009e73",
+    "random": "#009e73",
+    "flipped": "#cc79a7",
+}
 """One colour for each null in every figure (Okabe-Ito)."""
-POSITIONAL = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture", "roughness", "split_half")
+POSITIONAL = (
+    "rank",
+    "stable_rank",
+    "relative_norm",
+    "low_frequency",
+    "smoothness",
+    "fracture",
+    "roughness",
+    "split_half",
+)
 """Measures of a positional report that are drawn unless others are named."""
 CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw")
 """Measures of a contextual report that are drawn unless others are named."""
@@ -48,10 +73,13 @@ def singular_values(
     seed: int = 0,
     ax: Axes | None = None,
 ) -> View:
-    """Leading singular values of P, Cvec and R, one panel per state (Song & Zhong 2023, Fig. 3 left).
+    """Leading singular values of P, Cvec and R, one panel per state (Song & Zhong 2023, Fig. 3
+    left).
 
-    ``adjust`` makes their sizes comparable (:func:`tl_geometry.measures.positional.singular_value_profiles`): ``"sqrt_C"`` takes all rows, from
-    second moments; ``"first_context"`` and ``"subsample"`` take as many rows as P has, from the sampled contexts.
+    ``adjust`` makes their sizes comparable
+    (:func:`tl_geometry.measures.positional.singular_value_profiles`): ``"sqrt_C"`` takes all rows,
+    from second moments; ``"first_context"`` and ``"subsample"`` take as many rows as P has, from
+    the sampled contexts.
     """
     checks.choice(adjust, positional.ADJUSTMENTS, "adjust")
     rows = _some(basis.states, states, 1 if ax is not None else 4)
@@ -60,51 +88,91 @@ def singular_values(
         pos = basis.pos[row]
         if adjust == "sqrt_C":
             ctx = None if basis.ctx is None else basis.ctx[row]
-            spectra = positional.spectra_from_moments(pos, basis.second_moment(basis.states[row]), basis.contexts, ctx, top=top)
+            spectra = positional.spectra_from_moments(
+                pos, basis.second_moment(basis.states[row]), basis.contexts, ctx, top=top
+            )
         else:
             if basis.samples is None:
-                fail("basis", expected="sampled contexts", got="none", instead='adjust="sqrt_C", or decompose(..., keep=32)')
+                fail(
+                    "basis",
+                    expected="sampled contexts",
+                    got="none",
+                    instead='adjust="sqrt_C", or decompose(..., keep=32)',
+                )
             h = basis.samples[:, row, slice(*basis.window)].double()
-            spectra = positional.singular_value_profiles(pos, h - basis.mean[row] - pos, adjust=adjust, top=top, seed=seed)
+            spectra = positional.singular_value_profiles(
+                pos, h - basis.mean[row] - pos, adjust=adjust, top=top, seed=seed
+            )
         for name, colour in (("P", PARTS["pos"]), ("Cvec", PARTS["cvec"]), ("R", PARTS["resid"])):
             if name in spectra:
                 values = spectra[name]
                 kept = values > 1e-9 * values[0]
-                axis.semilogy(torch.arange(1, len(values) + 1)[kept], values[kept], ".-", ms=3, lw=0.8, color=colour, label=name)
+                axis.semilogy(
+                    torch.arange(1, len(values) + 1)[kept],
+                    values[kept],
+                    ".-",
+                    ms=3,
+                    lw=0.8,
+                    color=colour,
+                    label=name,
+                )
         axis.set_title(f"state {basis.states[row]}", fontsize=9)
         axis.set_xlabel("index")
     axes[0].set_ylabel("singular value")
     axes[0].legend(fontsize=7)
-    return View(figure, title="Singular values", caption=f"of P, Cvec and R, sizes matched by {adjust}; {basis.provenance.line()}")
+    return View(
+        figure,
+        title="Singular values",
+        caption=f"of P, Cvec and R, sizes matched by {adjust}; {basis.provenance.line()}",
+    )
 
 
-def fourier(report: PositionalReport, *, states: Sequence[int] | None = None, skip_constant: bool = False) -> View:
-    """Leading block of the 2-D cosine transform of the cosines between positions, a panel per state (Song & Zhong 2023, Fig. 3 right).
+def fourier(
+    report: PositionalReport, *, states: Sequence[int] | None = None, skip_constant: bool = False
+) -> View:
+    """Leading block of the 2-D cosine transform of the cosines between positions, a panel per state
+    (Song & Zhong 2023, Fig. 3 right).
 
-    Mass in the top left corner means that positions lie on a smooth curve. ``skip_constant`` leaves out frequency 0.
+    Mass in the top left corner means that positions lie on a smooth curve. ``skip_constant`` leaves
+    out frequency 0.
     """
     rows = _some(report.states, states, 6)
     block = report.fourier[rows][:, int(skip_constant) :, int(skip_constant) :]
     limit = float(block.nan_to_num().abs().amax()) or 1.0
     first, last = int(skip_constant) - 0.5, report.fourier.shape[-1] - 0.5
-    look: dict[str, Any] = {"cmap": DIVERGING, "vmin": -limit, "vmax": limit, "extent": (first, last, last, first)}
+    look: dict[str, Any] = {
+        "cmap": DIVERGING,
+        "vmin": -limit,
+        "vmax": limit,
+        "extent": (first, last, last, first),
+    }
     figure, axes = canvas(len(rows), size=(1.9, 2.1))
     image = None
     for axis, row, values in zip(axes, rows, block, strict=True):
         image = axis.imshow(values.numpy(), interpolation="nearest", **look)
-        axis.set_title(f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8)
+        axis.set_title(
+            f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8
+        )
         axis.set_xlabel("frequency")
         axis.set_xticks(whole_ticks(range(int(skip_constant), report.fourier.shape[-1]), 6))
     figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")
     caption = f"shared colour limits; the percentage is the share of the first {report.fourier.shape[-1]} frequencies"
-    return View(figure, title="Fourier transform of the positional cosines", caption=f"{caption}; {report.provenance.line()}")
+    return View(
+        figure,
+        title="Fourier transform of the positional cosines",
+        caption=f"{caption}; {report.provenance.line()}",
+    )
 
 
-def planes(basis: PositionContext, *, states: Sequence[int] | None = None, contexts: int = 10) -> View:
-    """Positional vectors and cvec of a few contexts on the two leading directions of P, not centred again (Song & Zhong 2023, Fig. 1).
+def planes(
+    basis: PositionContext, *, states: Sequence[int] | None = None, contexts: int = 10
+) -> View:
+    """Positional vectors and cvec of a few contexts on the two leading directions of P, not centred
+    again (Song & Zhong 2023, Fig. 1).
 
-    Context vectors are grey; where they scatter as widely as the coloured curve, position does not dominate this plane.
+    Context vectors are grey; where they scatter as widely as the coloured curve, position does not
+    dominate this plane.
     """
     rows = _some(basis.states, states, 7)
     figure, axes = canvas(len(rows), size=(2.0, 2.1))
@@ -124,12 +192,25 @@ def planes(basis: PositionContext, *, states: Sequence[int] | None = None, conte
     axes[0].set_ylabel("u2")
     which = "" if len(rows) == len(basis.states) else f"{len(rows)} of {len(basis.states)} states; "
     caption = f"{which}pos (colour by position) and cvec of {contexts} contexts (grey) on the two leading directions of pos"
-    return View(figure, title="Position and context in the plane of pos", caption=f"{caption}; {basis.provenance.line()}")
+    return View(
+        figure,
+        title="Position and context in the plane of pos",
+        caption=f"{caption}; {basis.provenance.line()}",
+    )
 
 
 def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
     value, error = report[name], report.errors.get(name)
-    axis.errorbar(report.states, value, yerr=None if error is None else error.nan_to_num(), color="k", marker="o", ms=3, lw=1, capsize=2)
+    axis.errorbar(
+        report.states,
+        value,
+        yerr=None if error is None else error.nan_to_num(),
+        color="k",
+        marker="o",
+        ms=3,
+        lw=1,
+        capsize=2,
+    )
     for key, null in report.nulls.items():
         measure, kind = key.split("|")
         if measure == name:
@@ -141,8 +222,11 @@ def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
         axis.legend(fontsize=6)
 
 
-def measure_curves(report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None) -> View:
-    """Measures over the states, with jackknife errors (bars) and nulls (dashed); what lies on a null is no finding."""
+def measure_curves(
+    report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None
+) -> View:
+    """Measures over the states, with jackknife errors (bars) and nulls (dashed); what lies on a
+    null is no finding."""
     usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
@@ -152,21 +236,31 @@ def measure_curves(report: StateMeasures, names: Sequence[str] | None = None, *,
         _draw(axis, report, name)
     for axis in axes[len(chosen) :]:
         axis.set_visible(False)
-    return View(figure, title="Measures by state", caption=f"bars: jackknife errors; dashed: nulls; {report.provenance.line()}")
+    return View(
+        figure,
+        title="Measures by state",
+        caption=f"bars: jackknife errors; dashed: nulls; {report.provenance.line()}",
+    )
 
 
 def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
-    """Mean and largest |cos| between positional and context vectors, beside random directions and sign-flipped coordinates."""
+    """Mean and largest |cos| between positional and context vectors, beside random directions and
+    sign-flipped coordinates."""
     figure, axes = canvas(2 if ax is None else 1, ax=ax, size=(3.2, 2.4))
     for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=False):
         _draw(axis, report, name)
         axis.set_ylim(bottom=0)
     caption = "tables in the paper hold averages, its definition is the maximum; at the line of random directions it is chance"
-    return View(figure, title="Incoherence of position and context", caption=f"{caption}; {report.provenance.line()}")
+    return View(
+        figure,
+        title="Incoherence of position and context",
+        caption=f"{caption}; {report.provenance.line()}",
+    )
 
 
 def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) -> View:
-    """A measure against the number of contexts, a line per state: what still moves at the right end depends on the size of the corpus."""
+    """A measure against the number of contexts, a line per state: what still moves at the right end
+    depends on the size of the corpus."""
     require(
         name in report.curve,
         "learning_curve",
@@ -176,21 +270,42 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
     figure, axes = canvas(ax=ax, size=(4.2, 2.8))
     shade = shades(figure, axes[0], report.states, "state")
     for i, state in enumerate(report.states):
-        axes[0].semilogx(report.curve_contexts, report.curve[name][:, i].numpy(), "o-", ms=3, lw=1, color=shade(state))
+        axes[0].semilogx(
+            report.curve_contexts,
+            report.curve[name][:, i].numpy(),
+            "o-",
+            ms=3,
+            lw=1,
+            color=shade(state),
+        )
     axes[0].set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
     axes[0].minorticks_off()
     axes[0].set_xlabel("contexts")
     axes[0].set_ylabel(name.replace("_", " "))
-    return View(figure, title=f"{name} and the size of the corpus", caption=f"means over disjoint blocks; {report.provenance.line()}")
+    return View(
+        figure,
+        title=f"{name} and the size of the corpus",
+        caption=f"means over disjoint blocks; {report.provenance.line()}",
+    )
 
 
-def similarity(report: ContextualReport, *, state: int | None = None, ax: Axes | None = None) -> View:
-    """Mean |cos| between the context vectors of every pair of documents, of one state (by default the middle one)."""
+def similarity(
+    report: ContextualReport, *, state: int | None = None, ax: Axes | None = None
+) -> View:
+    """Mean |cos| between the context vectors of every pair of documents, of one state (by default
+    the middle one)."""
     if report.similarity is None:
-        fail("similarity", expected="a report with documents", got="none", instead="contextual_report(basis, labels=...)")
+        fail(
+            "similarity",
+            expected="a report with documents",
+            got="none",
+            instead="contextual_report(basis, labels=...)",
+        )
     row = len(report.states) // 2 if state is None else _some(report.states, [state], 1)[0]
     figure, axes = canvas(ax=ax, size=(3.6, 3.0))
-    image = axes[0].imshow(report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest")
+    image = axes[0].imshow(
+        report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest"
+    )
     count = report.similarity.shape[-1]
     if 0 < len(report.names) == count <= 12:
         names = [drawable(visible(name)[-NAMED:]) for name in report.names]
@@ -202,4 +317,6 @@ def similarity(report: ContextualReport, *, state: int | None = None, ax: Axes |
     figure.colorbar(image, ax=axes[0], label="mean |cos|", shrink=0.8)
     axes[0].set_title(f"state {report.states[row]}", fontsize=9)
     caption = "pairs of different windows; the diagonal is within a document"
-    return View(figure, title="Similarity of documents", caption=f"{caption}; {report.provenance.line()}")
+    return View(
+        figure, title="Similarity of documents", caption=f"{caption}; {report.provenance.line()}"
+    )

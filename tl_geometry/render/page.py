@@ -1,7 +1,9 @@
-"""Interactive figures: one self-contained page each, shown in a sandboxed frame, with an image for where no script may run.
+"""Interactive figures: one self-contained page each, shown in a sandboxed frame, with an image for
+where no script may run.
 
-A page holds its own script and style, no address, and a content policy that lets exactly that script run and nothing be fetched. What
-comes from outside (tokens, names) is JSON in which ``<``, ``>`` and ``&`` are escaped; the script writes it as text, never as markup.
+A page holds its own script and style, no address, and a content policy that lets exactly that
+script run and nothing be fetched. What comes from outside (tokens, names) is JSON in which ``<``,
+``>`` and ``&`` are escaped; the script writes it as text, never as markup.
 """
 
 from __future__ import annotations
@@ -24,10 +26,27 @@ FALLBACK = 300_000
 
 
 class PageView:
-    """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline, or a PNG, SVG or PDF of ``image``."""
+    """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline,
+    or a PNG, SVG or PDF of ``image``."""
 
-    def __init__(self, page: str, *, title: str, caption: str, width: int, height: int, image: Callable[[], View] | None = None) -> None:
-        self.page, self.title, self.caption, self.width, self.height, self.image = page, title, caption, width, height, image
+    def __init__(
+        self,
+        page: str,
+        *,
+        title: str,
+        caption: str,
+        width: int,
+        height: int,
+        image: Callable[[], View] | None = None,
+    ) -> None:
+        self.page, self.title, self.caption, self.width, self.height, self.image = (
+            page,
+            title,
+            caption,
+            width,
+            height,
+            image,
+        )
 
     def html(self) -> str:
         """The page in a frame of its own and of fixed size, so that several live side by side."""
@@ -37,7 +56,8 @@ class PageView:
         return f'<div style="overflow-x:auto">{frame}</div>'
 
     def save(self, path: str | Path) -> Path:
-        """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an image, and return the path."""
+        """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an
+        image, and return the path."""
         path = Path(path)
         if path.suffix.lower() == ".html":
             path.write_text(self.page, encoding="utf-8")
@@ -47,18 +67,27 @@ class PageView:
         return self.image().save(path)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        png = {} if self.image is None else {"image/png": base64.b64encode(small_png(self.image(), FALLBACK)).decode()}
+        png = (
+            {}
+            if self.image is None
+            else {"image/png": base64.b64encode(small_png(self.image(), FALLBACK)).decode()}
+        )
         return {"text/html": self.html(), **png, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
         size = len(self.html().encode()) / 1000
-        return f"{self.title} ({size:.0f} kB of HTML, {self.width} x {self.height} px): {self.caption}"
+        return (
+            f"{self.title} ({size:.0f} kB of HTML, {self.width} x {self.height} px): {self.caption}"
+        )
 
 
 def document(title: str, data: Mapping[str, Any], script: str) -> str:
     """The page that runs ``assets/<script>.js`` on ``data``."""
     assets = files("tl_geometry.render") / "assets"
-    style, helpers, body = ((assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", f"{script}.js"))
+    style, helpers, body = (
+        (assets / name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.js", f"{script}.js")
+    )
     code = f"'use strict';\n{helpers}{body}"
     allowed = f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
@@ -78,11 +107,16 @@ def _shown(value: Any) -> Any:
         return html.visible(value)
     if isinstance(value, Mapping):
         return {_shown(k): _shown(v) for k, v in value.items()}
-    return [_shown(v) for v in value] if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float) else value
+    return (
+        [_shown(v) for v in value]
+        if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float)
+        else value
+    )
 
 
 def small_png(view: View, limit: int) -> bytes:
-    """The image of a figure in at most ``limit`` bytes: of 128 colours, and of fewer pixels where that is not enough."""
+    """The image of a figure in at most ``limit`` bytes: of 128 colours, and of fewer pixels where
+    that is not enough."""
     raw = view.bytes("png")
     if len(raw) <= limit:
         return raw
@@ -93,7 +127,9 @@ def small_png(view: View, limit: int) -> bytes:
     while True:
         size = (round(whole.width * scale), round(whole.height * scale))
         buffer = io.BytesIO()
-        small = whole.resize(size, Image.Resampling.BOX).quantize(128, method=Image.Quantize.FASTOCTREE)
+        small = whole.resize(size, Image.Resampling.BOX).quantize(
+            128, method=Image.Quantize.FASTOCTREE
+        )
         small.save(buffer, format="png")
         if buffer.tell() <= limit or min(size) < 50:
             return buffer.getvalue()

@@ -26,10 +26,12 @@ def bundle_3d(
     hide_last: bool = False,
     seed: int = 0,
 ) -> PageView:
-    """Paths of at most ``limit`` trajectories over (u1, u2, u3) of a reference state, turned by dragging, zoomed by scrolling.
+    """Paths of at most ``limit`` trajectories over (u1, u2, u3) of a reference state, turned by
+    dragging, zoomed by scrolling.
 
-    ``axes`` takes three Cartesian coordinates in place of singular directions; ``hide_last`` leaves out the last state, which often
-    dwarfs the others. Coordinates are scaled by the largest and rounded to four digits.
+    ``axes`` takes three Cartesian coordinates in place of singular directions; ``hide_last`` leaves
+    out the last state, which often dwarfs the others. Coordinates are scaled by the largest and
+    rounded to four digits.
     """
     points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit, seed=seed)
     states = list(ensemble.states)
@@ -38,11 +40,24 @@ def bundle_3d(
     image = functools.partial(bundle_figure, ensemble, reference=reference, axes=axes, limit=limit)
     said = f"{len(points)} of {len(ensemble)} trajectories"
     labels = [f"trajectory {i}" for i in range(len(points))]
-    return _page("Bundle of trajectories", points, states, names, labels, said, ensemble.provenance.line(), image, marked=False)
+    return _page(
+        "Bundle of trajectories",
+        points,
+        states,
+        names,
+        labels,
+        said,
+        ensemble.provenance.line(),
+        image,
+        marked=False,
+    )
 
 
-def sphere_3d(paths: TokenPaths, context: int = 0, positions: Sequence[int] | None = None) -> PageView:
-    """Paths of tokens through the layers on the norm's sphere, turned by dragging; the last state is labelled by its token."""
+def sphere_3d(
+    paths: TokenPaths, context: int = 0, positions: Sequence[int] | None = None
+) -> PageView:
+    """Paths of tokens through the layers on the norm's sphere, turned by dragging; the last state
+    is labelled by its token."""
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
     chosen = checks.indices(positions, length, "positions")
@@ -52,7 +67,17 @@ def sphere_3d(paths: TokenPaths, context: int = 0, positions: Sequence[int] | No
     image = functools.partial(sphere_paths, paths, context, positions)
     said = f"states on the unit sphere, axes ({paths.method}) fitted on {paths.fitted_on}"
     states = range(points.shape[1])
-    return _page("Paths on the sphere", points, states, names, labels, said, paths.provenance.line(), image, marked=True)
+    return _page(
+        "Paths on the sphere",
+        points,
+        states,
+        names,
+        labels,
+        said,
+        paths.provenance.line(),
+        image,
+        marked=True,
+    )
 
 
 def _page(
@@ -78,4 +103,11 @@ def _page(
         "marked": marked,
         "caption": caption,
     }
-    return PageView(document(title, data, "paths"), title=title, caption=caption, width=784, height=600, image=image)
+    return PageView(
+        document(title, data, "paths"),
+        title=title,
+        caption=caption,
+        width=784,
+        height=600,
+        image=image,
+    )

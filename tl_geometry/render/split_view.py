@@ -1,8 +1,10 @@
-"""The signed terms of attention scores: every term, their total and the pattern of some heads, linked, on one symmetric scale.
+"""The signed terms of attention scores: every term, their total and the pattern of some heads,
+linked, on one symmetric scale.
 
-1. Some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`; terms are taken one by one, or summed to four groups.
-2. Beyond ``max_cells`` tokens a side, block maxima; then quantisation (:mod:`tl_geometry.render.cells`), coarser where the page would
-   be too large.
+1. Some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`; terms are taken one
+   by one, or summed to four groups.
+2. Beyond ``max_cells`` tokens a side, block maxima; then quantisation
+   (:mod:`tl_geometry.render.cells`), coarser where the page would be too large.
 3. The page (``assets/split.js``) draws them; matplotlib draws the image from the same numbers.
 """
 
@@ -32,7 +34,8 @@ from tl_geometry.scores.terms import group_of
 
 Term = tuple[str, str]
 GROUPS = ("position", "position-content", "content-position", "content")
-"""Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the query side, on both."""
+"""Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the
+query side, on both."""
 SIZES = (2_000_000, 4_000_000)
 """Bytes of the page: of up to four planes, of more."""
 ROWS, LABELLED = 12, 24
@@ -55,35 +58,44 @@ def split(
     max_bytes: int | None = None,
     title: str | None = None,
 ) -> PageView:
-    """The signed terms of one or several heads, their total and the pattern, with linked reading, on one symmetric scale.
+    """The signed terms of one or several heads, their total and the pattern, with linked reading,
+    on one symmetric scale.
 
-    Move over a cell to read query token, key token, every plane, the total and the pattern there; click a query, or a token of the
-    text, to colour its sources in the text by any plane; choose the head and the end of the colour scale above.
+    Move over a cell to read query token, key token, every plane, the total and the pattern there;
+    click a query, or a token of the text, to colour its sources in the text by any plane; choose
+    the head and the end of the colour scale above.
 
     Args:
         split: from :func:`tl_geometry.split_scores`.
         heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; all by default.
         context: which prompt. tokens: their texts (a split knows those of its first prompt).
-        planes: ``"groups"``: ``position``, ``position-content`` (query part first), ``content-position`` and ``content``, which sum to the
-            total; ``"terms"``: all nine or sixteen; or names of groups and terms. Groups by default, terms if the parts are your own.
-        center: subtract the mean over the allowed keys from each row of each plane: what the softmax sees.
-        limit: value of the full colour on all planes and heads; by default the largest, unless more than twice the 99th percentile.
-            What lies beyond it is marked. The pattern has its own scale from 0 to 1.
+        planes: ``"groups"``: ``position``, ``position-content`` (query part first),
+            ``content-position`` and ``content``, which sum to the total; ``"terms"``: all nine or
+            sixteen; or names of groups and terms. Groups by default, terms if the parts are your
+            own.
+        center: subtract the mean over the allowed keys from each row of each plane: what the
+            softmax sees.
+        limit: value of the full colour on all planes and heads; by default the largest, unless more
+            than twice the 99th percentile. What lies beyond it is marked. The pattern has its own
+            scale from 0 to 1.
         query: the query chosen at first, by default the last.
-        max_cells: more tokens are shown as block maxima (of the absolute value, with its sign). max_bytes: size of the page
-            (2 MB for up to four planes, else 4 MB), kept by coarser steps, then by larger blocks.
+        max_cells: more tokens are shown as block maxima (of the absolute value, with its sign).
+            max_bytes: size of the page (2 MB for up to four planes, else 4 MB), kept by coarser
+            steps, then by larger blocks.
 
-    What is read is within half a quantisation step of the split: float16 up to 64 tokens, else int8 of each plane's largest value. The
-    caption has the step, the closing error, and what is beyond the scale or not a number (hatched).
+    What is read is within half a quantisation step of the split: float16 up to 64 tokens, else int8
+    of each plane's largest value. The caption has the step, the reconstruction error, and what is
+    beyond the scale or not a number (hatched).
 
-    Raises ``GeometryError`` for heads, contexts and planes that the split does not have, and where ``max_bytes`` cannot be kept.
+    Raises ``GeometryError`` for heads, contexts and planes that the split does not have, and where
+    ``max_bytes`` cannot be kept.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> basis = tlg.decompose(model, tlg.zoo.default_windows(model, 16, n=8), progress=False)
     >>> scores = tlg.split_scores(model, "for i in range(3):", basis, heads="L1H0", prepend_bos=True)
     >>> view = split(scores)  # in a notebook this shows it; view.save("split.html") writes a page that opens offline
-    >>> view.title, "closing error" in view.caption
+    >>> view.title, "reconstruction error" in view.caption
     ('Split of the scores of L1H0', True)
     """
     if not isinstance(split, ScoreSplit):
@@ -125,17 +137,31 @@ def planes_of(split: ScoreSplit, planes: str | Sequence[str] | None) -> dict[str
     if all(group_of(name) for name in terms):
         side = lambda part: "content" if part in CONTEXT_PARTS else "position"  # noqa: E731
         for name in GROUPS:
-            members = [(a, b) for a, b in split.terms if name in (f"{side(a)}-{side(b)}", side(a) if side(a) == side(b) else None)]
+            members = [
+                (a, b)
+                for a, b in split.terms
+                if name in (f"{side(a)}-{side(b)}", side(a) if side(a) == side(b) else None)
+            ]
             groups |= {name: members} if members else {}
     if planes is None:
         return groups or terms
     if isinstance(planes, str) and planes in ("groups", "terms"):
-        require(planes == "terms" or groups, "planes", expected="'terms', or names of terms", got="'groups' of parts of your own")
+        require(
+            planes == "terms" or groups,
+            "planes",
+            expected="'terms', or names of terms",
+            got="'groups' of parts of your own",
+        )
         return groups if planes == "groups" else terms
     known = {**groups, **terms}
     wanted = [planes] if isinstance(planes, str) else list(planes)
     unknown = [p for p in wanted if p not in known]
-    require(wanted and not unknown, "planes", expected=f"'groups', 'terms' or some of {', '.join(known)}", got=unknown or "none")
+    require(
+        wanted and not unknown,
+        "planes",
+        expected=f"'groups', 'terms' or some of {', '.join(known)}",
+        got=unknown or "none",
+    )
     return {p: known[p] for p in wanted}
 
 
@@ -147,8 +173,11 @@ class Drawn(NamedTuple):
     block: int
 
 
-def draw_planes(split: ScoreSplit, planes: dict[str, list[Term]], block: int = 1, center: bool = False) -> Drawn:
-    """The planes of the first context, then the total and the pattern, as block maxima, for all heads of the split."""
+def draw_planes(
+    split: ScoreSplit, planes: dict[str, list[Term]], block: int = 1, center: bool = False
+) -> Drawn:
+    """The planes of the first context, then the total and the pattern, as block maxima, for all
+    heads of the split."""
     allowed = split.allowed.expand(len(split.heads), -1, -1)
     shown: list[Tensor] = []
     for members in planes.values():
@@ -157,7 +186,9 @@ def draw_planes(split: ScoreSplit, planes: dict[str, list[Term]], block: int = 1
     if center:
         shown = [row_center(x, allowed) for x in shown]
     reduced = [cells.block_maxima(x, allowed, block) for x in (*shown, split.pattern()[0])]
-    return Drawn(torch.stack(reduced, 1).double().cpu(), cells.any_allowed(allowed, block).cpu(), block)
+    return Drawn(
+        torch.stack(reduced, 1).double().cpu(), cells.any_allowed(allowed, block).cpu(), block
+    )
 
 
 def _rows(split: ScoreSplit, heads: Sequence[Head] | Head | None) -> list[int]:
@@ -166,7 +197,13 @@ def _rows(split: ScoreSplit, heads: Sequence[Head] | Head | None) -> list[int]:
     layers, count = (1 + max(h[i] for h in split.heads) for i in (0, 1))
     pairs = checks.heads(heads, layers, count)
     missing = [p for p in pairs if p not in split.heads]
-    require(not missing, "heads", expected=f"some of {split.heads}", got=missing, instead="split_scores(..., heads=...)")
+    require(
+        not missing,
+        "heads",
+        expected=f"some of {split.heads}",
+        got=missing,
+        instead="split_scores(..., heads=...)",
+    )
     return [split.heads.index(p) for p in pairs]
 
 
@@ -192,7 +229,13 @@ def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> lis
     texts = list(split.str_tokens) if tokens is None and context == 0 else list(tokens or ())
     if not texts and tokens is None:
         return [str(i) for i in range(length)]
-    require(len(texts) == length, "tokens", expected=f"{length} texts", got=len(texts), instead="tokens=model.to_str_tokens(...)")
+    require(
+        len(texts) == length,
+        "tokens",
+        expected=f"{length} texts",
+        got=len(texts),
+        instead="tokens=model.to_str_tokens(...)",
+    )
     return [str(t) for t in texts]
 
 
@@ -232,34 +275,61 @@ def _page(
         "canvas": [width, grid],
         "limit": top,
         "high": high,
-        "query": (len(texts) - 1 if query is None else checks.index(query, len(texts), "query")) // drawn.block,
+        "query": (len(texts) - 1 if query is None else checks.index(query, len(texts), "query"))
+        // drawn.block,
         "caption": caption,
         **packed.fields,
     }
     buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / max(width, 760))
-    text = min(180, 24 * (1 + sum(len(html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])))
+    text = min(
+        180,
+        24 * (1 + sum(len(html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])),
+    )
     height = 164 + grid + 34 * (readings + buttons) + text + 18 * math.ceil(len(caption) / 105)
     image = functools.partial(_image, split, names, places, drawn, texts, top, title, caption)
-    return PageView(document(title, data, "split"), title=title, caption=caption, width=max(width, 760) + 24, height=height, image=image)
+    return PageView(
+        document(title, data, "split"),
+        title=title,
+        caption=caption,
+        width=max(width, 760) + 24,
+        height=height,
+        image=image,
+    )
 
 
 def _limit(drawn: Drawn, limit: float | None) -> tuple[float, float]:
     """Value of the full colour, and the largest absolute value."""
-    shown = drawn.values[:, :-1][drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)]
+    shown = drawn.values[:, :-1][
+        drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)
+    ]
     sizes = shown[torch.isfinite(shown)].abs()
     high = float(sizes.max()) if len(sizes) else 0.0
-    require(limit is None or (math.isfinite(limit) and limit > 0), "limit", expected="a positive number", got=limit)
-    usual = 2 * float(sizes.kthvalue(max(1, math.ceil(0.99 * len(sizes)))).values) if len(sizes) else 0.0
+    require(
+        limit is None or (math.isfinite(limit) and limit > 0),
+        "limit",
+        expected="a positive number",
+        got=limit,
+    )
+    usual = (
+        2 * float(sizes.kthvalue(max(1, math.ceil(0.99 * len(sizes)))).values)
+        if len(sizes)
+        else 0.0
+    )
     return (limit or (min(high, usual) if usual > 0 else high) or 1.0), high or 1.0
 
 
-def _layout(split: ScoreSplit, planes: dict[str, list[Term]]) -> tuple[int, int, list[tuple[int, int]]]:
-    """Rows and columns of the grid, and the place of each plane: query part down, key part across, total and pattern at the right."""
+def _layout(
+    split: ScoreSplit, planes: dict[str, list[Term]]
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """Rows and columns of the grid, and the place of each plane: query part down, key part across,
+    total and pattern at the right."""
     names = list(planes)
     parts = split.parts
     if names == [f"{a}-{b}" for a, b in split.terms]:
         side = len(parts)
-        places = [(i // side, i % side) for i in range(side * side)] + ([(2, side)] if len(names) > side * side else [])
+        places = [(i // side, i % side) for i in range(side * side)] + (
+            [(2, side)] if len(names) > side * side else []
+        )
     else:
         side = 2 if len(names) == 4 else min(3, len(names))
         places = [(i // side, i % side) for i in range(len(names))]
@@ -268,22 +338,42 @@ def _layout(split: ScoreSplit, planes: dict[str, list[Term]]) -> tuple[int, int,
 
 
 def _caption(
-    split: ScoreSplit, planes: dict[str, list[Term]], drawn: Drawn, packed: cells.Payload, tokens: int, top: float, center: bool
+    split: ScoreSplit,
+    planes: dict[str, list[Term]],
+    drawn: Drawn,
+    packed: cells.Payload,
+    tokens: int,
+    top: float,
+    center: bool,
 ) -> str:
     shown = drawn.values[drawn.allowed[:, None].expand_as(drawn.values)].reshape(-1)
-    scores = drawn.values[:, :-1][drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)]
-    beyond, holes = int((scores.abs() > top * (1 + 1e-9)).sum()), int((~torch.isfinite(shown)).sum())
+    scores = drawn.values[:, :-1][
+        drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)
+    ]
+    beyond, holes = (
+        int((scores.abs() > top * (1 + 1e-9)).sum()),
+        int((~torch.isfinite(shown)).sum()),
+    )
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
     whole = {t for members in planes.values() for t in members} == set(split.terms)
-    form = "float16" if packed.exact else f"int8 in {2 * packed.fields['levels'] + 1} steps of each plane's largest value"
-    checks = split.closing.checks.items()
-    error, bound, what = max(((e, b, n) for n, (e, b) in checks), key=lambda c: c[0] / max(c[1], 1e-300), default=(None, None, ""))
+    form = (
+        "float16"
+        if packed.exact
+        else f"int8 in {2 * packed.fields['levels'] + 1} steps of each plane's largest value"
+    )
+    checks = split.reconstruction.checks.items()
+    error, bound, what = max(
+        ((e, b, n) for n, (e, b) in checks),
+        key=lambda c: c[0] / max(c[1], 1e-300),
+        default=(None, None, ""),
+    )
     said = [
         f"{'row-centred' if center else 'raw'} scores by query (down) and key (across), {tokens} tokens",
-        f"full colour at {top:.3g} on every plane and head" + (f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""),
+        f"full colour at {top:.3g} on every plane and head"
+        + (f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""),
         "pattern from 0 to 1",
         f"{form}: read within {largest * packed.half_step:.1g}",
-        "" if error is None else f"closing error {error:.1e} ({what}; allowed {bound:.1e})",
+        "" if error is None else f"reconstruction error {error:.1e} ({what}; allowed {bound:.1e})",
         "" if whole else "some of the terms: they do not sum to the total",
         ""
         if drawn.block == 1
@@ -304,7 +394,8 @@ def _image(
     title: str,
     caption: str,
 ) -> View:
-    """The panels of one head in their grid, or a row of panels for each head, from the numbers that the page shows."""
+    """The panels of one head in their grid, or a row of panels for each head, from the numbers that
+    the page shows."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -315,7 +406,10 @@ def _image(
     rows, columns = (1 + max(p[i] for panels in at for p in panels) for i in (0, 1))
     high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
     signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
-    shades = ScalarMappable(Normalize(-top, top), signed), ScalarMappable(Normalize(0, 1), SEQUENTIAL)
+    shades = (
+        ScalarMappable(Normalize(-top, top), signed),
+        ScalarMappable(Normalize(0, 1), SEQUENTIAL),
+    )
     sheet = np.zeros(((rows - 1) * high + n, (columns - 1) * wide + n, 4), dtype=np.uint8)
     for row, panels in enumerate(at):
         for i, (r, c) in enumerate(panels):
@@ -323,7 +417,9 @@ def _image(
                 drawn.values[row, i], drawn.allowed[row], shades[names[i] == "pattern"]
             )
     inch = 2.1 if single else 1.0
-    figure, axes = canvas(size=(1.15 * inch * columns + 0.8, inch * rows * high / n + (0.7 if single else 0.2)))
+    figure, axes = canvas(
+        size=(1.15 * inch * columns + 0.8, inch * rows * high / n + (0.7 if single else 0.2))
+    )
     axis = axes[0]
     axis.imshow(sheet, interpolation="nearest")
     for spine in axis.spines.values():
@@ -331,18 +427,35 @@ def _image(
     for name, (r, c) in zip(names, at[0], strict=True):
         axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
     every = -(-len(texts) // LABELLED)
-    labels = [drawable(html.token_text(t)) for t in texts[::every]] if single and drawn.block == 1 else []
+    labels = (
+        [drawable(html.token_text(t)) for t in texts[::every]]
+        if single and drawn.block == 1
+        else []
+    )
     ticks = range(0, len(texts), every) if labels else ()
     named = [f"L{l}H{h}" for l, h in split.heads[:count]]
     below = [c for r, c in at[0] if r == rows - 1]
-    axis.set_xticks([c * wide + t for c in below for t in ticks], labels * len(below), rotation=90, fontsize=5)
+    axis.set_xticks(
+        [c * wide + t for c in below for t in ticks], labels * len(below), rotation=90, fontsize=5
+    )
     if single:
-        axis.set_yticks([r * high + t for r in range(rows) for t in ticks], labels * rows, fontsize=5)
+        axis.set_yticks(
+            [r * high + t for r in range(rows) for t in ticks], labels * rows, fontsize=5
+        )
     else:
         axis.set_yticks([r * high + n / 2 for r in range(rows)], named, fontsize=8)
     axis.tick_params(length=0)
     for shade, label, ends in ((shades[1], "pattern", "neither"), (shades[0], "score", "both")):
-        figure.colorbar(shade, ax=axis, label=label, shrink=min(1.0, 3 / (inch * rows)), fraction=0.05, pad=0.02, aspect=25, extend=ends)
+        figure.colorbar(
+            shade,
+            ax=axis,
+            label=label,
+            shrink=min(1.0, 3 / (inch * rows)),
+            fraction=0.05,
+            pad=0.02,
+            aspect=25,
+            extend=ends,
+        )
     more = f"; {count} of {len(split.heads)} heads" if count < len(split.heads) else ""
     return View(figure, title=title, caption=caption + more)
 

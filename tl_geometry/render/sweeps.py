@@ -11,16 +11,24 @@ from tl_geometry.scores.sweep import SweepTable
 def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     """Shares of position, content and mixed terms for every head; each triple adds up to one.
 
-    ``share`` is ``"cs"`` (of the covariance over all cells) or ``"gs"`` (gain: of where attention goes).
+    ``share`` is ``"cs"`` (of the covariance over all cells) or ``"gs"`` (gain: of where attention
+    goes).
     """
-    about = {"cs": ("Shares of the score", "covariance shares"), "gs": ("Shares of the gain", "gain shares (of where attention goes)")}
+    about = {
+        "cs": ("Shares of the score", "covariance shares"),
+        "gs": ("Shares of the gain", "gain shares (of where attention goes)"),
+    }
     title, said = about[choice(share, tuple(about), "share")]
     values = {"cs": sweep.group_cs, "gs": sweep.group_gs}[share]
     figure, axes = canvas(len(sweep.groups), size=(3.4, _height(sweep)))
     for column, (axis, group) in enumerate(zip(axes, sweep.groups, strict=True)):
         draw_map(axis, sweep.heads, values[:, column], f"share of {group}", -1.0, 1.0)
     axes[0].set_ylabel("layer")
-    return View(figure, title=title, caption=f"{said}, summing to one over the panels; {sweep.provenance.line()}")
+    return View(
+        figure,
+        title=title,
+        caption=f"{said}, summing to one over the panels; {sweep.provenance.line()}",
+    )
 
 
 def _height(sweep: SweepTable) -> float:
@@ -29,10 +37,22 @@ def _height(sweep: SweepTable) -> float:
 
 
 def head_types(sweep: SweepTable) -> View:
-    """Head-type scores on repeated random tokens for every head; uniform attention's score stands in each title."""
+    """Head-type scores on repeated random tokens for every head; uniform attention's score stands
+    in each title."""
     names = [n for n in ("previous", "induction", "duplicate") if n in sweep.types]
     figure, axes = canvas(len(names), size=(3.4, _height(sweep)))
     for axis, name in zip(axes, names, strict=True):
-        draw_map(axis, sweep.heads, sweep.types[name], f"{name} (uniform {sweep.baselines[name]:.2f})", 0.0, 1.0)
+        draw_map(
+            axis,
+            sweep.heads,
+            sweep.types[name],
+            f"{name} (uniform {sweep.baselines[name]:.2f})",
+            0.0,
+            1.0,
+        )
     axes[0].set_ylabel("layer")
-    return View(figure, title="Head types", caption=f"mean attention paid on repeated random tokens; {sweep.provenance.line()}")
+    return View(
+        figure,
+        title="Head types",
+        caption=f"mean attention paid on repeated random tokens; {sweep.provenance.line()}",
+    )

@@ -20,16 +20,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def weight_blocks(geometry: WeightGeometry, heads: Iterable[Head] | Head | None = None, *, size: int = 60, ax: Axes | None = None) -> View:
-    """Each head's diagonal (red) and rotated off-diagonal block above the threshold (blue), in absolute value (Song & Zhong 2023, Fig. 5).
+def weight_blocks(
+    geometry: WeightGeometry,
+    heads: Iterable[Head] | Head | None = None,
+    *,
+    size: int = 60,
+    ax: Axes | None = None,
+) -> View:
+    """Each head's diagonal (red) and rotated off-diagonal block above the threshold (blue), in
+    absolute value (Song & Zhong 2023, Fig. 5).
 
-    One panel per head, by default those of the first layer; red cells show the first ``size`` entries of diag(W) in the model's
-    coordinates, blue cells the first ``size`` directions of the basis, each scaled to its head's largest value. The dashed
-    frame is the k x k block.
+    One panel per head, by default those of the first layer; red cells show the first ``size``
+    entries of diag(W) in the model's coordinates, blue cells the first ``size`` directions of the
+    basis, each scaled to its head's largest value. The dashed frame is the k x k block.
     """
     n_layers, n_heads = 1 + max(l for l, _ in geometry.heads), 1 + max(h for _, h in geometry.heads)
-    chosen = list(checks.heads(heads, n_layers, n_heads, geometry.layers[0] if heads is None else None))
-    require(ax is None or len(chosen) == 1, "ax", expected="one head when drawing into ax", got=f"{len(chosen)} heads")
+    chosen = list(
+        checks.heads(heads, n_layers, n_heads, geometry.layers[0] if heads is None else None)
+    )
+    require(
+        ax is None or len(chosen) == 1,
+        "ax",
+        expected="one head when drawing into ax",
+        got=f"{len(chosen)} heads",
+    )
     rows = [geometry.head(pair) for pair in chosen]
     columns = min(4, len(rows))
     figure, axes = canvas(columns, -(-len(rows) // columns), ax=ax, size=(2.1, 2.2))
@@ -51,7 +65,11 @@ def weight_blocks(geometry: WeightGeometry, heads: Iterable[Head] | Head | None 
     for axis in axes[len(rows) :] if ax is None else ():
         axis.axis("off")
     caption = f"red: |diag(W_{geometry.kind})|; blue: rotated entries above the threshold; dashed: k x k; above: concentration over chance"
-    return View(figure, title=f"Diagonal and block of W_{geometry.kind}", caption=f"{caption}; {geometry.provenance.line()}")
+    return View(
+        figure,
+        title=f"Diagonal and block of W_{geometry.kind}",
+        caption=f"{caption}; {geometry.provenance.line()}",
+    )
 
 
 def _pictures(geometry: WeightGeometry, rows: Sequence[int], size: int) -> torch.Tensor:
@@ -67,10 +85,15 @@ def _pictures(geometry: WeightGeometry, rows: Sequence[int], size: int) -> torch
     return (1 - scaled(block) * (1 - blue)) * (1 - scaled(diagonal) * (1 - red))
 
 
-def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None) -> View:
-    """Cumulative share of the singular values of each head, one line per head and one colour per layer."""
+def coverage_curves(
+    readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None
+) -> View:
+    """Cumulative share of the singular values of each head, one line per head and one colour per
+    layer."""
     present = sorted({l for l, _ in readout.heads})
-    chosen = checks.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
+    chosen = (
+        checks.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
+    )
     require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
     figure, axes = canvas(ax=ax, size=(4.8, 3.0))
     steps = range(1, readout.values.shape[1] + 1)
@@ -78,7 +101,9 @@ def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = 
     for (layer, _), curve in zip(readout.heads, readout.coverage, strict=True):
         if layer in chosen:
             axes[0].plot(steps, curve, color=shade(layer), lw=0.8)
-    axes[0].plot(steps, [s / len(steps) for s in steps], "k:", lw=0.8, label="equal singular values")
+    axes[0].plot(
+        steps, [s / len(steps) for s in steps], "k:", lw=0.8, label="equal singular values"
+    )
     axes[0].set_xlabel("singular directions")
     axes[0].set_ylabel("share of their sum")
     axes[0].legend(fontsize=7)
@@ -89,25 +114,50 @@ def coverage_curves(readout: TokenReadout, layers: Iterable[int] | int | None = 
     )
 
 
-def sphere_paths(paths: TokenPaths, context: int = 0, positions: Sequence[int] | None = None, *, ax: Axes | None = None) -> View:
-    """Paths of tokens through the layers in three dimensions, colour by state, the last state labelled by its token."""
+def sphere_paths(
+    paths: TokenPaths,
+    context: int = 0,
+    positions: Sequence[int] | None = None,
+    *,
+    ax: Axes | None = None,
+) -> View:
+    """Paths of tokens through the layers in three dimensions, colour by state, the last state
+    labelled by its token."""
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
     chosen = checks.indices(positions, length, "positions")
     figure, axes = canvas(ax=ax, size=(5.2, 4.6), subplot_kw={"projection": "3d"})
     axis: Any = axes[0]
-    require(hasattr(axis, "get_zlim"), "ax", expected="axes with projection='3d'", got=type(axis).__name__)
+    require(
+        hasattr(axis, "get_zlim"),
+        "ax",
+        expected="axes with projection='3d'",
+        got=type(axis).__name__,
+    )
     points = paths.coordinates[context]
     shade = None
     for t in chosen:
         x, y, z = points[t].unbind(-1)
         axis.plot(x, y, z, color="#8888", lw=0.8)
         shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
-        axis.text(float(x[-1]), float(y[-1]), float(z[-1]), drawable(html.token_text(paths.str_tokens[context][t])), fontsize=7)
+        axis.text(
+            float(x[-1]),
+            float(y[-1]),
+            float(z[-1]),
+            drawable(html.token_text(paths.str_tokens[context][t])),
+            fontsize=7,
+        )
     for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
         label(f"{paths.method} {n}")
     if shade is not None:
-        figure.colorbar(shade, ax=axis, label="state", shrink=0.6, pad=0.12, ticks=whole_ticks(range(points.shape[1])))
+        figure.colorbar(
+            shade,
+            ax=axis,
+            label="state",
+            shrink=0.6,
+            pad=0.12,
+            ticks=whole_ticks(range(points.shape[1])),
+        )
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
     caption = f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; {paths.provenance.line()}"
     return View(figure, title="Paths on the sphere", caption=caption)
@@ -117,11 +167,17 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     """Change in next-token loss when W_QK is replaced by each part of it."""
     figure, axes = canvas(ax=ax, size=(4.4, 2.8))
     change = effect.loss - effect.clean_loss
-    colours = ["#999999" if part in ("random", "none", "whole") else "#0072b2" for part in effect.parts]
+    colours = [
+        "#999999" if part in ("random", "none", "whole") else "#0072b2" for part in effect.parts
+    ]
     axes[0].bar(effect.parts, change.tolist(), color=colours)
     axes[0].axhline(0, color="k", lw=0.6)
     axes[0].tick_params(axis="x", labelrotation=30)
     axes[0].set_ylabel("change in loss (nats)")
-    heads = f"{len(effect.heads)} heads" if len(effect.heads) > 4 else ", ".join(f"L{l}H{h}" for l, h in effect.heads)
+    heads = (
+        f"{len(effect.heads)} heads"
+        if len(effect.heads) > 4
+        else ", ".join(f"L{l}H{h}" for l, h in effect.heads)
+    )
     caption = f"W_QK of {heads} replaced; loss of the model {effect.clean_loss:.3f}; grey: controls; {effect.provenance.line()}"
     return View(figure, title="Surrogates of W_QK", caption=caption)

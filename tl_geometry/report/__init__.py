@@ -1,8 +1,10 @@
-"""The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors results and ``run.json``.
+"""The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors
+results and ``run.json``.
 
-A section is a function ``section(analysis) -> Section`` in a module of this package, named in :data:`SECTIONS` in reading order, with
-``estimate(analysis) -> float``, the seconds that it takes at full size. To add one, write both and add its name. A section never
-returns nothing: what it cannot do is a card that says why (:class:`Draft`). It is written as soon as it is finished.
+A section is a function ``section(analysis) -> Section`` in a module of this package, named in
+:data:`SECTIONS` in reading order, with ``estimate(analysis) -> float``, the seconds that it takes
+at full size. To add one, write both and add its name. A section never returns nothing: what it
+cannot do is a card that says why (:class:`Draft`). It is written as soon as it is finished.
 """
 
 from __future__ import annotations
@@ -33,15 +35,25 @@ TITLES = {
     "flow": "Trajectories as a flow",
 }
 """Section -> its title."""
-WEIGHTS = {"decompose": 26.0, "overview": 1.0, "basis": 12.0, "heads": 24.0, "measures": 9.0, "weights": 8.0, "flow": 28.0}
+WEIGHTS = {
+    "decompose": 26.0,
+    "overview": 1.0,
+    "basis": 12.0,
+    "heads": 24.0,
+    "measures": 9.0,
+    "weights": 8.0,
+    "flow": 28.0,
+}
 """Share of the time that each stage may take, measured on a model of 30 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of a forward pass for each token, without and with the output head, and of a singular value decomposition.
+    """Seconds of a forward pass for each token, without and with the output head, and of a singular
+    value decomposition.
 
-    The last is for each ``rows * columns * min(rows, columns)``: how fast this machine, as busy as it is, does linear algebra.
+    The last is for each ``rows * columns * min(rows, columns)``: how fast this machine, as busy as
+    it is, does linear algebra.
     """
 
     token: float = 0.0
@@ -53,8 +65,8 @@ class Costs:
 class Analysis:
     """What sections are made from: the model, the tokens, the basis, and the time that there is.
 
-    ``embedded`` says that this is the embedded model, which has an untrained twin; ``smaller`` are remarks on what was made smaller
-    to keep the budget.
+    ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
+    are remarks on what was made smaller to keep the budget.
     """
 
     model: Any
@@ -72,7 +84,9 @@ class Analysis:
         """``count`` windows at even distances."""
         import torch
 
-        return self.windows[torch.linspace(0, len(self.windows) - 1, min(count, len(self.windows))).long()]
+        return self.windows[
+            torch.linspace(0, len(self.windows) - 1, min(count, len(self.windows))).long()
+        ]
 
 
 def make(analysis: Analysis, name: str) -> Section:
@@ -82,7 +96,10 @@ def make(analysis: Analysis, name: str) -> Section:
         analysis.clock.begin(name, estimate(analysis, name), title)
         return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
     except GeometryError as error:
-        return Section(title=title, figures=[Card(kind="refused", what="this section", why=" ".join(str(error).split()))])
+        return Section(
+            title=title,
+            figures=[Card(kind="refused", what="this section", why=" ".join(str(error).split()))],
+        )
     except Exception as error:
         return Section(title=title, figures=[failure("this section", error)])
 
@@ -93,15 +110,26 @@ def estimate(analysis: Analysis, name: str) -> float:
 
 
 def write(
-    analysis: Analysis, out: Path, *, command: Sequence[str] = (), names: Sequence[str] = SECTIONS, folder: Folder | None = None
+    analysis: Analysis,
+    out: Path,
+    *,
+    command: Sequence[str] = (),
+    names: Sequence[str] = SECTIONS,
+    folder: Folder | None = None,
 ) -> dict[str, Any]:
-    """Write the report into ``out``, each section as it is finished, and return the summary that is also written as ``run.json``.
+    """Write the report into ``out``, each section as it is finished, and return the summary that is
+    also written as ``run.json``.
 
-    Sections that ``folder`` knows to be finished are not made again. ``summary["failed"]`` names the sections with an unexpected error.
+    Sections that ``folder`` knows to be finished are not made again. ``summary["failed"]`` names
+    the sections with an unexpected error.
     """
     folder = folder or Folder(out, analysis.view.name, command=command, versions=versions())
-    folder.describe(analysis.basis.provenance, notes=(*analysis.notes, *analysis.smaller), names=names)
-    analysis.clock.expect({name: estimate(analysis, name) for name in names if not folder.has(name)})
+    folder.describe(
+        analysis.basis.provenance, notes=(*analysis.notes, *analysis.smaller), names=names
+    )
+    analysis.clock.expect(
+        {name: estimate(analysis, name) for name in names if not folder.has(name)}
+    )
     for name in names:
         if folder.has(name):
             analysis.clock.skip(name)
@@ -128,6 +156,19 @@ def versions() -> dict[str, str]:
 
 
 __all__ = [
-    "SECTIONS", "TITLES", "WEIGHTS", "Analysis", "Card", "Clock", "Costs", "Draft", "Figure", "Folder", "Section", "make", "upright",
-    "versions", "write",
-]  # fmt: skip
+    "SECTIONS",
+    "TITLES",
+    "WEIGHTS",
+    "Analysis",
+    "Card",
+    "Clock",
+    "Costs",
+    "Draft",
+    "Figure",
+    "Folder",
+    "Section",
+    "make",
+    "upright",
+    "versions",
+    "write",
+]

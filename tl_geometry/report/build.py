@@ -1,4 +1,5 @@
-"""From the arguments of ``tl-geometry report`` to an :class:`~tl_geometry.report.Analysis`: load, choose sizes, cut, decompose."""
+"""From the arguments of ``tl-geometry report`` to an :class:`~tl_geometry.report.Analysis`: load,
+choose sizes, cut, decompose."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ from tl_geometry.report.folder import Folder
 CONTEXTS, LENGTH, BUDGET = 1024, 512, 600.0
 """Windows of the corpus, longest window and seconds, where the user does not say."""
 ENOUGH, SHORTEST = 256, 128
-"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the time of the decomposition."""
+"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the time of the
+decomposition."""
 TIMED = 512
 """Tokens of the forward pass that is timed."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
-"""Bytes that position sums may take before windows are halved, and bytes of the contexts that are kept whole."""
+"""Bytes that position sums may take before windows are halved, and bytes of the contexts that are
+kept whole."""
 GROUPS = 8
 
 
@@ -62,23 +65,47 @@ class Request:
 
     def loading(self) -> dict[str, Any]:
         """Options of :func:`load_model`."""
-        return {"kind": self.kind, "processed": self.processed, "dtype": self.dtype, "device": self.device}
+        return {
+            "kind": self.kind,
+            "processed": self.processed,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
 
     def settings(self, view: ModelView, texts: Sequence[str]) -> dict[str, Any]:
-        """Everything that the numbers depend on, but for the tokens: what a run to be gone on with must share."""
-        told = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("corpus", "sections", "model")}
+        """Everything that the numbers depend on, but for the tokens: what a run to be gone on with
+        must share."""
+        told = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("corpus", "sections", "model")
+        }
         text = hashlib.sha256("\0".join(texts).encode(errors="replace")).hexdigest()[:16]
-        return told | {"version": __version__, "model": view.name, "fingerprint": view.fingerprint, "text": text}
+        return told | {
+            "version": __version__,
+            "model": view.name,
+            "fingerprint": view.fingerprint,
+            "text": text,
+        }
 
 
-def load_model(name: str | None, *, kind: str, processed: bool, dtype: str, device: str, trained: bool = True) -> Any:
-    """The model that a command names: a TransformerLens name, a local directory, ``smollm2``, ``minilm``, or the embedded model."""
+def load_model(
+    name: str | None, *, kind: str, processed: bool, dtype: str, device: str, trained: bool = True
+) -> Any:
+    """The model that a command names: a TransformerLens name, a local directory, ``smollm2``,
+    ``minilm``, or the embedded model."""
     choice(kind, CLASSES, "--class")
     choice(dtype, DTYPES, "--dtype")
     if name is None:
         model = zoo.embedded(kind=kind, trained=trained, processed=processed)
-        return model.to(device).to(getattr(torch, dtype)) if (device, dtype) != ("cpu", "float32") else model
-    return zoo.by_name(name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device)
+        return (
+            model.to(device).to(getattr(torch, dtype))
+            if (device, dtype) != ("cpu", "float32")
+            else model
+        )
+    return zoo.by_name(
+        name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,8 +123,15 @@ class Texts:
         if not corpus:
             found = zoo.corpus.held_out_documents()
             notes = (found.note,) if found.note else ()
-            return Texts(texts=found.texts, names=found.names, label="held-out standard-library modules", notes=notes)
-        texts, names = read_texts(corpus, encoding, binary="tl-geometry fit for a .npy file of token ids")
+            return Texts(
+                texts=found.texts,
+                names=found.names,
+                label="held-out standard-library modules",
+                notes=notes,
+            )
+        texts, names = read_texts(
+            corpus, encoding, binary="tl-geometry fit for a .npy file of token ids"
+        )
         return Texts(texts=tuple(texts), names=tuple(names), label=", ".join(names))
 
 
@@ -111,19 +145,42 @@ def token_source(
     bos: bool | None,
     seed: int,
 ) -> TokenWindows | np.ndarray:
-    """Tokens that a command names: all windows of its texts, or a ``.npy`` file of ids ``[context position]``, left on the disk."""
+    """Tokens that a command names: all windows of its texts, or a ``.npy`` file of ids
+    ``[context position]``, left on the disk."""
     if not corpus or corpus[0].suffix != ".npy":
         view, texts = as_view(model), Texts.of(corpus, encoding)
         size = length or min(view.n_ctx, LENGTH)
-        return corpus_windows(view, texts, contexts=contexts, length=size, bos=bos, seed=seed, most=None)
-    require(len(corpus) == 1 and corpus[0].is_file(), "--corpus", expected="one existing .npy file", got=", ".join(map(str, corpus)))
-    require(length is None and bos is None, "--length, --bos", expected="none with a token file", got="some", instead="text files")
+        return corpus_windows(
+            view, texts, contexts=contexts, length=size, bos=bos, seed=seed, most=None
+        )
+    require(
+        len(corpus) == 1 and corpus[0].is_file(),
+        "--corpus",
+        expected="one existing .npy file",
+        got=", ".join(map(str, corpus)),
+    )
+    require(
+        length is None and bos is None,
+        "--length, --bos",
+        expected="none with a token file",
+        got="some",
+        instead="text files",
+    )
     try:
         ids = np.load(corpus[0], mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        fail("--corpus", expected="a .npy file of token ids", got=f"{corpus[0].name} ({' '.join(str(error).split())[:120]})")
+        fail(
+            "--corpus",
+            expected="a .npy file of token ids",
+            got=f"{corpus[0].name} ({' '.join(str(error).split())[:120]})",
+        )
     rows = len(ids) if getattr(ids, "ndim", 0) else 0
-    require(contexts is None or contexts <= rows, "--contexts", expected=f"at most {rows}, the rows of the file", got=contexts)
+    require(
+        contexts is None or contexts <= rows,
+        "--contexts",
+        expected=f"at most {rows}, the rows of the file",
+        got=contexts,
+    )
     return ids[:contexts]
 
 
@@ -137,20 +194,34 @@ def corpus_windows(
     seed: int,
     most: int | None = CONTEXTS,
 ) -> TokenWindows:
-    """Windows of the documents: ``contexts`` of them, or at most ``most``, a seeded choice in the order of the corpus."""
+    """Windows of the documents: ``contexts`` of them, or at most ``most``, a seeded choice in the
+    order of the corpus."""
     require(2 <= length <= view.n_ctx, "--length", expected=f"2 to {view.n_ctx} tokens", got=length)
     prepend = view.bos_id is not None if bos is None else bos
-    everything = windows(view, corpus.texts, length, prepend_bos=prepend, labels=corpus.names, seed=seed, corpus=corpus.label)
+    everything = windows(
+        view,
+        corpus.texts,
+        length,
+        prepend_bos=prepend,
+        labels=corpus.names,
+        seed=seed,
+        corpus=corpus.label,
+    )
     n = min(len(everything), contexts or most or len(everything))
     if contexts is not None and contexts > len(everything):
         expected = f"at most {len(everything)} windows of {length} tokens in this corpus"
         fail("--contexts", expected=expected, got=contexts, instead="more --corpus")
-    kept = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))[:n].sort().values
+    kept = (
+        torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))[:n]
+        .sort()
+        .values
+    )
     return everything[kept]
 
 
 def token_cost(view: ModelView, tokens: torch.Tensor, *, logits: bool = False) -> float:
-    """Seconds for each token of a forward pass of about 512 tokens, after a short one that warms up."""
+    """Seconds for each token of a forward pass of about 512 tokens, after a short one that warms
+    up."""
     rows, hook = tokens[: max(1, TIMED // tokens.shape[1])], {view.state_hooks[-1]: lambda h: None}
     view.run(rows[:1, :8], hook, logits=logits)
     started = time.perf_counter()
@@ -166,13 +237,22 @@ def measured_costs(view: ModelView, tokens: torch.Tensor, token: float | None = 
     torch.linalg.svdvals(square)
     started = time.perf_counter()
     torch.linalg.svd(square)
-    return Costs(token=token, output=max(token, output), svd=(time.perf_counter() - started) / 256**3)
+    return Costs(
+        token=token, output=max(token, output), svd=(time.perf_counter() - started) / 256**3
+    )
 
 
-def choose_sizes(request: Request, view: ModelView, corpus: Texts, clock: Clock) -> tuple[TokenWindows, Costs, tuple[str, ...]]:
-    """Windows that the decomposition can take in its time, the cost of a token, and what was made smaller for it."""
+def choose_sizes(
+    request: Request, view: ModelView, corpus: Texts, clock: Clock
+) -> tuple[TokenWindows, Costs, tuple[str, ...]]:
+    """Windows that the decomposition can take in its time, the cost of a token, and what was made
+    smaller for it."""
     length = request.length or min(view.n_ctx, LENGTH)
-    options: dict[str, Any] = {"contexts": request.contexts, "bos": request.bos, "seed": request.seed}
+    options: dict[str, Any] = {
+        "contexts": request.contexts,
+        "bos": request.bos,
+        "seed": request.seed,
+    }
     found = corpus_windows(view, corpus, length=length, **options)
     token = token_cost(view, found.tokens)
     usual, wanted = length, len(found)
@@ -185,7 +265,13 @@ def choose_sizes(request: Request, view: ModelView, corpus: Texts, clock: Clock)
         found = corpus_windows(view, corpus, length=length, **options)
         wanted = len(found)  # a token of a shorter window costs less, if anything
     costs = measured_costs(view, found.tokens, token if length == usual else None)
-    smaller = [f"windows of {length} tokens in place of {usual}, to keep the budget of {span(clock.budget)}"] if length < usual else []
+    smaller = (
+        [
+            f"windows of {length} tokens in place of {usual}, to keep the budget of {span(clock.budget)}"
+        ]
+        if length < usual
+        else []
+    )
     if request.contexts is None:
         fit = max(min(32, wanted), clock.fits(1.1 * costs.token * length, wanted, 1))
         if fit < wanted:
@@ -200,33 +286,52 @@ def kept_samples(view: ModelView, length: int) -> int:
 
 
 def basis_of(
-    view: ModelView, tokens: TokenWindows, folder: Folder, settings: dict[str, Any], *, seed: int, resume: bool
+    view: ModelView,
+    tokens: TokenWindows,
+    folder: Folder,
+    settings: dict[str, Any],
+    *,
+    seed: int,
+    resume: bool,
 ) -> PositionContext:
-    """The basis of the windows: that of a stopped run of the same settings, or computed now and saved."""
+    """The basis of the windows: that of a stopped run of the same settings, or computed now and
+    saved."""
     out = folder.out
     kept, checkpoint = out / "basis.safetensors", out / "checkpoint.safetensors"
     if resume and kept.is_file():
         try:
             basis = PositionContext.load(kept)
             basis.check_model(view)
-            if basis.provenance.token_hash == tokens.token_hash and basis.provenance.seed in (None, seed):
+            if basis.provenance.token_hash == tokens.token_hash and basis.provenance.seed in (
+                None,
+                seed,
+            ):
                 return basis
         except GeometryError:
             pass  # of another model or version: computed again
     if not resume:
         checkpoint.unlink(missing_ok=True)
     samples = kept_samples(view, tokens.tokens.shape[1])
-    basis = decompose(view, tokens, checkpoint=checkpoint, progress=False, seed=seed, groups=GROUPS, keep=samples)
+    basis = decompose(
+        view, tokens, checkpoint=checkpoint, progress=False, seed=seed, groups=GROUPS, keep=samples
+    )
     basis.save(kept)
     checkpoint.unlink(missing_ok=True)
     return basis
 
 
-def build(request: Request, out: Path, *, resume: bool = False, progress: bool = True, command: Sequence[str] = ()) -> dict[str, Any]:
+def build(
+    request: Request,
+    out: Path,
+    *,
+    resume: bool = False,
+    progress: bool = True,
+    command: Sequence[str] = (),
+) -> dict[str, Any]:
     """Run the analysis and write it; returns the summary of :func:`tl_geometry.report.write`.
 
-    The basis and each section are on the disk as soon as they are finished; with ``resume`` what a stopped run of the same request
-    has finished is not computed again.
+    The basis and each section are on the disk as soon as they are finished; with ``resume`` what a
+    stopped run of the same request has finished is not computed again.
     """
     weights = {name: WEIGHTS[name] for name in ("decompose", *request.names)}
     clock = Clock(request.budget, weights, show=progress)
@@ -240,17 +345,34 @@ def build(request: Request, out: Path, *, resume: bool = False, progress: bool =
     settings = request.settings(view, corpus.texts)
     plan = folder.planned(settings)
     if plan:
-        tokens = corpus_windows(view, corpus, contexts=plan["contexts"], length=plan["length"], bos=request.bos, seed=request.seed)
+        tokens = corpus_windows(
+            view,
+            corpus,
+            contexts=plan["contexts"],
+            length=plan["length"],
+            bos=request.bos,
+            seed=request.seed,
+        )
         costs, smaller = measured_costs(view, tokens.tokens), tuple(plan["smaller"])
     else:
         tokens, costs, smaller = choose_sizes(request, view, corpus, clock)
     folder.remember(settings, contexts=len(tokens), length=tokens.tokens.shape[1], smaller=smaller)
     folder.begin({**settings, "tokens": tokens.token_hash})
     count, length = tokens.tokens.shape
-    clock.say(f"{count} windows of {length} tokens, about {span(1.1 * costs.token * count * length)}")
+    clock.say(
+        f"{count} windows of {length} tokens, about {span(1.1 * costs.token * count * length)}"
+    )
     basis = basis_of(view, tokens, folder, settings, seed=request.seed, resume=resume)
     analysis = Analysis(
-        model=model, view=view, windows=tokens, basis=basis, clock=clock, costs=costs, embedded=request.model is None,
-        seed=request.seed, notes=corpus.notes, smaller=smaller,
-    )  # fmt: skip
+        model=model,
+        view=view,
+        windows=tokens,
+        basis=basis,
+        clock=clock,
+        costs=costs,
+        embedded=request.model is None,
+        seed=request.seed,
+        notes=corpus.notes,
+        smaller=smaller,
+    )
     return write(analysis, out, command=command, names=request.names, folder=folder)

@@ -1,6 +1,8 @@
-"""The time that a report may take: shared out over its stages, one line of progress, sizes that fit what is left.
+"""The time that a report may take: shared out over its stages, one line of progress, sizes that fit
+what is left.
 
-A budget is kept by making things smaller (fewer windows, chunks, pairs), and what was made smaller is said; it is no deadline.
+A budget is kept by making things smaller (fewer windows, chunks, pairs), and what was made smaller
+is said; it is no deadline.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from collections.abc import Callable, Mapping
 from tl_geometry.base.errors import require
 
 PATIENCE = 2.0
-"""The smallest useful size is still run where it takes at most so many times what is left of its stage."""
+"""The smallest useful size is still run where it takes at most so many times what is left of its
+stage."""
 
 
 class Clock:
-    """Stages by name with their weights; each may take its share of the time that those before it have left.
+    """Stages by name with their weights; each may take its share of the time that those before it
+    have left.
 
     >>> time = iter([0.0, 0.0, 30.0, 30.0, 30.0]).__next__
     >>> clock = Clock(100.0, {"first": 1.0, "second": 1.0}, show=False, now=time)
@@ -26,7 +30,14 @@ class Clock:
     70.0
     """
 
-    def __init__(self, budget: float, weights: Mapping[str, float], *, show: bool, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        budget: float,
+        weights: Mapping[str, float],
+        *,
+        show: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         require(budget > 0, "budget", expected="a positive number of seconds", got=budget)
         self.budget, self.weights, self.show, self.now = budget, dict(weights), show, now
         self.started = now()
@@ -74,7 +85,8 @@ class Clock:
         return min(rest, self.left() + sum(s for s in later if s is not None))
 
     def fits(self, each: float, most: int, least: int = 1, *, share: float = 1.0) -> int:
-        """How many items of ``each`` seconds fit into a share of what is left, ``least`` to ``most``; 0 where not even ``least`` do."""
+        """How many items of ``each`` seconds fit into a share of what is left, ``least`` to
+        ``most``; 0 where not even ``least`` do."""
         time_left = share * self.left()
         most = max(0, most)
         count = min(most, int(time_left / max(each, 1e-9)))
@@ -86,7 +98,9 @@ class Clock:
         """Show what is being done: one line, rewritten on a terminal."""
         if not self.show:
             return
-        line = f"[{self.place}/{len(self.weights)}] {self.stage}: {text} ({span(self.ahead())} left)"
+        line = (
+            f"[{self.place}/{len(self.weights)}] {self.stage}: {text} ({span(self.ahead())} left)"
+        )
         terminal = sys.stderr.isatty()
         sys.stderr.write(f"\r\x1b[K{line}" if terminal else f"{line}\n")
         sys.stderr.flush()

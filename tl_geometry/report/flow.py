@@ -1,4 +1,5 @@
-"""Token trajectories as a stochastic flow: bundles, spectra, maps between states with yardsticks, noise laws, skipped layers."""
+"""Token trajectories as a stochastic flow: bundles, spectra, maps between states with baselines,
+noise laws, skipped layers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
-"""Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the output-based measures use."""
+"""Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the
+output-based measures use."""
 SHALLOW = 12
 """Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
 KINDS = ("flow", "ridge", "identity", "mean")
@@ -30,7 +32,11 @@ def estimate(analysis: Analysis) -> float:
     length = _length(analysis)
     chunks = min(CHUNKS, len(analysis.windows))
     followed = 3.3 * analysis.costs.token * chunks * length + _maps_cost(analysis, chunks)
-    return followed + _truncation_cost(analysis) * min(SKIPPED // 2, chunks) + 2 * _skip_cost(analysis, min(SKIPPED, chunks))
+    return (
+        followed
+        + _truncation_cost(analysis) * min(SKIPPED // 2, chunks)
+        + 2 * _skip_cost(analysis, min(SKIPPED, chunks))
+    )
 
 
 def _length(analysis: Analysis) -> int:
@@ -38,9 +44,11 @@ def _length(analysis: Analysis) -> int:
 
 
 def _maps_cost(analysis: Analysis, chunks: int) -> float:
-    """Maps between all pairs of states, in-sample, held out, and for each yardstick."""
+    """Maps between all pairs of states, in-sample, held out, and for each baseline."""
     pairs = analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
-    return 2 + 4 * analysis.costs.svd * pairs * chunks * analysis.view.d_model * min(chunks, analysis.view.d_model)
+    return 2 + 4 * analysis.costs.svd * pairs * chunks * analysis.view.d_model * min(
+        chunks, analysis.view.d_model
+    )
 
 
 def _truncation_cost(analysis: Analysis) -> float:
@@ -49,7 +57,8 @@ def _truncation_cost(analysis: Analysis) -> float:
 
 
 def _skip_cost(analysis: Analysis, chunks: int) -> float:
-    """The passes that maps are fitted on and that all of them share, and the fitting; the measuring takes what time is left."""
+    """The passes that maps are fitted on and that all of them share, and the fitting; the measuring
+    takes what time is left."""
     states = min(analysis.view.n_layers + 1, 31)
     small = min(chunks, analysis.view.d_model)
     fitting = 8 * analysis.costs.svd * states * len(KINDS) * chunks * small * analysis.view.d_model
@@ -57,7 +66,8 @@ def _skip_cost(analysis: Analysis, chunks: int) -> float:
 
 
 def section(analysis: Analysis) -> Section:
-    """Follow the last token of consecutive chunks (the first token of an encoder) through the layers."""
+    """Follow the last token of consecutive chunks (the first token of an encoder) through the
+    layers."""
     draft, windows, view = Draft(TITLES["flow"]), analysis.windows, analysis.view
     if view.n_layers < 2:
         draft.leave_out("trajectories", f"a model of {view.n_layers} block has no path to follow")
@@ -72,7 +82,13 @@ def section(analysis: Analysis) -> Section:
         draft.too_long("trajectories", FEWEST * each)
         return draft.section()
     few = analysis.pick(count)
-    chunks = TokenWindows(tokens=few.tokens[:, :length], has_bos=few.has_bos, labels=few.labels, names=few.names, corpus=few.corpus)
+    chunks = TokenWindows(
+        tokens=few.tokens[:, :length],
+        has_bos=few.has_bos,
+        labels=few.labels,
+        names=few.names,
+        corpus=few.corpus,
+    )
     if count < most:
         draft.text.append(f"{count} chunks in place of {most}, to keep the budget.")
     if count // 2 < view.d_model:
@@ -93,7 +109,9 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
     ensemble = None
     with draft.part("trajectories"):
         analysis.clock.say(f"{len(chunks)} chunks followed")
-        ensemble = trajectories(analysis.model, chunks, progress=False, post_norm=analysis.view.causal)
+        ensemble = trajectories(
+            analysis.model, chunks, progress=False, post_norm=analysis.view.causal
+        )
         where = "the last" if ensemble.column == -1 else "the first"
         draft.text.append(
             f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is followed through the blocks ({where}). Rotation and stretch "
@@ -108,7 +126,7 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
         analysis.clock.say("maps between all pairs of states")
         report = flow_report(ensemble, seed=analysis.seed)
         draft.tables["flow"] = report
-        draft.draw(views.yardstick_figure(report))
+        draft.draw(views.baseline_figure(report))
         draft.draw(views.residual_figure(report))
         if report.laws:
             draft.draw(views.noise_figure(report))
@@ -121,8 +139,13 @@ def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Tra
     view, model = analysis.view, analysis.model
     analysis.clock.say("gibberish and the untrained model")
     bos = bool(chunks.has_bos) and view.bos_id is not None
-    noise = gibberish(model, len(chunks), chunks.tokens.shape[1], prepend_bos=bos, seed=analysis.seed)
-    ensembles: Mapping[str, Trajectories] = {"text": ensemble, "gibberish": trajectories(model, noise, progress=False)}
+    noise = gibberish(
+        model, len(chunks), chunks.tokens.shape[1], prepend_bos=bos, seed=analysis.seed
+    )
+    ensembles: Mapping[str, Trajectories] = {
+        "text": ensemble,
+        "gibberish": trajectories(model, noise, progress=False),
+    }
     with reinitialized(model, seed=analysis.seed) as null:
         ensembles = {**ensembles, "untrained": trajectories(null, chunks, progress=False)}
     draft.tables["flow_nulls"] = compare_ensembles(ensembles)
@@ -132,7 +155,9 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     """What the output needs of the states, and which layers it needs."""
     view = analysis.view
     if not (view.causal and view.head_trained):
-        draft.leave_out("truncated states and skipped layers", "they take a decoder with a trained output head")
+        draft.leave_out(
+            "truncated states and skipped layers", "they take a decoder with a trained output head"
+        )
         return
     most = min(SKIPPED, len(chunks))
     some = chunks[torch.linspace(0, len(chunks) - 1, most).long()]
@@ -144,7 +169,9 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
         with draft.part("truncated states"):
             analysis.clock.say(f"states truncated to few directions, {count} chunks")
             fitted = trajectories(analysis.model, some[slice(0, half)], progress=False)
-            curve = truncation_kl(analysis.model, some[slice(half, half + count)], fitted, progress=False)
+            curve = truncation_kl(
+                analysis.model, some[slice(half, half + count)], fitted, progress=False
+            )
             draft.tables["truncation"] = curve
             draft.draw(views.truncation_figure(curve))
     with draft.part("skipped layers"):
@@ -160,9 +187,14 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
     shallow = view.n_layers <= SHALLOW
     analysis.clock.say(f"{what}, {len(some)} chunks")
     skips = skip_map(
-        analysis.model, some, pairs="all" if shallow else None, kinds=KINDS, budget=max(left - needed, 1.0), progress=False,
+        analysis.model,
+        some,
+        pairs="all" if shallow else None,
+        kinds=KINDS,
+        budget=max(left - needed, 1.0),
+        progress=False,
         seed=analysis.seed,
-    )  # fmt: skip
+    )
     draft.tables["skipped_layers"] = skips
     draft.draw(views.skip_figure(skips))
     lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))

@@ -1,7 +1,9 @@
-"""The folder of a report: sections, tables and the page on the disk at every moment, and the record that a stopped run goes on from.
+"""The folder of a report: sections, tables and the page on the disk at every moment, and the record
+that a stopped run goes on from.
 
-``run.json`` holds, besides command, versions and provenance, a ``manifest``: for each finished section its title, files, cards and
-the hash of the settings that it was made under. A section is taken over only where that hash is the same.
+``run.json`` holds, besides command, versions and provenance, a ``manifest``: for each finished
+section its title, files, cards and the hash of the settings that it was made under. A section is
+taken over only where that hash is the same.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def digest(settings: Mapping[str, Any]) -> str:
     >>> digest({"a": 1}) == digest({"a": 1}), digest({"a": 1}) == digest({"a": 2})
     (True, False)
     """
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
 
 
 def put(path: Path, text: str) -> None:
@@ -43,7 +47,8 @@ def put(path: Path, text: str) -> None:
 
 
 def write_csv(table: Result, path: Path) -> None:
-    """A table as CSV: empty where there is no number, half characters written out (a DataFrame cannot hold them)."""
+    """A table as CSV: empty where there is no number, half characters written out (a DataFrame
+    cannot hold them)."""
     missing = lambda v: v is None or (isinstance(v, float) and math.isnan(v))  # noqa: E731
     with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
@@ -52,10 +57,17 @@ def write_csv(table: Result, path: Path) -> None:
 
 
 class Folder:
-    """A report on the disk; with ``resume`` what is there already, if it was made under the same settings."""
+    """A report on the disk; with ``resume`` what is there already, if it was made under the same
+    settings."""
 
     def __init__(
-        self, out: Path, model: str, *, command: Sequence[str] = (), versions: Mapping[str, str] | None = None, resume: bool = False
+        self,
+        out: Path,
+        model: str,
+        *,
+        command: Sequence[str] = (),
+        versions: Mapping[str, str] | None = None,
+        resume: bool = False,
     ) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.model = out, model
@@ -71,10 +83,15 @@ class Folder:
         self.provenance = Provenance()
 
     def _clear(self, old: Mapping[str, Any]) -> None:
-        """Take away what an earlier run has written, so that its tables do not stand beside others."""
+        """Take away what an earlier run has written, so that its tables do not stand beside
+        others."""
         for name, entry in old.get("manifest", {}).items():
             for file in [*entry.get("files", []), f"{PARTS}/{name}.json"]:
-                if Path(file).name and not Path(file).is_absolute() and ".." not in Path(file).parts:
+                if (
+                    Path(file).name
+                    and not Path(file).is_absolute()
+                    and ".." not in Path(file).parts
+                ):
                     (self.out / file).unlink(missing_ok=True)
 
     def planned(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,15 +99,21 @@ class Folder:
         return dict(self.plan) if self.plan.get("request") == digest(settings) else {}
 
     def remember(self, settings: Mapping[str, Any], **sizes: Any) -> None:
-        """Keep the sizes that were chosen for a request, so that a later run goes on with the same tokens."""
+        """Keep the sizes that were chosen for a request, so that a later run goes on with the same
+        tokens."""
         self.plan = {"request": digest(settings), **sizes}
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """From here on sections are made under these settings; finished ones of the same settings are taken over."""
+        """From here on sections are made under these settings; finished ones of the same settings
+        are taken over."""
         self.settings = digest(settings)
         for name, entry in self.known.get("manifest", {}).items():
             part = self.out / PARTS / f"{name}.json"
-            if entry.get("settings") == self.settings and not entry.get("failed") and part.is_file():
+            if (
+                entry.get("settings") == self.settings
+                and not entry.get("failed")
+                and part.is_file()
+            ):
                 self.manifest[name] = entry
                 self.parts[name] = json.loads(part.read_text(encoding="utf-8"))
 
@@ -98,7 +121,9 @@ class Folder:
         """Whether a section is finished."""
         return name in self.parts
 
-    def describe(self, provenance: Provenance, *, notes: Sequence[str], names: Sequence[str]) -> None:
+    def describe(
+        self, provenance: Provenance, *, notes: Sequence[str], names: Sequence[str]
+    ) -> None:
         """Say what the sections are made from, and which there will be."""
         self.provenance, self.names = provenance, tuple(names)
         self.summary |= {"provenance": dataclasses.asdict(provenance), "notes": list(notes)}
@@ -112,13 +137,20 @@ class Folder:
             write_csv(table, self.out / f"{key}.csv")
             table.save(self.out / f"{key}.safetensors")
             files += [f"{key}.csv", f"{key}.safetensors"]
-            tables[key] = {"columns": list(table.columns()), "rows": [list(r) for r in table.rows()]}
+            tables[key] = {
+                "columns": list(table.columns()),
+                "rows": [list(r) for r in table.rows()],
+            }
         cards = [{"kind": c.kind, "what": c.what, "why": c.why} for c in section.cards]
         failed = next((c["why"] for c in cards if c["kind"] == "failed"), "")
         self.manifest[name] = {
-            "title": section.title, "settings": self.settings, "seconds": round(seconds, 1), "files": files, "cards": cards,
+            "title": section.title,
+            "settings": self.settings,
+            "seconds": round(seconds, 1),
+            "files": files,
+            "cards": cards,
             "failed": failed,
-        }  # fmt: skip
+        }
         self.parts[name] = {"html": section.html(), "tables": tables}
         put(self.out / PARTS / f"{name}.json", json.dumps(self.parts[name], default=str))
         self.write()
@@ -134,15 +166,24 @@ class Folder:
         bodies = [self.parts[name]["html"] for name in done]
         sources = [SOURCES[key] for key in self.provenance.sources]
         missing = [name for name in self.names if name not in self.parts]
-        note = "" if not missing else f"Being written: {len(done)} of {len(self.names)} sections are here, {', '.join(missing)} to come."
-        put(self.out / PAGE, page.document(f"Geometry of {self.model}", bodies, titles, sources, note=note))
+        note = (
+            ""
+            if not missing
+            else f"Being written: {len(done)} of {len(self.names)} sections are here, {', '.join(missing)} to come."
+        )
+        put(
+            self.out / PAGE,
+            page.document(f"Geometry of {self.model}", bodies, titles, sources, note=note),
+        )
         self.summary |= {
             "sections": titles,
             "finished": finished,
             "failed": {name: e["failed"] for name, e in self.manifest.items() if e["failed"]},
             "manifest": {name: self.manifest[name] for name in done},
             "plan": self.plan,
-            "files": sorted({f for name in done for f in self.manifest[name]["files"]} | self._own()),
+            "files": sorted(
+                {f for name in done for f in self.manifest[name]["files"]} | self._own()
+            ),
         }
         put(self.out / RECORD, json.dumps(self.summary, indent=2, default=str) + "\n")
 
@@ -153,7 +194,12 @@ class Folder:
         """The record as finished, and with the tables for who wants to print them."""
         self.summary["seconds"] = round(seconds, 1)
         self.write(finished=True)
-        return {**self.summary, "tables": {n: t for name in self.finished() for n, t in self.parts[name]["tables"].items()}}
+        return {
+            **self.summary,
+            "tables": {
+                n: t for name in self.finished() for n, t in self.parts[name]["tables"].items()
+            },
+        }
 
 
 def read_record(out: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What drives each head: shares of position, content and both; head types; and whether the dominant terms carry the model."""
+"""What drives each head: shares of position, content and both; head types; and whether the dominant
+terms carry the model."""
 
 from __future__ import annotations
 
@@ -13,14 +14,20 @@ from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
 PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
-"""Windows of the sweep, tokens that the example repeats, windows and control draws of the causal question."""
+"""Windows of the sweep, tokens that the example repeats, windows and control draws of the causal
+question."""
 SWEEP, EDIT, REPEATS = 1.7, 5.0, 3
-"""Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are worth (all measured)."""
+"""Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are
+worth (all measured)."""
 
 
 def estimate(analysis: Analysis) -> float:
     """Seconds of the sweep and of the edited passes."""
-    return _sweep_cost(analysis) * min(PROMPTS, len(analysis.windows)) + 5 + (5 + DRAWS) * _edit_cost(analysis) * (KEPT + REPEATS)
+    return (
+        _sweep_cost(analysis) * min(PROMPTS, len(analysis.windows))
+        + 5
+        + (5 + DRAWS) * _edit_cost(analysis) * (KEPT + REPEATS)
+    )
 
 
 def _sweep_cost(analysis: Analysis) -> float:
@@ -47,7 +54,13 @@ def section(analysis: Analysis) -> Section:
         draft.draw(views.head_shares(table))
         draft.draw(views.head_shares(table, share="gs"))
         draft.draw(views.head_types(table))
-        draft.draw(heads(table, "induction" if "induction" in table.types else None, title="Every number of every head"))
+        draft.draw(
+            heads(
+                table,
+                "induction" if "induction" in table.types else None,
+                title="Every number of every head",
+            )
+        )
     with draft.part("the example on repeated text"):
         _example(draft, analysis, table)
     with draft.part("the model with dominant terms only"):
@@ -64,7 +77,9 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
     analysis.clock.say(f"a sweep over all heads of {count} windows")
     table = None
     with draft.part("the sweep over all heads"):
-        table = sweep_heads(analysis.model, analysis.pick(count), analysis.basis, progress=False, seed=analysis.seed)
+        table = sweep_heads(
+            analysis.model, analysis.pick(count), analysis.basis, progress=False, seed=analysis.seed
+        )
         draft.tables["heads"] = table
         if count < min(PROMPTS, len(analysis.windows)):
             draft.text.append(f"{count} windows in place of {most}, to keep the budget.")
@@ -81,23 +96,37 @@ def _named(top: SweepTable, name: str) -> str:
     """Heads with their score, and with what their label on this corpus rests on."""
     best, found = top.by_group, []
     for i, (layer, head) in enumerate(top.heads):
-        held = "" if top.dropped_mass is None else f", {float(top.dropped_mass[i]):.0%} of its attention on positions left out"
+        held = (
+            ""
+            if top.dropped_mass is None
+            else f", {float(top.dropped_mass[i]):.0%} of its attention on positions left out"
+        )
         largest = int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())
         shares = f"{top.groups[largest]} {float(best.share[i]):.2f} of the score and {float(top.group_gs[i, largest]):.2f} of the gain"
-        found.append(f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: {shares}{held})")
+        found.append(
+            f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: {shares}{held})"
+        )
     return "; ".join(found)
 
 
 def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     if not analysis.view.causal:
-        draft.leave_out("the example on repeated text", "an encoder has no previous-token or induction heads to show")
+        draft.leave_out(
+            "the example on repeated text",
+            "an encoder has no previous-token or induction heads to show",
+        )
         return
     example = repeated(analysis, table)
     if example is None:
-        draft.leave_out("the example on repeated text", "windows of fewer than 9 tokens hold no piece of text written twice")
+        draft.leave_out(
+            "the example on repeated text",
+            "windows of fewer than 9 tokens hold no piece of text written twice",
+        )
         return
     shown = [f"L{layer}H{head}" for layer, head in example.heads]
-    title = f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
+    title = (
+        f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
+    )
     draft.draw(split(example, center=True, title=title))
     draft.text.append(
         f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and {shown[-1]} (induction) every cell can be read, and a click on a "
@@ -106,14 +135,21 @@ def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
 
 
 def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
-    """The split of the strongest previous-token and induction heads on a piece of the first window written twice."""
+    """The split of the strongest previous-token and induction heads on a piece of the first window
+    written twice."""
     window, start = analysis.windows.tokens[0], int(bool(analysis.windows.has_bos))
     period = min(PERIOD, (analysis.basis.pos_columns.shape[1] - start) // 2, len(window) - start)
     if period < 4:
         return None
-    prompt = torch.cat([window[:start], window[start : start + period], window[start : start + period]])
-    chosen = dict.fromkeys(table.top(name, 1).heads[0] for name in ("previous", "induction") if name in table.types)
-    return split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen)) if chosen else None
+    prompt = torch.cat(
+        [window[:start], window[start : start + period], window[start : start + period]]
+    )
+    chosen = dict.fromkeys(
+        table.top(name, 1).heads[0] for name in ("previous", "induction") if name in table.types
+    )
+    return (
+        split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen)) if chosen else None
+    )
 
 
 def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -123,7 +159,8 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         return
     from tl_geometry.interventions.causal import dominant_only
 
-    # fewer draws, then fewer windows; the sequences of repeated tokens that go through every condition too cost about three windows
+    # fewer draws, then fewer windows; the sequences of repeated tokens that go through every
+    # condition too cost about three windows
     draws, each = DRAWS, _edit_cost(analysis)
     repeats = REPEATS
     while draws > 1 and (5 + draws) * each * (KEPT + repeats) > analysis.clock.left():
@@ -136,11 +173,21 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         return
     analysis.clock.say(f"{what}, {count} windows")
     effect = dominant_only(
-        analysis.model, analysis.pick(count), analysis.basis, table=table, draws=draws, progress=False, seed=analysis.seed
+        analysis.model,
+        analysis.pick(count),
+        analysis.basis,
+        table=table,
+        draws=draws,
+        progress=False,
+        seed=analysis.seed,
     )
     draft.tables["dominant_only"] = effect
     loss = {str(row[0]): float(str(row[1])) for row in effect.rows()}
-    smaller = f" ({count} windows and {draws} draws, to keep the budget)" if (count, draws) != (most, DRAWS) else ""
+    smaller = (
+        f" ({count} windows and {draws} draws, to keep the budget)"
+        if (count, draws) != (most, DRAWS)
+        else ""
+    )
     draft.text.append(
         f"If every head kept only its dominant term, how much of the model would survive? Its loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
         f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."

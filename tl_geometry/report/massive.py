@@ -1,4 +1,5 @@
-"""Massive tokens: a few tokens whose norm dwarfs the others', and with it every sum of squares; a sentence and a picture."""
+"""Massive tokens: a few tokens whose norm dwarfs the others', and with it every sum of squares; a
+sentence and a picture."""
 
 from __future__ import annotations
 
@@ -31,10 +32,17 @@ def add(draft: Draft, analysis: Analysis) -> None:
     if basis.samples is None or len(basis.samples) == 0:
         return
     norms = torch.linalg.vector_norm(basis.samples[:, row, slice(*basis.window)], dim=-1)
-    marked = list(zip(table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True))
+    marked = list(
+        zip(table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True)
+    )
     draft.draw(
         views.token_norms(
-            norms, basis.window, marked[:LISTED], state=table.states[row], title=title(basis, table, row), provenance=table.provenance
+            norms,
+            basis.window,
+            marked[:LISTED],
+            state=table.states[row],
+            title=title(basis, table, row),
+            provenance=table.provenance,
         )
     )
 
@@ -61,7 +69,9 @@ def sentence(basis: PositionContext, table: LargestTokens, row: int) -> str:
         return f"{title(basis, table, row)}, more than of any other state."
     usual = float(table.median[row])
     named: dict[tuple[int, str], None] = {}
-    for at, norm, text in zip(table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True):
+    for at, norm, text in zip(
+        table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True
+    ):
         if norm > 3 * usual:
             named[at, text if len(text) <= 16 else f"{text[:15]}…"] = None
     places = ", ".join(f"{text!r} at position {at}" for at, text in list(named)[:3])

@@ -11,7 +11,8 @@ SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", 
 FEWEST = 8
 """Positions that measures of a positional basis need."""
 DECOMPOSITIONS = 70
-"""Singular value decompositions of the basis that errors, curves and nulls of a state cost (measured)."""
+"""Singular value decompositions of the basis that errors, curves and nulls of a state cost
+(measured)."""
 
 
 def estimate(analysis: Analysis) -> float:
@@ -22,7 +23,8 @@ def estimate(analysis: Analysis) -> float:
 
 
 def section(analysis: Analysis) -> Section:
-    """Rank, norm, smoothness of the positional basis; similarity, incoherence, compactness of the context basis."""
+    """Rank, norm, smoothness of the positional basis; similarity, incoherence, compactness of the
+    context basis."""
     draft, basis = Draft(TITLES["measures"]), analysis.basis
     width = basis.window[1] - basis.window[0]
     if width < FEWEST:
@@ -67,7 +69,9 @@ def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
 def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
     basis = analysis.basis
     if basis.ctx is None:
-        draft.leave_out("measures of context", "context vectors would take more than 1 GiB and were not kept")
+        draft.leave_out(
+            "measures of context", "context vectors would take more than 1 GiB and were not kept"
+        )
         return
     middle = len(basis.states) // 2
     context = contextual_report(basis, seed=analysis.seed, jackknife=jackknife)

@@ -12,10 +12,10 @@ from tl_geometry.report.section import Section
 LIMITS = (
     "What these numbers do not say: a share of variance is not a share of computation; large means and outlier coordinates can carry little "
     "information. The positional basis is an average over this corpus and these positions, and its noise falls only as one over the number of "
-    "contexts. A large context share alone is no evidence for topics: any slowly varying text has one (see the glued-window null). Nothing here is causal."
+    "contexts. A large context share alone is no evidence for topics: any slowly varying text has one (see the spliced-window null). Nothing here is causal."
 )
 EMBEDDED = (
-    "The embedded model is a small language model of Python source. It demonstrates the library and is evidence for nothing; its untrained twin "
+    "The embedded model is a small language model of Python source. It demonstrates the library and is evidence for nothing; its untrained control "
     "(same initialisation, no training) stands beside it."
 )
 
@@ -49,10 +49,19 @@ def section(analysis: Analysis) -> Section:
     )
     names = analysis.windows.names
     facts = (
-        ("model", f"{view.name} ({view.kind}, {view.library}{', processed weights' if view.processed else ''})"),
-        ("size", f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, vocabulary {view.d_vocab}"),
+        (
+            "model",
+            f"{view.name} ({view.kind}, {view.library}{', processed weights' if view.processed else ''})",
+        ),
+        (
+            "size",
+            f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, vocabulary {view.d_vocab}",
+        ),
         ("weights", f"fingerprint {view.fingerprint}, computed in {p.dtype}"),
-        ("corpus", f"{p.corpus}: {basis.contexts} windows of {basis.columns} tokens, hash {p.token_hash}"),
+        (
+            "corpus",
+            f"{p.corpus}: {basis.contexts} windows of {basis.columns} tokens, hash {p.token_hash}",
+        ),
         ("documents", f"{len(names)}: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"),
         ("first token", "BOS" if p.has_bos else "text (no BOS)"),
         ("window", f"columns {start} to {end - 1}; {left_out}"),
@@ -61,4 +70,6 @@ def section(analysis: Analysis) -> Section:
         ("remarks", "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none"),
     )
     text = [EMBEDDED, LIMITS] if analysis.embedded else [LIMITS]
-    return Section(title=TITLES["overview"], text=text, tables={"overview": Facts(provenance=p, facts=facts)})
+    return Section(
+        title=TITLES["overview"], text=text, tables={"overview": Facts(provenance=p, facts=facts)}
+    )

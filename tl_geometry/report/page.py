@@ -1,4 +1,5 @@
-"""The page that a report is written on: one self-contained HTML document, readable in light and dark; script runs in the sandboxed frames of figures only."""
+"""The page that a report is written on: one self-contained HTML document, readable in light and
+dark; script runs in the sandboxed frames of figures only."""
 
 from __future__ import annotations
 
@@ -29,8 +30,16 @@ def anchor(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def document(title: str, bodies: Sequence[str], titles: Sequence[str], sources: Sequence[str], *, note: str = "") -> str:
-    """The whole page from section fragments (already escaped), their titles, the works to cite, and a line above everything."""
+def document(
+    title: str,
+    bodies: Sequence[str],
+    titles: Sequence[str],
+    sources: Sequence[str],
+    *,
+    note: str = "",
+) -> str:
+    """The whole page from section fragments (already escaped), their titles, the works to cite, and
+    a line above everything."""
     links = "".join(f'<a href="#{anchor(t)}">{html.escape(t)}</a>' for t in titles)
     placed = [f'<div id="{anchor(t)}">{b}</div>' for t, b in zip(titles, bodies, strict=True)]
     cited = "".join(f"<li>{html.escape(s)}</li>" for s in sources)

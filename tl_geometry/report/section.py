@@ -1,4 +1,5 @@
-"""A section of a report: text, figures, tables, and cards that say what was refused, left out or failed."""
+"""A section of a report: text, figures, tables, and cards that say what was refused, left out or
+failed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """In the place of something that is not there: what, why, and for an unexpected error where it came from."""
+    """In the place of something that is not there: what, why, and for an unexpected error where it
+    came from."""
 
     kind: str
     what: str
@@ -46,7 +48,11 @@ class Card:
         >>> Card(kind="refused", what="surrogates", why="the model is rotary.").line()
         'surrogates: refused, because the model is rotary.'
         """
-        words = {"refused": "refused, because", "left out": "left out, because", "failed": "failed with an error,"}
+        words = {
+            "refused": "refused, because",
+            "left out": "left out, because",
+            "failed": "failed with an error,",
+        }
         return f"{self.what}: {words[self.kind]} {self.why.rstrip('.')}."
 
     def html(self) -> str:
@@ -59,7 +65,8 @@ class Card:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Section:
-    """One part of the report: paragraphs (plain text, escaped), figures and cards, and tables, also written as CSV and safetensors."""
+    """One part of the report: paragraphs (plain text, escaped), figures and cards, and tables, also
+    written as CSV and safetensors."""
 
     title: str
     text: Sequence[str] = ()
@@ -73,8 +80,14 @@ class Section:
 
     def html(self) -> str:
         """The section as an HTML fragment."""
-        parts = [f"<section><h2>{html.escape(self.title)}</h2>", *(f"<p>{html.escape(t)}</p>" for t in self.text)]
-        parts += [f'<div class="card{" absent" if isinstance(f, Card) else ""}">{f.html()}</div>' for f in self.figures]
+        parts = [
+            f"<section><h2>{html.escape(self.title)}</h2>",
+            *(f"<p>{html.escape(t)}</p>" for t in self.text),
+        ]
+        parts += [
+            f'<div class="card{" absent" if isinstance(f, Card) else ""}">{f.html()}</div>'
+            for f in self.figures
+        ]
         for name, table in self.tables.items():
             body = html.table(*upright(table), caption=name)
             long = len(table.rows()) > 12 or len(table.columns()) > 12
@@ -84,15 +97,19 @@ class Section:
 
 
 def upright(table: Result, *, widest: int = 12) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Columns and rows of a table for the page: one with many columns and few rows stands on its side, a measure per line."""
+    """Columns and rows of a table for the page: one with many columns and few rows stands on its
+    side, a measure per line."""
     columns, rows = table.columns(), table.rows()
     if len(columns) <= widest or len(rows) > widest:
         return columns, rows
-    return [columns[0], *(str(row[0]) for row in rows)], [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i]
+    return [columns[0], *(str(row[0]) for row in rows)], [
+        [name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i
+    ]
 
 
 class Draft:
-    """A section in the making. What goes wrong in a :meth:`part` is a card in its place, and the rest of the section stays.
+    """A section in the making. What goes wrong in a :meth:`part` is a card in its place, and the
+    rest of the section stays.
 
     >>> draft = Draft("Weights")
     >>> with draft.part("surrogates"):
@@ -118,7 +135,8 @@ class Draft:
             self.figures.append(failure(what, error))
 
     def draw(self, figure: Figure) -> None:
-        """Add a figure, drawn now: what goes wrong in drawing belongs to the part, and its memory is free again."""
+        """Add a figure, drawn now: what goes wrong in drawing belongs to the part, and its memory
+        is free again."""
         self.figures.append(Drawn(figure.html()))
 
     def leave_out(self, what: str, why: str) -> None:
@@ -129,11 +147,15 @@ class Draft:
         """Say that something did not fit the time."""
         from tl_geometry.report.clock import span
 
-        self.leave_out(what, f"it takes about {span(needed)} at its smallest, which --budget does not leave")
+        self.leave_out(
+            what, f"it takes about {span(needed)} at its smallest, which --budget does not leave"
+        )
 
     def section(self) -> Section:
         """The section as it is now."""
-        return Section(title=self.title, text=tuple(self.text), figures=tuple(self.figures), tables=self.tables)
+        return Section(
+            title=self.title, text=tuple(self.text), figures=tuple(self.figures), tables=self.tables
+        )
 
 
 def failure(what: str, error: BaseException) -> Card:

@@ -1,4 +1,5 @@
-"""W_QK and W_OV in the geometry of the activations, what heads read and write in tokens, and token paths on the norm's sphere."""
+"""W_QK and W_OV in the geometry of the activations, what heads read and write in tokens, and token
+paths on the norm's sphere."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ SURROGATES, TOKENS = 16, 24
 DEEP = 12
 """Layers above which only every third path is drawn: they would hide each other."""
 PASSES = 30.0
-"""Forward passes with output that the surrogates of one window cost, all parts and controls together (measured)."""
+"""Forward passes with output that the surrogates of one window cost, all parts and controls
+together (measured)."""
 OFFSETS, LENGTHS = 12_000, (128, 64, 32, 16)
-"""What a rotary model's parts cost at each offset, for each head and coordinate (in units of ``Costs.svd``, measured), and the lengths
-that windows are cut to for it."""
+"""What a rotary model's parts cost at each offset, for each head and coordinate (in units of
+``Costs.svd``, measured), and the lengths that windows are cut to for it."""
 
 
 def estimate(analysis: Analysis) -> float:
-    """Seconds; most of it singular value decompositions of all heads, and the surrogates of a decoder."""
+    """Seconds; most of it singular value decompositions of all heads, and the surrogates of a
+    decoder."""
     view = analysis.view
     heads_ = view.n_layers * view.n_heads
     length = analysis.windows.tokens.shape[1] if view.position != "rotary" else LENGTHS[-1]
@@ -32,7 +35,12 @@ def estimate(analysis: Analysis) -> float:
     return (
         3
         + geometry
-        + (_surrogate_cost(analysis, length) * min(SURROGATES, len(analysis.windows)) + _offset_cost(analysis, length) if decoder else 0.0)
+        + (
+            _surrogate_cost(analysis, length) * min(SURROGATES, len(analysis.windows))
+            + _offset_cost(analysis, length)
+            if decoder
+            else 0.0
+        )
     )
 
 
@@ -41,7 +49,8 @@ def _surrogate_cost(analysis: Analysis, length: int) -> float:
 
 
 def _offset_cost(analysis: Analysis, length: int) -> float:
-    """What the parts of W_QK cost once, whatever the number of windows: in a rotary model there is one at every offset."""
+    """What the parts of W_QK cost once, whatever the number of windows: in a rotary model there is
+    one at every offset."""
     view = analysis.view
     if view.position != "rotary":
         return 0.0
@@ -49,22 +58,32 @@ def _offset_cost(analysis: Analysis, length: int) -> float:
 
 
 def _surrogate_length(analysis: Analysis) -> int:
-    """Tokens of a window for surrogates: all, or in a rotary model as many as the time allows, 16 at least."""
+    """Tokens of a window for surrogates: all, or in a rotary model as many as the time allows, 16
+    at least."""
     whole = analysis.windows.tokens.shape[1]
     if analysis.view.position != "rotary":
         return whole
-    fitting = (n for n in LENGTHS if n <= whole and _offset_cost(analysis, n) <= 0.8 * analysis.clock.left())
+    fitting = (
+        n
+        for n in LENGTHS
+        if n <= whole and _offset_cost(analysis, n) <= 0.8 * analysis.clock.left()
+    )
     return next(fitting, min(whole, LENGTHS[-1]))
 
 
 def section(analysis: Analysis) -> Section:
-    """Concentration of the weights in the positional directions with its null, surrogates of W_QK, readouts, paths."""
+    """Concentration of the weights in the positional directions with its null, surrogates of W_QK,
+    readouts, paths."""
     draft, basis, view = Draft(TITLES["weights"]), analysis.basis, analysis.view
     width = basis.window[1] - basis.window[0]
     if width < FEWEST:
-        draft.leave_out("weights in the geometry of the basis", f"{width} positions are fewer than {FEWEST}")
+        draft.leave_out(
+            "weights in the geometry of the basis", f"{width} positions are fewer than {FEWEST}"
+        )
     elif basis.states != tuple(view.states):
-        draft.leave_out("weights in the geometry of the basis", "the basis does not hold every state")
+        draft.leave_out(
+            "weights in the geometry of the basis", "the basis does not hold every state"
+        )
     else:
         with draft.part("weights in the geometry of the basis"):
             _geometry(draft, analysis)
@@ -109,21 +128,33 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     from tl_geometry.interventions.surrogates import surrogate_effect
 
     length = _surrogate_length(analysis)
-    most, each, once = min(SURROGATES, len(analysis.windows)), _surrogate_cost(analysis, length), _offset_cost(analysis, length)
+    most, each, once = (
+        min(SURROGATES, len(analysis.windows)),
+        _surrogate_cost(analysis, length),
+        _offset_cost(analysis, length),
+    )
     left = analysis.clock.left()
     if once > PATIENCE * left:
         draft.too_long(what, once)
         return
-    count = analysis.clock.fits(each, most, min(2, most), share=max(0.1, 1 - once / max(left, 1e-9)))
+    count = analysis.clock.fits(
+        each, most, min(2, most), share=max(0.1, 1 - once / max(left, 1e-9))
+    )
     if not count:
         draft.too_long(what, once + min(2, most) * each)
         return
     analysis.clock.say(f"{what}, {count} windows of {length} tokens")
-    effect = surrogate_effect(analysis.model, analysis.windows.tokens[:count, :length], analysis.basis)
+    effect = surrogate_effect(
+        analysis.model, analysis.windows.tokens[:count, :length], analysis.basis
+    )
     draft.draw(views.surrogate_bars(effect))
     draft.tables["surrogates"] = effect
     whole = analysis.windows.tokens.shape[1]
-    smaller = f" {count} windows of {length} tokens, to keep the budget." if (count, length) != (most, whole) else ""
+    smaller = (
+        f" {count} windows of {length} tokens, to keep the budget."
+        if (count, length) != (most, whole)
+        else ""
+    )
     draft.text.append(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it in the live model; grey bars are controls of the same rank."
         + smaller

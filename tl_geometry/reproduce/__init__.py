@@ -1,4 +1,5 @@
-"""Published settings and tables as data, and our numbers beside them: :func:`song_zhong` for Song & Zhong 2023, Tables 1 to 5."""
+"""Published settings and tables as data, and our numbers beside them: :func:`song_zhong` for Song &
+Zhong 2023, Tables 1 to 5."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def run(
     contexts: int | None = None,
     progress: bool = True,
 ) -> Result:
-    """Run the published settings of a work by its name, ``"song-zhong"`` or ``"lines-of-thought"``: what the command line calls.
+    """Run the published settings of a work by its name, ``"song-zhong"`` or ``"lines-of-thought"``:
+    what the command line calls.
 
     ``contexts`` windows (chunks) in place of the published number.
     """
@@ -36,10 +38,19 @@ def run(
     texts = read_texts(corpus, encoding)[0] if corpus else None
     if work == "song-zhong":
         known = published_tables()["table_1"] | published_tables()["table_2"]
-        require(row is None or row in known, "--row", expected=f"one of {', '.join(known)}", got=repr(row))
+        require(
+            row is None or row in known,
+            "--row",
+            expected=f"one of {', '.join(known)}",
+            got=repr(row),
+        )
         view = as_view(loaded(model))
         settings = settings_for(view)
-        settings = settings if contexts is None else replace(settings, contexts=contexts, fresh=min(settings.fresh, contexts))
+        settings = (
+            settings
+            if contexts is None
+            else replace(settings, contexts=contexts, fresh=min(settings.fresh, contexts))
+        )
         return song_zhong(view, texts, row=row, settings=settings, progress=progress)
     require(row is None, "--row", expected="none with lines-of-thought", got=repr(row))
     text = "\n".join(texts if texts is not None else held_out_documents().texts)

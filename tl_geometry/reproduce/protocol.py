@@ -1,7 +1,9 @@
-"""The settings of the published experiments of Song & Zhong 2023, each deviation of the code from the paper a switch of its own.
+"""The settings of the published experiments of Song & Zhong 2023, each deviation of the code from
+the paper a switch of its own.
 
-The published numbers were made by code that differs from the text in ways that change them. Every switch is off in the
-mathematics (:meth:`Settings.exact`) and on where the published run had it (:func:`settings_for`).
+The published numbers were made by code that differs from the text in ways that change them. Every
+switch is off in the mathematics (:meth:`Settings.exact`) and on where the published run had it
+(:func:`settings_for`).
 """
 
 from __future__ import annotations
@@ -23,24 +25,34 @@ from tl_geometry.corpus import cutting as token_math
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_view import ModelView
 
-FAMILIES = {"gpt2": "GPT-2", "bert-base-cased": "BERT", "bloom-560m": "BLOOM", "llama-2-7b": "Llama-2", "llama-2-7b-hf": "Llama-2"}
+FAMILIES = {
+    "gpt2": "GPT-2",
+    "bert-base-cased": "BERT",
+    "bloom-560m": "BLOOM",
+    "llama-2-7b": "Llama-2",
+    "llama-2-7b-hf": "Llama-2",
+}
 """Models of the published tables, by the last part of their name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was run. Sizes: ``contexts`` windows of ``length`` tokens, position 0 left out, ``fresh`` further windows for the
-    denominator of the relative norm, ``topic_windows`` windows of ``topic_length`` tokens from each topic document, 13 states.
+    """What was run. Sizes: ``contexts`` windows of ``length`` tokens, position 0 left out,
+    ``fresh`` further windows for the denominator of the relative norm, ``topic_windows`` windows of
+    ``topic_length`` tokens from each topic document, 13 states.
 
     Switches, each a difference between the published code and the paper or the model:
 
-    - ``uint16``: token ids are stored in 16 bits, so that ids above 65,535 (BLOOM) wrap around: corrupted text.
+    - ``uint16``: token ids are stored in 16 bits, so that ids above 65,535 (BLOOM) wrap around:
+      corrupted text.
     - ``causal``: BERT was run with a causal mask (``is_decoder=True``).
-    - ``raw_denominator``: the relative norm divides by the raw states of the fresh windows, their mean included, where the paper
-      divides by the centred states.
-    - ``overlap``: windows start anywhere, drawn with replacement, where the paper says that they do not overlap.
+    - ``raw_denominator``: the relative norm divides by the raw states of the fresh windows, their
+      mean included, where the paper divides by the centred states.
+    - ``overlap``: windows start anywhere, drawn with replacement, where the paper says that they do
+      not overlap.
     - ``absolute_with_self``: cluster similarity counts the pair of each vector with itself.
-    - ``final_norm``: the last state is taken after the model's final norm (what Hugging Face's ``hidden_states`` hold; BLOOM).
+    - ``final_norm``: the last state is taken after the model's final norm (what Hugging Face's
+      ``hidden_states`` hold; BLOOM).
     """
 
     length: int = 512
@@ -84,7 +96,8 @@ def family_of(view: ModelView) -> str | None:
 
 
 def settings_for(view: ModelView) -> Settings:
-    """The published settings for this model: causal mask for encoders, wrapped ids and final norm for BLOOM, small samples for Llama-2."""
+    """The published settings for this model: causal mask for encoders, wrapped ids and final norm
+    for BLOOM, small samples for Llama-2."""
     family = family_of(view)
     sizes: dict[str, Any] = {"contexts": 800, "fresh": 8} if family == "Llama-2" else {}
     bloom = family == "BLOOM"
@@ -101,28 +114,45 @@ def wrap_uint16(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 
 def chosen_states(n_layers: int, count: int) -> tuple[int, ...]:
-    """``count`` of the states 0..n_layers at even distances, rounded down as the published code does (all if there are fewer).
+    """``count`` of the states 0..n_layers at even distances, rounded down as the published code
+    does (all if there are fewer).
 
     >>> chosen_states(32, 13)
     (0, 2, 5, 8, 10, 13, 16, 18, 21, 24, 26, 29, 32)
     """
-    return tuple(range(n_layers + 1)) if n_layers < count else tuple(np.linspace(0, n_layers, count, dtype=int).tolist())
+    return (
+        tuple(range(n_layers + 1))
+        if n_layers < count
+        else tuple(np.linspace(0, n_layers, count, dtype=int).tolist())
+    )
 
 
-def draw(ids: Int[Tensor, " position"], settings: Settings, name: str = "") -> tuple[TokenWindows, TokenWindows]:
+def draw(
+    ids: Int[Tensor, " position"], settings: Settings, name: str = ""
+) -> tuple[TokenWindows, TokenWindows]:
     """The windows of the basis and the fresh ones, from the training share of one array of ids.
 
-    With ``overlap`` both are drawn with replacement from anywhere (seeded); without it they are cut, and the fresh windows are
-    others than those of the basis. Raises GeometryError when the text is too short.
+    With ``overlap`` both are drawn with replacement from anywhere (seeded); without it they are
+    cut, and the fresh windows are others than those of the basis. Raises GeometryError when the
+    text is too short.
     """
     ids = wrap_uint16(ids) if settings.uint16 else ids
     train = ids[: int(settings.train_share * len(ids))]
     if settings.overlap:
-        parts = [token_math.sample_starts(train.tolist(), settings.length, n, settings.seed + i) for i, n in _sizes(settings)]
+        parts = [
+            token_math.sample_starts(train.tolist(), settings.length, n, settings.seed + i)
+            for i, n in _sizes(settings)
+        ]
     else:
         whole = token_math.cut(train.tolist(), settings.length)
         enough = f"at least 2 windows of {settings.length} tokens in {settings.train_share:.0%} of the text"
-        require(len(whole) >= 2, "corpus", expected=enough, got=f"{len(whole)} of {len(ids)} tokens", instead="more text")
+        require(
+            len(whole) >= 2,
+            "corpus",
+            expected=enough,
+            got=f"{len(whole)} of {len(ids)} tokens",
+            instead="more text",
+        )
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(settings.seed))
         fresh = min(settings.fresh, max(1, len(whole) // 4))
         parts = [whole[order[fresh:][: settings.contexts]], whole[order[:fresh]]]
@@ -135,7 +165,8 @@ def _sizes(settings: Settings) -> list[tuple[int, int]]:
 
 
 def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Tensor, " position"]:
-    """One array of ids, without BOS: texts joined by newlines and tokenised whole, as published, or ids as they are."""
+    """One array of ids, without BOS: texts joined by newlines and tokenised whole, as published, or
+    ids as they are."""
     if isinstance(corpus, Tensor):
         ok = corpus.dim() == 1 and not corpus.is_floating_point()
         require(ok, "corpus", expected="text, or integer ids [position]", got=describe(corpus))
@@ -146,9 +177,11 @@ def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Ten
 
 @contextlib.contextmanager
 def causal_attention(view: ModelView, on: bool = True) -> Iterator[None]:
-    """Inside the block an encoder (BERT) attends only to the left, as in the published runs; afterwards it is as before.
+    """Inside the block an encoder (BERT) attends only to the left, as in the published runs;
+    afterwards it is as before.
 
-    The weights were trained with attention to both sides, so its states are not those of BERT. Nothing happens to a causal model.
+    The weights were trained with attention to both sides, so its states are not those of BERT.
+    Nothing happens to a causal model.
     """
     if not on or view.causal:
         yield
@@ -175,13 +208,23 @@ def _check_causal(view: ModelView) -> None:
     ids = torch.arange(4).unsqueeze(0) % view.d_vocab
     view.run(ids, {"blocks.0.attn.hook_pattern": look})
     if not seen["causal"]:
-        fail(view.name, expected="an encoder that obeys a causal mask", got="attention to later positions", error=UnsupportedModelError)
+        fail(
+            view.name,
+            expected="an encoder that obeys a causal mask",
+            got="attention to later positions",
+            error=UnsupportedModelError,
+        )
 
 
 def with_final_norm(view: ModelView) -> ModelView:
-    """The same model with its last state taken after the final norm; only a bridge names that activation the same everywhere."""
+    """The same model with its last state taken after the final norm; only a bridge names that
+    activation the same everywhere."""
     require(
-        view.kind == "TransformerBridge" and view.causal, view.name, expected="a decoder loaded as TransformerBridge for final_norm=True",
-        got=view.kind, instead="final_norm=False", error=UnsupportedModelError,
-    )  # fmt: skip
+        view.kind == "TransformerBridge" and view.causal,
+        view.name,
+        expected="a decoder loaded as TransformerBridge for final_norm=True",
+        got=view.kind,
+        instead="final_norm=False",
+        error=UnsupportedModelError,
+    )
     return dataclasses.replace(view, state_hooks=(*view.state_hooks[:-1], "ln_final.hook_out"))

@@ -1,4 +1,5 @@
-"""What a sweep measures on request, at the cost of holding one term of a few contexts as a matrix: ablation, shapes, nulls."""
+"""What a sweep measures on request, at the cost of holding one term of a few contexts as a matrix:
+ablation, shapes, nulls."""
 
 from __future__ import annotations
 
@@ -14,27 +15,37 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.scores.shapes import ContrastSums, OffsetSums, ablation_effect, contrast_sums, offset_sums
+from tl_geometry.scores.shapes import (
+    ContrastSums,
+    OffsetSums,
+    ablation_effect,
+    contrast_sums,
+    offset_sums,
+)
 from tl_geometry.scores.sums import GROUPS, ShareSums, share_sums
 from tl_geometry.scores.terms import group_of, term_names
 
 DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "bootstrap")
 """Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes."""
 NULLS = ("permuted", "rotated")
-"""Positional bases of equal energy that know nothing: positions of the window permuted, directions rotated at random."""
+"""Positional bases of equal energy that know nothing: positions of the window permuted, directions
+rotated at random."""
 DRAWS = 5
 """Draws of each null."""
 NAMES = ("bias", "pos", "cvec")
 
 
 class Parts(NamedTuple):
-    """Queries (with the score scale) and keys of some contexts by part: ``[part batch position head d_head]``."""
+    """Queries (with the score scale) and keys of some contexts by part:
+    ``[part batch position head d_head]``."""
 
     q: Float[Tensor, "part batch position head d_head"]
     k: Float[Tensor, "part batch position head d_head"]
 
 
-def score(q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key head d_head"]) -> Float[Tensor, "batch head query key"]:
+def score(
+    q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key head d_head"]
+) -> Float[Tensor, "batch head query key"]:
     """One term as a matrix."""
     return einsum(q, k, "batch query head e, batch key head e -> batch head query key")
 
@@ -51,7 +62,14 @@ class Details:
         self.null_bases: dict[str, tuple[Tensor, Tensor]] = {}
         self.null_sums: dict[str, ShareSums] = {}
 
-    def update(self, layer: LayerView, parts: Parts, rows: slice, tokens: Int[Tensor, "batch position"], basis: PositionContext) -> None:
+    def update(
+        self,
+        layer: LayerView,
+        parts: Parts,
+        rows: slice,
+        tokens: Int[Tensor, "batch position"],
+        basis: PositionContext,
+    ) -> None:
         """Take in some contexts of one layer."""
         self.contexts += len(tokens)
         if "ablation" in self.wanted:
@@ -60,18 +78,30 @@ class Details:
 
         def centred(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
             term = score(q[:, self.drop :], k[:, self.drop :])
-            return row_center(term if bias is None else term + bias[:, self.drop :, self.drop :], inside)
+            return row_center(
+                term if bias is None else term + bias[:, self.drop :, self.drop :], inside
+            )
 
-        content = centred(parts.q[2], parts.k[2]) if self.wanted & {"toeplitz", "offsets", "contrast"} else torch.empty(0)
+        content = (
+            centred(parts.q[2], parts.k[2])
+            if self.wanted & {"toeplitz", "offsets", "contrast"}
+            else torch.empty(0)
+        )
         if self.wanted & {"toeplitz", "offsets"}:
             position = centred(parts.q[:2].sum(0), parts.k[:2].sum(0), layer.bias)
-            shown = {"pos-pos": centred(parts.q[1], parts.k[1]), "position": position, "cvec-cvec": content}
+            shown = {
+                "pos-pos": centred(parts.q[1], parts.k[1]),
+                "position": position,
+                "cvec-cvec": content,
+            }
             for name, term in shown.items():
                 new = offset_sums(term, inside)
                 self.offsets[name] = self.offsets[name] + new if name in self.offsets else new
         if "contrast" in self.wanted:
             new_contrast = contrast_sums(content, tokens[:, self.drop :].to(content.device), inside)
-            self.contrasts = new_contrast if self.contrasts is None else self.contrasts + new_contrast
+            self.contrasts = (
+                new_contrast if self.contrasts is None else self.contrasts + new_contrast
+            )
         if "nulls" in self.wanted:
             self._nulls(layer, parts, rows, basis)
 
@@ -81,27 +111,50 @@ class Details:
         for name, term in _each_term(parts, layer):
             before, allowed = layer.logits(whole)
             after = layer.logits(whole - term)[0]
-            effect = ablation_effect(before[..., self.drop :, :], (before - after)[..., self.drop :, :], allowed[self.drop :])
+            effect = ablation_effect(
+                before[..., self.drop :, :],
+                (before - after)[..., self.drop :, :],
+                allowed[self.drop :],
+            )
             new = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
 
     def _nulls(self, layer: LayerView, parts: Parts, rows: slice, basis: PositionContext) -> None:
         require(
-            layer.added is None, "detail='nulls'", expected="positions that are part of the stream",
-            got="a positional embedding added to queries and keys (Shortformer)", instead="the other details", error=UnsupportedModelError,
-        )  # fmt: skip
+            layer.added is None,
+            "detail='nulls'",
+            expected="positions that are part of the stream",
+            got="a positional embedding added to queries and keys (Shortformer)",
+            instead="the other details",
+            error=UnsupportedModelError,
+        )
         length = parts.q.shape[2]
         if not self.null_bases:
             for name, pos in null_positions(basis, layer.layer, length, self.drop, self.seed):
-                self.null_bases[name] = (layer.q_map(pos.to(layer.h)) * layer.scale, layer.k_map(pos.to(layer.h)))
+                self.null_bases[name] = (
+                    layer.q_map(pos.to(layer.h)) * layer.scale,
+                    layer.k_map(pos.to(layer.h)),
+                )
         for name, (q_pos, k_pos) in self.null_bases.items():
             made = []
             scales = (layer.q_scale, layer.k_scale)
-            scales = tuple(layer.without_norm(s) for s in scales) if basis.provenance.normalized else scales
+            scales = (
+                tuple(layer.without_norm(s) for s in scales)
+                if basis.provenance.normalized
+                else scales
+            )
             for own, other, scale in zip((parts.q, parts.k), (q_pos, k_pos), scales, strict=True):
                 pos = other * scale[rows, :, :, None]
                 made.append(torch.stack([own[0], pos, own[1] + own[2] - pos]))
-            sums = share_sums(made[0], made[1], layer.allowed, bias=layer.bias, drop=self.drop, energy=False, gain=False).pooled()
+            sums = share_sums(
+                made[0],
+                made[1],
+                layer.allowed,
+                bias=layer.bias,
+                drop=self.drop,
+                energy=False,
+                gain=False,
+            ).pooled()
             self.null_sums[name] = self.null_sums[name] + sums if name in self.null_sums else sums
 
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
@@ -144,13 +197,18 @@ def _each_term(parts: Parts, layer: LayerView) -> Iterator[tuple[str, Tensor]]:
 def null_positions(
     basis: PositionContext, layer: int, columns: int, drop: int, seed: int
 ) -> Iterator[tuple[str, Float[Tensor, "position d_model"]]]:
-    """Positional vectors of equal energy at wrong positions or in wrong directions, :data:`DRAWS` of each; columns before ``drop`` stay."""
+    """Positional vectors of equal energy at wrong positions or in wrong directions, :data:`DRAWS`
+    of each; columns before ``drop`` stay."""
     pos = basis.pos_columns[basis.index(layer), :columns]
     for i in range(DRAWS):
         generator = torch.Generator().manual_seed(1000 * seed + i)
         order = torch.arange(columns)
         order[drop:] = drop + torch.randperm(columns - drop, generator=generator)
         yield f"permuted {i}", pos[order]
-        mixed = pos @ torch.randn(pos.shape[1], pos.shape[1], generator=generator, dtype=pos.dtype)  # nearly a rotation, times a scale
-        scale = pos[drop:].square().sum().sqrt() / mixed[drop:].square().sum().sqrt().clamp(min=1e-300)
+        mixed = pos @ torch.randn(
+            pos.shape[1], pos.shape[1], generator=generator, dtype=pos.dtype
+        )  # nearly a rotation, times a scale
+        scale = pos[drop:].square().sum().sqrt() / mixed[drop:].square().sum().sqrt().clamp(
+            min=1e-300
+        )
         yield f"rotated {i}", torch.cat([pos[:drop], mixed[drop:] * scale])

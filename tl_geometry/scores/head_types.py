@@ -1,7 +1,9 @@
-"""Head types on repeated random tokens: previous-token, duplicate-token, neighbourhood and induction heads, with their baselines.
+"""Head types on repeated random tokens: previous-token, duplicate-token, neighbourhood and
+induction heads, with their baselines.
 
-On a random sequence repeated several times nothing but position and repetition can be attended to, so the attention that a head
-pays to a fixed set of keys names its type (the synthetic input of Song & Zhong 2023, Fig. 4). With the pattern A, query i, key j:
+On a random sequence repeated several times nothing but position and repetition can be attended to,
+so the attention that a head pays to a fixed set of keys names its type (the synthetic input of Song
+& Zhong 2023, Fig. 4). With the pattern A, query i, key j:
 
     previous-token   A[i, i-1]                                    i >= 1
     neighbourhood    sum over 1 <= i-j <= width of A[i, j]        i >= 1
@@ -40,15 +42,22 @@ def repeated_random_tokens(
     bos_id: int | None = None,
     distinct: bool = True,
 ) -> Int[Tensor, "batch position"]:
-    """Random token ids from ``low`` to ``high - 1``, ``period`` of them repeated ``copies`` times, ``batch`` such rows.
+    """Random token ids from ``low`` to ``high - 1``, ``period`` of them repeated ``copies`` times,
+    ``batch`` such rows.
 
-    Tokens within a period are ``distinct`` unless told otherwise (rows with a repeat are drawn again). The defaults give the input
-    of Song & Zhong 2023, Fig. 4: the text says "repeated twice", the published code makes three copies, 24 tokens, without BOS.
+    Tokens within a period are ``distinct`` unless told otherwise (rows with a repeat are drawn
+    again). The defaults give the input of Song & Zhong 2023, Fig. 4: the text says "repeated
+    twice", the published code makes three copies, 24 tokens, without BOS.
 
     >>> repeated_random_tokens()[0, :9].tolist()
     [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625, 6775]
     """
-    require(period >= 1 and copies >= 1 and batch >= 1, "sizes", expected="at least 1 each", got=(period, copies, batch))
+    require(
+        period >= 1 and copies >= 1 and batch >= 1,
+        "sizes",
+        expected="at least 1 each",
+        got=(period, copies, batch),
+    )
     enough = high - low >= (period if distinct else 1)
     require(
         enough,
@@ -59,22 +68,30 @@ def repeated_random_tokens(
     )
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(low, high, (batch, period), generator=generator)
-    if distinct and 4 * period**2 > high - low:  # redrawing would take long: a permutation of the range is distinct by construction
-        rows = torch.stack([low + torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)])
+    if (
+        distinct and 4 * period**2 > high - low
+    ):  # redrawing would take long: a permutation of the range is distinct by construction
+        rows = torch.stack(
+            [low + torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)]
+        )
     while distinct and bool((again := (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)).any()):
         rows[again] = torch.randint(low, high, (int(again.sum()), period), generator=generator)
     tokens = rows.repeat(1, copies)
     return tokens if bos_id is None else torch.cat([torch.full((batch, 1), bos_id), tokens], dim=1)
 
 
-def detection_patterns(tokens: Int[Tensor, "batch position"], *, width: int = 3) -> dict[str, Bool[Tensor, "batch query key"]]:
+def detection_patterns(
+    tokens: Int[Tensor, "batch position"], *, width: int = 3
+) -> dict[str, Bool[Tensor, "batch query key"]]:
     """The keys that each type of head attends to, as masks over ``[query key]``.
 
     >>> {k: int(v.sum()) for k, v in detection_patterns(torch.tensor([[5, 6, 5, 6]])).items()}
     {'previous': 3, 'duplicate': 2, 'same': 6, 'neighbourhood': 6, 'induction': 2}
     """
     batch, length = tokens.shape
-    offset = torch.arange(length, device=tokens.device).unsqueeze(1) - torch.arange(length, device=tokens.device)
+    offset = torch.arange(length, device=tokens.device).unsqueeze(1) - torch.arange(
+        length, device=tokens.device
+    )
     equal = tokens.unsqueeze(2) == tokens.unsqueeze(1)
     follows = torch.zeros_like(equal)
     follows[:, :, 1:] = equal[:, :, :-1]
@@ -90,19 +107,24 @@ def detection_patterns(tokens: Int[Tensor, "batch position"], *, width: int = 3)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadTypes:
-    """Scores of each type between 0 and 1, per head, and what uniform attention would score. Types without a query are NaN."""
+    """Scores of each type between 0 and 1, per head, and what uniform attention would score. Types
+    without a query are NaN."""
 
     scores: dict[str, Float[Tensor, "*layer head"]]
     baselines: dict[str, float]
     queries: dict[str, int]
 
     def labels(self, *, over: float = 0.4) -> tuple[str, ...]:
-        """Of previous, duplicate and induction the highest, where it is over ``over`` (and the baseline), else ``""``; heads flattened."""
+        """Of previous, duplicate and induction the highest, where it is over ``over`` (and the
+        baseline), else ``""``; heads flattened."""
         kinds = ("previous", "duplicate", "induction")
         table = torch.stack([self.scores[k].flatten() for k in kinds], dim=-1)
         floor = torch.tensor([max(over, self.baselines[k]) for k in kinds], dtype=table.dtype)
         best = torch.where(table > floor, table, -torch.inf).max(dim=-1)
-        return tuple(kinds[i] if v > 0 else "" for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return tuple(
+            kinds[i] if v > 0 else ""
+            for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        )
 
 
 def head_type_scores(
@@ -116,9 +138,11 @@ def head_type_scores(
 ) -> HeadTypes:
     """Head-type scores of attention patterns (formulas at the top of the module).
 
-    ``allowed`` (causal for ``None``) gives the baselines; ``width`` is the reach of ``neighbourhood``. With ``common`` every score is
-    averaged over the queries whose token came before: then previous + duplicate + induction is at most one for distinct tokens
-    of period 3 or more. ``method="mul"`` is TransformerLens's ``detect_head``, ``sum(A * D) / sum(A)`` for the same sets of keys.
+    ``allowed`` (causal for ``None``) gives the baselines; ``width`` is the reach of
+    ``neighbourhood``. With ``common`` every score is averaged over the queries whose token came
+    before: then previous + duplicate + induction is at most one for distinct tokens of period 3 or
+    more. ``method="mul"`` is TransformerLens's ``detect_head``, ``sum(A * D) / sum(A)`` for the
+    same sets of keys.
 
     >>> tokens = repeated_random_tokens(4, 2)
     >>> uniform = torch.ones(8, 8).tril() / torch.arange(1, 9).unsqueeze(1)
@@ -129,7 +153,12 @@ def head_type_scores(
     choice(method, ("mean", "mul"), "method")
     length = tokens.shape[1]
     ok = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == len(tokens)
-    require(ok, "pattern", expected=f"[... batch head query key] for tokens {tuple(tokens.shape)}", got=describe(pattern))
+    require(
+        ok,
+        "pattern",
+        expected=f"[... batch head query key] for tokens {tuple(tokens.shape)}",
+        got=describe(pattern),
+    )
     tokens = tokens.to(pattern.device)
     allowed = torch.ones(length, length, dtype=torch.bool).tril() if allowed is None else allowed
     uniform = (allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)).to(pattern.device)
@@ -143,14 +172,23 @@ def head_type_scores(
     for name, keys in sets.items():
         chosen = keys & queries[name].unsqueeze(-1) if method == "mean" else keys
         weight = float(queries[name].sum()) if method == "mean" else float(len(tokens) * length)
-        total = pattern.sum((-4, -2, -1), dtype=torch.float64) if method == "mul" else weight or torch.nan
-        scores[name] = (pattern * chosen.unsqueeze(1)).sum((-4, -2, -1), dtype=torch.float64) / total
+        total = (
+            pattern.sum((-4, -2, -1), dtype=torch.float64)
+            if method == "mul"
+            else weight or torch.nan
+        )
+        scores[name] = (pattern * chosen.unsqueeze(1)).sum(
+            (-4, -2, -1), dtype=torch.float64
+        ) / total
         baselines[name] = float((uniform * chosen).sum()) / weight if weight else float("nan")
-    return HeadTypes(scores=scores, baselines=baselines, queries={k: int(v.sum()) for k, v in queries.items()})
+    return HeadTypes(
+        scores=scores, baselines=baselines, queries={k: int(v.sum()) for k, v in queries.items()}
+    )
 
 
 def period_for(n_ctx: int, d_vocab: int, *, copies: int = 2, bos: bool = False) -> int:
-    """The longest period up to 32 that fits ``copies`` copies into ``n_ctx`` positions and has that many distinct ids.
+    """The longest period up to 32 that fits ``copies`` copies into ``n_ctx`` positions and has that
+    many distinct ids.
 
     >>> period_for(1024, 50257), period_for(24, 100)
     (32, 12)
@@ -159,7 +197,8 @@ def period_for(n_ctx: int, d_vocab: int, *, copies: int = 2, bos: bool = False) 
 
 
 def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, int]:
-    """Ids to draw from: 1,000 to 9,999 where the vocabulary has them (rarely special tokens), else all above the ``avoid`` ids.
+    """Ids to draw from: 1,000 to 9,999 where the vocabulary has them (rarely special tokens), else
+    all above the ``avoid`` ids.
 
     >>> token_range(50257), token_range(100, avoid=[0])
     ((1000, 10000), (1, 100))

@@ -1,14 +1,18 @@
 """Exact split of attention scores and head outputs by parts of the residual stream.
 
-1. One forward pass gives each layer's input h and its frozen scales (:class:`tl_geometry.models.layer_view.LayerView`). With a normalised basis
-   what is cut is ``x = norm(h)`` without gain and bias, which the layer reads linearly: no norm scale is frozen.
-2. h is cut into additive parts: the mean and the constants of norm and projection (``bias``), ``pos``, ``cvec``, or the caller's own.
-3. Each part is projected by itself to queries and keys, linearly because the scales are frozen; nothing is got by subtraction.
-4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms; with ALiBi they sum to the model's scores before any soft cap, which is
-   checked against the model's own numbers, and refused otherwise.
+1. One forward pass gives each layer's input h and its frozen scales
+   (:class:`tl_geometry.models.layer_view.LayerView`). With a normalised basis what is cut is
+   ``x = norm(h)`` without gain and bias, which the layer reads linearly: no norm scale is frozen.
+2. h is cut into additive parts: the mean and the constants of norm and projection (``bias``),
+   ``pos``, ``cvec``, or the caller's own.
+3. Each part is projected by itself to queries and keys, linearly because the scales are frozen;
+   nothing is got by subtraction.
+4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms; with ALiBi they sum to the model's scores
+   before any soft cap, which is checked against the model's own numbers, and refused otherwise.
 
-Song & Zhong 2023, Eq. 7, made exact: the equation leaves out LayerNorm, biases and rotation, and the published code passes each
-part through LayerNorm by itself, so that its four parts do not sum to the scores (``preset="paper"``, ``preset="reference"``).
+Song & Zhong 2023, Eq. 7, made exact: the equation leaves out LayerNorm, biases and rotation, and
+the published code passes each part through LayerNorm by itself, so that its four parts do not sum
+to the scores (``preset="paper"``, ``preset="reference"``).
 """
 
 from __future__ import annotations
@@ -31,8 +35,17 @@ from tl_geometry.corpus.sources import token_rows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.reconstruction import Check, ClosingReport
-from tl_geometry.scores.splitter import ALIBI, Cut, Piece, UserParts, check_request, each_layer, part_names, provenance_of
+from tl_geometry.models.reconstruction import Check, ReconstructionReport
+from tl_geometry.scores.splitter import (
+    ALIBI,
+    Cut,
+    Piece,
+    UserParts,
+    check_request,
+    each_layer,
+    part_names,
+    provenance_of,
+)
 from tl_geometry.scores.sums import BIAS_BIAS, ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.tables import ShareTable
 from tl_geometry.scores.terms import bias_label, label
@@ -42,7 +55,8 @@ PRESETS = ("exact", "paper", "reference")
 
 
 class Terms(Mapping[tuple[str, str], Tensor]):
-    """Terms ``[batch head query key]`` by (query part, key part) or ``"pos-cvec"``, each computed when it is asked for."""
+    """Terms ``[batch head query key]`` by (query part, key part) or ``"pos-cvec"``, each computed
+    when it is asked for."""
 
     def __init__(self, split: ScoreSplit) -> None:
         self._split = split
@@ -53,7 +67,13 @@ class Terms(Mapping[tuple[str, str], Tensor]):
             return s.bias.expand(s.q.shape[1], -1, -1, -1).clone()
         pair = tuple(term.split("-")) if isinstance(term, str) else term
         known = isinstance(pair, tuple) and len(pair) == 2 and all(part in s.parts for part in pair)
-        require(known, "terms", expected=f"(query part, key part) of {s.parts}", got=repr(term), instead="list(split.terms)")
+        require(
+            known,
+            "terms",
+            expected=f"(query part, key part) of {s.parts}",
+            got=repr(term),
+            instead="list(split.terms)",
+        )
         a, b = (s.parts.index(part) for part in pair)
         query = s.q[a] if s.q_again is None or b == 0 else s.q_again[a]
         return einsum(query, s.k[b], "batch query head e, batch key head e -> batch head query key")
@@ -74,9 +94,10 @@ class Terms(Mapping[tuple[str, str], Tensor]):
 class ScoreSplit(Result):
     """Attention scores of some heads as a sum of terms.
 
-    ``q`` (with the score scale) and ``k`` are the projected parts, ``parts`` names them; ``heads`` labels the head axis with (layer,
-    head), ``allowed`` is the mask. ``checks`` are the closing errors (layer, what, error, bound), ``closing`` their summary.
-    ``softcap`` is infinite and ``sinks`` minus infinite for heads without one.
+    ``q`` (with the score scale) and ``k`` are the projected parts, ``parts`` names them; ``heads``
+    labels the head axis with (layer, head), ``allowed`` is the mask. ``checks`` are the
+    reconstruction errors (layer, what, error, bound), ``reconstruction`` their summary. ``softcap``
+    is infinite and ``sinks`` minus infinite for heads without one.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -96,7 +117,8 @@ class ScoreSplit(Result):
 
     @property
     def terms(self) -> Terms:
-        """The terms, lazily: ``split.terms["pos", "cvec"]`` is ``[batch head query key]``, query part first."""
+        """The terms, lazily: ``split.terms["pos", "cvec"]`` is ``[batch head query key]``, query
+        part first."""
         return Terms(self)
 
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
@@ -104,43 +126,52 @@ class ScoreSplit(Result):
         return self.terms[term]
 
     def label(self, term: str) -> str:
-        """How a term is shown to a reader (``bias_label`` for (bias, bias), :func:`tl_geometry.scores.terms.bias_label`)."""
+        """How a term is shown to a reader (``bias_label`` for (bias, bias),
+        :func:`tl_geometry.scores.terms.bias_label`)."""
         return label(term, self.bias_label)
 
     @property
-    def closing(self) -> ClosingReport:
-        """The worst closing error of each kind over the layers, with its bound."""
+    def reconstruction(self) -> ReconstructionReport:
+        """The worst reconstruction error of each kind over the layers, with its bound."""
         worst: dict[str, tuple[float, float]] = {}
         for _, name, error, bound in self.checks:
             if name not in worst or error * worst[name][1] > worst[name][0] * bound:
                 worst[name] = (error, bound)
-        return ClosingReport(checks=worst, scale=self.scale)
+        return ReconstructionReport(checks=worst, scale=self.scale)
 
     def total(self) -> Float[Tensor, "batch head query key"]:
         """Sum of all terms: the model's scores before any soft cap, -inf outside ``allowed``.
 
-        With the presets ``"paper"`` and ``"reference"`` the terms do not sum to the scores: ``"paper"`` gives their sum,
-        ``"reference"`` the model's own scores, as published.
+        With the presets ``"paper"`` and ``"reference"`` the terms do not sum to the scores:
+        ``"paper"`` gives their sum, ``"reference"`` the model's own scores, as published.
         """
         return torch.where(self.allowed, self._sum(), -torch.inf)
 
     def _sum(self) -> Tensor:
         if self.scores is not None:
             return self.scores
-        total = einsum(self.q.sum(0), self.k.sum(0), "batch query head e, batch key head e -> batch head query key")
+        total = einsum(
+            self.q.sum(0),
+            self.k.sum(0),
+            "batch query head e, batch key head e -> batch head query key",
+        )
         return total if self.bias is None else total + self.bias
 
     def model_scores(self) -> Float[Tensor, "batch head query key"]:
         """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
         total, cap = self.total(), self.softcap[:, None, None]
         return (
-            total if bool(torch.isinf(cap).all()) else torch.where(torch.isinf(cap) | ~self.allowed, total, cap * torch.tanh(total / cap))
+            total
+            if bool(torch.isinf(cap).all())
+            else torch.where(torch.isinf(cap) | ~self.allowed, total, cap * torch.tanh(total / cap))
         )
 
     def pattern(self) -> Float[Tensor, "batch head query key"]:
-        """Attention pattern: softmax over the allowed keys, with the sink's share left out where a head has one.
+        """Attention pattern: softmax over the allowed keys, with the sink's share left out where a
+        head has one.
 
-        With ``preset="reference"`` the first token is deleted from the keys, as in the published figure (the model attends to it).
+        With ``preset="reference"`` the first token is deleted from the keys, as in the published
+        figure (the model attends to it).
         """
         scores = self.model_scores()
         if self.provenance.preset == "reference":
@@ -149,17 +180,26 @@ class ScoreSplit(Result):
         sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
         top = torch.cat([scores, sinks], dim=-1).amax(-1, keepdim=True)
         weight = torch.exp(scores - torch.where(torch.isfinite(top), top, 0.0))
-        norm = weight.sum(-1, keepdim=True) + torch.exp(sinks - torch.where(torch.isfinite(top), top, 0.0))
+        norm = weight.sum(-1, keepdim=True) + torch.exp(
+            sinks - torch.where(torch.isfinite(top), top, 0.0)
+        )
         return weight / torch.where(norm > 0, norm, 1.0)
 
     def shares(self, drop: int | None = None) -> ShareTable:
-        """Covariance, gain and energy shares of terms and groups for each head; see :func:`tl_geometry.scores.sums.share_sums`.
+        """Covariance, gain and energy shares of terms and groups for each head; see
+        :func:`tl_geometry.scores.sums.share_sums`.
 
-        The first ``drop`` queries and keys are left out (by default those before the window of the basis); the attention paid to
-        them stands beside the shares as ``dropped_mass``.
+        The first ``drop`` queries and keys are left out (by default those before the window of the
+        basis); the attention paid to them stands beside the shares as ``dropped_mass``.
         """
         additive = self.provenance.preset != "reference"
-        require(additive, "shares", expected="terms that sum to the scores", got="preset='reference'", instead="preset='exact'")
+        require(
+            additive,
+            "shares",
+            expected="terms that sum to the scores",
+            got="preset='reference'",
+            instead="preset='exact'",
+        )
         start = (self.provenance.window or (0, 0))[0] if drop is None else drop
         found: list[ShareSums] = []
         order: list[Tensor] = []
@@ -169,14 +209,18 @@ class ScoreSplit(Result):
             bias = None if self.bias is None else self.bias[rows]
             cap = float(self.softcap[rows[0]])
             options = {"bias": bias, "drop": start, "softcap": cap if math.isfinite(cap) else None}
-            sums = share_sums(self.q[..., rows, :], self.k[..., rows, :], self.allowed[rows[0]], **options)
+            sums = share_sums(
+                self.q[..., rows, :], self.k[..., rows, :], self.allowed[rows[0]], **options
+            )
             found.append(sums.pooled())
         return ShareTable.of(
             ShareSums.beside(found).select(torch.cat(order).argsort()),
             self.heads,
             self.parts,
             drop=start,
-            dropped_mass=dropped_mass(self.pattern(), start).mean(0).double().cpu() if start else None,
+            dropped_mass=dropped_mass(self.pattern(), start).mean(0).double().cpu()
+            if start
+            else None,
             bias_label=self.bias_label,
             provenance=self.provenance,
         )
@@ -203,39 +247,50 @@ def split_scores(
     legacy_double_ln: bool = False,
     device: torch.device | str = "cpu",
 ) -> ScoreSplit:
-    """Split attention scores exactly into terms of position and context, or of any additive parts of the stream.
+    """Split attention scores exactly into terms of position and context, or of any additive parts
+    of the stream.
 
-    ``q_a = ((p_a A / s) gain) W_Q`` for each part ``p_a`` of a layer's input, with the norm's scale s (and QK-norm's) frozen at
-    its value for the whole input, then rotated; ``X_ab = scale q_a . k_b``; the constant ``(norm bias) W_Q + b_Q`` joins ``bias``.
+    ``q_a = ((p_a A / s) gain) W_Q`` for each part ``p_a`` of a layer's input, with the norm's scale
+    s (and QK-norm's) frozen at its value for the whole input, then rotated;
+    ``X_ab = scale q_a . k_b``; the constant ``(norm bias) W_Q + b_Q`` joins ``bias``.
 
     Args:
-        tokens: prompts of equal length: a string or strings (with ``prepend_bos``), ids ``[position]`` or ``[batch position]``.
-        basis: from :func:`tl_geometry.decompose` of the same model; ``None`` only with the caller's own ``parts``.
+        tokens: prompts of equal length: a string or strings (with ``prepend_bos``), ids
+            ``[position]`` or ``[batch position]``.
+        basis: from :func:`tl_geometry.decompose` of the same model; ``None`` only with the caller's
+            own ``parts``.
         layers, heads: which heads, ``(layer, head)`` or ``"L5H1"``; all of ``layers`` by default.
-        parts: ``("pos", "cvec")`` (with ``bias`` holding mean and constants), ``("pos", "ctx", "resid")``, either with
-            ``"mean"`` first to keep the mean apart from the constants, or a mapping from names to tensors ``[batch position
-            d_model]`` (or ``[layer batch position d_model]``, one for each block or each of ``layers``) that sum to the stream.
-        preset: ``"exact"``; ``"paper"``: the equation as printed, ``p_a W_Q W_K^T p_b / sqrt(d_head)`` without LayerNorm, biases
-            and rotation; ``"reference"``: the published code, each of ``pos`` and ``h - pos`` through the whole LayerNorm and
-            biases by itself. The last two do not sum to the scores.
-        legacy_double_ln: with ``"reference"``, normalise the query again for the second key part, as the published code did.
+        parts: ``("pos", "cvec")`` (with ``bias`` holding mean and constants),
+            ``("pos", "ctx", "resid")``, either with ``"mean"`` first to keep the mean apart from
+            the constants, or a mapping from names to tensors ``[batch position
+            d_model]`` (or ``[layer batch position
+            d_model]``, one for each block or each of ``layers``) that sum to the stream.
+        preset: ``"exact"``; ``"paper"``: the equation as printed,
+            ``p_a W_Q W_K^T p_b / sqrt(d_head)`` without LayerNorm, biases and rotation;
+            ``"reference"``: the published code, each of ``pos`` and ``h - pos`` through the whole
+            LayerNorm and biases by itself. The last two do not sum to the scores.
+        legacy_double_ln: with ``"reference"``, normalise the query again for the second key part,
+            as the published code did.
         cache: a TransformerLens ``ActivationCache`` of these tokens, in place of running the model.
 
-    Frozen scales make terms attributions, not interventions: pos-pos of a token still depends on its norm in this prompt. With a basis
-    of ``decompose(..., normalize=True)`` the parts are those of the normed input, ``q_a = (p_a gain) W_Q``, and nothing of the norm is
-    frozen (a QK-norm's scale still is): the same scores, other terms. Then (bias, bias) of a rotary model without QK-norm is
-    exactly a function of the offset i - j, and is shown as "relative position"; on a raw basis it is the "mean-mean" term.
+    Frozen scales make terms attributions, not interventions: pos-pos of a token still depends on
+    its norm in this prompt. With a basis of ``decompose(..., normalize=True)`` the parts are those
+    of the normed input, ``q_a = (p_a gain) W_Q``, and nothing of the norm is frozen (a QK-norm's
+    scale still is): the same scores, other terms. Then (bias, bias) of a rotary model without
+    QK-norm is exactly a function of the offset i - j, and is shown as "relative position"; on a raw
+    basis it is the "mean-mean" term.
 
-    Raises ``ClosingError`` where the terms do not sum to the model's scores, ``BudgetError`` where all terms together would exceed
-    ``memory_budget`` bytes, ``GeometryError`` for a basis of another model, positions beyond the basis, parts that do not sum, and a
-    normalised basis with another preset than ``"exact"``.
+    Raises ``ReconstructionError`` where the terms do not sum to the model's scores, ``BudgetError``
+    where all terms together would exceed ``memory_budget`` bytes, ``GeometryError`` for a basis of
+    another model, positions beyond the basis, parts that do not sum, and a normalised basis with
+    another preset than ``"exact"``.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
-    >>> split.closing.closes, split.terms["pos", "cvec"].shape
+    >>> split.reconstruction.adds_up, split.terms["pos", "cvec"].shape
     (True, torch.Size([2, 1, 16, 16]))
     """
     view = as_view(model)
@@ -243,10 +298,18 @@ def split_scores(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     names = part_names(parts, preset)
-    size = len(names) ** 2 * len(rows) * len(chosen) * rows.tokens.shape[1] ** 2 * max(4, view.dtype.itemsize)
+    size = (
+        len(names) ** 2
+        * len(rows)
+        * len(chosen)
+        * rows.tokens.shape[1] ** 2
+        * max(4, view.dtype.itemsize)
+    )
     check_request(view, rows, basis, size, memory_budget, len(chosen))
     pieces: list[Piece] = []
-    cut = Cut(view, basis, parts, preset, legacy_double_ln, tuple(dict.fromkeys(l for l, _ in chosen)))
+    cut = Cut(
+        view, basis, parts, preset, legacy_double_ln, tuple(dict.fromkeys(l for l, _ in chosen))
+    )
 
     def on_layer(layer: LayerView) -> None:
         pieces.append(cut.layer(layer, [h for l, h in chosen if l == layer.layer], device))
@@ -254,7 +317,9 @@ def split_scores(
     each_layer(view, rows, cache, cut.layers, on_layer)
     order = [(p.layer, h) for p in pieces for h in p.heads]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
-    beside = lambda name, axis: torch.cat([getattr(p, name) for p in pieces], dim=axis).index_select(axis, pick)  # noqa: E731
+    beside = lambda name, axis: torch.cat(
+        [getattr(p, name) for p in pieces], dim=axis
+    ).index_select(axis, pick)
     has = lambda name: all(getattr(p, name) is not None for p in pieces)  # noqa: E731
     return ScoreSplit(
         provenance=provenance_of(view, rows, basis, preset, cut.flags, cut.normalized),
@@ -271,7 +336,9 @@ def split_scores(
         checks=tuple(check for p in pieces for check in p.checks),
         scale=max(p.scale for p in pieces),
         str_tokens=rows.str_tokens,
-        bias_label=bias_label(rotary=all(p.rotary for p in pieces), relative=all(p.relative for p in pieces)),
+        bias_label=bias_label(
+            rotary=all(p.rotary for p in pieces), relative=all(p.relative for p in pieces)
+        ),
     )
 
 

@@ -1,4 +1,5 @@
-"""Which term of an attention score makes the pattern: covariance and energy shares of the terms, exactly, per head."""
+"""Which term of an attention score makes the pattern: covariance and energy shares of the terms,
+exactly, per head."""
 
 from __future__ import annotations
 
@@ -40,11 +41,13 @@ _ABOUT_BIAS = {f"{about}{BIAS_BIAS}" for about in ("", "cs_", "gs_", "es_", "tv_
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShareSums:
-    """Sums behind the shares, per context or pooled; they add up over contexts, prompts and processes (``+``, :meth:`pooled`).
+    """Sums behind the shares, per context or pooled; they add up over contexts, prompts and
+    processes (``+``, :meth:`pooled`).
 
-    ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``gains`` ``sum (p - u) . X``; ``total`` is ``sum S~^2``, ``gain_total``
-    ``sum (p - u) . S``, all in float64; ``floor`` is the total that rounding alone could leave; ``rows`` counts query rows with at
-    least two allowed keys, ``cells`` the keys of those rows.
+    ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``gains`` ``sum (p - u) . X``;
+    ``total`` is ``sum S~^2``, ``gain_total`` ``sum (p - u) . S``, all in float64; ``floor`` is the
+    total that rounding alone could leave; ``rows`` counts query rows with at least two allowed
+    keys, ``cells`` the keys of those rows.
     """
 
     numerators: Float[Tensor, "*context head term"]
@@ -61,7 +64,11 @@ class ShareSums:
 
     def pooled(self) -> ShareSums:
         """Summed over contexts."""
-        return self if self.rows.dim() == 0 else ShareSums(**{k: v.sum(0) for k, v in self._tensors().items()})
+        return (
+            self
+            if self.rows.dim() == 0
+            else ShareSums(**{k: v.sum(0) for k, v in self._tensors().items()})
+        )
 
     def __add__(self, other: ShareSums) -> ShareSums:
         mine, theirs = self.pooled()._tensors(), other.pooled()._tensors()
@@ -82,7 +89,9 @@ class ShareSums:
 
     def select(self, heads: Int[Tensor, " head"]) -> ShareSums:
         """Pooled sums of some heads, in the given order."""
-        return ShareSums(**{k: v[heads] if v.dim() > 0 else v for k, v in self.pooled()._tensors().items()})
+        return ShareSums(
+            **{k: v[heads] if v.dim() > 0 else v for k, v in self.pooled()._tensors().items()}
+        )
 
     def to(self, device: torch.device | str) -> ShareSums:
         """The same sums on another device."""
@@ -96,7 +105,9 @@ class ShareSums:
     @property
     def es(self) -> Float[Tensor, "*context head term"]:
         """Energy shares; NaN where a head is uniform."""
-        return self.energies / torch.where(self.uniform, torch.nan, self.energies.sum(-1)).unsqueeze(-1)
+        return self.energies / torch.where(
+            self.uniform, torch.nan, self.energies.sum(-1)
+        ).unsqueeze(-1)
 
     @property
     def gs(self) -> Float[Tensor, "*context head term"]:
@@ -123,13 +134,16 @@ def share_sums(
 ) -> ShareSums:
     """Numerators, gains and energies of all terms per context, without a term as a matrix.
 
-    ``q``, ``k`` as in :func:`terms`; ``allowed [query key]`` or ``[batch query key]`` (causal for ``None``); ``bias [... head query
-    key]`` is added to the scores and becomes the last term. The first ``drop`` queries and keys are left out. ``softcap`` c makes the
-    pattern behind the gains that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains. ``working_set``
-    bounds the bytes held at a time. Half precision is computed in float32; sums are float64.
+    ``q``, ``k`` as in :func:`terms`; ``allowed [query key]`` or ``[batch query key]`` (causal for
+    ``None``); ``bias [... head query key]`` is added to the scores and becomes the last term. The
+    first ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
+    that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains.
+    ``working_set`` bounds the bytes held at a time. Half precision is computed in float32; sums are
+    float64.
 
-    Cost per head and token over one product of all queries with all keys: about parts + 1 such products for the numerators, parts
-    more for the gains, parts (parts + BLOCK / d_head) d_head / keys for the energies.
+    Cost per head and token over one product of all queries with all keys: about parts + 1 such
+    products for the numerators, parts more for the gains, parts (parts + BLOCK / d_head) d_head /
+    keys for the energies.
 
     >>> q = torch.randn(3, 2, 9, 4, 8); k = torch.randn(3, 2, 9, 4, 8)
     >>> sums = share_sums(q, k).pooled()
@@ -137,9 +151,16 @@ def share_sums(
     (torch.Size([4, 9]), True)
     """
     ok = q.dim() == 5 and q.shape == k.shape
-    require(ok, "q, k", expected="two tensors [part batch position head d_head] of one shape", got=f"{describe(q)} and {describe(k)}")
+    require(
+        ok,
+        "q, k",
+        expected="two tensors [part batch position head d_head] of one shape",
+        got=f"{describe(q)} and {describe(k)}",
+    )
     length = q.shape[2]
-    require(0 <= drop < length, "drop", expected=f"0 to {length - 1} of {length} positions", got=drop)
+    require(
+        0 <= drop < length, "drop", expected=f"0 to {length - 1} of {length} positions", got=drop
+    )
     mask = _mask(allowed, q)[..., drop:, drop:]
     q, k = (x[:, :, drop:] if x.element_size() > 2 else x[:, :, drop:].float() for x in (q, k))
     if bias is not None:
@@ -148,7 +169,11 @@ def share_sums(
         bias = bias.expand(max(len(bias), len(mask)), -1, -1, -1)
     parts, batch, queries, heads, width = q.shape
     rows = (1 + 2 * gain) * min(BLOCK, queries)  # of scores, and of the softmax behind the gains
-    per_context = q.element_size() * heads * (queries * (rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2)
+    per_context = (
+        q.element_size()
+        * heads
+        * (queries * (rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2)
+    )
     step = max(1, working_set // per_context)
     found: list[ShareSums] = []
     for at in range(0, batch, step):
@@ -163,13 +188,24 @@ def _mask(allowed: Tensor | None, q: Tensor) -> Bool[Tensor, "batch query key"]:
     batch, length = q.shape[1:3]
     allowed = causal_mask(length, device=q.device) if allowed is None else allowed
     mask = allowed if allowed.dim() == 3 else allowed.unsqueeze(0)
-    ok = mask.dim() == 3 and mask.shape[1:] == (length, length) and len(mask) in (1, batch) and mask.dtype == torch.bool
-    require(ok, "allowed", expected=f"bool [query key] or [batch query key] of {length} positions", got=describe(allowed))
+    ok = (
+        mask.dim() == 3
+        and mask.shape[1:] == (length, length)
+        and len(mask) in (1, batch)
+        and mask.dtype == torch.bool
+    )
+    require(
+        ok,
+        "allowed",
+        expected=f"bool [query key] or [batch query key] of {length} positions",
+        got=describe(allowed),
+    )
     return mask.to(q.device)
 
 
 class _Block(NamedTuple):
-    """Query rows ``start`` to ``stop``: all of them see keys 0 to ``full``, ``mask`` says which of ``full`` to ``end`` each one sees."""
+    """Query rows ``start`` to ``stop``: all of them see keys 0 to ``full``, ``mask`` says which of
+    ``full`` to ``end`` each one sees."""
 
     start: int
     stop: int
@@ -179,7 +215,8 @@ class _Block(NamedTuple):
 
 
 def _blocks(mask: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
-    """Blocks of query rows; causal and unmasked attention share the keys before the block, any other mask is taken as it comes."""
+    """Blocks of query rows; causal and unmasked attention share the keys before the block, any
+    other mask is taken as it comes."""
     length = mask.shape[-1]
     causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
     everything = len(mask) == 1 and bool(mask.all())
@@ -199,21 +236,32 @@ class _Wanted(NamedTuple):
 
 
 def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Wanted) -> ShareSums:
-    """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring does not see it, rounding does."""
+    """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring
+    does not see it, rounding does."""
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
-    size = torch.linalg.vector_norm(queries.flatten(2), dim=-1) * torch.linalg.vector_norm(keys.flatten(2), dim=-1)
+    size = torch.linalg.vector_norm(queries.flatten(2), dim=-1) * torch.linalg.vector_norm(
+        keys.flatten(2), dim=-1
+    )
     shift = keys.mean(2, keepdim=True)
     keys = keys - shift  # not in place: it may be the caller's memory
-    query, key, tables = reduce(torch.add, queries.unbind(2)), reduce(torch.add, keys.unbind(3)), keys.flatten(3)
+    query, key, tables = (
+        reduce(torch.add, queries.unbind(2)),
+        reduce(torch.add, keys.unbind(3)),
+        keys.flatten(3),
+    )
     level = None if wanted.softcap is None else (query * shift.sum(3)).sum(-1, keepdim=True)
     extra = None if bias is None else row_center(bias, mask.unsqueeze(1))
     if bias is not None and extra is not None and level is not None:
-        level = level + torch.where(mask.unsqueeze(1), bias - extra, -torch.inf).amax(-1, keepdim=True)
+        level = level + torch.where(mask.unsqueeze(1), bias - extra, -torch.inf).amax(
+            -1, keepdim=True
+        )
     shape = {"dtype": torch.float64, "device": q.device}
     n = parts**2 + (bias is not None)
-    sums = {name: torch.zeros(batch, heads, n, **shape) for name in ("numerators", "gains", "energies")}
+    sums = {
+        name: torch.zeros(batch, heads, n, **shape) for name in ("numerators", "gains", "energies")
+    }
     total, gain_total = (torch.zeros(batch, heads, **shape) for _ in range(2))
     seen = _Moments(keys)
     for block in _blocks(mask, q.dtype):
@@ -226,7 +274,13 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
         total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
         sums["numerators"] += _contracted(centred, rows, tables[:, :, : block.end], added)
         if wanted.gain:
-            moved = _moved(centred, block, count, wanted.softcap, None if level is None else mean + level[:, :, at])
+            moved = _moved(
+                centred,
+                block,
+                count,
+                wanted.softcap,
+                None if level is None else mean + level[:, :, at],
+            )
             sums["gains"] += _contracted(moved, rows, tables[:, :, : block.end], added)
             gain_total += moved.mul_(centred).sum((-2, -1), dtype=torch.float64)
         if wanted.energy:
@@ -245,44 +299,71 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
         if not made:
             sums[name].fill_(torch.nan)
     return ShareSums(
-        **sums, total=total, gain_total=gain_total, floor=floor, rows=ones * (several > 0).sum(-1), cells=ones * several.sum(-1)
+        **sums,
+        total=total,
+        gain_total=gain_total,
+        floor=floor,
+        rows=ones * (several > 0).sum(-1),
+        cells=ones * several.sum(-1),
     )
 
 
 def _contracted(
-    weight: Float[Tensor, "batch head query key"], rows: Float[Tensor, "batch head part query d_head"], tables: Tensor, added: Tensor | None
+    weight: Float[Tensor, "batch head query key"],
+    rows: Float[Tensor, "batch head part query d_head"],
+    tables: Tensor,
+    added: Tensor | None,
 ) -> Float[Tensor, "batch head term"]:
-    """``sum_ij W_ij X_ij`` of all terms X, of which ``added`` is one that is there as a matrix; rows of W sum to zero."""
+    """``sum_ij W_ij X_ij`` of all terms X, of which ``added`` is one that is there as a matrix;
+    rows of W sum to zero."""
     parts = rows.shape[2]
     weighted = rearrange(weight @ tables, "b h i (c e) -> b h (i e) c", c=parts)
     found = (rows.flatten(3) @ weighted).flatten(2).double()
-    return found if added is None else torch.cat([found, (weight * added).sum((-2, -1), dtype=torch.float64).unsqueeze(-1)], -1)
+    return (
+        found
+        if added is None
+        else torch.cat(
+            [found, (weight * added).sum((-2, -1), dtype=torch.float64).unsqueeze(-1)], -1
+        )
+    )
 
 
-def _centred(query: Tensor, key: Tensor, block: _Block, count: Tensor) -> tuple[Float[Tensor, "batch head query key"], Tensor]:
-    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product; and the means that were taken out."""
+def _centred(
+    query: Tensor, key: Tensor, block: _Block, count: Tensor
+) -> tuple[Float[Tensor, "batch head query key"], Tensor]:
+    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product;
+    and the means that were taken out."""
     known = key[:, :, : block.end]
     prefix = known[:, :, : block.full].sum(2, keepdim=True)
     if block.end > block.full:
         prefix = prefix + block.mask @ known[:, :, block.full :]
     mean = (query * prefix).sum(-1, keepdim=True) / count
     rows = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
-    centred = torch.baddbmm(rows, query.flatten(0, 1), known.flatten(0, 1).mT, beta=-1).unflatten(0, query.shape[:2])
+    centred = torch.baddbmm(rows, query.flatten(0, 1), known.flatten(0, 1).mT, beta=-1).unflatten(
+        0, query.shape[:2]
+    )
     if block.end > block.full:
         centred[..., block.full :] *= block.mask
     return centred, mean
 
 
 def _moved(
-    centred: Float[Tensor, "batch head query key"], block: _Block, count: Tensor, softcap: float | None, level: Tensor | None
+    centred: Float[Tensor, "batch head query key"],
+    block: _Block,
+    count: Tensor,
+    softcap: float | None,
+    level: Tensor | None,
 ) -> Float[Tensor, "batch head query key"]:
     """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
 
-    With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits where attention is nearly
-    uniform. ``level`` is what row-centring took out of the scores, which a soft cap sees.
+    With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits
+    where attention is nearly uniform. ``level`` is what row-centring took out of the scores, which
+    a soft cap sees.
     """
     near = slice(block.full, block.end)
-    if softcap is None or level is None:  # a masked zero is never above the largest allowed of a row whose mean is zero
+    if (
+        softcap is None or level is None
+    ):  # a masked zero is never above the largest allowed of a row whose mean is zero
         w = centred - centred.amax(-1, keepdim=True)
     else:
         w = softcap * torch.tanh((centred + level) / softcap)
@@ -290,14 +371,17 @@ def _moved(
         w -= w.amax(-1, keepdim=True)
     w.expm1_()
     w[..., near] *= block.mask
-    summed = w.sum(-1, keepdim=True, dtype=torch.float64)  # cancels against the count where one key has everything
+    summed = w.sum(
+        -1, keepdim=True, dtype=torch.float64
+    )  # cancels against the count where one key has everything
     w.sub_((summed / count).to(w)).div_((summed + count).to(w))
     w[..., near] *= block.mask
     return w
 
 
 class _Moments:
-    """Sum and second moment of the keys before a block, in float64 (float32 loses three digits on small terms)."""
+    """Sum and second moment of the keys before a block, in float64 (float32 loses three digits on
+    small terms)."""
 
     def __init__(self, keys: Float[Tensor, "batch head key part d_head"]) -> None:
         self.keys, self.end = keys, 0
@@ -308,7 +392,11 @@ class _Moments:
         """Take in the keys up to ``end``."""
         if end <= self.end:
             return
-        new = rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e").contiguous().double()
+        new = (
+            rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e")
+            .contiguous()
+            .double()
+        )
         sums, squares = new.sum(-2), (new.mT @ new).flatten(-2)
         self.sums = sums if self.sums is None else self.sums + sums
         self.squares = squares if self.squares is None else self.squares.add_(squares)
@@ -317,17 +405,22 @@ class _Moments:
     def energies(
         self, rows: Float[Tensor, "batch head part query d_head"], block: _Block, count: Tensor
     ) -> Float[Tensor, "batch head part part"]:
-        """``sum_ij X~^2`` of all pairs of parts for the rows of one block: the shared keys by their moments, the others cell by cell."""
+        """``sum_ij X~^2`` of all pairs of parts for the rows of one block: the shared keys by their
+        moments, the others cell by cell."""
         batch, heads, parts, queries, _ = rows.shape
         energy = torch.zeros(batch, heads, parts, parts, dtype=torch.float64, device=rows.device)
-        sums = torch.zeros(batch, heads, parts, queries, parts, dtype=torch.float64, device=rows.device)  # row sums of each term
+        sums = torch.zeros(
+            batch, heads, parts, queries, parts, dtype=torch.float64, device=rows.device
+        )  # row sums of each term
         if self.sums is not None and self.squares is not None:
             wide = rows.double()
             energy += (wide.mT @ wide).flatten(-2) @ self.squares.mT
             sums += wide @ self.sums.mT.unsqueeze(2)
         if block.end > block.full:
             near = rearrange(self.keys[:, :, block.full : block.end], "b h j c e -> b h (c j) e")
-            cells = rearrange(rows.flatten(2, 3) @ near.mT, "b h (a i) (c j) -> b h a i c j", a=parts, c=parts)
+            cells = rearrange(
+                rows.flatten(2, 3) @ near.mT, "b h (a i) (c j) -> b h a i c j", a=parts, c=parts
+            )
             cells *= rearrange(block.mask, "b h i j -> b h 1 i 1 j")
             energy += torch.linalg.vector_norm(cells, dim=-1).double().square().sum(3)
             sums += cells.sum(-1)
@@ -335,9 +428,14 @@ class _Moments:
 
 
 def share_sums_dense(
-    terms: Float[Tensor, "term batch head query key"], allowed: Bool[Tensor, "..."], *, drop: int = 0, softcap: float | None = None
+    terms: Float[Tensor, "term batch head query key"],
+    allowed: Bool[Tensor, "..."],
+    *,
+    drop: int = 0,
+    softcap: float | None = None,
 ) -> ShareSums:
-    """The sums of :func:`share_sums` from terms held as matrices, ``allowed`` broadcasting to ``[batch head query key]``; float64."""
+    """The sums of :func:`share_sums` from terms held as matrices, ``allowed`` broadcasting to
+    ``[batch head query key]``; float64."""
     allowed = allowed.expand(terms.shape[1:])[..., drop:, drop:]
     centred = row_center(terms[..., drop:, drop:].double(), allowed)
     scores = centred.sum(0)
@@ -347,11 +445,15 @@ def share_sums_dense(
     whole = torch.where(allowed, terms[..., drop:, drop:].double(), 0).sum(0)
     entered = whole if softcap is None else softcap * torch.tanh(whole / softcap)
     even = allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-    moved = torch.where(allowed, entered, torch.finfo(entered.dtype).min).softmax(-1) * allowed - even
+    moved = (
+        torch.where(allowed, entered, torch.finfo(entered.dtype).min).softmax(-1) * allowed - even
+    )
     unit = 32 * unit_roundoff(terms.dtype)
     size = torch.where(allowed, terms[..., drop:, drop:].double(), 0).square().sum((0, -2, -1))
     return ShareSums(
-        numerators=rearrange((centred * scores).sum((-2, -1)), "term batch head -> batch head term"),
+        numerators=rearrange(
+            (centred * scores).sum((-2, -1)), "term batch head -> batch head term"
+        ),
         energies=rearrange(energies, "term batch head -> batch head term"),
         gains=rearrange((moved * centred).sum((-2, -1)), "term batch head -> batch head term"),
         total=scores.square().sum((-2, -1)),
@@ -362,8 +464,11 @@ def share_sums_dense(
     )
 
 
-def dropped_mass(pattern: Float[Tensor, "batch head query key"], drop: int) -> Float[Tensor, "batch head"]:
-    """Attention that the kept queries pay to the first ``drop`` keys, which the shares leave out: mean over queries.
+def dropped_mass(
+    pattern: Float[Tensor, "batch head query key"], drop: int
+) -> Float[Tensor, "batch head"]:
+    """Attention that the kept queries pay to the first ``drop`` keys, which the shares leave out:
+    mean over queries.
 
     >>> dropped_mass(torch.tensor([[[[1.0, 0.0], [0.8, 0.2]]]]), 1)
     tensor([[0.8000]])
@@ -371,13 +476,24 @@ def dropped_mass(pattern: Float[Tensor, "batch head query key"], drop: int) -> F
     return pattern[..., drop:, :drop].sum(-1, dtype=torch.float32).mean(-1)
 
 
-def bootstrap(sums: ShareSums, *, draws: int = 200, level: float = 0.95, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Percentile interval of the covariance shares ``[head term]`` over contexts drawn with replacement (ratio of sums in each draw)."""
-    require(sums.rows.dim() == 1, "sums", expected="per-context sums", got="pooled ones", instead="share_sums(...) before .pooled()")
+def bootstrap(
+    sums: ShareSums, *, draws: int = 200, level: float = 0.95, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Percentile interval of the covariance shares ``[head term]`` over contexts drawn with
+    replacement (ratio of sums in each draw)."""
+    require(
+        sums.rows.dim() == 1,
+        "sums",
+        expected="per-context sums",
+        got="pooled ones",
+        instead="share_sums(...) before .pooled()",
+    )
     contexts = len(sums.rows)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(contexts, (draws, contexts), generator=generator)
-    weight = torch.zeros(draws, contexts, dtype=torch.float64).scatter_add_(1, chosen, torch.ones(draws, contexts, dtype=torch.float64))
+    weight = torch.zeros(draws, contexts, dtype=torch.float64).scatter_add_(
+        1, chosen, torch.ones(draws, contexts, dtype=torch.float64)
+    )
     weight = weight.to(sums.total.device)
     drawn = einsum(weight, sums.numerators, "draw context, context head term -> draw head term")
     total = (weight @ sums.total).unsqueeze(-1)

@@ -1,12 +1,14 @@
 """All heads of all layers in one streamed pass: what drives each head, and what type of head it is.
 
-Each batch runs once through the model; as soon as a layer's attention has been computed its queries and keys are split (frozen
-norm scale) and the sums behind the shares are updated, a few contexts at a time, so that no term exists as a matrix:
+Each batch runs once through the model; as soon as a layer's attention has been computed its queries
+and keys are split (frozen norm scale) and the sums behind the shares are updated, a few contexts at
+a time, so that no term exists as a matrix:
 
-1. mean and pos are projected once per layer and divided by the frozen scale (parts of the normed input, from a normalised basis, are
-   not), cvec is the rest of the model's own q and k;
-2. on the first context the model's queries, keys, scores and patterns are recomputed from the stream, and cvec is projected
-   explicitly, because the subtraction alone would close whatever mean and pos were;
+1. mean and pos are projected once per layer and divided by the frozen scale (parts of the normed
+   input, from a normalised basis, are not), cvec is the rest of the model's own q and k;
+2. on the first context the model's queries, keys, scores and patterns are recomputed from the
+   stream, and cvec is projected explicitly, because the subtraction alone would add up whatever
+   mean and pos were;
 3. :func:`tl_geometry.scores.sums.share_sums` adds up numerators, gains and energies.
 
 Head types come from repeated random tokens made for the model.
@@ -26,7 +28,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import BudgetError, ClosingError, require
+from tl_geometry.base.errors import BudgetError, ReconstructionError, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -35,9 +37,15 @@ from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reconstruction import closing_bound
+from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.scores.details import DETAILS, Details, Parts
-from tl_geometry.scores.head_types import HEAD_TYPES, head_type_scores, period_for, repeated_random_tokens, token_range
+from tl_geometry.scores.head_types import (
+    HEAD_TYPES,
+    head_type_scores,
+    period_for,
+    repeated_random_tokens,
+    token_range,
+)
 from tl_geometry.scores.splitter import is_relative
 from tl_geometry.scores.sums import ShareSums, bootstrap, share_sums
 from tl_geometry.scores.tables import ShareTable
@@ -51,13 +59,16 @@ WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SweepTable(ShareTable):
-    """One row per head: shares of groups and terms, the dominant ones with their margin, head-type scores with baselines.
+    """One row per head: shares of groups and terms, the dominant ones with their margin, head-type
+    scores with baselines.
 
-    ``group_gain`` and ``term_gain`` are the gain shares of the group and the term with the largest covariance share (the label's, where
-    there is one), ``dropped_mass`` the attention that no share describes.
+    ``group_gain`` and ``term_gain`` are the gain shares of the group and the term with the largest
+    covariance share (the label's, where there is one), ``dropped_mass`` the attention that no share
+    describes.
 
-    ``types[name]`` and ``baselines[name]`` are the head-type scores (see :mod:`tl_geometry.scores.head_types`) on repeated random tokens and
-    what uniform attention would score; ``details`` holds what ``detail=`` asked for, one tensor per quantity, heads first.
+    ``types[name]`` and ``baselines[name]`` are the head-type scores (see
+    :mod:`tl_geometry.scores.head_types`) on repeated random tokens and what uniform attention would
+    score; ``details`` holds what ``detail=`` asked for, one tensor per quantity, heads first.
     """
 
     types: dict[str, Float[Tensor, " head"]]
@@ -72,7 +83,11 @@ class SweepTable(ShareTable):
     def columns(self) -> Sequence[str]:
         best = ["dominant_group", "group_share", "group_margin", "group_gain"]
         best += ["dominant_term", "term_share", "term_margin", "term_gain"]
-        shares = [f"{share}_{name}" for share in ("cs", "gs", "es") for name in (*self.groups, *self.terms)]
+        shares = [
+            f"{share}_{name}"
+            for share in ("cs", "gs", "es")
+            for name in (*self.groups, *self.terms)
+        ]
         types = [name for t in self._types() for name in (t, f"{t}_uniform")]
         return ["layer", "head", *best, "dropped_mass", *types, *shares, *self._scalars()]
 
@@ -84,30 +99,47 @@ class SweepTable(ShareTable):
 
     def rows(self) -> Sequence[Sequence[object]]:
         grouped = (self.group_cs, self.group_gs, self.group_es)
-        shares = torch.cat([x for pair in zip(grouped, (self.cs, self.gs, self.es), strict=True) for x in pair], dim=1).tolist()
-        best = [(found, _of_largest(cs, gs)) for found, cs, gs in (
-            (self.by_group, self.group_cs, self.group_gs), (self.by_term, self.cs, self.gs)
-        )]  # fmt: skip
+        shares = torch.cat(
+            [x for pair in zip(grouped, (self.cs, self.gs, self.es), strict=True) for x in pair],
+            dim=1,
+        ).tolist()
+        best = [
+            (found, _of_largest(cs, gs))
+            for found, cs, gs in (
+                (self.by_group, self.group_cs, self.group_gs),
+                (self.by_term, self.cs, self.gs),
+            )
+        ]
         flat = [self.details[name].tolist() for name in self._scalars()]
         mass = self._mass().tolist()
         out: list[list[object]] = []
         for h, (layer, head) in enumerate(self.heads):
             row: list[object] = [layer, head]
             for found, gain in best:
-                row += [found.labels[h], float(found.share[h]), float(found.margin[h]), float(gain[h])]
+                row += [
+                    found.labels[h],
+                    float(found.share[h]),
+                    float(found.margin[h]),
+                    float(gain[h]),
+                ]
             types = [x for t in self._types() for x in (float(self.types[t][h]), self.baselines[t])]
             out.append([*row, mass[h], *types, *shares[h], *(v[h] for v in flat)])
         return out
 
     def top(self, column: str, n: int | None = 10, *, ascending: bool = False) -> SweepTable:
-        """The ``n`` heads with the largest values of a numeric column, in order (``"induction"``, ``"cs_pos-pos"``, ...); NaN last."""
+        """The ``n`` heads with the largest values of a numeric column, in order (``"induction"``,
+        ``"cs_pos-pos"``, ...); NaN last."""
         names = list(self.columns())
         numeric = [c for c in names if not c.startswith("dominant")]
         checks.choice(column, numeric, "column")
         require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
-        values = torch.tensor([float(row[names.index(column)]) for row in self.rows()], dtype=torch.float64)  # pyright: ignore[reportArgumentType]
+        values = torch.tensor(
+            [float(row[names.index(column)]) for row in self.rows()], dtype=torch.float64
+        )  # pyright: ignore[reportArgumentType]
         worst = torch.inf if ascending else -torch.inf
-        order = torch.where(torch.isnan(values), worst, values).argsort(descending=not ascending, stable=True)
+        order = torch.where(torch.isnan(values), worst, values).argsort(
+            descending=not ascending, stable=True
+        )
         return self.select(order[:n])
 
     def select(self, rows: Int[Tensor, " head"]) -> SweepTable:
@@ -115,7 +147,9 @@ class SweepTable(ShareTable):
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         picked: dict[str, Any] = {k: v[rows] for k, v in values.items() if isinstance(v, Tensor)}
         picked |= {k: {n: v[rows] for n, v in values[k].items()} for k in ("types", "details")}
-        return dataclasses.replace(self, heads=tuple(self.heads[i] for i in rows.tolist()), **picked)
+        return dataclasses.replace(
+            self, heads=tuple(self.heads[i] for i in rows.tolist()), **picked
+        )
 
 
 def sweep_heads(
@@ -131,30 +165,39 @@ def sweep_heads(
     progress: bool = True,
     seed: int = 0,
 ) -> SweepTable:
-    """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a term as a matrix.
+    """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a
+    term as a matrix.
 
-    For each head, over all prompts and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2``, gain share ``gs_X`` (the part in where
-    attention goes) and energy share of the terms X over {bias, pos, cvec} on either side and of the groups position, content and mixed
-    (row-centred; Song & Zhong 2023, Eq. 7, with the norm scale frozen so that the terms sum to the model's scores). Shares have no
-    unit; formulas in :mod:`tl_geometry.scores.sums`.
+    For each head, over all prompts and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2``,
+    gain share ``gs_X`` (the part in where attention goes) and energy share of the terms X over
+    {bias, pos, cvec} on either side and of the groups position, content and mixed (row-centred;
+    Song & Zhong 2023, Eq. 7, with the norm scale frozen so that the terms sum to the model's
+    scores). Shares have no unit; formulas in :mod:`tl_geometry.scores.sums`.
 
     Args:
-        tokens: anything that :func:`tl_geometry.decompose` takes, any number of prompts of one length.
-        basis: from :func:`tl_geometry.decompose` of the same model, of its states or normalised (the same scores, other terms; see
-            :func:`tl_geometry.split_scores`). The first ``basis.window[0]`` queries and keys are left out of the
-            shares (position 0 is an attention sink); the attention paid to them is the column ``dropped_mass``.
+        tokens: anything that :func:`tl_geometry.decompose` takes, any number of prompts of one
+            length.
+        basis: from :func:`tl_geometry.decompose` of the same model, of its states or normalised
+            (the same scores, other terms; see :func:`tl_geometry.split_scores`). The first
+            ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an
+            attention sink); the attention paid to them is the column ``dropped_mass``.
         layers: blocks to look at, all by default.
-        detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern without each term), ``"toeplitz"`` and
-            ``"offsets"`` (how far the positional terms depend on i - j only, and the mean by offset), ``"contrast"`` (token identity in
-            cvec-cvec), ``"nulls"`` (group shares for permuted positions and in random directions), ``"bootstrap"`` (95% intervals).
-        memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget allows.
+        detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern
+            without each term), ``"toeplitz"`` and ``"offsets"`` (how far the positional terms
+            depend on i - j only, and the mean by offset), ``"contrast"`` (token identity in
+            cvec-cvec), ``"nulls"`` (group shares for permuted positions and in random directions),
+            ``"bootstrap"`` (95% intervals).
+        memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget
+            allows.
         prepend_bos: with text only.
 
-    Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``, ``.shares``.
+    Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``,
+    ``.shares``.
 
-    Raises ``ClosingError`` where the split does not reproduce the model's own queries, keys, scores and patterns (checked on the
-    first context), ``BudgetError`` where one context exceeds the budget, ``GeometryError`` for a basis of another model or of
-    fewer positions, and for unknown details.
+    Raises ``ReconstructionError`` where the split does not reproduce the model's own queries, keys,
+    scores and patterns (checked on the first context), ``BudgetError`` where one context exceeds
+    the budget, ``GeometryError`` for a basis of another model or of fewer positions, and for
+    unknown details.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -178,7 +221,9 @@ def sweep_heads(
     with bar:
         for batch in source.batches(rows):
             begins = begins and bool((batch[:, 0] == view.bos_id).all())
-            basis.check_model(view, None if begins else False)  # a row without BOS decides, one with it does not
+            basis.check_model(
+                view, None if begins else False
+            )  # a row without BOS decides, one with it does not
             if done == 0:
                 view.run_layers(batch[:1], chosen, work.verify, verify=True)
             work.batch = batch
@@ -186,7 +231,9 @@ def sweep_heads(
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
     basis.check_model(view, begins)
-    types, baselines = measure_types(view, chosen, bos=bool(basis.provenance.has_bos), seed=1234 + seed)
+    types, baselines = measure_types(
+        view, chosen, bos=bool(basis.provenance.has_bos), seed=1234 + seed
+    )
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=token_hash,
@@ -200,20 +247,31 @@ def sweep_heads(
     return work.table(types, baselines, provenance)
 
 
-def _rows_per_batch(view: ModelView, columns: int, memory_budget: int, batch_size: int | None) -> int:
-    """Contexts of one forward pass within the budget: a layer's pattern and scores, its vectors, and the step that works on them."""
+def _rows_per_batch(
+    view: ModelView, columns: int, memory_budget: int, batch_size: int | None
+) -> int:
+    """Contexts of one forward pass within the budget: a layer's pattern and scores, its vectors,
+    and the step that works on them."""
     number = max(4, view.dtype.itemsize)
     width = view.n_heads * view.d_head
-    per_context = number * (2 * view.n_heads * columns**2 + columns * (14 * width + 8 * view.d_model))
+    per_context = number * (
+        2 * view.n_heads * columns**2 + columns * (14 * width + 8 * view.d_model)
+    )
     fits = memory_budget // per_context
     require(
-        fits >= 1, "memory_budget", expected=f"at least {per_context} bytes for one context of {columns} positions", got=memory_budget,
-        instead="shorter windows, or a larger memory_budget=", error=BudgetError,
-    )  # fmt: skip
+        fits >= 1,
+        "memory_budget",
+        expected=f"at least {per_context} bytes for one context of {columns} positions",
+        got=memory_budget,
+        instead="shorter windows, or a larger memory_budget=",
+        error=BudgetError,
+    )
     return max(1, min(fits, batch_size or default_batch(columns, view.device)))
 
 
-def _of_largest(shares: Float[Tensor, "head term"], values: Float[Tensor, "head term"]) -> Float[Tensor, " head"]:
+def _of_largest(
+    shares: Float[Tensor, "head term"], values: Float[Tensor, "head term"]
+) -> Float[Tensor, " head"]:
     """The value of what has the largest share; NaN without any."""
     if shares.shape[1] == 0:
         return torch.full(shares.shape[:1], torch.nan, dtype=values.dtype)
@@ -221,7 +279,8 @@ def _of_largest(shares: Float[Tensor, "head term"], values: Float[Tensor, "head 
 
 
 class Positional(NamedTuple):
-    """Mean and pos of one layer's input, projected: ``[mean or pos, head, position, d_head]`` without the frozen scale.
+    """Mean and pos of one layer's input, projected: ``[mean or pos, head, position, d_head]``
+    without the frozen scale.
 
     ``normalized`` says that they are parts of the normed input, whose norm scale is not frozen.
     """
@@ -230,10 +289,17 @@ class Positional(NamedTuple):
     k: Tensor
     normalized: bool = False
 
-    def scales(self, layer: LayerView) -> tuple[Float[Tensor, "batch position head"], Float[Tensor, "batch position head"]]:
-        """The frozen scales of queries and keys that these parts are divided by: without the norm's for a normalised basis."""
+    def scales(
+        self, layer: LayerView
+    ) -> tuple[Float[Tensor, "batch position head"], Float[Tensor, "batch position head"]]:
+        """The frozen scales of queries and keys that these parts are divided by: without the norm's
+        for a normalised basis."""
         scales = layer.q_scale, layer.k_scale
-        return (layer.without_norm(scales[0]), layer.without_norm(scales[1])) if self.normalized else scales
+        return (
+            (layer.without_norm(scales[0]), layer.without_norm(scales[1]))
+            if self.normalized
+            else scales
+        )
 
 
 def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Positional:
@@ -241,24 +307,39 @@ def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Pos
     row = basis.index(layer.layer)
     pos = basis.pos_columns[row, :columns]
     both = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
-    q, k = (rearrange(f(both), "part position head e -> part head position e").contiguous() for f in (layer.q_map, layer.k_map))
+    q, k = (
+        rearrange(f(both), "part position head e -> part head position e").contiguous()
+        for f in (layer.q_map, layer.k_map)
+    )
     return Positional(q, k, basis.provenance.normalized)
 
 
 def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: int = 0) -> Parts:
-    """Queries (with the score scale) and keys of bias, pos and cvec for some contexts; cvec is the rest of the model's own.
+    """Queries (with the score scale) and keys of bias, pos and cvec for some contexts; cvec is the
+    rest of the model's own.
 
-    Positions from ``start`` on. The parts lie in memory as :func:`tl_geometry.scores.sums.share_sums` goes through them, heads first.
+    Positions from ``start`` on. The parts lie in memory as
+    :func:`tl_geometry.scores.sums.share_sums` goes through them, heads first.
     """
 
     def heads_first(x: Tensor) -> Tensor:
         return rearrange(x[rows, start:], "batch position head ... -> batch head position ...")
 
-    def split(both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor, scale: float, order: str) -> Tensor:
+    def split(
+        both: Tensor,
+        frozen: Tensor,
+        constant: Tensor,
+        added: Tensor | None,
+        whole: Tensor,
+        scale: float,
+        order: str,
+    ) -> Tensor:
         mean, pos = both[:, :, start:]
         frozen, whole = heads_first(frozen).unsqueeze(-1) * scale, heads_first(whole)
         sizes = dict(zip("bhie", whole.shape, strict=True)) | {"p": 3}
-        store = torch.empty(*(sizes[axis] for axis in order.split()), dtype=whole.dtype, device=whole.device)
+        store = torch.empty(
+            *(sizes[axis] for axis in order.split()), dtype=whole.dtype, device=whole.device
+        )
         parts = rearrange(store, f"{order} -> p b h i e")
         torch.mul(mean, frozen, out=parts[0]).add_(heads_first(constant), alpha=scale)
         torch.mul(pos, frozen, out=parts[1])
@@ -270,29 +351,43 @@ def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: 
         return rearrange(parts, "p b h i e -> p b i h e")
 
     (q_scale, k_scale), more = projected.scales(layer), layer.added
-    q = split(projected.q, q_scale, layer.q_constant, more and more.q, layer.q, layer.scale, "b h p i e")
-    return Parts(q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k, 1.0, "b h i p e"))
+    q = split(
+        projected.q, q_scale, layer.q_constant, more and more.q, layer.q, layer.scale, "b h p i e"
+    )
+    return Parts(
+        q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k, 1.0, "b h i p e")
+    )
 
 
 def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
-    """Compare cvec by subtraction with its explicit projection, within 32 u A (4 u A in half precision), A the sizes of what is summed."""
+    """Compare cvec by subtraction with its explicit projection, within 32 u A (4 u A in half
+    precision), A the sizes of what is summed."""
     layer = layer.normalized() if basis.provenance.normalized else layer
     row = basis.index(layer.layer)
     h = layer.h.double()
     mean, pos = basis.mean[row].to(h), basis.pos_columns[row, : h.shape[1]].to(h)
     rest = h - (mean + pos)
-    apart = (x.norm(dim=-1) for x in (mean, pos, rest))  # parts that cancel are rounded as large as they are
+    apart = (
+        x.norm(dim=-1) for x in (mean, pos, rest)
+    )  # parts that cancel are rounded as large as they are
     larger = max(1.0, float((sum(apart, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max()))
-    cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.closing.sizes
+    cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.reconstruction.sizes
     behind = {w: larger * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
-    for name, ours, explicit in (("q", parts.q, layer.project_q(cvec) * scale), ("k", parts.k, layer.project_k(cvec))):
+    for name, ours, explicit in (
+        ("q", parts.q, layer.project_q(cvec) * scale),
+        ("k", parts.k, layer.project_k(cvec)),
+    ):
         size = max(float(ours.abs().sum(0).max()), behind[name])
         error = float((ours[2] - explicit).abs().max())
-        bound = closing_bound(layer.roundoff, size)
+        bound = reconstruction_bound(layer.roundoff, size)
         require(
-            error <= bound, f"cvec of {name} in layer {layer.layer}", expected=f"subtraction and projection within {bound:.2e}",
-            got=f"{error:.2e}", instead="check_model(model)", error=ClosingError,
-        )  # fmt: skip
+            error <= bound,
+            f"cvec of {name} in layer {layer.layer}",
+            expected=f"subtraction and projection within {bound:.2e}",
+            got=f"{error:.2e}",
+            instead="check_model(model)",
+            error=ReconstructionError,
+        )
 
 
 class _Sweep:
@@ -309,9 +404,12 @@ class _Sweep:
         seed: int,
     ) -> None:
         require(
-            columns <= basis.columns, "tokens", expected=f"at most {basis.columns} positions, as the basis has seen", got=columns,
+            columns <= basis.columns,
+            "tokens",
+            expected=f"at most {basis.columns} positions, as the basis has seen",
+            got=columns,
             instead="decompose(...) on windows of this length",
-        )  # fmt: skip
+        )
         self.drop = basis.window[0]
         require(
             columns > self.drop + 1,
@@ -321,7 +419,14 @@ class _Sweep:
         )
         for layer in layers:
             basis.index(layer)
-        self.view, self.basis, self.layers, self.columns, self.detail, self.seed = view, basis, tuple(layers), columns, tuple(detail), seed
+        self.view, self.basis, self.layers, self.columns, self.detail, self.seed = (
+            view,
+            basis,
+            tuple(layers),
+            columns,
+            tuple(detail),
+            seed,
+        )
         self.memory_budget = memory_budget
         self.batch: Tensor = torch.empty(0, columns, dtype=torch.int64)
         self.projected: dict[int, Positional] = {}
@@ -341,7 +446,10 @@ class _Sweep:
         """Take in one layer of one batch."""
         projected = self._projection(layer)
         batch, length, heads, width = layer.q.shape
-        self.alibi, self.softcap = self.alibi or layer.bias is not None, self.softcap or layer.softcap is not None
+        self.alibi, self.softcap = (
+            self.alibi or layer.bias is not None,
+            self.softcap or layer.softcap is not None,
+        )
         self.rotary = self.rotary and layer.rotary
         number = layer.q.element_size()
         per_context = number * heads * (length * (5 * 64 + 18 * width) + 9 * 64 * 64)
@@ -352,11 +460,21 @@ class _Sweep:
             rows = slice(start, min(start + step, batch))
             start_at = 0 if self.detail else self.drop  # only details look at what is dropped
             parts = split_layer(layer, projected, rows, start=start_at)
-            allowed, bias = (None if x is None else x[..., start_at:, start_at:] for x in (layer.allowed, layer.bias))
-            options = {"bias": bias, "drop": self.drop - start_at, "softcap": layer.softcap, "working_set": limit}
+            allowed, bias = (
+                None if x is None else x[..., start_at:, start_at:]
+                for x in (layer.allowed, layer.bias)
+            )
+            options = {
+                "bias": bias,
+                "drop": self.drop - start_at,
+                "softcap": layer.softcap,
+                "working_set": limit,
+            }
             found.append(share_sums(parts.q, parts.k, allowed, **options))
             if self.detail:
-                made = self.details.setdefault(layer.layer, Details(self.detail, self.drop, self.seed))
+                made = self.details.setdefault(
+                    layer.layer, Details(self.detail, self.drop, self.seed)
+                )
                 made.update(layer, parts, rows, self.batch[rows], self.basis)
         sums = ShareSums.cat(found).to("cpu")
         kept = self.sums.setdefault(layer.layer, [])
@@ -365,7 +483,9 @@ class _Sweep:
         else:
             kept[0] = kept[0] + sums
         if layer.pattern is not None:
-            mass = layer.pattern[:, :, self.drop :, : self.drop].sum(-1, dtype=torch.float32).mean(-1)
+            mass = (
+                layer.pattern[:, :, self.drop :, : self.drop].sum(-1, dtype=torch.float32).mean(-1)
+            )
             self.mass.setdefault(layer.layer, []).append(mass.sum(0).cpu().double())
 
     def _projection(self, layer: LayerView) -> Positional:
@@ -383,15 +503,29 @@ class _Sweep:
         start = [f"queries and keys before position {self.drop} left out"] if self.drop else []
         return (*start, *(["scores before the soft cap"] if self.softcap else []))
 
-    def table(self, types: Mapping[str, Tensor], baselines: Mapping[str, float], provenance: Provenance) -> SweepTable:
+    def table(
+        self, types: Mapping[str, Tensor], baselines: Mapping[str, float], provenance: Provenance
+    ) -> SweepTable:
         """The finished table."""
         order = self.layers
         contexts = provenance.contexts or 1
-        pooled = ShareSums.beside([ShareSums.cat(self.sums[x]) if "bootstrap" in self.detail else self.sums[x][0] for x in order])
+        pooled = ShareSums.beside(
+            [
+                ShareSums.cat(self.sums[x]) if "bootstrap" in self.detail else self.sums[x][0]
+                for x in order
+            ]
+        )
         mass = [sum(self.mass[x], torch.zeros(())) / contexts for x in order if x in self.mass]
-        bounds = [bootstrap(ShareSums.cat(self.sums[x]), seed=self.seed) for x in order] if "bootstrap" in self.detail else []
+        bounds = (
+            [bootstrap(ShareSums.cat(self.sums[x]), seed=self.seed) for x in order]
+            if "bootstrap" in self.detail
+            else []
+        )
         if bounds and contexts < FEWEST:
-            bounds = [(torch.full_like(low, torch.nan), torch.full_like(high, torch.nan)) for low, high in bounds]
+            bounds = [
+                (torch.full_like(low, torch.nan), torch.full_like(high, torch.nan))
+                for low, high in bounds
+            ]
             provenance = provenance.flagged(f"fewer than {FEWEST} contexts: no intervals")
         details = Details.beside([self.details[x] for x in order]) if self.details else {}
         names = term_names(PARTS, alibi=self.alibi)
@@ -422,11 +556,14 @@ class _Sweep:
 def measure_types(
     view: ModelView, layers: Sequence[int], *, bos: bool = False, batch: int = 4, seed: int = 1234
 ) -> tuple[dict[str, Float[Tensor, " head"]], dict[str, float]]:
-    """Head-type scores on repeated random tokens made for the model, two copies of up to 32 tokens, and the uniform baselines."""
+    """Head-type scores on repeated random tokens made for the model, two copies of up to 32 tokens,
+    and the uniform baselines."""
     bos = bos and view.bos_id is not None
     low, high = token_range(view.d_vocab, [view.bos_id])
     period = period_for(view.n_ctx, high - low, bos=bos)
-    tokens = repeated_random_tokens(period, 2, batch, low=low, high=high, seed=seed, bos_id=view.bos_id if bos else None)
+    tokens = repeated_random_tokens(
+        period, 2, batch, low=low, high=high, seed=seed, bos_id=view.bos_id if bos else None
+    )
     allowed = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
     allowed = allowed.tril() if view.causal else allowed
     found: dict[int, dict[str, Tensor]] = {}
@@ -441,4 +578,6 @@ def measure_types(
         return take
 
     view.run(tokens, {f"blocks.{layer}.attn.hook_pattern": hook(layer) for layer in layers})
-    return {t: torch.cat([found[layer][t].cpu() for layer in layers]) for t in HEAD_TYPES}, baselines
+    return {
+        t: torch.cat([found[layer][t].cpu() for layer in layers]) for t in HEAD_TYPES
+    }, baselines

@@ -1,4 +1,5 @@
-"""The table of shares that a split and a sweep return: what each term and each group of terms explains of each head's scores."""
+"""The table of shares that a split and a sweep return: what each term and each group of terms
+explains of each head's scores."""
 
 from __future__ import annotations
 
@@ -26,8 +27,15 @@ class Dominant(NamedTuple):
     margin: Float[Tensor, " head"]
 
 
-def dominant(shares: Float[Tensor, "head term"], names: Sequence[str], *, share_over: float = 0.5, margin_over: float = 0.1) -> Dominant:
-    """The name with the largest share, if that is over ``share_over`` and leads by more than ``margin_over``, else ``"unclear"``.
+def dominant(
+    shares: Float[Tensor, "head term"],
+    names: Sequence[str],
+    *,
+    share_over: float = 0.5,
+    margin_over: float = 0.1,
+) -> Dominant:
+    """The name with the largest share, if that is over ``share_over`` and leads by more than
+    ``margin_over``, else ``"unclear"``.
 
     Heads whose shares are NaN are ``"uniform"``.
 
@@ -49,7 +57,8 @@ def dominant(shares: Float[Tensor, "head term"], names: Sequence[str], *, share_
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Marginals(Result):
-    """Shares of each part on the query side (summed over key parts) and on the key side: what :meth:`ShareTable.marginals` returns.
+    """Shares of each part on the query side (summed over key parts) and on the key side: what
+    :meth:`ShareTable.marginals` returns.
 
     ``cs`` and ``gs`` sum to one over the parts of a side; ``dropped_mass`` is that of the table.
     """
@@ -77,12 +86,15 @@ class Marginals(Result):
 class ShareTable(Result):
     """Shares of every term, and of the groups position, content and mixed, for each head.
 
-    ``cs = numerators / total`` and ``gs = gains / gain_total`` sum to one over the terms and over the groups; ``es = energies / (sum of
-    energies)``, that of a group being the sum over its terms. Terms are pairs of ``parts``, then ALiBi where there is one. ``drop`` first
-    queries and keys were left out; ``dropped_mass`` is the attention paid to them (mean over the other queries), which no share
-    describes. A uniform head has NaN shares. ``low`` and ``high`` are bootstrap bounds of ``cs`` where asked for.
+    ``cs = numerators / total`` and ``gs = gains / gain_total`` sum to one over the terms and over
+    the groups; ``es = energies / (sum of energies)``, that of a group being the sum over its terms.
+    Terms are pairs of ``parts``, then ALiBi where there is one. ``drop`` first queries and keys
+    were left out; ``dropped_mass`` is the attention paid to them (mean over the other queries),
+    which no share describes. A uniform head has NaN shares. ``low`` and ``high`` are bootstrap
+    bounds of ``cs`` where asked for.
 
-    ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`); its key is always the same.
+    ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`); its
+    key is always the same.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -110,9 +122,15 @@ class ShareTable(Result):
         """The pooled sums."""
         count = self.total.new_tensor
         return ShareSums(
-            numerators=self.numerators, energies=self.energies, gains=self.gains, total=self.total, gain_total=self.gain_total,
-            floor=self.floor, rows=count(self.rows_used), cells=count(self.cells),
-        )  # fmt: skip
+            numerators=self.numerators,
+            energies=self.energies,
+            gains=self.gains,
+            total=self.total,
+            gain_total=self.gain_total,
+            floor=self.floor,
+            rows=count(self.rows_used),
+            cells=count(self.cells),
+        )
 
     @property
     def cs(self) -> Float[Tensor, "head term"]:
@@ -140,7 +158,9 @@ class ShareTable(Result):
         return GROUPS if all(group_of(t) for t in self.terms) else ()
 
     def _grouped(self, values: Tensor) -> Float[Tensor, "head group"]:
-        member = torch.tensor([[group_of(t) == g for g in self.groups] for t in self.terms], dtype=values.dtype)
+        member = torch.tensor(
+            [[group_of(t) == g for g in self.groups] for t in self.terms], dtype=values.dtype
+        )
         return values @ member.reshape(len(self.terms), len(self.groups))
 
     @property
@@ -160,13 +180,19 @@ class ShareTable(Result):
 
     @property
     def by_term(self) -> Dominant:
-        """Dominant term of each head; ``"unclear"`` where none is, ``"uniform"`` where there is nothing to explain."""
-        return dominant(self.cs, self.terms, share_over=self.share_over, margin_over=self.margin_over)
+        """Dominant term of each head; ``"unclear"`` where none is, ``"uniform"`` where there is
+        nothing to explain."""
+        return dominant(
+            self.cs, self.terms, share_over=self.share_over, margin_over=self.margin_over
+        )
 
     @property
     def by_group(self) -> Dominant:
-        """Dominant group of each head; ``"unclear"`` where none is (``"mixed"`` is the group of position-content terms)."""
-        return dominant(self.group_cs, self.groups, share_over=self.share_over, margin_over=self.margin_over)
+        """Dominant group of each head; ``"unclear"`` where none is (``"mixed"`` is the group of
+        position-content terms)."""
+        return dominant(
+            self.group_cs, self.groups, share_over=self.share_over, margin_over=self.margin_over
+        )
 
     @property
     def dominant(self) -> tuple[str, ...]:
@@ -179,11 +205,21 @@ class ShareTable(Result):
         return self.by_term.margin
 
     def marginals(self) -> Marginals:
-        """Shares of each part by side: on the query side summed over the key parts, on the key side over the query parts."""
+        """Shares of each part by side: on the query side summed over the key parts, on the key side
+        over the query parts."""
         names = tuple(dict.fromkeys(part for pair in self.pairs for part in pair))
-        member = torch.tensor([[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]).to(self.cs)
+        member = torch.tensor(
+            [[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]
+        ).to(self.cs)
         cs, gs = (torch.einsum("ht,tsp->hsp", x, member) for x in (self.cs, self.gs))
-        return Marginals(provenance=self.provenance, heads=self.heads, parts=names, cs=cs, gs=gs, dropped_mass=self._mass())
+        return Marginals(
+            provenance=self.provenance,
+            heads=self.heads,
+            parts=names,
+            cs=cs,
+            gs=gs,
+            dropped_mass=self._mass(),
+        )
 
     def label(self, term: str) -> str:
         """How a term, a group or a column about one is shown to a reader."""
@@ -198,24 +234,52 @@ class ShareTable(Result):
         return unknown if self.dropped_mass is None else self.dropped_mass
 
     @staticmethod
-    def of(sums: ShareSums, heads: Sequence[tuple[int, int]], parts: Sequence[str], **fields: object) -> ShareTable:
-        """From sums (pooled here) of the terms of ``parts``; ``fields`` are the remaining fields, ``provenance`` among them."""
+    def of(
+        sums: ShareSums, heads: Sequence[tuple[int, int]], parts: Sequence[str], **fields: object
+    ) -> ShareTable:
+        """From sums (pooled here) of the terms of ``parts``; ``fields`` are the remaining fields,
+        ``provenance`` among them."""
         s = sums.to("cpu").pooled()
         return ShareTable(
-            heads=tuple(heads), parts=tuple(parts), terms=term_names(parts, alibi=s.numerators.shape[-1] > len(parts) ** 2),
-            numerators=s.numerators, energies=s.energies, gains=s.gains, total=s.total, gain_total=s.gain_total, floor=s.floor,
-            rows_used=float(s.rows), cells=float(s.cells), **fields,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+            heads=tuple(heads),
+            parts=tuple(parts),
+            terms=term_names(parts, alibi=s.numerators.shape[-1] > len(parts) ** 2),
+            numerators=s.numerators,
+            energies=s.energies,
+            gains=s.gains,
+            total=s.total,
+            gain_total=s.gain_total,
+            floor=s.floor,
+            rows_used=float(s.rows),
+            cells=float(s.cells),
+            **fields,  # pyright: ignore[reportArgumentType]
+        )
 
     def columns(self) -> Sequence[str]:
         interval = ["cs_low", "cs_high"] if self.low is not None else []
-        names = ["layer", "head", "term", "group", "cs", *interval, "gs", "es", "dominant", "margin", "dropped_mass"]
+        names = [
+            "layer",
+            "head",
+            "term",
+            "group",
+            "cs",
+            *interval,
+            "gs",
+            "es",
+            "dominant",
+            "margin",
+            "dropped_mass",
+        ]
         return [*names, "numerator", "gain", "energy", "total", "cells"]
 
     def rows(self) -> Sequence[Sequence[object]]:
         sums = [self.numerators, self.gains, self.energies]
         nothing = torch.full_like(self.numerators, torch.nan)
-        bounds = [nothing if b is None else b for b in (self.low, self.high)] if self.low is not None else []
+        bounds = (
+            [nothing if b is None else b for b in (self.low, self.high)]
+            if self.low is not None
+            else []
+        )
         tables = [(self.by_term, self.terms, (self.cs, *bounds, self.gs, self.es), sums)]
         if self.groups:
             unknown = [torch.full_like(self.group_cs, torch.nan) for _ in bounds]
@@ -228,5 +292,16 @@ class ShareTable(Result):
                     what = [None, name] if grouped else [name, None]
                     winner = [best.labels[h] == name, float(best.margin[h]), float(mass[h])]
                     values = [[float(v[h, t]) for v in of] for of in (shares, counted)]
-                    out.append([layer, head, *what, *values[0], *winner, *values[1], float(self.total[h]), self.cells])
+                    out.append(
+                        [
+                            layer,
+                            head,
+                            *what,
+                            *values[0],
+                            *winner,
+                            *values[1],
+                            float(self.total[h]),
+                            self.cells,
+                        ]
+                    )
         return out

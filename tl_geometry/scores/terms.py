@@ -1,4 +1,5 @@
-"""Which term of an attention score makes the pattern: covariance and energy shares of the terms, exactly, per head."""
+"""Which term of an attention score makes the pattern: covariance and energy shares of the terms,
+exactly, per head."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tl_geometry.scores.sums import _ABOUT_BIAS, _GROUP_OF, ALIBI, BIAS_BIAS, CO
 
 
 def term_pairs(parts: Sequence[str], *, alibi: bool = False) -> tuple[tuple[str, str], ...]:
-    """(query part, key part) of the terms, in the order of the flattened ``[query part, key part]`` table.
+    """(query part, key part) of the terms, in the order of the flattened ``[query part, key part]``
+    table.
 
     >>> term_pairs(("pos", "cvec"))
     (('pos', 'pos'), ('pos', 'cvec'), ('cvec', 'pos'), ('cvec', 'cvec'))
@@ -35,7 +37,8 @@ def _group(query: str, key: str) -> str:
 
 
 def group_of(term: str) -> str | None:
-    """The group of a term: ``position``, ``content`` or ``mixed``; ``None`` for parts that the user named.
+    """The group of a term: ``position``, ``content`` or ``mixed``; ``None`` for parts that the user
+    named.
 
     >>> [group_of(t) for t in ("bias-pos", "cvec-cvec", "ctx-bias", "alibi-alibi", "mlp-attn")]
     ['position', 'content', 'mixed', 'position', None]
@@ -44,10 +47,12 @@ def group_of(term: str) -> str | None:
 
 
 def bias_label(*, rotary: bool, relative: bool) -> str:
-    """How (bias, bias) is shown, bias being the mean and the constants of norm and projection. In a rotary model position lives there.
+    """How (bias, bias) is shown, bias being the mean and the constants of norm and projection. In a
+    rotary model position lives there.
 
-    ``relative`` says that no frozen scale varies by token (a normalised basis and no QK-norm): then the term is exactly a function
-    of the offset i - j. Otherwise it is the product of two means, divided by scales of the prompt at hand.
+    ``relative`` says that no frozen scale varies by token (a normalised basis and no QK-norm): then
+    the term is exactly a function of the offset i - j. Otherwise it is the product of two means,
+    divided by scales of the prompt at hand.
 
     >>> [bias_label(rotary=r, relative=e) for r, e in ((False, False), (True, False), (True, True))]
     ['bias-bias', 'mean-mean', 'relative position']
@@ -56,7 +61,8 @@ def bias_label(*, rotary: bool, relative: bool) -> str:
 
 
 def label(name: str, bias_label: str = BIAS_BIAS) -> str:
-    """How a term, a group of terms or a column about one is shown to a reader; keys stay as they are.
+    """How a term, a group of terms or a column about one is shown to a reader; keys stay as they
+    are.
 
     >>> label("bias-bias", "mean-mean"), label("gs_bias-bias", "mean-mean"), label("pos-cvec", "mean-mean")
     ('mean-mean', 'gs_mean-mean', 'pos-cvec')
@@ -67,9 +73,11 @@ def label(name: str, bias_label: str = BIAS_BIAS) -> str:
 def terms(
     q: Float[Tensor, "part batch query head d_head"], k: Float[Tensor, "part batch key head d_head"]
 ) -> Float[Tensor, "part part batch head query key"]:
-    """All terms as matrices, ``X_ab[i, j] = q_a[i] . k_b[j]`` (Song & Zhong 2023, Eq. 7, with the scale inside ``q``).
+    """All terms as matrices, ``X_ab[i, j] = q_a[i] . k_b[j]`` (Song & Zhong 2023, Eq. 7, with the
+    scale inside ``q``).
 
-    ``q`` and ``k`` are the projected parts after any rotation, keys expanded to the heads, ``q`` divided by the attention scale.
-    For tests and small inputs: :func:`share_sums` needs no term as a matrix.
+    ``q`` and ``k`` are the projected parts after any rotation, keys expanded to the heads, ``q``
+    divided by the attention scale. For tests and small inputs: :func:`share_sums` needs no term as
+    a matrix.
     """
     return einsum(q, k, "a batch query head e, b batch key head e -> a b batch head query key")

@@ -1,12 +1,17 @@
-"""Exact split of head outputs by source part: what position and context write, and their direct effect on chosen logits.
+"""Exact split of head outputs by source part: what position and context write, and their direct
+effect on chosen logits.
 
-With the pattern A and the norm scale frozen, the mixed value of a head is linear in the parts of its layer's input,
+With the pattern A and the norm scale frozen, the mixed value of a head is linear in the parts of
+its layer's input,
 
-    z[i] = sum_j A[i, j] v[j],    v = sum_a ((p_a A / s) gain) W_V + ((norm bias) W_V + b_V),    output = z W_O,
+    z[i] = sum_j A[i, j] v[j],    v = sum_a ((p_a A / s) gain) W_V + ((norm bias) W_V + b_V),
+    output = z W_O,
 
-so that ``z_a`` of each part sum to the model's own ``hook_z`` (checked). With a normalised basis the parts are those of the normed input
-and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``. The direct effect on a logit is the output through the
-final norm with its scale frozen, ``((output A) / s_final) gain W_U`` (direct logit attribution, by source part).
+so that ``z_a`` of each part sum to the model's own ``hook_z`` (checked). With a normalised basis
+the parts are those of the normed input and no norm scale is frozen,
+``v = sum_a (p_a gain) W_V + constants``. The direct effect on a logit is the output through the
+final norm with its scale frozen, ``((output A) / s_final) gain W_U`` (direct logit attribution, by
+source part).
 """
 
 from __future__ import annotations
@@ -31,17 +36,31 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import norm_after_attention
-from tl_geometry.models.reconstruction import Check, ClosingReport, closing_bound, pattern_roundoff, require_closed
-from tl_geometry.scores.splitter import Cut, UserParts, check_request, each_layer, part_names, provenance_of
+from tl_geometry.models.reconstruction import (
+    Check,
+    ReconstructionReport,
+    pattern_roundoff,
+    reconstruction_bound,
+    require_reconstruction,
+)
+from tl_geometry.scores.splitter import (
+    Cut,
+    UserParts,
+    check_request,
+    each_layer,
+    part_names,
+    provenance_of,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ValueSplit(Result):
     """Outputs of some heads as sums over source parts.
 
-    ``z[part]`` is the mixed value of each head before W_O; :meth:`output` its write into the stream (without b_O, which belongs to the
-    layer, and before the norm of models with a norm after attention). ``logits`` is the direct effect
-    ``[part batch position head token]`` on ``token_ids``, where they were asked for.
+    ``z[part]`` is the mixed value of each head before W_O; :meth:`output` its write into the stream
+    (without b_O, which belongs to the layer, and before the norm of models with a norm after
+    attention). ``logits`` is the direct effect ``[part batch position head token]`` on
+    ``token_ids``, where they were asked for.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -54,7 +73,8 @@ class ValueSplit(Result):
     str_tokens: tuple[str, ...] = ()
 
     def output(self, part: str | None = None) -> Float[Tensor, "batch position head d_model"]:
-        """What each head writes into the stream from one source part (``None``: from all of them, the head's whole output)."""
+        """What each head writes into the stream from one source part (``None``: from all of them,
+        the head's whole output)."""
         z = self.z.sum(0) if part is None else self.z[self._row(part)]
         return einsum(z, self.W_O, "batch position head e, head e d -> batch position head d")
 
@@ -68,23 +88,26 @@ class ValueSplit(Result):
         return self.parts.index(checks.choice(part, self.parts, "part"))
 
     @property
-    def closing(self) -> ClosingReport:
-        """The worst closing error over the layers, with its bound."""
+    def reconstruction(self) -> ReconstructionReport:
+        """The worst reconstruction error over the layers, with its bound."""
         worst = max(self.checks, key=lambda c: c[2] / c[3] if c[3] > 0 else float(c[2] > 0))
-        return ClosingReport(checks={worst[1]: (worst[2], worst[3])}, scale=0.0)
+        return ReconstructionReport(checks={worst[1]: (worst[2], worst[3])}, scale=0.0)
 
     def columns(self) -> Sequence[str]:
         return ("layer", "head", "part", "share", "norm")
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """One row per head and part: its covariance share ``sum out_a . out / sum out^2`` of the head's output, and its RMS norm."""
+        """One row per head and part: its covariance share ``sum out_a . out / sum out^2`` of the
+        head's output, and its RMS norm."""
         outputs = torch.stack([self.output(p) for p in self.parts]).double()
         total = outputs.sum(0)
         energy = total.square().sum((0, 1, 3))
         share = (outputs * total).sum((1, 2, 4)) / torch.where(energy > 0, energy, torch.nan)
         norm = outputs.square().sum(-1).mean((1, 2)).sqrt()
         order = [(h, p) for h in range(len(self.heads)) for p in range(len(self.parts))]
-        return [(*self.heads[h], self.parts[p], float(share[p, h]), float(norm[p, h])) for h, p in order]
+        return [
+            (*self.heads[h], self.parts[p], float(share[p, h]), float(norm[p, h])) for h, p in order
+        ]
 
 
 def split_values(
@@ -101,19 +124,21 @@ def split_values(
     cache: Any = None,
     device: torch.device | str = "cpu",
 ) -> ValueSplit:
-    """Split the outputs of heads exactly by source part, with the pattern and the norm scale frozen; arguments as :func:`split_scores`.
+    """Split the outputs of heads exactly by source part, with the pattern and the norm scale
+    frozen; arguments as :func:`split_scores`.
 
-    ``token_ids`` (ids, or texts of one token each) asks for the direct effect of each part on those logits, through the final norm with
-    its scale frozen.
+    ``token_ids`` (ids, or texts of one token each) asks for the direct effect of each part on those
+    logits, through the final norm with its scale frozen.
 
-    Raises ``ClosingError`` where the parts do not sum to the model's ``hook_z``, ``UnsupportedModelError`` for logits of a model whose
-    output head was newly initialised or is not a norm and a linear map (BERT), or that has a norm after attention (Gemma 2, OLMo 2).
+    Raises ``ReconstructionError`` where the parts do not sum to the model's ``hook_z``,
+    ``UnsupportedModelError`` for logits of a model whose output head was newly initialised or is
+    not a norm and a linear map (BERT), or that has a norm after attention (Gemma 2, OLMo 2).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> tlg.split_values(model, windows[:2], basis, heads="L1H0").closing.closes
+    >>> tlg.split_values(model, windows[:2], basis, heads="L1H0").reconstruction.adds_up
     True
     """
     view = as_view(model)
@@ -122,8 +147,12 @@ def split_values(
     names = part_names(parts, "exact")
     wanted = () if token_ids is None else _token_ids(view, token_ids)
     numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
-    check_request(view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen))
-    readout = None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
+    check_request(
+        view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
+    )
+    readout = (
+        None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
+    )
     cut = Cut(view, basis, parts, "exact", False, tuple(dict.fromkeys(l for l, _ in chosen)))
     z: list[Tensor] = []
     W_O: list[Tensor] = []
@@ -156,7 +185,12 @@ def _token_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
     found: list[int] = []
     for value in [given] if isinstance(given, int | str) else given:
         ids = view.encode(value) if isinstance(value, str) else [value]
-        require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=f"{value!r}, which is {len(ids)} tokens")
+        require(
+            len(ids) == 1,
+            "token_ids",
+            expected="ids, or texts of one token each",
+            got=f"{value!r}, which is {len(ids)} tokens",
+        )
         try:
             found.append(operator.index(ids[0]))
         except TypeError:
@@ -165,10 +199,18 @@ def _token_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
     return tuple(checks.index(i, view.d_vocab, "token_ids") for i in found)
 
 
-def _mixed(layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check]) -> Float[Tensor, "part batch position head d_head"]:
-    """``z`` of each part for the chosen heads, checked against the model's values and mixed values."""
+def _mixed(
+    layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check]
+) -> Float[Tensor, "part batch position head d_head"]:
+    """``z`` of each part for the chosen heads, checked against the model's values and mixed
+    values."""
     if layer.pattern is None or layer.v is None or layer.z is None:
-        fail(f"layer {layer.layer}", expected="hooks of pattern, values and z", got="none", error=UnsupportedModelError)
+        fail(
+            f"layer {layer.layer}",
+            expected="hooks of pattern, values and z",
+            got="none",
+            error=UnsupportedModelError,
+        )
     values = values[..., heads, :]
     z = einsum(layer.pattern[:, heads], values, "b h i j, part b j h e -> part b i h e")
     size = einsum(layer.pattern[:, heads], values.abs().sum(0), "b h i j, b j h e -> b i h e")
@@ -178,39 +220,58 @@ def _mixed(layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check])
         ("z", z.sum(0), layer.z, roundoff, size),
     ):
         error = float((ours - model[:, :, heads]).abs().max())
-        checks.append((layer.layer, name, error, closing_bound(unit, float(bound.max()))))
-    require_closed(checks, f"values of layer {layer.layer}")
+        checks.append((layer.layer, name, error, reconstruction_bound(unit, float(bound.max()))))
+    require_reconstruction(checks, f"values of layer {layer.layer}")
     return z
 
 
 class _Readout:
     """Direct effect of a write into the stream on some logits."""
 
-    def __init__(self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]) -> None:
+    def __init__(
+        self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]
+    ) -> None:
         require(
-            view.head_trained, f"logits of {view.name}", expected="a trained output head", got="one that was newly initialised",
-            instead="split_values without token_ids=", error=UnsupportedModelError,
-        )  # fmt: skip
+            view.head_trained,
+            f"logits of {view.name}",
+            expected="a trained output head",
+            got="one that was newly initialised",
+            instead="split_values without token_ids=",
+            error=UnsupportedModelError,
+        )
         normed = [layer for layer in layers if norm_after_attention(view, layer)]
         require(
-            not normed, f"logits of {view.name}", expected="heads that write straight into the stream", got="a norm after attention",
-            instead="split_values without token_ids=", error=UnsupportedModelError,
-        )  # fmt: skip
+            not normed,
+            f"logits of {view.name}",
+            expected="heads that write straight into the stream",
+            got="a norm after attention",
+            instead="split_values without token_ids=",
+            error=UnsupportedModelError,
+        )
         norm = view.final_norm()
         if norm is None:
             fail(
-                f"logits of {view.name}", expected="a norm and a linear map from the last state", got=f"the output head of {view.kind}",
-                instead="split_values without token_ids=", error=UnsupportedModelError,
-            )  # fmt: skip
+                f"logits of {view.name}",
+                expected="a norm and a linear map from the last state",
+                got=f"the output head of {view.kind}",
+                instead="split_values without token_ids=",
+                error=UnsupportedModelError,
+            )
         found: list[Tensor] = []
         view.run(tokens, {view.state_hooks[-1]: lambda h: found.append(h)})
         h = found[0].to(norm.gain.dtype)
         h = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
-        self.scale = torch.ones_like(h[..., 0]) if norm.kind is None else (h.square().mean(-1) + norm.eps).sqrt()
+        self.scale = (
+            torch.ones_like(h[..., 0])
+            if norm.kind is None
+            else (h.square().mean(-1) + norm.eps).sqrt()
+        )
         directions = norm.gain.unsqueeze(-1) * view.unembed()[:, list(token_ids)].to(norm.gain)
         self.directions = directions - directions.mean(0) if norm.kind == "LN" else directions
 
     def __call__(self, z: Tensor, W_O: Tensor) -> Float[Tensor, "part batch position head d_vocab"]:
         path = einsum(W_O, self.directions.to(W_O), "head e d, d token -> head e token")
-        effect = einsum(z, path, "part batch position head e, head e token -> part batch position head token")
+        effect = einsum(
+            z, path, "part batch position head e, head e token -> part batch position head token"
+        )
         return effect / self.scale.to(effect)[None, :, :, None, None]

@@ -1,4 +1,5 @@
-"""Paths of single tokens through the layers, on the sphere of the norm (Molina 2023): angles, updates, and the token they turn to."""
+"""Paths of single tokens through the layers, on the sphere of the norm (Molina 2023): angles,
+updates, and the token they turn to."""
 
 from __future__ import annotations
 
@@ -29,18 +30,22 @@ UPDATES = ("attention", "mlp")
 PER_BATCH = ("radial", "tangential", "turn")
 """Fields whose third axis is that of the contexts; the first of all others is."""
 HELD = 16
-"""Copies of all states that are held at once in float64: states, outputs of attention and MLP, and what is made of them."""
+"""Copies of all states that are held at once in float64: states, outputs of attention and MLP, and
+what is made of them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenPaths(Result):
-    """Paths of every token of a prompt set through the residual stream states, seen from the centre of the sphere (radians).
+    """Paths of every token of a prompt set through the residual stream states, seen from the centre
+    of the sphere (radians).
 
-    ``steps[..., l]`` is the angle between states l and l + 1; ``length`` their sum, ``net`` the angle from first to last, ``tortuosity``
-    their ratio. ``radial``, ``tangential`` and ``turn [update layer ...]`` are those of attention and MLP, each from the stream it is
-    added to (NaN where the model's updates do not add up to its states, as in post-norm models). ``angle`` and ``rank`` say how far each
-    state points from the next token's unembedding row (1 is the nearest of all; NaN and 0 for the last token, which has no next).
-    ``coordinates`` are on three axes fitted on ``fitted_on``, which hold ``shown`` of the variance of what they were fitted on.
+    ``steps[..., l]`` is the angle between states l and l + 1; ``length`` their sum, ``net`` the
+    angle from first to last, ``tortuosity`` their ratio. ``radial``, ``tangential`` and
+    ``turn [update layer ...]`` are those of attention and MLP, each from the stream it is added to
+    (NaN where the model's updates do not add up to its states, as in post-norm models). ``angle``
+    and ``rank`` say how far each state points from the next token's unembedding row (1 is the
+    nearest of all; NaN and 0 for the last token, which has no next). ``coordinates`` are on three
+    axes fitted on ``fitted_on``, which hold ``shown`` of the variance of what they were fitted on.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -60,8 +65,22 @@ class TokenPaths(Result):
     fitted_on: str
 
     def columns(self) -> Sequence[str]:
-        updates = [f"{name}_{update}" for update in UPDATES for name in ("radial", "tangential", "turn")]
-        return ["context", "position", "token", "state", "next_angle", "next_rank", "step", *updates, "length", "net", "tortuosity"]
+        updates = [
+            f"{name}_{update}" for update in UPDATES for name in ("radial", "tangential", "turn")
+        ]
+        return [
+            "context",
+            "position",
+            "token",
+            "state",
+            "next_angle",
+            "next_rank",
+            "step",
+            *updates,
+            "length",
+            "net",
+            "tortuosity",
+        ]
 
     def rows(self) -> Sequence[Sequence[object]]:
         out: list[list[object]] = []
@@ -72,7 +91,11 @@ class TokenPaths(Result):
                 whole = [v[b, t].item() for v in (self.length, self.net, self.tortuosity)]
                 for s in range(states):
                     last = s == states - 1
-                    parts = [torch.nan if last else f[u, s, b, t].item() for u in range(2) for f in fields]
+                    parts = [
+                        torch.nan if last else f[u, s, b, t].item()
+                        for u in range(2)
+                        for f in fields
+                    ]
                     step = torch.nan if last else self.steps[b, t, s].item()
                     near = [self.angle[b, t, s].item(), int(self.rank[b, t, s])]
                     out.append([b, t, self.str_tokens[b][t], s, *near, step, *parts, *whole])
@@ -90,16 +113,20 @@ def token_paths(
     batch_size: int | None = None,
     memory_budget: int = 2**31,
 ) -> TokenPaths:
-    """Where each token travels on the sphere of the norm, layer by layer, and how near it comes to the token that follows it.
+    """Where each token travels on the sphere of the norm, layer by layer, and how near it comes to
+    the token that follows it.
 
-    States are compared by their angles after the centring of the model's norm, so that the norm's scale drops out. The next token's
-    direction is its unembedding row (final gain folded in); models without a trained output head are read in their embedding.
+    States are compared by their angles after the centring of the model's norm, so that the norm's
+    scale drops out. The next token's direction is its unembedding row (final gain folded in);
+    models without a trained output head are read in their embedding.
 
     Args:
-        tokens: a string, strings of equal token length (then ``prepend_bos`` is needed), ids or :class:`TokenWindows`.
+        tokens: a string, strings of equal token length (then ``prepend_bos`` is needed), ids or
+            :class:`TokenWindows`.
         basis: fit the three axes on this basis' sampled states instead of the token embeddings.
         method: ``"pca"`` (deterministic) or ``"umap"`` (the published view; needs umap-learn).
-        batch_size: contexts of one forward pass, where the budget allows (UMAP places all of them at once).
+        batch_size: contexts of one forward pass, where the budget allows (UMAP places all of them
+            at once).
         memory_budget: bytes held for one batch.
 
     Raises ``BudgetError`` where one context (with UMAP: all of them) exceeds the budget.
@@ -119,7 +146,10 @@ def token_paths(
     shown, place, fitted_on = _projection(view, basis, method, seed)
     words = output_rows(view)
     parts = [_measured(view, part, words, place) for part in rows.tokens.split(size)]
-    joined = {name: torch.cat([p[name] for p in parts], dim=2 if name in PER_BATCH else 0) for name in parts[0]}
+    joined = {
+        name: torch.cat([p[name] for p in parts], dim=2 if name in PER_BATCH else 0)
+        for name in parts[0]
+    }
     apart = any(bool(p["radial"].isnan().all()) for p in parts)
     flags = ["attention and MLP outputs do not add up to the states: no updates"] if apart else []
     if not view.head_trained:
@@ -143,17 +173,30 @@ def token_paths(
     )
 
 
-def _contexts_per_batch(view: ModelView, rows: TokenWindows, method: str, memory_budget: int, batch_size: int | None) -> int:
+def _contexts_per_batch(
+    view: ModelView, rows: TokenWindows, method: str, memory_budget: int, batch_size: int | None
+) -> int:
     """How many contexts are followed at once: as many as the budget holds, all of them for UMAP."""
     columns = rows.tokens.shape[1]
-    per_context = 8 * (HELD * view.d_model + min(view.d_vocab, projection.VOCABULARY_CHUNK)) * (view.n_layers + 1) * columns
+    per_context = (
+        8
+        * (HELD * view.d_model + min(view.d_vocab, projection.VOCABULARY_CHUNK))
+        * (view.n_layers + 1)
+        * columns
+    )
     least = len(rows) if method == "umap" else 1
     need = least * per_context
     require(
-        memory_budget >= need, "memory_budget", expected=f"at least {need} bytes for {least} x {columns} tokens", got=memory_budget,
-        instead="shorter or fewer windows, or a larger memory_budget=", error=BudgetError,
-    )  # fmt: skip
-    return max(least, min(memory_budget // per_context, batch_size or default_batch(columns, view.device)))
+        memory_budget >= need,
+        "memory_budget",
+        expected=f"at least {need} bytes for {least} x {columns} tokens",
+        got=memory_budget,
+        instead="shorter or fewer windows, or a larger memory_budget=",
+        error=BudgetError,
+    )
+    return max(
+        least, min(memory_budget // per_context, batch_size or default_batch(columns, view.device))
+    )
 
 
 Place = Callable[[Tensor], Tensor]
@@ -165,49 +208,82 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
     states, updates = _states(view, tokens)
     path = projection.path_geometry(states, view.norm)
     target = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1).to(states.device)
-    near = projection.token_approach(states, words, target.unsqueeze(-1).expand(states.shape[:-1]), view.norm)
+    near = projection.token_approach(
+        states, words, target.unsqueeze(-1).expand(states.shape[:-1]), view.norm
+    )
     near.angle[:, -1], near.rank[:, -1] = torch.nan, 0
-    split = [torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()] * 3 if updates is None else updates
-    found = {"angle": near.angle, "rank": near.rank, "coordinates": place(states).double()} | dict(zip(PER_BATCH, split, strict=True))
+    split = (
+        [torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()] * 3
+        if updates is None
+        else updates
+    )
+    found = {"angle": near.angle, "rank": near.rank, "coordinates": place(states).double()} | dict(
+        zip(PER_BATCH, split, strict=True)
+    )
     return {name: value.cpu() for name, value in (found | path._asdict()).items()}
 
 
 def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
-    """States ``[batch position state d_model]`` in float64 and the split updates of attention and MLP, if they add up."""
+    """States ``[batch position state d_model]`` in float64 and the split updates of attention and
+    MLP, if they add up."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
         return lambda value: found.__setitem__(name, value.detach().double())
 
     states = {hook: keep(hook) for hook in view.state_hooks}
-    outputs = [[f"blocks.{l}.{name}" for l in range(view.n_layers)] for name in ("hook_attn_out", "hook_mlp_out")]
+    outputs = [
+        [f"blocks.{l}.{name}" for l in range(view.n_layers)]
+        for name in ("hook_attn_out", "hook_mlp_out")
+    ]
     try:
         view.run(tokens, states | {hook: keep(hook) for names in outputs for hook in names})
     except GeometryError:  # attention-only blocks have no MLP output
         view.run(tokens, states | {hook: keep(hook) for hook in outputs[0]})
     h = torch.stack([found[hook] for hook in view.state_hooks], dim=2)
     attention = torch.stack([found[hook] for hook in outputs[0]], dim=2)
-    mlp = torch.stack([found.get(hook, torch.zeros_like(attention[:, :, 0])) for hook in outputs[1]], dim=2)
+    mlp = torch.stack(
+        [found.get(hook, torch.zeros_like(attention[:, :, 0])) for hook in outputs[1]], dim=2
+    )
     error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
     if float(error) > 1e-4 * float(h.abs().max()):
         return h, None
-    parts = [projection.update_split(h[:, :, :-1], attention, view.norm), projection.update_split(h[:, :, :-1] + attention, mlp, view.norm)]
+    parts = [
+        projection.update_split(h[:, :, :-1], attention, view.norm),
+        projection.update_split(h[:, :, :-1] + attention, mlp, view.norm),
+    ]
     return h, [torch.stack(pair).permute(0, 3, 1, 2) for pair in zip(*parts, strict=True)]
 
 
-def _projection(view: ModelView, basis: PositionContext | None, method: str, seed: int) -> tuple[float, Place, str]:
-    """The share of the fitted rows' variance on three axes (NaN for UMAP), coordinates of states on the unit sphere, what was fitted."""
+def _projection(
+    view: ModelView, basis: PositionContext | None, method: str, seed: int
+) -> tuple[float, Place, str]:
+    """The share of the fitted rows' variance on three axes (NaN for UMAP), coordinates of states on
+    the unit sphere, what was fitted."""
     if basis is None:
         rows, name = embeddings(view), "token embeddings"
     else:
-        require(basis.samples is not None, "basis", expected="sampled states", got="a basis without", instead="decompose(..., keep=32)")
-        rows, name = basis.samples.flatten(0, 2) if basis.samples is not None else torch.empty(0), "sampled states"
+        require(
+            basis.samples is not None,
+            "basis",
+            expected="sampled states",
+            got="a basis without",
+            instead="decompose(..., keep=32)",
+        )
+        rows, name = (
+            basis.samples.flatten(0, 2) if basis.samples is not None else torch.empty(0),
+            "sampled states",
+        )
     unit = torch.nn.functional.normalize(remove_mean(rows.double(), view.norm), dim=-1)
 
     def points(states: Tensor) -> Tensor:
         return torch.nn.functional.normalize(remove_mean(states, view.norm), dim=-1)
 
     if method == "umap":
-        return float("nan"), lambda states: projection.umap_coordinates(unit, points(states), seed=seed), name
+        return (
+            float("nan"),
+            lambda states: projection.umap_coordinates(unit, points(states), seed=seed),
+            name,
+        )
     found = projection.principal_projection(unit.to(view.device), 3)
     return float(found.share.sum()), lambda states: found(points(states)), name

@@ -1,9 +1,10 @@
 """The sphere that a norm layer puts states on, and the paths of tokens along it (Molina 2023).
 
-LayerNorm without its affine part is ``z = sqrt(d) x A / sqrt(|x A|^2 + d eps)``, A the centring over d_model: a point of the sphere of
-radius sqrt(d) inside the hyperplane ``sum z = 0``, up to a deficit from eps. RMSNorm is the same without the centring and without the
-hyperplane. The gain makes an ellipsoid of the sphere and the bias moves it. Angles are radians; an arc on the sphere is sqrt(d) times
-its angle.
+LayerNorm without its affine part is ``z = sqrt(d) x A / sqrt(|x A|^2 + d eps)``, A the centring
+over d_model: a point of the sphere of radius sqrt(d) inside the hyperplane ``sum z = 0``, up to a
+deficit from eps. RMSNorm is the same without the centring and without the hyperplane. The gain
+makes an ellipsoid of the sphere and the bias moves it. Angles are radians; an arc on the sphere is
+sqrt(d) times its angle.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ VOCABULARY_CHUNK = 8192
 
 
 class NormGeometry(NamedTuple):
-    """Where a norm puts its inputs: see :func:`norm_geometry`. Residuals are relative; ``degenerate`` inputs have ``z = 0``.
+    """Where a norm puts its inputs: see :func:`norm_geometry`. Residuals are relative;
+    ``degenerate`` inputs have ``z = 0``.
 
-    ``deficit`` is ``sqrt(d) - radius`` without cancellation. ``hyperplane_residual`` is ``|sum z| / (sqrt(d) |z|)`` (NaN for RMSNorm).
-    ``ellipsoid_residual`` is ``|sum ((y - bias) / gain)^2 - radius^2| / d``; axes that a zero gain flattens enter through z.
+    ``deficit`` is ``sqrt(d) - radius`` without cancellation. ``hyperplane_residual`` is
+    ``|sum z| / (sqrt(d) |z|)`` (NaN for RMSNorm). ``ellipsoid_residual`` is
+    ``|sum ((y - bias) / gain)^2 - radius^2| / d``; axes that a zero gain flattens enter through z.
     """
 
     z: Float[Tensor, "*batch d_model"]
@@ -49,7 +52,8 @@ def norm_geometry(
     eps: float = 1e-5,
     kind: str = "LN",
 ) -> NormGeometry:
-    """The point ``z`` on the sphere, ``y = gain z + bias`` on the ellipsoid, and how far each is from its ideal surface. float64 inside.
+    """The point ``z`` on the sphere, ``y = gain z + bias`` on the ellipsoid, and how far each is
+    from its ideal surface. float64 inside.
 
     >>> g = norm_geometry(torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]]), eps=0.0)
     >>> [round(r, 6) for r in g.radius.tolist()], g.degenerate.tolist()
@@ -61,7 +65,9 @@ def norm_geometry(
     c = remove_mean(x.double(), kind)
     length = torch.linalg.vector_norm(c, dim=-1)
     # a constant vector leaves rounding errors behind when it is centred: they are no direction
-    degenerate = length <= 8 * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(x.double(), dim=-1)
+    degenerate = length <= 8 * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(
+        x.double(), dim=-1
+    )
     c = torch.where(degenerate.unsqueeze(-1), 0.0, c)
     length = torch.where(degenerate, 0.0, length)
     scale = (length.square() + size * eps).sqrt()
@@ -74,11 +80,20 @@ def norm_geometry(
     back = torch.where(gain == 0, z, (y - bias) / torch.where(gain == 0, 1.0, gain))
     ellipsoid = (back.square().sum(-1) - radius.square()).abs() / size
     plane = back.sum(-1).abs() / (size**0.5 * torch.where(radius > 0, radius, 1.0))
-    return NormGeometry(z, y, radius, deficit, plane if kind == "LN" else torch.full_like(plane, torch.nan), ellipsoid, degenerate)
+    return NormGeometry(
+        z,
+        y,
+        radius,
+        deficit,
+        plane if kind == "LN" else torch.full_like(plane, torch.nan),
+        ellipsoid,
+        degenerate,
+    )
 
 
 class PathGeometry(NamedTuple):
-    """Angles of a path of states seen from the centre of the sphere (radians); ``tortuosity`` is ``length / net`` (NaN if net is 0)."""
+    """Angles of a path of states seen from the centre of the sphere (radians); ``tortuosity`` is
+    ``length / net`` (NaN if net is 0)."""
 
     steps: Float[Tensor, "*batch column"]
     length: Float[Tensor, "*batch"]
@@ -86,10 +101,14 @@ class PathGeometry(NamedTuple):
     tortuosity: Float[Tensor, "*batch"]
 
 
-def path_geometry(points: Float[Tensor, "*batch state d_model"], kind: str | None = "LN") -> PathGeometry:
-    """Step angles between consecutive states, their sum, the angle between the first and the last, and the ratio of the two.
+def path_geometry(
+    points: Float[Tensor, "*batch state d_model"], kind: str | None = "LN"
+) -> PathGeometry:
+    """Step angles between consecutive states, their sum, the angle between the first and the last,
+    and the ratio of the two.
 
-    The ratio is at least 1 (triangle inequality on the sphere). NaN where a state is zero after centring.
+    The ratio is at least 1 (triangle inequality on the sphere). NaN where a state is zero after
+    centring.
 
     >>> quarter = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     >>> p = path_geometry(quarter, kind="RMS")
@@ -105,15 +124,21 @@ def path_geometry(points: Float[Tensor, "*batch state d_model"], kind: str | Non
 
 
 class UpdateSplit(NamedTuple):
-    """An update seen from the centre: signed length along the state, length across it, and the angle it turns the state by."""
+    """An update seen from the centre: signed length along the state, length across it, and the
+    angle it turns the state by."""
 
     radial: Float[Tensor, "*batch"]
     tangential: Float[Tensor, "*batch"]
     turn: Float[Tensor, "*batch"]
 
 
-def update_split(state: Float[Tensor, "*batch d_model"], update: Float[Tensor, "*batch d_model"], kind: str | None = "LN") -> UpdateSplit:
-    """Radial part ``<u, h>/|h|`` and tangential part of an update u of a state h (both centred for ``"LN"``). NaN where h is zero.
+def update_split(
+    state: Float[Tensor, "*batch d_model"],
+    update: Float[Tensor, "*batch d_model"],
+    kind: str | None = "LN",
+) -> UpdateSplit:
+    """Radial part ``<u, h>/|h|`` and tangential part of an update u of a state h (both centred for
+    ``"LN"``). NaN where h is zero.
 
     Only the tangential part moves the point on the sphere.
 
@@ -124,11 +149,16 @@ def update_split(state: Float[Tensor, "*batch d_model"], update: Float[Tensor, "
     direction, zero = linalg.normalize_rows(h)
     radial = (u * direction).sum(-1)
     across = torch.linalg.vector_norm(u - radial.unsqueeze(-1) * direction, dim=-1)
-    return UpdateSplit(torch.where(zero, torch.nan, radial), torch.where(zero, torch.nan, across), linalg.angle(h, h + u))
+    return UpdateSplit(
+        torch.where(zero, torch.nan, radial),
+        torch.where(zero, torch.nan, across),
+        linalg.angle(h, h + u),
+    )
 
 
 class Approach(NamedTuple):
-    """How far a state points from a token: the angle (radians) and the token's rank among all tokens by angle (1 is the nearest)."""
+    """How far a state points from a token: the angle (radians) and the token's rank among all
+    tokens by angle (1 is the nearest)."""
 
     angle: Float[Tensor, "*batch"]
     rank: Int[Tensor, "*batch"]
@@ -140,10 +170,12 @@ def token_approach(
     target: Int[Tensor, "*batch"],
     kind: str | None = "LN",
 ) -> Approach:
-    """Angle between each state and the direction of its target token, and how many tokens lie nearer.
+    """Angle between each state and the direction of its target token, and how many tokens lie
+    nearer.
 
-    ``vocabulary`` holds one direction per token (embedding or unembedding rows); both sides are centred for ``"LN"``. By chance the
-    angle is near pi/2 and the rank near ``(d_vocab + 1) / 2``. A zero state gives NaN and rank 0; the vocabulary is read in chunks.
+    ``vocabulary`` holds one direction per token (embedding or unembedding rows); both sides are
+    centred for ``"LN"``. By chance the angle is near pi/2 and the rank near ``(d_vocab + 1) / 2``.
+    A zero state gives NaN and rank 0; the vocabulary is read in chunks.
 
     >>> a = token_approach(torch.tensor([1.0, 0.2]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor(1), kind="RMS")
     >>> round(float(a.angle), 3), int(a.rank)
@@ -161,7 +193,9 @@ def token_approach(
     mine = (unit * linalg.normalize_rows(own)[0]).sum(-1)
     nearer = torch.zeros_like(target)
     for start in range(0, len(vocabulary), VOCABULARY_CHUNK):
-        rows = linalg.normalize_rows(remove_mean(vocabulary[start : start + VOCABULARY_CHUNK].double(), kind))[0]
+        rows = linalg.normalize_rows(
+            remove_mean(vocabulary[start : start + VOCABULARY_CHUNK].double(), kind)
+        )[0]
         ids = torch.arange(start, start + len(rows), device=target.device)
         above = (unit @ rows.mT > mine.unsqueeze(-1)) & (ids != target.unsqueeze(-1))
         nearer += above.sum(-1)
@@ -181,7 +215,8 @@ class Projection(NamedTuple):
 
 
 def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Projection:
-    """Principal axes of ``rows`` (PCA), with deterministic signs: each axis has its largest-magnitude coordinate positive.
+    """Principal axes of ``rows`` (PCA), with deterministic signs: each axis has its
+    largest-magnitude coordinate positive.
 
     >>> p = principal_projection(torch.tensor([[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]), k=1)
     >>> [round(v, 4) for v in p.axes[:, 0].tolist()], p.share.tolist()
@@ -190,9 +225,15 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
     require(1 <= k <= min(rows.shape), "k", expected=f"1 to {min(rows.shape)} axes", got=k)
     mean = reduce(rows.double(), "row d_model -> d_model", "mean")
     c = rows.double() - mean
-    if len(rows) > 2 * rows.shape[1]:  # tall: eigenvectors of the covariance, whose squared condition leaves the leading axes alone
+    if (
+        len(rows) > 2 * rows.shape[1]
+        # tall: eigenvectors of the covariance, whose squared condition leaves the leading axes alone
+    ):
         values, vectors = torch.linalg.eigh(c.mT @ c)
-        variance, axes = values.flip(-1).clamp(min=0), linalg.fix_signs(vectors, vectors)[1].flip(-1)
+        variance, axes = (
+            values.flip(-1).clamp(min=0),
+            linalg.fix_signs(vectors, vectors)[1].flip(-1),
+        )
     else:
         decomposition = linalg.svd(c)
         variance, axes = decomposition.S.square(), decomposition.V
@@ -200,11 +241,18 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
     return Projection(mean, axes[:, :k], torch.where(total > 0, variance[:k] / total, torch.nan))
 
 
-def umap_coordinates(fit: Float[Tensor, "row d_model"], points: Float[Tensor, "*batch d_model"], *, k: int = 3, seed: int = 0) -> Tensor:
-    """Coordinates of ``points`` in a UMAP fitted on the first 10,000 rows of ``fit``, with the published settings (15 neighbours, 0.1).
+def umap_coordinates(
+    fit: Float[Tensor, "row d_model"],
+    points: Float[Tensor, "*batch d_model"],
+    *,
+    k: int = 3,
+    seed: int = 0,
+) -> Tensor:
+    """Coordinates of ``points`` in a UMAP fitted on the first 10,000 rows of ``fit``, with the
+    published settings (15 neighbours, 0.1).
 
-    UMAP distorts distances and depends on its version: :func:`principal_projection` is the deterministic choice. Needs the
-    optional package umap-learn.
+    UMAP distorts distances and depends on its version: :func:`principal_projection` is the
+    deterministic choice. Needs the optional package umap-learn.
     """
     try:
         umap: Any = importlib.import_module("umap")
@@ -218,4 +266,6 @@ def umap_coordinates(fit: Float[Tensor, "row d_model"], points: Float[Tensor, "*
     reducer = umap.UMAP(n_neighbors=15, min_dist=0.1, n_components=k, random_state=seed)
     reducer.fit(fit[:10_000].double().cpu().numpy())
     flat = rearrange(points, "... d_model -> (...) d_model")
-    return torch.as_tensor(reducer.transform(flat.double().cpu().numpy())).reshape(*points.shape[:-1], k)
+    return torch.as_tensor(reducer.transform(flat.double().cpu().numpy())).reshape(
+        *points.shape[:-1], k
+    )

@@ -1,4 +1,5 @@
-"""W_QK and W_OV of a model: their geometry in the positional basis, and what they read and write in tokens."""
+"""W_QK and W_OV of a model: their geometry in the positional basis, and what they read and write in
+tokens."""
 
 from __future__ import annotations
 
@@ -18,29 +19,52 @@ from tl_geometry.base.results import Provenance, Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import remove_mean
 from tl_geometry.weights import bilinear, readout
 from tl_geometry.weights.bilinear import Factors
-from tl_geometry.weights.vocabulary import decode_table, embeddings, factors_of, normalized_rows, output_rows, weight_provenance
+from tl_geometry.weights.vocabulary import (
+    decode_table,
+    embeddings,
+    factors_of,
+    normalized_rows,
+    output_rows,
+    weight_provenance,
+)
 
 NULL_ROWS = 512
 """Activations that the activation null draws from, at most."""
 COLUMNS = (
-    *("layer", "head", "k", "rank", "std", "threshold", "highest", "lowest", "survivors", "survivors_outside"),
+    *(
+        "layer",
+        "head",
+        "k",
+        "rank",
+        "std",
+        "threshold",
+        "highest",
+        "lowest",
+        "above_threshold",
+        "above_threshold_outside",
+    ),
     *("concentration", "null", "lift", "activation_null", "activation_high"),
     *("r2_low_rank", "r2_diagonal", "r2_joint", "null_r2", "symmetric", "singular"),
 )
-"""Columns of the table of a :class:`WeightGeometry`; all but the first four are fields or properties."""
+"""Columns of the table of a :class:`WeightGeometry`; all but the first four are fields or
+properties."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WeightGeometry(Result):
-    """Low rank plus diagonal structure of W_QK or W_OV, one row per head (see :func:`weight_geometry`).
+    """Low rank plus diagonal structure of W_QK or W_OV, one row per head (see
+    :func:`weight_geometry`).
 
-    ``k`` is the dimension of the subspace in each layer and ``ranks`` the numerical rank of the positional basis it was cut from.
-    ``block`` is ``V^T W_o V`` over the shown directions (a k x k block first), ``diagonal`` is diag(W). ``null`` is the exact
-    expectation of ``concentration`` for a uniformly random subspace, ``activation_null`` and ``activation_high`` the mean and
-    maximum over random subspaces of the activations (NaN without sampled states). ``L`` and ``delta`` are the joint least squares
-    fit, ``r2_*`` shares of ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``.
+    ``k`` is the dimension of the subspace in each layer and ``ranks`` the numerical rank of the
+    positional basis it was cut from. ``block`` is ``V^T W_o V`` over the shown directions (a k x k
+    block first), ``diagonal`` is diag(W). ``null`` is the exact expectation of ``concentration``
+    for a uniformly random subspace, ``activation_null`` and ``activation_high`` the mean and
+    maximum over random subspaces of the activations (NaN without sampled states). ``L`` and
+    ``delta`` are the joint least squares fit, ``r2_*`` shares of ``|W|^2``, ``null_r2`` the
+    expectation of ``r2_low_rank``.
     """
 
     kind: str
@@ -57,8 +81,8 @@ class WeightGeometry(Result):
     threshold: Float[Tensor, " head"]
     highest: Float[Tensor, " head"]
     lowest: Float[Tensor, " head"]
-    survivors: Int[Tensor, " head"]
-    survivors_outside: Int[Tensor, " head"]
+    above_threshold: Int[Tensor, " head"]
+    above_threshold_outside: Int[Tensor, " head"]
     concentration: Float[Tensor, " head"]
     null: Float[Tensor, " head"]
     activation_null: Float[Tensor, " head"]
@@ -81,7 +105,12 @@ class WeightGeometry(Result):
         """Row of a head."""
         layers, heads = 1 + max(l for l, _ in self.heads), 1 + max(h for _, h in self.heads)
         pair = checks.heads(head, layers, heads)[0]
-        require(pair in self.heads, "head", expected=f"a head of layers {sorted({l for l, _ in self.heads})}", got=head)
+        require(
+            pair in self.heads,
+            "head",
+            expected=f"a head of layers {sorted({l for l, _ in self.heads})}",
+            got=head,
+        )
         return self.heads.index(pair)
 
     def columns(self) -> Sequence[str]:
@@ -90,7 +119,10 @@ class WeightGeometry(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         per_layer = {l: (k, r) for l, k, r in zip(self.layers, self.k, self.ranks, strict=True)}
         fields = [getattr(self, name) for name in COLUMNS[4:]]
-        return [[l, h, *per_layer[l], *(f[i].item() for f in fields)] for i, (l, h) in enumerate(self.heads)]
+        return [
+            [l, h, *per_layer[l], *(f[i].item() for f in fields)]
+            for i, (l, h) in enumerate(self.heads)
+        ]
 
 
 def weight_geometry(
@@ -107,18 +139,25 @@ def weight_geometry(
     draws: int = 8,
     seed: int = 0,
 ) -> WeightGeometry:
-    """How much of every head's W_QK (or W_OV) is a diagonal plus a small block in the positional subspace.
+    """How much of every head's W_QK (or W_OV) is a diagonal plus a small block in the positional
+    subspace.
 
-    ``W = V L V^T + D + noise`` (Song & Zhong 2023, Eq. 8 and Fig. 5) with V the top singular directions of the positional vectors
-    at the block's input; for W_OV the left basis is that of state l and the right one that of state l + 1.
+    ``W = V L V^T + D + noise`` (Song & Zhong 2023, Eq. 8 and Fig. 5) with V the top singular
+    directions of the positional vectors at the block's input; for W_OV the left basis is that of
+    state l and the right one that of state l + 1.
 
     Args:
-        model: a TransformerLens model; ``basis``: its decomposition, with state l (and l + 1 for ``"OV"``) of every layer.
-        rank: dimension of the subspace, by default the smaller of 20 and the numerical rank of the positional vectors.
-        raw: weights as they are, without gain and centring, and the plain positional vectors: the published figure, which mixes
-            coordinates before and after the norm. Its numbers depend on how the model was loaded; the default's do not.
-        outside: also rotate every head densely, to count the survivors outside the k x k block and find the extremes there.
-        offsets: for rotary models, the query-key offsets that W_QK is averaged over (``(0,)``, or ``range(1, 17)``).
+        model: a TransformerLens model; ``basis``: its decomposition, with state l (and l + 1 for
+            ``"OV"``) of every layer.
+        rank: dimension of the subspace, by default the smaller of 20 and the numerical rank of the
+            positional vectors.
+        raw: weights as they are, without gain and centring, and the plain positional vectors: the
+            published figure, which mixes coordinates before and after the norm. Its numbers depend
+            on how the model was loaded; the default's do not.
+        outside: also rotate every head densely, to count the entries above the threshold outside
+            the k x k block and find the extremes there.
+        offsets: for rotary models, the query-key offsets that W_QK is averaged over (``(0,)``, or
+            ``range(1, 17)``).
         shown: directions in ``block``; draws, seed: random activation subspaces of the second null.
 
     Raises ``GeometryError`` for a basis of another model or without the states needed.
@@ -137,29 +176,63 @@ def weight_geometry(
     chosen = checks.indices(layers, view.n_layers, "layers")
     need = [s for l in chosen for s in ((l, l + 1) if kind == "OV" else (l,))]
     require(
-        set(need) <= set(basis.states), "basis", expected=f"states {sorted(set(need))}", got=f"states {basis.states}", instead="states=None"
+        set(need) <= set(basis.states),
+        "basis",
+        expected=f"states {sorted(set(need))}",
+        got=f"states {basis.states}",
+        instead="states=None",
     )
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     width = min(max(shown, rank or 20), view.d_model)
     centred = not raw and view.attention_norm(chosen[0]).kind == "LN"
-    bases = {s: bilinear.leading_directions(basis.pos[basis.index(s)], width, centred=centred) for s in sorted(set(need))}
+    bases = {
+        s: bilinear.leading_directions(basis.pos[basis.index(s)], width, centred=centred)
+        for s in sorted(set(need))
+    }
     points = {s: _points(basis, s, centred, seed) for s in sorted(set(need))} if draws else {}
     parts: list[dict[str, Tensor]] = []
     used: list[tuple[int, int]] = []
     for layer, factors in factors_of(view, chosen, kind, raw=raw, offsets=tuple(offsets)):
         here, there = layer, layer + 1 if kind == "OV" else layer
         found = min(bases[here][2], bases[there][2])
-        require(found > 0, "basis", expected="positional vectors that differ", got=f"none at state {here}", instead="a longer window")
+        require(
+            found > 0,
+            "basis",
+            expected="positional vectors that differ",
+            got=f"none at state {here}",
+            instead="a longer window",
+        )
         k = min(rank or 20, found)
         used.append((k, found))
         left, right = bases[here][0], bases[there][0] if kind == "OV" else None
         samples = (points.get(here), points.get(there) if kind == "OV" else None)
-        parts.append(_layer(factors, left, right, samples, k=k, pad=min(rank or 20, width), outside=outside, draws=draws, seed=seed))
+        parts.append(
+            _layer(
+                factors,
+                left,
+                right,
+                samples,
+                k=k,
+                pad=min(rank or 20, width),
+                outside=outside,
+                draws=draws,
+                seed=seed,
+            )
+        )
     flags = ["published coordinates: raw weights"] if raw else []
     flags += ["no sampled states: no activation null"] if draws and basis.samples is None else []
-    flags += ["singular: some diagonal cells not determined"] if any(bool(p["singular"].any()) for p in parts) else []
+    flags += (
+        ["singular: some diagonal cells not determined"]
+        if any(bool(p["singular"].any()) for p in parts)
+        else []
+    )
     return WeightGeometry(
-        provenance=_merged(basis, weight_provenance(view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags)),
+        provenance=_merged(
+            basis,
+            weight_provenance(
+                view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags
+            ),
+        ),
         kind=kind,
         heads=tuple((l, h) for l in chosen for h in range(view.n_heads)),
         layers=chosen,
@@ -174,7 +247,9 @@ def weight_geometry(
 def _merged(basis: PositionContext, mine: Provenance) -> Provenance:
     """The weights' provenance with the corpus of the basis."""
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
-    return dataclasses.replace(mine.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields})
+    return dataclasses.replace(
+        mine.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields}
+    )
 
 
 def _points(basis: PositionContext, state: int, centred: bool, seed: int) -> Tensor | None:
@@ -199,12 +274,15 @@ def _layer(
     draws: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """All numbers of one layer, a row per head; ``L`` is padded with zeros to ``pad`` rows and columns."""
+    """All numbers of one layer, a row per head; ``L`` is padded with zeros to ``pad`` rows and
+    columns."""
     device = factors.left.device
     left, right = left.to(device), None if right is None else right.to(device)
     s = bilinear.structure(factors, left, right, k=k, outside=outside)
     product = s.product[..., :k, :k]
-    fit = bilinear.fit_low_rank_diagonal(factors, left[:, :k], None if right is None else right[:, :k], product=product)
+    fit = bilinear.fit_low_rank_diagonal(
+        factors, left[:, :k], None if right is None else right[:, :k], product=product
+    )
     out = {**s._asdict(), **fit._asdict()}
     out.pop("product")
     out["singular"] = fit.singular.expand(factors.left.shape[0])
@@ -216,7 +294,12 @@ def _layer(
     rows, rows_right = samples
     if rows is not None and draws and len(rows) >= k:
         drawn = bilinear.subspace_null(
-            factors, rows.to(device), None if rows_right is None else rows_right.to(device), k=k, draws=draws, seed=seed
+            factors,
+            rows.to(device),
+            None if rows_right is None else rows_right.to(device),
+            k=k,
+            draws=draws,
+            seed=seed,
         )
         out |= {"activation_null": drawn.mean(0), "activation_high": drawn.amax(0)}
     return out
@@ -224,11 +307,14 @@ def _layer(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenReadout(Result):
-    """Tokens at both ends of each head's first singular directions: one row per head and direction (see :func:`token_readout`).
+    """Tokens at both ends of each head's first singular directions: one row per head and direction
+    (see :func:`token_readout`).
 
-    ``left`` is the query side of W_QK or what W_OV reads, ``right`` the key side or what it writes; ``*_ids [row k]`` and
-    ``*_scores`` are the tokens with the largest dot products, ``*_opposite_*`` those with the smallest. ``values`` are all singular values
-    per head, ``coverage`` their cumulative share, ``needed`` how many exceed 99% of it; ``degenerate`` directions are not unique.
+    ``left`` is the query side of W_QK or what W_OV reads, ``right`` the key side or what it writes;
+    ``*_ids [row k]`` and ``*_scores`` are the tokens with the largest dot products,
+    ``*_opposite_*`` those with the smallest. ``values`` are all singular values per head,
+    ``coverage`` their cumulative share, ``needed`` how many exceed 99% of it; ``degenerate``
+    directions are not unique.
     """
 
     kind: str
@@ -258,15 +344,34 @@ class TokenReadout(Result):
 
     def columns(self) -> Sequence[str]:
         sides = ("queries", "keys") if self.kind == "QK" else ("reads", "writes")
-        return ["layer", "head", "feature", "value", "coverage", "degenerate", *(f"{s}{e}" for s in sides for e in ("", "_opposite"))]
+        return [
+            "layer",
+            "head",
+            "feature",
+            "value",
+            "coverage",
+            "degenerate",
+            *(f"{s}{e}" for s in sides for e in ("", "_opposite")),
+        ]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        texts = (self.left_tokens, self.left_opposite_tokens, self.right_tokens, self.right_opposite_tokens)
+        texts = (
+            self.left_tokens,
+            self.left_opposite_tokens,
+            self.right_tokens,
+            self.right_opposite_tokens,
+        )
         out: list[list[object]] = []
         for i, (layer, head) in enumerate(self.heads):
             for f in range(self.features):
-                numbers = (self.values[i, f].item(), self.coverage[i, f].item(), bool(self.degenerate[i, f]))
-                out.append([layer, head, f, *numbers, *(" ".join(t[i * self.features + f]) for t in texts)])
+                numbers = (
+                    self.values[i, f].item(),
+                    self.coverage[i, f].item(),
+                    bool(self.degenerate[i, f]),
+                )
+                out.append(
+                    [layer, head, f, *numbers, *(" ".join(t[i * self.features + f]) for t in texts)]
+                )
         return out
 
 
@@ -282,18 +387,21 @@ def token_readout(
     offsets: tuple[int, ...] = (0,),
     factors: Any = None,
 ) -> TokenReadout:
-    """What heads read and write, in tokens: singular directions of W_QK or W_OV against the vocabulary (Molina 2023, section 4).
+    """What heads read and write, in tokens: singular directions of W_QK or W_OV against the
+    vocabulary (Molina 2023, section 4).
 
-    Both sides of W_QK and the left of W_OV are read in the embeddings as the block's norm sees them, the right of W_OV in the
-    unembedding. Canonical weights and rows by default (gains folded into the weights, so that all loadings agree); ``raw`` takes raw
-    weights against the affine norm's output and the unembedding's own rows, as published.
+    Both sides of W_QK and the left of W_OV are read in the embeddings as the block's norm sees
+    them, the right of W_OV in the unembedding. Canonical weights and rows by default (gains folded
+    into the weights, so that all loadings agree); ``raw`` takes raw weights against the affine
+    norm's output and the unembedding's own rows, as published.
 
     Args:
         layers, heads: which heads (``(layer, head)`` or ``"L5H1"``), by default all.
         features: singular directions per head; k: tokens at each end.
         offsets: for rotary models, the offsets that W_QK is averaged over.
-        factors: read this TransformerLens ``FactoredMatrix`` (or pair of factors) instead of the model's; ``layers`` then names the
-            one layer whose norm reads the tokens, and heads are numbered as the factors are.
+        factors: read this TransformerLens ``FactoredMatrix`` (or pair of factors) instead of the
+            model's; ``layers`` then names the one layer whose norm reads the tokens, and heads are
+            numbered as the factors are.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -304,13 +412,20 @@ def token_readout(
     checks.choice(kind, bilinear.KINDS, "kind")
     if factors is not None:
         layer = checks.index(layers, view.n_layers, "layers") if isinstance(layers, int) else None
-        require(layer is not None and heads is None, "layers", expected="one layer with factors=, and no heads=", got=layers)
+        require(
+            layer is not None and heads is None,
+            "layers",
+            expected="one layer with factors=, and no heads=",
+            got=layers,
+        )
         given = bilinear.as_factors(factors)
         pairs = tuple((int(layer or 0), h) for h in range(given.left.shape[-3]))
         chosen = [(int(layer or 0), given)]
     else:
         pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
-        chosen = factors_of(view, sorted({l for l, _ in pairs}), kind, raw=raw, offsets=tuple(offsets))
+        chosen = factors_of(
+            view, sorted({l for l, _ in pairs}), kind, raw=raw, offsets=tuple(offsets)
+        )
     rows = embeddings(view)
     writes = output_rows(view, raw=raw) if kind == "OV" else None
     parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
@@ -319,9 +434,14 @@ def token_readout(
         mine = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(all_heads.left[mine], all_heads.right[mine])
         norm = view.attention_norm(layer)
-        if raw or seen != (norm.kind, norm.eps):  # without its affine part the norm is the same in every layer
+        if raw or seen != (
+            norm.kind,
+            norm.eps,
+        ):  # without its affine part the norm is the same in every layer
             seen, reads = (norm.kind, norm.eps), normalized_rows(rows, norm, affine=raw)
-        found = readout.read_tokens(svd, reads, reads if writes is None else writes, features=features, k=k)
+        found = readout.read_tokens(
+            svd, reads, reads if writes is None else writes, features=features, k=k
+        )
         parts.append((svd.S, found.left, found.right))
     return _readout(view, kind, pairs, features, raw, parts)
 
@@ -339,11 +459,24 @@ def _readout(
     for i, side in enumerate(("left", "right"), start=1):
         ends: list[Any] = [part[i] for part in parts]
         for end, name in (("top", side), ("bottom", f"{side}_opposite")):
-            ids, scores = (torch.cat([getattr(e, f"{end}_{what}").flatten(0, -2) for e in ends]).cpu() for what in ("ids", "scores"))
-            fields |= {f"{name}_ids": ids, f"{name}_scores": scores, f"{name}_tokens": decode_table(view, ids)}
-    flags = [] if view.head_trained or kind == "QK" else ["output head not trained: writes are read in the embedding"]
+            ids, scores = (
+                torch.cat([getattr(e, f"{end}_{what}").flatten(0, -2) for e in ends]).cpu()
+                for what in ("ids", "scores")
+            )
+            fields |= {
+                f"{name}_ids": ids,
+                f"{name}_scores": scores,
+                f"{name}_tokens": decode_table(view, ids),
+            }
+    flags = (
+        []
+        if view.head_trained or kind == "QK"
+        else ["output head not trained: writes are read in the embedding"]
+    )
     return TokenReadout(
-        provenance=weight_provenance(view, sources=("molina2023",), preset="paper" if raw else "exact", flags=flags),
+        provenance=weight_provenance(
+            view, sources=("molina2023",), preset="paper" if raw else "exact", flags=flags
+        ),
         kind=kind,
         heads=pairs,
         features=features,

@@ -1,6 +1,8 @@
-"""Static probes of weights in tokens (Molina 2023): what heads do to single nouns, head biases, norms and shape of the embedding.
+"""Static probes of weights in tokens (Molina 2023): what heads do to single nouns, head biases,
+norms and shape of the embedding.
 
-No text is run: a token's embedding goes straight through a block's norm, so positions, earlier blocks and MLPs are absent.
+No text is run: a token's embedding goes straight through a block's norm, so positions, earlier
+blocks and MLPs are absent.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.outputs import norm_after_attention
 from tl_geometry.weights import readout
-from tl_geometry.weights.vocabulary import embeddings, normalized_rows, require_trained_head, token_texts, weight_provenance
+from tl_geometry.weights.vocabulary import (
+    embeddings,
+    normalized_rows,
+    require_trained_head,
+    token_texts,
+    weight_provenance,
+)
 
 SOURCE = ("molina2023",)
 
@@ -36,7 +44,9 @@ def common_nouns() -> tuple[str, ...]:
     >>> len(common_nouns()) > 100, "river" in common_nouns()
     (True, True)
     """
-    return tuple(files("tl_geometry.verbs").joinpath("nouns.txt").read_text(encoding="utf-8").split())
+    return tuple(
+        files("tl_geometry.weights").joinpath("nouns.txt").read_text(encoding="utf-8").split()
+    )
 
 
 class _Output(NamedTuple):
@@ -51,7 +61,9 @@ class _Output(NamedTuple):
         norm = view.final_norm()
         rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
         if norm is None:
-            norm = NormWeights(kind=None, gain=torch.ones(view.d_model), bias=torch.zeros(view.d_model), eps=0.0)
+            norm = NormWeights(
+                kind=None, gain=torch.ones(view.d_model), bias=torch.zeros(view.d_model), eps=0.0
+            )
         bias = getattr(view.model, "b_U", None)
         bias = torch.zeros(len(rows)) if bias is None else bias.detach().float()
         return _Output(norm, torch.cat([rows, bias.to(rows)[:, None]], dim=1))
@@ -66,9 +78,11 @@ class _Output(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NounProbe(Result):
-    """For every layer, head and noun: the keys that its query fits best, and the tokens that its value promotes.
+    """For every layer, head and noun: the keys that its query fits best, and the tokens that its
+    value promotes.
 
-    ``sum_*`` are those of all heads of the layer together. ``norms`` are lengths of the written vectors.
+    ``sum_*`` are those of all heads of the layer together. ``norms`` are lengths of the written
+    vectors.
     """
 
     nouns: tuple[str, ...]
@@ -90,7 +104,10 @@ class NounProbe(Result):
         for i, layer in enumerate(self.layers):
             for n, noun in enumerate(self.nouns):
                 for head in range(self.key_ids.shape[1]):
-                    pair = (" ".join(text[t] for t in ids[i, head, n].tolist()) for ids in (self.key_ids, self.value_ids))
+                    pair = (
+                        " ".join(text[t] for t in ids[i, head, n].tolist())
+                        for ids in (self.key_ids, self.value_ids)
+                    )
                     out.append([layer, head, noun, *pair, self.norms[i, head, n].item()])
                 promoted = " ".join(text[t] for t in self.sum_ids[i, n].tolist())
                 out.append([layer, "all", noun, "", promoted, self.sum_norms[i, n].item()])
@@ -107,13 +124,16 @@ def noun_probe(
 ) -> NounProbe:
     """What each head does with single nouns (Molina 2023, section 4.3), from the weights alone.
 
-    With ``x = norm(E[noun])``, keys are the tokens t with the largest ``(x W_Q + b_Q) . (norm(E[t]) W_K)``, values the largest logits of
-    ``final_norm(E[noun] + u + b_O)`` with ``u = (x W_V + b_V) W_O``. Nouns are encoded without a leading space and kept if they are
-    one token. ``biases=False`` leaves b_Q out of the keys, as published (b_K never matters: it is constant along a row). By default the
-    first, middle and last block; lengths ``|u|`` are those of centred vectors in LayerNorm models, so that loadings agree (where
-    value biases were folded into b_O, single heads lack theirs).
+    With ``x = norm(E[noun])``, keys are the tokens t with the largest
+    ``(x W_Q + b_Q) . (norm(E[t]) W_K)``, values the largest logits of
+    ``final_norm(E[noun] + u + b_O)`` with ``u = (x W_V + b_V) W_O``. Nouns are encoded without a
+    leading space and kept if they are one token. ``biases=False`` leaves b_Q out of the keys, as
+    published (b_K never matters: it is constant along a row). By default the first, middle and last
+    block; lengths ``|u|`` are those of centred vectors in LayerNorm models, so that loadings agree
+    (where value biases were folded into b_O, single heads lack theirs).
 
-    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention writes: then neither is the formula.
+    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
+    writes: then neither is the formula.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -123,18 +143,30 @@ def noun_probe(
     view = as_view(model)
     output = _Output.of(view, "noun_probe")
     last = view.n_layers - 1
-    chosen = tuple(sorted({0, last // 2, last})) if layers is None else checks.indices(layers, view.n_layers, "layers")
+    chosen = (
+        tuple(sorted({0, last // 2, last}))
+        if layers is None
+        else checks.indices(layers, view.n_layers, "layers")
+    )
     _require_plain_heads(view, chosen, "noun_probe")
-    given = common_nouns() if nouns is None else (nouns,) if isinstance(nouns, str) else tuple(nouns)
+    given = (
+        common_nouns() if nouns is None else (nouns,) if isinstance(nouns, str) else tuple(nouns)
+    )
     encoded = {noun: view.encode(noun) for noun in given}
     kept = tuple(n for n in given if len(encoded[n]) == 1)
     require(
-        len(kept) > 0, "nouns", expected="at least one noun of a single token", got=f"{len(given)} nouns of several", instead="nouns=[...]"
+        len(kept) > 0,
+        "nouns",
+        expected="at least one noun of a single token",
+        got=f"{len(given)} nouns of several",
+        instead="nouns=[...]",
     )
     ids = torch.tensor([encoded[n][0] for n in kept])
     rows = embeddings(view)
     found = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
-    keys, values, sums, norms, lengths = (torch.stack(part).cpu() for part in zip(*found, strict=True))
+    keys, values, sums, norms, lengths = (
+        torch.stack(part).cpu() for part in zip(*found, strict=True)
+    )
     shown = {int(t) for ids in (keys, values, sums) for t in ids.unique()}
     return NounProbe(
         provenance=weight_provenance(view, sources=SOURCE, preset="exact" if biases else "paper"),
@@ -151,15 +183,24 @@ def noun_probe(
 
 
 def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> None:
-    """Refuse layers whose scores are not bilinear in the normalised stream, or whose heads do not write straight into it."""
+    """Refuse layers whose scores are not bilinear in the normalised stream, or whose heads do not
+    write straight into it."""
     for layer in layers:
         facts = view.layer_facts(layer)
         after = norm_after_attention(view, layer)
-        got = f"QK-norm ({facts['QK-norm']})" if facts["QK-norm"] != "none" else "a norm after attention"
+        got = (
+            f"QK-norm ({facts['QK-norm']})"
+            if facts["QK-norm"] != "none"
+            else "a norm after attention"
+        )
         require(
-            facts["QK-norm"] == "none" and not after, what, expected="heads without QK-norm and without a norm after attention",
-            got=f"{got} in layer {layer} of {view.name}", instead="weight_geometry or token_readout", error=UnsupportedModelError,
-        )  # fmt: skip
+            facts["QK-norm"] == "none" and not after,
+            what,
+            expected="heads without QK-norm and without a norm after attention",
+            got=f"{got} in layer {layer} of {view.name}",
+            instead="weight_geometry or token_readout",
+            error=UnsupportedModelError,
+        )
 
 
 def _probe_layer(
@@ -168,8 +209,12 @@ def _probe_layer(
     w, norm = _single(view.weights(layer)), view.attention_norm(layer)
     reads = normalized_rows(rows, norm, affine=True)
     x = reads[ids]
-    q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e") + (w.b_Q[:, None] if biases else 0.0)
-    keys = readout.extremes(einsum(q, w.W_K, "head row e, head d_model e -> head row d_model"), reads, k).top_ids
+    q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e") + (
+        w.b_Q[:, None] if biases else 0.0
+    )
+    keys = readout.extremes(
+        einsum(q, w.W_K, "head row e, head d_model e -> head row d_model"), reads, k
+    ).top_ids
     v = einsum(x, w.W_V, "row d_model, head d_model e -> head row e") + w.b_V[:, None]
     u = remove_mean(einsum(v, w.W_O, "head row e, head e d_model -> head row d_model"), view.norm)
     start = rows[ids] + w.b_O
@@ -179,12 +224,18 @@ def _probe_layer(
 
 
 def _single(w: HeadWeights) -> HeadWeights:
-    return HeadWeights(**{name: getattr(w, name).detach().float() for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")})
+    return HeadWeights(
+        **{
+            name: getattr(w, name).detach().float()
+            for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
+        }
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BiasReadout(Result):
-    """Tokens at both ends of each head's bias directions: ``query``, ``key`` and ``value`` per head (see :func:`bias_readout`)."""
+    """Tokens at both ends of each head's bias directions: ``query``, ``key`` and ``value`` per head
+    (see :func:`bias_readout`)."""
 
     heads: tuple[tuple[int, int], ...]
     lengths: Float[Tensor, "head 3"]
@@ -200,22 +251,31 @@ class BiasReadout(Result):
         out: list[list[object]] = []
         for i, (layer, head) in enumerate(self.heads):
             for b, name in enumerate(("query", "key", "value")):
-                ends = (" ".join(text[t] for t in ids[i, b].tolist()) for ids in (self.top_ids, self.bottom_ids))
+                ends = (
+                    " ".join(text[t] for t in ids[i, b].tolist())
+                    for ids in (self.top_ids, self.bottom_ids)
+                )
                 out.append([layer, head, name, self.lengths[i, b].item(), *ends])
         return out
 
 
 def bias_readout(
-    model: Any, *, layers: Iterable[int] | int | None = None, heads: Iterable[Head] | Head | None = None, k: int = 5
+    model: Any,
+    *,
+    layers: Iterable[int] | int | None = None,
+    heads: Iterable[Head] | Head | None = None,
+    k: int = 5,
 ) -> BiasReadout:
     """What the biases of each head prefer, in tokens (Molina 2023, section 4.2).
 
-    A head's score is ``x W_QK y + x . (W_Q b_K) + y . (W_K b_Q) + b_Q . b_K`` (over the scale). ``key`` reads ``W_K b_Q``: tokens attended
-    to whatever the query. ``query`` reads ``W_Q b_K``, which softmax ignores without rotary positions. ``value`` reads ``b_V W_O``,
-    added whatever is attended to. Biases and matrices are canonical (gain and bias of the norm folded in), so that loadings agree on
-    query and key; processing may have moved b_V into b_O.
+    A head's score is ``x W_QK y + x . (W_Q b_K) + y . (W_K b_Q) + b_Q . b_K`` (over the scale).
+    ``key`` reads ``W_K b_Q``: tokens attended to whatever the query. ``query`` reads ``W_Q b_K``,
+    which softmax ignores without rotary positions. ``value`` reads ``b_V W_O``, added whatever is
+    attended to. Biases and matrices are canonical (gain and bias of the norm folded in), so that
+    loadings agree on query and key; processing may have moved b_V into b_O.
 
-    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention writes: no bias is then a direction.
+    Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
+    writes: no bias is then a direction.
     """
     view = as_view(model)
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
@@ -230,12 +290,20 @@ def bias_readout(
         w, norm = _single(view.weights(layer)), view.attention_norm(layer)
         reads = normalized_rows(rows, norm, affine=False)
         vectors = _bias_vectors(w, norm)[mine]
-        read, write = readout.extremes(vectors[:, :2], reads, k), readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
-        top, bottom = torch.cat([read.top_ids, write.top_ids], dim=1), torch.cat([read.bottom_ids, write.bottom_ids], dim=1)
+        read, write = (
+            readout.extremes(vectors[:, :2], reads, k),
+            readout.extremes(vectors[:, 2:], writes - writes.mean(0), k),
+        )
+        top, bottom = (
+            torch.cat([read.top_ids, write.top_ids], dim=1),
+            torch.cat([read.bottom_ids, write.bottom_ids], dim=1),
+        )
         found.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
     lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*found, strict=True))
     shown = {int(t) for ids in (top, bottom) for t in ids.unique()}
-    flags = [] if view.head_trained else ["output head not trained: values are read in the embedding"]
+    flags = (
+        [] if view.head_trained else ["output head not trained: values are read in the embedding"]
+    )
     return BiasReadout(
         provenance=weight_provenance(view, sources=SOURCE, flags=flags),
         heads=pairs,
@@ -249,7 +317,10 @@ def bias_readout(
 def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_model"]:
     """``W_Q b_K``, ``W_K b_Q``, ``b_V W_O`` per head, gain and bias of the norm folded in."""
     gain, shift = norm.gain.to(w.W_Q), norm.bias.to(w.W_Q)
-    b_Q, b_K, b_V = (b + einsum(shift, m, "d_model, head d_model e -> head e") for b, m in ((w.b_Q, w.W_Q), (w.b_K, w.W_K), (w.b_V, w.W_V)))
+    b_Q, b_K, b_V = (
+        b + einsum(shift, m, "d_model, head d_model e -> head e")
+        for b, m in ((w.b_Q, w.W_Q), (w.b_K, w.W_K), (w.b_V, w.W_V))
+    )
     query = gain * einsum(w.W_Q, b_K, "head d_model e, head e -> head d_model")
     key = gain * einsum(w.W_K, b_Q, "head d_model e, head e -> head d_model")
     value = einsum(b_V, w.W_O, "head e, head e d_model -> head d_model")
@@ -258,7 +329,8 @@ def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingNorms(Result):
-    """Tokens at both ends of five lengths of unembedding rows (see :func:`embedding_norm_table`)."""
+    """Tokens at both ends of five lengths of unembedding rows (see
+    :func:`embedding_norm_table`)."""
 
     scores: tuple[str, ...]
     top_ids: Int[Tensor, "row column"]
@@ -272,7 +344,10 @@ class EmbeddingNorms(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         text = dict(self.texts)
-        ends = (("top", self.top_ids, self.top_values), ("bottom", self.bottom_ids, self.bottom_values))
+        ends = (
+            ("top", self.top_ids, self.top_values),
+            ("bottom", self.bottom_ids, self.bottom_values),
+        )
         return [
             [score, end, place, text[int(ids[i, place])], values[i, place].item()]
             for i, score in enumerate(self.scores)
@@ -282,12 +357,14 @@ class EmbeddingNorms(Result):
 
 
 def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
-    """Tokens with the largest and smallest unembedding rows, scaled by the final norm's gain and with its bias (Molina 2023, section 4.1).
+    """Tokens with the largest and smallest unembedding rows, scaled by the final norm's gain and
+    with its bias (Molina 2023, section 4.1).
 
-    With rows U_t, gain g and bias b of the final norm: ``norm |U|``, ``scaled |g U|``, ``bias |U| + b.U``, ``scaled_bias |g U| + b.U``, and
-    ``max_logit = sqrt(d) |A (g U)| + b.U``, the largest logit above the vocabulary's mean that any state can give the token (A the
-    centring of a LayerNorm, U without its mean over the vocabulary, the unembedding's own bias added where there is one). The first
-    four depend on whether the gain was folded in, the last does not.
+    With rows U_t, gain g and bias b of the final norm: ``norm |U|``, ``scaled |g U|``,
+    ``bias |U| + b.U``, ``scaled_bias |g U| + b.U``, and ``max_logit = sqrt(d) |A (g U)| + b.U``,
+    the largest logit above the vocabulary's mean that any state can give the token (A the centring
+    of a LayerNorm, U without its mean over the vocabulary, the unembedding's own bias added where
+    there is one). The first four depend on whether the gain was folded in, the last does not.
     """
     view = as_view(model)
     output = _Output.of(view, "embedding_norm_table")
@@ -300,7 +377,8 @@ def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
         "scaled": length(gain * rows, dim=-1),
         "bias": length(rows, dim=-1) + shift,
         "scaled_bias": length(gain * rows, dim=-1) + shift,
-        "max_logit": view.d_model**0.5 * length(remove_mean(gain * centred, output.norm.kind), dim=-1)
+        "max_logit": view.d_model**0.5
+        * length(remove_mean(gain * centred, output.norm.kind), dim=-1)
         + (centred @ bias + constant - constant.mean()),
     }
     stacked = torch.stack(list(scores.values()))
@@ -314,15 +392,19 @@ def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
         top_values=top,
         bottom_ids=bottom_ids,
         bottom_values=bottom,
-        texts=tuple(token_texts(view, [*top_ids.flatten().tolist(), *bottom_ids.flatten().tolist()]).items()),
+        texts=tuple(
+            token_texts(view, [*top_ids.flatten().tolist(), *bottom_ids.flatten().tolist()]).items()
+        ),
     )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingDistances(Result):
-    """Distances between embedding rows and their normalised selves, for four matrices (see :func:`embedding_distance_table`).
+    """Distances between embedding rows and their normalised selves, for four matrices (see
+    :func:`embedding_distance_table`).
 
-    ``identity`` is ``sqrt(d) - mean_norm``: what the first L2 mean must be near wherever cosines are near 1.
+    ``identity`` is ``sqrt(d) - mean_norm``: what the first L2 mean must be near wherever cosines
+    are near 1.
     """
 
     matrices: tuple[str, ...]
@@ -342,23 +424,37 @@ class EmbeddingDistances(Result):
 
 
 def embedding_distance_table(model: Any) -> EmbeddingDistances:
-    """How far embedding rows E are from ``norm(E)`` without affine: mean and standard deviation over tokens (Molina 2023, section 3).
+    """How far embedding rows E are from ``norm(E)`` without affine: mean and standard deviation
+    over tokens (Molina 2023, section 3).
 
-    For E, E without its mean over the vocabulary, E scaled by ``sqrt(d) / mean |E_t|``, and both: L2 distance to ``norm(E_t)``, and one
-    minus the cosine. Scaling cannot change a cosine, so those rows agree in pairs; it removes most of the L2 distance only if
-    embeddings are already spread over a sphere.
+    For E, E without its mean over the vocabulary, E scaled by ``sqrt(d) / mean |E_t|``, and both:
+    L2 distance to ``norm(E_t)``, and one minus the cosine. Scaling cannot change a cosine, so those
+    rows agree in pairs; it removes most of the L2 distance only if embeddings are already spread
+    over a sphere.
     """
     view = as_view(model)
     rows = embeddings(view, centred=False).double()
-    plain = NormWeights(kind="RMS" if view.norm == "RMS" else "LN", gain=torch.ones(()), bias=torch.zeros(()), eps=1e-5)
+    plain = NormWeights(
+        kind="RMS" if view.norm == "RMS" else "LN",
+        gain=torch.ones(()),
+        bias=torch.zeros(()),
+        eps=1e-5,
+    )
     target = plain.normalize(rows)
     mean_norm = torch.linalg.vector_norm(rows, dim=-1).mean()
     require(bool(mean_norm > 0), "embeddings", expected="rows that are not all zero", got="zeros")
     scale = view.d_model**0.5 / mean_norm
     centred = rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
-    matrices = {"original": rows, "centred": centred, "scaled": scale * rows, "centred, scaled": scale * centred}
+    matrices = {
+        "original": rows,
+        "centred": centred,
+        "scaled": scale * rows,
+        "centred, scaled": scale * centred,
+    }
     l2 = torch.stack([torch.linalg.vector_norm(m - target, dim=-1) for m in matrices.values()])
-    cosine = torch.stack([1 - torch.cosine_similarity(m, target, dim=-1) for m in matrices.values()])
+    cosine = torch.stack(
+        [1 - torch.cosine_similarity(m, target, dim=-1) for m in matrices.values()]
+    )
     return EmbeddingDistances(
         provenance=weight_provenance(view, sources=SOURCE),
         matrices=tuple(matrices),

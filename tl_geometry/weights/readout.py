@@ -1,7 +1,9 @@
-"""What a head reads and writes, in tokens: singular vectors of W_QK and W_OV against the vocabulary (Molina 2023).
+"""What a head reads and writes, in tokens: singular vectors of W_QK and W_OV against the vocabulary
+(Molina 2023).
 
-Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`), scores are dot products with one row per
-token, and only the extremes of the vocabulary are kept: it is read in chunks, with a running top-k at both ends.
+Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`),
+scores are dot products with one row per token, and only the extremes of the vocabulary are kept: it
+is read in chunks, with a running top-k at both ends.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ VECTOR_CHUNK = 4096
 
 
 class Extremes(NamedTuple):
-    """Token ids and scores at both ends of the vocabulary, most extreme first (equal scores by token id)."""
+    """Token ids and scores at both ends of the vocabulary, most extreme first (equal scores by
+    token id)."""
 
     top_ids: Int[Tensor, "*batch column"]
     top_scores: Float[Tensor, "*batch column"]
@@ -39,10 +42,14 @@ def _best(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return found, where.gather(-1, order)
 
 
-def extremes(vectors: Float[Tensor, "*batch d_model"], tokens: Float[Tensor, "d_vocab d_model"], k: int) -> Extremes:
-    """The ``k`` tokens with the largest and with the smallest dot product ``<vector, token row>``, for every vector.
+def extremes(
+    vectors: Float[Tensor, "*batch d_model"], tokens: Float[Tensor, "d_vocab d_model"], k: int
+) -> Extremes:
+    """The ``k`` tokens with the largest and with the smallest dot product ``<vector, token row>``,
+    for every vector.
 
-    The vocabulary is read in chunks; nothing of size [vectors d_vocab] exists. Computed in the dtype of ``tokens``.
+    The vocabulary is read in chunks; nothing of size [vectors d_vocab] exists. Computed in the
+    dtype of ``tokens``.
 
     >>> e = extremes(torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 1.0]]), 2)
     >>> e.top_ids.tolist(), e.bottom_ids.tolist(), e.bottom_scores.tolist()
@@ -51,7 +58,9 @@ def extremes(vectors: Float[Tensor, "*batch d_model"], tokens: Float[Tensor, "d_
     require(1 <= k <= len(tokens), "k", expected=f"1 to {len(tokens)} tokens", got=k)
     flat = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
     parts = [_extremes(rows, tokens, k) for rows in flat.split(VECTOR_CHUNK)]
-    joined = (torch.cat(column).reshape(*vectors.shape[:-1], k) for column in zip(*parts, strict=True))
+    joined = (
+        torch.cat(column).reshape(*vectors.shape[:-1], k) for column in zip(*parts, strict=True)
+    )
     return Extremes(*joined)
 
 
@@ -65,13 +74,16 @@ def _extremes(rows: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Ten
             if start == 0:
                 best.append((found, where))
             else:
-                best[end] = _best(torch.cat([best[end][0], found], -1), torch.cat([best[end][1], where], -1), k)
+                best[end] = _best(
+                    torch.cat([best[end][0], found], -1), torch.cat([best[end][1], where], -1), k
+                )
     (high, high_ids), (low, low_ids) = best
     return high_ids, high, low_ids, -low
 
 
 def coverage(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch rank"]:
-    """Coverage curve ``cumsum(s) / sum(s)`` of singular values, not squared (NaN where all are zero).
+    """Coverage curve ``cumsum(s) / sum(s)`` of singular values, not squared (NaN where all are
+    zero).
 
     >>> coverage(torch.tensor([3.0, 1.0])).tolist()
     [0.75, 1.0]
@@ -79,29 +91,41 @@ def coverage(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*b
     return singular_values.cumsum(-1) / singular_values.sum(-1, keepdim=True)
 
 
-def features_needed(singular_values: Float[Tensor, "*batch rank"], share: float = 0.99) -> Int[Tensor, "*batch"]:
-    """Number of singular directions whose coverage first exceeds ``share`` (0 where all singular values are zero)."""
+def features_needed(
+    singular_values: Float[Tensor, "*batch rank"], share: float = 0.99
+) -> Int[Tensor, "*batch"]:
+    """Number of singular directions whose coverage first exceeds ``share`` (0 where all singular
+    values are zero)."""
     require(0 < share < 1, "share", expected="a number between 0 and 1", got=share)
     curve = coverage(singular_values)
-    return torch.where(curve[..., -1].isnan(), 0, (curve <= share).sum(-1) + 1).clamp(max=singular_values.shape[-1])
+    return torch.where(curve[..., -1].isnan(), 0, (curve <= share).sum(-1) + 1).clamp(
+        max=singular_values.shape[-1]
+    )
 
 
-def near_degenerate(singular_values: Float[Tensor, "*batch rank"], gap: float = 1e-6) -> Bool[Tensor, "*batch rank"]:
-    """Which singular values are within a relative ``gap`` of a neighbour, or zero: their vectors are not unique.
+def near_degenerate(
+    singular_values: Float[Tensor, "*batch rank"], gap: float = 1e-6
+) -> Bool[Tensor, "*batch rank"]:
+    """Which singular values are within a relative ``gap`` of a neighbour, or zero: their vectors
+    are not unique.
 
     >>> near_degenerate(torch.tensor([3.0, 3.0, 1.0, 0.0])).tolist()
     [True, True, False, True]
     """
-    close = (singular_values[..., :-1] - singular_values[..., 1:]) <= gap * singular_values[..., :-1]
+    close = (singular_values[..., :-1] - singular_values[..., 1:]) <= gap * singular_values[
+        ..., :-1
+    ]
     edge = torch.zeros_like(close[..., :1])
     zero = singular_values <= torch.finfo(singular_values.dtype).eps * singular_values[..., :1]
     return torch.cat([close, edge], -1) | torch.cat([edge, close], -1) | zero
 
 
 class Reading(NamedTuple):
-    """Tokens at both ends of the first singular directions of every head; ``left`` reads or queries, ``right`` is the key or the output.
+    """Tokens at both ends of the first singular directions of every head; ``left`` reads or
+    queries, ``right`` is the key or the output.
 
-    ``left_vectors`` and ``right_vectors`` have the signs that the token lists refer to: ``left diag(values) right^T`` is unchanged.
+    ``left_vectors`` and ``right_vectors`` have the signs that the token lists refer to:
+    ``left diag(values) right^T`` is unchanged.
     """
 
     values: Float[Tensor, "*batch rank"]
@@ -113,7 +137,9 @@ class Reading(NamedTuple):
 
 def _flip(found: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
     turned = Extremes(found.bottom_ids, -found.bottom_scores, found.top_ids, -found.top_scores)
-    return Extremes(*(torch.where(flip.unsqueeze(-1), b, a) for a, b in zip(found, turned, strict=True)))
+    return Extremes(
+        *(torch.where(flip.unsqueeze(-1), b, a) for a, b in zip(found, turned, strict=True))
+    )
 
 
 def read_tokens(
@@ -124,17 +150,24 @@ def read_tokens(
     features: int = 5,
     k: int = 5,
 ) -> Reading:
-    """Tokens that the first ``features`` singular directions of every head point to (Molina 2023, section 4).
+    """Tokens that the first ``features`` singular directions of every head point to (Molina 2023,
+    section 4).
 
-    A pair of singular vectors is defined up to a common sign: it is chosen so that the best token of the right vector scores at
-    least as high as the best token of its negative (a tie keeps the sign). The other end of each direction is given too.
+    A pair of singular vectors is defined up to a common sign: it is chosen so that the best token
+    of the right vector scores at least as high as the best token of its negative (a tie keeps the
+    sign). The other end of each direction is given too.
 
     >>> eye = torch.eye(3)
     >>> r = read_tokens(SVD(eye[:, :1], torch.ones(1), -eye[:, 1:2]), eye, eye, features=1, k=1)
     >>> r.right.top_ids.tolist(), r.left.bottom_ids.tolist()  # the pair was flipped: writes token 1, reads minus token 0
     ([[1]], [[0]])
     """
-    require(1 <= features <= svd.S.shape[-1], "features", expected=f"1 to {svd.S.shape[-1]}", got=features)
+    require(
+        1 <= features <= svd.S.shape[-1],
+        "features",
+        expected=f"1 to {svd.S.shape[-1]}",
+        got=features,
+    )
     U, V = svd.U[..., :features], svd.V[..., :features]
     left = extremes(rearrange(U, "... d_model rank -> ... rank d_model"), left_tokens, k)
     right = extremes(rearrange(V, "... d_model rank -> ... rank d_model"), right_tokens, k)

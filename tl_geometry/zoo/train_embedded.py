@@ -1,17 +1,21 @@
 """Train the embedded model: ``python -m tl_geometry.zoo.train_embedded --out DIR``.
 
-A GPT-2 of 4 layers, 128 dimensions and 4 heads, context 128, with a byte-level BPE of 2,048 tokens, on Python source that
-is already on disk (:mod:`tl_geometry.zoo.corpus`). Two phases share one schedule:
+A GPT-2 of 4 layers, 128 dimensions and 4 heads, context 128, with a byte-level BPE of 2,048 tokens,
+on Python source that is already on disk (:mod:`tl_geometry.zoo.corpus`). Two phases share one
+schedule:
 
-1. windows of 64 that repeat random tokens with a random period (6 to 32), at first over 64 symbols, then over the whole
-   vocabulary: the previous-token and induction heads form here, from the ordinary initialisation;
-2. windows of 128: 20 rows of natural text, 6 rows of repeated random tokens and 6 rows of repeated natural snippets
-   (random periods of 8 to 60; a fixed period would teach a positional shortcut).
+1. windows of 64 that repeat random tokens with a random period (6 to 32), at first over 64 symbols,
+   then over the whole vocabulary: the previous-token and induction heads form here, from the
+   ordinary initialisation;
+2. windows of 128: 20 rows of natural text, 6 rows of repeated random tokens and 6 rows of repeated
+   natural snippets (random periods of 8 to 60; a fixed period would teach a positional shortcut).
 
-Every window begins with the BOS id. The first copy of random tokens cannot be predicted and takes no part in the loss: with
-it in, no induction head had formed after 3,000 steps; without it the loss on the repeats falls from step 150 on.
+Every window begins with the BOS id. The first copy of random tokens cannot be predicted and takes
+no part in the loss: with it in, no induction head had formed after 3,000 steps; without it the loss
+on the repeats falls from step 150 on.
 
-Everything is a function of :data:`SEED` and of the files on disk, whose hash is written into the card.
+Everything is a function of :data:`SEED` and of the files on disk, whose hash is written into the
+card.
 """
 
 from __future__ import annotations
@@ -51,17 +55,32 @@ SETTINGS = TrainSettings(
     seed=SEED,
     checkpoint_every=200,
 )
-SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": CONTEXT, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_inner": 512}
-INITIAL: dict[str, Any] = {"initializer_range": 0.06, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_positions": CONTEXT,
+    "n_embd": 128,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_inner": 512,
+}
+INITIAL: dict[str, Any] = {
+    "initializer_range": 0.06,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 
 
 def new_model(seed: int = SEED) -> GPT2LMHeadModel:
-    """The model before training: the ordinary GPT-2 initialisation (standard deviation 0.06) under ``seed``."""
+    """The model before training: the ordinary GPT-2 initialisation (standard deviation 0.06) under
+    ``seed``."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return GPT2LMHeadModel(GPT2Config(**SHAPE, **INITIAL, bos_token_id=BOS, eos_token_id=BOS)).eval()
+        return GPT2LMHeadModel(
+            GPT2Config(**SHAPE, **INITIAL, bos_token_id=BOS, eos_token_id=BOS)
+        ).eval()
 
 
 def train_tokenizer(texts: Iterable[str], path: Path) -> None:
@@ -69,7 +88,13 @@ def train_tokenizer(texts: Iterable[str], path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, min_frequency=2, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        texts,
+        vocab_size=VOCABULARY,
+        min_frequency=2,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
     tokenizer.save(str(path))
 
 
@@ -78,7 +103,9 @@ def encode(texts: list[str], path: Path) -> Tensor:
     from tokenizers import Tokenizer
 
     encoded = Tokenizer.from_file(str(path)).encode_batch(texts)
-    return torch.from_numpy(np.concatenate([np.asarray([*e.ids, BOS], dtype=np.int32) for e in encoded])).long()
+    return torch.from_numpy(
+        np.concatenate([np.asarray([*e.ids, BOS], dtype=np.int32) for e in encoded])
+    ).long()
 
 
 def _repeat(unit: Tensor, length: int) -> Tensor:
@@ -86,12 +113,15 @@ def _repeat(unit: Tensor, length: int) -> Tensor:
 
 
 def batches(stream: Tensor) -> Callable[[int], Batch]:
-    """``batch_at(step)`` of the mixture described at the top of this module, over a token stream."""
+    """``batch_at(step)`` of the mixture described at the top of this module, over a token
+    stream."""
 
     def integer(generator: torch.Generator, low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    def row(generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def row(
+        generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         start = integer(generator, 0, len(stream) - length)
         if kind == "natural":
             return (tokens := stream[start : start + length]), tokens
@@ -116,28 +146,39 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
 
 
 def natural_loss(model: GPT2LMHeadModel, stream: Tensor) -> float:
-    """Cross-entropy (nats per token) over non-overlapping windows of a token stream, each begun with the BOS id."""
+    """Cross-entropy (nats per token) over non-overlapping windows of a token stream, each begun
+    with the BOS id."""
     rows = stream[: len(stream) // (CONTEXT - 1) * (CONTEXT - 1)].view(-1, CONTEXT - 1)
     total = 0.0
     with torch.inference_mode():
         for part in rows.split(64):
             inputs = torch.cat([torch.full((len(part), 1), BOS), part], dim=1)
             logits = model(inputs).logits[:, :-1]
-            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten(), reduction="sum").item()
+            total += torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), part.flatten(), reduction="sum"
+            ).item()
     return total / rows.numel()
 
 
 def ngram_losses(training: Tensor, held_out: Tensor) -> dict[str, float]:
-    """Held-out cross-entropy of a unigram model and of a bigram model interpolated with it (weight 0.9 on the bigram)."""
-    unigram = (torch.bincount(training, minlength=VOCABULARY).double() + 1) / (len(training) + VOCABULARY)
-    pairs = torch.bincount(training[:-1] * VOCABULARY + training[1:], minlength=VOCABULARY**2).double().view(VOCABULARY, VOCABULARY)
+    """Held-out cross-entropy of a unigram model and of a bigram model interpolated with it (weight
+    0.9 on the bigram)."""
+    unigram = (torch.bincount(training, minlength=VOCABULARY).double() + 1) / (
+        len(training) + VOCABULARY
+    )
+    pairs = (
+        torch.bincount(training[:-1] * VOCABULARY + training[1:], minlength=VOCABULARY**2)
+        .double()
+        .view(VOCABULARY, VOCABULARY)
+    )
     bigram = pairs / pairs.sum(1, keepdim=True).clamp(min=1)
     mixed = 0.9 * bigram[held_out[:-1], held_out[1:]] + 0.1 * unigram[held_out[1:]]
     return {"unigram": -unigram[held_out].log().mean().item(), "bigram": -mixed.log().mean().item()}
 
 
 def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
-    """Best previous-token and induction heads on repeated random tokens (distinct, two copies), and the loss on each copy."""
+    """Best previous-token and induction heads on repeated random tokens (distinct, two copies), and
+    the loss on each copy."""
     tokens = repeated_random_tokens(period, 2, 64, low=1, high=VOCABULARY, seed=SEED, bos_id=BOS)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -149,16 +190,22 @@ def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
         "loss_second_copy": loss[:, period:].mean().item(),
     }
     for kind in ("previous", "induction"):
-        scores = torch.stack([head_type_scores(layer, tokens).scores[kind] for layer in out.attentions])
+        scores = torch.stack(
+            [head_type_scores(layer, tokens).scores[kind] for layer in out.attentions]
+        )
         values, indices = scores.flatten().topk(3)
         heads = [f"L{i // scores.shape[1]}H{i % scores.shape[1]}" for i in indices.tolist()]
-        found[kind] = {name: round(value, 3) for name, value in zip(heads, values.tolist(), strict=True)}
+        found[kind] = {
+            name: round(value, 3) for name, value in zip(heads, values.tolist(), strict=True)
+        }
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train and write a Hugging Face directory with ``card.json`` into ``--out``."""
-    parser = argparse.ArgumentParser(description="Train the embedded model from the Python sources on this machine.")
+    parser = argparse.ArgumentParser(
+        description="Train the embedded model from the Python sources on this machine."
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args(argv)
@@ -172,19 +219,40 @@ def main(argv: list[str] | None = None) -> int:
     stream = encode(texts, out / "tokenizer.json")
     documents = corpus.held_out_documents()
     held_out = encode(list(documents.texts), out / "tokenizer.json")
-    log.info("%d training files, %d tokens; %d held-out modules, %d tokens", len(texts), len(stream), len(documents.texts), len(held_out))
+    log.info(
+        "%d training files, %d tokens; %d held-out modules, %d tokens",
+        len(texts),
+        len(stream),
+        len(documents.texts),
+        len(held_out),
+    )
     model = new_model()
     batch_at = batches(stream)
 
     def on_step(step: int, _: object) -> None:
         if (step + 1) % 200 == 0:
-            log.info("step %d: held-out loss %.3f", step + 1, natural_loss(model, held_out[:40_000]))
+            log.info(
+                "step %d: held-out loss %.3f", step + 1, natural_loss(model, held_out[:40_000])
+            )
 
-    losses = train(model, batch_at, SETTINGS, checkpoint=out / "training.safetensors", on_step=on_step, progress=False)
+    losses = train(
+        model,
+        batch_at,
+        SETTINGS,
+        checkpoint=out / "training.safetensors",
+        on_step=on_step,
+        progress=False,
+    )
     model.save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    (out / "tokenizer_config.json").write_text(json.dumps(special | {"model_max_length": CONTEXT}, indent=2) + "\n")
+    special = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+    }
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(special | {"model_max_length": CONTEXT}, indent=2) + "\n"
+    )
     card = {
         "data": {
             "training_files": len(texts),
@@ -194,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
             "held_out_tokens": len(held_out),
         },
         "mixture": __doc__.split("\n\n", 1)[1].strip() if __doc__ else "",
-        "note": "Demonstrates the library and is evidence for nothing. The untrained twin is new_model() under the same seed.",
+        "note": "Demonstrates the library and is evidence for nothing. The untrained control is new_model() under the same seed.",
         "model_sha256": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
         "steps": len(losses),
         "tokens_seen": len(losses) * 4096,

@@ -1,7 +1,8 @@
 """The one trainer: AdamW, warm-up and cosine, gradient clipping, checkpoints that resume exactly.
 
-A batch is a pure function of the step (``batch_at(step)``), and every step seeds its own generator, so that an interrupted
-run that resumes from a checkpoint gives the same weights as one that was never interrupted.
+A batch is a pure function of the step (``batch_at(step)``), and every step seeds its own generator,
+so that an interrupted run that resumes from a checkpoint gives the same weights as one that was
+never interrupted.
 """
 
 from __future__ import annotations
@@ -48,12 +49,19 @@ class TrainSettings:
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.final_learning_rate + 0.5 * (self.learning_rate - self.final_learning_rate) * (1 + math.cos(math.pi * done))
+        return self.final_learning_rate + 0.5 * (self.learning_rate - self.final_learning_rate) * (
+            1 + math.cos(math.pi * done)
+        )
 
 
-def sequence_loss(logits: Float[Tensor, "batch position vocab"], targets: Int[Tensor, "batch position"]) -> Float[Tensor, ""]:
-    """Mean over sequences of the mean cross-entropy (nats) over each sequence's targets that are not :data:`IGNORE`."""
-    token = F.cross_entropy(logits.transpose(1, 2).float(), targets, ignore_index=IGNORE, reduction="none")
+def sequence_loss(
+    logits: Float[Tensor, "batch position vocab"], targets: Int[Tensor, "batch position"]
+) -> Float[Tensor, ""]:
+    """Mean over sequences of the mean cross-entropy (nats) over each sequence's targets that are
+    not :data:`IGNORE`."""
+    token = F.cross_entropy(
+        logits.transpose(1, 2).float(), targets, ignore_index=IGNORE, reduction="none"
+    )
     kept = (targets != IGNORE).sum(1).clamp(min=1)
     return (token.sum(1) / kept).mean()
 
@@ -61,14 +69,24 @@ def sequence_loss(logits: Float[Tensor, "batch position vocab"], targets: Int[Te
 def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
 
 
 SCHEMA = "tl_geometry/training/1"
 
 
-def _save(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW, losses: list[float], records: Any) -> None:
+def _save(
+    path: Path,
+    settings: TrainSettings,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    losses: list[float],
+    records: Any,
+) -> None:
     tensors: dict[str, Tensor] = {f"model.{k}": v for k, v in model.named_parameters()}
     for i, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{k}": torch.as_tensor(v) for k, v in state.items()}
@@ -77,7 +95,9 @@ def _save(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torc
     write_atomically(path, tensors, {k: json.dumps(v) for k, v in header.items()})
 
 
-def _load(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[list[float], list[Any]]:
+def _load(
+    path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW
+) -> tuple[list[float], list[Any]]:
     header, tensors = read_file(path, SCHEMA)
     now = json.loads(json.dumps(dataclasses.asdict(settings)))
     differs = [k for k in now if header["settings"].get(k) != now[k]]
@@ -85,7 +105,11 @@ def _load(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torc
     same = {k: v.shape for k, v in tensors.items() if k.startswith("model.")} == known
     got = ", ".join(differs) or "parameters of another model"
     require(
-        same and not differs, str(path), expected="a checkpoint of this run", got=f"other {got}", instead="another folder, or delete it"
+        same and not differs,
+        str(path),
+        expected="a checkpoint of this run",
+        got=f"other {got}",
+        instead="another folder, or delete it",
     )
     losses = tensors.pop("losses").tolist()
     with torch.no_grad():
@@ -96,7 +120,9 @@ def _load(path: Path, settings: TrainSettings, model: nn.Module, optimizer: torc
         if key.startswith("optimizer."):
             _, index, name = key.split(".")
             state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     return losses, header["records"]
 
 
@@ -110,12 +136,15 @@ def train(
     on_step: Callable[[int, nn.Module], None] | None = None,
     records: list[Any] | None = None,
 ) -> list[float]:
-    """Train a Hugging Face causal language model in place, on its device, and return the loss (nats per token) of every step.
+    """Train a Hugging Face causal language model in place, on its device, and return the loss (nats
+    per token) of every step.
 
-    ``batch_at(step)`` returns inputs and targets ``[batch position]`` (targets already shifted, :data:`IGNORE` where there
-    is none). With ``checkpoint`` the state is written there every ``settings.checkpoint_every`` steps, and a run that finds
-    the file continues from it (one of other settings or another model is refused). ``on_step(step, model)`` is called after each
-    step, in evaluation mode; what it appends to ``records`` (JSON values) is kept in the checkpoint and put back on resuming.
+    ``batch_at(step)`` returns inputs and targets ``[batch position]`` (targets already shifted,
+    :data:`IGNORE` where there is none). With ``checkpoint`` the state is written there every
+    ``settings.checkpoint_every`` steps, and a run that finds the file continues from it (one of
+    other settings or another model is refused). ``on_step(step, model)`` is called after each step,
+    in evaluation mode; what it appends to ``records`` (JSON values) is kept in the checkpoint and
+    put back on resuming.
     """
     device = next(model.parameters()).device
     optimizer = _optimizer(model, settings)
@@ -124,7 +153,13 @@ def train(
     losses: list[float] = []
     if path is not None and path.exists():
         losses, kept[:] = _load(path, settings, model, optimizer)
-    bar = tqdm(range(len(losses), settings.steps), initial=len(losses), total=settings.steps, disable=not progress, unit="step")
+    bar = tqdm(
+        range(len(losses), settings.steps),
+        initial=len(losses),
+        total=settings.steps,
+        disable=not progress,
+        unit="step",
+    )
     for step in bar:
         model.train()
         for group in optimizer.param_groups:
@@ -143,7 +178,9 @@ def train(
         model.eval()
         if on_step is not None:
             on_step(step, model)
-        if path is not None and (len(losses) % settings.checkpoint_every == 0 or len(losses) == settings.steps):
+        if path is not None and (
+            len(losses) % settings.checkpoint_every == 0 or len(losses) == settings.steps
+        ):
             _save(path, settings, model, optimizer, losses, kept)
     model.eval()
     return losses
