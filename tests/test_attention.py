@@ -20,7 +20,6 @@ from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.scores import shapes
 from tl_geometry.scores.sums import (
     BLOCK,
-    GROUPS,
     ShareSums,
     bootstrap,
     dropped_mass,
@@ -28,7 +27,7 @@ from tl_geometry.scores.sums import (
     share_sums_dense,
 )
 from tl_geometry.scores.tables import ShareTable, dominant
-from tl_geometry.scores.terms import group_of, term_names, terms
+from tl_geometry.scores.terms import GROUPS, group_of, term_names, terms
 
 PARTS = ("bias", "pos", "cvec")
 

@@ -25,8 +25,8 @@ from tl_geometry.scores.details import DETAILS, DRAWS, null_positions, score
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.scores.shapes import contrast_sums, offset_sums
 from tl_geometry.scores.split import split_scores
-from tl_geometry.scores.sums import GROUPS
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
+from tl_geometry.scores.terms import GROUPS
 
 KINDS = ["gpt2", "llama", "bloom", "qwen3", "gemma2", "gpt-neo", "bert"]
 PROMPTS = tokens(batch=5, length=20, seed=4)

@@ -1,5 +1,4 @@
-"""The ensemble of pilot-token paths through a model, and everything that the stochastic-flow view
-asks of it."""
+"""Chunks of text, and chunks of random tokens as a null."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The main job: windows of a corpus, and the mean decomposition of every state of a model over
-them."""
+"""Windows of tokens from texts, and spliced ones as a null."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The ensemble of pilot-token paths through a model, and everything that the stochastic-flow view
-asks of it."""
+"""How many chunks an ensemble of trajectories needs."""
 
 from __future__ import annotations
 

@@ -33,9 +33,8 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import Edit, OpenEdit, edited_scores
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.scores.details import Parts
-from tl_geometry.scores.sums import ALIBI, GROUPS
 from tl_geometry.scores.sweep import PARTS, project_basis
-from tl_geometry.scores.terms import group_of, term_names
+from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
 
 Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
 """One term, one group, or several."""

@@ -1,5 +1,4 @@
-"""The one loop over data: batches in, statistics out, with progress, checkpoints and nothing kept
-but sums."""
+"""How many contexts one forward pass takes, and where sums live."""
 
 from __future__ import annotations
 

@@ -184,7 +184,8 @@ def fingerprint(model: Any) -> str:
     ):
         if (
             total != 0
-            # an absent bias and a zero one are the same model; versions of TransformerLens differ in
+            # an absent bias and a zero one are the same model; versions of TransformerLens differ
+            # in
             # which they keep
         ):
             digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{total}".encode())

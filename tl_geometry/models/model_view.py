@@ -73,6 +73,7 @@ class BuildLayer(Protocol):
     ) -> LayerView: ...
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Windows of tokens, as :class:`tl_geometry.TokenWindows` has them: what a provenance says
     about them."""

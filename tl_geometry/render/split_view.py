@@ -29,8 +29,7 @@ from tl_geometry.render import cells
 from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable
 from tl_geometry.render.page import PageView, document
 from tl_geometry.scores.split import ScoreSplit
-from tl_geometry.scores.sums import CONTEXT_PARTS
-from tl_geometry.scores.terms import group_of
+from tl_geometry.scores.terms import CONTEXT_PARTS, group_of
 
 Term = tuple[str, str]
 GROUPS = ("position", "position-content", "content-position", "content")

@@ -22,8 +22,8 @@ from tl_geometry.scores.shapes import (
     contrast_sums,
     offset_sums,
 )
-from tl_geometry.scores.sums import GROUPS, ShareSums, share_sums
-from tl_geometry.scores.terms import group_of, term_names
+from tl_geometry.scores.sums import ShareSums, share_sums
+from tl_geometry.scores.terms import GROUPS, group_of, term_names
 
 DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "bootstrap")
 """Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes."""

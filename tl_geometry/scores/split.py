@@ -46,9 +46,9 @@ from tl_geometry.scores.splitter import (
     part_names,
     provenance_of,
 )
-from tl_geometry.scores.sums import BIAS_BIAS, ShareSums, dropped_mass, share_sums
+from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.tables import ShareTable
-from tl_geometry.scores.terms import bias_label, label
+from tl_geometry.scores.terms import BIAS_BIAS, bias_label, label
 from tl_geometry.scores.values import ValueSplit, split_values
 
 PRESETS = ("exact", "paper", "reference")

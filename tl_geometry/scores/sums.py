@@ -1,5 +1,28 @@
 """Which term of an attention score makes the pattern: covariance and energy shares of the terms,
-exactly, per head."""
+exactly, per head.
+
+A score is a sum of terms, ``S = sum_ab X_ab`` with ``X_ab[i, j] = q_a[i] . k_b[j]`` over the parts
+a of the query stream and b of the key stream (plus a bias such as ALiBi). Softmax ignores a
+constant added to a row, so terms are compared row-centred over the allowed keys,
+``X~ = X - (mean of the row)``. Then
+
+    covariance share  cs_X = sum X~ . S~ / sum S~^2     (sums to one over the terms; may be
+    negative) energy share      es_X = sum X~^2 / sum_Y sum Y~^2  (between 0 and 1; sums to one)
+
+with both sums over all contexts and rows. A cell counts by the attention that is paid to it in
+
+    gain share        gs_X = sum_i G_X(i) / sum_i G_S(i),   G_X(i) = sum_j (p_ij - u_ij) X_ij
+
+where p is the softmax of S over the allowed keys and u spreads the row evenly: it is additive,
+blind to a constant of each row, and ``G_S(i) = KL(p_i || u) + KL(u || p_i)``, how far the row is
+from uniform. With a soft cap p is that of the capped scores while X and S are those before it;
+sinks are left out of p.
+
+No term is needed as a matrix: with ``S~`` formed once, ``sum X~_ab . S~`` is
+``sum_i q_a[i] . (S~ k_b)[i]`` (rows of S~ sum to zero, so X need not be centred), the gain is the
+same with ``p - u`` in place of S~, and ``sum X~^2`` is a quadratic form of the queries in the
+moments of the keys seen so far, taken in blocks of query rows.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +40,9 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.rows import causal_mask, row_center
-from tl_geometry.scores.terms import _group, term_pairs
 
-ALIBI = "alibi"
-"""Part name of a bias that is added to the scores and depends on positions only."""
-CONTEXT_PARTS = ("cvec", "ctx", "resid")
-"""Parts of the stream that depend on the context."""
-POSITION_PARTS = ("bias", "mean", "const", "pos", ALIBI)
-"""Parts of the stream that do not."""
-GROUPS = ("position", "content", "mixed")
-"""Groups of terms: no context part on either side, on both sides, on one side."""
-BIAS_BIAS = "bias-bias"
-"""The term of mean and constants on both sides."""
 BLOCK = 64
 """Query rows handled at a time."""
-
-
-_GROUP_OF = {f"{a}-{b}": _group(a, b) for a, b in term_pairs(POSITION_PARTS + CONTEXT_PARTS)}
-
-
-_ABOUT_BIAS = {f"{about}{BIAS_BIAS}" for about in ("", "cs_", "gs_", "es_", "tv_", "kl_")}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

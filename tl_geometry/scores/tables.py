@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.results import Result
-from tl_geometry.scores.sums import BIAS_BIAS, GROUPS, ShareSums
-from tl_geometry.scores.terms import group_of, label, term_names, term_pairs
+from tl_geometry.scores.sums import ShareSums
+from tl_geometry.scores.terms import BIAS_BIAS, GROUPS, group_of, label, term_names, term_pairs
 
 UNCLEAR, UNIFORM = "unclear", "uniform"
 """Labels of a head without a clear winner, and of one that spreads its attention evenly."""

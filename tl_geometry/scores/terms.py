@@ -1,5 +1,4 @@
-"""Which term of an attention score makes the pattern: covariance and energy shares of the terms,
-exactly, per head."""
+"""The terms of an attention score: names, groups, and how they are shown."""
 
 from __future__ import annotations
 
@@ -10,7 +9,17 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.scores.sums import _ABOUT_BIAS, _GROUP_OF, ALIBI, BIAS_BIAS, CONTEXT_PARTS, GROUPS
+ALIBI = "alibi"
+"""Part name of a bias that is added to the scores and depends on positions only."""
+CONTEXT_PARTS = ("cvec", "ctx", "resid")
+"""Parts of the stream that depend on the context."""
+POSITION_PARTS = ("bias", "mean", "const", "pos", ALIBI)
+"""Parts of the stream that do not."""
+GROUPS = ("position", "content", "mixed")
+"""Groups of terms: no context part on either side, on both sides, on one side."""
+BIAS_BIAS = "bias-bias"
+"""The term of mean and constants on both sides."""
+_ABOUT_BIAS = {f"{about}{BIAS_BIAS}" for about in ("", "cs_", "gs_", "es_", "tv_", "kl_")}
 
 
 def term_pairs(parts: Sequence[str], *, alibi: bool = False) -> tuple[tuple[str, str], ...]:
@@ -34,6 +43,9 @@ def term_names(parts: Sequence[str], *, alibi: bool = False) -> tuple[str, ...]:
 
 def _group(query: str, key: str) -> str:
     return GROUPS[{0: 0, 1: 2, 2: 1}[(query in CONTEXT_PARTS) + (key in CONTEXT_PARTS)]]
+
+
+_GROUP_OF = {f"{a}-{b}": _group(a, b) for a, b in term_pairs(POSITION_PARTS + CONTEXT_PARTS)}
 
 
 def group_of(term: str) -> str | None:

@@ -227,7 +227,8 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
     c = rows.double() - mean
     if (
         len(rows) > 2 * rows.shape[1]
-        # tall: eigenvectors of the covariance, whose squared condition leaves the leading axes alone
+        # tall: eigenvectors of the covariance, whose squared condition leaves the leading axes
+        # alone
     ):
         values, vectors = torch.linalg.eigh(c.mT @ c)
         variance, axes = (
