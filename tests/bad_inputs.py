@@ -6,7 +6,7 @@ taken or refused, and how.
 taken returns a value that ``check`` accepts.
 
 ``python -m tests.bad_inputs`` makes all calls as a user would, without the checks of annotations
-that tests switch on, and prints what came of each as JSON; ``tests/test_bad_inputs.py`` judges.
+that tests switch on, and prints what came of each as JSON; ``tests/project/test_bad_inputs.py`` judges.
 """
 
 from __future__ import annotations

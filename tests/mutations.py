@@ -26,7 +26,7 @@ class Fault(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str = "tests/test_decomposition.py"
+    tests: str = "tests/decomposition/test_position_context.py"
 
 
 FAULTS = (
@@ -132,7 +132,7 @@ FAULTS = (
     Fault("NaN let through", "accumulation.py", "if not good[i]]", "if False]"),
 )
 
-BESIDE = "tests/test_live_edits.py"
+BESIDE = "tests/interventions/test_live_edits.py"
 ATTENTION, TYPES, SWEEP, LIVE = (
     f"tests/test_{name}.py" for name in ("attention", "head_types", "sweep", "interventions")
 )

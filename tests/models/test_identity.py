@@ -331,7 +331,7 @@ def test_the_fingerprint_is_the_same_in_another_process() -> None:
         text=True,
         check=False,
         env=dict(os.environ),
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert run.stdout.strip().endswith(view(tiny("bridge", "gemma2", True)).fingerprint), run.stderr
 
@@ -516,7 +516,7 @@ def test_a_split_under_somebody_elses_hook_is_exact_or_refused(kind: str, name: 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_bridge_masks_nothing_by_itself(side: str) -> None:
-    from tests.test_adapter import small_tokenizer
+    from tests.models.test_adapter import small_tokenizer
 
     model = from_hf(hf_model("gpt2"), small_tokenizer(), name="pads")
     model.tokenizer.padding_side = side

@@ -577,7 +577,7 @@ def test_padding_is_refused(kind: str, architecture: str, rows: int) -> None:
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
 def test_the_mask_that_hooked_transformer_makes_itself_is_refused() -> None:
-    from tests.test_adapter import small_tokenizer
+    from tests.models.test_adapter import small_tokenizer
 
     model = from_hf(hf_model("gpt2"), small_tokenizer(), kind="hooked", name="padding")
     basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)

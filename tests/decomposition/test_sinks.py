@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.test_distributed import OPTIONS, _threads_as_groups, ids, together, toy, ungrouped  # noqa: F401 (a fixture)
+from tests.decomposition.test_distributed import (  # noqa: F401 (a fixture)
+    OPTIONS,
+    _threads_as_groups,
+    ids,
+    together,
+    toy,
+    ungrouped,
+)
 from tests.tiny import ARCHITECTURES, loadable, tiny, tokens
 from tl_geometry import decompose_activations
 from tl_geometry.base.errors import GeometryError

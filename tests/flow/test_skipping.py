@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.test_trajectories import deep, ensemble
+from tests.flow.test_trajectories import deep, ensemble
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.flow import skipping

@@ -21,7 +21,7 @@ def outcomes() -> list[dict[str, Any]]:
     words = [sys.executable, "-W", "ignore", "-m", "tests.bad_inputs"]
     done = subprocess.run(
         words,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,

@@ -11,7 +11,7 @@ import pytest
 
 from tests import skips
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_reasons_that_hold_here_are_expected() -> None:

@@ -559,7 +559,7 @@ def test_token_files_and_streams_are_sources(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys, torch
-from tests.test_distributed import OPTIONS, ids, toy
+from tests.decomposition.test_distributed import OPTIONS, ids, toy
 import tl_geometry as tlg
 from tl_geometry.decomposition import streaming
 streaming.SAVE_SHARE = 1e9

@@ -229,7 +229,7 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
 
 ROUGH = """
 import sys, time, torch
-from tests.test_distributed import OPTIONS, ids, toy
+from tests.decomposition.test_distributed import OPTIONS, ids, toy
 import tl_geometry as tlg
 from tl_geometry.decomposition import streaming
 streaming.SAVE_SHARE = 1e9
@@ -244,7 +244,7 @@ tlg.decompose(view, ids(240), checkpoint=sys.argv[1], **OPTIONS).save(sys.argv[2
 def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
     """SIGKILL and SIGINT at random moments, of one process or of two that write the same
     checkpoint."""
-    from tests.test_distributed import OPTIONS, assert_same, ids, toy
+    from tests.decomposition.test_distributed import OPTIONS, assert_same, ids, toy
 
     path, outs = tmp_path / "run.safetensors", [tmp_path / f"basis{i}" for i in range(writers)]
     environment = {
