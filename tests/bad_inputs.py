@@ -213,9 +213,9 @@ TOKENS = [
     ),
     Call(
         "windows of length 2.5",
-        lambda w: tlg.windows(w.model, "abc " * 50, 2.5, prepend_bos=True),
+        lambda w: tlg.windows(w.model, "abc " * 50, 2.5, prepend_bos=True),  # pyright: ignore
         "length",
-    ),  # pyright: ignore[reportArgumentType]
+    ),
     Call(
         "windows of an empty text", lambda w: tlg.windows(w.model, "", 8, prepend_bos=True), "text"
     ),

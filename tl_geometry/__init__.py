@@ -34,66 +34,33 @@ if TYPE_CHECKING:
     from tl_geometry import weights as weights
     from tl_geometry import zoo as zoo
     from tl_geometry.base.results import Provenance, Result
-    from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
-    from tl_geometry.corpus.texts import splice, windows
-    from tl_geometry.corpus.token_windows import TokenWindows
-    from tl_geometry.decomposition.decomposing import decompose, decompose_activations
-    from tl_geometry.decomposition.position_context import Parts, PositionContext, decompose_tensor
-    from tl_geometry.decomposition.variance import Anova
-    from tl_geometry.flow.ensemble import trajectories
-    from tl_geometry.flow.langevin import LangevinModel
-    from tl_geometry.flow.reports import flow_report
-    from tl_geometry.flow.skipping import skip_map
-    from tl_geometry.flow.truncation import truncation_kl
-    from tl_geometry.measures.comparison import compare_bases
-    from tl_geometry.measures.reports import contextual_report, positional_report
-    from tl_geometry.models.checking import check_model
-    from tl_geometry.models.control import reinitialized
-    from tl_geometry.models.describing import view
-    from tl_geometry.models.model_view import ModelView
-    from tl_geometry.scores.split import split_scores
-    from tl_geometry.scores.sweep import sweep_heads
-    from tl_geometry.scores.values import split_values
-    from tl_geometry.sphere.paths import token_paths
-    from tl_geometry.weights.heads import token_readout, weight_geometry
-    from tl_geometry.weights.probes import noun_probe
+    from tl_geometry.corpus import TokenWindows, windows
+    from tl_geometry.decomposition import PositionContext, decompose, decompose_activations
+    from tl_geometry.flow import flow_report, skip_map, trajectories, truncation_kl
+    from tl_geometry.measures import compare_bases, contextual_report, positional_report
+    from tl_geometry.models import ModelView, check_model, view
+    from tl_geometry.scores import split_scores, split_values, sweep_heads
+    from tl_geometry.sphere import token_paths
+    from tl_geometry.weights import token_readout, weight_geometry
 
 __version__ = "0.1.0"
 _HOME = {
-    "models.describing": ("view",),
-    "models.checking": ("check_model",),
-    "models.control": ("reinitialized",),
-    "models.model_view": ("ModelView",),
+    "models": ("ModelView", "check_model", "view"),
     "base.results": ("Provenance", "Result"),
-    "corpus.token_windows": ("TokenWindows",),
-    "corpus.texts": ("splice", "windows"),
-    "corpus.nulls": ("gibberish", "pseudo_sentences"),
-    "decomposition.decomposing": ("decompose", "decompose_activations"),
-    "decomposition.position_context": ("Parts", "PositionContext", "decompose_tensor"),
-    "scores.split": ("split_scores",),
-    "scores.values": ("split_values",),
-    "scores.sweep": ("sweep_heads",),
-    "weights.heads": ("token_readout", "weight_geometry"),
-    "weights.probes": ("noun_probe",),
-    "sphere.paths": ("token_paths",),
-    "measures.reports": ("contextual_report", "positional_report"),
-    "measures.comparison": ("compare_bases",),
-    "flow.ensemble": ("trajectories",),
-    "flow.reports": ("flow_report",),
-    "flow.langevin": ("LangevinModel",),
-    "flow.skipping": ("skip_map",),
-    "flow.truncation": ("truncation_kl",),
-    "decomposition.variance": ("Anova",),
+    "corpus": ("TokenWindows", "windows"),
+    "decomposition": ("PositionContext", "decompose", "decompose_activations"),
+    "scores": ("split_scores", "split_values", "sweep_heads"),
+    "weights": ("token_readout", "weight_geometry"),
+    "sphere": ("token_paths",),
+    "measures": ("compare_bases", "contextual_report", "positional_report"),
+    "flow": ("flow_report", "skip_map", "trajectories", "truncation_kl"),
 }
 """Module -> the public names that live there."""
 _LAZY = {name: f"tl_geometry.{module}" for module, names in _HOME.items() for name in names}
 __all__ = [
-    "Anova",
     "BudgetError",
     "GeometryError",
-    "LangevinModel",
     "ModelView",
-    "Parts",
     "PositionContext",
     "Provenance",
     "ReconstructionError",
@@ -105,15 +72,9 @@ __all__ = [
     "contextual_report",
     "decompose",
     "decompose_activations",
-    "decompose_tensor",
     "flow_report",
-    "gibberish",
-    "noun_probe",
     "positional_report",
-    "pseudo_sentences",
-    "reinitialized",
     "skip_map",
-    "splice",
     "split_scores",
     "split_values",
     "sweep_heads",

@@ -494,8 +494,10 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except USAGE as error:
+        raise SystemExit(_line(str(error.format_message()), 2)) from None
     except Exception as error:
-        said = str(error.format_message()) if isinstance(error, USAGE) else file_trouble(error)
+        said = file_trouble(error)
         if said is None:
             raise
         raise SystemExit(_line(said, 2)) from None

@@ -45,7 +45,7 @@ def test_the_null_is_glued_and_the_twin_is_untrained(
     (a,) = kept
     assert a.embedded
     null, twin = basis_section.spliced(a, 12), basis_section.untrained(a, 12)
-    spliced = tlg.decompose(a.view, tlg.splice(a.windows, seed=3), progress=False)
+    spliced = tlg.decompose(a.view, tlg.corpus.splice(a.windows, seed=3), progress=False)
     assert null.provenance.token_hash == spliced.provenance.token_hash
     shares, found = a.basis.anova().shares["ctx"], a.basis.anova(null=null).ctx_null
     assert found is not None

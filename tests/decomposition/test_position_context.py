@@ -314,7 +314,7 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
     for name, value in basis.tensors().items():
         assert torch.equal(again.tensors()[name], value), name
     table = basis.anova()
-    loaded = tlg.Anova.load(table.save(tmp_path / "anova.safetensors"))
+    loaded = tlg.decomposition.Anova.load(table.save(tmp_path / "anova.safetensors"))
     assert torch.equal(loaded.pos, table.pos)
     assert loaded.states == table.states
     assert list(loaded.to_dataframe().columns) == list(table.columns())

@@ -478,13 +478,13 @@ def test_altered_files_are_refused_and_those_of_before_flagged(tmp_path: Path) -
             PositionContext.load(rewritten(saved, change, keep=False))
     table = basis.anova()
     path = table.save(tmp_path / "anova")
-    assert tlg.Anova.load(path).remarks == table.remarks
+    assert tlg.decomposition.Anova.load(path).remarks == table.remarks
     for change in (newer, wider):
         with pytest.raises(GeometryError, match="of this version, got"):
-            tlg.Anova.load(rewritten(path, change, keep=False))
+            tlg.decomposition.Anova.load(rewritten(path, change, keep=False))
     assert (
         "no checksum (file of an earlier version)"
-        in tlg.Anova.load(rewritten(path, nothing, keep=False)).provenance.flags
+        in tlg.decomposition.Anova.load(rewritten(path, nothing, keep=False)).provenance.flags
     )
 
 

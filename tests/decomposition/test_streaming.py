@@ -415,13 +415,13 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
 
 def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
     ids = torch.arange(40)[:, None] * 100 + torch.arange(9)
-    spliced = tlg.splice(tlg.TokenWindows(tokens=ids, has_bos=True), piece=2)
+    spliced = tlg.corpus.splice(tlg.TokenWindows(tokens=ids, has_bos=True), piece=2)
     assert torch.equal(spliced.tokens % 100, ids % 100)  # every token stays in its column
     assert torch.equal(spliced.tokens[:, 0], ids[:, 0])
     assert torch.equal(spliced.tokens.sort(0).values, ids)
     assert (spliced.tokens // 100 == ids // 100)[:, 1:].float().mean() < 0.2
     with pytest.raises(tlg.GeometryError, match="piece: expected 1 to 9 tokens, got 10"):
-        tlg.splice(tlg.TokenWindows(tokens=ids, has_bos=False), piece=10)
+        tlg.corpus.splice(tlg.TokenWindows(tokens=ids, has_bos=False), piece=10)
 
 
 @pytest.mark.parametrize(

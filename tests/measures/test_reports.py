@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_geometry import decompose_activations, decompose_tensor
+from tl_geometry import decompose_activations
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import resampling
+from tl_geometry.decomposition import decompose_tensor, resampling
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import comparison, contextual, positional, reports
 

@@ -338,7 +338,7 @@ def test_the_fingerprint_is_the_same_in_another_process() -> None:
 
 def test_an_untrained_control_is_another_model_until_its_block_ends() -> None:
     model = from_hf(hf_model("gpt2"), None, name="own")
-    with tlg.reinitialized(model) as control:
+    with tlg.models.reinitialized(model) as control:
         inside = as_view(control)
         assert (inside.name, inside.head_trained) == ("own, untrained (init)", False)
         next(iter(model.parameters())).data.add_(1.0)

@@ -4,9 +4,12 @@ that proves it detects."""
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -155,18 +158,29 @@ def test_the_light_import_detector_detects() -> None:
     assert "matplotlib" in loaded_by("import tl_geometry, matplotlib")
 
 
+def shadowed(package: Any) -> set[str]:
+    """Public callables of a package that share the name of one of its modules."""
+    folder = Path(package.__file__).parent
+    modules = {p.stem for p in folder.iterdir() if p.suffix == ".py" or p.is_dir()}
+    return {n for n in package.__all__ if n in modules and callable(getattr(package, n))}
+
+
 def test_public_names_exist_and_differ_from_submodules() -> None:
-    submodules = {
-        p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
-    }
-    for name in tl_geometry.__all__:
-        if name != "view":
-            assert getattr(tl_geometry, name) is not None
-    assert not submodules & {
-        n for n in tl_geometry.__all__ if callable(getattr(tl_geometry, n, None))
-    }
-    with pytest.raises(AttributeError, match=r"has no attribute 'decompse'\. Public names: Anova"):
+    assert 20 <= len(tl_geometry.__all__) <= 30
+    for name in PACKAGES[1:-2]:
+        package = importlib.import_module(f"tl_geometry.{name}")
+        assert not shadowed(package), name
+        assert package.__doc__
+    assert not shadowed(tl_geometry)
+    text = r"has no attribute 'decompse'\. Public names: BudgetError"
+    with pytest.raises(AttributeError, match=text):
         getattr(tl_geometry, "decompse")  # noqa: B009 (a type checker refuses the attribute)
+
+
+def test_a_planted_name_is_caught(tmp_path: Path) -> None:
+    (tmp_path / "split.py").touch()
+    planted = SimpleNamespace(__file__=str(tmp_path / "x"), __all__=["split"], split=len)
+    assert shadowed(planted) == {"split"}
 
 
 def test_axis_names_come_from_the_vocabulary() -> None:

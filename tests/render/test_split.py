@@ -172,8 +172,9 @@ def test_caption_says_scale_saturation_closing_and_holes() -> None:
     view = render.split(dataclasses.replace(split, q=q), limit=0.5)
     data = payload(view)
     planes = [
-        sum(split.terms[t] for t in members)[0, 0] for members in planes_of(split, None).values()
-    ]  # pyright: ignore
+        torch.stack([split.terms[t] for t in members]).sum(0)[0, 0]
+        for members in planes_of(split, None).values()
+    ]
     scores = torch.stack([*planes, split.total()[0, 0]])[:, split.allowed[0]]
     rows = split.allowed[0].nonzero()[:, 0]
     kept = torch.stack(list(scores[:, rows != 7]))

@@ -31,7 +31,7 @@ def pseudo_sentences(
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> tlg.pseudo_sentences(model, "def f(x): return x " * 20, 10).tokens.shape[1]
+    >>> tlg.corpus.pseudo_sentences(model, "def f(x): return x " * 20, 10).tokens.shape[1]
     10
     """
     cut = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
@@ -63,7 +63,7 @@ def gibberish(
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> tlg.gibberish(model, 4, 10, prepend_bos=True).tokens.shape
+    >>> tlg.corpus.gibberish(model, 4, 10, prepend_bos=True).tokens.shape
     torch.Size([4, 10])
     """
     view = as_view(model)

@@ -213,7 +213,7 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> tlg.splice(windows).tokens.shape
+    >>> tlg.corpus.splice(windows).tokens.shape
     torch.Size([8, 16])
     """
     length = source.tokens.shape[1]

@@ -244,7 +244,7 @@ class PositionContext:
 
     def anova(self, *, null: PositionContext | None = None) -> Anova:
         """The analysis of variance table; ``null`` is the basis of windows spliced from random
-        places (see :func:`tl_geometry.splice`).
+        places (see :func:`tl_geometry.corpus.splice`).
 
         Degenerate designs have defined values: with one context ctx and resid are zero,
         ``identifiable`` is false and the shares of pos are NaN; with one position pos and resid are

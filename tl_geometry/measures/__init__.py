@@ -1,1 +1,30 @@
 """Measures of position and context in a basis, and the comparison of two bases."""
+
+from __future__ import annotations
+
+from tl_geometry.measures.comparison import BasisComparison, compare_bases
+from tl_geometry.measures.differences import dct_vectors, smoothness, theorem1
+from tl_geometry.measures.factorisation import kernel_gaps
+from tl_geometry.measures.rank import denoise, screenot, usable_k
+from tl_geometry.measures.reports import (
+    ContextualReport,
+    PositionalReport,
+    contextual_report,
+    positional_report,
+)
+
+__all__ = [
+    "BasisComparison",
+    "ContextualReport",
+    "PositionalReport",
+    "compare_bases",
+    "contextual_report",
+    "dct_vectors",
+    "denoise",
+    "kernel_gaps",
+    "positional_report",
+    "screenot",
+    "smoothness",
+    "theorem1",
+    "usable_k",
+]

@@ -3,7 +3,24 @@
 
 from __future__ import annotations
 
+from tl_geometry.models.checking import ModelReport, check_model
+from tl_geometry.models.control import reinitialized
 from tl_geometry.models.describing import states_from_cache, view
+from tl_geometry.models.layer_view import HeadWeights, LayerView
 from tl_geometry.models.loading import from_hf, load
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
 
-__all__ = ["from_hf", "load", "states_from_cache", "view"]
+__all__ = [
+    "HeadWeights",
+    "LayerView",
+    "ModelReport",
+    "ModelView",
+    "NormWeights",
+    "check_model",
+    "from_hf",
+    "load",
+    "reinitialized",
+    "states_from_cache",
+    "view",
+]

@@ -37,7 +37,7 @@ def reinitialized(
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> with tlg.reinitialized(model) as control:
+    >>> with tlg.models.reinitialized(model) as control:
     ...     control.name
     'tl-geometry-embedded, untrained (init)'
     """

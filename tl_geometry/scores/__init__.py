@@ -1,1 +1,26 @@
 """Attention scores as a sum of terms, and the share of each term in what a head attends to."""
+
+from __future__ import annotations
+
+from tl_geometry.scores.head_types import HeadTypes, head_type_scores, repeated_random_tokens
+from tl_geometry.scores.split import ScoreSplit, split_scores
+from tl_geometry.scores.sums import ShareSums, share_sums, share_sums_dense
+from tl_geometry.scores.sweep import SweepTable, sweep_heads
+from tl_geometry.scores.tables import ShareTable
+from tl_geometry.scores.values import ValueSplit, split_values
+
+__all__ = [
+    "HeadTypes",
+    "ScoreSplit",
+    "ShareSums",
+    "ShareTable",
+    "SweepTable",
+    "ValueSplit",
+    "head_type_scores",
+    "repeated_random_tokens",
+    "share_sums",
+    "share_sums_dense",
+    "split_scores",
+    "split_values",
+    "sweep_heads",
+]

@@ -133,9 +133,8 @@ class SweepTable(ShareTable):
         numeric = [c for c in names if not c.startswith("dominant")]
         checks.choice(column, numeric, "column")
         require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
-        values = torch.tensor(
-            [float(row[names.index(column)]) for row in self.rows()], dtype=torch.float64
-        )  # pyright: ignore[reportArgumentType]
+        cells: list[Any] = [row[names.index(column)] for row in self.rows()]
+        values = torch.tensor([float(cell) for cell in cells], dtype=torch.float64)
         worst = torch.inf if ascending else -torch.inf
         order = torch.where(torch.isnan(values), worst, values).argsort(
             descending=not ascending, stable=True

@@ -137,7 +137,7 @@ def noun_probe(
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> tlg.noun_probe(model, ["file", "list"], layers=0).nouns
+    >>> tlg.weights.noun_probe(model, ["file", "list"], layers=0).nouns
     ('file', 'list')
     """
     view = as_view(model)
