@@ -97,7 +97,7 @@ def assert_same(
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         found = ours[name]
-        if name in ("moments|second", "moments|pilot"):
+        if name in ("moments|second", "moments|shift"):
             continue
         if expected.is_floating_point() and not name.startswith("reservoir"):
             assert float((found - expected).abs().max()) <= tolerance * float(
@@ -206,7 +206,7 @@ def test_any_number_of_processes_gives_the_basis_of_one(size: int, kind: str) ->
     ):
         assert_same(
             basis, whole
-        )  # with float32 products too: the same pilot and the same batches in every process
+        )  # with float32 products too: the same shift and the same batches in every process
 
 
 def test_more_processes_than_batches() -> None:
@@ -411,7 +411,7 @@ def test_half_precision_products_are_exact() -> None:
     sums.add(0, h, torch.arange(64) % 8)
     sums.count(torch.arange(64) % 8, None)
     assert sums.shift is not None
-    pilot = sums.shift[0]
+    shift = sums.shift[0]
 
     def relative(centre: Tensor) -> float:
         """Error of products of half-precision differences, as a GPU multiplies them, against the
@@ -420,11 +420,11 @@ def test_half_precision_products_are_exact() -> None:
         exact = h.double().flatten(0, 1) - centre.double()
         return float((rows.T @ rows - exact.T @ exact).abs().max() / exact.square().sum())
 
-    assert torch.equal(pilot, pilot.to(torch.bfloat16).float())
-    assert pilot[2] != 0
-    assert (pilot[[0, 1, 4, 5]] == 0).all()  # small means are left where they are
-    assert relative(pilot) < 1e-6
-    assert relative(h.double().mean((0, 1)).float()) > 1e-4  # an unrounded pilot
+    assert torch.equal(shift, shift.to(torch.bfloat16).float())
+    assert shift[2] != 0
+    assert (shift[[0, 1, 4, 5]] == 0).all()  # small means are left where they are
+    assert relative(shift) < 1e-6
+    assert relative(h.double().mean((0, 1)).float()) > 1e-4  # an unrounded shift
     exact = h.double().flatten(0, 1)
     centred = exact - exact.mean(0)
     found = sums.centred_second(0, exact.mean(0))

@@ -352,7 +352,7 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         def decode(self, ids: list[int]) -> list[str]:
             return [chr(i) for i in ids]
 
-    import tl_geometry.decomposition.decomposing as verb
+    import tl_geometry.corpus.texts as verb
 
     original = verb.as_view
     verb.as_view = lambda model: model  # type: ignore[assignment]

@@ -246,7 +246,7 @@ def structure(
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(30, 3, generator=g, dtype=torch.float64)).Q
     >>> s = structure(Factors(V[None], V[None]), V, k=3)
-    >>> round(float(s.concentration), 2), int(s.entries above the threshold)
+    >>> round(float(s.concentration), 2), int(s.above_threshold)
     (0.85, 3)
     """
     right = left if right is None else right

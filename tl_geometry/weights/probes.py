@@ -436,8 +436,8 @@ def embedding_distance_table(model: Any) -> EmbeddingDistances:
     rows = embeddings(view, centred=False).double()
     plain = NormWeights(
         kind="RMS" if view.norm == "RMS" else "LN",
-        gain=torch.ones(()),
-        bias=torch.zeros(()),
+        gain=torch.ones(view.d_model),
+        bias=torch.zeros(view.d_model),
         eps=1e-5,
     )
     target = plain.normalize(rows)
