@@ -110,7 +110,8 @@ from benchmarks.harness import grown
 layers, width, length, batch = (int(v) for v in sys.argv[1:5])
 torch.set_num_threads(1)
 view = tlg.view(gpt2(layers, width, length))
-tokens = torch.randint(0, view.d_vocab, (2 * batch, length), generator=torch.Generator().manual_seed(0))
+generator = torch.Generator().manual_seed(0)
+tokens = torch.randint(0, view.d_vocab, (2 * batch, length), generator=generator)
 with grown() as used:
     OBVIOUS[sys.argv[5]](view, tokens, batch)
 print(used.mib)
@@ -130,7 +131,8 @@ def obvious(view: Any, tokens: torch.Tensor, batch: int, size: str) -> list[Row]
             notes[name] = f"peak {used.mib:.0f} MiB above the start"
         else:
             notes[name] = (
-                f"peak {float(child(OBVIOUS_CHILD, *SIZES[size][:3], batch, name)):.0f} MiB above the start"
+                f"peak {float(child(OBVIOUS_CHILD, *SIZES[size][:3], batch, name)):.0f} MiB "
+                "above the start"
             )
     routes = {
         name: lambda route=route: route(view, tokens, batch) for name, route in OBVIOUS.items()
@@ -146,7 +148,8 @@ import tl_geometry as tlg
 layers, width, length, contexts = (int(v) for v in sys.argv[1:])
 torch.set_num_threads(1)
 model = gpt2(layers, width, length)
-tokens = (torch.randint(0, 500, (8, length), generator=torch.Generator().manual_seed(i)) for i in range(contexts // 8))
+seeds = map(torch.Generator().manual_seed, range(contexts // 8))
+tokens = (torch.randint(0, 500, (8, length), generator=g) for g in seeds)
 tlg.decompose(model, tokens, keep_ctx=False, progress=False)
 print(peak())
 """

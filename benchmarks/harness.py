@@ -224,6 +224,7 @@ def show(rows: list[Row], *, as_json: bool = False) -> None:
         return
     for row in rows:
         sys.stdout.write(
-            f"{row.benchmark:28} {row.route:34} {row.seconds:9.4f} s  x{row.ratio:8.3f}  {row.note}".rstrip()
+            f"{row.benchmark:28} {row.route:34} {row.seconds:9.4f} s  x{row.ratio:8.3f}  "
+            f"{row.note}".rstrip()
             + "\n"
         )

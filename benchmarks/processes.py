@@ -43,8 +43,10 @@ if rank == 0:
     whole = one()
 shared = one(group=dist.group.WORLD)
 if rank == 0:
-    assert (whole.pos - shared.pos).abs().max() <= 1e-10 * whole.pos.abs().max(), "the routes disagree"
-    assert (whole.second_moment(1) - shared.second_moment(1)).abs().max() <= 1e-10 * whole.second_moment(1).trace()
+    apart = (whole.pos - shared.pos).abs().max()
+    assert apart <= 1e-10 * whole.pos.abs().max(), "the routes disagree"
+    moment = whole.second_moment(1)
+    assert (moment - shared.second_moment(1)).abs().max() <= 1e-10 * moment.trace()
 times = {name: [] for name in routes}
 for _ in range(rounds):
     for name, route in routes.items():

@@ -64,7 +64,10 @@ def extraction(size: str) -> list[Row]:
         "one cache per chunk": lambda: one_by_one(model, tokens, view.n_layers),
         "trajectories": lambda: trajectories(view, tokens, progress=False),
     }
-    note = f"{chunks} chunks of {LENGTH}, {view.n_layers} layers, d {view.d_model}; states agree to {error:.0e}"
+    note = (
+        f"{chunks} chunks of {LENGTH}, {view.n_layers} layers, d {view.d_model}; states "
+        f"agree to {error:.0e}"
+    )
     return interleave("trajectories", routes, rounds=rounds, notes={"trajectories": note})
 
 
@@ -161,7 +164,8 @@ def integration(size: str) -> list[Row]:
         "exact": lambda: dataclasses.replace(model).simulate(x, [2.0], seed=7),
     }
     note = {
-        "Euler, one per interval": f"{paths} paths, d {d}, the same draws: paths agree to {error:.0e}"
+        "Euler, one per interval": f"{paths} paths, d {d}, the same draws: paths agree to "
+        f"{error:.0e}"
     }
     return interleave("langevin, 10 steps", routes, rounds=SIZES[size][1], notes=note)
 

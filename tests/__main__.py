@@ -54,7 +54,8 @@ def main() -> int:
             started = time.monotonic()
             code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
             sys.stdout.write(
-                f"{name}: {'ok' if code == 0 else f'FAILED ({code})'} in {time.monotonic() - started:.0f} s\n"
+                f"{name}: {'ok' if code == 0 else f'FAILED ({code})'} in "
+                f"{time.monotonic() - started:.0f} s\n"
             )
             sys.stdout.flush()
             failed += [name] if code else []

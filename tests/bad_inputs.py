@@ -6,7 +6,8 @@ taken or refused, and how.
 taken returns a value that ``check`` accepts.
 
 ``python -m tests.bad_inputs`` makes all calls as a user would, without the checks of annotations
-that tests switch on, and prints what came of each as JSON; ``tests/project/test_bad_inputs.py`` judges.
+that tests switch on, and prints what came of each as JSON; ``tests/project/test_bad_inputs.py``
+judges.
 """
 
 from __future__ import annotations
@@ -683,7 +684,8 @@ COMMANDS = [
         (
             (
                 "config.json",
-                b'{"model_type": "mine", "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}}',
+                b'{"model_type": "mine", "auto_map": {"AutoConfig": "a.B", '
+                b'"AutoModelForCausalLM": "a.C"}}',
             ),
             ("a.py", b"raise SystemExit(7)"),
             ("model.safetensors", b""),

@@ -234,7 +234,10 @@ def refusal(kind: str, architecture: str, processed: bool = False) -> str | None
     if kind == "hooked" and architecture in NOT_HOOKED:
         return "HookedTransformer cannot hold it, or computes other outputs than Hugging Face"
     if HAS_HOOKED and kind == "bridge" and architecture in NOT_BRIDGE_3:
-        return "the bridge of TransformerLens 3 cannot hold it, or computes other outputs than Hugging Face"
+        return (
+            "the bridge of TransformerLens 3 cannot hold it, or computes other outputs "
+            "than Hugging Face"
+        )
     if processed and architecture == "gpt-oss":
         return "folding norms into a mixture of experts changes its outputs"
     return None

@@ -44,7 +44,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["report", "--corpus", "folder"], "--corpus: expected existing text files, got folder"),
     (
         ["report", "--corpus", "latin.txt"],
-        "--corpus: expected text in utf-8, got latin.txt, where byte 3 (0xe9) is none. Use --encoding",
+        "--corpus: expected text in utf-8, got latin.txt, where byte 3 (0xe9) is none. Use "
+        "--encoding",
     ),
     (
         ["report", "--corpus", "empty.txt"],
@@ -89,7 +90,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["report", "--device", "tpu"], "--device: expected cpu, cuda, cuda:1 or mps, got 'tpu'"),
     (
         ["report", "folder"],
-        "model: expected a Hugging Face directory with config.json, or a name that TransformerLens knows, got folder",
+        "model: expected a Hugging Face directory with config.json, or a name that "
+        "TransformerLens knows, got folder",
     ),
     (["report", "./absent"], "got no directory ./absent"),
     (["report", "text.txt"], "got a file text.txt"),
@@ -184,7 +186,8 @@ def test_arguments_are_checked_before_torch_is_imported(place: Path) -> None:
         "import sys\nfrom tl_geometry import cli\n"
         f"for arguments in {[a for a, _ in WRONG]!r}:\n"
         "    sys.argv = ['tl-geometry', *arguments]\n"
-        "    try:\n        cli.main()\n    except SystemExit as e:\n        assert e.code == 2, arguments\n"
+        "    try:\n        cli.main()\n"
+        "    except SystemExit as e:\n        assert e.code == 2, arguments\n"
         "    assert 'torch' not in sys.modules, arguments\n"
         "import tl_geometry\ntl_geometry.Provenance\nprint('torch' in sys.modules)"
     )
@@ -332,7 +335,8 @@ def test_torchrun_without_its_environment_is_one_line(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         GeometryError,
-        match=r"WORLD_SIZE=2: expected the environment that torchrun makes, got no RANK, MASTER_ADDR",
+        match="WORLD_SIZE=2: expected the environment that torchrun makes, got no RANK, "
+        "MASTER_ADDR",
     ):
         processes.launched("cpu").__enter__()
     monkeypatch.setenv("WORLD_SIZE", "two")

@@ -312,7 +312,10 @@ def test_a_foreign_checkpoint_is_refused_in_every_process(tmp_path: Path) -> Non
     assert all("expected the run that wrote it, got another: window=" in text for text in refused)
 
 
-CPU_TEXT = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
+CPU_TEXT = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't "
+    "allocate memory: you tried to allocate 99 bytes."
+)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +382,8 @@ def test_other_errors_and_a_context_too_large_are_raised() -> None:
 
     with pytest.raises(
         tlg.BudgetError,
-        match=r"memory: expected room for one context of 12 positions, got out of memory\. Use shorter",
+        match=r"memory: expected room for one context of 12 positions, got out of memory\. "
+        "Use shorter",
     ):
         tlg.decompose(toy(full), ids(4), **OPTIONS)
 
@@ -537,9 +541,9 @@ def test_token_files_and_streams_are_sources(tmp_path: Path) -> None:
             found = (
                 tlg.decompose(toy(), source(), **OPTIONS)
                 if group is None
-                else together(group, lambda g: tlg.decompose(toy(), source(), group=g, **OPTIONS))[
-                    1
-                ]
+                else together(
+                    group, lambda g, read=source: tlg.decompose(toy(), read(), group=g, **OPTIONS)
+                )[1]
             )
             assert found.provenance.token_hash == whole.provenance.token_hash, name
             same = dataclasses.replace(found, provenance=whole.provenance)
@@ -575,9 +579,11 @@ if sys.argv[2] == "die":
         left[0] -= state == 0
         if left[0] == 0 and rank == 1:
             os._exit(9)
-    tlg.decompose(toy(fail), ids(31), checkpoint=f"{folder}/run.safetensors", group=group, **OPTIONS)
+    path = f"{folder}/run.safetensors"
+    tlg.decompose(toy(fail), ids(31), checkpoint=path, group=group, **OPTIONS)
 else:
-    tlg.decompose(toy(), ids(31), checkpoint=sys.argv[2], group=group, **OPTIONS).save(f"{folder}/resumed{rank}.safetensors")
+    resumed = tlg.decompose(toy(), ids(31), checkpoint=sys.argv[2], group=group, **OPTIONS)
+    resumed.save(f"{folder}/resumed{rank}.safetensors")
 torch.distributed.destroy_process_group()
 """
 

@@ -1,4 +1,4 @@
-"""Laws of the mean decomposition (SPEC-level identities): reconstruction, orthogonality,
+"""Laws of the mean decomposition (its identities): reconstruction, orthogonality,
 equivariance, streaming, files."""
 
 from __future__ import annotations

@@ -199,7 +199,8 @@ def slow(*args):
     forward(*args)
     print("batch", flush=True)
 streaming._forward = slow
-tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), batch_size=2, checkpoint=sys.argv[1], progress=False, moments_dtype=torch.float64)
+options = {"batch_size": 2, "progress": False, "moments_dtype": torch.float64}
+tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), checkpoint=sys.argv[1], **options)
 """
 
 

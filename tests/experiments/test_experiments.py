@@ -335,7 +335,8 @@ def test_halves_are_measured_apart() -> None:
 def test_a_tokenizer_that_cannot_be_had_is_said_so() -> None:
     with pytest.raises(
         GeometryError,
-        match=r"tokenizer: expected one that can be loaded, got '/absent' .*--set tokenizer=DIRECTORY",
+        match=r"tokenizer: expected one that can be loaded, got '/absent' .*--set "
+        "tokenizer=DIRECTORY",
     ):
         experiments.randomisation(
             random_tokens.SETUPS["smoke"].changed({"tokenizer": "/absent"}), ["text"]

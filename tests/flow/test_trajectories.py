@@ -213,7 +213,8 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
     assert behind.has_bos
     with pytest.raises(
         GeometryError,
-        match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. Use prepend_bos=False",
+        match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. Use "
+        "prepend_bos=False",
     ):
         gibberish(dataclasses.replace(as_view(deep()), bos_id=None), 5, 10, prepend_bos=True)
 
@@ -330,7 +331,8 @@ def test_truncation_takes_the_last_state_before_the_final_norm(architecture):
     assert float(truncation_kl(model, ids, own, K=(6,), progress=False).kl[0]) < 1e-6
     with pytest.raises(
         GeometryError,
-        match=r"basis: expected states before the final norm.*Use the ensemble that \.after_norm\(\) was",
+        match="basis: expected states before the final norm.*Use the ensemble that "
+        r"\.after_norm\(\) was",
     ):
         truncation_kl(model, ids, own.after_norm(), K=(6,))
 
@@ -673,8 +675,10 @@ def test_the_import_of_verbs_is_light_and_a_missing_extra_says_what_to_install()
 def test_a_record_of_another_kind_is_refused_by_name():
     code = (  # without the type checker of the tests, as users call it
         "import tl_geometry as tlg\nfrom tests.tiny import tiny, tokens\n"
-        "model, ids = tiny('bridge', 'gpt2'), tokens(6, 10)\nbasis = tlg.decompose(model, ids, progress=False)\n"
-        "for call in (lambda: tlg.truncation_kl(model, ids, basis), lambda: tlg.flow_report(basis)):\n"
+        "model, ids = tiny('bridge', 'gpt2'), tokens(6, 10)\n"
+        "basis = tlg.decompose(model, ids, progress=False)\n"
+        "curve = lambda: tlg.truncation_kl(model, ids, basis)\n"
+        "for call in (curve, lambda: tlg.flow_report(basis)):\n"
         "    try:\n        call()\n    except tlg.GeometryError as e:\n        print(e)\n"
     )
     out = subprocess.run(

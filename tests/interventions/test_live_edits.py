@@ -245,7 +245,10 @@ def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> No
         with remove_term(model, basis, NAMES, [(1, h) for h in mine[1]]):
             assert close(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)]), right)
         word = {"q": "queries", "k": "keys"}[side]
-        text = rf"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of .* with hooks at"
+        text = (
+            f"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of "
+            ".* with hooks at"
+        )
         with (
             pytest.raises(ReconstructionError, match=text),
             remove_term(model, basis, NAMES, "L1H1" if group == 1 else "L1H3"),
@@ -354,7 +357,10 @@ def test_hooks_that_were_removed_are_noticed() -> None:
         edited = logits(model)
         model.reset_hooks()
         assert torch.equal(logits(model), edited)
-    text = r"an open edit of reset: expected its hooks to stay until the end of the with block, got none at .*hook"
+    text = (
+        "an open edit of reset: expected its hooks to stay until the end of the with "
+        "block, got none at .*hook"
+    )
     with pytest.raises(GeometryError, match=text), remove_term(model, basis, NAMES):
         model.reset_hooks(including_permanent=True)
     assert hooks_of(model) == carried
@@ -717,7 +723,10 @@ def test_generation(kind: str, architecture: str) -> None:
         right = model.generate(prompts, use_past_kv_cache=False, **options)
     plain = model.generate(prompts, use_past_kv_cache=False, **options)
     assert not torch.equal(plain, right)
-    text = r"expected whole prompts, got tokens after 5 others .* Use generate\(\.\.\., use_past_kv_cache=False\)"
+    text = (
+        r"expected whole prompts, got tokens after 5 others .* Use generate\(\.\.\., "
+        r"use_past_kv_cache=False\)"
+    )
     with remove_term(model, basis, NAMES, PAIRS):
         assert torch.equal(model.generate(prompts, use_past_kv_cache=False, **options), right)
         with pytest.raises(GeometryError, match=text):

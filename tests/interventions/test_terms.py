@@ -179,7 +179,8 @@ def test_edits_of_different_heads_nest_and_of_one_head_are_refused() -> None:
     with (
         pytest.raises(
             GeometryError,
-            match=r"heads: expected heads that no open edit changes, got L0H0, edited already. Use one edit",
+            match=r"heads: expected heads that no open edit changes, got L0H0, edited "
+            "already. Use one edit",
         ),
         remove_term(model, basis, "content", "L0H0"),
         remove_term(model, basis, "content", "L0H0"),

@@ -1,5 +1,5 @@
-"""A package imports only packages above it, and importing the package is light. Each detector has a twin
-that proves it detects."""
+"""A package imports only packages above it, and importing the package is light. Each detector has
+a twin that proves it detects."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def test_heads_that_are_none_are_refused() -> None:
     for given in ("10", "head 1", "L1", "L1H0H0", 5, [(1,)], [1.5, 0.5]):
         with pytest.raises(
             GeometryError,
-            match=r'heads: expected \(layer, head\) pairs or "L5H1", got .*\. Use \(5, 1\) or "L5H1"',
+            match=r'heads: expected \(layer, head\) pairs or "L5H1", got .*\. Use \(5, 1\) '
+            'or "L5H1"',
         ):
             checks.heads(given, 2, 2)
     with pytest.raises(
@@ -98,7 +99,8 @@ def test_a_cache_of_other_tokens_is_refused(model: Any, windows: tlg.TokenWindow
     other[1, 5] += 1
     with pytest.raises(
         GeometryError,
-        match=r"cache: expected activations of these tokens, got others at 1 tokens\. Use cache=None",
+        match=r"cache: expected activations of these tokens, got others at 1 tokens\. Use "
+        "cache=None",
     ):
         tlg.split_scores(model, other, basis, heads="L1H0", cache=cache)
 
@@ -117,7 +119,8 @@ def test_items_of_data_sets_and_what_is_none(model: Any, windows: tlg.TokenWindo
     for given in (cache, cache.cache_dict):
         with pytest.raises(
             GeometryError,
-            match=r"tokens: expected ids, windows or texts, got .*\. Use decompose_activations\(cache\)",
+            match=r"tokens: expected ids, windows or texts, got .*\. Use "
+            r"decompose_activations\(cache\)",
         ):
             tlg.decompose(model, given, progress=False)
         with pytest.raises(GeometryError, match=r"tokens: expected ids, windows or texts, got "):

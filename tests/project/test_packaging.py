@@ -50,7 +50,10 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert {"page.css", "page.js", "split.js", "heads.js", "paths.js"} <= {
         p.name for p in views.iterdir()
     }
-    read = "import tl_geometry, tl_geometry.zoo as z; print(tl_geometry.__file__); print(z.card()['held_out_loss'] < 9)"
+    read = (
+        "import tl_geometry, tl_geometry.zoo as z; print(tl_geometry.__file__); "
+        "print(z.card()['held_out_loss'] < 9)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(target)}
     out = subprocess.run(
         [sys.executable, "-c", read],

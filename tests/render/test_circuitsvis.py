@@ -245,7 +245,10 @@ def test_hostile_tokens_are_shown_and_nothing_runs(browser: Browser, dark: bool)
             )
             assert [s.replace("\xa0", " ") for s in shown] == payload(made[name])["tokens"]
             assert shown[7] == "<s>"
-        drawn = "(c => [c.length, c.every(x => x.getContext('2d').getImageData(0, 0, x.width, x.height).data.some(v => v))])"
+        drawn = (
+            "(c => [c.length, c.every(x => x.getContext('2d').getImageData(0, 0, "
+            "x.width, x.height).data.some(v => v))])"
+        )
         canvases = f"{drawn}([...document.querySelectorAll('canvas')])"
         assert page.wait(canvases, frame=1) == [3, True]  # two heads, and one of them enlarged
         assert page.wait(canvases, frame=2) == [1, True]

@@ -312,7 +312,10 @@ def test_public_views_exist_are_lazy_and_share_no_name_with_a_module() -> None:
     with pytest.raises(AttributeError, match="Public names: angle_maps"):
         getattr(render, "nothing")  # noqa: B009 (a type checker refuses the attribute)
     heavy = "('matplotlib', 'circuitsvis', 'pandas')"
-    code = f"import sys, tl_geometry.render as r; r.split, r.heads; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        "import sys, tl_geometry.render as r; r.split, r.heads; print([m for m in "
+        f"{heavy} if m in sys.modules])"
+    )
     root = Path(tlg.__file__).parent.parent
     assert (
         subprocess.run(

@@ -203,7 +203,8 @@ def test_views_say_what_they_take() -> None:
     code = """
 import torch, tl_geometry as tlg
 basis = tlg.decompose_activations(torch.randn(4, 6, 3))
-for view, value in ((tlg.render.split, basis), (tlg.render.heads, basis), (tlg.render.head_grid, basis.anova())):
+views = (tlg.render.split, tlg.render.heads, tlg.render.head_grid)
+for view, value in zip(views, (basis, basis, basis.anova())):
     try:
         view(value)
     except tlg.GeometryError as error:
@@ -215,6 +216,7 @@ for view, value in ((tlg.render.split, basis), (tlg.render.heads, basis), (tlg.r
     split, heads, grid = done.stdout.splitlines()
     assert split.startswith("split: expected a ScoreSplit, got PositionContext. Use split_scores")
     assert heads.startswith(
-        "heads: expected a table with a row for each layer and head, got PositionContext. Use sweep_heads"
+        "heads: expected a table with a row for each layer and head, got PositionContext. "
+        "Use sweep_heads"
     )
     assert "got Anova" in grid

@@ -176,7 +176,8 @@ def test_umap_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "umap", None)
     with pytest.raises(
         GeometryError,
-        match=r'umap: expected the optional package umap-learn, got not installed\. Use pip install "tl-geo',
+        match=r"umap: expected the optional package umap-learn, got not installed\. Use pip "
+        'install "tl-geo',
     ):
         projection.umap_coordinates(normal(5, 4), normal(5, 4))
 

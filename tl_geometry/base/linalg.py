@@ -2,8 +2,8 @@
 factors), angles, rotations.
 
 All functions batch over leading axes and compute in the dtype they are given; the deterministic
-sign rule is SPEC-wide: each singular vector on the right has its largest-magnitude coordinate
-positive.
+sign rule is one for the whole package: each singular vector on the right has its
+largest-magnitude coordinate positive.
 """
 
 from __future__ import annotations
