@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,7 @@ def test_groups_are_contiguous_with_a_known_number_and_without(contexts: int) ->
 def test_merged_groups_are_contiguous(tmp_path: Path) -> None:
     h = torch.randn(1, 40, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     cuts = (0, 10, 16, 40)
-    parts = [
-        decompose_activations(h[:, a:b], groups=4) for a, b in zip(cuts, cuts[1:], strict=False)
-    ]
+    parts = [decompose_activations(h[:, a:b], groups=4) for a, b in pairwise(cuts)]
     merged = PositionContext.merge(parts)
     assert merged.group_of is not None
     assert (merged.group_of.diff() >= 0).all()

@@ -131,15 +131,15 @@ def _encodable(text: str) -> bool:
 def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
     """A name for each text file: its base name, with as many folders before it as tell them apart;
     the same file twice is refused."""
-    real = [os.path.realpath(p) for p in paths]
+    real = [p.resolve() for p in paths]
     twice = [str(p) for i, p in enumerate(paths) if real[i] in real[:i]]
     require(not twice, what, expected="each file once", got=f"{printable(', '.join(twice))} twice")
-    deepest = max((len(Path(r).parts) for r in real), default=0)
+    deepest = max((len(r.parts) for r in real), default=0)
     for depth in range(1, 1 + deepest):
-        names = [printable("/".join(Path(r).parts[-depth:])) for r in real]
+        names = [printable("/".join(r.parts[-depth:])) for r in real]
         if len(set(names)) == len(names):
             return names
-    return [printable(r) for r in real]
+    return [printable(str(r)) for r in real]
 
 
 def existing(paths: Sequence[Path], what: str = "--corpus", kind: str = "text files") -> None:

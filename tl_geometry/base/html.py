@@ -32,11 +32,11 @@ def escape(text: object) -> str:
 
 
 def visible(text: str) -> str:
-    """Control characters, direction marks and lone surrogates as ``\\uXXXX``, so that they act on
+    r"""Control characters, direction marks and lone surrogates as ``\uXXXX``, so that they act on
     nothing; line ends and tabs stay.
 
-    >>> print(visible("a\\u202eb\\ud800"))
-    a\\u202eb\\ud800
+    >>> print(visible("a\u202eb\ud800"))
+    a\u202eb\ud800
     """
     return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -65,10 +65,10 @@ def number(value: object) -> str:
 
 
 def token_text(token: str) -> str:
-    """A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control and
-    direction marks as ``\\uXXXX``.
+    r"""A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control and
+    direction marks as ``\uXXXX``.
 
-    >>> token_text(" the\\n")
+    >>> token_text(" the\n")
     '␣the⏎'
     """
     shown = {" ": "␣", "\n": "⏎", "\t": "⇥", "\u0120": "␣", "\u010a": "⏎"}

@@ -172,9 +172,9 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
         )  # what the user's umask leaves; safetensors makes files that nobody else may read
         save_file(held, part, metadata=metadata)
         part.chmod(mode)
-        with open(part, "rb") as handle:
+        with part.open("rb") as handle:
             os.fsync(handle.fileno())
-        os.replace(part, path)
+        part.replace(path)
     except (OSError, SafetensorError) as error:
         got = f"{type(error).__name__}: {error}"
         fail(
@@ -307,10 +307,10 @@ class Result:
         digits: int = 4,
         booktabs: bool = True,
     ) -> str:
-        """The table as an escaped LaTeX ``tabular``: some ``columns`` (all), the first ``rows``
+        r"""The table as an escaped LaTeX ``tabular``: some ``columns`` (all), the first ``rows``
         (all), ``digits`` significant digits.
 
-        Rules are those of the booktabs package, or ``\\hline`` without it. A comment above says
+        Rules are those of the booktabs package, or ``\hline`` without it. A comment above says
         what the numbers were computed from.
         """
         names, table = list(self.columns()), list(self.rows())

@@ -39,7 +39,7 @@ class TokenWindows:
 
     tokens: Int[Tensor, "context position"]
     has_bos: bool
-    labels: Int[Tensor, "context"] | None = None
+    labels: Int[Tensor, " context"] | None = None
     names: tuple[str, ...] = ()
     corpus: str = ""
     str_tokens: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class TokenWindows:
         )
         return dataclasses.replace(self, tokens=tokens, labels=labels, str_tokens=texts)
 
-    def _rows(self, contexts: Any) -> Int[Tensor, "batch"]:
+    def _rows(self, contexts: Any) -> Int[Tensor, " batch"]:
         every = torch.arange(len(self))
         if isinstance(contexts, slice):
             return every[contexts]

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -181,7 +182,7 @@ class Moments:
         part = half_width(end - start)
         cuts = sorted({start, start + part, end - part, end, columns, *range(0, columns, step)})
         flat = self.sums.view(len(self.counts), -1, columns * width)[:, state]
-        for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+        for low, high in pairwise(cuts):
             block = self.scratch.get("block", (batch, high - low, width), torch.float64, device)
             block.copy_(h[:, low:high])
             sums = flat[:, low * width : high * width]

@@ -71,10 +71,10 @@ class Problem(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The whole line, newline included.
+        r"""The whole line, newline included.
 
         >>> Problem("907", "15", "922").text
-        '907+15=229\\n'
+        '907+15=229\n'
         """
         return f"{self.prompt}{self.answer}\n"
 
@@ -150,9 +150,9 @@ def aligned_problems(task: str, n: int, *, length: int, seed: int = 0) -> list[P
 
 
 def encode(text: str) -> list[int]:
-    """Ids of the characters of an addition.
+    r"""Ids of the characters of an addition.
 
-    >>> encode("1+2=3\\n")
+    >>> encode("1+2=3\n")
     [3, 1, 4, 12, 5, 0]
     """
     unknown = sorted(set(text) - set(ALPHABET))

@@ -103,7 +103,7 @@ class Setup:
         return model.eval()
 
     def changed(self: S, changes: Mapping[str, str]) -> S:
-        """This setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
+        """The setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
         pair of numbers."""
         known = {f.name for f in dataclasses.fields(self)} - {"scale"}
         unknown = sorted(set(changes) - known)

@@ -341,7 +341,7 @@ def dominant_only(
     progress: bool = True,
     seed: int = 0,
 ) -> Effects:
-    """If every head kept only its dominant term, how much of the model's loss would survive?
+    """How much of the model's loss survives if every head keeps only its dominant term.
 
     Every head of every layer keeps the term (or the group) with its largest covariance share, with
     all terms that have bias on either side; beside it the bias terms alone, uniform attention, and

@@ -298,7 +298,7 @@ def compactness_from_moments(
     second_moment: Float[Tensor, "*batch d_model d_model"],
     pos: Float[Tensor, "*batch position d_model"],
     label_means: Float[Tensor, "*batch label d_model"],
-    label_counts: Int[Tensor, "label"],
+    label_counts: Int[Tensor, " label"],
     *,
     norm: str = "N",
     space: Space = "full",

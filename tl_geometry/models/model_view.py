@@ -79,13 +79,25 @@ class Rows(Protocol):
     about them."""
 
     @property
-    def corpus(self) -> str: ...
+    def corpus(self) -> str:
+        """Label of the texts."""
+        ...
+
     @property
-    def token_hash(self) -> str: ...
+    def token_hash(self) -> str:
+        """Hash of all ids in their order."""
+        ...
+
     @property
-    def has_bos(self) -> bool: ...
+    def has_bos(self) -> bool:
+        """Whether windows begin with the BOS token."""
+        ...
+
     @property
-    def flags(self) -> tuple[str, ...]: ...
+    def flags(self) -> tuple[str, ...]:
+        """What a reader must know about the tokens."""
+        ...
+
     def __len__(self) -> int: ...
 
 

@@ -424,7 +424,7 @@ def _lines(texts: Sequence[str], margin: int = 0) -> int:
 
 @functools.cache
 def _bundle() -> str:
-    """circuitsvis's own script from the installed package."""
+    """The script of circuitsvis itself, from the installed package."""
     spec = importlib.util.find_spec("circuitsvis")
     path = (
         Path(spec.origin if spec and spec.origin else "circuitsvis").parent

@@ -178,9 +178,8 @@ def draw_planes(
     """The planes of the first context, then the total and the pattern, as block maxima, for all
     heads of the split."""
     allowed = split.allowed.expand(len(split.heads), -1, -1)
-    shown: list[Tensor] = []
-    for members in planes.values():
-        shown.append(sum((split.terms[term][0] for term in members), torch.zeros(())))
+    zero = torch.zeros(())
+    shown = [sum((split.terms[term][0] for term in terms), zero) for terms in planes.values()]
     shown += [split.total()[0]]
     if center:
         shown = [row_center(x, allowed) for x in shown]

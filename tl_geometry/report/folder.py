@@ -41,7 +41,7 @@ def put(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(part, path)
+        part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
@@ -50,7 +50,7 @@ def write_csv(table: Result, path: Path) -> None:
     """A table as CSV: empty where there is no number, half characters written out (a DataFrame
     cannot hold them)."""
     missing = lambda v: v is None or (isinstance(v, float) and math.isnan(v))  # noqa: E731
-    with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as handle:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(table.columns())
         writer.writerows(["" if missing(v) else v for v in row] for row in table.rows())

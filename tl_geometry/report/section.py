@@ -18,7 +18,9 @@ from tl_geometry.base.results import Result
 class Figure(Protocol):
     """Anything that shows itself as an HTML fragment (see :mod:`tl_geometry.render`)."""
 
-    def html(self) -> str: ...
+    def html(self) -> str:
+        """The figure as a fragment of a page."""
+        ...
 
 
 @dataclass(frozen=True)
