@@ -1,8 +1,9 @@
-"""``python -m tests.mutations``: plant faults in a copy of the package, one at a time, and see the
-tests catch every one.
+"""``python -m tests.mutations [WORD ...]``: plant faults in a copy of the project, one at a time, and
+see the tests catch every one (with words: those faults whose name has one of them). All of them
+take long: a nightly command.
 
-A fault is a file, the text to replace (which must occur exactly once), its replacement, and the
-test file that has to fail.
+A fault is a package, the text to replace (which must occur exactly once in it, in whichever
+module), its replacement, and the test file that has to fail.
 """
 
 from __future__ import annotations
@@ -23,349 +24,332 @@ class Fault(NamedTuple):
     """One planted fault."""
 
     name: str
-    file: str
+    package: str
     old: str
     new: str
-    tests: str = "tests/decomposition/test_position_context.py"
+    tests: str
+
+    def places(self, packages: Path) -> list[Path]:
+        """The module that holds the text, once for every time that it does."""
+        modules = sorted((packages / self.package).glob("*.py"))
+        return [p for p in modules for _ in range(p.read_text("utf-8").count(self.old))]
 
 
+BASIS = "tests/decomposition/test_position_context.py"
+SUMS, TYPES, SWEEP = (f"tests/scores/test_{n}.py" for n in ("sums", "head_types", "sweep"))
+TERMS, LIVE = (f"tests/interventions/test_{n}.py" for n in ("terms", "live_edits"))
 FAULTS = (
     Fault(
         "a dropped position",
-        "moments.py",
+        "decomposition",
         "block.copy_(h[:, low:high])",
         "block.copy_(h[:, low:high])[:, -1] = 0",
+        BASIS,
     ),
     Fault(
         "a wrong divisor in pos",
-        "decomposition.py",
+        "decomposition",
         "self.moments.sums.sum(0) / self.contexts -",
         "self.moments.sums.sum(0) / (self.contexts + 1) -",
+        BASIS,
     ),
     Fault(
         "the mean left in pos",
-        "decomposition.py",
+        "decomposition",
         "/ self.contexts - self.mean.unsqueeze(1)",
         "/ self.contexts",
+        BASIS,
     ),
     Fault(
         "the mean left in ctx",
-        "decomposition.py",
+        "decomposition",
         "self.context_means - self.mean.unsqueeze(1)",
         "self.context_means",
+        BASIS,
     ),
     Fault(
         "a batch counted twice",
-        "moments.py",
+        "decomposition",
         "self.counts += torch.bincount(",
         "self.counts += 2 * torch.bincount(",
+        BASIS,
     ),
     Fault(
         "float32 sums",
-        "moments.py",
+        "decomposition",
         "block.copy_(h[:, low:high])",
         "block.copy_(h[:, low:high].float())",
+        BASIS,
     ),
     Fault(
-        "pilot shift forgotten",
-        "moments.py",
-        "return whole + torch.outer(excess, delta)",
-        "return whole + 0 * torch.outer(excess, delta)",
+        "shift not undone",
+        "decomposition",
+        "+ torch.outer(excess, delta)",
+        "+ 0 * torch.outer(excess, delta)",
+        BASIS,
     ),
     Fault(
-        "second moments not centred on the pilot",
-        "moments.py",
-        "self.pilot[state] = mean.float()",
+        "second moments not centred on the shift",
+        "decomposition",
+        "self.shift[state] = mean.float()",
         "pass",
+        BASIS,
     ),
     Fault(
-        "window start off by one", "moments.py", "if start <= low < end:", "if start < low < end:"
+        "window start off by one",
+        "decomposition",
+        "if start <= low < end:",
+        "if start < low < end:",
+        BASIS,
     ),
     Fault(
         "groups swapped for batches",
-        "accumulation.py",
-        "(self.done + torch.arange(size, device=device)) % self.plan.groups",
-        "torch.arange(size, device=device) % self.plan.groups",
+        "decomposition",
+        "index = self.done + torch.arange(",
+        "index = torch.arange(",
+        BASIS,
     ),
     Fault(
-        "context mean over all columns",
-        "moments.py",
+        "context mean over all positions",
+        "decomposition",
         "means = whole / (end - start)",
         "means = whole / h.shape[1]",
+        BASIS,
     ),
     Fault(
         "sink position in the second moments",
-        "moments.py",
+        "decomposition",
         "self._centred(state, h[:, start:end])",
         "self._centred(state, h)",
+        BASIS,
     ),
     Fault(
         "context share not scaled by T",
-        "decomposition.py",
+        "decomposition",
         "clip(t * (m.context_squares",
         "clip((m.context_squares",
+        BASIS,
     ),
     Fault(
         "no correction for sampling noise",
-        "decomposition.py",
-        "share = (pos - noise)",
-        "share = (pos - 0 * noise)",
+        "decomposition",
+        "(pos - noise).clamp",
+        "pos.clamp",
+        BASIS,
     ),
     Fault(
         "textbook context vector",
-        "decomposition.py",
+        "decomposition",
         "ctx = cvec.mean(2)",
         "ctx = h.double().mean(2) - mean[:, None]",
+        BASIS,
     ),
     Fault(
         "last batch dropped",
-        "accumulation.py",
+        "decomposition",
         "for start in range(0, h.shape[1], batch):",
         "for start in range(0, h.shape[1] - batch + 1, batch):",
+        BASIS,
     ),
     Fault(
         "reservoir by arrival",
-        "moments.py",
+        "decomposition",
         "kept = sorted(known + drawn)[: self.size]",
         "kept = (known + drawn)[: self.size]",
+        BASIS,
     ),
-    Fault("NaN let through", "accumulation.py", "if not good[i]]", "if False]"),
-)
-
-BESIDE = "tests/interventions/test_live_edits.py"
-ATTENTION, TYPES, SWEEP, LIVE = (
-    f"tests/test_{name}.py" for name in ("attention", "head_types", "sweep", "interventions")
-)
-FAULTS += (
+    Fault("NaN let through", "decomposition", "if not good[i]]", "if False]", BASIS),
     Fault(
         "row mean over masked keys too",
-        "attention.py",
-        "/ allowed.sum(-1, keepdim=True).clamp(min=1)",
-        "/ allowed.shape[-1]",
-        ATTENTION,
+        "base",
+        "allowed.sum(-1, keepdim=True).clamp(min=1)",
+        "allowed.shape[-1]",
+        SUMS,
     ),
     Fault(
         "scores not centred",
-        "attention.py",
+        "scores",
         "known.flatten(0, 1).mT, beta=-1)",
         "known.flatten(0, 1).mT, beta=0)",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
         "query and key part swapped",
-        "attention.py",
+        "scores",
         "(rows.flatten(3) @ weighted)",
         "(rows.flatten(3) @ weighted).mT",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
-        "energies not centred",
-        "attention.py",
-        "return energy - (sums",
-        "return energy - 0 * (sums",
-        ATTENTION,
+        "energies not centred", "scores", "return energy - (sums", "return energy - 0 * (sums", SUMS
     ),
     Fault(
-        "earlier keys forgotten",
-        "attention.py",
-        "else self.squares.add_(squares)",
-        "else squares",
-        ATTENTION,
+        "earlier keys forgotten", "scores", "else self.squares.add_(squares)", "else squares", SUMS
     ),
-    Fault(
-        "the bias against itself",
-        "attention.py",
-        "+= (centred * extra)",
-        "+= (extra * extra)",
-        ATTENTION,
-    ),
+    Fault("the bias against itself", "scores", "(weight * added).sum", "(added * added).sum", SUMS),
     Fault(
         "groups by the query alone",
-        "attention.py",
+        "scores",
         "(query in CONTEXT_PARTS) + (key in CONTEXT_PARTS)",
         "2 * (query in CONTEXT_PARTS)",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
         "uniform heads not seen",
-        "attention.py",
+        "scores",
         "return self.total <= self.floor",
         "return self.total < 0 * self.floor",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
         "bootstrap without drawing",
-        "attention.py",
+        "scores",
         "chosen = torch.randint(contexts, (draws, contexts), generator=generator)",
         "chosen = torch.arange(contexts).expand(draws, contexts)",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
         "margin to itself",
-        "verbs/shares.py",
+        "scores",
         "margin = top[:, 0] - top[:, 1]",
         "margin = top[:, 0] - top[:, -1]",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
         "offsets mirrored",
-        "score_shapes.py",
+        "scores",
         "index.flatten(), summed.flatten(1)",
         "index.T.flatten(), summed.flatten(1)",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
         "Toeplitz without row means",
-        "score_shapes.py",
+        "scores",
         "gram = torch.diag(counts) -",
         "gram = torch.diag(counts) - 0 *",
-        ATTENTION,
+        SUMS,
     ),
-    Fault(
-        "divergence reversed",
-        "score_shapes.py",
-        "p * (log_p - log_q)",
-        "p * (log_q - log_p)",
-        ATTENTION,
-    ),
-    Fault("total variation doubled", "score_shapes.py", ".sum(-1) / 2", ".sum(-1)", ATTENTION),
+    Fault("divergence reversed", "scores", "p * (log_p - log_q)", "p * (log_q - log_p)", SUMS),
+    Fault("total variation doubled", "scores", ".sum(-1) / 2", ".sum(-1)", SUMS),
     Fault(
         "contrast with the token itself",
-        "score_shapes.py",
+        "scores",
         "apart = allowed & ~torch.eye",
         "apart = allowed | torch.eye",
-        ATTENTION,
+        SUMS,
     ),
     Fault(
         "induction off by one",
-        "head_types.py",
+        "scores",
         "follows[:, :, 1:] = equal[:, :, :-1]",
         "follows[:, :, :-1] = equal[:, :, 1:]",
         TYPES,
     ),
     Fault(
         "a token duplicates itself",
-        "head_types.py",
+        "scores",
         "equal & (offset > 0)",
         "equal & (offset >= 0)",
         TYPES,
     ),
-    Fault("previous token off by one", "head_types.py", "(offset == 1)", "(offset == 2)", TYPES),
+    Fault("previous token off by one", "scores", "(offset == 1)", "(offset == 2)", TYPES),
     Fault(
         "the mean left in cvec",
-        "verbs/sweep.py",
+        "scores",
         "torch.mul(whole, scale, out=parts[2]).sub_(parts[0])",
         "torch.mul(whole, scale, out=parts[2])",
         SWEEP,
     ),
     Fault(
         "the score scale twice",
-        "verbs/sweep.py",
+        "scores",
         "layer.q, layer.scale, ",
         "layer.q, layer.scale**2, ",
         SWEEP,
     ),
     Fault(
         "positions off by one",
-        "verbs/sweep.py",
+        "scores",
         "pos = basis.pos_columns[row, :columns]",
         "pos = basis.pos_columns[row].roll(1, 0)[:columns]",
         SWEEP,
     ),
     Fault(
         "dropped mass of the wrong side",
-        "verbs/sweep.py",
+        "scores",
         "layer.pattern[:, :, self.drop :, : self.drop]",
         "layer.pattern[:, :, self.drop :, self.drop :]",
         SWEEP,
     ),
-    Fault(
-        "soft cap forgotten",
-        "verbs/details.py",
-        "if layer.softcap is not None:",
-        "if False:",
-        SWEEP,
-    ),
-    Fault("sinks forgotten", "verbs/details.py", "if layer.sinks is None:", "if True:", SWEEP),
+    Fault("soft cap forgotten", "models", "if self.softcap is not None:", "if False:", SWEEP),
+    Fault("sinks forgotten", "models", "if self.sinks is None:", "if True:", SWEEP),
     Fault(
         "nulls that keep positions",
-        "verbs/details.py",
+        "scores",
         "order[drop:] = drop +",
         "order[drop:] = order[drop:] + 0 *",
         SWEEP,
     ),
     Fault(
         "a term added, not removed",
-        "interventions/terms.py",
+        "interventions",
         "whole - _term_score(parts, layer, heads, weight, alibi)",
         "whole + _term_score(parts, layer, heads, weight, alibi)",
-        LIVE,
+        TERMS,
     ),
     Fault(
         "bias terms not kept",
-        "interventions/terms.py",
+        "interventions",
         "weight[BIAS], weight[:, BIAS] = 1, 1",
         "weight[BIAS, BIAS] = 1",
-        LIVE,
+        TERMS,
     ),
     Fault(
         "placebo of another energy",
-        "interventions/terms.py",
+        "interventions",
         "return whole - other * (own / safe)",
         "return whole - other",
-        LIVE,
+        TERMS,
     ),
     Fault(
         "edits on the wrong head",
-        "interventions/live.py",
+        "models",
         "(slice(None),) * axis + (self.heads,)",
         "(slice(None),) * axis + ([h - 1 for h in self.heads],)",
-        LIVE,
+        TERMS,
     ),
-    Fault(
-        "hooks left behind", "interventions/points.py", "self.handle.hook.remove()", "pass", LIVE
-    ),
-    Fault(
-        "a patched query not noticed",
-        "interventions/live.py",
-        "if float(error) <= bound:",
-        "if True:",
-        BESIDE,
-    ),
-    Fault(
-        "a mask not noticed", "interventions/points.py", "bool((mask == 0).any())", "False", BESIDE
-    ),
+    Fault("hooks left behind", "models", "self.handle.hook.remove()", "pass", TERMS),
+    Fault("a patched query not noticed", "models", "if float(error) <= bound:", "if True:", LIVE),
+    Fault("a mask not noticed", "models", "bool((mask == 0).any())", "False", LIVE),
     Fault(
         "the stream before a user's hooks",
-        "interventions/live.py",
+        "models",
         'self._alone(self._read(n)), "last")',
         'self._alone(self._read(n)), "first")',
-        BESIDE,
+        LIVE,
     ),
     Fault(
         "the edit after a user's hooks",
-        "interventions/live.py",
+        "models",
         'self._alone(a), "first")',
         'self._alone(a), "last")',
-        BESIDE,
-    ),
-    Fault(
-        "no gradient through the stream",
-        "adapters/layers.py",
-        '"hook_resid_pre"], detach=verify)',
-        '"hook_resid_pre"])',
-        BESIDE,
-    ),
-    Fault(
-        "projection of the mean too",
-        "interventions/stream.py",
-        "((h.double() - m) @ V) @ V.mT",
-        "(h.double() @ V) @ V.mT",
         LIVE,
     ),
     Fault(
-        "the first copy counted", "interventions/causal.py", "column > periods", "column > 0", LIVE
+        "no gradient through the stream",
+        "models",
+        '"hook_resid_pre"], detach=detach)',
+        '"hook_resid_pre"])',
+        LIVE,
     ),
+    Fault(
+        "projection of the mean too",
+        "interventions",
+        "((h.double() - m) @ V) @ V.mT",
+        "(h.double() @ V) @ V.mT",
+        TERMS,
+    ),
+    Fault("the first copy counted", "interventions", "column > periods", "column > 0", TERMS),
 )
 
 
@@ -376,13 +360,11 @@ def caught(fault: Fault) -> bool:
         for name in ("tl_geometry", "tests"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
-        path = copy / "tl_geometry" / fault.file
-        text = path.read_text(encoding="utf-8")
-        if text.count(fault.old) != 1:
-            raise SystemExit(
-                f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in {fault.file}"
-            )
-        path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+        places = fault.places(copy / "tl_geometry")
+        if len(places) != 1:
+            raise SystemExit(f"{fault.name}: {fault.old!r} occurs {len(places)} times")
+        text = places[0].read_text(encoding="utf-8")
+        places[0].write_text(text.replace(fault.old, fault.new), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", fault.tests]
         environment = {
             **os.environ,
@@ -390,23 +372,19 @@ def caught(fault: Fault) -> bool:
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        return (
-            subprocess.run(
-                command, cwd=copy, env=environment, capture_output=True, check=False
-            ).returncode
-            == 1
-        )
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False)
+        return done.returncode == 1
 
 
-def main() -> int:
-    """Plant every fault; return how many were missed."""
+def main(words: list[str]) -> int:
+    """Plant the faults; return how many were missed."""
+    chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        found = list(pool.map(caught, FAULTS))
-    for fault, seen in zip(FAULTS, found, strict=True):
-        sys.stdout.write(f"{'caught' if seen else 'MISSED'}: {fault.name} ({fault.file})\n")
-    sys.stdout.write(f"{sum(found)} of {len(FAULTS)} planted faults caught\n")
-    return len(FAULTS) - sum(found)
+        for fault, seen in zip(chosen, found := list(pool.map(caught, chosen)), strict=True):
+            sys.stdout.write(f"{'caught' if seen else 'MISSED'}: {fault.name} ({fault.package})\n")
+    sys.stdout.write(f"{sum(found)} of {len(chosen)} planted faults caught\n")
+    return len(chosen) - sum(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
