@@ -1,5 +1,5 @@
-"""``python -m tests.mutations [WORD ...]``: plant faults in a copy of the project, one at a time, and
-see the tests catch every one (with words: those faults whose name has one of them). All of them
+"""``python -m tests.mutations [WORD ...]``: plant faults in a copy of the project, one at a time,
+and see the tests catch every one (with words: those faults whose name has one of them). All of them
 take long: a nightly command.
 
 A fault is a package, the text to replace (which must occur exactly once in it, in whichever

@@ -99,45 +99,6 @@ def test_readme_begins_with_the_two_commands() -> None:
     assert (ROOT / "notebooks" / "positional_basis.png").exists()
 
 
-def test_only_the_agreed_files_stand_at_the_top() -> None:
-    allowed = {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "CITATION.cff",
-        ".ci",
-        ".gitignore",
-        ".git",
-    }
-    allowed |= {
-        "tl_geometry",
-        "tests",
-        "notebooks",
-        "benchmarks",
-        "requirements.txt",
-        "requirements-tl4.txt",
-        "requirements-dev.txt",
-    }
-    if (ROOT / ".git").exists():  # what is tracked, whatever else lies in the checkout
-        listed = subprocess.run(
-            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
-        assert {name.split("/")[0] for name in listed} <= allowed
-        return
-    ignored = {
-        p.name
-        for p in ROOT.iterdir()
-        if p.name.startswith(".")
-        or p.name.endswith(".egg-info")
-        or p.name in ("build", "dist", "shared")
-    }
-    assert {p.name for p in ROOT.iterdir()} - ignored - {
-        "tl-geometry-report",
-        "__pycache__",
-    } <= allowed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hooked", "bridge"])
 def test_the_readme_examples_run(
