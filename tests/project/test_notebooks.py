@@ -1,9 +1,10 @@
-"""The notebooks: stored without outputs, run at reduced size, and what they show is self-contained,
-has fallbacks, and is small."""
+"""The notebooks: stored without outputs, run at reduced size, with public names only; what they
+show is self-contained, has fallbacks, and is small."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 from pathlib import Path
@@ -115,6 +116,26 @@ def test_stored_without_outputs_and_says_what_will_be_seen(path: Path) -> None:
     assert all(
         len(cell.source.splitlines()) <= 22 for cell in code(notebook)
     )  # short enough to read in a course
+
+
+def hidden(source: str) -> list[str]:
+    """What a source takes from tl_geometry that no package lists as public."""
+    froms = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [(str(node.module), node.names) for node in froms if "tl_geometry" in str(node.module)]
+    asked = [(home, alias.name) for home, names in ours for alias in names]
+    packages = {home: importlib.import_module(home) for home, _ in asked}
+    inner = [home for home in packages if home.count(".") > 1]
+    return inner + [f"{home}.{name}" for home, name in asked if name not in dir(packages[home])]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_imports_are_public_names_of_packages(path: Path) -> None:
+    assert not [name for cell in code(read(path)) for name in hidden(cell.source)]
+
+
+def test_a_hidden_import_is_seen() -> None:
+    planted = "from tl_geometry.base.results import Result\nfrom tl_geometry import render, planted"
+    assert hidden(planted) == ["tl_geometry.base.results", "tl_geometry.planted"]
 
 
 @pytest.mark.slow

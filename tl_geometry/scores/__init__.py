@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from tl_geometry.scores.head_types import HeadTypes, head_type_scores, repeated_random_tokens
+from tl_geometry.scores.head_types import (
+    HeadTypes,
+    head_type_scores,
+    repeated_random_tokens,
+    token_range,
+)
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sums import ShareSums, share_sums, share_sums_dense
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
@@ -23,4 +28,5 @@ __all__ = [
     "split_scores",
     "split_values",
     "sweep_heads",
+    "token_range",
 ]
