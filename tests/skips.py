@@ -21,7 +21,6 @@ def expected() -> dict[str, bool]:
         r".*expected TransformerLens 3 for Hooked(Transformer|Encoder).*": not HAS_HOOKED,
         r".*(CUDA|GPU).*": not torch.cuda.is_available(),
         r"needs Linux with .*": not linux,
-        r"no text in shared/data.*": True,
     }
 
 

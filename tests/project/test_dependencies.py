@@ -29,8 +29,8 @@ def imported(source: str) -> set[str]:
             names += [node.module or ""]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
             argument = node.args[0]
-            names += [argument.value] if isinstance(argument, ast.Constant) else []
-    tops = {str(name).split(".")[0] for name in names} - OURS - sys.stdlib_module_names - {""}
+            names += [str(argument.value)] if isinstance(argument, ast.Constant) else []
+    tops = {name.split(".")[0] for name in names} - OURS - sys.stdlib_module_names - {""}
     return {DISTRIBUTION.get(top, top.replace("_", "-")) for top in tops}
 
 
