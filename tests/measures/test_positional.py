@@ -42,7 +42,7 @@ def smooth_curve(positions: int, d_model: int, frequencies: int, seed: int) -> T
     """Cosines 1..frequencies along random directions, with amplitudes falling as 1 / frequency."""
     weight = 1 / torch.arange(1, frequencies + 1, dtype=torch.float64)
     return (
-        positional.dct_matrix(positions)[1 : frequencies + 1].T
+        linalg.dct_matrix(positions)[1 : frequencies + 1].T
         * weight
         @ gaussian(seed, frequencies, d_model)
     )
@@ -422,10 +422,8 @@ def test_theorem_one_as_printed_is_false() -> None:
     assert r.lhs_paper > 1.8e-2 > 3.5e-3 > r.bound_paper
     assert r.lhs < 1e-12
     printed = diff.dct_vectors(64, 8, printed=True)
-    for seed in range(
-        5
-        # an independent look: the best positive semidefinite fit and random ones leave more than that
-    ):
+    # an independent look: the best positive semidefinite fit and random ones leave more than that
+    for seed in range(5):
         B = gaussian(seed, 8, 8) * (0 if seed == 0 else 0.3)
         fit = torch.linalg.lstsq(printed, c).solution
         A = torch.cat([fit, B], dim=1)

@@ -91,7 +91,7 @@ def kernel_gaps(
         pos = remove_mean(basis.pos[row], norm)
         h = basis.samples[:, row, slice(*basis.window)].double()
         cvec = remove_mean((h - basis.mean[row] - basis.pos[row]).flatten(0, 1), norm)
-        V = bilinear.leading_directions(basis.pos[row], width, centred=norm == "LN")[0]
+        V = bilinear.leading_directions(basis.pos[row], width, centered=norm == "LN")[0]
         random = remove_mean(
             torch.randn(
                 pos.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from einops import rearrange, reduce
+from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
@@ -40,13 +40,13 @@ def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
     return {i: html.token_text(text) for i, text in zip(unique, view.decode(unique), strict=True)}
 
 
-def embeddings(view: ModelView, *, centred: bool = True) -> Float[Tensor, "d_vocab d_model"]:
+def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vocab d_model"]:
     """What each token puts into state 0, without a positional vector, float32.
 
     Models with learned positions: the embedding rows. Others: their state 0 itself, which depends
     on the token alone there and so includes an embedding norm (BLOOM) or an embedding scale
-    (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are ``centred``
-    over d_model, as it makes them and as all loadings agree.
+    (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are
+    ``centered`` over d_model, as it makes them and as all loadings agree.
     """
     rows = view.model.W_E.detach().float()
     if view.position in ("rotary", "alibi"):
@@ -57,7 +57,7 @@ def embeddings(view: ModelView, *, centred: bool = True) -> Float[Tensor, "d_voc
             rows = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])[
                 : len(rows)
             ]
-    return remove_mean(rows, view.norm if centred else None)
+    return remove_mean(rows, view.norm if centered else None)
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
@@ -138,13 +138,16 @@ def score_factors(
 
 def _agrees(seen: LayerView, plain: Factors) -> bool:
     """Whether the layer's maps at column 0 are the plain weights."""
-    probe = torch.randn(
-        3, 1, 1, plain.left.shape[-2], generator=torch.Generator().manual_seed(0)
-    ).to(seen.h)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
     parts = probe.expand(-1, 1, seen.h.shape[1], -1)
     for linear, factor in ((seen.q_map, plain.left / seen.scale), (seen.k_map, plain.right)):
         found = linear(parts)[:, 0, 0].double()
-        expected = torch.einsum("nd,hde->nhe", probe[:, 0, 0].double(), factor.to(found.device))
+        expected = einsum(
+            probe[:, 0, 0].double(),
+            factor.to(found.device),
+            "row d_model, head d_model e -> row head e",
+        )
         if float((found - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
             return False
     return True
@@ -160,44 +163,36 @@ def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tenso
         left.append(seen.q_map(parts)[:, 0, list(offsets)].double().mean(1))
         right.append(seen.k_map(parts)[:, 0, 0].double())
     turn = "d_model head d_head -> head d_model d_head"
-    return rearrange(torch.cat(left), turn).contiguous(), rearrange(
-        torch.cat(right), turn
-    ).contiguous()
+    sides = [rearrange(torch.cat(rows), turn).contiguous() for rows in (left, right)]
+    return sides[0], sides[1]
 
 
 def factors_of(
     view: ModelView,
     layers: Sequence[int],
-    kind: str,
+    matrix: str,
     *,
     raw: bool = False,
     offsets: tuple[int, ...] = (0,),
 ) -> Iterable[tuple[int, Factors]]:
     """(layer, factors of all its heads) for W_QK or W_OV, one layer at a time."""
-    choice(kind, bilinear.KINDS, "kind")
+    choice(matrix, bilinear.MATRICES, "matrix")
     rotary = view.position == "rotary"
     require(
         len(offsets) > 0
         and min(offsets) >= 0
         and (rotary or offsets == (0,))
-        and (kind == "QK" or offsets == (0,)),
+        and (matrix == "QK" or offsets == (0,)),
         "offsets",
         expected="offsets of at least 0, for W_QK of a rotary model; (0,) otherwise",
-        got=f"{offsets} for W_{kind} with {view.position} positions",
+        got=f"{offsets} for W_{matrix} with {view.position} positions",
     )
     require(not (raw and offsets != (0,)), "offsets", expected="(0,) with raw=True", got=offsets)
-    if kind == "OV":
+    if matrix == "OV":
+        center = view.norm == "LN"
         for layer in layers:
-            yield (
-                layer,
-                bilinear.fold(
-                    view.weights(layer),
-                    view.attention_norm(layer),
-                    "OV",
-                    raw=raw,
-                    centre_output=view.norm == "LN",
-                ),
-            )
+            w, norm = view.weights(layer), view.attention_norm(layer)
+            yield layer, bilinear.fold(w, norm, "OV", raw=raw, center_output=center)
         return
     seen = {} if raw else layer_views(view, layers, min(max(*offsets, PROBE - 1) + 1, view.n_ctx))
     for layer in layers:
