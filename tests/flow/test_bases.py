@@ -348,8 +348,8 @@ def test_the_flow_matches_second_moments_exactly(size, align, signs, centered):
     n, states, d, seed = size
     X = noise(n, states, d, seed=seed)
     f = fit_aligned_bases(X, align=align, centered=centered)
-    moved = flow_map(f, 0, states - 1, signs=signs)(X[:, 0]) - f.centre[-1]
-    true = X[:, -1] - f.centre[-1]
+    moved = flow_map(f, 0, states - 1, signs=signs)(X[:, 0]) - f.center[-1]
+    true = X[:, -1] - f.center[-1]
     keep = f.S[0] > 1e-6 * f.S[0].max()
     if bool(keep.all()):
         assert torch.allclose(moved.mT @ moved, true.mT @ true, atol=1e-7)

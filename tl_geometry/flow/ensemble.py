@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +67,10 @@ class Trajectories(Result):
 
     def pick(self, rows: Int[Tensor, " sample"]) -> Trajectories:
         """Some of the trajectories, in the given order (for instance without the outliers)."""
-        chosen = {
-            k: None if v is None else v[rows]
-            for k, v in (("tokens", self.tokens), ("labels", self.labels))
-        }
-        last = None if self.post_norm is None else self.post_norm[rows]
-        return replace(
-            self,
-            X=self.X[rows],
-            post_norm=last,
-            provenance=replace(self.provenance, contexts=len(rows)),
-            **chosen,
-        )
+        optional = {n: getattr(self, n) for n in ("tokens", "labels", "post_norm")}
+        chosen = {n: None if v is None else v[rows] for n, v in optional.items()}
+        provenance = replace(self.provenance, contexts=len(rows))
+        return replace(self, X=self.X[rows], provenance=provenance, **chosen)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
         """Two disjoint parts, the first with about ``share`` of the trajectories; whole documents
@@ -105,10 +97,13 @@ class Trajectories(Result):
     def aligned_bases(self, *, align: str = "greedy", centered: bool = False) -> AlignedBases:
         """Singular directions and values of each state, aligned; kept, so that asking again costs
         nothing."""
-        kept: dict[Any, AlignedBases] = self.__dict__.setdefault("_aligned_bases", {})
-        if (align, centered) not in kept:
-            kept[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
-        return kept[align, centered]
+        if (align, centered) not in self._bases:
+            self._bases[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
+        return self._bases[align, centered]
+
+    @cached_property
+    def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
+        return {}
 
     def outliers(self, *, factor: float = 10.0) -> bases.Outliers:
         """Trajectories whose norm leaves the others at some state; reported, never dropped."""
@@ -120,9 +115,8 @@ class Trajectories(Result):
 
     def angles(self, k: int = 4, *, align: str = "greedy") -> Float[Tensor, "rank state state"]:
         """Degrees between direction i at two states, for the first ``k`` directions."""
-        return bases.basis_angles(
-            self.aligned_bases(align=align).U, min(k, self.aligned_bases(align=align).rank)
-        )
+        aligned = self.aligned_bases(align=align)
+        return bases.basis_angles(aligned.U, min(k, aligned.rank))
 
     def spectra(self) -> bases.Spectra:
         """Stable rank, entropy rank and decay of each state's singular values."""
@@ -137,10 +131,8 @@ class Trajectories(Result):
         Raises ``GeometryError`` where ``train`` and this ensemble share a chunk.
         """
         _require_apart(train, self)
-        return residuals.residual_maps(
-            self.X,
-            partial(residuals.flow_map, (train or self).aligned_bases(align=align), signs=signs),
-        )
+        aligned = (train or self).aligned_bases(align=align)
+        return residuals.residual_maps(self.X, partial(residuals.flow_map, aligned, signs=signs))
 
     def isotropy(
         self,
@@ -174,12 +166,12 @@ class Trajectories(Result):
         provenance = replace(self.provenance, dtype="float64")
         if noise in ("asymptotic", "increment"):
             law = fit_law(self.residuals(align=align), str(noise), self.times)
-            noise = (law.alpha, law.rate) if law.rate > 0 else (0.0, 0.0)
-            provenance = (
-                provenance
-                if law.rate > 0
-                else provenance.flagged(f"noise law has lambda {law.rate:.3g} < 0: no noise")
-            )
+            noise = (law.alpha, law.rate)
+            if law.rate <= 0:
+                noise = (0.0, 0.0)
+                provenance = provenance.flagged(
+                    f"noise law has lambda {law.rate:.3g} < 0: no noise"
+                )
         return LangevinModel.fit(
             self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options
         )
@@ -272,11 +264,9 @@ def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
     >>> too_few(300, 576, "maps"), too_few(600, 576, "maps")
     (('maps fitted on 300 trajectories, fewer than the 576 dimensions',), ())
     """
-    return (
-        (f"{what} fitted on {fitted} trajectories, fewer than the {d_model} dimensions",)
-        if fitted < d_model
-        else ()
-    )
+    if fitted >= d_model:
+        return ()
+    return (f"{what} fitted on {fitted} trajectories, fewer than the {d_model} dimensions",)
 
 
 def trajectories(

@@ -24,7 +24,7 @@ CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
 output-based measures use."""
 SHALLOW = 12
 """Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
-KINDS = ("flow", "ridge", "identity", "mean")
+MAP_TYPES = ("flow", "ridge", "identity", "mean")
 
 
 def estimate(analysis: Analysis) -> float:
@@ -61,7 +61,9 @@ def _skip_cost(analysis: Analysis, chunks: int) -> float:
     takes what time is left."""
     states = min(analysis.view.n_layers + 1, 31)
     small = min(chunks, analysis.view.d_model)
-    fitting = 8 * analysis.costs.svd * states * len(KINDS) * chunks * small * analysis.view.d_model
+    fitting = (
+        8 * analysis.costs.svd * states * len(MAP_TYPES) * chunks * small * analysis.view.d_model
+    )
     return 1 + 1.5 * analysis.costs.output * _length(analysis) * chunks + fitting
 
 
@@ -190,7 +192,7 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
         analysis.model,
         some,
         pairs="all" if shallow else None,
-        kinds=KINDS,
+        map_types=MAP_TYPES,
         budget=max(left - needed, 1.0),
         progress=False,
         seed=analysis.seed,
