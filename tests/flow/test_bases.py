@@ -107,10 +107,8 @@ def test_alignment_laws(size):
         ):  # greedy may reorder an aligned frame only where it would have chosen so
             assert torch.equal(order, torch.arange(f.rank).expand(states, -1))
         assert bool((sign == 1).all())
-    if (
-        states == 2
-        # later aligned bases follow the earlier choice, so that only one step compares like with like
-    ):
+    # later aligned bases follow the earlier choice: only one step compares like with like
+    if states == 2:
         assert (
             total(found["hungarian"]) >= max(total(found["greedy"]), total(found["sign"])) - 1e-12
         )
@@ -424,7 +422,7 @@ def test_ridge_is_the_best_affine_map_for_much_data_and_shrinks_for_little():
     assert held["ridge"] < held["linear"]
 
 
-def test_with_fewer_trajectories_than_coordinates_the_linear_map_is_perfect_in_sample_and_not_held_out():
+def test_with_few_trajectories_the_linear_map_is_perfect_in_sample_and_not_held_out():
     train, test = noise(8, 2, 20, seed=0), noise(8, 2, 20, seed=1)
     table = baselines(train, test, 0, 1, fit_aligned_bases(train))
     assert set(table) == set(MAPS)
@@ -529,7 +527,8 @@ def test_dropped_layers_do_not_count():
     assert fit_noise_law(values).rate > 0.5
     with pytest.raises(
         GeometryError,
-        match=r"pairs of states: expected at least 3 with a finite variance, got 1. Use fewer dropped layers",
+        match=r"pairs of states: expected at least 3 with a finite variance, got 1. "
+        r"Use fewer dropped layers",
     ):
         fit_noise_law(values, drop_first=3, drop_last=3)
 

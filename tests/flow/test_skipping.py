@@ -223,7 +223,8 @@ def test_chunks_that_were_fitted_on_are_left_out_or_refused() -> None:
     fit, other = tokens(30, 8, 1), tokens(10, 8, 2)
     with pytest.raises(
         GeometryError,
-        match="test: expected chunks that maps are not fitted on, got 30 of 30 that also stand in tokens",
+        match="test: expected chunks that maps are not fitted on, "
+        "got 30 of 30 that also stand in tokens",
     ):
         skip_map(deep(), fit, test=fit)
     clean = skip_map(deep(), fit, test=other, map_types="linear", progress=False)
@@ -237,7 +238,8 @@ def test_chunks_that_were_fitted_on_are_left_out_or_refused() -> None:
     assert mixed.provenance.token_hash == clean.provenance.token_hash
     with pytest.raises(
         GeometryError,
-        match="test: expected chunks of 8 tokens, as those that maps are fitted on, got chunks of 7",
+        match="test: expected chunks of 8 tokens, as those that maps are fitted on, "
+        "got chunks of 7",
     ):
         skip_map(deep(), fit, test=other[:, :7])
 

@@ -213,7 +213,8 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
     assert behind.has_bos
     with pytest.raises(
         GeometryError,
-        match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. Use prepend_bos=False",
+        match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. "
+        r"Use prepend_bos=False",
     ):
         gibberish(dataclasses.replace(as_view(deep()), bos_id=None), 5, 10, prepend_bos=True)
 
@@ -330,7 +331,8 @@ def test_truncation_takes_the_last_state_before_the_final_norm(architecture):
     assert float(truncation_kl(model, ids, own, K=(6,), progress=False).kl[0]) < 1e-6
     with pytest.raises(
         GeometryError,
-        match=r"ensemble: expected states before the final norm.*Use the ensemble that \.after_norm\(\) was",
+        match=r"ensemble: expected states before the final norm.*"
+        r"Use the ensemble that \.after_norm\(\) was",
     ):
         truncation_kl(model, ids, own.after_norm(), K=(6,))
 

@@ -1,5 +1,5 @@
-"""Aligned singular bases of an ensemble of trajectories: singular directions and values of each state,
-aligned from state to state.
+"""Aligned singular bases of an ensemble of trajectories: singular directions and values of each
+state, aligned from state to state.
 
 An ensemble is ``X [trajectory state d_model]``. At state t its matrix is ``M_t = X[:, t].T``
 (d_model x N) ``= U_t S_t V_t^T``; the basis of t is ``(U_t, S_t)``. Singular vectors are defined up

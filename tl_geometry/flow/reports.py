@@ -83,10 +83,12 @@ class FlowReport(Result):
         }
 
     def columns(self) -> tuple[str, ...]:
+        """Column names of the table."""
         sides = [f"{n}_{side}" for side in ("in", "out") for n in Maps._fields]
         return ("start", "end", *sides, *(f"error_{k}" for k in self.baselines), *self.isotropy)
 
     def rows(self) -> list[tuple[object, ...]]:
+        """Rows of the table."""
         tables = [
             *self.in_sample.values(),
             *self.held_out.values(),
@@ -118,8 +120,8 @@ def flow_report(
     Maps are fitted on one part of the trajectories (whole documents where labelled) and measured on
     the other; "in-sample" numbers are those of the fitted part, as published; a flag counts
     directions that the maps had to drop, another says that fewer trajectories than dimensions were
-    fitted on. ``map_types`` are the baselines; ridge (its penalty chosen on the fitted part) and the
-    identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
+    fitted on. ``map_types`` are the baselines; ridge (its penalty chosen on the fitted part) and
+    the identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
     ``signs`` as in :func:`tl_geometry.flow.alignment.fit_aligned_bases` and
     :func:`tl_geometry.flow.residuals.flow_map`.
 
@@ -253,9 +255,11 @@ class NullComparison(Result):
     statistics: Mapping[str, Float[Tensor, " sample"]]
 
     def columns(self) -> tuple[str, ...]:
+        """Column names of the table."""
         return ("ensemble", *self.statistics)
 
     def rows(self) -> list[tuple[object, ...]]:
+        """Rows of the table."""
         return [
             (n, *(float(v[i]) for v in self.statistics.values())) for i, n in enumerate(self.names)
         ]

@@ -46,9 +46,10 @@ class SkipMap(Result):
     the map was not fitted on.
 
     ``values["pilot", "flow", "kl"]`` is ``[state state]`` with row a and column b (NaN unless
-    measured): places are the pilot position or all positions, metrics ``kl`` = KL(own | replaced) in nats, its
-    standard error over chunks, ``top1`` and ``top5`` agreement (shares), ``loss_increase`` in nats
-    per token of the true next token. ``loss`` is the model's own loss at the two places.
+    measured): places are the pilot position or all positions, metrics ``kl`` =
+    KL(own | replaced) in nats, ``kl_se`` its standard error over chunks, ``top1`` and ``top5``
+    agreement (shares), ``loss_increase`` in nats per token of the true next token. ``loss`` is the
+    model's own loss at the two places.
     """
 
     version: ClassVar[int] = 2
@@ -83,9 +84,11 @@ class SkipMap(Result):
         return max(good, key=lambda g: (g[0], -float(table[g[1]]))) if good else None
 
     def columns(self) -> tuple[str, ...]:
+        """Column names of the table."""
         return ("place", "map_type", "from_layer", "to_layer", "skipped", *METRICS)
 
     def rows(self) -> list[tuple[object, ...]]:
+        """Rows of the table."""
         out: list[tuple[object, ...]] = []
         for place in self.places:
             for map_type in self.map_types:

@@ -84,9 +84,11 @@ class TruncationCurve(Result):
         return self.K[first] if first < len(self.K) else None
 
     def columns(self) -> tuple[str, ...]:
+        """Column names of the table."""
         return (*CURVES, *ONCE)
 
     def rows(self) -> list[tuple[object, ...]]:
+        """Rows of the table."""
         curves = zip(*(getattr(self, name) for name in CURVES), strict=True)
         once = [getattr(self, name) for name in ONCE]
         return [(int(k), *(float(x) for x in v), *once) for k, *v in curves]
@@ -109,8 +111,8 @@ def truncation_kl(
     compare the next-token outputs.
 
     Sarfati et al. 2025, section 3.2. All K run in one batch; at the pilot alone the earlier tokens
-    are run once for all of them. ``ensemble`` holds the directions, of the last token's states before
-    the final norm: give the ensemble of other chunks than ``tokens`` for a held-out curve
+    are run once for all of them. ``ensemble`` holds the directions, of the last token's states
+    before the final norm: give the ensemble of other chunks than ``tokens`` for a held-out curve
     (in-sample chunks lie in the span of their own directions, so that the KL is 0 from K = rank
     on). The curve is ``held_out`` only if the two share no chunk.
 

@@ -54,9 +54,11 @@ class BasisComparison(Result):
         return {n: getattr(self, n) for n in names}
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("state_a", "state_b", "rank", *self._table())
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         values = self._table().values()
         return [
             [*pair, self.rank[i], *(float(v[i]) for v in values)]

@@ -41,6 +41,7 @@ class KernelGaps(Result):
     incoherence_avg: Float[Tensor, " head"]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return (
             "layer",
             "head",
@@ -53,6 +54,7 @@ class KernelGaps(Result):
         )
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         values = [getattr(self, name) for name in self.columns()[2:]]
         return [[*head, *(float(v[i]) for v in values)] for i, head in enumerate(self.heads)]
 

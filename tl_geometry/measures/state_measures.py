@@ -52,6 +52,7 @@ class StateMeasures(Result):
         return self.values[measure]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         names = ["state"]
         for name in self.values:
             names += [name, *([f"{name}_se"] if name in self.errors else [])]
@@ -59,6 +60,7 @@ class StateMeasures(Result):
         return names
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         table: list[Tensor] = []
         for name, value in self.values.items():
             table += [value, *([self.errors[name]] if name in self.errors else [])]

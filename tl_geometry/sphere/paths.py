@@ -66,6 +66,7 @@ class TokenPaths(Result):
     fitted_on: str
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         updates = [
             f"{name}_{update}" for update in UPDATES for name in ("radial", "tangential", "turn")
         ]
@@ -84,6 +85,7 @@ class TokenPaths(Result):
         ]
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         out: list[list[object]] = []
         batch, position, states = self.angle.shape
         fields = (self.radial, self.tangential, self.turn)

@@ -103,9 +103,11 @@ class WeightGeometry(Result):
         return self.heads.index(pair)
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("layer", "head", "k", "rank", *NUMBERS)
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         per_layer = {l: (k, r) for l, k, r in zip(self.layers, self.k, self.ranks, strict=True)}
         fields = [getattr(self, name) for name in NUMBERS]
         return [
@@ -342,6 +344,7 @@ class TokenReadout(Result):
         return readout.coverage(self.values)
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         sides = ("queries", "keys") if self.matrix == "QK" else ("reads", "writes")
         return [
             "layer",
@@ -354,6 +357,7 @@ class TokenReadout(Result):
         ]
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         texts = (
             self.left_tokens,
             self.left_opposite_tokens,

@@ -96,9 +96,11 @@ class NounProbe(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("layer", "head", "noun", "keys", "values", "norm")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         text = dict(self.texts)
         out: list[list[object]] = []
         for i, layer in enumerate(self.layers):
@@ -242,9 +244,11 @@ class BiasReadout(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("layer", "head", "bias", "length", "top", "bottom")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         text = dict(self.texts)
         out: list[list[object]] = []
         for i, (layer, head) in enumerate(self.heads):
@@ -334,9 +338,11 @@ class EmbeddingNorms(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("score", "end", "place", "token", "value")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         text = dict(self.texts)
         ends = (
             ("top", self.top_ids, self.top_values),
@@ -410,9 +416,11 @@ class EmbeddingDistances(Result):
     identity: float
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("matrix", "l2_mean", "l2_sd", "cosine_distance_mean", "cosine_distance_sd")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         values = (self.l2_mean, self.l2_sd, self.cosine_mean, self.cosine_sd)
         return [[name, *(v[i].item() for v in values)] for i, name in enumerate(self.matrices)]
 
