@@ -157,7 +157,7 @@ def test_an_encoder_is_followed_at_its_first_token_and_its_outputs_are_refused()
     model = tiny("bridge", "bert")
     ids = tokens(6, 9)
     found = trajectories(model, ids, progress=False)
-    assert found.column == 0
+    assert found.position == 0
     assert "first token followed" in found.provenance.flags
     last = trajectories(model, ids, position="pilot", progress=False)
     assert "not a pilot" in last.provenance.flags[0]
@@ -344,7 +344,7 @@ def test_truncation_refuses_directions_of_other_states_tokens_or_records():
     last = trajectories(model, ids, states=4, progress=False)
     assert truncation_kl(model, ids, last, K=(2,), where="final", progress=False).where == "final"
     with pytest.raises(
-        GeometryError, match="ensemble: expected trajectories of the last token, got of column 3"
+        GeometryError, match="ensemble: expected trajectories of the last token, got of position 3"
     ):
         truncation_kl(model, ids, trajectories(model, ids, position=3, progress=False))
     assert truncation_kl(

@@ -10,7 +10,7 @@ import torch
 
 from tl_geometry import GeometryError
 from tl_geometry.base.results import Result, write_atomically
-from tl_geometry.flow import FlowReport, LangevinModel, SkipMap
+from tl_geometry.flow import FlowReport, LangevinModel, SkipMap, Trajectories
 from tl_geometry.measures import ContextualReport, PositionalReport
 from tl_geometry.weights import TokenReadout, WeightGeometry
 
@@ -18,6 +18,7 @@ RENAMED = (
     FlowReport,
     LangevinModel,
     SkipMap,
+    Trajectories,
     ContextualReport,
     PositionalReport,
     TokenReadout,

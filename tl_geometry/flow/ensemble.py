@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,16 +38,17 @@ class Trajectories(Result):
     """Paths of one token per chunk: ``X [trajectory state d_model]``, the outputs of blocks 1 to
     n_layers, before the final norm.
 
-    ``column`` is the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an encoder.
+    ``position`` is the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an encoder.
     ``post_norm`` is the last state after the model's own final norm, where it was asked for: what
     Hugging Face returns as the last hidden state, except for processed models (flagged), whose norm
     has lost its gain and bias to the unembedding. The methods are shortcuts to the functions of
     :mod:`tl_geometry.flow.bases`, ``residuals``, ``noise`` and ``langevin``, which document them.
     """
 
+    version: ClassVar[int] = 2
     X: Float[Tensor, "trajectory state d_model"]
     states: tuple[int, ...]
-    column: int
+    position: int
     tokens: Int[Tensor, "trajectory position"] | None = None
     labels: Int[Tensor, " trajectory"] | None = None
     post_norm: Float[Tensor, "trajectory d_model"] | None = None
@@ -291,7 +292,7 @@ def trajectories(
     Args:
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see :func:`pseudo_sentences` for
             those of the paper.
-        position: ``"pilot"`` (last token), ``"cls"`` (first) or a column. By default the pilot of a
+        position: ``"pilot"`` (last token), ``"cls"`` (first) or a position. By default the pilot of a
             causal model, the first token of an encoder: its last token is no more a summary of the
             text than any other.
         states: which states, one or several, default 1 to n_layers (outputs of the blocks, as
@@ -313,21 +314,21 @@ def trajectories(
     """
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
-    column = _column(view, position, source.columns)
+    followed = _position(view, position, source.columns)
     chosen = (
         tuple(range(1, view.n_layers + 1))
         if states is None
         else indices(states, view.n_layers + 1, "state")
     )
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
-    X, ids = _follow(view, source, column, chosen, path, batch_size, progress)
+    X, ids = _follow(view, source, followed, chosen, path, batch_size, progress)
     finite(X.sum(1), "states of the followed token")
     flags = (
         []
-        if column == 0 or view.causal
+        if followed == 0 or view.causal
         else ["an encoder's last token is not a pilot: it does not gather the text before it"]
     )
-    if column == 0:
+    if followed == 0:
         flags.append("first token followed")
     provenance = view.provenance(
         corpus=source.corpus,
@@ -343,7 +344,7 @@ def trajectories(
     return Trajectories(
         X=X,
         states=chosen,
-        column=column,
+        position=followed,
         tokens=ids,
         labels=source.labels,
         post_norm=last,
@@ -351,24 +352,24 @@ def trajectories(
     )
 
 
-def _column(view: ModelView, position: str | int | None, columns: int) -> int:
+def _position(view: ModelView, position: str | int | None, length: int) -> int:
     if position is None:
         return -1 if view.causal else 0
     if isinstance(position, str):
         require(
             position in ("pilot", "cls"),
             "position",
-            expected='"pilot", "cls" or a column',
+            expected='"pilot", "cls" or a position',
             got=repr(position),
         )
         return -1 if position == "pilot" else 0
-    return position if position == -1 else index(position, columns, "position")
+    return position if position == -1 else index(position, length, "position")
 
 
 def _follow(
     view: ModelView,
     source: TokenSource,
-    column: int,
+    position: int,
     states: tuple[int, ...],
     path: str | Path | None,
     batch: int | None,
@@ -398,7 +399,7 @@ def _follow(
                 else torch.empty(len(rows), *shape[1:], dtype=dtype)
             )
             view.run(
-                rows, {view.state_hooks[s]: _store(into, i, column) for i, s in enumerate(states)}
+                rows, {view.state_hooks[s]: _store(into, i, position) for i, s in enumerate(states)}
             )
             parts.append(into)
             ids.append(rows)
@@ -407,9 +408,9 @@ def _follow(
     return X if source.contexts is not None else torch.cat(parts), torch.cat(ids)
 
 
-def _store(into: Tensor, row: int, column: int) -> Hook:
+def _store(into: Tensor, row: int, position: int) -> Hook:
     def hook(h: Tensor) -> None:
-        into[:, row] = h[:, column].detach().to(into)
+        into[:, row] = h[:, position].detach().to(into)
 
     return hook
 

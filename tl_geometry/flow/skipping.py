@@ -130,7 +130,7 @@ def skip_map(
     would decide every fit), a whole forward pass for each map and pair.
 
     Args:
-        tokens: chunks; the last column is only a target. Split by document where labelled, else at
+        tokens: chunks; the last token is only a target. Split by document where labelled, else at
             random, unless ``test`` is given.
         test: chunks to measure on. Those whose tokens also stand in ``tokens`` are left out, with a
             flag.
@@ -238,7 +238,7 @@ def _chunks(
     require(
         source.columns >= 3,
         "tokens",
-        expected="at least 3 columns (the last is a target)",
+        expected="at least 3 tokens (the last is a target)",
         got=source.columns,
     )
     rows = torch.cat(list(source.batches(1024)))
@@ -344,17 +344,17 @@ def _collect(
     limit: int,
     seed: int,
 ) -> Float[Tensor, "trajectory state d_model"]:
-    """States of the place's positions in the training chunks; the last column is a target and not
+    """States of the place's positions in the training chunks; the last token is a target and not
     seen."""
     generator = torch.Generator().manual_seed(seed)
-    columns = rows.shape[1] - 1
-    share = min(1.0, fit_rows / (len(rows) * (columns - 1)))
+    positions = rows.shape[1] - 1
+    share = min(1.0, fit_rows / (len(rows) * (positions - 1)))
     out = []
     for part in rows.split(limit):
         if place == "pilot":
-            where = (torch.arange(len(part)), torch.full((len(part),), columns - 1))
+            where = (torch.arange(len(part)), torch.full((len(part),), positions - 1))
         else:
-            picked = (torch.rand(len(part), columns - 1, generator=generator) < share).nonzero()
+            picked = (torch.rand(len(part), positions - 1, generator=generator) < share).nonzero()
             where = (picked[:, 0], picked[:, 1] + 1)
         found: dict[int, Tensor] = {}
         view.run(part[:, :-1], {view.state_hooks[s]: take(found, s, where) for s in states})

@@ -218,10 +218,10 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
     )
     last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
     require(
-        ensemble.column in (-1, last),
+        ensemble.position in (-1, last),
         "ensemble",
         expected="trajectories of the last token",
-        got=f"of column {ensemble.column}",
+        got=f"of position {ensemble.position}",
         instead='trajectories(model, tokens, position="pilot")',
     )
 

@@ -116,7 +116,7 @@ def positional_report(
     ``relative_norm`` (centred states) and ``relative_norm_reference`` (the raw states, with their
     mean: what the published Table 5 contains), ``low_frequency`` (share of the first
     ``frequencies`` cosines) and ``off_diagonal``, ``smoothness`` (first and second differences),
-    ``fracture`` and the absolute column ``fracture_at`` after which the largest break comes,
+    ``fracture`` and the absolute position ``fracture_at`` after which the largest break comes,
     ``roughness``, ``winding`` (turns on the first two components), ``split_half`` (cosine of the
     bases of two halves of the contexts). The noise of a basis falls as 1/sqrt(C): ranks and norms
     depend on C, see ``curve``.

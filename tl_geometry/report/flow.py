@@ -114,7 +114,7 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
         ensemble = trajectories(
             analysis.model, chunks, progress=False, post_norm=analysis.view.causal
         )
-        where = "the last" if ensemble.column == -1 else "the first"
+        where = "the last" if ensemble.position == -1 else "the first"
         draft.text.append(
             f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is followed through the blocks ({where}). Rotation and stretch "
             "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next exactly, by construction; what counts is the error on chunks it was not "

@@ -23,7 +23,7 @@ from tl_geometry.weights.bilinear import Factors
 ROWS = 256
 """Coordinates of the stream projected at a time, and tokens in one window of the vocabulary."""
 PROBE = 16
-"""Columns of the forward pass from which a layer's maps are taken, at least (more for larger
+"""Positions of the forward pass from which a layer's maps are taken, at least (more for larger
 offsets)."""
 
 
@@ -100,11 +100,11 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
-def layer_views(view: ModelView, layers: Sequence[int], columns: int) -> dict[int, LayerView]:
-    """The views of ``layers`` in one forward pass over ``columns`` arbitrary tokens, whose scores
+def layer_views(view: ModelView, layers: Sequence[int], positions: int) -> dict[int, LayerView]:
+    """The views of ``layers`` in one forward pass over ``positions`` arbitrary tokens, whose scores
     add up."""
     found: dict[int, LayerView] = {}
-    tokens = (7 * torch.arange(1, columns + 1))[None] % view.d_vocab
+    tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
     view.run_layers(tokens, layers, lambda seen: found.__setitem__(seen.layer, seen))
     return found
 
@@ -137,7 +137,7 @@ def score_factors(
 
 
 def _agrees(seen: LayerView, plain: Factors) -> bool:
-    """Whether the layer's maps at column 0 are the plain weights."""
+    """Whether the layer's maps at position 0 are the plain weights."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
     parts = probe.expand(-1, 1, seen.h.shape[1], -1)
@@ -154,8 +154,8 @@ def _agrees(seen: LayerView, plain: Factors) -> bool:
 
 
 def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Projections of every coordinate of the stream: queries averaged over the columns ``offsets``,
-    keys at column 0."""
+    """Projections of every coordinate of the stream: queries averaged over the positions ``offsets``,
+    keys at position 0."""
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
     left, right = [], []
     for rows in eye.split(ROWS):
