@@ -181,7 +181,7 @@ def test_errors_of_extraction():
     with pytest.raises(GeometryError, match="states: expected increasing states"):
         trajectories(deep(), tokens(3, 5), states=(3, 1))
     with pytest.raises(
-        GeometryError, match='position: expected "pilot", "cls" or a column, got \'last\''
+        GeometryError, match='position: expected "pilot", "cls" or a position, got \'last\''
     ):
         trajectories(deep(), tokens(3, 5), position="last")
     with pytest.raises(GeometryError, match="path: expected chunks whose number is known"):

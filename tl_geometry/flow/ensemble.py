@@ -38,7 +38,8 @@ class Trajectories(Result):
     """Paths of one token per chunk: ``X [trajectory state d_model]``, the outputs of blocks 1 to
     n_layers, before the final norm.
 
-    ``position`` is the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an encoder.
+    ``position`` is that of the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an
+    encoder.
     ``post_norm`` is the last state after the model's own final norm, where it was asked for: what
     Hugging Face returns as the last hidden state, except for processed models (flagged), whose norm
     has lost its gain and bias to the unembedding. The methods are shortcuts to the functions of
@@ -292,9 +293,9 @@ def trajectories(
     Args:
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see :func:`pseudo_sentences` for
             those of the paper.
-        position: ``"pilot"`` (last token), ``"cls"`` (first) or a position. By default the pilot of a
-            causal model, the first token of an encoder: its last token is no more a summary of the
-            text than any other.
+        position: ``"pilot"`` (last token), ``"cls"`` (first) or a number. By default the pilot of
+            a causal model, the first token of an encoder: its last token is no more a summary of
+            the text than any other.
         states: which states, one or several, default 1 to n_layers (outputs of the blocks, as
             published); 0 adds the embedding.
         post_norm: also keep the last state after the final norm (see

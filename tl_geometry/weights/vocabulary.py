@@ -154,8 +154,8 @@ def _agrees(seen: LayerView, plain: Factors) -> bool:
 
 
 def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Projections of every coordinate of the stream: queries averaged over the positions ``offsets``,
-    keys at position 0."""
+    """Projections of every coordinate of the stream: queries averaged over the positions
+    ``offsets``, keys at position 0."""
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
     left, right = [], []
     for rows in eye.split(ROWS):
