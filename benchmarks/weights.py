@@ -20,7 +20,7 @@ from benchmarks.harness import Row, grown
 from tl_geometry.base import linalg
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.weights import bilinear
+from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
 
 SIZES = {"smoke": (2, 2, 64, 16, 3), "cpu": (12, 12, 768, 64, 5), "gpu": (12, 12, 768, 64, 5)}
@@ -73,7 +73,7 @@ def positions(states: int, size: int) -> list[Tensor]:
 
 def geometry(
     model: list[Layer], bases: list[Tensor]
-) -> list[tuple[bilinear.Structure, bilinear.LowRankDiagonal, Tensor]]:
+) -> list[tuple[bilinear.Structure, low_rank_diagonal.LowRankDiagonal, Tensor]]:
     """Structure, joint fit and exact null of W_QK and W_OV of every layer."""
     out = []
     for l, (w, norm) in enumerate(model):
@@ -82,7 +82,7 @@ def geometry(
             k = min(K, bases[l].shape[1])
             s = bilinear.structure(f, bases[l], right, k=k)
             product = s.product[..., :k, :k]
-            fit = bilinear.fit_low_rank_diagonal(
+            fit = low_rank_diagonal.fit_low_rank_diagonal(
                 f, bases[l][:, :k], None if right is None else right[:, :k], product=product
             )
             out.append((s, fit, bilinear.haar_null(f, k, one_basis=right is None)))
@@ -91,7 +91,7 @@ def geometry(
 
 def folded(model: list[Layer]) -> list[Factors]:
     """Canonical factors of W_QK and W_OV of every layer."""
-    return [bilinear.fold(w, norm, kind) for w, norm in model for kind in bilinear.KINDS]
+    return [bilinear.fold(w, norm, matrix) for w, norm in model for matrix in bilinear.MATRICES]
 
 
 def dense_of(f: Factors) -> Tensor:
@@ -131,7 +131,7 @@ def run(size: str) -> list[Row]:
     than 40 times faster)."""
     n, heads, width, d_head, rounds = SIZES[size]
     model, rows = layers_of(n, heads, width, d_head), positions(n + 1, width)
-    bases = [bilinear.leading_directions(p, min(SHOWN, width // 2), centred=True)[0] for p in rows]
+    bases = [bilinear.leading_directions(p, min(SHOWN, width // 2), centered=True)[0] for p in rows]
     factors = folded(model)
     error = check(model, bases, [linalg.product_svd(factors[0].left, factors[0].right)])
     sample = dense_of(bilinear.fold(*model[0], "QK"))
@@ -151,7 +151,7 @@ def run(size: str) -> list[Row]:
         "factor SVDs, QK and OV": lambda: [linalg.product_svd(f.left, f.right) for f in factors],
         "folding, QK and OV": lambda: folded(model),
         "bases of the states": lambda: [
-            bilinear.leading_directions(p, SHOWN, centred=True) for p in rows
+            bilinear.leading_directions(p, SHOWN, centered=True) for p in rows
         ],
         "activation null, QK": null,
     }

@@ -559,7 +559,7 @@ VIEWS = [
     Call("a basis as heads", lambda w: tlg.render.heads(w.basis, "induction"), "table|heads"),  # pyright: ignore[reportArgumentType]
     Call("a value that is not there", lambda w: tlg.render.heads(w.table, "nothing"), "nothing"),
     Call("a matrix that is not there", lambda w: tlg.weight_geometry(w.model, w.basis, "QV"), "QK"),
-    Call("a readout of nothing", lambda w: tlg.token_readout(w.model, kind="VO"), "OV"),
+    Call("a readout of nothing", lambda w: tlg.token_readout(w.model, matrix="VO"), "OV"),
     Call(
         "few positions for spectra",
         lambda w: tlg.positional_report(w.decompose(w.ids, window=(1, 3))),

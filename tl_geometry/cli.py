@@ -370,7 +370,7 @@ def readout(
     from tl_geometry.weights.heads import token_readout
 
     loaded = load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu")
-    table = token_readout(loaded, kind=what, heads=[(layer, head)], k=k)
+    table = token_readout(loaded, matrix=what, heads=[(layer, head)], k=k)
     if out is not None:
         write_csv(table, out)
     typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")

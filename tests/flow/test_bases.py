@@ -107,7 +107,7 @@ def test_alignment_laws(size):
         ):  # greedy may reorder an aligned frame only where it would have chosen so
             assert torch.equal(order, torch.arange(f.rank).expand(states, -1))
         assert bool((sign == 1).all())
-    # later aligned bases follow the earlier choice, so that only one step compares like with like
+    # later aligned bases follow the earlier choice: only one step compares like with like
     if states == 2:
         assert (
             total(found["hungarian"]) >= max(total(found["greedy"]), total(found["sign"])) - 1e-12
@@ -346,8 +346,8 @@ def test_the_flow_matches_second_moments_exactly(size, align, signs, centered):
     n, states, d, seed = size
     X = noise(n, states, d, seed=seed)
     f = fit_aligned_bases(X, align=align, centered=centered)
-    moved = flow_map(f, 0, states - 1, signs=signs)(X[:, 0]) - f.centre[-1]
-    true = X[:, -1] - f.centre[-1]
+    moved = flow_map(f, 0, states - 1, signs=signs)(X[:, 0]) - f.center[-1]
+    true = X[:, -1] - f.center[-1]
     keep = f.S[0] > 1e-6 * f.S[0].max()
     if bool(keep.all()):
         assert torch.allclose(moved.mT @ moved, true.mT @ true, atol=1e-7)
@@ -527,8 +527,8 @@ def test_dropped_layers_do_not_count():
     assert fit_noise_law(values).rate > 0.5
     with pytest.raises(
         GeometryError,
-        match=r"pairs of states: expected at least 3 with a finite variance, got 1. Use "
-        "fewer dropped layers",
+        match=r"pairs of states: expected at least 3 with a finite variance, got 1. "
+        r"Use fewer dropped layers",
     ):
         fit_noise_law(values, drop_first=3, drop_last=3)
 

@@ -44,7 +44,7 @@ def same(a: SkipMap, b: SkipMap, tolerance: float = 2e-4) -> None:
     assert a.values.keys() == b.values.keys()
     for name, table in a.values.items():
         torch.testing.assert_close(
-            table, b.values[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=name
+            table, b.values[name], rtol=tolerance, atol=tolerance, equal_nan=True, msg=str(name)
         )
 
 
@@ -87,9 +87,9 @@ def test_skips_of_the_embedded_model_are_those_of_whole_passes_chunk_by_chunk(
 ) -> None:
     model = tlg.zoo.embedded()
     rows = tlg.zoo.default_windows(model, 16, n=24)
-    whole = skip_map(model, rows, kinds=("flow", "mean"), batch_size=4, progress=False)
+    whole = skip_map(model, rows, map_types=("flow", "mean"), batch_size=4, progress=False)
     slow.undo()
-    same(whole, skip_map(model, rows, kinds=("flow", "mean"), progress=False))
+    same(whole, skip_map(model, rows, map_types=("flow", "mean"), progress=False))
     assert whole.pairs() == [(a, b) for a in range(4) for b in range(a + 1, 5) if b - a != 3]
 
 
@@ -129,12 +129,12 @@ def test_other_peoples_hooks_act_on_whole_passes() -> None:
         h[:, 2] += 3.0
         return h
 
-    plain = skip_map(model, ids, pairs=[(2, 3)], kinds="identity", progress=False)
+    plain = skip_map(model, ids, pairs=[(2, 3)], map_types="identity", progress=False)
     model.add_hook("blocks.1.hook_resid_pre", shift)
     try:
         view = as_view(model)
         runs = pilot_runs(view, ids, log_probabilities(view, ids, {}), 8)
-        edited = skip_map(model, ids, pairs=[(2, 3)], kinds="identity", progress=False)
+        edited = skip_map(model, ids, pairs=[(2, 3)], map_types="identity", progress=False)
     finally:
         model.reset_hooks()
     assert runs.kept is None
@@ -156,11 +156,11 @@ def test_encoders_have_no_pilot_and_their_outputs_are_refused() -> None:
 
 def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result_says_so() -> None:
     model = deep(6)
-    found = skip_map(model, tokens(24, 8), kinds="identity", progress=False)
+    found = skip_map(model, tokens(24, 8), map_types="identity", progress=False)
     assert found.pairs() == [(a, b) for a in range(6) for b in range(a + 1, 7) if b - a in SKIPS]
     assert found.places == ("pilot",)
     assert "skips of 1, 2, 4 blocks only" in found.provenance.flags
-    every = skip_map(model, tokens(24, 8), kinds="identity", pairs="all", progress=False)
+    every = skip_map(model, tokens(24, 8), map_types="identity", pairs="all", progress=False)
     assert len(every.pairs()) == 21
     assert not any("only" in flag for flag in every.provenance.flags)
     with pytest.raises(GeometryError, match='pairs: expected "all", or states'):
@@ -223,21 +223,23 @@ def test_chunks_that_were_fitted_on_are_left_out_or_refused() -> None:
     fit, other = tokens(30, 8, 1), tokens(10, 8, 2)
     with pytest.raises(
         GeometryError,
-        match="test: expected chunks that maps are not fitted on, got 30 of 30 that also "
-        "stand in tokens",
+        match="test: expected chunks that maps are not fitted on, "
+        "got 30 of 30 that also stand in tokens",
     ):
         skip_map(deep(), fit, test=fit)
-    clean = skip_map(deep(), fit, test=other, kinds="linear", progress=False)
+    clean = skip_map(deep(), fit, test=other, map_types="linear", progress=False)
     assert not any("left out" in flag for flag in clean.provenance.flags)
-    mixed = skip_map(deep(), fit, test=torch.cat([fit[3:5], other]), kinds="linear", progress=False)
+    mixed = skip_map(
+        deep(), fit, test=torch.cat([fit[3:5], other]), map_types="linear", progress=False
+    )
     assert "2 of 12 test chunks left out: maps are fitted on them" in mixed.provenance.flags
     assert mixed.test == clean.test == 10
     same(mixed, clean)
     assert mixed.provenance.token_hash == clean.provenance.token_hash
     with pytest.raises(
         GeometryError,
-        match="test: expected chunks of 8 tokens, as those that maps are fitted on, got "
-        "chunks of 7",
+        match="test: expected chunks of 8 tokens, as those that maps are fitted on, "
+        "got chunks of 7",
     ):
         skip_map(deep(), fit, test=other[:, :7])
 
@@ -283,13 +285,15 @@ def test_fewer_trajectories_than_dimensions_are_flagged_everywhere_and_enough_ar
     few = ensemble().pick(torch.arange(24))  # 12 to fit on, 16 dimensions
     said = "maps fitted on 12 trajectories, fewer than the 16 dimensions"
     for kinds in ((), "linear"):
-        found = flow_report(few, kinds=kinds)
+        found = flow_report(few, map_types=kinds)
         assert said in found.provenance.flags
         assert {"ridge", "identity"} <= set(found.baselines)
     assert said in true_against_extrapolated(few, start=3, repeats=2).provenance.flags
     assert (
         said
-        not in true_against_extrapolated(few, start=3, kind="identity", repeats=2).provenance.flags
+        not in true_against_extrapolated(
+            few, start=3, map_type="identity", repeats=2
+        ).provenance.flags
     )
     assert any(
         "fewer than" in flag
@@ -307,7 +311,7 @@ def test_fewer_trajectories_than_dimensions_are_flagged_everywhere_and_enough_ar
     ]
     enough += [
         skip_map(deep(), tokens(40, 8), progress=False),
-        skip_map(deep(), ids, kinds=("identity", "mean"), progress=False),
+        skip_map(deep(), ids, map_types=("identity", "mean"), progress=False),
     ]
     enough += [truncation_kl(deep(), tokens(5, 10, 9), ensemble(), K=(16,), progress=False)]
     assert not any("fewer than" in flag for found in enough for flag in found.provenance.flags)
@@ -317,13 +321,13 @@ def test_the_identity_and_ridge_separate_as_maps_of_their_own() -> None:
     train, test = ensemble().split()
     assert len(train) == len(test) == 30
     tables = {
-        k: true_against_extrapolated(ensemble(), start=3, kind=k, repeats=3)
+        k: true_against_extrapolated(ensemble(), start=3, map_type=k, repeats=3)
         for k in ("flow", "ridge", "identity")
     }
     assert all(t.names == ("3->4",) for t in tables.values())
     assert len({float(t.accuracy[0, 0]) for t in tables.values()}) > 1
     with pytest.raises(GeometryError, match="kind: expected one of 'flow'"):
-        true_against_extrapolated(ensemble(), start=3, kind="straight")
+        true_against_extrapolated(ensemble(), start=3, map_type="straight")
 
 
 @pytest.mark.parametrize(("n", "d"), [(30, 60), (200, 20)])
@@ -397,7 +401,7 @@ def test_the_number_of_chunks_follows_the_dimensions_and_the_time() -> None:
 def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
     from tl_geometry.render.flow import skip_figure
 
-    found = skip_map(deep(9), tokens(30, 8), kinds=("flow", "mean"), progress=False)
+    found = skip_map(deep(9), tokens(30, 8), map_types=("flow", "mean"), progress=False)
     lines = skip_figure(found)
     assert [axis.get_title() for axis in lines.figure.axes] == [
         "1 block skipped",
@@ -411,6 +415,6 @@ def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
     assert list(drawn) == ["flow", "mean", "ridge", "identity"]
     assert float(drawn["ridge"][3]) == float(found.table("ridge", "loss_increase")[3, 5])
     whole = skip_figure(
-        skip_map(deep(9), tokens(30, 8), kinds="identity", pairs="all", progress=False)
+        skip_map(deep(9), tokens(30, 8), map_types="identity", pairs="all", progress=False)
     )
     assert whole.figure.axes[0].get_images()

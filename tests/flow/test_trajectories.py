@@ -157,7 +157,7 @@ def test_an_encoder_is_followed_at_its_first_token_and_its_outputs_are_refused()
     model = tiny("bridge", "bert")
     ids = tokens(6, 9)
     found = trajectories(model, ids, progress=False)
-    assert found.column == 0
+    assert found.position == 0
     assert "first token followed" in found.provenance.flags
     last = trajectories(model, ids, position="pilot", progress=False)
     assert "not a pilot" in last.provenance.flags[0]
@@ -181,7 +181,7 @@ def test_errors_of_extraction():
     with pytest.raises(GeometryError, match="states: expected increasing states"):
         trajectories(deep(), tokens(3, 5), states=(3, 1))
     with pytest.raises(
-        GeometryError, match='position: expected "pilot", "cls" or a column, got \'last\''
+        GeometryError, match='position: expected "pilot", "cls" or a position, got \'last\''
     ):
         trajectories(deep(), tokens(3, 5), position="last")
     with pytest.raises(GeometryError, match="path: expected chunks whose number is known"):
@@ -213,8 +213,8 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
     assert behind.has_bos
     with pytest.raises(
         GeometryError,
-        match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. Use "
-        "prepend_bos=False",
+        match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. "
+        r"Use prepend_bos=False",
     ):
         gibberish(dataclasses.replace(as_view(deep()), bos_id=None), 5, 10, prepend_bos=True)
 
@@ -304,7 +304,7 @@ def test_in_sample_chunks_lie_in_the_span_of_their_own_directions():
     ):
         truncation_kl(deep(), ids, own, K=(7,))
     with pytest.raises(
-        GeometryError, match="basis: expected trajectories of tiny-gpt2, got of tiny-deep"
+        GeometryError, match="ensemble: expected trajectories of tiny-gpt2, got of tiny-deep"
     ):
         truncation_kl(tiny("bridge", "gpt2"), ids, own)
 
@@ -331,20 +331,20 @@ def test_truncation_takes_the_last_state_before_the_final_norm(architecture):
     assert float(truncation_kl(model, ids, own, K=(6,), progress=False).kl[0]) < 1e-6
     with pytest.raises(
         GeometryError,
-        match="basis: expected states before the final norm.*Use the ensemble that "
-        r"\.after_norm\(\) was",
+        match=r"ensemble: expected states before the final norm.*"
+        r"Use the ensemble that \.after_norm\(\) was",
     ):
         truncation_kl(model, ids, own.after_norm(), K=(6,))
 
 
 def test_truncation_refuses_directions_of_other_states_tokens_or_records():
     model, ids = deep(), tokens(6, 10, 5)
-    with pytest.raises(GeometryError, match=r"basis: expected states 1 to 4, got \(2, 4\)"):
+    with pytest.raises(GeometryError, match=r"ensemble: expected states 1 to 4, got \(2, 4\)"):
         truncation_kl(model, ids, trajectories(model, ids, states=(2, 4), progress=False))
     last = trajectories(model, ids, states=4, progress=False)
     assert truncation_kl(model, ids, last, K=(2,), where="final", progress=False).where == "final"
     with pytest.raises(
-        GeometryError, match="basis: expected trajectories of the last token, got of column 3"
+        GeometryError, match="ensemble: expected trajectories of the last token, got of position 3"
     ):
         truncation_kl(model, ids, trajectories(model, ids, position=3, progress=False))
     assert truncation_kl(
@@ -354,7 +354,7 @@ def test_truncation_refuses_directions_of_other_states_tokens_or_records():
     started = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, 1:]], dim=1)
     with pytest.raises(
         GeometryError,
-        match="tokens: expected chunks with BOS, as those of basis, got chunks without BOS",
+        match="tokens: expected chunks with BOS, as those of ensemble, got chunks without BOS",
     ):
         truncation_kl(view, ids, trajectories(view, started, progress=False))
 
@@ -401,7 +401,7 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives():
         train,
         test=test,
         pairs=[(1, 3), (2, 4)],
-        kinds=("identity", "shift", "linear"),
+        map_types=("identity", "shift", "linear"),
         progress=False,
     )
     ids, target = test[:, :-1], test[:, 1:]
@@ -445,7 +445,7 @@ def test_skipping_at_all_positions_spares_the_first_and_deletes_blocks():
         tokens(40, 8, 1),
         test=test,
         pairs=[(1, 2)],
-        kinds=("identity",),
+        map_types=("identity",),
         places=("all",),
         progress=False,
     )
@@ -488,10 +488,10 @@ def test_the_skip_map_covers_every_pair_and_says_what_can_be_skipped(tmp_path):
         "is near chance" in flag for flag in found.provenance.flags
     )  # random weights know no text
     one = skip_map(
-        deep(), tokens(40, 8, 1), pairs=[(1, 3)], kinds="flow", places="pilot", progress=False
+        deep(), tokens(40, 8, 1), pairs=[(1, 3)], map_types="flow", places="pilot", progress=False
     )  # one name, not its letters
     assert one.pairs() == [(1, 3)]
-    assert (one.kinds, one.places) == (("flow", "ridge", "identity"), ("pilot",))
+    assert (one.map_types, one.places) == (("flow", "ridge", "identity"), ("pilot",))
     with pytest.raises(GeometryError, match="tokens: expected chunks of tokens, got Trajectories"):
         skip_map(deep(), ensemble())
 
@@ -510,7 +510,7 @@ def test_a_block_that_does_nothing_can_be_skipped_for_nothing():
                 p.zero_()
         kinds, places = ("identity", "mean", "linear"), ("pilot", "all")
         found = skip_map(
-            deep(), tokens(40, 8, 1), pairs=[(2, 3)], kinds=kinds, places=places, progress=False
+            deep(), tokens(40, 8, 1), pairs=[(2, 3)], map_types=kinds, places=places, progress=False
         )
     finally:
         with torch.no_grad():
@@ -535,7 +535,7 @@ def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
         (found.held_out["relative_error"] >= found.in_sample["relative_error"] - 0.05)[0, 1:].all()
     )
     inside = fit_map(ensemble().split()[0].X[:, 0], ensemble().split()[0].X[:, 1], "linear")
-    assert inside.kind == "linear"
+    assert inside.map_type == "linear"
     assert found.law().law == "asymptotic"
     assert "log_variance_post_norm" in found.anomalies
     again = FlowReport.load(found.save(tmp_path / "flow.safetensors"))
@@ -556,7 +556,7 @@ def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
 def test_the_flow_report_counts_dropped_directions_and_takes_one_kind():
     X = ensemble().X.double().clone()
     X[:, 1, -2:] = 0
-    found = flow_report(dataclasses.replace(ensemble(), X=X, post_norm=None), kinds="linear")
+    found = flow_report(dataclasses.replace(ensemble(), X=X, post_norm=None), map_types="linear")
     assert "directions of 16 dropped: 2 from state 1" in found.provenance.flags
     assert tuple(found.baselines) == ("linear", "ridge", "identity")  # the last two always
     assert not any("dropped" in flag for flag in report().provenance.flags)
@@ -677,8 +677,8 @@ def test_a_record_of_another_kind_is_refused_by_name():
         "import tl_geometry as tlg\nfrom tests.tiny import tiny, tokens\n"
         "model, ids = tiny('bridge', 'gpt2'), tokens(6, 10)\n"
         "basis = tlg.decompose(model, ids, progress=False)\n"
-        "curve = lambda: tlg.truncation_kl(model, ids, basis)\n"
-        "for call in (curve, lambda: tlg.flow_report(basis)):\n"
+        "calls = (lambda: tlg.truncation_kl(model, ids, basis), lambda: tlg.flow_report(basis))\n"
+        "for call in calls:\n"
         "    try:\n        call()\n    except tlg.GeometryError as e:\n        print(e)\n"
     )
     out = subprocess.run(
@@ -687,7 +687,7 @@ def test_a_record_of_another_kind_is_refused_by_name():
     rest = (
         "expected Trajectories, got PositionContext. Use tl_geometry.trajectories(model, tokens)."
     )
-    assert out.splitlines() == [f"basis: {rest}", f"ensemble: {rest}"]
+    assert out.splitlines() == [f"ensemble: {rest}"] * 2
 
 
 # figures and published numbers
@@ -707,7 +707,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     train, test = e.split()
     curve = truncation_kl(deep(), tokens(6, 10, 9), train, K=(1, 4), progress=False)
     skips = skip_map(
-        deep(), tokens(24, 8), kinds=("flow", "mean"), places=("pilot",), progress=False
+        deep(), tokens(24, 8), map_types=("flow", "mean"), places=("pilot",), progress=False
     )
     views = [
         flow.bundle_figure(e),

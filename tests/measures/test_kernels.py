@@ -133,10 +133,10 @@ def test_bases_are_checked() -> None:
         kernels.empirical_gap(torch.ones(3, 4), torch.ones(3, 4), {(0, 2): torch.eye(4)})
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "sign"])
-def test_noise_terms_have_subgaussian_tails(kind: str) -> None:
+@pytest.mark.parametrize("noise", ["gaussian", "sign"])
+def test_noise_terms_have_subgaussian_tails(noise: str) -> None:
     q, k = unit(0, 1, 24)[0], unit(1, 1, 24)[0]
-    found = kernels.noise_tail(q, k, samples=4000, kind=kind)
+    found = kernels.noise_tail(q, k, samples=4000, noise=noise)
     assert (found.share <= found.bound).all()
     assert float(found.draws.var()) == pytest.approx(1 / 24, rel=0.1)
     assert abs(float(found.draws.mean())) < 4 / math.sqrt(24 * 4000)
@@ -144,8 +144,8 @@ def test_noise_terms_have_subgaussian_tails(kind: str) -> None:
     assert (
         louder.double().mean(1) > found.bound
     ).any()  # noise three times as strong breaks the bound
-    with pytest.raises(GeometryError, match="kind"):
-        kernels.noise_tail(q, k, kind="uniform")
+    with pytest.raises(GeometryError, match="noise"):
+        kernels.noise_tail(q, k, noise="uniform")
 
 
 def test_empirical_gap_equals_a_loop_and_sees_low_rank_plus_diagonal() -> None:
@@ -215,7 +215,7 @@ def test_kernel_gaps_of_a_model_are_those_of_its_fitted_weights() -> None:
     assert found.heads[2] == (1, 2)
     assert float(found.relative[2]) == pytest.approx(dense.relative, rel=1e-6)
     assert float(found.incoherence_max[2]) == pytest.approx(dense.incoh_max)
-    assert bilinear.leading_directions(basis.pos[1], 3, centred=True)[0].shape == V.shape
+    assert bilinear.leading_directions(basis.pos[1], 3, centered=True)[0].shape == V.shape
     assert list(found.to_dataframe().columns[:3]) == ["layer", "head", "relative"]
     with pytest.raises(GeometryError, match="sampled contexts"):
         kernel_gaps(model, decompose(model, tokens, keep=0, progress=False))

@@ -42,7 +42,7 @@ def smooth_curve(positions: int, d_model: int, frequencies: int, seed: int) -> T
     """Cosines 1..frequencies along random directions, with amplitudes falling as 1 / frequency."""
     weight = 1 / torch.arange(1, frequencies + 1, dtype=torch.float64)
     return (
-        positional.dct_matrix(positions)[1 : frequencies + 1].T
+        linalg.dct_matrix(positions)[1 : frequencies + 1].T
         * weight
         @ gaussian(seed, frequencies, d_model)
     )

@@ -17,7 +17,7 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import decompose_tensor, resampling
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.measures import comparison, contextual, positional, reports
+from tl_geometry.measures import comparison, context_report, contextual, position_report, positional
 
 CONTEXTS, POSITIONS, D = 24, 48, 12
 
@@ -48,11 +48,11 @@ def basis() -> PositionContext:
 
 
 @pytest.fixture(scope="module")
-def report(basis: PositionContext) -> reports.PositionalReport:
-    return reports.positional_report(basis, k=4)
+def report(basis: PositionContext) -> position_report.PositionalReport:
+    return position_report.positional_report(basis, k=4)
 
 
-def test_values_are_those_of_the_whole_basis(report: reports.PositionalReport) -> None:
+def test_values_are_those_of_the_whole_basis(report: position_report.PositionalReport) -> None:
     h = planted()
     for i in range(2):
         M = (h[i] - h[i].mean((0, 1))).numpy()
@@ -73,7 +73,7 @@ def test_values_are_those_of_the_whole_basis(report: reports.PositionalReport) -
 
 
 def test_jackknife_is_that_of_the_decomposition_without_each_group(
-    report: reports.PositionalReport,
+    report: position_report.PositionalReport,
 ) -> None:
     h, left_out = planted(), []
     for g in range(8):
@@ -90,7 +90,7 @@ def test_jackknife_is_that_of_the_decomposition_without_each_group(
 
 
 def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(
-    report: reports.PositionalReport,
+    report: position_report.PositionalReport,
 ) -> None:
     assert report.curve_contexts == (3, 6, 12, 24)
     h, group = planted(), torch.arange(CONTEXTS) * 8 // CONTEXTS
@@ -114,31 +114,36 @@ def test_jackknife_error_covers_the_truth_and_shrinks_with_the_corpus() -> None:
     four times C halves it."""
     values, errors = [], []
     for seed in range(24):
-        found = reports.positional_report(basis_of(planted(seed=1000 + seed)), k=4, nulls=False)
+        found = position_report.positional_report(
+            basis_of(planted(seed=1000 + seed)), k=4, nulls=False
+        )
         values.append(float(found["stable_rank"][0]))
         errors.append(float(found.errors["stable_rank"][0]))
     assert 0.5 < np.mean(errors) / np.std(values) < 2
-    more = reports.positional_report(
+    more = position_report.positional_report(
         basis_of(planted(seed=5, contexts=4 * CONTEXTS)), k=4, nulls=False
     )
     assert float(more.errors["stable_rank"][0]) < 0.75 * np.mean(errors)
 
 
-def test_nulls_have_lost_the_effect(report: reports.PositionalReport) -> None:
+def test_nulls_have_lost_the_effect(report: position_report.PositionalReport) -> None:
     for i in range(2):
-        assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency|shuffled"][i]
-        assert report["smoothness"][i] < 0.2 * report.nulls["smoothness|shuffled"][i]
-        assert report["roughness"][i] < 0.2 * report.nulls["roughness|noise"][i]
-        assert report["relative_norm"][i] > 5 * report.nulls["relative_norm|noise"][i]
-        assert report["stable_rank"][i] < report.nulls["stable_rank|isotropic"][i]
-        assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency|isotropic"][i]
+        assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency", "shuffled"][i]
+        assert report["smoothness"][i] < 0.2 * report.nulls["smoothness", "shuffled"][i]
+        assert report["roughness"][i] < 0.2 * report.nulls["roughness", "noise"][i]
+        assert report["relative_norm"][i] > 5 * report.nulls["relative_norm", "noise"][i]
+        assert report["stable_rank"][i] < report.nulls["stable_rank", "isotropic"][i]
+        assert report["low_frequency"][i] > 1.5 * report.nulls["low_frequency", "isotropic"][i]
     assert (report["split_half"] > 0.98).all()
-    nothing = reports.positional_report(basis_of(gaussian(7, 1, CONTEXTS, POSITIONS, D)), k=4)
+    nothing = position_report.positional_report(
+        basis_of(gaussian(7, 1, CONTEXTS, POSITIONS, D)), k=4
+    )
     assert float(nothing["relative_norm"]) == pytest.approx(
-        float(nothing.nulls["relative_norm|noise"]), rel=0.3
+        float(nothing.nulls["relative_norm", "noise"]), rel=0.3
     )
     assert (
-        abs(float(nothing["low_frequency"]) - float(nothing.nulls["low_frequency|shuffled"])) < 0.15
+        abs(float(nothing["low_frequency"]) - float(nothing.nulls["low_frequency", "shuffled"]))
+        < 0.15
     )
     assert abs(float(nothing["split_half"])) < 0.2
 
@@ -157,11 +162,11 @@ def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
 
 
 def test_report_is_deterministic_saved_and_tabulated(
-    basis: PositionContext, report: reports.PositionalReport, tmp_path: Path
+    basis: PositionContext, report: position_report.PositionalReport, tmp_path: Path
 ) -> None:
-    again = reports.positional_report(basis, k=4)
+    again = position_report.positional_report(basis, k=4)
     assert all(torch.equal(again.nulls[n], report.nulls[n]) for n in report.nulls)
-    loaded = reports.PositionalReport.load(report.save(tmp_path / "r.safetensors"))
+    loaded = position_report.PositionalReport.load(report.save(tmp_path / "r.safetensors"))
     assert torch.equal(loaded["rank"], report["rank"])
     assert loaded.nulls.keys() == report.nulls.keys()
     frame = report.to_dataframe()
@@ -169,7 +174,7 @@ def test_report_is_deterministic_saved_and_tabulated(
     assert {"rank", "rank_se", "rank_noise", "low_frequency_shuffled", "fracture_at"} <= set(
         frame.columns
     )
-    bare = reports.positional_report(basis, jackknife=False, nulls=False)
+    bare = position_report.positional_report(basis, jackknife=False, nulls=False)
     assert not bare.errors
     assert not bare.nulls
     assert not bare.curve
@@ -181,36 +186,38 @@ def test_report_is_deterministic_saved_and_tabulated(
 def test_fracture_is_given_in_absolute_columns() -> None:
     h = planted(noise=0.01)
     h[:, :, 20:] = h[:, :, 20:] @ torch.linalg.qr(gaussian(9, D, D)).Q
-    found = reports.positional_report(basis_of(h, window=(5, POSITIONS)), k=4)
+    found = position_report.positional_report(basis_of(h, window=(5, POSITIONS)), k=4)
     assert found["fracture_at"].tolist() == [19, 19]
     assert (found["fracture"] > 10).all()
 
 
 def test_short_windows_and_missing_moments_are_flagged() -> None:
-    short = reports.positional_report(basis_of(gaussian(0, 1, 8, 3, 6), second_moments=False))
+    short = position_report.positional_report(
+        basis_of(gaussian(0, 1, 8, 3, 6), second_moments=False)
+    )
     assert short["rank"].isnan().all()
     assert short["relative_norm"].isnan().all()
     assert "rank bound k=0 of 20 (short window)" in short.provenance.flags
     assert "no second moments: no relative norm" in short.provenance.flags
-    few = reports.positional_report(basis_of(gaussian(0, 1, 9, 10, 6)), k=2)
+    few = position_report.positional_report(basis_of(gaussian(0, 1, 9, 10, 6)), k=2)
     assert "fewer than 10 contexts: no errors" in few.provenance.flags
     assert all(e.isnan().all() for e in few.errors.values())
     assert (
-        reports.positional_report(basis_of(gaussian(0, 1, 10, 10, 6)), k=2)
+        position_report.positional_report(basis_of(gaussian(0, 1, 10, 10, 6)), k=2)
         .errors["stable_rank"]
         .isfinite()
         .all()
     )
-    single = reports.positional_report(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
+    single = position_report.positional_report(basis_of(gaussian(0, 1, 8, 10, 6), groups=1), k=2)
     assert not single.errors
     assert single["split_half"].isnan().all()
     assert not any("noise" in n for n in single.nulls)
-    for report in (reports.positional_report, reports.contextual_report):
+    for report in (position_report.positional_report, context_report.contextual_report):
         with pytest.raises(
             GeometryError, match="with one, position and content cannot be told apart"
         ):
             report(basis_of(gaussian(0, 1, 1, 10, 6)))
-    constant = reports.positional_report(basis_of(torch.ones(1, 8, 10, 6)), k=2)
+    constant = position_report.positional_report(basis_of(torch.ones(1, 8, 10, 6)), k=2)
     assert constant["rank"].tolist() == [0]
     assert constant["stable_rank"].isnan().all()
 
@@ -223,7 +230,7 @@ LABELS = torch.arange(CONTEXTS) % 3
 
 
 def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: PositionContext) -> None:
-    found = reports.contextual_report(basis, LABELS, rank=3)
+    found = context_report.contextual_report(basis, LABELS, rank=3)
     parts = decompose_tensor(planted())
     incoherent = contextual.incoherence(parts.pos, parts.ctx)
     similar = contextual.cluster_similarity(parts.ctx, LABELS)
@@ -244,13 +251,13 @@ def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: Positio
     assert found.similarity is not None
     assert torch.allclose(found.similarity, similar.table)
     assert (found["compactness_cvec"] >= found["compactness_raw"]).all()
-    assert (found["intra"] > 1.3 * found.nulls["intra|shuffled"]).all()
-    assert (found["compactness_raw"] > 5 * found.nulls["compactness_raw|shuffled"]).all()
-    assert found.nulls["incoherence_rms|random"].tolist() == [1 / math.sqrt(D)] * 2
+    assert (found["intra"] > 1.3 * found.nulls["intra", "shuffled"]).all()
+    assert (found["compactness_raw"] > 5 * found.nulls["compactness_raw", "shuffled"]).all()
+    assert found.nulls["incoherence_rms", "random"].tolist() == [1 / math.sqrt(D)] * 2
 
 
 def test_contextual_jackknife_leaves_whole_groups_out(basis: PositionContext) -> None:
-    found = reports.contextual_report(basis, LABELS, rank=3, nulls=False)
+    found = context_report.contextual_report(basis, LABELS, rank=3, nulls=False)
     h, values = planted(), []
     for g in range(8):
         kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
@@ -270,8 +277,8 @@ def test_flipped_signs_keep_outlier_coordinates_and_lose_alignment() -> None:
     h = gaussian(0, 1, CONTEXTS, POSITIONS, D)
     shared = gaussian(1, D)
     h = h + 5 * gaussian(2, CONTEXTS, 1, 1) * shared + 5 * gaussian(3, POSITIONS, 1) * shared
-    aligned = reports.contextual_report(basis_of(h), jackknife=False)
-    assert aligned["incoherence_avg"] > 1.5 * aligned.nulls["incoherence_avg|flipped"]
+    aligned = context_report.contextual_report(basis_of(h), jackknife=False)
+    assert aligned["incoherence_avg"] > 1.5 * aligned.nulls["incoherence_avg", "flipped"]
     outlier = torch.zeros(D, dtype=torch.float64)
     outlier[0] = 1
     h = (
@@ -279,29 +286,29 @@ def test_flipped_signs_keep_outlier_coordinates_and_lose_alignment() -> None:
         + 5 * gaussian(2, CONTEXTS, 1, 1) * outlier
         + 5 * gaussian(3, POSITIONS, 1) * outlier
     )
-    spiked = reports.contextual_report(basis_of(h), jackknife=False)
-    assert spiked["incoherence_avg"] > 2 * spiked.nulls["incoherence_avg|random"]
-    assert float(spiked.nulls["incoherence_avg|flipped"]) == pytest.approx(
+    spiked = context_report.contextual_report(basis_of(h), jackknife=False)
+    assert spiked["incoherence_avg"] > 2 * spiked.nulls["incoherence_avg", "random"]
+    assert float(spiked.nulls["incoherence_avg", "flipped"]) == pytest.approx(
         float(spiked["incoherence_avg"]), rel=0.1
     )
 
 
 def test_contextual_report_without_documents_and_its_refusals(basis: PositionContext) -> None:
-    bare = reports.contextual_report(basis, jackknife=False)
+    bare = context_report.contextual_report(basis, jackknife=False)
     assert "intra" not in bare.values
     assert bare.similarity is None
     with pytest.raises(
         GeometryError,
         match=r"a label >= 0 for each of 24 contexts, got int64 tensor of shape \(3,\)",
     ):
-        reports.contextual_report(basis, [0, 1, 2])
+        context_report.contextual_report(basis, [0, 1, 2])
     with pytest.raises(GeometryError, match="keep_ctx=True"):
-        reports.contextual_report(basis_of(planted(), keep_ctx=False))
+        context_report.contextual_report(basis_of(planted(), keep_ctx=False))
     hyperplane = planted() @ (torch.eye(D, dtype=torch.float64) - 1 / D)
-    flagged = reports.contextual_report(basis_of(hyperplane), LABELS, jackknife=False)
+    flagged = context_report.contextual_report(basis_of(hyperplane), LABELS, jackknife=False)
     assert flagged["compactness_raw"].isnan().all()
     assert any("covariance singular at states [0, 1]" in f for f in flagged.provenance.flags)
-    projected = reports.contextual_report(
+    projected = context_report.contextual_report(
         basis_of(hyperplane), LABELS, jackknife=False, space=("pca", 4)
     )
     assert (projected["compactness_raw"] > 0).all()
@@ -313,16 +320,16 @@ def test_only_a_singular_covariance_is_called_singular(basis: PositionContext) -
         ({"space": ("pca", 99)}, "space: expected"),
     ):
         with pytest.raises(GeometryError, match=text):
-            reports.contextual_report(basis, LABELS, jackknife=False, **options)  # type: ignore[arg-type]
-    bare = reports.contextual_report(
+            context_report.contextual_report(basis, LABELS, jackknife=False, **options)  # type: ignore[arg-type]
+    bare = context_report.contextual_report(
         basis_of(planted(), second_moments=False), LABELS, jackknife=False
     )
     assert bare["compactness_cvec"].isnan().all()
-    assert bare.nulls["compactness_raw|shuffled"].isnan().all()
+    assert bare.nulls["compactness_raw", "shuffled"].isnan().all()
     assert "no second moments: no compactness" in bare.provenance.flags
     assert not any("singular" in f for f in bare.provenance.flags)
     assert torch.equal(
-        bare["intra"], reports.contextual_report(basis, LABELS, jackknife=False)["intra"]
+        bare["intra"], context_report.contextual_report(basis, LABELS, jackknife=False)["intra"]
     )
 
 
@@ -331,17 +338,19 @@ def test_float64_products_resolve_what_float32_products_cannot() -> None:
     products only."""
     h = planted()
     h[..., 1] = h[..., 0] + 1e-5 * gaussian(11, *h.shape[:-1])
-    exact = reports.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
+    exact = context_report.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
     expected = contextual.cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
     assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)
-    plain = reports.contextual_report(
+    plain = context_report.contextual_report(
         decompose_activations(h), LABELS, jackknife=False, nulls=False
     )
     assert plain["compactness_raw"].isnan().all()
 
 
 def test_overlap_has_one_rank_whatever_is_resampled(basis: PositionContext) -> None:
-    found, bare = (reports.contextual_report(basis, rank=9, jackknife=j) for j in (True, False))
+    found, bare = (
+        context_report.contextual_report(basis, rank=9, jackknife=j) for j in (True, False)
+    )
     assert torch.equal(found["overlap"], bare["overlap"])
     assert found.curve["overlap"].isnan().all(1).tolist() == [
         True,
@@ -350,7 +359,7 @@ def test_overlap_has_one_rank_whatever_is_resampled(basis: PositionContext) -> N
         False,
     ]  # 3 and 6 contexts have fewer than 9 directions
     assert found.errors["overlap"].isfinite().all()
-    assert found.nulls["overlap|random"].tolist() == [9 / D] * 2
+    assert found.nulls["overlap", "random"].tolist() == [9 / D] * 2
     assert not any("overlap" in f for f in found.provenance.flags)
 
 
@@ -359,21 +368,21 @@ def test_overlap_is_limited_by_the_directions_there_are() -> None:
     h = gaussian(4, 2, CONTEXTS, 1, D) + parts.pos[:, None]
     t = torch.linspace(0, 1, POSITIONS, dtype=torch.float64)
     h[0] += torch.stack([t, t**2], dim=1) @ gaussian(5, 2, D) - parts.pos[0]  # two directions only
-    found = reports.contextual_report(basis_of(h), jackknife=False)
+    found = context_report.contextual_report(basis_of(h), jackknife=False)
     assert "overlap of 2 of 10 directions (some state has no more)" in found.provenance.flags
     exact = decompose_tensor(h)
     assert torch.allclose(
         found["overlap"], contextual.subspace_overlap(exact.pos, exact.ctx, 2).overlap
     )
-    assert found.nulls["overlap|random"].tolist() == [2 / D] * 2
+    assert found.nulls["overlap", "random"].tolist() == [2 / D] * 2
     h[0] = gaussian(
         6, CONTEXTS, 1, D
     ).round()  # no position at all: no overlap, and no limit for the other state
-    empty = reports.contextual_report(basis_of(h), jackknife=False)
+    empty = context_report.contextual_report(basis_of(h), jackknife=False)
     assert empty["overlap"].isnan().tolist() == [True, False]
     assert not any("overlap" in f for f in empty.provenance.flags)
     with pytest.raises(GeometryError, match="rank: expected at least 1 direction, got 0"):
-        reports.contextual_report(basis_of(h), rank=0)
+        context_report.contextual_report(basis_of(h), rank=0)
 
 
 def test_merged_basis_has_no_known_groups_and_says_so() -> None:
@@ -382,7 +391,7 @@ def test_merged_basis_has_no_known_groups_and_says_so() -> None:
         dataclasses.replace(basis_of(h[:, part]), contiguous=False)
         for part in (slice(0, 11), slice(11, None))
     ]
-    merged = reports.contextual_report(PositionContext.merge(parts), LABELS)
+    merged = context_report.contextual_report(PositionContext.merge(parts), LABELS)
     assert (
         "groups of contexts not known (merged files of an earlier version): no errors"
         in merged.provenance.flags
@@ -390,18 +399,18 @@ def test_merged_basis_has_no_known_groups_and_says_so() -> None:
     assert not merged.errors
     own = PositionContext.merge([basis_of(h[:, part]) for part in (slice(0, 11), slice(11, None))])
     assert (
-        reports.contextual_report(own, LABELS).errors["intra"].isfinite().all()
+        context_report.contextual_report(own, LABELS).errors["intra"].isfinite().all()
     )  # groups of today are known
-    whole = reports.contextual_report(basis_of(h), LABELS, jackknife=False)
+    whole = context_report.contextual_report(basis_of(h), LABELS, jackknife=False)
     assert torch.allclose(merged["intra"], whole["intra"])
 
 
 def test_many_contexts_are_thinned_for_similarities_and_flagged(
     monkeypatch: pytest.MonkeyPatch, basis: PositionContext
 ) -> None:
-    full = reports.contextual_report(basis, LABELS, jackknife=False)
-    monkeypatch.setattr(reports, "SIMILARITY_LIMIT", 12)
-    thin = reports.contextual_report(basis, LABELS, jackknife=False)
+    full = context_report.contextual_report(basis, LABELS, jackknife=False)
+    monkeypatch.setattr(context_report, "SIMILARITY_LIMIT", 12)
+    thin = context_report.contextual_report(basis, LABELS, jackknife=False)
     assert "similarities from 12 contexts" in thin.provenance.flags
     assert not torch.equal(thin["intra"], full["intra"])
     assert torch.equal(thin["incoherence_avg"], full["incoherence_avg"])

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from tl_geometry import decompose_activations
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.measures.reports import (
+from tl_geometry.measures import (
     ContextualReport,
     PositionalReport,
     contextual_report,
@@ -48,8 +48,8 @@ def test_measures_draw_every_value_error_and_null(positional: PositionalReport) 
     drawn = [np.asarray(line.get_ydata(), dtype=float) for line in lines]
     expected = [
         positional["stable_rank"],
-        positional.nulls["stable_rank|noise"],
-        positional.nulls["stable_rank|isotropic"],
+        positional.nulls["stable_rank", "noise"],
+        positional.nulls["stable_rank", "isotropic"],
     ]
     assert all(any(len(d) == 3 and np.allclose(d, e) for d in drawn) for e in expected)
     legend = view.figure.axes[0].get_legend()

@@ -89,7 +89,7 @@ def test_constant_vectors_zero_gains_and_zero_vectors() -> None:
     assert float(g.ellipsoid_residual.max()) < 1e-12
     p = projection.path_geometry(torch.zeros(3, 4))
     assert math.isnan(float(p.tortuosity))
-    still = projection.path_geometry(torch.tensor([[1.0, 2, 4], [2, 4, 8]]), kind="RMS")
+    still = projection.path_geometry(torch.tensor([[1.0, 2, 4], [2, 4, 8]]), norm_type="RMS")
     assert float(still.net) == pytest.approx(0, abs=1e-7)
     u = projection.update_split(torch.zeros(4), torch.ones(4))
     assert all(math.isnan(float(v)) for v in u)
@@ -174,11 +174,8 @@ def test_principal_axes(rows: int) -> None:
 
 def test_umap_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "umap", None)
-    with pytest.raises(
-        GeometryError,
-        match=r"umap: expected the optional package umap-learn, got not installed\. Use pip "
-        'install "tl-geo',
-    ):
+    text = r"umap: expected the optional package umap-learn, got not installed\. Use pip install"
+    with pytest.raises(GeometryError, match=text + ' "tl-geo'):
         projection.umap_coordinates(normal(5, 4), normal(5, 4))
 
     class Fake:

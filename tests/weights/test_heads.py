@@ -51,7 +51,7 @@ def test_every_loading_gives_the_same_canonical_numbers(architecture: str) -> No
     bases = [basis_of(m) for m in models]
     for kind in ("QK", "OV"):
         geometries = [weight_geometry(m, b, kind) for m, b in zip(models, bases, strict=True)]
-        readouts = [token_readout(m, kind=kind, features=2, k=4) for m in models]
+        readouts = [token_readout(m, matrix=kind, features=2, k=4) for m in models]
         first, read = geometries[0], readouts[0]
         size = float(first.diagonal.abs().max())
         for g, r in zip(geometries[1:], readouts[1:], strict=True):
@@ -201,8 +201,8 @@ def test_refusals() -> None:
     same = tlg.decompose_activations(torch.ones(1, 3, 4, 32).expand(3, -1, -1, -1))
     with pytest.raises(GeometryError, match="basis: expected positional vectors that differ"):
         weight_geometry(model, same)
-    with pytest.raises(GeometryError, match="kind: expected one of 'QK', 'OV'"):
-        token_readout(model, kind="VO")
+    with pytest.raises(GeometryError, match="matrix: expected one of 'QK', 'OV'"):
+        token_readout(model, matrix="VO")
     with pytest.raises(GeometryError, match="layers: expected one layer with factors="):
         token_readout(model, factors=(torch.ones(32, 2), torch.ones(32, 2)))
 
@@ -219,7 +219,7 @@ def test_without_samples_there_is_no_activation_null_and_a_flag() -> None:
 def test_readout_equals_dense_singular_vectors_against_all_tokens() -> None:
     model = tiny("bridge", "gpt2")
     view = tlg.view(model)
-    r = token_readout(model, kind="QK", heads=["L1H3", "L0H1"], features=3, k=4)
+    r = token_readout(model, matrix="QK", heads=["L1H3", "L0H1"], features=3, k=4)
     assert r.heads == ((0, 1), (1, 3))
     ((_, f),) = vocabulary.factors_of(view, [1], "QK")
     _, S, Vh = torch.linalg.svd(f.left[3] @ f.right[3].mT)
@@ -245,9 +245,9 @@ def test_readout_of_a_factored_matrix_and_its_file(tmp_path: Any) -> None:
     from transformer_lens import FactoredMatrix
 
     r = token_readout(
-        model, kind="OV", layers=1, factors=FactoredMatrix(f.left[2], f.right[2].mT), features=2
+        model, matrix="OV", layers=1, factors=FactoredMatrix(f.left[2], f.right[2].mT), features=2
     )
-    own = token_readout(model, kind="OV", heads="L1H2", features=2)
+    own = token_readout(model, matrix="OV", heads="L1H2", features=2)
     assert r.right_tokens == own.right_tokens
     close(r.values, own.values)
     again = TokenReadout.load(r.save(tmp_path / "r.safetensors"))
@@ -272,7 +272,7 @@ def test_writes_are_read_where_the_logits_are() -> None:
 @pytest.mark.parametrize("architecture", ["bloom", "gemma3", "llama"])
 def test_embeddings_are_what_tokens_put_into_the_stream(architecture: str) -> None:
     view = tlg.view(tiny("bridge", architecture))
-    rows = vocabulary.embeddings(view, centred=False)
+    rows = vocabulary.embeddings(view, centered=False)
     found: dict[str, Tensor] = {}
     ids = torch.arange(12)[None]
     view.run(ids, {view.state_hooks[0]: lambda v: found.__setitem__("h", v)})
@@ -485,7 +485,7 @@ def test_post_norm_models_have_paths_but_no_updates_and_untrained_heads_no_outpu
     q = paths.token_paths(headless, tokens(1, 6))
     assert any("sought in the embedding" in f for f in q.provenance.flags)
     close(vocabulary.output_rows(headless), vocabulary.embeddings(view))
-    r = token_readout(headless, kind="OV", features=1)
+    r = token_readout(headless, matrix="OV", features=1)
     assert any("writes are read in the embedding" in f for f in r.provenance.flags)
 
 

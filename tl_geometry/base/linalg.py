@@ -8,13 +8,15 @@ largest-magnitude coordinate positive.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
@@ -111,6 +113,45 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
     V = right @ (triangles[3] @ vh.mT)
     sign = _signs(V)
     return SVD(left @ (triangles[1] @ (u * sign)), s, V.mul_(sign)), bad
+
+
+def numerical_rank(
+    singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]
+) -> Int[Tensor, "*batch"]:
+    """Singular values (descending) above rounding, ``max(rows, columns) eps s_1``, of matrices of
+    this shape: the one threshold of the library, that of NumPy's ``matrix_rank``.
+
+    >>> int(numerical_rank(torch.tensor([3.0, 1.0, 1e-7]), (20, 3)))
+    2
+    """
+    eps = torch.finfo(singular_values.dtype).eps
+    return (singular_values > max(shape[-2:]) * eps * singular_values[..., :1]).sum(-1)
+
+
+def gram_spectrum(gram: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batch row"]:
+    """Singular values of X, descending, from ``X^T X`` (or ``X X^T``): wrong below 1e-8 of the
+    largest.
+
+    >>> gram_spectrum(torch.diag(torch.tensor([1.0, 9.0]))).tolist()
+    [3.0, 1.0]
+    """
+    return torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0).sqrt()
+
+
+def cosines(positions: int, k: int) -> Float[Tensor, "position rank"]:
+    """First k DCT-II vectors ``c_j(t) = cos(pi j (t + 1/2) / T)``, t = 0..T-1, j = 0..k-1, as
+    columns, not normalised, in float64."""
+    t = torch.arange(positions, dtype=torch.float64)[:, None]
+    j = torch.arange(k, dtype=torch.float64)
+    return torch.cos(torch.pi * j * (t + 0.5) / positions)
+
+
+def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "row position"]:
+    """Orthonormal DCT-II: row j is ``a_j c_j`` (:func:`cosines`), ``a_0 = sqrt(1/T)``, else
+    ``sqrt(2/T)``."""
+    rows = cosines(positions, positions).mT * math.sqrt(2 / positions)
+    rows[0] /= math.sqrt(2)
+    return rows.to(dtype)
 
 
 def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:

@@ -261,8 +261,8 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """Base of every result. Fields are tensors (or ``None``), mappings from strings to tensors,
-    JSON values, and ``provenance``."""
+    """Base of every result. Fields are tensors (or ``None``), mappings from strings (or
+    tuples of strings) to tensors, JSON values, and ``provenance``."""
 
     provenance: Provenance
     version: ClassVar[int] = 1
@@ -344,7 +344,7 @@ class Result:
                 and value
                 and all(isinstance(v, Tensor) for v in value.values())
             ):
-                tensors |= {f"{field.name}|{k}": v for k, v in value.items()}
+                tensors |= {f"{field.name}|{_key_text(k)}": v for k, v in value.items()}
             else:
                 header[field.name] = json.dumps(
                     dataclasses.asdict(value) if isinstance(value, Provenance) else value
@@ -366,7 +366,9 @@ class Result:
                 values[field.name] = tensors[field.name]
             elif any(k.startswith(prefix) for k in tensors):
                 values[field.name] = {
-                    k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
+                    _key(k.removeprefix(prefix)): v
+                    for k, v in tensors.items()
+                    if k.startswith(prefix)
                 }
             elif field.name in header:
                 values[field.name] = _tuples(header[field.name])
@@ -412,6 +414,15 @@ class Result:
             [[self.readable(v) for v in row] for row in table],
         )
         return html.table(names, cells, caption=self._caption(table))
+
+
+def _key_text(key: str | tuple[str, ...]) -> str:
+    """A key of a mapping as the file has it: a string as it is, a tuple as a JSON list."""
+    return key if isinstance(key, str) else json.dumps(key)
+
+
+def _key(text: str) -> str | tuple[str, ...]:
+    return tuple(json.loads(text)) if text.startswith("[") else text
 
 
 def _brief(value: Any) -> str:

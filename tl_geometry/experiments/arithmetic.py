@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.stats import rankdata
+from scipy.stats import spearmanr
 from torch import Tensor
 
 from tl_geometry.base.errors import choice, require
@@ -418,9 +417,7 @@ def _rank_correlation(x: Tensor, y: Tensor) -> float:
     """Spearman's rho; NaN where either does not vary or fewer than three points are there."""
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return math.nan
-    return float(
-        torch.corrcoef(torch.tensor(np.stack([rankdata(x.numpy()), rankdata(y.numpy())])))[0, 1]
-    )
+    return float(getattr(spearmanr(x.numpy(), y.numpy()), "statistic"))  # noqa: B009 (stubs)
 
 
 def _outcome(

@@ -20,7 +20,7 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.experiments.setup import Setup, Table
-from tl_geometry.measures.reports import positional_report
+from tl_geometry.measures import positional_report
 from tl_geometry.models import from_hf
 from tl_geometry.report import page, versions
 from tl_geometry.report.section import Section

@@ -1,8 +1,8 @@
-"""AlignedBases of an ensemble of trajectories: singular directions and values of each state,
-aligned from state to state.
+"""Aligned singular bases of an ensemble of trajectories: singular directions and values of each
+state, aligned from state to state.
 
 An ensemble is ``X [trajectory state d_model]``. At state t its matrix is ``M_t = X[:, t].T``
-(d_model x N) ``= U_t S_t V_t^T``; the frame of t is ``(U_t, S_t)``. Singular vectors are defined up
+(d_model x N) ``= U_t S_t V_t^T``; the basis of t is ``(U_t, S_t)``. Singular vectors are defined up
 to sign, and their order is that of the singular values; alignment chooses order and signs so that
 direction i of one state continues direction i of the state before, and permutes the singular values
 with them.
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, finite, index
 from tl_geometry.base.errors import choice, require
-from tl_geometry.base.linalg import svd
+from tl_geometry.base.linalg import fix_signs, svd
 
 ALIGNMENTS = ("greedy", "sign", "hungarian", "none")
-"""How :func:`align` chains aligned bases."""
+"""How :func:`align_directions` chains singular directions."""
 CHUNK = 4096
 """Trajectories that are held in float64 at a time."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AlignedBases:
-    """AlignedBases of all states: ``M_t - centre_t = U_t diag(S_t) V_t^T``, float64.
+    """Aligned bases of all states: ``M_t - center_t = U_t diag(S_t) V_t^T``, float64.
 
     ``order[t, i]`` is the place (0 strongest) that direction i has among the singular values of
     state t, ``sign`` the flip against the deterministic sign. ``overlap[s, t, i]`` is
@@ -41,7 +41,7 @@ class AlignedBases:
 
     U: Float[Tensor, "state d_model rank"]
     S: Float[Tensor, "state rank"]
-    centre: Float[Tensor, "state d_model"]
+    center: Float[Tensor, "state d_model"]
     order: Int[Tensor, "state rank"]
     sign: Float[Tensor, "state rank"]
     overlap: Float[Tensor, "state state rank"]
@@ -50,7 +50,7 @@ class AlignedBases:
 
     @property
     def rank(self) -> int:
-        """Directions of each frame, ``min(d_model, trajectories)``."""
+        """Directions of each basis, ``min(d_model, trajectories)``."""
         return self.S.shape[-1]
 
     def sorted(self) -> AlignedBases:
@@ -96,11 +96,12 @@ def check_ensemble(
 def fit_aligned_bases(
     X: Float[Tensor, "trajectory state d_model"], *, align: str = "greedy", centered: bool = False
 ) -> AlignedBases:
-    """AlignedBases of an ensemble, uncentred (as published) or about the mean of each state (PCA).
+    """Aligned bases of an ensemble, uncentred (as published) or about the mean of each state (PCA).
 
     ``M_t = U_t S_t V_t^T`` in float64, from the triangular factor where there are more trajectories
     than coordinates. Uncentred, the first direction is nearly that of the ensemble mean. Sarfati et
-    al. 2025, section 2 ("latent space bases"); ``align`` as in :func:`align`.
+    al. 2025, section 2 ("latent space bases"); ``align`` as in
+    :func:`align_directions`.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> f = fit_aligned_bases(X)
@@ -110,18 +111,18 @@ def fit_aligned_bases(
     """
     check_ensemble(X)
     choice(align, ALIGNMENTS, "align")
-    centre = torch.stack([X[:, s].double().mean(0) for s in range(X.shape[1])])
-    centre = centre if centered else torch.zeros_like(centre)
-    parts = [_left(X[:, s].double() - centre[s]) for s in range(X.shape[1])]
+    center = torch.stack([X[:, s].double().mean(0) for s in range(X.shape[1])])
+    center = center if centered else torch.zeros_like(center)
+    parts = [_left(X[:, s].double() - center[s]) for s in range(X.shape[1])]
     U, S = torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
     order, sign = align_directions(U, align)
     U = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
     S = S.gather(1, order)
-    overlap = _right_overlaps(X, U, S, centre)
+    overlap = _right_overlaps(X, U, S, center)
     return AlignedBases(
         U=U,
         S=S,
-        centre=centre,
+        center=center,
         order=order,
         sign=sign,
         overlap=overlap,
@@ -141,19 +142,20 @@ def inverse_values(
     S: Float[Tensor, "*batch rank"], rtol: float = 1e-10
 ) -> Float[Tensor, "*batch rank"]:
     """``1 / S``, and 0 for singular values below ``rtol`` times the largest: those directions are
-    dropped."""
+    dropped. Far above rounding (:func:`tl_geometry.base.linalg.numerical_rank`), since states in
+    float32 are divided by them."""
     kept = S.amax(-1, keepdim=True) * rtol < S
     return torch.where(kept, 1 / torch.where(kept, S, 1.0), 0.0)
 
 
 def _right_overlaps(
-    X: Tensor, U: Tensor, S: Tensor, centre: Tensor
+    X: Tensor, U: Tensor, S: Tensor, center: Tensor
 ) -> Float[Tensor, "state state rank"]:
     total = torch.zeros(X.shape[1], X.shape[1], S.shape[1], dtype=torch.float64, device=X.device)
     inverse = inverse_values(S)
     for part in X.split(CHUNK):
         V = (
-            einsum(part.double() - centre, U, "n state d, state d rank -> state n rank")
+            einsum(part.double() - center, U, "n state d, state d rank -> state n rank")
             * inverse[:, None]
         )
         total += einsum(V, V, "s n rank, t n rank -> s t rank")
@@ -201,6 +203,32 @@ def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
     return torch.from_numpy(order)
 
 
+def proper_rotations(aligned: AlignedBases) -> tuple[AlignedBases, int]:
+    """Aligned bases between which all rotations have determinant +1, and how many directions were
+    reversed for it.
+
+    Where ``det(U_k^T U_{k+1}) = -1`` the real logarithm does not exist: the direction with the
+    smallest singular value at k + 1 is reversed there and at all later states (which keeps the
+    later signs aligned). Needs square ``U``.
+    """
+    d, rank = aligned.U.shape[1:]
+    require(
+        d == rank,
+        "rotations",
+        expected="as many directions as coordinates",
+        got=f"{rank} of {d}",
+        instead="common_basis(X)",
+    )
+    sign = torch.ones_like(aligned.S)
+    flips = 0
+    for k in range(len(aligned.S) - 1):
+        relative = (aligned.U[k] * sign[k]).mT @ (aligned.U[k + 1] * sign[k + 1])
+        if float(torch.linalg.slogdet(relative).sign) < 0:
+            sign[k + 1 :, int(aligned.S[k + 1].argmin())] *= -1
+            flips += 1
+    return aligned.flipped(sign), flips
+
+
 def common_basis(
     X: Float[Tensor, "trajectory state d_model"], rank: int | None = None
 ) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, " state"]]:
@@ -219,18 +247,14 @@ def common_basis(
     for s in range(X.shape[1]):
         rows = X[:, s].double()
         gram += rows.mT @ rows
-    basis = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :size].contiguous()
-    pivot = basis.gather(0, basis.abs().argmax(0, keepdim=True))
-    basis = basis * torch.where(pivot < 0, -1.0, 1.0)
+    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :size].contiguous()
+    basis = fix_signs(vectors, vectors)[1]
     outside = []
     for s in range(X.shape[1]):
         rows = X[:, s].double()
         energy = rows.square().sum()
-        outside.append(
-            1 - (rows @ basis).square().sum() / torch.where(energy > 0, energy, 1.0)
-            if energy > 0
-            else energy
-        )
+        inside = (rows @ basis).square().sum()
+        outside.append(1 - inside / energy if energy > 0 else energy)
     return basis, torch.stack(outside).clamp(min=0)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,16 +38,18 @@ class Trajectories(Result):
     """Paths of one token per chunk: ``X [trajectory state d_model]``, the outputs of blocks 1 to
     n_layers, before the final norm.
 
-    ``column`` is the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an encoder.
+    ``position`` is that of the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an
+    encoder.
     ``post_norm`` is the last state after the model's own final norm, where it was asked for: what
     Hugging Face returns as the last hidden state, except for processed models (flagged), whose norm
     has lost its gain and bias to the unembedding. The methods are shortcuts to the functions of
     :mod:`tl_geometry.flow.bases`, ``residuals``, ``noise`` and ``langevin``, which document them.
     """
 
+    version: ClassVar[int] = 2
     X: Float[Tensor, "trajectory state d_model"]
     states: tuple[int, ...]
-    column: int
+    position: int
     tokens: Int[Tensor, "trajectory position"] | None = None
     labels: Int[Tensor, " trajectory"] | None = None
     post_norm: Float[Tensor, "trajectory d_model"] | None = None
@@ -67,18 +69,10 @@ class Trajectories(Result):
 
     def pick(self, rows: Int[Tensor, " sample"]) -> Trajectories:
         """Some of the trajectories, in the given order (for instance without the outliers)."""
-        chosen = {
-            k: None if v is None else v[rows]
-            for k, v in (("tokens", self.tokens), ("labels", self.labels))
-        }
-        last = None if self.post_norm is None else self.post_norm[rows]
-        return replace(
-            self,
-            X=self.X[rows],
-            post_norm=last,
-            provenance=replace(self.provenance, contexts=len(rows)),
-            **chosen,
-        )
+        optional = {n: getattr(self, n) for n in ("tokens", "labels", "post_norm")}
+        chosen = {n: None if v is None else v[rows] for n, v in optional.items()}
+        provenance = replace(self.provenance, contexts=len(rows))
+        return replace(self, X=self.X[rows], provenance=provenance, **chosen)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
         """Two disjoint parts, the first with about ``share`` of the trajectories; whole documents
@@ -105,10 +99,13 @@ class Trajectories(Result):
     def aligned_bases(self, *, align: str = "greedy", centered: bool = False) -> AlignedBases:
         """Singular directions and values of each state, aligned; kept, so that asking again costs
         nothing."""
-        kept: dict[Any, AlignedBases] = self.__dict__.setdefault("_aligned_bases", {})
-        if (align, centered) not in kept:
-            kept[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
-        return kept[align, centered]
+        if (align, centered) not in self._bases:
+            self._bases[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
+        return self._bases[align, centered]
+
+    @cached_property
+    def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
+        return {}
 
     def outliers(self, *, factor: float = 10.0) -> bases.Outliers:
         """Trajectories whose norm leaves the others at some state; reported, never dropped."""
@@ -120,9 +117,8 @@ class Trajectories(Result):
 
     def angles(self, k: int = 4, *, align: str = "greedy") -> Float[Tensor, "rank state state"]:
         """Degrees between direction i at two states, for the first ``k`` directions."""
-        return bases.basis_angles(
-            self.aligned_bases(align=align).U, min(k, self.aligned_bases(align=align).rank)
-        )
+        aligned = self.aligned_bases(align=align)
+        return bases.basis_angles(aligned.U, min(k, aligned.rank))
 
     def spectra(self) -> bases.Spectra:
         """Stable rank, entropy rank and decay of each state's singular values."""
@@ -137,10 +133,8 @@ class Trajectories(Result):
         Raises ``GeometryError`` where ``train`` and this ensemble share a chunk.
         """
         _require_apart(train, self)
-        return residuals.residual_maps(
-            self.X,
-            partial(residuals.flow_map, (train or self).aligned_bases(align=align), signs=signs),
-        )
+        aligned = (train or self).aligned_bases(align=align)
+        return residuals.residual_maps(self.X, partial(residuals.flow_map, aligned, signs=signs))
 
     def isotropy(
         self,
@@ -174,12 +168,12 @@ class Trajectories(Result):
         provenance = replace(self.provenance, dtype="float64")
         if noise in ("asymptotic", "increment"):
             law = fit_law(self.residuals(align=align), str(noise), self.times)
-            noise = (law.alpha, law.rate) if law.rate > 0 else (0.0, 0.0)
-            provenance = (
-                provenance
-                if law.rate > 0
-                else provenance.flagged(f"noise law has lambda {law.rate:.3g} < 0: no noise")
-            )
+            noise = (law.alpha, law.rate)
+            if law.rate <= 0:
+                noise = (0.0, 0.0)
+                provenance = provenance.flagged(
+                    f"noise law has lambda {law.rate:.3g} < 0: no noise"
+                )
         return LangevinModel.fit(
             self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options
         )
@@ -272,11 +266,9 @@ def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
     >>> too_few(300, 576, "maps"), too_few(600, 576, "maps")
     (('maps fitted on 300 trajectories, fewer than the 576 dimensions',), ())
     """
-    return (
-        (f"{what} fitted on {fitted} trajectories, fewer than the {d_model} dimensions",)
-        if fitted < d_model
-        else ()
-    )
+    if fitted >= d_model:
+        return ()
+    return (f"{what} fitted on {fitted} trajectories, fewer than the {d_model} dimensions",)
 
 
 def trajectories(
@@ -301,9 +293,9 @@ def trajectories(
     Args:
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see :func:`pseudo_sentences` for
             those of the paper.
-        position: ``"pilot"`` (last token), ``"cls"`` (first) or a column. By default the pilot of a
-            causal model, the first token of an encoder: its last token is no more a summary of the
-            text than any other.
+        position: ``"pilot"`` (last token), ``"cls"`` (first) or a number. By default the pilot of
+            a causal model, the first token of an encoder: its last token is no more a summary of
+            the text than any other.
         states: which states, one or several, default 1 to n_layers (outputs of the blocks, as
             published); 0 adds the embedding.
         post_norm: also keep the last state after the final norm (see
@@ -323,21 +315,21 @@ def trajectories(
     """
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
-    column = _column(view, position, source.columns)
+    followed = _position(view, position, source.columns)
     chosen = (
         tuple(range(1, view.n_layers + 1))
         if states is None
         else indices(states, view.n_layers + 1, "state")
     )
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
-    X, ids = _follow(view, source, column, chosen, path, batch_size, progress)
+    X, ids = _follow(view, source, followed, chosen, path, batch_size, progress)
     finite(X.sum(1), "states of the followed token")
     flags = (
         []
-        if column == 0 or view.causal
+        if followed == 0 or view.causal
         else ["an encoder's last token is not a pilot: it does not gather the text before it"]
     )
-    if column == 0:
+    if followed == 0:
         flags.append("first token followed")
     provenance = view.provenance(
         corpus=source.corpus,
@@ -353,7 +345,7 @@ def trajectories(
     return Trajectories(
         X=X,
         states=chosen,
-        column=column,
+        position=followed,
         tokens=ids,
         labels=source.labels,
         post_norm=last,
@@ -361,24 +353,24 @@ def trajectories(
     )
 
 
-def _column(view: ModelView, position: str | int | None, columns: int) -> int:
+def _position(view: ModelView, position: str | int | None, length: int) -> int:
     if position is None:
         return -1 if view.causal else 0
     if isinstance(position, str):
         require(
             position in ("pilot", "cls"),
             "position",
-            expected='"pilot", "cls" or a column',
+            expected='"pilot", "cls" or a position',
             got=repr(position),
         )
         return -1 if position == "pilot" else 0
-    return position if position == -1 else index(position, columns, "position")
+    return position if position == -1 else index(position, length, "position")
 
 
 def _follow(
     view: ModelView,
     source: TokenSource,
-    column: int,
+    position: int,
     states: tuple[int, ...],
     path: str | Path | None,
     batch: int | None,
@@ -408,7 +400,7 @@ def _follow(
                 else torch.empty(len(rows), *shape[1:], dtype=dtype)
             )
             view.run(
-                rows, {view.state_hooks[s]: _store(into, i, column) for i, s in enumerate(states)}
+                rows, {view.state_hooks[s]: _store(into, i, position) for i, s in enumerate(states)}
             )
             parts.append(into)
             ids.append(rows)
@@ -417,9 +409,9 @@ def _follow(
     return X if source.contexts is not None else torch.cat(parts), torch.cat(ids)
 
 
-def _store(into: Tensor, row: int, column: int) -> Hook:
+def _store(into: Tensor, row: int, position: int) -> Hook:
     def hook(h: Tensor) -> None:
-        into[:, row] = h[:, column].detach().to(into)
+        into[:, row] = h[:, position].detach().to(into)
 
     return hook
 

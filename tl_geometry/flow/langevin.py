@@ -2,14 +2,15 @@
 e^{lambda t}) dW``.
 
 ``R(t)`` rotates and ``S' = diag(sigma_i' / sigma_i)`` stretches (Sarfati et al. 2025, Eq. 3).
-Between states R follows the geodesic ``U_k exp(a log(U_k^T U_{k+1}))`` and ``ln sigma_i`` a cubic
-spline, which keeps sigma positive. The equation has a closed form: in the co-moving coordinates
-``y = diag(1/sigma) R^T x`` the drift vanishes, ``dy_i = sigma_i^{-1} sqrt(alpha lambda e^{lambda
-t}) dW_i``, and
+Between states R and sigma follow :mod:`tl_geometry.flow.geodesic`. The equation has a closed form:
+in the co-moving coordinates ``y = diag(1/sigma) R^T x`` the drift vanishes,
+``dy_i = sigma_i^{-1} sqrt(alpha lambda e^{lambda t}) dW_i``, and
 
-    mean x(t) | x(s) = Phi x(s),  Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T   (rotation and stretch
-    of Eq. 1 at the states) cov  x(t) | x(s) = R(t) Sigma(t) diag(I_i) Sigma(t) R(t)^T,  I_i =
-    integral_s^t alpha lambda e^{lambda u} sigma_i(u)^{-2} du.
+    mean x(t) | x(s) = Phi x(s),  Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T
+    cov  x(t) | x(s) = R(t) Sigma(t) diag(I_i) Sigma(t) R(t)^T,
+    I_i = integral_s^t alpha lambda e^{lambda u} sigma_i(u)^{-2} du
+
+with Phi the rotation and stretch of Eq. 1 at the states.
 
 Exact sampling therefore needs no step size and no matrix logarithm. The published integrator uses
 ``sigma'/(2 sigma)``, right only if its splines hold variances, which their names deny:
@@ -22,27 +23,34 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from einops import einsum, rearrange
+from einops import einsum, rearrange, repeat
 from jaxtyping import Float
-from scipy.interpolate import CubicSpline
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, finite
 from tl_geometry.base.errors import choice, require
-from tl_geometry.base.linalg import rotation_exp, rotation_log
 from tl_geometry.base.results import Provenance, Result
-from tl_geometry.flow.alignment import AlignedBases, check_ensemble, common_basis, fit_aligned_bases
+from tl_geometry.flow.alignment import (
+    check_ensemble,
+    common_basis,
+    fit_aligned_bases,
+    proper_rotations,
+)
+from tl_geometry.flow.geodesic import GeodesicPath, geodesic_path
+from tl_geometry.flow.simulation import FlowNoise, exact_paths, stepped_paths
 
 METHODS = ("exact", "euler", "heun")
 """Integrators of :meth:`LangevinModel.simulate`."""
 STRETCHES = ("spectral", "regression")
 """How the stretch is estimated, see :meth:`LangevinModel.fit`."""
-NODES, WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(16))
+DT = 0.1
+"""The published step, in layers."""
+TINY = torch.finfo(torch.float64).tiny
 FLOOR = 1e-10
 """Singular values are kept above this share of the state's largest, so that their logarithm
 exists."""
@@ -71,15 +79,16 @@ class Consistency(NamedTuple):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LangevinModel(Result):
     """A fitted flow. Square rotations ``U [state rank rank]`` (determinant +1 between states) act
-    on coordinates in ``basis``.
+    on coordinates in ``subspace``.
 
-    ``basis`` ``[d_model rank]`` is the identity unless there were fewer trajectories than
+    ``subspace`` ``[d_model rank]`` is the identity unless there were fewer trajectories than
     coordinates; ``outside`` is the share of each state's energy that it misses (simulations leave
     it out). ``S`` are the stretches' values, ``observed`` the singular values, ``times`` the layers
     (1: output of the first block), ``flips`` the directions reversed for the determinant's sake.
     """
 
-    basis: Float[Tensor, "d_model rank"]
+    version: ClassVar[int] = 2
+    subspace: Float[Tensor, "d_model rank"]
     U: Float[Tensor, "state rank rank"]
     S: Float[Tensor, "state rank"]
     observed: Float[Tensor, "state rank"]
@@ -145,7 +154,8 @@ class LangevinModel(Result):
             rank: directions of the common basis where there are fewer trajectories than
                 coordinates.
 
-        >>> x = torch.randn(50, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> g = torch.Generator().manual_seed(0)
+        >>> x = torch.randn(50, 1, 3, generator=g, dtype=torch.float64)
         >>> model = LangevinModel.fit(torch.cat([x, 2 * x], dim=1), noise=(0.0, 0.0))
         >>> torch.allclose(model.simulate(x[:, 0], [1.5])[0, :, 0], 2**0.5 * x[:, 0])
         True
@@ -153,43 +163,36 @@ class LangevinModel(Result):
         check_ensemble(X)
         choice(stretch, STRETCHES, "stretch")
         n, states, d = X.shape
-        basis, outside = torch.eye(d, dtype=torch.float64), torch.zeros(states, dtype=torch.float64)
+        subspace, outside = torch.eye(d).double(), torch.zeros(states).double()
         if n < d or rank is not None:
-            basis, outside = common_basis(X, min(n, d) if rank is None else rank)
-            require(basis.shape[1] <= n, "rank", expected=f"at most {n} (trajectories)", got=rank)
-            X = torch.stack([X[:, s].double() @ basis for s in range(states)], dim=1)
+            subspace, outside = common_basis(X, min(n, d) if rank is None else rank)
+            fits = subspace.shape[1] <= n
+            require(fits, "rank", expected=f"at most {n} (trajectories)", got=rank)
+            X = torch.stack([X[:, s].double() @ subspace for s in range(states)], dim=1)
         aligned, flips = proper_rotations(fit_aligned_bases(X, align=align))
         S = aligned.S.clamp(min=0)
-        S = torch.maximum(S, FLOOR * S.amax(-1, keepdim=True)).clamp(
-            min=torch.finfo(torch.float64).tiny
-        )
+        S = torch.maximum(S, FLOOR * S.amax(-1, keepdim=True)).clamp(min=TINY)
         clamped, observed = int((aligned.S < S).sum()), S
         if stretch == "regression":
             link = torch.stack([aligned.overlap[k, k + 1] for k in range(states - 1)])
             clamped += int((link < 1e-3).sum())
             growth = (S[1:] / S[:-1]).log() + link.clamp(min=1e-3).log()
             S = torch.cat([S[:1], S[:1] * growth.cumsum(0).exp()])
-        where = (
-            torch.arange(1, states + 1, dtype=torch.float64)
-            if times is None
-            else times.double().cpu()
-        )
-        flags = [f"{clamped} stretches clamped"] if clamped else []
+        layers = torch.arange(1, states + 1) if times is None else times.cpu()
+        source = provenance or Provenance(sources=("sarfati2025",), dtype="float64", contexts=n)
         model = LangevinModel(
-            basis=basis,
+            subspace=subspace,
             U=aligned.U,
             S=S,
             observed=observed,
-            times=where,
+            times=layers.double(),
             outside=outside,
             alpha=0.0,
             rate=0.0,
             trajectories=n,
             flips=flips,
             clamped=clamped,
-            provenance=(
-                provenance or Provenance(sources=("sarfati2025",), dtype="float64", contexts=n)
-            ).flagged(*flags),
+            provenance=source.flagged(*([f"{clamped} stretches clamped"] if clamped else [])),
         )
         if isinstance(noise, str):
             choice(noise, ("sde",), "noise")
@@ -198,37 +201,28 @@ class LangevinModel(Result):
 
     def with_noise(self, alpha: float, rate: float) -> LangevinModel:
         """The same flow with other noise parameters (``alpha=0`` for none)."""
-        return self._with(alpha=float(alpha), rate=float(rate))
+        return replace(self, alpha=float(alpha), rate=float(rate))
 
     def with_preset(self, preset: str) -> LangevinModel:
         """The same model with ``preset="reference"`` (half the stretch rate in the drift, as
         published) or ``"exact"``."""
-        return self._with(preset=preset)
-
-    def _with(self, **changes: Any) -> LangevinModel:
-        other = replace(self, **changes)
-        if "logs" in self.__dict__:
-            other.__dict__["logs"] = self.logs
-        return other
+        return replace(self, preset=preset)
 
     def estimate_noise(self, X: Float[Tensor, "trajectory state rank"]) -> tuple[float, float]:
         """``(alpha, lambda)`` from co-moving increments: ``Var(y_i(k+1) - y_i(k)) = integral alpha
         lambda e^{lambda u} sigma_i^{-2} du``.
 
-        ``X`` in the coordinates of ``basis``. Least squares on the log variances over all intervals
-        and directions.
+        ``X`` in the coordinates of ``subspace``. Least squares on the log variances over all
+        intervals and directions.
         """
         y = einsum(X.double(), self.U, "n state a, state a rank -> n state rank") / self.S
-        measured = y.diff(dim=1).var(0).clamp(min=torch.finfo(torch.float64).tiny).log()
+        measured = y.diff(dim=1).var(0).clamp(min=TINY).log()
+
+        times = self.times.tolist()
+        steps = list(zip(times[:-1], times[1:], strict=True))
 
         def misfit(rate: float) -> tuple[float, float]:
-            shape = torch.stack(
-                [
-                    self._integral(float(a), float(b), rate)
-                    for a, b in zip(self.times[:-1], self.times[1:])
-                ]
-            ).log()
-            left = measured - shape
+            left = measured - torch.stack([self.path.integral(a, b, rate) for a, b in steps]).log()
             return float((left - left.mean()).square().sum()), float(left.mean())
 
         grid = np.linspace(-2, 2, 41)
@@ -244,104 +238,59 @@ class LangevinModel(Result):
         return math.exp(misfit(rate)[1]) / rate, rate
 
     @cached_property
-    def _spline(self) -> CubicSpline:
-        return CubicSpline(self.times.numpy(), self.S.log().cpu().numpy(), axis=0)
+    def path(self) -> GeodesicPath:
+        """Rotations and stretches in the coordinates of ``subspace``."""
+        return geodesic_path(self.U, self.S, self.times)
+
+    @property
+    def noise(self) -> FlowNoise:
+        """``(alpha, rate)``."""
+        return FlowNoise(self.alpha, self.rate)
+
+    @property
+    def stretch_share(self) -> float:
+        """Share of the stretch that the drift has: half under ``preset="reference"``."""
+        return 0.5 if self.preset == "reference" else 1.0
 
     @cached_property
-    def logs(self) -> Float[Tensor, "row rank rank"]:
-        """``log(U_k^T U_{k+1})`` of each interval, skew-symmetric; computed once, from real Schur
-        forms."""
-        return torch.stack(
-            [rotation_log(self.U[k].mT @ self.U[k + 1]) for k in range(len(self.U) - 1)]
-        )
-
-    def _locate(self, t: float, left: bool = False) -> tuple[int, float]:
-        first, last = float(self.times[0]), float(self.times[-1])
-        slack = 1e-9 * max(1.0, last)
-        require(
-            first - slack <= t <= last + slack,
-            "time",
-            expected=f"{first:g} to {last:g} (layers)",
-            got=t,
-        )
-        k = (
-            int(
-                torch.searchsorted(self.times, torch.tensor(t, dtype=torch.float64), right=not left)
-            )
-            - 1
-        )
-        k = min(max(k, 0), len(self.times) - 2)
-        return k, (t - float(self.times[k])) / float(self.times[k + 1] - self.times[k])
+    def embed(self) -> Float[Tensor, "d_model rank"] | None:
+        """``subspace``, or ``None`` where it is the identity and products can be left out."""
+        d, rank = self.subspace.shape
+        whole = d == rank and torch.equal(self.subspace, torch.eye(d).to(self.subspace))
+        return None if whole else self.subspace
 
     def sigma(self, t: float) -> Float[Tensor, " rank"]:
         """Stretch values at time ``t`` (layers), from the spline of their logarithms."""
-        self._locate(t)
-        return torch.from_numpy(np.exp(self._spline(t)))
+        return self.path.sigma(t)
 
     def stretch_rate(self, t: float) -> Float[Tensor, " rank"]:
         """``sigma_i' / sigma_i`` at ``t`` (half of it under ``preset="reference"``)."""
-        self._locate(t)
-        return torch.from_numpy(self._spline(t, 1)) * (0.5 if self.preset == "reference" else 1.0)
-
-    def _rotation(self, t: float) -> Float[Tensor, "rank rank"]:
-        k, a = self._locate(t)
-        if abs(a) < 1e-12 or abs(a - 1) < 1e-12:
-            return self.U[k + round(a)]
-        return self.U[k] @ rotation_exp(a * self.logs[k])
-
-    @cached_property
-    def _whole(self) -> bool:
-        """Whether ``basis`` is the identity, so that products with it can be left out."""
-        d, rank = self.basis.shape
-        return d == rank and torch.equal(self.basis, torch.eye(d, dtype=self.basis.dtype))
+        return self.stretch_share * self.path.stretch_rate(t)
 
     def rotation(self, t: float) -> Float[Tensor, "d_model rank"]:
         """``R(t)``: the directions at time ``t``, orthonormal columns; at the states the aligned
         singular vectors."""
-        R = self._rotation(t)
-        return R if self._whole else self.basis @ R
-
-    def _drift(self, t: float, left: bool = False) -> Float[Tensor, "rank rank"]:
-        k, a = self._locate(t, left)
-        R = self.U[k] @ rotation_exp(a * self.logs[k]) if a > 0 else self.U[k]
-        return self._turning(k) + (R * self.stretch_rate(t)) @ R.mT
-
-    def _turning(self, k: int) -> Float[Tensor, "rank rank"]:
-        """``R' R^T``, constant within an interval: ``U_k L U_k^T / length``."""
-        return self.U[k] @ self.logs[k] @ self.U[k].mT / (self.times[k + 1] - self.times[k])
+        R = self.path.rotation(t)
+        return R if self.embed is None else self.embed @ R
 
     def drift(self, t: float) -> Float[Tensor, "d_model d_model"]:
         """``A(t) = R' R^T + R S' R^T`` of ``dx = A x dt + ...`` (right limit at the states)."""
-        return self.basis @ self._drift(t) @ self.basis.mT
+        R = self.path.rotation(t)
+        A = self.path.turning(self.path.locate(t)[0]) + (R * self.stretch_rate(t)) @ R.mT
+        return self.subspace @ A @ self.subspace.mT
 
     def diffusion(self, t: float) -> float:
         """``sqrt(alpha lambda e^{lambda t})``, the noise amplitude of each coordinate."""
-        return math.sqrt(self.alpha * self.rate * math.exp(self.rate * t))
-
-    def _integral(self, s: float, t: float, rate: float) -> Float[Tensor, " rank"]:
-        """``integral_s^t e^{rate u} sigma_i(u)^{-2} du`` by 16-point Gauss-Legendre on each
-        interval (the spline is smooth inside)."""
-        inner = [float(v) for v in self.times if s < float(v) < t]
-        total = torch.zeros(self.S.shape[1], dtype=torch.float64)
-        for a, b in zip([s, *inner], [*inner, t]):
-            u = (a + b) / 2 + (b - a) / 2 * NODES
-            values = torch.exp(rate * u[:, None] - 2 * torch.from_numpy(self._spline(u.numpy())))
-            total = total + (b - a) / 2 * einsum(WEIGHTS, values, "sample, sample rank -> rank")
-        return total
+        return self.noise.amplitude(t)
 
     def noise_integral(self, s: float, t: float) -> Float[Tensor, " rank"]:
         """``I_i``: variance that the co-moving coordinate ``y_i`` gains from ``s`` to ``t``."""
-        self._ordered(s, t)
-        return self.alpha * self.rate * self._integral(s, t, self.rate)
-
-    def _ordered(self, s: float, t: float) -> None:
-        self._locate(s)
-        self._locate(t)
-        require(s <= t, "times", expected="start <= end", got=f"{s:g} and {t:g}")
+        self.path.require_ordered(s, t)
+        return self.noise.variance(self.path, s, t)
 
     def transition(self, s: float, t: float) -> Float[Tensor, "d_model d_model"]:
         """``Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T``: the flow without noise."""
-        self._ordered(s, t)
+        self.path.require_ordered(s, t)
         return (self.rotation(t) * (self.sigma(t) / self.sigma(s))) @ self.rotation(s).mT
 
     def noise_covariance(self, s: float, t: float) -> Float[Tensor, "d_model d_model"]:
@@ -374,7 +323,7 @@ class LangevinModel(Result):
         start: float | None = None,
         method: str = "exact",
         samples: int = 1,
-        dt: float = 0.1,
+        dt: float | None = None,
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
     ) -> Float[Tensor, "sample trajectory time d_model"]:
@@ -383,138 +332,47 @@ class LangevinModel(Result):
 
         ``"exact"`` draws the increments of the co-moving coordinates from their exact law: no step
         size, one product per time asked for. ``"euler"`` is Euler-Maruyama as published
-        (``dt=0.1``, drift at the start of the step), ``"heun"`` the second-order predictor and
-        corrector. What lies outside ``basis`` is left out.
+        (steps ``dt`` of 0.1 by default, drift at the start of the step), ``"heun"`` the
+        second-order predictor and corrector. What lies outside ``subspace`` is left out.
         """
-        x = finite(x, "start states")
-        d = len(self.basis)
-        require(
-            x.dim() == 2 and x.shape[1] == d,
-            "start states",
-            expected=f"[trajectory {d}]",
-            got=describe(x),
-        )
         begin = float(self.times[0]) if start is None else float(start)
         wanted = [float(t) for t in times]
-        require(
-            bool(wanted) and all(a < b for a, b in zip([begin - 1e-12, *wanted], wanted)),
-            "times",
-            expected=f"increasing times from {begin:g}",
-            got=wanted,
-        )
-        require(
-            samples >= 1 and dt > 0,
-            "samples and dt",
-            expected="positive numbers",
-            got=f"{samples} and {dt}",
-        )
-        choice(method, METHODS, "method")
-        if method == "exact":
-            require(
-                self.preset == "exact",
-                "method",
-                expected='"euler" with preset="reference"',
-                got=repr(method),
-            )
-        for t in (begin, wanted[-1]):
-            self._locate(t)
-        rows = (x.to(dtype) if self._whole else (x.double() @ self.basis).to(dtype)).repeat(
-            samples, 1
-        )
-        out = torch.empty(len(wanted), len(rows), d, dtype=dtype)
+        self._check_simulation(x, begin, wanted, samples, dt, method)
+        coordinates = x if self.embed is None else x.double() @ self.embed
+        rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
         generator = torch.Generator().manual_seed(seed)
-        walk = self._exact if method == "exact" else self._stepped
-        walk(rows, begin, wanted, out, generator, dt, method == "heun")
+        run = (self.path, self.noise, rows, begin, wanted, generator, self.embed)
+        if method == "exact":
+            out = exact_paths(*run)
+        else:
+            step, heun = dt or DT, method == "heun"
+            out = stepped_paths(*run, dt=step, heun=heun, stretch_share=self.stretch_share)
         return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)
 
-    def _exact(
+    def _check_simulation(
         self,
         x: Tensor,
         begin: float,
         wanted: list[float],
-        out: Tensor,
-        generator: torch.Generator,
-        dt: float,
-        heun: bool,
+        samples: int,
+        dt: float | None,
+        method: str,
     ) -> None:
-        y = x @ (self._rotation(begin) / self.sigma(begin)).to(x)
-        now, draw = begin, torch.empty_like(y)
-        for i, t in enumerate(wanted):
-            if t > now and self.alpha != 0:
-                y.addcmul_(
-                    draw.normal_(generator=generator), self.noise_integral(now, t).sqrt().to(y)
-                )
-            torch.mm(y, (self.rotation(t) * self.sigma(t)).to(y).mT, out=out[i])
-            now = t
-
-    def _stepped(
-        self,
-        x: Tensor,
-        begin: float,
-        wanted: list[float],
-        out: Tensor,
-        generator: torch.Generator,
-        dt: float,
-        heun: bool,
-    ) -> None:
-        now, i = begin, 0
-        if wanted[0] <= begin:
-            out[0], i = x @ self.basis.to(x).mT, 1
-        while i < len(wanted):
-            k, _ = self._locate(now)
-            end = min(float(self.times[k + 1]), wanted[i])
-            x = self._piece(
-                x, k, now, end, max(1, math.ceil((end - now) / dt - 1e-9)), generator, heun
+        d = len(self.subspace)
+        shaped = finite(x, "start states").dim() == 2 and x.shape[1] == d
+        require(shaped, "start states", expected=f"[trajectory {d}]", got=describe(x))
+        rising = bool(wanted) and all(a < b for a, b in zip([begin - 1e-12, *wanted], wanted))
+        require(rising, "times", expected=f"increasing times from {begin:g}", got=wanted)
+        positive = samples >= 1 and (dt is None or dt > 0)
+        require(positive, "samples and dt", expected="positive numbers", got=f"{samples} and {dt}")
+        if choice(method, METHODS, "method") == "exact":
+            exact = self.preset == "exact"
+            require(exact, "method", expected='"euler" with preset="reference"', got=repr(method))
+            require(
+                dt is None, "dt", expected='none with method="exact", which has no step', got=dt
             )
-            now = end
-            if now >= wanted[i]:
-                out[i] = x @ self.basis.to(x).mT
-                i += 1
-
-    def _piece(
-        self,
-        x: Tensor,
-        k: int,
-        begin: float,
-        end: float,
-        steps: int,
-        generator: torch.Generator,
-        heun: bool,
-    ) -> Tensor:
-        """Steps inside one interval; the rotation advances by one fixed factor per step."""
-        h = (end - begin) / steps
-        length = float(self.times[k + 1] - self.times[k])
-        turning, R = (
-            self._turning(k),
-            self.U[k] @ rotation_exp((begin - float(self.times[k])) / length * self.logs[k]),
-        )
-        advance = rotation_exp(h / length * self.logs[k])
-
-        def drift_rows(R: Tensor, t: float) -> Tensor:
-            return (turning + (R * self.stretch_rate(t)) @ R.mT).mT.to(x)
-
-        drift = drift_rows(R, begin)
-        for j in range(steps):
-            t = begin + j * h
-            push = x @ drift
-            noise = (
-                torch.randn(x.shape, generator=generator, dtype=x.dtype) * math.sqrt(h)
-                if self.alpha != 0
-                else torch.zeros_like(x)
-            )
-            R = R @ advance
-            following = drift_rows(R, min(t + h, end))
-            if heun:
-                guess = x + h * push + self.diffusion(t) * noise
-                x = (
-                    x
-                    + h / 2 * (push + guess @ following)
-                    + (self.diffusion(t) + self.diffusion(t + h)) / 2 * noise
-                )
-            else:
-                x = x + h * push + self.diffusion(t) * noise
-            drift = following
-        return x
+        for t in (begin, wanted[-1]):
+            self.path.locate(t)
 
     def interpolate(
         self, X: Float[Tensor, "trajectory state d_model"], t: float
@@ -530,8 +388,8 @@ class LangevinModel(Result):
             expected=f"{len(self.S)} states",
             got=describe(X),
         )
-        k, a = self._locate(t)
-        ends = [X[:, s].double() @ self.basis @ (self.U[s] / self.S[s]) for s in (k, k + 1)]
+        k, a = self.path.locate(t)
+        ends = [X[:, s].double() @ self.subspace @ (self.U[s] / self.S[s]) for s in (k, k + 1)]
         return ((1 - a) * ends[0] + a * ends[1]) @ (self.rotation(t) * self.sigma(t)).mT
 
     def consistency(self) -> Consistency:
@@ -562,29 +420,3 @@ class LangevinModel(Result):
                     ]
                 )
         return Consistency(*table.unbind(0))
-
-
-def proper_rotations(aligned: AlignedBases) -> tuple[AlignedBases, int]:
-    """AlignedBases between which all rotations have determinant +1, and how many directions were
-    reversed for it.
-
-    Where ``det(U_k^T U_{k+1}) = -1`` the real logarithm does not exist: the direction with the
-    smallest singular value at k + 1 is reversed there and at all later states (which keeps the
-    later signs aligned). Needs square ``U``.
-    """
-    d, rank = aligned.U.shape[1:]
-    require(
-        d == rank,
-        "rotations",
-        expected="as many directions as coordinates",
-        got=f"{rank} of {d}",
-        instead="common_basis(X)",
-    )
-    sign = torch.ones_like(aligned.S)
-    flips = 0
-    for k in range(len(aligned.S) - 1):
-        relative = (aligned.U[k] * sign[k]).mT @ (aligned.U[k + 1] * sign[k + 1])
-        if float(torch.linalg.slogdet(relative).sign) < 0:
-            sign[k + 1 :, int(aligned.S[k + 1].argmin())] *= -1
-            flips += 1
-    return aligned.flipped(sign), flips

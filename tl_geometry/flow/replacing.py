@@ -19,7 +19,9 @@ METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
 Pair = tuple[int, int]
 """States a < b: the map of state a takes the place of state b."""
 Job = tuple[Pair, str]
-"""A pair and the kind of map."""
+"""A pair and the type of map."""
+Key = tuple[str, str, str]
+"""A place, a type of map and a metric."""
 
 
 def take(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor] | None) -> Hook:
@@ -131,19 +133,17 @@ class Measure:
             self.found.setdefault((place, job[1], pair), []).append(row.double().cpu())
 
     def finish(
-        self, places: Sequence[str], kinds: Sequence[str]
-    ) -> tuple[dict[str, Tensor], tuple[float, float]]:
+        self, places: Sequence[str], map_types: Sequence[str]
+    ) -> tuple[dict[Key, Tensor], tuple[float, float]]:
         """The maps, and the model's own loss at the pilot and at all positions."""
         n = self.view.n_layers + 1
-        keys = [f"{p}|{k}|{m}" for p in places for k in kinds for m in METRICS]
+        keys = [(p, t, m) for p in places for t in map_types for m in METRICS]
         values = {key: torch.full((n, n), torch.nan, dtype=torch.float64) for key in keys}
-        for (place, kind, (a, b)), parts in self.found.items():
+        for (place, map_type, (a, b)), parts in self.found.items():
             table = torch.cat(parts, dim=1)
             mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
-            for metric, value in zip(
-                METRICS, (mean[0], error, mean[1], mean[2], mean[3]), strict=True
-            ):
-                values[f"{place}|{kind}|{metric}"][a, b] = value
+            for metric, value in zip(METRICS, (mean[0], error, *mean[1:]), strict=True):
+                values[place, map_type, metric][a, b] = value
         loss = [
             float(torch.cat(self.loss[p]).mean()) if p in self.loss else float("nan")
             for p in ("pilot", "all")

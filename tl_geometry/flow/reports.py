@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
+from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from tl_geometry.base.errors import require
@@ -28,7 +30,7 @@ from tl_geometry.flow.residuals import (
     residual_maps,
 )
 
-YARDSTICKS = ("linear", "ridge", "scaled", "shift", "identity", "mean")
+BASELINES = ("linear", "ridge", "scaled", "shift", "identity", "mean")
 ALWAYS = ("ridge", "identity")
 """Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the
 best linear map."""
@@ -49,6 +51,7 @@ class FlowReport(Result):
     state as a second opinion where it was kept.
     """
 
+    version: ClassVar[int] = 2
     states: tuple[int, ...]
     in_sample: Mapping[str, Float[Tensor, "state state"]]
     held_out: Mapping[str, Float[Tensor, "state state"]]
@@ -80,10 +83,12 @@ class FlowReport(Result):
         }
 
     def columns(self) -> tuple[str, ...]:
+        """Column names of the table."""
         sides = [f"{n}_{side}" for side in ("in", "out") for n in Maps._fields]
         return ("start", "end", *sides, *(f"error_{k}" for k in self.baselines), *self.isotropy)
 
     def rows(self) -> list[tuple[object, ...]]:
+        """Rows of the table."""
         tables = [
             *self.in_sample.values(),
             *self.held_out.values(),
@@ -102,7 +107,7 @@ def flow_report(
     *,
     align: str = "greedy",
     signs: str = "U",
-    kinds: Sequence[str] = YARDSTICKS,
+    map_types: Sequence[str] = BASELINES,
     train_share: float = 0.5,
     drop_first: int = 0,
     drop_last: int = 0,
@@ -115,8 +120,8 @@ def flow_report(
     Maps are fitted on one part of the trajectories (whole documents where labelled) and measured on
     the other; "in-sample" numbers are those of the fitted part, as published; a flag counts
     directions that the maps had to drop, another says that fewer trajectories than dimensions were
-    fitted on. ``kinds`` are the baselines; ridge (its penalty chosen on the fitted part) and the
-    identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
+    fitted on. ``map_types`` are the baselines; ridge (its penalty chosen on the fitted part) and
+    the identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
     ``signs`` as in :func:`tl_geometry.flow.alignment.fit_aligned_bases` and
     :func:`tl_geometry.flow.residuals.flow_map`.
 
@@ -140,13 +145,10 @@ def flow_report(
         got=len(ensemble),
         instead="more chunks",
     )
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    unknown = [k for k in kinds if k not in MAPS]
-    require(not unknown, "kinds", expected=f"some of {', '.join(MAPS)}", got=unknown)
-    kinds = (*kinds, *(k for k in ALWAYS if k not in kinds))
+    map_types = _baselines(map_types)
     train, test = ensemble.split(train_share, seed=seed)
-    flow = partial(flow_map, train.aligned_bases(align=align), signs=signs)
-    inside = residual_maps(train.X, flow)
+    aligned = train.aligned_bases(align=align)
+    flow = partial(flow_map, aligned, signs=signs)
     n = len(ensemble.states)
     tests = {k: torch.full((n, n), torch.nan, dtype=torch.float64) for k in ISOTROPY}
 
@@ -154,54 +156,61 @@ def flow_report(
         for name, value in noise.isotropy_tests(residual, fdr=fdr)._asdict().items():
             tests[name][start, end] = value
 
-    outside = residual_maps(test.X, flow, collect=look)
+    inside, outside = residual_maps(train.X, flow), residual_maps(test.X, flow, collect=look)
     tests["sphericity_q"] = _corrected(tests["sphericity_p"])
-    errors = {kind: map_errors(test.X, _fitted(train, kind)) for kind in kinds}
-    pairs = n * (n - 1) // 2
-    laws: dict[str, Tensor] = {}
+    laws = _laws(inside.log_variance, ensemble.times, drop_first, drop_last)
+    anomalies = _anomalies(inside, ensemble.times, "")
+    if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
+        normed = train.after_norm().residuals(align=align, signs=signs)
+        anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
+    outliers = ensemble.outliers().indices
     flags = [
         *too_few(len(train), train.X.shape[-1], "maps"),
-        *_dropped(train.aligned_bases(align=align), ensemble.states),
+        *_dropped(aligned, ensemble.states),
+        *([] if laws else ["too few states for a noise law"]),
     ]
-    if pairs >= 3 and n - drop_first - drop_last >= 3:
-        for law in noise.LAWS:
-            fit = noise.fit_noise_law(
-                inside.log_variance,
-                law=law,
-                times=ensemble.times,
-                drop_first=drop_first,
-                drop_last=drop_last,
-            )
-            laws[law] = torch.tensor(
-                [fit.alpha, fit.rate, fit.log_alpha, fit.r2, fit.aic, fit.pairs],
-                dtype=torch.float64,
-            )
-    else:
-        flags.append("too few states for a noise law")
-    odd = _anomalies(inside, ensemble.times, "")
-    if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
-        normed = train.after_norm()
-        odd |= _anomalies(normed.residuals(align=align, signs=signs), ensemble.times, "_post_norm")
-    if all(bool(torch.isnan(v[1]).all()) for v in odd.values()):
+    if all(bool(torch.isnan(v[1]).all()) for v in anomalies.values()):
         flags.append("too few states to call one anomalous")
-    found = ensemble.outliers().indices
-    flags += [f"{len(found)} norm outliers kept"] if found else []
+    flags += [f"{len(outliers)} norm outliers kept"] if outliers else []
     return FlowReport(
         states=ensemble.states,
-        in_sample=dict(inside._asdict()),
-        held_out=dict(outside._asdict()),
-        baselines=errors,
+        in_sample=inside._asdict(),
+        held_out=outside._asdict(),
+        baselines={t: map_errors(test.X, _fitted(train, t)) for t in map_types},
         isotropy=tests,
         laws=laws,
-        anomalies=odd,
-        outliers=found,
+        anomalies=anomalies,
+        outliers=outliers,
         train=len(train),
         test=len(test),
         provenance=ensemble.provenance.flagged(*flags),
     )
 
 
-def _fitted(train: Trajectories, kind: str) -> MapOf:
+def _baselines(map_types: Sequence[str] | str) -> tuple[str, ...]:
+    """The maps asked for, and those that always stand among them."""
+    names = (map_types,) if isinstance(map_types, str) else tuple(map_types)
+    unknown = [t for t in names if t not in MAPS]
+    require(not unknown, "map_types", expected=f"some of {', '.join(MAPS)}", got=unknown)
+    return (*names, *(t for t in ALWAYS if t not in names))
+
+
+def _laws(
+    log_variance: Tensor, times: Tensor, drop_first: int, drop_last: int
+) -> dict[str, Float[Tensor, " column"]]:
+    """The fitted noise laws; none where fewer than three states are left."""
+    if len(times) - drop_first - drop_last < 3:
+        return {}
+    laws: dict[str, Tensor] = {}
+    for law in noise.LAWS:
+        _, *numbers = noise.fit_noise_law(
+            log_variance, law=law, times=times, drop_first=drop_first, drop_last=drop_last
+        )
+        laws[law] = torch.tensor(numbers, dtype=torch.float64)
+    return laws
+
+
+def _fitted(train: Trajectories, map_type: str) -> MapOf:
     """Maps fitted on ``train``; the decomposition of the start that was asked for last is kept."""
     kept: dict[int, MapsFrom] = {}
 
@@ -209,7 +218,7 @@ def _fitted(train: Trajectories, kind: str) -> MapOf:
         if start not in kept:
             kept.clear()
             kept[start] = MapsFrom(train.X[:, start])
-        return kept[start].to(train.X[:, end], kind)
+        return kept[start].to(train.X[:, end], map_type)
 
     return found
 
@@ -226,11 +235,7 @@ def _corrected(p: Tensor) -> Tensor:
     """Benjamini-Hochberg adjusted p-values over all pairs."""
     known = torch.isfinite(p)
     out = torch.full_like(p, torch.nan)
-    values, order = p[known].sort()
-    m = len(values)
-    scaled = values * m / torch.arange(1, m + 1, dtype=p.dtype)
-    adjusted = scaled.flip(0).cummin(0).values.flip(0).clamp(max=1)
-    out[known] = torch.empty_like(values).scatter(0, order, adjusted)
+    out[known] = torch.from_numpy(false_discovery_control(p[known].numpy()))
     return out
 
 
@@ -250,9 +255,11 @@ class NullComparison(Result):
     statistics: Mapping[str, Float[Tensor, " sample"]]
 
     def columns(self) -> tuple[str, ...]:
+        """Column names of the table."""
         return ("ensemble", *self.statistics)
 
     def rows(self) -> list[tuple[object, ...]]:
+        """Rows of the table."""
         return [
             (n, *(float(v[i]) for v in self.statistics.values())) for i, n in enumerate(self.names)
         ]

@@ -26,7 +26,7 @@ from tl_geometry.base.linalg import SVD, svd
 from tl_geometry.flow.alignment import AlignedBases, inverse_values
 
 MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
-"""Kinds of map from one state to another, see :func:`fit_map`."""
+"""Types of map from one state to another, see :func:`fit_map`."""
 SIGNS = ("U", "V")
 """Signs of the directions: as the aligned bases were aligned (published), or the ones that minimise
 the residual."""
@@ -42,7 +42,7 @@ class LayerMap:
     largest squared singular value (0 for every other map).
     """
 
-    kind: str
+    map_type: str
     input: Float[Tensor, " d_model"]
     output: Float[Tensor, " d_model"]
     scale: float = 1.0
@@ -74,7 +74,7 @@ def flow_map(
     construction ``X~ X~^T = M M^T``: the second moments of the ensemble match exactly (but for
     directions dropped because their singular value is below ``rtol`` of the largest), and the
     residual energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that signs and order alone
-    decide the error. ``signs="U"`` keeps the signs of the aligned aligned bases (published);
+    decide the error. ``signs="U"`` keeps the signs of the aligned bases (published);
     ``"V"`` takes the sign of ``v_i(start).v_i(end)``, the best ones.
 
     >>> from tl_geometry.flow.alignment import fit_aligned_bases
@@ -90,9 +90,9 @@ def flow_map(
         overlap = aligned.overlap[start, end]
         stretch = stretch * torch.where(overlap < 0, -1.0, 1.0)
     return LayerMap(
-        kind="flow",
-        input=aligned.centre[start],
-        output=aligned.centre[end],
+        map_type="flow",
+        input=aligned.center[start],
+        output=aligned.center[end],
         left=aligned.U[start] * stretch,
         right=aligned.U[end],
         dropped=int((inverse == 0).sum()),
@@ -107,7 +107,7 @@ class MapsFrom:
     """Fits maps from the states of one layer to any later ones; what depends on the start alone is
     computed once.
 
-    ``MapsFrom(before).to(after, kind)`` is :func:`fit_map`, which documents the kinds.
+    ``MapsFrom(before).to(after, map_type)`` is :func:`fit_map`, which documents the types.
 
     >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> maps = MapsFrom(x)
@@ -127,44 +127,44 @@ class MapsFrom:
         return svd(self.x)
 
     @cached_property
-    def centred(self) -> tuple[Float[Tensor, " d_model"], SVD]:
+    def centered(self) -> tuple[Float[Tensor, " d_model"], SVD]:
         """Their mean, and the decomposition about it."""
         mean = self.x.mean(0)
         return mean, svd(self.x - mean)
 
     def to(
-        self, after: Float[Tensor, "trajectory d_model"], kind: str, *, rtol: float = 1e-10
+        self, after: Float[Tensor, "trajectory d_model"], map_type: str, *, rtol: float = 1e-10
     ) -> LayerMap:
-        """The map of a kind to ``after``, states of the same trajectories."""
+        """The map of a type to ``after``, states of the same trajectories."""
         require(
             self.shape == after.shape,
             "states",
             expected="two tensors [trajectory d_model] of one shape",
             got=f"{describe(self.x)} and {describe(after)}",
         )
-        choice(kind, MAPS, "map")
+        choice(map_type, MAPS, "map_type")
         x, y = self.x, finite(after.double(), "states after")
         zero = torch.zeros_like(x[0])
-        if kind == "identity":
-            return LayerMap(kind=kind, input=zero, output=zero)
-        if kind == "shift":
-            return LayerMap(kind=kind, input=zero, output=(y - x).mean(0))
-        if kind == "mean":
-            return LayerMap(kind=kind, input=zero, output=y.mean(0), scale=0.0)
-        if kind == "scaled":
+        if map_type == "identity":
+            return LayerMap(map_type=map_type, input=zero, output=zero)
+        if map_type == "shift":
+            return LayerMap(map_type=map_type, input=zero, output=(y - x).mean(0))
+        if map_type == "mean":
+            return LayerMap(map_type=map_type, input=zero, output=y.mean(0), scale=0.0)
+        if map_type == "scaled":
             energy = float(x.square().sum())
             scale = float((x * y).sum()) / energy if energy > 0 else 0.0
-            return LayerMap(kind=kind, input=zero, output=zero, scale=scale)
-        if kind == "ridge":
-            return _ridge(*self.centred, y)
+            return LayerMap(map_type=map_type, input=zero, output=zero, scale=scale)
+        if map_type == "ridge":
+            return _ridge(*self.centered, y)
         U, S, V = self.factors
         inverse = inverse_values(S, rtol)
         dropped = int((inverse == 0).sum())
-        if kind == "flow":
+        if map_type == "flow":
             _, S2, V2 = svd(y)
             V2 = V2 * torch.where((V * V2).sum(0) < 0, -1.0, 1.0)
             return LayerMap(
-                kind=kind,
+                map_type=map_type,
                 input=zero,
                 output=zero,
                 left=V * (S2 * inverse),
@@ -172,18 +172,23 @@ class MapsFrom:
                 dropped=dropped,
             )
         return LayerMap(
-            kind=kind, input=zero, output=zero, left=V, right=(y.mT @ U) * inverse, dropped=dropped
+            map_type=map_type,
+            input=zero,
+            output=zero,
+            left=V,
+            right=(y.mT @ U) * inverse,
+            dropped=dropped,
         )
 
 
 def fit_map(
     before: Float[Tensor, "trajectory d_model"],
     after: Float[Tensor, "trajectory d_model"],
-    kind: str,
+    map_type: str,
     *,
     rtol: float = 1e-10,
 ) -> LayerMap:
-    """A map from states to later states of the same trajectories, by least squares within its kind.
+    """A map from states to later states of the same trajectories, by least squares within its type.
 
     ``"identity"``: x; ``"shift"``: x + mean(after - before); ``"scaled"``: c x with the best c;
     ``"linear"``: the best linear map ``M_after pinv(M_before)`` (no intercept: the lower bound for
@@ -192,7 +197,7 @@ def fit_map(
     ``"mean"``: the constant mean(after); ``"flow"``: rotation and stretch between the two aligned
     bases, sign-aligned.
     """
-    return MapsFrom(before).to(after, kind, rtol=rtol)
+    return MapsFrom(before).to(after, map_type, rtol=rtol)
 
 
 def _ridge(mean: Tensor, factors: SVD, y: Tensor) -> LayerMap:
@@ -210,7 +215,7 @@ def _ridge(mean: Tensor, factors: SVD, y: Tensor) -> LayerMap:
     chosen = int(gcv.argmin())
     inverse = torch.where(S > 0, shrink[chosen] / torch.where(S > 0, S, 1.0), 0.0)
     return LayerMap(
-        kind="ridge",
+        map_type="ridge",
         input=mean,
         output=my,
         left=V,
@@ -275,7 +280,8 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
     """The averages over coordinates that the maps of Sarfati et al. 2025 (Fig. 4) show, as the text
     defines them and as published.
 
-    >>> s = residual_statistics(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)) * 2 + 1)
+    >>> g = torch.Generator().manual_seed(0)
+    >>> s = residual_statistics(torch.randn(500, 8, generator=g) * 2 + 1)
     >>> round(s.mean_over_sd, 1), round(s.log_variance, 1)
     (0.5, 1.4)
     """
@@ -283,13 +289,13 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
     require(n >= 4, "residuals", expected="at least 4 trajectories", got=n, instead="more chunks")
     x = residual.double()
     mean = x.mean(0)
-    centred = x - mean
-    second = centred.square().mean(0)
+    centered = x - mean
+    second = centered.square().mean(0)
     rounding = 64 * torch.finfo(torch.float64).eps * x.abs().amax(0)
     ok = second.sqrt() > rounding
     if not bool(ok.any()):
         return ResidualStatistics(*[float("nan")] * 6, degenerate=x.shape[1])
-    mean, second, fourth = mean[ok], second[ok], centred.square().square().mean(0)[ok]
+    mean, second, fourth = mean[ok], second[ok], centered.square().square().mean(0)[ok]
     variance = second * n / (n - 1)
     excess = (n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * (fourth / second.square() - 3) + 6)
     return ResidualStatistics(
@@ -356,7 +362,8 @@ def map_errors(
     :func:`residual_maps` alone.
 
     >>> X = torch.ones(4, 3, 2)
-    >>> map_errors(X, lambda start, end: fit_map(X[:, start], X[:, end], "identity"))[0, 1:].tolist()
+    >>> errors = map_errors(X, lambda start, end: fit_map(X[:, start], X[:, end], "identity"))
+    >>> errors[0, 1:].tolist()
     [0.0, 0.0]
     """
     states = X.shape[1]
@@ -377,23 +384,22 @@ def baselines(
     end: int,
     aligned: AlignedBases | None = None,
     *,
-    kinds: tuple[str, ...] = MAPS,
+    map_types: tuple[str, ...] = MAPS,
     signs: str = "U",
 ) -> dict[str, tuple[Fit, Fit]]:
-    """For each kind of map its fit in-sample (on ``train``) and held out (on ``test``), from one
+    """For each type of map its fit in-sample (on ``train``) and held out (on ``test``), from one
     state row to another.
 
     ``aligned`` of ``train`` are used for the flow where given (aligned over all states, as
     published); else the two states' own.
     """
     out: dict[str, tuple[Fit, Fit]] = {}
-    for kind in kinds:
-        from_aligned = kind == "flow" and aligned is not None
+    for map_type in map_types:
         found = (
             flow_map(aligned, start, end, signs=signs)
-            if from_aligned and aligned
-            else fit_map(train[:, start], train[:, end], kind)
+            if map_type == "flow" and aligned is not None
+            else fit_map(train[:, start], train[:, end], map_type)
         )
         scores = [score_map(found(part[:, start].double()), part[:, end]) for part in (train, test)]
-        out[kind] = (scores[0], scores[1])
+        out[map_type] = (scores[0], scores[1])
     return out

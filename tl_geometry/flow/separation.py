@@ -130,9 +130,11 @@ class SeparationTable(Result):
     classifier: str
 
     def columns(self) -> tuple[str, ...]:
+        """Column names of the table."""
         return ("comparison", *Accuracy._fields)
 
     def rows(self) -> list[tuple[object, ...]]:
+        """Rows of the table."""
         return [(n, *(float(x) for x in v)) for n, v in zip(self.names, self.accuracy)]
 
 
@@ -140,7 +142,7 @@ def true_against_extrapolated(
     ensemble: Trajectories,
     *,
     start: int,
-    kind: str = "flow",
+    map_type: str = "flow",
     align: str = "greedy",
     signs: str = "U",
     classifier: str = "svm",
@@ -152,21 +154,21 @@ def true_against_extrapolated(
 
     Maps come from one half of the trajectories, the comparison from the other: in-sample the two
     have the same second moments by construction. A trajectory and its extrapolation stay on one
-    side of every split. ``kind`` is the map: the published flow, or any other of
+    side of every split. ``map_type`` is the map: the published flow, or any other of
     :data:`tl_geometry.flow.residuals.MAPS` to compare it with.
     """
-    choice(kind, MAPS, "kind")
+    choice(map_type, MAPS, "map_type")
     train, test = ensemble.split(seed=seed)
     row = ensemble.row(start)
     flow = (
         partial(flow_map, train.aligned_bases(align=align), row, signs=signs)
-        if kind == "flow"
+        if map_type == "flow"
         else None
     )
     maps = MapsFrom(train.X[:, row])
     names, found = [], []
     for end in range(row + 1, len(ensemble.states)):
-        move = maps.to(train.X[:, end], kind) if flow is None else flow(end)
+        move = maps.to(train.X[:, end], map_type) if flow is None else flow(end)
         moved = move(test.X[:, row].double())
         names.append(f"{start}->{ensemble.states[end]}")
         found.append(
@@ -180,11 +182,8 @@ def true_against_extrapolated(
             )
         )
     require(bool(found), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
-    few = (
-        too_few(len(train), train.X.shape[-1], "maps")
-        if kind not in ("identity", "mean", "shift", "scaled")
-        else ()
-    )
+    wide = map_type not in ("identity", "mean", "shift", "scaled")
+    few = too_few(len(train), train.X.shape[-1], "maps") if wide else ()
     return _table(names, found, classifier, ensemble.provenance.flagged(*few))
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -19,13 +19,13 @@ from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
-from tl_geometry.flow.replacing import METRICS, Job, Measure, Pair, take
+from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, take
 from tl_geometry.flow.residuals import LayerMap, MapsFrom, flow_map
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import output_batch, require_output
 
-KINDS = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
+MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
 """Maps that take the place of blocks: the published flow, the flow with the best signs, and the
 baselines of ``residuals.fit_map``."""
 PLACES = ("pilot", "all")
@@ -45,26 +45,29 @@ class SkipMap(Result):
     """What it costs to replace blocks ``a .. b-1`` by a map from state a to state b, on chunks that
     the map was not fitted on.
 
-    ``values["pilot|flow|kl"]`` is ``[state state]`` with row a and column b (NaN unless measured):
-    places are the pilot position or all positions, metrics ``kl`` = KL(own | replaced) in nats, its
-    standard error over chunks, ``top1`` and ``top5`` agreement (shares), ``loss_increase`` in nats
-    per token of the true next token. ``loss`` is the model's own loss at the two places.
+    ``values["pilot", "flow", "kl"]`` is ``[state state]`` with row a and column b (NaN unless
+    measured): places are the pilot position or all positions, metrics ``kl`` =
+    KL(own | replaced) in nats, ``kl_se`` its standard error over chunks, ``top1`` and ``top5``
+    agreement (shares), ``loss_increase`` in nats per token of the true next token. ``loss`` is the
+    model's own loss at the two places.
     """
 
-    values: Mapping[str, Float[Tensor, "state state"]]
+    version: ClassVar[int] = 2
+    values: Mapping[Key, Float[Tensor, "state state"]]
     loss: tuple[float, float]
-    kinds: tuple[str, ...]
+    map_types: tuple[str, ...]
     places: tuple[str, ...]
     train: int
     test: int
 
     def table(
-        self, kind: str, metric: str = "kl", *, place: str = "pilot"
+        self, map_type: str, metric: str = "kl", *, place: str = "pilot"
     ) -> Float[Tensor, "state state"]:
         """One map: row a, column b."""
-        key = f"{place}|{kind}|{metric}"
-        require(key in self.values, "table", expected=f"one of {', '.join(self.values)}", got=key)
-        return self.values[key]
+        choice(place, self.places, "place")
+        choice(map_type, self.map_types, "map_type")
+        choice(metric, METRICS, "metric")
+        return self.values[place, map_type, metric]
 
     def pairs(self) -> list[Pair]:
         """Measured pairs of states."""
@@ -72,31 +75,28 @@ class SkipMap(Result):
         return [(int(a), int(b)) for a, b in known.nonzero()]
 
     def skippable(
-        self, budget: float, kind: str, *, metric: str = "loss_increase", place: str = "pilot"
+        self, budget: float, map_type: str, *, metric: str = "loss_increase", place: str = "pilot"
     ) -> tuple[int, Pair] | None:
         """The most blocks that one such map replaces while the metric stays within ``budget``, and
         which; ``None`` if none does."""
-        table = self.table(kind, metric, place=place)
+        table = self.table(map_type, metric, place=place)
         good = [(b - a, (a, b)) for a, b in self.pairs() if float(table[a, b]) <= budget]
         return max(good, key=lambda g: (g[0], -float(table[g[1]]))) if good else None
 
     def columns(self) -> tuple[str, ...]:
-        return ("place", "kind", "from_layer", "to_layer", "skipped", *METRICS)
+        """Column names of the table."""
+        return ("place", "map_type", "from_layer", "to_layer", "skipped", *METRICS)
 
     def rows(self) -> list[tuple[object, ...]]:
-        return [
-            (
-                place,
-                kind,
-                a,
-                b,
-                b - a,
-                *(float(self.table(kind, m, place=place)[a, b]) for m in METRICS),
-            )
-            for place in self.places
-            for kind in self.kinds
-            for a, b in self.pairs()
-        ]
+        """Rows of the table."""
+        out: list[tuple[object, ...]] = []
+        for place in self.places:
+            for map_type in self.map_types:
+                tables = [self.table(map_type, m, place=place) for m in METRICS]
+                for a, b in self.pairs():
+                    numbers = [float(t[a, b]) for t in tables]
+                    out.append((place, map_type, a, b, b - a, *numbers))
+        return out
 
 
 def skip_map(
@@ -105,7 +105,7 @@ def skip_map(
     *,
     test: Any = None,
     pairs: Sequence[Pair] | str | None = None,
-    kinds: Sequence[str] = KINDS,
+    map_types: Sequence[str] = MAP_TYPES,
     places: Sequence[str] = ("pilot",),
     align: str = "greedy",
     train_share: float = 0.5,
@@ -130,7 +130,7 @@ def skip_map(
     would decide every fit), a whole forward pass for each map and pair.
 
     Args:
-        tokens: chunks; the last column is only a target. Split by document where labelled, else at
+        tokens: chunks; the last token is only a target. Split by document where labelled, else at
             random, unless ``test`` is given.
         test: chunks to measure on. Those whose tokens also stand in ``tokens`` are left out, with a
             flag.
@@ -149,57 +149,40 @@ def skip_map(
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=24)
-    >>> skips = tlg.skip_map(model, windows, pairs=[(3, 4)], kinds=("identity",), progress=False)
+    >>> skips = tlg.skip_map(model, windows, pairs=[(3, 4)], map_types="identity", progress=False)
     >>> skips.columns()[:4]
-    ('place', 'kind', 'from_layer', 'to_layer')
+    ('place', 'map_type', 'from_layer', 'to_layer')
     """
     view = as_view(model)
     require_output(view, "skip_map")
     require(budget is None or budget > 0, "budget", expected="seconds above 0", got=budget)
-    kinds, places = _names(kinds, KINDS, "kind"), _names(places, PLACES, "place")
-    kinds = (
-        (*kinds, *(k for k in ALWAYS if k not in kinds))
-        if any(k.startswith("flow") for k in kinds)
-        else kinds
-    )
+    map_types, places = _names(map_types, MAP_TYPES, "map_type"), _names(places, PLACES, "place")
+    if any(t.startswith("flow") for t in map_types):
+        map_types = (*map_types, *(t for t in ALWAYS if t not in map_types))
     source, train, held_out, flags = _chunks(view, tokens, test, prepend_bos, train_share, seed)
     chosen = _pairs(view, pairs)
-    flags += (
-        []
-        if pairs is not None or view.n_layers <= 2
-        else [f"skips of {', '.join(map(str, SKIPS))} blocks only"]
-    )
+    if pairs is None and view.n_layers > 2:
+        flags.append(f"skips of {', '.join(map(str, SKIPS))} blocks only")
     limit = batch_size or output_batch(view, source.columns, all_columns="all" in places)
     states = sorted({s for pair in chosen for s in pair})
-    jobs = _jobs(chosen, kinds)
+    jobs = _jobs(chosen, map_types)
+    estimated = [t for t in map_types if t not in ("identity", "mean")]
     maps: dict[str, Mapping[Job, LayerMap]] = {}
-    with tqdm(
-        total=len(places) * len(jobs) * len(held_out),
-        disable=not progress,
-        desc="skipping",
-        unit="pass",
-    ) as bar:
+    passes = len(places) * len(jobs) * len(held_out)
+    with tqdm(total=passes, disable=not progress, desc="skipping", unit="pass") as bar:
         for place in places:
             bar.set_postfix_str("fitting")
             X = _collect(view, train, states, place, fit_rows, limit, seed)
             fits = _fit(X, states, jobs, align)
-            maps[place] = (
-                fits
-                if view.dtype == torch.float64
-                else {job: found.single() for job, found in fits.items()}
-            )
-            fitted = tuple(k for k in kinds if k not in ("identity", "mean"))
-            flags += too_few(len(X), view.d_model, f"maps at place {place}") if fitted else ()
+            single = view.dtype != torch.float64
+            maps[place] = {job: m.single() for job, m in fits.items()} if single else fits
+            flags += too_few(len(X), view.d_model, f"maps at place {place}") if estimated else ()
         bar.set_postfix_str("measuring")
         work = Measure(view, dict.fromkeys(places, jobs), chosen, limit, bar)
         measured = _measure(work, held_out, places, maps, budget)
-    values, loss = work.finish(places, kinds)
+    values, loss = work.finish(places, map_types)
     flags += _left_out(work, places, jobs, measured, len(held_out), budget)
-    own = min(v for v in loss if not math.isnan(v))
-    if own > LOST * math.log(view.d_vocab):
-        flags += [
-            f"the model's own loss, {own:.2f} nats, is near chance ({math.log(view.d_vocab):.2f}): is BOS missing?"
-        ]
+    flags += _near_chance(loss, view.d_vocab)
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=hash_tokens(held_out[:measured]),
@@ -212,12 +195,20 @@ def skip_map(
     return SkipMap(
         values=values,
         loss=loss,
-        kinds=kinds,
+        map_types=map_types,
         places=places,
         train=len(train),
         test=measured,
         provenance=provenance,
     )
+
+
+def _near_chance(loss: tuple[float, float], d_vocab: int) -> list[str]:
+    """The flag of a model that does not know the text, where this is so."""
+    own, chance = min(v for v in loss if not math.isnan(v)), math.log(d_vocab)
+    if own <= LOST * chance:
+        return []
+    return [f"the model's own loss, {own:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"]
 
 
 def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -247,7 +238,7 @@ def _chunks(
     require(
         source.columns >= 3,
         "tokens",
-        expected="at least 3 columns (the last is a target)",
+        expected="at least 3 tokens (the last is a target)",
         got=source.columns,
     )
     rows = torch.cat(list(source.batches(1024)))
@@ -291,13 +282,13 @@ def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 
-def _jobs(pairs: Sequence[Pair], kinds: Sequence[str]) -> list[Job]:
+def _jobs(pairs: Sequence[Pair], map_types: Sequence[str]) -> list[Job]:
     """What is measured, in order; the constant map is the same from every start and measured once
     for each end."""
     seen: set[int] = set()
     jobs: list[Job] = []
     for pair in pairs:
-        jobs += [(pair, kind) for kind in kinds if kind != "mean" or pair[1] not in seen]
+        jobs += [(pair, t) for t in map_types if t != "mean" or pair[1] not in seen]
         seen.add(pair[1])
     return jobs
 
@@ -331,21 +322,16 @@ def _left_out(
     chunks: int,
     budget: float | None,
 ) -> list[str]:
-    flags = []
+    flags, within = [], "" if budget is None else f"budget of {budget:g} s"
     for place in places:
         short = len(jobs) - len(work.jobs[place])
-        flags += (
-            [
-                f"budget of {budget:g} s: {short} of {len(jobs)} maps left out at place {place}, longest skips first"
-            ]
-            if short
-            else []
-        )
-    flags += (
-        [f"budget of {budget:g} s: {measured} of {chunks} chunks measured"]
-        if measured < chunks
-        else []
-    )
+        if short:
+            flags.append(
+                f"{within}: {short} of {len(jobs)} maps left out at place {place}, "
+                "longest skips first"
+            )
+    if measured < chunks:
+        flags.append(f"{within}: {measured} of {chunks} chunks measured")
     return flags
 
 
@@ -358,17 +344,17 @@ def _collect(
     limit: int,
     seed: int,
 ) -> Float[Tensor, "trajectory state d_model"]:
-    """States of the place's positions in the training chunks; the last column is a target and not
+    """States of the place's positions in the training chunks; the last token is a target and not
     seen."""
     generator = torch.Generator().manual_seed(seed)
-    columns = rows.shape[1] - 1
-    share = min(1.0, fit_rows / (len(rows) * (columns - 1)))
+    positions = rows.shape[1] - 1
+    share = min(1.0, fit_rows / (len(rows) * (positions - 1)))
     out = []
     for part in rows.split(limit):
         if place == "pilot":
-            where = (torch.arange(len(part)), torch.full((len(part),), columns - 1))
+            where = (torch.arange(len(part)), torch.full((len(part),), positions - 1))
         else:
-            picked = (torch.rand(len(part), columns - 1, generator=generator) < share).nonzero()
+            picked = (torch.rand(len(part), positions - 1, generator=generator) < share).nonzero()
             where = (picked[:, 0], picked[:, 1] + 1)
         found: dict[int, Tensor] = {}
         view.run(part[:, :-1], {view.state_hooks[s]: take(found, s, where) for s in states})
@@ -379,16 +365,16 @@ def _collect(
 def _fit(
     X: Float[Tensor, "trajectory state d_model"], states: list[int], jobs: Sequence[Job], align: str
 ) -> dict[Job, LayerMap]:
-    flows = any(kind.startswith("flow") for _, kind in jobs)
+    flows = any(map_type.startswith("flow") for _, map_type in jobs)
     aligned: AlignedBases | None = fit_aligned_bases(X, align=align) if flows else None
     maps: dict[Job, LayerMap] = {}
     for a in states:
         i = states.index(a)
         start = MapsFrom(X[:, i])
         for job in (job for job in jobs if job[0][0] == a):
-            j, kind = states.index(job[0][1]), job[1]
-            if kind.startswith("flow") and aligned is not None:
-                maps[job] = flow_map(aligned, i, j, signs="U" if kind == "flow" else "V")
+            j, map_type = states.index(job[0][1]), job[1]
+            if map_type.startswith("flow") and aligned is not None:
+                maps[job] = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
             else:
-                maps[job] = start.to(X[:, j], kind)
+                maps[job] = start.to(X[:, j], map_type)
     return maps

@@ -37,6 +37,14 @@ GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 them are added."""
 
 
+CURVES = ("K", "kl", "kl_se", "kl_reverse", "top1", "top5")
+ONCE = (
+    *("baseline_mean", "baseline_median", "where", "positions"),
+    *("held_out", "fitted", "claimed"),
+)
+"""Columns of the table of a :class:`TruncationCurve`: a value for each K, and one for all."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TruncationCurve(Result):
     """KL (nats) and top-5 overlap between the truncated and the model's own next-token
@@ -67,11 +75,8 @@ class TruncationCurve(Result):
     def needed(self, share: float = 0.1, *, baseline: str = "mean") -> int | None:
         """Smallest K from which on the mean KL stays at most ``share`` of the baseline; ``None`` if
         none does, or none is claimed."""
-        scale = (
-            self.baseline_mean
-            if choice(baseline, ("mean", "median"), "baseline") == "mean"
-            else self.baseline_median
-        )
+        mean = choice(baseline, ("mean", "median"), "baseline") == "mean"
+        scale = self.baseline_mean if mean else self.baseline_median
         if not self.claimed:
             return None
         bad = (self.kl > share * scale).nonzero()[:, 0].tolist()
@@ -79,38 +84,20 @@ class TruncationCurve(Result):
         return self.K[first] if first < len(self.K) else None
 
     def columns(self) -> tuple[str, ...]:
-        names = (
-            "K",
-            "kl",
-            "kl_se",
-            "kl_reverse",
-            "top1",
-            "top5",
-            "baseline_mean",
-            "baseline_median",
-            "where",
-            "positions",
-        )
-        return (*names, "held_out", "fitted", "claimed")
+        """Column names of the table."""
+        return (*CURVES, *ONCE)
 
     def rows(self) -> list[tuple[object, ...]]:
-        tail = (
-            self.baseline_mean,
-            self.baseline_median,
-            self.where,
-            self.positions,
-            self.held_out,
-            self.fitted,
-            self.claimed,
-        )
-        values = zip(self.kl, self.kl_se, self.kl_reverse, self.top1, self.top5)
-        return [(k, *(float(x) for x in v), *tail) for k, v in zip(self.K, values)]
+        """Rows of the table."""
+        curves = zip(*(getattr(self, name) for name in CURVES), strict=True)
+        once = [getattr(self, name) for name in ONCE]
+        return [(int(k), *(float(x) for x in v), *once) for k, *v in curves]
 
 
 def truncation_kl(
     model: Any,
     tokens: Any,
-    basis: Trajectories,
+    ensemble: Trajectories,
     *,
     K: tuple[int, ...] | None = None,
     where: str = "every",
@@ -124,8 +111,8 @@ def truncation_kl(
     compare the next-token outputs.
 
     Sarfati et al. 2025, section 3.2. All K run in one batch; at the pilot alone the earlier tokens
-    are run once for all of them. ``basis`` holds the directions, of the last token's states before
-    the final norm: give the ensemble of other chunks than ``tokens`` for a held-out curve
+    are run once for all of them. ``ensemble`` holds the directions, of the last token's states
+    before the final norm: give the ensemble of other chunks than ``tokens`` for a held-out curve
     (in-sample chunks lie in the span of their own directions, so that the KL is 0 from K = rank
     on). The curve is ``held_out`` only if the two share no chunk.
 
@@ -135,8 +122,8 @@ def truncation_kl(
             ``"all"``; the paper does not say.
         centered: project about the ensemble's mean in place of the origin.
 
-    Raises ``GeometryError`` when K exceeds the directions there are, for a basis of other states,
-    tokens or BOS, and for models without a trained causal output.
+    Raises ``GeometryError`` when K exceeds the directions there are, for an ensemble of other
+    states, tokens or BOS, and for models without a trained causal output.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -149,13 +136,10 @@ def truncation_kl(
     require_output(view, "truncation_kl")
     choice(where, ("every", "final"), "where")
     choice(positions, ("pilot", "all"), "positions")
-    _check_basis(view, basis, where)
-    aligned = basis.aligned_bases(align="none", centered=centered)
-    grid = (
-        tuple(sorted(set(K)))
-        if K is not None
-        else (*(k for k in GRID if k < aligned.rank), aligned.rank)
-    )
+    _check_ensemble(view, ensemble, where)
+    aligned = ensemble.aligned_bases(align="none", centered=centered)
+    every = (*(k for k in GRID if k < aligned.rank), aligned.rank)
+    grid = every if K is None else tuple(sorted(set(K)))
     require(
         grid[0] >= 1 and grid[-1] <= aligned.rank,
         "K",
@@ -166,38 +150,30 @@ def truncation_kl(
     source = TokenSource.of(view, tokens, None, prepend_bos)
     ids = torch.cat(list(source.batches(1024)))
     require(len(ids) >= 2, "tokens", expected="at least two chunks", got=len(ids))
-    _check_bos(view, basis, ids)
-    rows = {
-        s: basis.row(s)
-        for s in ([view.n_layers] if where == "final" else range(1, view.n_layers + 1))
-    }
+    _check_bos(view, ensemble, ids)
+    states = [view.n_layers] if where == "final" else range(1, view.n_layers + 1)
+    rows = {s: ensemble.row(s) for s in states}
     limit = batch_size or output_batch(view, source.columns, all_columns=False)
-    (kl, reverse, top1, top5), own = _run(
-        view, ids, aligned, grid, rows, positions, limit, progress
-    )
-    chunks = distances(own[1:], own[:-1]).kl
-    fitted = set() if basis.tokens is None else {tuple(row) for row in basis.tokens.tolist()}
-    held_out = basis.tokens is not None and fitted.isdisjoint(tuple(row) for row in ids.tolist())
-    error = kl.std(0) / len(kl) ** 0.5
+    found, own = _run(view, ids, aligned, grid, rows, positions, limit, progress)
+    (kl, reverse, top1, top5), chunks = found, distances(own[1:], own[:-1]).kl
+    fitted = set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}
+    held_out = bool(fitted) and fitted.isdisjoint(tuple(row) for row in ids.tolist())
+    few = too_few(len(ensemble), view.d_model, "directions")
+    flags = [f"{flag}: no K is claimed" for flag in few]
+    if not held_out:
+        same = "directions fitted on the same chunks"
+        flags.insert(0, same if fitted else "chunks of the directions not known")
     provenance = replace(
-        basis.provenance,
+        ensemble.provenance,
         token_hash=hash_tokens(ids),
         corpus=source.corpus,
         contexts=len(ids),
         sources=SOURCE,
     )
-    if not held_out:
-        provenance = provenance.flagged(
-            "directions fitted on the same chunks"
-            if fitted
-            else "chunks of the directions not known"
-        )
-    few = too_few(len(basis), view.d_model, "directions")
-    provenance = provenance.flagged(*(f"{flag}: no K is claimed" for flag in few))
     return TruncationCurve(
         K=grid,
         kl=kl.mean(0),
-        kl_se=error,
+        kl_se=kl.std(0) / len(kl) ** 0.5,
         kl_reverse=reverse.mean(0),
         top1=top1.mean(0),
         top5=top5.mean(0),
@@ -206,59 +182,60 @@ def truncation_kl(
         where=where,
         positions=positions,
         held_out=held_out,
-        fitted=len(basis),
+        fitted=len(ensemble),
         claimed=not few,
-        provenance=provenance,
+        provenance=provenance.flagged(*flags),
     )
 
 
-def _check_basis(view: ModelView, basis: Trajectories, where: str) -> None:
+def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None:
     """Refuse directions of another model, of states after the final norm, of too few states, or of
     another token than the last."""
-    require_trajectories(basis, "basis")
-    same = basis.provenance.fingerprint in (None, view.fingerprint)
+    require_trajectories(ensemble, "ensemble")
+    same = ensemble.provenance.fingerprint in (None, view.fingerprint)
     require(
         same,
-        "basis",
+        "ensemble",
         expected=f"trajectories of {view.name}",
-        got=f"of {basis.provenance.model}",
+        got=f"of {ensemble.provenance.model}",
         instead="trajectories(model, ...)",
     )
     needed = {view.n_layers} if where == "final" else set(range(1, view.n_layers + 1))
     require(
-        needed <= set(basis.states),
-        "basis",
+        needed <= set(ensemble.states),
+        "ensemble",
         expected=f"states {min(needed)} to {view.n_layers}",
-        got=basis.states,
-        instead='trajectories(model, tokens) with the default states, or where="final" for the last one alone',
+        got=ensemble.states,
+        instead="trajectories(model, tokens) with the default states, "
+        'or where="final" for the last one alone',
     )
     require(
-        AFTER_NORM not in basis.provenance.flags,
-        "basis",
+        AFTER_NORM not in ensemble.provenance.flags,
+        "ensemble",
         expected="states before the final norm, where they are projected",
         got=AFTER_NORM,
         instead="the ensemble that .after_norm() was called on",
     )
-    last = -1 if basis.tokens is None else basis.tokens.shape[1] - 1
+    last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
     require(
-        basis.column in (-1, last),
-        "basis",
+        ensemble.position in (-1, last),
+        "ensemble",
         expected="trajectories of the last token",
-        got=f"of column {basis.column}",
+        got=f"of position {ensemble.position}",
         instead='trajectories(model, tokens, position="pilot")',
     )
 
 
-def _check_bos(view: ModelView, basis: Trajectories, ids: Tensor) -> None:
+def _check_bos(view: ModelView, ensemble: Trajectories, ids: Tensor) -> None:
     said = {True: "with BOS", False: "without BOS"}
     known, found = (
-        basis.provenance.has_bos,
+        ensemble.provenance.has_bos,
         view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
     )
     require(
         known is None or known == found,
         "tokens",
-        expected=f"chunks {said[bool(known)]}, as those of basis",
+        expected=f"chunks {said[bool(known)]}, as those of ensemble",
         got=f"chunks {said[found]}",
         instead="the same prepend_bos for both",
     )
@@ -276,7 +253,7 @@ def _run(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
     chunk = max(1, limit // len(grid))
     U = {s: aligned.U[r].to(view.device, view.dtype) for s, r in rows.items()}
-    centre = {s: aligned.centre[r].to(view.device, view.dtype) for s, r in rows.items()}
+    center = {s: aligned.center[r].to(view.device, view.dtype) for s, r in rows.items()}
     ranks = torch.arange(aligned.rank, device=view.device)
     parts: list[Tensor] = []
     own: list[Tensor] = []
@@ -293,7 +270,7 @@ def _run(
                 ks = torch.tensor(grid[start : start + at_once], device=view.device)
                 keep = (ranks < ks[:, None]).to(view.dtype).repeat_interleave(len(tokens), 0)
                 hooks = {
-                    view.state_hooks[s]: _project(U[s], centre[s], keep, positions) for s in rows
+                    view.state_hooks[s]: _project(U[s], center[s], keep, positions) for s in rows
                 }
                 if runs is None:
                     changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
@@ -309,10 +286,10 @@ def _run(
     return (kl, reverse, top1, top5), torch.cat(own)
 
 
-def _project(U: Tensor, centre: Tensor, keep: Tensor, positions: str) -> Hook:
+def _project(U: Tensor, center: Tensor, keep: Tensor, positions: str) -> Hook:
     def hook(h: Tensor) -> Tensor:
         x = h if positions == "all" else h[:, -1:]
-        kept = ((x - centre) @ U * keep[:, None]) @ U.mT + centre
+        kept = ((x - center) @ U * keep[:, None]) @ U.mT + center
         return kept if positions == "all" else torch.cat([h[:, :-1], kept], dim=1)
 
     return hook

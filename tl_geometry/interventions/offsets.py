@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.norms import remove_mean
-from tl_geometry.weights import bilinear
+from tl_geometry.weights import low_rank_diagonal
 
 NO_OFFSETS = ("thresholded",)
 """Parts without a meaning here: which entries survive a threshold differs from offset to offset."""
@@ -129,7 +129,7 @@ def offset_diagonals(
     q, k = _projected(seen, V.mT.to(seen.h), chosen, ahead)
     block = seen.scale * einsum(q, k, "a t h e, b t h e -> t h a b")
     target = diagonal - torch.einsum("da,thab,db->thd", V, block, V)
-    return bilinear.solve_diagonal(V, V, target.mT)[0].mT
+    return low_rank_diagonal.solve_diagonal(V, V, target.mT)[0].mT
 
 
 def _projected(

@@ -39,7 +39,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import Edit, edited_scores
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
-from tl_geometry.weights import bilinear
+from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance
 
@@ -109,25 +109,25 @@ def _part(
         kept = torch.where(dense.abs() > threshold[:, None, None], dense, 0.0)
         return Factors(rotation @ kept, rotation.expand(heads, -1, -1)), factors.diagonal
     if part == "random":
-        centred = float(factors.left.sum(-2).abs().max()) < 1e-6 * float(factors.left.abs().max())
-        V = random_directions(V, centred, seed)
+        centered = float(factors.left.sum(-2).abs().max()) < 1e-6 * float(factors.left.abs().max())
+        V = random_directions(V, centered, seed)
     if part == "low_rank":
         return Factors(
             V @ bilinear.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)
         ), nothing
-    fit = bilinear.fit_low_rank_diagonal(factors, V)
+    fit = low_rank_diagonal.fit_low_rank_diagonal(factors, V)
     return Factors(V @ fit.L, V.expand(heads, -1, -1)), fit.delta
 
 
 def random_directions(
-    V: Float[Tensor, "d_model rank"], centred: bool, seed: int
+    V: Float[Tensor, "d_model rank"], centered: bool, seed: int
 ) -> Float[Tensor, "d_model rank"]:
     """As many orthonormal directions as ``V`` has, uniformly random (orthogonal to the ones for a
     LayerNorm)."""
     draw = torch.randn(
         V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(V)
-    return torch.linalg.qr(bilinear.centre(draw, centred)).Q
+    return torch.linalg.qr(remove_mean(draw.mT, "LN" if centered else None).mT).Q
 
 
 def replacements(
@@ -157,9 +157,9 @@ def replacements(
     out: dict[int, Replacement | OffsetReplacement] = {}
     for layer in layers:
         mine = tuple(h for l, h in heads if l == layer)
-        rows, centred = basis.pos[basis.index(layer)], view.attention_norm(layer).kind == "LN"
+        rows, centered = basis.pos[basis.index(layer)], view.attention_norm(layer).kind == "LN"
         directions, _, found = bilinear.leading_directions(
-            rows, min(60, view.d_model), centred=centred
+            rows, min(60, view.d_model), centered=centered
         )
         k = min(rank or 20, found)
         require(
@@ -172,7 +172,7 @@ def replacements(
         if rotary:
             V = directions[:, :k]
             out[layer] = OffsetReplacement(
-                mine, part, random_directions(V, centred, seed) if part == "random" else V
+                mine, part, random_directions(V, centered, seed) if part == "random" else V
             )
             continue
         chosen = Factors(factors[layer].left[list(mine)], factors[layer].right[list(mine)])

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from tl_geometry.measures.comparison import BasisComparison, compare_bases
+from tl_geometry.measures.context_report import ContextualReport, contextual_report
 from tl_geometry.measures.differences import dct_vectors, smoothness, theorem1
 from tl_geometry.measures.factorisation import kernel_gaps
+from tl_geometry.measures.position_report import PositionalReport, positional_report
 from tl_geometry.measures.rank import denoise, screenot, usable_k
-from tl_geometry.measures.reports import (
-    ContextualReport,
-    PositionalReport,
-    contextual_report,
-    positional_report,
-)
 
 __all__ = [
     "BasisComparison",

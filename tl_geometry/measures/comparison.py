@@ -3,10 +3,12 @@ with their own noise as the floor."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -47,23 +49,16 @@ class BasisComparison(Result):
     other: str
 
     def _table(self) -> dict[str, Tensor]:
-        names = (
-            "angle_mean",
-            "angle_max",
-            "overlap",
-            "overlap_floor",
-            "overlap_random",
-            "procrustes",
-            "procrustes_floor",
-        )
-        return {
-            n: getattr(self, n) for n in (*names, "difference", "difference_floor", "mean_cosine")
-        }
+        left_out = ("provenance", "pairs", "rank", "other")
+        names = [f.name for f in dataclasses.fields(self) if f.name not in left_out]
+        return {n: getattr(self, n) for n in names}
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("state_a", "state_b", "rank", *self._table())
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         values = self._table().values()
         return [
             [*pair, self.rank[i], *(float(v[i]) for v in values)]
@@ -78,7 +73,7 @@ def procrustes_similarity(a: linalg.SVD, b: linalg.SVD) -> Float[Tensor, "*batch
     1 for rotated and scaled copies, also of different d_model; invariant to rotation of either
     side. 0 where one is zero.
     """
-    small = a.S.unsqueeze(-1) * (a.U.mT @ b.U) * b.S.unsqueeze(-2)
+    small = einsum(a.S, a.U, b.U, b.S, "... i, ... row i, ... row j, ... j -> ... i j")
     size = torch.linalg.vector_norm(a.S, dim=-1) * torch.linalg.vector_norm(b.S, dim=-1)
     return torch.where(size > 0, torch.linalg.svdvals(small).sum(-1) / size, 0.0)
 
@@ -103,27 +98,60 @@ def compare_bases(
     above the floor cannot be told from identity.
 
     >>> from tl_geometry import decompose_activations
-    >>> h = torch.randn(16, 6, 4, generator=torch.Generator().manual_seed(0)) + 3 * torch.randn(6, 4)
+    >>> g = torch.Generator().manual_seed(0)
+    >>> h = torch.randn(16, 6, 4, generator=g) + 3 * torch.randn(6, 4, generator=g)
     >>> a, b = decompose_activations(h), decompose_activations(-2 * h)
     >>> c = compare_bases(a, b, rank=2)
     >>> round(float(c.procrustes), 6), round(float(c.angle_max), 6)
     (1.0, 0.0)
     """
-    kinds = [f"normalized={x.provenance.normalized}" for x in (a, b)]
-    same = kinds[0] == kinds[1]
+    pairs = _checked_pairs(a, b, states)
+    halves = [x.half_pos() for x in (a, b)]
+    positions, d_model = a.pos.shape[1:]
+    nan = torch.tensor(torch.nan, dtype=torch.float64)
+    rows: list[dict[str, Tensor]] = []
+    used: list[int] = []
+    for state_a, state_b in pairs:
+        i, j = a.index(state_a), b.index(state_b)
+        parts = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
+        r = rank or _rank(parts[0].S, (positions, d_model))
+        limit = min(len(p.S) for p in parts)
+        require(1 <= r <= limit, "rank", expected=f"1 to {limit} directions", got=r)
+        same_space = d_model == b.mean.shape[1]
+        mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else nan
+        random = torch.tensor(r / d_model, dtype=torch.float64)
+        own = [(h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None]
+        chance = {"overlap_random": random, "mean_cosine": mean}
+        rows.append(_agreement(*parts, r) | _floors(own, r) | chance)
+        used.append(r)
+    return BasisComparison(
+        provenance=a.provenance.flagged(*a.flags()),
+        other=b.provenance.line(),
+        pairs=pairs,
+        rank=tuple(used),
+        **{name: torch.stack([row[name] for row in rows]) for name in rows[0]},
+    )
+
+
+def _checked_pairs(
+    a: PositionContext, b: PositionContext, states: Sequence[int | Pair] | None
+) -> tuple[Pair, ...]:
+    """The pairs of states to compare, of two bases that can be compared."""
+    normalized = [f"normalized={x.provenance.normalized}" for x in (a, b)]
+    same = normalized[0] == normalized[1]
     require(
         same,
         "bases",
-        expected=f"states of one kind, {kinds[0]}",
-        got=kinds[1],
+        expected=f"states of one kind, {normalized[0]}",
+        got=normalized[1],
         instead="the same normalize= for both",
     )
-    t = a.pos.shape[1], b.pos.shape[1]
+    lengths = a.pos.shape[1], b.pos.shape[1]
     require(
-        t[0] == t[1],
+        lengths[0] == lengths[1],
         "windows",
-        expected=f"equal lengths, {t[0]} positions",
-        got=t[1],
+        expected=f"equal lengths, {lengths[0]} positions",
+        got=lengths[1],
         instead="decompose(..., window=) for both",
     )
     chosen = [s for s in a.states if s in b.states] if states is None else states
@@ -135,57 +163,19 @@ def compare_bases(
         got="none",
         instead="pairs of states",
     )
-    halves = [x.half_pos() for x in (a, b)]
-    rows: list[list[Tensor]] = []
-    used: list[int] = []
-    for state_a, state_b in pairs:
-        i, j = a.index(state_a), b.index(state_b)
-        parts = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
-        r = rank or _rank(parts[0].S, (t[0], a.pos.shape[2]))
-        limit = min(len(p.S) for p in parts)
-        require(1 <= r <= limit, "rank", expected=f"1 to {limit} directions", got=r)
-        own = [
-            _pair(linalg.svd(h[0][k]), linalg.svd(h[1][k]), r)
-            for h, k in zip(halves, (i, j), strict=True)
-            if h is not None
-        ]
-        nothing = [torch.tensor(torch.nan, dtype=torch.float64)] * 3
-        floor = (
-            [
-                torch.stack([o[2] for o in own]).amin(),
-                *(torch.stack([o[n] for o in own]) for n in (3, 4)),
-            ]
-            if own
-            else nothing
-        )
-        same_space = a.mean.shape[1] == b.mean.shape[1]
-        mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else nothing[0]
-        floors = [floor[0], floor[1].amin(), floor[2].amax()]
-        rows.append(
-            [
-                *_pair(*parts, r),
-                *floors,
-                torch.tensor(r / a.pos.shape[2], dtype=torch.float64),
-                mean,
-            ]
-        )
-        used.append(r)
-    names = ("angle_mean", "angle_max", "overlap", "procrustes", "difference")
-    names += (
-        "overlap_floor",
-        "procrustes_floor",
-        "difference_floor",
-        "overlap_random",
-        "mean_cosine",
-    )
-    table = {n: torch.stack([row[k] for row in rows]) for k, n in enumerate(names)}
-    return BasisComparison(
-        provenance=a.provenance.flagged(*a.flags()),
-        other=b.provenance.line(),
-        pairs=pairs,
-        rank=tuple(used),
-        **table,
-    )
+    return pairs
+
+
+def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Tensor]:
+    """The agreement of the two halves of each basis with each other, the noisier of the bases; NaN
+    where no basis has halves."""
+    own = [_agreement(linalg.svd(one), linalg.svd(two), rank) for one, two in halves]
+    worst = {"overlap": torch.amin, "procrustes": torch.amin, "difference": torch.amax}
+    nan = torch.tensor(torch.nan, dtype=torch.float64)
+    return {
+        f"{name}_floor": noisier(torch.stack([o[name] for o in own])) if own else nan
+        for name, noisier in worst.items()
+    }
 
 
 def _rank(s: Tensor, shape: tuple[int, int]) -> int:
@@ -193,16 +183,23 @@ def _rank(s: Tensor, shape: tuple[int, int]) -> int:
     return max(1, int(ranks.screenot(s, shape, k=k).rank)) if k >= 1 else 1
 
 
-def _pair(a: linalg.SVD, b: linalg.SVD, r: int) -> list[Tensor]:
+def _agreement(a: linalg.SVD, b: linalg.SVD, r: int) -> dict[str, Tensor]:
     """Mean and largest angle, overlap, Procrustes similarity, relative difference."""
     nan = torch.tensor(torch.nan, dtype=torch.float64)
     similar = procrustes_similarity(a, b)
     if a.V.shape[0] != b.V.shape[0]:
-        return [nan, nan, nan, similar, nan]
+        same = ("angle_mean", "angle_max", "overlap", "difference")
+        return {"procrustes": similar, **dict.fromkeys(same, nan)}
     angles = linalg.principal_angles(a.V[:, :r], b.V[:, :r])
     rows = [p.U * p.S @ p.V.mT for p in (a, b)]
     size = torch.linalg.vector_norm(a.S) * torch.linalg.vector_norm(b.S)
     difference = torch.where(
         size > 0, torch.linalg.vector_norm(rows[0] - rows[1]) / size.sqrt(), torch.nan
     )
-    return [angles.mean(), angles.max(), angles.cos().square().mean(), similar, difference]
+    return {
+        "angle_mean": angles.mean(),
+        "angle_max": angles.max(),
+        "overlap": angles.cos().square().mean(),
+        "procrustes": similar,
+        "difference": difference,
+    }

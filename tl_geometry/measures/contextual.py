@@ -9,7 +9,6 @@ direction: they are left out and counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
-from tl_geometry.base.linalg import normalize_rows, principal_angles, svd
+from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_angles, svd
 
 BLOCK = 1024
 """Contexts whose cosines with all others exist at one time."""
@@ -147,16 +146,6 @@ def subspace_overlap(
     )
 
 
-def numerical_rank(
-    singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]
-) -> Int[Tensor, "*batch"]:
-    """Singular values above rounding, ``max(rows, columns) eps s_1``, of matrices of this shape."""
-    return (
-        singular_values
-        > max(shape[-2:]) * torch.finfo(singular_values.dtype).eps * singular_values[..., :1]
-    ).sum(-1)
-
-
 class ClusterSimilarity(NamedTuple):
     """Mean cosine between contexts of one document (``intra``) and of different ones (``inter``),
     and of every pair of documents."""
@@ -187,8 +176,9 @@ def cluster_similarity(
     The 1.00 published for Llama-2 says nothing: all 64 windows of a document were the same text.
 
     >>> ctx = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -2.0]])
-    >>> s = cluster_similarity(ctx, torch.tensor([0, 0, 1, 1]))
-    >>> float(s.intra), float(s.inter), float(cluster_similarity(ctx, torch.tensor([0, 0, 1, 1]), signed=True).intra)
+    >>> labels = torch.tensor([0, 0, 1, 1])
+    >>> s, signed = (cluster_similarity(ctx, labels, signed=yes) for yes in (False, True))
+    >>> float(s.intra), float(s.inter), float(signed.intra)
     (1.0, 0.0, 0.0)
     """
     checks.choice(preset, ("exact", "reference"), "preset")

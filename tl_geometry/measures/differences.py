@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import svd
+from tl_geometry.base.linalg import cosines, svd
 
 
 def reflect(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row d_model"]:
@@ -95,13 +95,11 @@ def dct_vectors(positions: int, k: int, *, printed: bool = False) -> Float[Tenso
     with j the number of the vector: time and frequency have changed places, and with these vectors
     the theorem is false (see :func:`theorem1`).
     """
-    t = torch.arange(1, positions + 1, dtype=torch.float64).unsqueeze(1)
-    j = torch.arange(1, k + 1, dtype=torch.float64).unsqueeze(0)
-    return (
-        torch.cos(torch.pi * (j - 0.5) * (t - 1) / positions)
-        if printed
-        else torch.cos(torch.pi * (j - 1) * (t - 0.5) / positions)
-    )
+    if not printed:
+        return cosines(positions, k)
+    t = torch.arange(positions, dtype=torch.float64)[:, None]
+    j = torch.arange(k, dtype=torch.float64)
+    return torch.cos(torch.pi * (j + 0.5) * t / positions)
 
 
 class LowFrequencyBound(NamedTuple):
@@ -140,8 +138,8 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     are at most g_1^m g_k^m |H|_op and g_k^(2m) |H|_op, the two off-diagonal blocks together have
     the norm of one of them, and |G~|_op = 2 |G|_op. (4) |H|_op <= 2T |H|_max. Dividing by T gives
     the first inequality, or its sharper form with
-    |Delta|_op / 2T in place of |Delta|_max (``bound_operator``). (5) sin x >= 2x/pi gives g_j <= 1/(2j), so the bracket is at most
-    2 / (4k)^m.
+    |Delta|_op / 2T in place of |Delta|_max (``bound_operator``). (5) sin x >= 2x/pi gives
+    g_j <= 1/(2j), so the bracket is at most 2 / (4k)^m.
 
     Errata. The paper prints 6 / (8k)^m (``bound_paper``) and the vectors of
     ``dct_vectors(printed=True)``. With those vectors the claim is false: T = 64, G = c_2 c_2^T, k =

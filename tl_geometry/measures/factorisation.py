@@ -41,6 +41,7 @@ class KernelGaps(Result):
     incoherence_avg: Float[Tensor, " head"]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return (
             "layer",
             "head",
@@ -53,6 +54,7 @@ class KernelGaps(Result):
         )
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         values = [getattr(self, name) for name in self.columns()[2:]]
         return [[*head, *(float(v[i]) for v in values)] for i, head in enumerate(self.heads)]
 
@@ -91,7 +93,7 @@ def kernel_gaps(
         pos = remove_mean(basis.pos[row], norm)
         h = basis.samples[:, row, slice(*basis.window)].double()
         cvec = remove_mean((h - basis.mean[row] - basis.pos[row]).flatten(0, 1), norm)
-        V = bilinear.leading_directions(basis.pos[row], width, centred=norm == "LN")[0]
+        V = bilinear.leading_directions(basis.pos[row], width, centered=norm == "LN")[0]
         random = remove_mean(
             torch.randn(
                 pos.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64

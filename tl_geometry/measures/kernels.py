@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import choice, require
 from tl_geometry.base.linalg import normalize_rows
 
 PARTS = ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -57,7 +57,8 @@ def kernel_attention(
     Query first; the paper writes the key first, which with its own W = W_Q W_K^T is attention with
     the roles exchanged. Evaluated in log space, so that scores of thousands do not overflow.
 
-    >>> kernel_attention(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]]), torch.eye(1)).flatten().tolist()
+    >>> v = torch.tensor([[1.0], [3.0]])
+    >>> kernel_attention(torch.zeros(2, 1), v, torch.eye(1)).flatten().tolist()
     [1.0, 2.0]
     """
     scores = log_kernel(x, x, W)
@@ -161,9 +162,10 @@ def factorisation_gap(
     explicit constant.
 
     >>> e = torch.eye(4).double()
-    >>> w = {p: random_sparse_weight((e[:2], e[2:])[p[0]], (e[:2], e[2:])[p[1]], 3, seed=i) for i, p in enumerate(PARTS)}
-    >>> gap = factorisation_gap((e[:2], e[2:]), (e[:2], e[2:]), w, (e[:2], e[2:]))
-    >>> gap.incoh, round(gap.bound, 6), float(gap.r.abs().max())
+    >>> parts = e[:2], e[2:]
+    >>> w = {(a, b): random_sparse_weight(parts[a], parts[b], 3, seed=a) for a, b in PARTS}
+    >>> gap = factorisation_gap(parts, parts, w, parts)
+    >>> gap.incoh, round(gap.bound, 6), round(float(gap.r.abs().max()), 12)
     (0.0, 0.0, 0.0)
     """
     for rows in (*bases, *queries, *keys):
@@ -207,7 +209,7 @@ def noise_tail(
     key: Float[Tensor, " d_model"],
     *,
     samples: int = 2000,
-    kind: str = "gaussian",
+    noise: str = "gaussian",
     seed: int = 0,
 ) -> NoiseCheck:
     """Size of a term ``q^T Z k / sqrt(d)`` of a noisy matrix W + Z / sqrt(d), Z independent, mean
@@ -216,13 +218,14 @@ def noise_tail(
     With |q|, |k| <= 1 its variance proxy is at most 1/d:
     ``P(|q^T Z k| / sqrt(d) > x) <= 2 exp(-d x^2 / 2)``. The paper's probability 1 - O(|B_1||B_2|
     exp(-incoh^2 d)) is the union of such events over all pairs, and says something only while
-    |B_1||B_2| is small against exp(incoh^2 d). ``kind`` is ``"gaussian"`` or ``"sign"`` (random signs).
+    |B_1||B_2| is small against exp(incoh^2 d). ``noise`` is ``"gaussian"`` or ``"sign"`` (random
+    signs).
 
     >>> n = noise_tail(torch.eye(16).double()[0], torch.full((16,), 0.25).double())
     >>> bool((n.share <= n.bound).all())
     True
     """
-    require(kind in ("gaussian", "sign"), "kind", expected='"gaussian" or "sign"', got=repr(kind))
+    choice(noise, ("gaussian", "sign"), "noise")
     for vector in (query, key):
         _check_basis(vector.unsqueeze(0))
     d = query.shape[0]
@@ -232,7 +235,7 @@ def noise_tail(
     for low in range(0, samples, step):
         shape = (min(step, samples - low), d, d)
         Z = torch.randn(shape, generator=generator, dtype=torch.float64)
-        Z = Z.sign() if kind == "sign" else Z
+        Z = Z.sign() if noise == "sign" else Z
         draws[low : low + step] = einsum(
             query.double(), Z, key.double(), "i, sample i j, j -> sample"
         ) / math.sqrt(d)
@@ -297,7 +300,7 @@ def empirical_gap(
     Queries and keys are random pairs of rows, drawn with ``seed``.
 
     >>> e = torch.eye(4).double()
-    >>> empirical_gap(e[:2], e[2:], {(0, 0): torch.diag(torch.tensor([0.0, 0.0, 1.0, 1.0])).double()}).relative
+    >>> empirical_gap(e[:2], e[2:], {(0, 0): torch.diag(e[2] + e[3])}).relative
     0.0
     """
     rows = unit_bases(pos, cvec)
@@ -347,7 +350,8 @@ def structured_gaps(
     No d_model x d_model matrix is formed: directions are projected on V once for all heads.
 
     >>> e = torch.eye(4).double()
-    >>> g = structured_gaps(e[:2], e[2:], e[:, :2], torch.ones(1, 2, 2).double(), torch.tensor([[0.0, 0.0, 1.0, 1.0]]).double())
+    >>> L, delta = torch.ones(1, 2, 2).double(), (e[2] + e[3])[None]
+    >>> g = structured_gaps(e[:2], e[2:], e[:, :2], L, delta)
     >>> g.r_max.tolist()
     [0.0]
     """

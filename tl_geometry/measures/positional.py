@@ -19,7 +19,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import normalize_rows, outer_moment
+from tl_geometry.base.linalg import dct_matrix, gram_spectrum, normalize_rows, outer_moment
 
 PRESETS = ("exact", "paper", "reference")
 ADJUSTMENTS = ("first_context", "subsample", "sqrt_C")
@@ -52,7 +52,7 @@ def top_singular_value(
 ) -> Float[Tensor, "*batch"]:
     """Largest singular value of a tall matrix X from ``X^T X``: the root of its largest
     eigenvalue."""
-    return torch.linalg.eigvalsh(second_moment)[..., -1].clamp(min=0).sqrt()
+    return gram_spectrum(second_moment)[..., 0]
 
 
 def relative_norm(
@@ -77,9 +77,11 @@ def relative_norm(
 
     >>> P = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     >>> M = 3 * P.T @ P + torch.diag(torch.tensor([2.0, 0.0]))
-    >>> round(float(relative_norm(torch.linalg.svdvals(P), M, 3)), 4)
+    >>> s, mean = torch.linalg.svdvals(P), torch.tensor([0.0, 2.0])
+    >>> round(float(relative_norm(s, M, 3)), 4)
     0.866
-    >>> round(float(relative_norm(torch.linalg.svdvals(P), M, 3, positions=2, mean=torch.tensor([0.0, 2.0]), preset="reference")), 4)
+    >>> raw = relative_norm(s, M, 3, positions=2, mean=mean, preset="reference")
+    >>> round(float(raw), 4)
     0.5
     """
     checks.choice(preset, PRESETS, "preset")
@@ -170,15 +172,11 @@ def spectra_from_moments(
     cvec = second_moment - contexts * outer_moment(pos)
     found = {
         "P": math.sqrt(contexts) * torch.linalg.svdvals(pos)[..., :top],
-        "Cvec": _root_spectrum(cvec, top),
+        "Cvec": gram_spectrum(cvec)[..., :top],
     }
     if ctx is not None:
-        found["R"] = _root_spectrum(cvec - positions * outer_moment(ctx), top)
+        found["R"] = gram_spectrum(cvec - positions * outer_moment(ctx))[..., :top]
     return found
-
-
-def _root_spectrum(gram: Tensor, top: int) -> Tensor:
-    return torch.linalg.eigvalsh(gram).flip(-1)[..., :top].clamp(min=0).sqrt()
 
 
 class NormalizedGram(NamedTuple):
@@ -199,20 +197,12 @@ def normalized_gram(
     Blocks: position-position (smooth), position-context (near zero when the bases are incoherent),
     context-context.
 
-    >>> normalized_gram(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0]])).gram[0].tolist()
+    >>> pos, ctx = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+    >>> normalized_gram(pos, ctx).gram[0].tolist()
     [1.0, 0.0, 0.7071067690849304]
     """
     rows, degenerate = normalize_rows(pos if ctx is None else torch.cat([pos, ctx], dim=-2))
     return NormalizedGram(rows @ rows.mT, degenerate)
-
-
-def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "row position"]:
-    """Orthonormal DCT-II: row k is ``a_k cos(pi k (t + 1/2) / T)``, t = 0..T-1,
-    ``a_0 = sqrt(1/T)``, else ``sqrt(2/T)``."""
-    t = torch.arange(positions, dtype=torch.float64)
-    rows = torch.cos(torch.pi * t[:, None] * (t + 0.5) / positions) * math.sqrt(2 / positions)
-    rows[0] /= math.sqrt(2)
-    return rows.to(dtype)
 
 
 def fourier(gram: Float[Tensor, "*batch position position"]) -> Float[Tensor, "*batch row column"]:
@@ -238,8 +228,9 @@ def low_frequency_share(
 
     Rows in random order give about K / T. NaN for a zero basis.
 
-    >>> round(float(low_frequency_share(dct_matrix(32)[1:3].T)), 2), round(float(low_frequency_share(torch.eye(32).double(), 8)), 2)
-    (1.0, 0.25)
+    >>> cosines, axes = dct_matrix(32)[1:3].T, torch.eye(32).double()
+    >>> [round(float(low_frequency_share(rows, 8)), 2) for rows in (cosines, axes)]
+    [1.0, 0.25]
     """
     rows, degenerate = normalize_rows(pos)
     low = dct_matrix(pos.shape[-2], pos.dtype).to(pos.device)[:frequencies] @ rows

@@ -107,7 +107,8 @@ def screenot(
     Song & Zhong 2023 use k=20, ``"i"`` on 511 x d_model. Raises GeometryError when k is too large
     (:func:`usable_k`).
 
-    >>> noise = torch.randn(60, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 80**0.5
+    >>> g = torch.Generator().manual_seed(0)
+    >>> noise = torch.randn(60, 80, dtype=torch.float64, generator=g) / 80**0.5
     >>> noise[:2, :2] += 9 * torch.eye(2)
     >>> int(screenot(torch.linalg.svdvals(noise), (60, 80), k=10).rank)
     2

@@ -356,7 +356,7 @@ def clouds(
 
 def skip_figure(
     skips: SkipMap,
-    kinds: Sequence[str] | None = None,
+    map_types: Sequence[str] | None = None,
     *,
     metric: str = "loss_increase",
     place: str = "pilot",
@@ -373,12 +373,12 @@ def skip_figure(
 
     if (
         ax is None
-        and len(skips.table(skips.kinds[0], metric, place=place)) > 9
+        and len(skips.table(skips.map_types[0], metric, place=place)) > 9
         and len({b - a for a, b in skips.pairs()}) <= 4
     ):
-        return _skip_lines(skips, list(kinds or skips.kinds), metric, place)
+        return _skip_lines(skips, list(map_types or skips.map_types), metric, place)
 
-    shown = list(kinds or skips.kinds)
+    shown = list(map_types or skips.map_types)
     figure, axes = (
         canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4))
         if ax is None
@@ -386,11 +386,13 @@ def skip_figure(
     )
     tables = [skips.table(k, metric, place=place) for k in shown[: len(axes)]]
     reference = (
-        skips.table("mean", metric, place=place) if "mean" in skips.kinds else torch.stack(tables)
+        skips.table("mean", metric, place=place)
+        if "mean" in skips.map_types
+        else torch.stack(tables)
     )
     high = float(reference.nan_to_num().max())
     image = None
-    for axis, kind, table in zip(axes, shown, tables, strict=False):
+    for axis, map_type, table in zip(axes, shown, tables, strict=False):
         low, top = (0.0, 1.0) if metric.startswith("top") else (0.0, high)
         image = axis.imshow(
             table[:-1, 1:].numpy(),
@@ -399,7 +401,7 @@ def skip_figure(
             vmax=top,
             extent=(0.5, len(table) - 0.5, len(table) - 1.5, -0.5),
         )
-        axis.set_title(kind, fontsize=9)
+        axis.set_title(map_type, fontsize=9)
         axis.set_xlabel("goes on at block")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -430,15 +432,22 @@ def _skip_caption(skips: SkipMap, place: str) -> str:
     return f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} nats; {skips.provenance.line()}"
 
 
-def _skip_lines(skips: SkipMap, kinds: Sequence[str], metric: str, place: str) -> View:
+def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: str) -> View:
     """The cost of skipping as lines over the first skipped block."""
     lengths = sorted({b - a for a, b in skips.pairs()})
     figure, axes = canvas(len(lengths), size=(3.2, 2.6))
     for axis, length in zip(axes, lengths, strict=True):
-        for kind in kinds:
-            line = skips.table(kind, metric, place=place).diagonal(length)
-            axis.plot(range(len(line)), line, "o-", ms=2, lw=2 if kind == "flow" else 1, label=kind)
-        if "mean" in kinds and not metric.startswith("top"):
+        for map_type in map_types:
+            line = skips.table(map_type, metric, place=place).diagonal(length)
+            axis.plot(
+                range(len(line)),
+                line,
+                "o-",
+                ms=2,
+                lw=2 if map_type == "flow" else 1,
+                label=map_type,
+            )
+        if "mean" in map_types and not metric.startswith("top"):
             axis.set_ylim(
                 None,
                 1.2

@@ -13,7 +13,9 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.html import visible
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import positional
-from tl_geometry.measures.reports import ContextualReport, PositionalReport, StateMeasures
+from tl_geometry.measures.context_report import ContextualReport
+from tl_geometry.measures.position_report import PositionalReport
+from tl_geometry.measures.state_measures import StateMeasures
 from tl_geometry.render.figure import (
     DIVERGING,
     PARTS,
@@ -211,10 +213,9 @@ def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
         lw=1,
         capsize=2,
     )
-    for key, null in report.nulls.items():
-        measure, kind = key.split("|")
+    for (measure, null), value in report.nulls.items():
         if measure == name:
-            axis.plot(report.states, null, "--", lw=1, color=NULLS[kind], label=kind)
+            axis.plot(report.states, value, "--", lw=1, color=NULLS[null], label=null)
     axis.set_title(name.replace("_", " "), fontsize=9)
     axis.set_xlabel("state")
     axis.set_xticks(whole_ticks(report.states, 8))

@@ -58,16 +58,16 @@ def weight_blocks(
         axis.set_ylim(size - 0.5, -0.5)
         lift = float(geometry.lift[row])
         axis.set_title(f"L{layer}H{head}: {lift:.3g} x chance", fontsize=8)
-        axis.set_xlabel("key" if geometry.kind == "QK" else "output", fontsize=8)
-        axis.set_ylabel("query" if geometry.kind == "QK" else "input", fontsize=8)
+        axis.set_xlabel("key" if geometry.matrix == "QK" else "output", fontsize=8)
+        axis.set_ylabel("query" if geometry.matrix == "QK" else "input", fontsize=8)
         axis.set_xticks([])
         axis.set_yticks([])
     for axis in axes[len(rows) :] if ax is None else ():
         axis.axis("off")
-    caption = f"red: |diag(W_{geometry.kind})|; blue: rotated entries above the threshold; dashed: k x k; above: concentration over chance"
+    caption = f"red: |diag(W_{geometry.matrix})|; blue: rotated entries above the threshold; dashed: k x k; above: concentration over chance"
     return View(
         figure,
-        title=f"Diagonal and block of W_{geometry.kind}",
+        title=f"Diagonal and block of W_{geometry.matrix}",
         caption=f"{caption}; {geometry.provenance.line()}",
     )
 
@@ -109,7 +109,7 @@ def coverage_curves(
     axes[0].legend(fontsize=7)
     return View(
         figure,
-        title=f"Coverage of W_{readout.kind}",
+        title=f"Coverage of W_{readout.matrix}",
         caption=f"cumulative share of singular values, one line per head; {readout.provenance.line()}",
     )
 

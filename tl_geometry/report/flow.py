@@ -24,7 +24,7 @@ CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
 output-based measures use."""
 SHALLOW = 12
 """Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
-KINDS = ("flow", "ridge", "identity", "mean")
+MAP_TYPES = ("flow", "ridge", "identity", "mean")
 
 
 def estimate(analysis: Analysis) -> float:
@@ -61,7 +61,9 @@ def _skip_cost(analysis: Analysis, chunks: int) -> float:
     takes what time is left."""
     states = min(analysis.view.n_layers + 1, 31)
     small = min(chunks, analysis.view.d_model)
-    fitting = 8 * analysis.costs.svd * states * len(KINDS) * chunks * small * analysis.view.d_model
+    fitting = (
+        8 * analysis.costs.svd * states * len(MAP_TYPES) * chunks * small * analysis.view.d_model
+    )
     return 1 + 1.5 * analysis.costs.output * _length(analysis) * chunks + fitting
 
 
@@ -112,7 +114,7 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
         ensemble = trajectories(
             analysis.model, chunks, progress=False, post_norm=analysis.view.causal
         )
-        where = "the last" if ensemble.column == -1 else "the first"
+        where = "the last" if ensemble.position == -1 else "the first"
         draft.text.append(
             f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is followed through the blocks ({where}). Rotation and stretch "
             "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next exactly, by construction; what counts is the error on chunks it was not "
@@ -190,7 +192,7 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
         analysis.model,
         some,
         pairs="all" if shallow else None,
-        kinds=KINDS,
+        map_types=MAP_TYPES,
         budget=max(left - needed, 1.0),
         progress=False,
         seed=analysis.seed,

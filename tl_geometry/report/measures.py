@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tl_geometry.measures.reports import contextual_report, positional_report
+from tl_geometry.measures import contextual_report, positional_report
 from tl_geometry.render import measures as views
 from tl_geometry.report import TITLES, Analysis
 from tl_geometry.report.section import Draft, Section
@@ -84,5 +84,5 @@ def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
         draft.draw(views.similarity(context))
     draft.text.append(
         f"Positional and context vectors of state {basis.states[middle]} have a mean |cos| of {float(context['incoherence_avg'][middle]):.3f} where random directions have "
-        f"{float(context.nulls['incoherence_avg|random'][middle]):.3f}. The paper defines incoherence as a maximum and tabulates an average; both are here."
+        f"{float(context.nulls['incoherence_avg', 'random'][middle]):.3f}. The paper defines incoherence as a maximum and tabulates an average; both are here."
     )

@@ -89,7 +89,7 @@ def section(analysis: Analysis) -> Section:
             _geometry(draft, analysis)
     with draft.part("what heads write, in tokens"):
         analysis.clock.say("what heads write, in tokens")
-        read = token_readout(analysis.model, kind="OV")
+        read = token_readout(analysis.model, matrix="OV")
         draft.tables["readout_ov"] = read
         draft.draw(views.coverage_curves(read))
     with draft.part("paths on the sphere"):

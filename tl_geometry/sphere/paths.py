@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.errors import BudgetError, GeometryError, require
+from tl_geometry.base.errors import BudgetError, GeometryError, fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokenWindows
@@ -65,6 +66,7 @@ class TokenPaths(Result):
     fitted_on: str
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         updates = [
             f"{name}_{update}" for update in UPDATES for name in ("radial", "tangential", "turn")
         ]
@@ -83,6 +85,7 @@ class TokenPaths(Result):
         ]
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         out: list[list[object]] = []
         batch, position, states = self.angle.shape
         fields = (self.radial, self.tangential, self.turn)
@@ -178,12 +181,8 @@ def _contexts_per_batch(
 ) -> int:
     """How many contexts are followed at once: as many as the budget holds, all of them for UMAP."""
     columns = rows.tokens.shape[1]
-    per_context = (
-        8
-        * (HELD * view.d_model + min(view.d_vocab, projection.VOCABULARY_CHUNK))
-        * (view.n_layers + 1)
-        * columns
-    )
+    per_state = 8 * (HELD * view.d_model + min(view.d_vocab, projection.VOCABULARY_CHUNK))
+    per_context = per_state * (view.n_layers + 1) * columns
     least = len(rows) if method == "umap" else 1
     need = least * per_context
     require(
@@ -211,15 +210,16 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
     near = projection.token_approach(
         states, words, target.unsqueeze(-1).expand(states.shape[:-1]), view.norm
     )
-    near.angle[:, -1], near.rank[:, -1] = torch.nan, 0
-    split = (
-        [torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()] * 3
-        if updates is None
-        else updates
-    )
-    found = {"angle": near.angle, "rank": near.rank, "coordinates": place(states).double()} | dict(
-        zip(PER_BATCH, split, strict=True)
-    )
+    last = torch.arange(tokens.shape[1], device=states.device) == tokens.shape[1] - 1
+    last = rearrange(last, "position -> position 1")
+    nothing = torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()
+    split = [nothing] * 3 if updates is None else updates
+    found = {
+        "angle": torch.where(last, torch.nan, near.angle),
+        "rank": torch.where(last, 0, near.rank),
+        "coordinates": place(states).double(),
+        **dict(zip(PER_BATCH, split, strict=True)),
+    }
     return {name: value.cpu() for name, value in (found | path._asdict()).items()}
 
 
@@ -252,7 +252,8 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
         projection.update_split(h[:, :, :-1], attention, view.norm),
         projection.update_split(h[:, :, :-1] + attention, mlp, view.norm),
     ]
-    return h, [torch.stack(pair).permute(0, 3, 1, 2) for pair in zip(*parts, strict=True)]
+    turn = "update batch position layer -> update layer batch position"
+    return h, [rearrange(torch.stack(pair), turn) for pair in zip(*parts, strict=True)]
 
 
 def _projection(
@@ -263,17 +264,14 @@ def _projection(
     if basis is None:
         rows, name = embeddings(view), "token embeddings"
     else:
-        require(
-            basis.samples is not None,
-            "basis",
-            expected="sampled states",
-            got="a basis without",
-            instead="decompose(..., keep=32)",
-        )
-        rows, name = (
-            basis.samples.flatten(0, 2) if basis.samples is not None else torch.empty(0),
-            "sampled states",
-        )
+        if basis.samples is None:
+            fail(
+                "basis",
+                expected="sampled states",
+                got="a basis without",
+                instead="decompose(..., keep=32)",
+            )
+        rows, name = basis.samples.flatten(0, 2), "sampled states"
     unit = torch.nn.functional.normalize(remove_mean(rows.double(), view.norm), dim=-1)
 
     def points(states: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class PathGeometry(NamedTuple):
 
 
 def path_geometry(
-    points: Float[Tensor, "*batch state d_model"], kind: str | None = "LN"
+    points: Float[Tensor, "*batch state d_model"], norm_type: str | None = "LN"
 ) -> PathGeometry:
     """Step angles between consecutive states, their sum, the angle between the first and the last,
     and the ratio of the two.
@@ -111,12 +111,12 @@ def path_geometry(
     centring.
 
     >>> quarter = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    >>> p = path_geometry(quarter, kind="RMS")
+    >>> p = path_geometry(quarter, norm_type="RMS")
     >>> round(float(p.length / p.net), 3)
     2.0
     """
     require(points.shape[-2] >= 2, "points", expected="at least two states", got=describe(points))
-    c = remove_mean(points.double(), kind)
+    c = remove_mean(points.double(), norm_type)
     steps = linalg.angle(c[..., :-1, :], c[..., 1:, :])
     net = linalg.angle(c[..., 0, :], c[..., -1, :])
     length = steps.sum(-1)
@@ -135,17 +135,18 @@ class UpdateSplit(NamedTuple):
 def update_split(
     state: Float[Tensor, "*batch d_model"],
     update: Float[Tensor, "*batch d_model"],
-    kind: str | None = "LN",
+    norm_type: str | None = "LN",
 ) -> UpdateSplit:
     """Radial part ``<u, h>/|h|`` and tangential part of an update u of a state h (both centred for
     ``"LN"``). NaN where h is zero.
 
     Only the tangential part moves the point on the sphere.
 
-    >>> [round(float(v), 3) for v in update_split(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0]), kind="RMS")]
+    >>> state, update = torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0])
+    >>> [round(float(v), 3) for v in update_split(state, update, norm_type="RMS")]
     [1.0, 3.0, 0.785]
     """
-    h, u = remove_mean(state.double(), kind), remove_mean(update.double(), kind)
+    h, u = remove_mean(state.double(), norm_type), remove_mean(update.double(), norm_type)
     direction, zero = linalg.normalize_rows(h)
     radial = (u * direction).sum(-1)
     across = torch.linalg.vector_norm(u - radial.unsqueeze(-1) * direction, dim=-1)
@@ -168,7 +169,7 @@ def token_approach(
     points: Float[Tensor, "*batch d_model"],
     vocabulary: Float[Tensor, "d_vocab d_model"],
     target: Int[Tensor, "*batch"],
-    kind: str | None = "LN",
+    norm_type: str | None = "LN",
 ) -> Approach:
     """Angle between each state and the direction of its target token, and how many tokens lie
     nearer.
@@ -177,7 +178,8 @@ def token_approach(
     centred for ``"LN"``. By chance the angle is near pi/2 and the rank near ``(d_vocab + 1) / 2``.
     A zero state gives NaN and rank 0; the vocabulary is read in chunks.
 
-    >>> a = token_approach(torch.tensor([1.0, 0.2]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor(1), kind="RMS")
+    >>> state, vocabulary = torch.tensor([1.0, 0.2]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    >>> a = token_approach(state, vocabulary, torch.tensor(1), norm_type="RMS")
     >>> round(float(a.angle), 3), int(a.rank)
     (0.197, 1)
     """
@@ -187,15 +189,14 @@ def token_approach(
         expected=f"token ids from 0 to {len(vocabulary) - 1}",
         got=f"{int(target.min())} to {int(target.max())}",
     )
-    unit, zero = linalg.normalize_rows(remove_mean(points.double(), kind))
-    own = remove_mean(vocabulary[target].double(), kind)
+    unit, zero = linalg.normalize_rows(remove_mean(points.double(), norm_type))
+    own = remove_mean(vocabulary[target].double(), norm_type)
     angle = linalg.angle(unit, own)
     mine = (unit * linalg.normalize_rows(own)[0]).sum(-1)
     nearer = torch.zeros_like(target)
     for start in range(0, len(vocabulary), VOCABULARY_CHUNK):
-        rows = linalg.normalize_rows(
-            remove_mean(vocabulary[start : start + VOCABULARY_CHUNK].double(), kind)
-        )[0]
+        part = vocabulary[start : start + VOCABULARY_CHUNK].double()
+        rows = linalg.normalize_rows(remove_mean(part, norm_type))[0]
         ids = torch.arange(start, start + len(rows), device=target.device)
         above = (unit @ rows.mT > mine.unsqueeze(-1)) & (ids != target.unsqueeze(-1))
         nearer += above.sum(-1)
@@ -225,19 +226,15 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
     require(1 <= k <= min(rows.shape), "k", expected=f"1 to {min(rows.shape)} axes", got=k)
     mean = reduce(rows.double(), "row d_model -> d_model", "mean")
     c = rows.double() - mean
-    if (
-        len(rows) > 2 * rows.shape[1]
+    if len(rows) > 2 * rows.shape[1]:
         # tall: eigenvectors of the covariance, whose squared condition leaves the leading axes
         # alone
-    ):
         values, vectors = torch.linalg.eigh(c.mT @ c)
-        variance, axes = (
-            values.flip(-1).clamp(min=0),
-            linalg.fix_signs(vectors, vectors)[1].flip(-1),
-        )
+        variance = values.flip(-1).clamp(min=0)
+        axes = linalg.fix_signs(vectors, vectors)[1].flip(-1)
     else:
-        decomposition = linalg.svd(c)
-        variance, axes = decomposition.S.square(), decomposition.V
+        _, values, axes = linalg.svd(c)
+        variance = values.square()
     total = variance.sum()
     return Projection(mean, axes[:, :k], torch.where(total > 0, variance[:k] / total, torch.nan))
 

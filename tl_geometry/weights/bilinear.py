@@ -9,8 +9,8 @@ positional means) and ``W_o = W - diag(W)``:
 1. :func:`structure`: diag(W), the block V^T W_o V, mean and standard deviation of all rotated
    entries, the threshold, the entries above the threshold;
 2. :func:`haar_null`, :func:`subspace_null`: how much of ``|W_o|^2`` a random subspace would hold;
-3. :func:`fit_low_rank_diagonal`: the best L and D in ``W = V L V^T + D``, jointly, with one
-   factorisation for all heads of a layer.
+3. :func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`: the best L and D in
+   ``W = V L V^T + D``, jointly.
 
 Everything is computed in float64 and batches over leading axes; bases have no head axis. Basis
 columns that are zero count as absent.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import einsum, rearrange, reduce
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import linalg
@@ -34,7 +34,7 @@ from tl_geometry.base.errors import choice, require
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
 
-KINDS = ("QK", "OV")
+MATRICES = ("QK", "OV")
 DENSE_BYTES = 2**28
 """Memory of the dense rotated matrices that exist at one time when the full rotation is asked
 for."""
@@ -117,11 +117,11 @@ def as_factors(value: Any) -> Factors:
 def fold(
     weights: HeadWeights,
     norm: NormWeights,
-    kind: str,
+    matrix: str,
     *,
     scale: float | None = None,
     raw: bool = False,
-    centre_output: bool | None = None,
+    center_output: bool | None = None,
 ) -> Factors:
     """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer, in the form that
     every loading of a model agrees on.
@@ -129,46 +129,46 @@ def fold(
     Canonical: ``W_Q, W_K, W_V <- A diag(gain) W``, and ``W_O`` centred over its output, A the
     centring over d_model of a LayerNorm (identity for RMSNorm and for no norm). ``raw`` leaves the
     gain and the centring out, as the published figure does. ``scale`` multiplies scores (default
-    ``1 / sqrt(d_head)``). ``centre_output`` overrides the centring of ``W_O``: in a model with its
+    ``1 / sqrt(d_head)``). ``center_output`` overrides the centring of ``W_O``: in a model with its
     LayerNorm after the attention, what is written is centred although what is read is not.
     """
-    choice(kind, KINDS, "kind")
+    choice(matrix, MATRICES, "matrix")
     gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
     layer_norm = norm.kind == "LN" and not raw
 
-    def read(matrix: Tensor) -> Tensor:
-        product = matrix.to(torch.float64, copy=True).mul_(gain.unsqueeze(-1))
+    def read(weight: Tensor) -> Tensor:
+        product = weight.to(torch.float64, copy=True).mul_(rearrange(gain, "d_model -> d_model 1"))
         return product.sub_(product.mean(-2, keepdim=True)) if layer_norm else product
 
-    if kind == "OV":
+    if matrix == "OV":
         written = weights.W_O.to(torch.float64, copy=True)
-        if not raw and (layer_norm if centre_output is None else centre_output):
+        if not raw and (layer_norm if center_output is None else center_output):
             written.sub_(written.mean(-1, keepdim=True))
-        return Factors(
-            read(weights.W_V), rearrange(written, "head d_head d_model -> head d_model d_head")
-        )
+        turned = rearrange(written, "head d_head d_model -> head d_model d_head")
+        return Factors(read(weights.W_V), turned)
     left = read(weights.W_Q).mul_(weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
     return Factors(left, read(weights.W_K))
 
 
-def centre(
-    matrix: Float[Tensor, "*batch d_model column"], yes: bool = True
-) -> Float[Tensor, "*batch d_model column"]:
-    """Columns without their mean over d_model (what LayerNorm's centring does to a matrix that
-    reads its output)."""
-    return matrix - reduce(matrix, "... d_model column -> ... 1 column", "mean") if yes else matrix
-
-
-def _project(basis: Tensor, factor: Tensor) -> Tensor:
-    """``V^T W`` for every head: [rank d_model] by [head d_model d_head]."""
-    return basis.mT.unsqueeze(-3) @ factor
-
-
-def _rotate_diagonal(left: Tensor, diag: Tensor, right: Tensor) -> Tensor:
-    """``V_left^T diag V_right`` for every head."""
-    return (left.mT.unsqueeze(-3) * diag.unsqueeze(-2)) @ (
-        right if right.dim() == 2 else right.unsqueeze(-3)
+def project(
+    basis: Float[Tensor, "... d_model rank"], factor: Float[Tensor, "*batch head d_model d_head"]
+) -> Float[Tensor, "*batch head rank d_head"]:
+    """``V^T W`` of every head, ``[*batch head rank d_head]``."""
+    return einsum(
+        basis,
+        factor,
+        "... d_model rank, ... head d_model d_head -> ... head rank d_head",
     )
+
+
+def rotate_diagonal(
+    left: Float[Tensor, "... d_model row"],
+    diag: Float[Tensor, "*batch head d_model"],
+    right: Float[Tensor, "... d_model column"],
+) -> Float[Tensor, "*batch head row column"]:
+    """``V_left^T diag V_right`` of every head, ``[*batch head row column]``."""
+    pattern = "... d row, ... head d, ... d column -> ... head row column"
+    return einsum(left, diag, right, pattern)
 
 
 def rotated_block(
@@ -182,7 +182,7 @@ def rotated_block(
     ``right`` to ``left``."""
     right = left if right is None else right
     diag = factors.diagonal if remove is None else remove
-    return _project(left, factors.left) @ _project(right, factors.right).mT - _rotate_diagonal(
+    return project(left, factors.left) @ project(right, factors.right).mT - rotate_diagonal(
         left, diag, right
     )
 
@@ -259,12 +259,11 @@ def structure(
     )
     total = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
-    wide_left = torch.cat(
-        [left, complete(left, ones)], dim=-1
-    )  # the last column is the sum of the whole rotation's columns
+    # the last column is the sum of the whole rotation's columns
+    wide_left = torch.cat([left, complete(left, ones)], dim=-1)
     wide_right = wide_left if right is left else torch.cat([right, complete(right, ones)], dim=-1)
-    product = _project(wide_left, factors.left) @ _project(wide_right, factors.right).mT
-    rotated = product - _rotate_diagonal(wide_left, factors.diagonal, wide_right)
+    product = project(wide_left, factors.left) @ project(wide_right, factors.right).mT
+    rotated = product - rotate_diagonal(wide_left, factors.diagonal, wide_right)
     block, mean = rotated[..., :-1, :-1], rotated[..., -1, -1] / size**2
     std = (total / size**2 - mean.square()).clamp(min=0).sqrt()
     threshold = math.sqrt(2 * math.log(size**2)) * std
@@ -272,11 +271,8 @@ def structure(
     inner = block[..., :k, :k]
     energy_ratio = torch.where(total > 0, inner.square().sum((-2, -1)) / total, torch.nan)
     above_threshold = above[..., :k, :k].sum((-2, -1))
-    highest, lowest, beyond = (
-        block.amax((-2, -1)),
-        block.amin((-2, -1)),
-        torch.full_like(above_threshold, -1),
-    )
+    highest, lowest = block.amax((-2, -1)), block.amin((-2, -1))
+    beyond = torch.full_like(above_threshold, -1)
     if outside:
         highest, lowest, every = _dense_extremes(factors, left, right, threshold)
         beyond = every - above_threshold
@@ -310,14 +306,9 @@ def _dense_extremes(
             factors.left[..., start : start + chunk, :, :],
             factors.right[..., start : start + chunk, :, :],
         )
-        scaled = rearrange(part.diagonal, "... head d -> ... head d 1") * q_right.unsqueeze(-3)
-        dense = (
-            _project(q_left, part.left) @ _project(q_right, part.right).mT
-            - q_left.mT.unsqueeze(-3) @ scaled
-        )
-        above = dense.abs() > rearrange(
-            threshold[..., start : start + chunk], "... head -> ... head 1 1"
-        )
+        dense = rotated_block(part, q_left, q_right)
+        level = rearrange(threshold[..., start : start + chunk], "... head -> ... head 1 1")
+        above = dense.abs() > level
         found.append((dense.amax((-2, -1)), dense.amin((-2, -1)), above.sum((-2, -1))))
     highest, lowest, count = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
     return highest, lowest, count
@@ -340,7 +331,8 @@ def haar_null(
     dimensions: ``k k_right / d^2``. (k/d)^2 alone can be wrong by a large factor for a matrix with
     a large trace.
 
-    >>> round(float(haar_null(Factors(torch.eye(50)[None], torch.eye(50)[None]), 5, off_diagonal=False)), 6)
+    >>> eye = torch.eye(50)[None]
+    >>> round(float(haar_null(Factors(eye, eye), 5, off_diagonal=False)), 6)
     0.1
     """
     d = factors.left.shape[-2]
@@ -393,168 +385,20 @@ def subspace_null(
     return torch.where(total > 0, torch.stack(blocks) / total, torch.nan)
 
 
-class LowRankDiagonal(NamedTuple):
-    """``W = V_left L V_right^T + diag(delta) + residual``; shares of ``|W|^2`` explained (NaN for a
-    zero matrix).
-
-    ``singular`` marks layers where the diagonal is not determined (a coordinate axis lies in both
-    subspaces): the minimum-norm solution is given. ``symmetric`` is the share of ``|L|^2`` in its
-    symmetric part.
-    """
-
-    L: Float[Tensor, "*batch head row column"]
-    delta: Float[Tensor, "*batch head d_model"]
-    r2_low_rank: Float[Tensor, "*batch head"]
-    r2_diagonal: Float[Tensor, "*batch head"]
-    r2_joint: Float[Tensor, "*batch head"]
-    symmetric: Float[Tensor, "*batch head"]
-    singular: Bool[Tensor, "..."]
-
-    @property
-    def gain_low_rank(self) -> Tensor:
-        """What L adds to the share that the diagonal alone explains."""
-        return self.r2_joint - self.r2_diagonal
-
-    @property
-    def gain_diagonal(self) -> Tensor:
-        """What the diagonal adds to the share that L alone explains."""
-        return self.r2_joint - self.r2_low_rank
-
-
-def fit_low_rank_diagonal(
-    factors: Factors,
-    left: Float[Tensor, "... d_model row"],
-    right: Float[Tensor, "... d_model column"] | None = None,
-    *,
-    product: Float[Tensor, "*batch head row column"] | None = None,
-) -> LowRankDiagonal:
-    """Joint least squares ``min |W - V_left L V_right^T - diag(delta)|^2`` over L and delta, for
-    all heads at once.
-
-    With projectors P = V V^T: ``(I - P_left o P_right) delta = diag(W) - diag(P_left W P_right)``
-    (o entrywise), then ``L = V_left^T (W - diag delta) V_right``. The matrix belongs to the layer,
-    so it is factored once for all heads. ``product = V_left^T W V_right`` may be given where it is
-    known (:class:`Structure` holds it).
-
-    >>> V = torch.linalg.qr(torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
-    >>> W = V @ torch.tensor([[1.0, 2.0], [0.0, 3.0]], dtype=torch.float64) @ V.T + 0.5 * torch.eye(20)
-    >>> fit = fit_low_rank_diagonal(Factors(W[None], torch.eye(20, dtype=torch.float64)[None]), V)
-    >>> (fit.L[0].round(decimals=6) + 0.0).tolist(), round(float(fit.r2_joint), 6)
-    ([[1.0, 2.0], [0.0, 3.0]], 1.0)
-    """
-    right_basis = left if right is None else right
-    diag, total = factors.diagonal, factors.energy
-    full = (
-        _project(left, factors.left) @ _project(right_basis, factors.right).mT
-        if product is None
-        else product
-    )
-    target = diag - ((left.unsqueeze(-3) @ full) * right_basis.unsqueeze(-3)).sum(-1)
-    delta, singular = solve_diagonal(left, right_basis, target.mT)
-    delta = delta.mT
-    L = full - _rotate_diagonal(left, delta, right_basis)
-    residual = (
-        total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - L.square().sum((-2, -1))
-    )
-
-    def share(value: Tensor) -> Tensor:
-        return torch.where(total > 0, value / total, torch.nan)
-
-    square = L.shape[-1] == L.shape[-2]
-    symmetric = (
-        ((L + L.mT) / 2).square().sum((-2, -1)) / L.square().sum((-2, -1))
-        if square
-        else torch.full_like(total, torch.nan)
-    )
-    return LowRankDiagonal(
-        L,
-        delta,
-        share(full.square().sum((-2, -1))),
-        share(diag.square().sum(-1)),
-        1 - share(residual.clamp(min=0)),
-        symmetric,
-        singular,
-    )
-
-
-def random_fits(
-    factors: Factors, k: int, *, draws: int = 4, seed: int = 0
-) -> Float[Tensor, "sample *batch head"]:
-    """Null of the joint fit: ``r2_joint`` in uniformly random k-dimensional subspaces, one row per
-    draw.
-
-    The mean of ``r2_low_rank`` in such subspaces is known exactly (:func:`haar_null` with
-    ``off_diagonal=False``); the joint share is larger by what the diagonal explains.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shape = (draws, factors.left.shape[-2], k)
-    bases = torch.linalg.qr(
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(factors.left)
-    ).Q
-    return torch.stack([fit_low_rank_diagonal(factors, V).r2_joint for V in bases])
-
-
-def solve_diagonal(
-    left: Float[Tensor, "... d_model row"],
-    right: Float[Tensor, "... d_model column"],
-    target: Float[Tensor, "... d_model head"],
-) -> tuple[Float[Tensor, "... d_model head"], Bool[Tensor, "..."]]:
-    """Minimum-norm solution of ``(I - P_left o P_right) x = target``, and whether the matrix is
-    singular.
-
-    ``P_left o P_right = Z Z^T`` with ``Z[i, (a, b)] = left[i, a] right[i, b]``. The matrix is
-    positive semidefinite, its smallest eigenvalue at least
-    ``1 - max_i sqrt(P_left[i, i] P_right[i, i])`` (Gershgorin and Cauchy-Schwarz). Where that bound
-    is well above zero: a Cholesky factor of the smaller ``I - Z^T Z`` (Woodbury); near zero, of the
-    matrix itself; at zero, eigenvectors.
-    """
-    size = left.shape[-2]
-    eye = torch.eye(size, dtype=left.dtype, device=left.device)
-    bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
-    if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
-        pairs = _pairs(left, right)
-        small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
-        return target + pairs @ torch.cholesky_solve(
-            pairs.mT @ target, torch.linalg.cholesky(small)
-        ), bound < 0
-    matrix = eye - (left @ left.mT) * (right @ right.mT)
-    if bool((bound > 1e-6).all()):
-        return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
-    values, vectors = torch.linalg.eigh(matrix)
-    kept = values > 1e-10
-    inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
-    return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~kept.all(-1)
-
-
-def _pairs(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
-    """Z with ``P_left o P_right = Z Z^T``; for one basis only pairs a <= b, those with a < b
-    counted twice."""
-    if right is left:
-        a, b = torch.triu_indices(left.shape[-1], left.shape[-1], device=left.device)
-        return left[..., a] * left[..., b] * (1 + (a != b).to(left)).sqrt()
-    return rearrange(
-        rearrange(left, "... d a -> ... d a 1") * rearrange(right, "... d b -> ... d 1 b"),
-        "... d a b -> ... d (a b)",
-    )
-
-
 def leading_directions(
-    rows: Float[Tensor, "row d_model"], width: int, *, centred: bool = False
+    rows: Float[Tensor, "row d_model"], width: int, *, centered: bool = False
 ) -> tuple[Float[Tensor, "d_model column"], Float[Tensor, " rank"], int]:
     """The first ``width`` right singular vectors of ``rows`` as columns, all singular values, and
     the numerical rank.
 
-    Columns beyond the numerical rank are zero (absent): no direction is invented. ``centred`` first
-    removes each row's mean over d_model, as a LayerNorm does. Signs: the largest-magnitude
+    Columns beyond the numerical rank are zero (absent): no direction is invented. ``centered``
+    first removes each row's mean over d_model, as a LayerNorm does. Signs: the largest-magnitude
     coordinate is positive.
     """
     rows = rows.double()
-    if centred:
+    if centered:
         rows = rows - reduce(rows, "row d_model -> row 1", "mean")
     _, values, vectors = linalg.svd(rows)
-    rank = int((values > max(rows.shape) * torch.finfo(torch.float64).eps * values.amax()).sum())
-    vectors = torch.nn.functional.pad(vectors, (0, max(0, width - vectors.shape[-1])))[
-        :, :width
-    ].clone()
-    vectors[:, rank:] = 0
-    return vectors, values, rank
+    rank = int(linalg.numerical_rank(values, rows.shape))
+    known = vectors[:, : min(width, rank)]
+    return torch.nn.functional.pad(known, (0, width - known.shape[-1])), values, rank

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +20,7 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
-from tl_geometry.weights import bilinear, readout
+from tl_geometry.weights import bilinear, low_rank_diagonal, readout
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import (
     decode_table,
@@ -33,24 +33,12 @@ from tl_geometry.weights.vocabulary import (
 
 NULL_ROWS = 512
 """Activations that the activation null draws from, at most."""
-COLUMNS = (
-    *(
-        "layer",
-        "head",
-        "k",
-        "rank",
-        "std",
-        "threshold",
-        "highest",
-        "lowest",
-        "above_threshold",
-        "above_threshold_outside",
-    ),
+NUMBERS = (
+    *("std", "threshold", "highest", "lowest", "above_threshold", "above_threshold_outside"),
     *("concentration", "null", "lift", "activation_null", "activation_high"),
     *("r2_low_rank", "r2_diagonal", "r2_joint", "null_r2", "symmetric", "singular"),
 )
-"""Columns of the table of a :class:`WeightGeometry`; all but the first four are fields or
-properties."""
+"""Fields and properties of a :class:`WeightGeometry` that its table shows for every head."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,7 +55,8 @@ class WeightGeometry(Result):
     expectation of ``r2_low_rank``.
     """
 
-    kind: str
+    version: ClassVar[int] = 2
+    matrix: str
     heads: tuple[tuple[int, int], ...]
     layers: tuple[int, ...]
     k: tuple[int, ...]
@@ -114,11 +103,13 @@ class WeightGeometry(Result):
         return self.heads.index(pair)
 
     def columns(self) -> Sequence[str]:
-        return COLUMNS
+        """Column names of the table."""
+        return ("layer", "head", "k", "rank", *NUMBERS)
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         per_layer = {l: (k, r) for l, k, r in zip(self.layers, self.k, self.ranks, strict=True)}
-        fields = [getattr(self, name) for name in COLUMNS[4:]]
+        fields = [getattr(self, name) for name in NUMBERS]
         return [
             [l, h, *per_layer[l], *(f[i].item() for f in fields)]
             for i, (l, h) in enumerate(self.heads)
@@ -128,7 +119,7 @@ class WeightGeometry(Result):
 def weight_geometry(
     model: Any,
     basis: PositionContext,
-    kind: str = "QK",
+    matrix: str = "QK",
     *,
     layers: Iterable[int] | int | None = None,
     rank: int | None = None,
@@ -173,133 +164,142 @@ def weight_geometry(
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("weight_geometry")
+    checks.choice(matrix, bilinear.MATRICES, "matrix")
     chosen = checks.indices(layers, view.n_layers, "layers")
-    need = [s for l in chosen for s in ((l, l + 1) if kind == "OV" else (l,))]
+    step = 1 if matrix == "OV" else 0
+    need = sorted({s for l in chosen for s in (l, l + step)})
     require(
         set(need) <= set(basis.states),
         "basis",
-        expected=f"states {sorted(set(need))}",
+        expected=f"states {need}",
         got=f"states {basis.states}",
         instead="states=None",
     )
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
-    width = min(max(shown, rank or 20), view.d_model)
-    centred = not raw and view.attention_norm(chosen[0]).kind == "LN"
-    bases = {
-        s: bilinear.leading_directions(basis.pos[basis.index(s)], width, centred=centred)
-        for s in sorted(set(need))
+    wanted = rank or 20
+    width = min(max(shown, wanted), view.d_model)
+    centered = not raw and view.attention_norm(chosen[0]).kind == "LN"
+    sides = {
+        s: _Side(
+            *_directions(basis, s, width, centered),
+            _points(basis, s, centered, seed) if draws else None,
+        )
+        for s in need
     }
-    points = {s: _points(basis, s, centred, seed) for s in sorted(set(need))} if draws else {}
     parts: list[dict[str, Tensor]] = []
     used: list[tuple[int, int]] = []
-    for layer, factors in factors_of(view, chosen, kind, raw=raw, offsets=tuple(offsets)):
-        here, there = layer, layer + 1 if kind == "OV" else layer
-        found = min(bases[here][2], bases[there][2])
+    for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
+        left, right = sides[layer], sides[layer + step] if step else None
+        found = left.rank if right is None else min(left.rank, right.rank)
         require(
             found > 0,
             "basis",
             expected="positional vectors that differ",
-            got=f"none at state {here}",
+            got=f"none at state {layer}",
             instead="a longer window",
         )
-        k = min(rank or 20, found)
+        k = min(wanted, found)
         used.append((k, found))
-        left, right = bases[here][0], bases[there][0] if kind == "OV" else None
-        samples = (points.get(here), points.get(there) if kind == "OV" else None)
-        parts.append(
-            _layer(
-                factors,
-                left,
-                right,
-                samples,
-                k=k,
-                pad=min(rank or 20, width),
-                outside=outside,
-                draws=draws,
-                seed=seed,
-            )
-        )
-    flags = ["published coordinates: raw weights"] if raw else []
-    flags += ["no sampled states: no activation null"] if draws and basis.samples is None else []
-    flags += (
-        ["singular: some diagonal cells not determined"]
-        if any(bool(p["singular"].any()) for p in parts)
-        else []
-    )
+        numbers = _layer(factors, left, right, k=k, outside=outside, draws=draws, seed=seed)
+        missing = min(wanted, width) - k
+        numbers["L"] = torch.nn.functional.pad(numbers["L"], (0, missing, 0, missing))
+        parts.append(numbers)
+    table: dict[str, Any] = {n: torch.cat([p[n] for p in parts]).cpu() for n in parts[0]}
+    flags = _flags(basis, raw, draws, bool(table["singular"].any()))
     return WeightGeometry(
-        provenance=_merged(
-            basis,
-            weight_provenance(
-                view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags
-            ),
-        ),
-        kind=kind,
+        provenance=_provenance(view, basis, raw, flags),
+        matrix=matrix,
         heads=tuple((l, h) for l in chosen for h in range(view.n_heads)),
         layers=chosen,
         k=tuple(k for k, _ in used),
         ranks=tuple(r for _, r in used),
         raw=raw,
         offsets=tuple(offsets),
-        **{name: torch.cat([p[name] for p in parts]).cpu() for name in parts[0]},  # pyright: ignore[reportArgumentType]
+        **table,
     )
 
 
-def _merged(basis: PositionContext, mine: Provenance) -> Provenance:
+def _flags(basis: PositionContext, raw: bool, draws: int, singular: bool) -> list[str]:
+    flags = ["published coordinates: raw weights"] if raw else []
+    if draws and basis.samples is None:
+        flags.append("no sampled states: no activation null")
+    if singular:
+        flags.append("singular: some diagonal cells not determined")
+    return flags
+
+
+def _provenance(
+    view: ModelView, basis: PositionContext, raw: bool, flags: Sequence[str]
+) -> Provenance:
     """The weights' provenance with the corpus of the basis."""
+    mine = weight_provenance(
+        view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags
+    )
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
     return dataclasses.replace(
         mine.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields}
     )
 
 
-def _points(basis: PositionContext, state: int, centred: bool, seed: int) -> Tensor | None:
+class _Side(NamedTuple):
+    """One side of a head's matrix: the positional directions of the state there, how many there
+    are, and sampled states for the activation null."""
+
+    directions: Float[Tensor, "d_model column"]
+    rank: int
+    points: Float[Tensor, "row d_model"] | None
+
+    def to(self, device: torch.device) -> _Side:
+        points = None if self.points is None else self.points.to(device)
+        return _Side(self.directions.to(device), self.rank, points)
+
+
+def _directions(
+    basis: PositionContext, state: int, width: int, centered: bool
+) -> tuple[Tensor, int]:
+    pos = basis.pos[basis.index(state)]
+    directions, _, rank = bilinear.leading_directions(pos, width, centered=centered)
+    return directions, rank
+
+
+def _points(basis: PositionContext, state: int, centered: bool, seed: int) -> Tensor | None:
     """Sampled states of the window without their mean, at most ``NULL_ROWS`` of them."""
     if basis.samples is None:
         return None
     row = basis.index(state)
     rows = basis.samples[:, row, slice(*basis.window)].flatten(0, 1)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:NULL_ROWS]
-    return remove_mean(rows[order].double() - basis.mean[row], "LN" if centred else None)
+    return remove_mean(rows[order].double() - basis.mean[row], "LN" if centered else None)
 
 
 def _layer(
     factors: Factors,
-    left: Tensor,
-    right: Tensor | None,
-    samples: tuple[Tensor | None, Tensor | None],
+    left: _Side,
+    right: _Side | None,
     *,
     k: int,
-    pad: int,
     outside: bool,
     draws: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """All numbers of one layer, a row per head; ``L`` is padded with zeros to ``pad`` rows and
-    columns."""
+    """All numbers of one layer, a row per head."""
     device = factors.left.device
     left, right = left.to(device), None if right is None else right.to(device)
-    s = bilinear.structure(factors, left, right, k=k, outside=outside)
-    product = s.product[..., :k, :k]
-    fit = bilinear.fit_low_rank_diagonal(
-        factors, left[:, :k], None if right is None else right[:, :k], product=product
+    V, U = left.directions, None if right is None else right.directions
+    s = bilinear.structure(factors, V, U, k=k, outside=outside)
+    fit = low_rank_diagonal.fit_low_rank_diagonal(
+        factors, V[:, :k], None if U is None else U[:, :k], product=s.product[..., :k, :k]
     )
     out = {**s._asdict(), **fit._asdict()}
     out.pop("product")
     out["singular"] = fit.singular.expand(factors.left.shape[0])
-    out["L"] = torch.nn.functional.pad(fit.L, (0, pad - k, 0, pad - k))
     out["null"] = bilinear.haar_null(factors, k, one_basis=right is None)
     out["null_r2"] = bilinear.haar_null(factors, k, off_diagonal=False, one_basis=right is None)
-    nothing = torch.full_like(s.std, torch.nan)
-    out["activation_null"] = out["activation_high"] = nothing
-    rows, rows_right = samples
-    if rows is not None and draws and len(rows) >= k:
+    out["activation_null"] = out["activation_high"] = torch.full_like(s.std, torch.nan)
+    if left.points is not None and len(left.points) >= k:
+        rows_right = None if right is None else right.points
         drawn = bilinear.subspace_null(
-            factors,
-            rows.to(device),
-            None if rows_right is None else rows_right.to(device),
-            k=k,
-            draws=draws,
-            seed=seed,
+            factors, left.points, rows_right, k=k, draws=draws, seed=seed
         )
         out |= {"activation_null": drawn.mean(0), "activation_high": drawn.amax(0)}
     return out
@@ -317,7 +317,8 @@ class TokenReadout(Result):
     directions are not unique.
     """
 
-    kind: str
+    version: ClassVar[int] = 2
+    matrix: str
     heads: tuple[tuple[int, int], ...]
     features: int
     raw: bool
@@ -343,7 +344,8 @@ class TokenReadout(Result):
         return readout.coverage(self.values)
 
     def columns(self) -> Sequence[str]:
-        sides = ("queries", "keys") if self.kind == "QK" else ("reads", "writes")
+        """Column names of the table."""
+        sides = ("queries", "keys") if self.matrix == "QK" else ("reads", "writes")
         return [
             "layer",
             "head",
@@ -355,6 +357,7 @@ class TokenReadout(Result):
         ]
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         texts = (
             self.left_tokens,
             self.left_opposite_tokens,
@@ -378,7 +381,7 @@ class TokenReadout(Result):
 def token_readout(
     model: Any,
     *,
-    kind: str = "QK",
+    matrix: str = "QK",
     layers: Iterable[int] | int | None = None,
     heads: Iterable[Head] | Head | None = None,
     features: int = 5,
@@ -409,7 +412,7 @@ def token_readout(
     torch.Size([2, 3])
     """
     view = as_view(model)
-    checks.choice(kind, bilinear.KINDS, "kind")
+    checks.choice(matrix, bilinear.MATRICES, "matrix")
     if factors is not None:
         layer = checks.index(layers, view.n_layers, "layers") if isinstance(layers, int) else None
         require(
@@ -424,31 +427,29 @@ def token_readout(
     else:
         pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
         chosen = factors_of(
-            view, sorted({l for l, _ in pairs}), kind, raw=raw, offsets=tuple(offsets)
+            view, sorted({l for l, _ in pairs}), matrix, raw=raw, offsets=tuple(offsets)
         )
     rows = embeddings(view)
-    writes = output_rows(view, raw=raw) if kind == "OV" else None
+    writes = output_rows(view, raw=raw) if matrix == "OV" else None
     parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
     seen, reads = None, rows
     for layer, all_heads in chosen:
         mine = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(all_heads.left[mine], all_heads.right[mine])
         norm = view.attention_norm(layer)
-        if raw or seen != (
-            norm.kind,
-            norm.eps,
-        ):  # without its affine part the norm is the same in every layer
-            seen, reads = (norm.kind, norm.eps), normalized_rows(rows, norm, affine=raw)
+        plain = (norm.kind, norm.eps)
+        if raw or seen != plain:  # without its affine part the norm is the same in every layer
+            seen, reads = plain, normalized_rows(rows, norm, affine=raw)
         found = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k
         )
         parts.append((svd.S, found.left, found.right))
-    return _readout(view, kind, pairs, features, raw, parts)
+    return _readout(view, matrix, pairs, features, raw, parts)
 
 
 def _readout(
     view: ModelView,
-    kind: str,
+    matrix: str,
     pairs: tuple[tuple[int, int], ...],
     features: int,
     raw: bool,
@@ -470,14 +471,14 @@ def _readout(
             }
     flags = (
         []
-        if view.head_trained or kind == "QK"
+        if view.head_trained or matrix == "QK"
         else ["output head not trained: writes are read in the embedding"]
     )
     return TokenReadout(
         provenance=weight_provenance(
             view, sources=("molina2023",), preset="paper" if raw else "exact", flags=flags
         ),
-        kind=kind,
+        matrix=matrix,
         heads=pairs,
         features=features,
         raw=raw,

@@ -96,9 +96,11 @@ class NounProbe(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("layer", "head", "noun", "keys", "values", "norm")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         text = dict(self.texts)
         out: list[list[object]] = []
         for i, layer in enumerate(self.layers):
@@ -209,12 +211,10 @@ def _probe_layer(
     w, norm = _single(view.weights(layer)), view.attention_norm(layer)
     reads = normalized_rows(rows, norm, affine=True)
     x = reads[ids]
-    q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e") + (
-        w.b_Q[:, None] if biases else 0.0
-    )
-    keys = readout.extremes(
-        einsum(q, w.W_K, "head row e, head d_model e -> head row d_model"), reads, k
-    ).top_ids
+    q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e")
+    q = q + w.b_Q[:, None] if biases else q
+    wanted = einsum(q, w.W_K, "head row e, head d_model e -> head row d_model")
+    keys = readout.extremes(wanted, reads, k).top_ids
     v = einsum(x, w.W_V, "row d_model, head d_model e -> head row e") + w.b_V[:, None]
     u = remove_mean(einsum(v, w.W_O, "head row e, head e d_model -> head row d_model"), view.norm)
     start = rows[ids] + w.b_O
@@ -244,9 +244,11 @@ class BiasReadout(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("layer", "head", "bias", "length", "top", "bottom")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         text = dict(self.texts)
         out: list[list[object]] = []
         for i, (layer, head) in enumerate(self.heads):
@@ -290,14 +292,10 @@ def bias_readout(
         w, norm = _single(view.weights(layer)), view.attention_norm(layer)
         reads = normalized_rows(rows, norm, affine=False)
         vectors = _bias_vectors(w, norm)[mine]
-        read, write = (
-            readout.extremes(vectors[:, :2], reads, k),
-            readout.extremes(vectors[:, 2:], writes - writes.mean(0), k),
-        )
-        top, bottom = (
-            torch.cat([read.top_ids, write.top_ids], dim=1),
-            torch.cat([read.bottom_ids, write.bottom_ids], dim=1),
-        )
+        read = readout.extremes(vectors[:, :2], reads, k)
+        write = readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
+        top = torch.cat([read.top_ids, write.top_ids], dim=1)
+        bottom = torch.cat([read.bottom_ids, write.bottom_ids], dim=1)
         found.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
     lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*found, strict=True))
     shown = {int(t) for ids in (top, bottom) for t in ids.unique()}
@@ -340,9 +338,11 @@ class EmbeddingNorms(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("score", "end", "place", "token", "value")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         text = dict(self.texts)
         ends = (
             ("top", self.top_ids, self.top_values),
@@ -369,7 +369,7 @@ def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
     view = as_view(model)
     output = _Output.of(view, "embedding_norm_table")
     rows, constant = output.rows[:, :-1].double(), output.rows[:, -1].double()
-    centred = rows - rows.mean(0)
+    centered = rows - rows.mean(0)
     gain, bias = output.norm.gain.double(), output.norm.bias.double()
     shift, length = rows @ bias, torch.linalg.vector_norm
     scores = {
@@ -378,8 +378,8 @@ def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
         "bias": length(rows, dim=-1) + shift,
         "scaled_bias": length(gain * rows, dim=-1) + shift,
         "max_logit": view.d_model**0.5
-        * length(remove_mean(gain * centred, output.norm.kind), dim=-1)
-        + (centred @ bias + constant - constant.mean()),
+        * length(remove_mean(gain * centered, output.norm.kind), dim=-1)
+        + (centered @ bias + constant - constant.mean()),
     }
     stacked = torch.stack(list(scores.values()))
     require(1 <= k <= stacked.shape[1], "k", expected=f"1 to {stacked.shape[1]} tokens", got=k)
@@ -416,9 +416,11 @@ class EmbeddingDistances(Result):
     identity: float
 
     def columns(self) -> Sequence[str]:
+        """Column names of the table."""
         return ("matrix", "l2_mean", "l2_sd", "cosine_distance_mean", "cosine_distance_sd")
 
     def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
         values = (self.l2_mean, self.l2_sd, self.cosine_mean, self.cosine_sd)
         return [[name, *(v[i].item() for v in values)] for i, name in enumerate(self.matrices)]
 
@@ -433,7 +435,7 @@ def embedding_distance_table(model: Any) -> EmbeddingDistances:
     over a sphere.
     """
     view = as_view(model)
-    rows = embeddings(view, centred=False).double()
+    rows = embeddings(view, centered=False).double()
     plain = NormWeights(
         kind="RMS" if view.norm == "RMS" else "LN",
         gain=torch.ones(view.d_model),
@@ -444,12 +446,12 @@ def embedding_distance_table(model: Any) -> EmbeddingDistances:
     mean_norm = torch.linalg.vector_norm(rows, dim=-1).mean()
     require(bool(mean_norm > 0), "embeddings", expected="rows that are not all zero", got="zeros")
     scale = view.d_model**0.5 / mean_norm
-    centred = rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
+    centered = rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
     matrices = {
         "original": rows,
-        "centred": centred,
+        "centred": centered,
         "scaled": scale * rows,
-        "centred, scaled": scale * centred,
+        "centred, scaled": scale * centered,
     }
     l2 = torch.stack([torch.linalg.vector_norm(m - target, dim=-1) for m in matrices.values()])
     cosine = torch.stack(

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import SVD
+from tl_geometry.base.linalg import SVD, numerical_rank
 
 VOCABULARY_CHUNK = 8192
 """Tokens scored at a time."""
@@ -51,7 +51,8 @@ def extremes(
     The vocabulary is read in chunks; nothing of size [vectors d_vocab] exists. Computed in the
     dtype of ``tokens``.
 
-    >>> e = extremes(torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 1.0]]), 2)
+    >>> tokens = torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 1.0]])
+    >>> e = extremes(torch.tensor([1.0, 0.0]), tokens, 2)
     >>> e.top_ids.tolist(), e.bottom_ids.tolist(), e.bottom_scores.tolist()
     ([0, 2], [1, 2], [-1.0, 0.5])
     """
@@ -112,11 +113,12 @@ def near_degenerate(
     >>> near_degenerate(torch.tensor([3.0, 3.0, 1.0, 0.0])).tolist()
     [True, True, False, True]
     """
-    close = (singular_values[..., :-1] - singular_values[..., 1:]) <= gap * singular_values[
-        ..., :-1
-    ]
+    larger, smaller = singular_values[..., :-1], singular_values[..., 1:]
+    close = larger - smaller <= gap * larger
     edge = torch.zeros_like(close[..., :1])
-    zero = singular_values <= torch.finfo(singular_values.dtype).eps * singular_values[..., :1]
+    size = singular_values.shape[-1]
+    kept = numerical_rank(singular_values, (size, size)).unsqueeze(-1)
+    zero = torch.arange(size, device=singular_values.device) >= kept
     return torch.cat([close, edge], -1) | torch.cat([edge, close], -1) | zero
 
 
@@ -159,7 +161,8 @@ def read_tokens(
 
     >>> eye = torch.eye(3)
     >>> r = read_tokens(SVD(eye[:, :1], torch.ones(1), -eye[:, 1:2]), eye, eye, features=1, k=1)
-    >>> r.right.top_ids.tolist(), r.left.bottom_ids.tolist()  # the pair was flipped: writes token 1, reads minus token 0
+    >>> # the pair was flipped: it writes token 1 and reads minus token 0
+    >>> r.right.top_ids.tolist(), r.left.bottom_ids.tolist()
     ([[1]], [[0]])
     """
     require(

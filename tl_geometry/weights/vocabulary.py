@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from einops import rearrange, reduce
+from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from tl_geometry.weights.bilinear import Factors
 ROWS = 256
 """Coordinates of the stream projected at a time, and tokens in one window of the vocabulary."""
 PROBE = 16
-"""Columns of the forward pass from which a layer's maps are taken, at least (more for larger
+"""Positions of the forward pass from which a layer's maps are taken, at least (more for larger
 offsets)."""
 
 
@@ -40,13 +40,13 @@ def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
     return {i: html.token_text(text) for i, text in zip(unique, view.decode(unique), strict=True)}
 
 
-def embeddings(view: ModelView, *, centred: bool = True) -> Float[Tensor, "d_vocab d_model"]:
+def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vocab d_model"]:
     """What each token puts into state 0, without a positional vector, float32.
 
     Models with learned positions: the embedding rows. Others: their state 0 itself, which depends
     on the token alone there and so includes an embedding norm (BLOOM) or an embedding scale
-    (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are ``centred``
-    over d_model, as it makes them and as all loadings agree.
+    (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are
+    ``centered`` over d_model, as it makes them and as all loadings agree.
     """
     rows = view.model.W_E.detach().float()
     if view.position in ("rotary", "alibi"):
@@ -57,7 +57,7 @@ def embeddings(view: ModelView, *, centred: bool = True) -> Float[Tensor, "d_voc
             rows = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])[
                 : len(rows)
             ]
-    return remove_mean(rows, view.norm if centred else None)
+    return remove_mean(rows, view.norm if centered else None)
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
@@ -100,11 +100,11 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
-def layer_views(view: ModelView, layers: Sequence[int], columns: int) -> dict[int, LayerView]:
-    """The views of ``layers`` in one forward pass over ``columns`` arbitrary tokens, whose scores
+def layer_views(view: ModelView, layers: Sequence[int], positions: int) -> dict[int, LayerView]:
+    """The views of ``layers`` in one forward pass over ``positions`` arbitrary tokens, whose scores
     add up."""
     found: dict[int, LayerView] = {}
-    tokens = (7 * torch.arange(1, columns + 1))[None] % view.d_vocab
+    tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
     view.run_layers(tokens, layers, lambda seen: found.__setitem__(seen.layer, seen))
     return found
 
@@ -137,22 +137,25 @@ def score_factors(
 
 
 def _agrees(seen: LayerView, plain: Factors) -> bool:
-    """Whether the layer's maps at column 0 are the plain weights."""
-    probe = torch.randn(
-        3, 1, 1, plain.left.shape[-2], generator=torch.Generator().manual_seed(0)
-    ).to(seen.h)
+    """Whether the layer's maps at position 0 are the plain weights."""
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
     parts = probe.expand(-1, 1, seen.h.shape[1], -1)
     for linear, factor in ((seen.q_map, plain.left / seen.scale), (seen.k_map, plain.right)):
         found = linear(parts)[:, 0, 0].double()
-        expected = torch.einsum("nd,hde->nhe", probe[:, 0, 0].double(), factor.to(found.device))
+        expected = einsum(
+            probe[:, 0, 0].double(),
+            factor.to(found.device),
+            "row d_model, head d_model e -> row head e",
+        )
         if float((found - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
             return False
     return True
 
 
 def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Projections of every coordinate of the stream: queries averaged over the columns ``offsets``,
-    keys at column 0."""
+    """Projections of every coordinate of the stream: queries averaged over the positions
+    ``offsets``, keys at position 0."""
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
     left, right = [], []
     for rows in eye.split(ROWS):
@@ -160,44 +163,36 @@ def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tenso
         left.append(seen.q_map(parts)[:, 0, list(offsets)].double().mean(1))
         right.append(seen.k_map(parts)[:, 0, 0].double())
     turn = "d_model head d_head -> head d_model d_head"
-    return rearrange(torch.cat(left), turn).contiguous(), rearrange(
-        torch.cat(right), turn
-    ).contiguous()
+    sides = [rearrange(torch.cat(rows), turn).contiguous() for rows in (left, right)]
+    return sides[0], sides[1]
 
 
 def factors_of(
     view: ModelView,
     layers: Sequence[int],
-    kind: str,
+    matrix: str,
     *,
     raw: bool = False,
     offsets: tuple[int, ...] = (0,),
 ) -> Iterable[tuple[int, Factors]]:
     """(layer, factors of all its heads) for W_QK or W_OV, one layer at a time."""
-    choice(kind, bilinear.KINDS, "kind")
+    choice(matrix, bilinear.MATRICES, "matrix")
     rotary = view.position == "rotary"
     require(
         len(offsets) > 0
         and min(offsets) >= 0
         and (rotary or offsets == (0,))
-        and (kind == "QK" or offsets == (0,)),
+        and (matrix == "QK" or offsets == (0,)),
         "offsets",
         expected="offsets of at least 0, for W_QK of a rotary model; (0,) otherwise",
-        got=f"{offsets} for W_{kind} with {view.position} positions",
+        got=f"{offsets} for W_{matrix} with {view.position} positions",
     )
     require(not (raw and offsets != (0,)), "offsets", expected="(0,) with raw=True", got=offsets)
-    if kind == "OV":
+    if matrix == "OV":
+        center = view.norm == "LN"
         for layer in layers:
-            yield (
-                layer,
-                bilinear.fold(
-                    view.weights(layer),
-                    view.attention_norm(layer),
-                    "OV",
-                    raw=raw,
-                    centre_output=view.norm == "LN",
-                ),
-            )
+            w, norm = view.weights(layer), view.attention_norm(layer)
+            yield layer, bilinear.fold(w, norm, "OV", raw=raw, center_output=center)
         return
     seen = {} if raw else layer_views(view, layers, min(max(*offsets, PROBE - 1) + 1, view.n_ctx))
     for layer in layers:

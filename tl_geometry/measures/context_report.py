@@ -1,0 +1,280 @@
+"""Every measure of the context basis, a row per state, with its uncertainty and its nulls
+(:func:`contextual_report`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import require
+from tl_geometry.base.linalg import numerical_rank
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.resampling import Subsets, subsets, window_means
+from tl_geometry.measures import contextual
+from tl_geometry.measures.contextual import Space
+from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
+
+SIMILARITY_LIMIT = 1024
+"""Contexts whose pairwise cosines are averaged; from more, that many are taken at even distances (a
+flag says so)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ContextualReport(StateMeasures):
+    """What :func:`contextual_report` returns; ``similarity [state label label]`` are mean |cosines|
+    between the documents ``names``."""
+
+    names: tuple[str, ...]
+    similarity: Float[Tensor, "state label label"] | None
+
+
+def contextual_report(
+    basis: PositionContext,
+    labels: Int[Tensor, "..."] | Sequence[int] | None = None,
+    *,
+    rank: int = 10,
+    norm: str = "N",
+    space: Space = "full",
+    ridge: float | None = None,
+    jackknife: bool = True,
+    nulls: bool = True,
+    draws: int = 4,
+    seed: int = 0,
+) -> ContextualReport:
+    """Every measure of the context basis, a row per state (Song & Zhong 2023, sections 2 to 4 and
+    Table 1).
+
+    Measures: incoherence of pos and ctx (``incoherence_max``, ``_avg``, ``_rms``, ``_signed``: the
+    paper defines the maximum and tabulates the average), ``overlap`` of their ``rank`` leading
+    directions (mean squared cosine of the principal angles; where pos or ctx of some state has
+    fewer, of that many in all states, and a flag; NaN for contexts too few to have them); with
+    documents (``labels``, or those of the basis) ``intra`` and ``inter`` (mean |cos| within and
+    between documents, self-pairs left out), ``intra_signed``, ``inter_signed``, ``intra_reference``
+    (self-pairs counted: the published number), ``compactness_cvec`` and ``compactness_raw``
+    (cluster compactness of the states without and with their positional part; ``norm``, ``space``
+    and ``ridge`` as in :func:`tl_geometry.measures.contextual.cluster_compactness`; NaN and a flag
+    where the within-document covariance is singular or second moments are missing).
+
+    Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the
+    signs of their coordinates drawn at random, which keeps outlier coordinates; ``shuffled`` the
+    labels in random order. Errors are delete-one jackknife errors over groups of contexts: windows
+    of one document are not independent, so with few documents they speak of these documents only.
+
+    >>> h = torch.randn(16, 5, 6, generator=torch.Generator().manual_seed(0))
+    >>> h[:8] += 9 * torch.eye(6)[0]
+    >>> from tl_geometry import decompose_activations
+    >>> report = contextual_report(decompose_activations(h), labels=[0] * 8 + [1] * 8)
+    >>> chance = report.nulls["compactness_raw", "shuffled"]
+    >>> bool(report["intra"] > 0.9), bool(report["compactness_raw"] > chance)
+    (True, True)
+    """
+    means = basis.context_means
+    require(
+        means is not None,
+        "basis",
+        expected="context vectors",
+        got="a basis without",
+        instead="decompose(..., keep_ctx=True)",
+    )
+    assert means is not None
+    z = _labels(basis, labels)
+    basis.require_identifiable("contextual_report")
+    sets = subsets(basis, jackknife=jackknife and basis.group_of is not None)
+    chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
+    r = _overlap_rank(basis, rank)
+    flags = _flags(basis, z, len(chosen), r, rank)
+    orders = [] if z is None else [z, *(_shuffles(z, draws, seed) if nulls else [])]
+    found, tables = [], []
+    singular: list[int] = []
+    for row, state in enumerate(basis.states):
+        values = _over_subsets(basis, row, sets, z, chosen, r)
+        absent = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
+        if z is not None:
+            try:
+                compact = _compactness(basis, row, orders, norm=norm, space=space, ridge=ridge)
+            except contextual.SingularError:
+                singular.append(state)
+                compact = _no_compactness(orders)
+            values |= {n: v[:1] for n, v in compact.items()}
+            absent |= {(n, "shuffled"): v[1:].mean() for n, v in compact.items() if nulls}
+            ctx = means[row, chosen] - basis.mean[row]
+            tables.append(contextual.cluster_similarity(ctx, z[chosen]).table)
+        found.append((values, absent))
+    if singular:
+        flags.append(
+            f"within-document covariance singular at states {singular}: "
+            "compactness needs space=('pca', k) or ridge="
+        )
+    names = basis.names if labels is None else ()
+    similarity = torch.stack(tables) if tables else None
+    fields = state_fields(basis, sets, found, flags=flags, names=names, similarity=similarity)
+    return ContextualReport(**fields)
+
+
+def _labels(
+    basis: PositionContext, labels: Tensor | Sequence[int] | None
+) -> Int[Tensor, " context"] | None:
+    """The documents of the contexts, or ``None`` where there are fewer than two."""
+    given = basis.labels if labels is None else torch.as_tensor(labels)
+    if given is None:
+        return None
+    shaped = given.dim() == 1 and len(given) == basis.contexts and not given.is_floating_point()
+    require(
+        shaped and bool((given >= 0).all()),
+        "labels",
+        expected=f"a label >= 0 for each of {basis.contexts} contexts",
+        got=describe(given),
+    )
+    return given.long() if len(given.unique()) >= 2 else None
+
+
+def _flags(
+    basis: PositionContext, z: Tensor | None, compared: int, rank: int, wanted: int
+) -> list[str]:
+    """What the report leaves out, and why."""
+    flags = []
+    if basis.group_of is None:
+        flags.append("groups of contexts not known (merged files of an earlier version): no errors")
+    if z is not None and compared < basis.contexts:
+        flags.append(f"similarities from {compared} contexts")
+    if rank < wanted:
+        flags.append(f"overlap of {rank} of {wanted} directions (some state has no more)")
+    if z is not None and not basis.has_second_moments:
+        flags.append("no second moments: no compactness")
+    return flags
+
+
+def _over_subsets(
+    basis: PositionContext,
+    row: int,
+    sets: Subsets,
+    z: Tensor | None,
+    chosen: Tensor,
+    rank: int,
+) -> Values:
+    """Measures of one state [sample], for every subset of the contexts (the first is all)."""
+    assert basis.context_means is not None
+    group_of, means = basis.group_of, basis.context_means[row]
+    per_set: list[Values] = []
+    bases = window_means(basis, row, sets.member.double())
+    for rows, member in zip(bases, sets.member, strict=True):
+        everyone = torch.ones(basis.contexts, dtype=torch.bool)
+        inside = everyone if group_of is None else member[group_of]
+        kept = chosen[inside[chosen]]
+        pos, ctx = rows - rows.mean(0), means - rows.mean(0)
+        found = _towards(pos, ctx[inside], rank)
+        per_set.append(found if z is None else found | _clusters(ctx[kept], z[kept]))
+    return {n: torch.stack([v[n] for v in per_set]) for n in per_set[0]}
+
+
+def _overlap_rank(basis: PositionContext, rank: int) -> int:
+    """``rank``, or as many directions as pos and ctx of every state have, both centred; states that
+    have none do not count."""
+    require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
+    assert basis.context_means is not None
+    found = []
+    for pos, means, mean in zip(basis.pos, basis.context_means, basis.mean, strict=True):
+        both = (pos, means - mean)
+        found.append(min(int(numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in both))
+    return min(rank, basis.pos.shape[1] - 1, basis.contexts - 1, *(n for n in found if n > 0))
+
+
+def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
+    """Measures of how the two bases lie towards each other; no overlap of more directions than
+    centred rows have."""
+    i = contextual.incoherence(pos, ctx)
+    enough = 1 <= rank < min(len(pos), len(ctx))
+    overlap = (
+        contextual.subspace_overlap(pos, ctx, rank).overlap
+        if enough
+        else i.avg.new_tensor(torch.nan)
+    )
+    names = ("max", "avg", "rms", "signed")
+    return {f"incoherence_{n}": v for n, v in zip(names, i[:4], strict=True)} | {"overlap": overlap}
+
+
+def _clusters(ctx: Tensor, labels: Tensor) -> Values:
+    """Similarities within and between documents."""
+    exact = contextual.cluster_similarity(ctx, labels)
+    signed = contextual.cluster_similarity(ctx, labels, signed=True)
+    reference = contextual.cluster_similarity(ctx, labels, preset="reference")
+    return {
+        "intra": exact.intra,
+        "inter": exact.inter,
+        "intra_signed": signed.intra,
+        "inter_signed": signed.inter,
+        "intra_reference": reference.intra,
+    }
+
+
+def _compactness(
+    basis: PositionContext, row: int, orders: Sequence[Tensor], **options: Any
+) -> Values:
+    """Compactness of cvec and raw [sample] for each of the given labellings of the contexts."""
+    if not basis.has_second_moments:
+        return _no_compactness(orders)
+    assert basis.context_means is not None
+    accuracy = 1e-6 if basis.moments.product_dtype == torch.float32 else 1e-12
+    second, pairs = basis.second_moment(basis.states[row]), []
+    for z in orders:
+        counts = torch.bincount(z)
+        sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64).index_add_(
+            0, z, basis.context_means[row].double()
+        )
+        means = sums / counts.clamp(min=1)[:, None] - basis.mean[row]
+        pairs.append(
+            contextual.compactness_from_moments(
+                second, basis.pos[row], means, counts, accuracy=accuracy, **options
+            )
+        )
+    return {
+        "compactness_cvec": torch.stack([p.cvec for p in pairs]),
+        "compactness_raw": torch.stack([p.raw for p in pairs]),
+    }
+
+
+def _no_compactness(orders: Sequence[Tensor]) -> Values:
+    return {
+        f"compactness_{n}": torch.full((len(orders),), torch.nan, dtype=torch.float64)
+        for n in ("cvec", "raw")
+    }
+
+
+def _shuffles(z: Tensor, draws: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [z[torch.randperm(len(z), generator=generator)] for _ in range(draws)]
+
+
+def _contextual_nulls(
+    basis: PositionContext,
+    row: int,
+    z: Tensor | None,
+    chosen: Tensor,
+    rank: int,
+    draws: int,
+    seed: int,
+) -> Nulls:
+    assert basis.context_means is not None
+    pos, ctx = basis.pos[row], basis.context_means[row] - basis.mean[row]
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, (draws, 1, pos.shape[1]), generator=generator) * 2.0 - 1
+    flipped = contextual.incoherence(pos.expand(draws, *pos.shape), ctx * signs)
+    base = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
+    random = {f"incoherence_{n}": getattr(base, n) for n in ("max", "avg", "rms")}
+    random["overlap"] = rank / pos.shape[1] or torch.nan  # as SubspaceOverlap.baseline
+    absent = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
+    for n in ("max", "avg", "rms"):
+        absent[f"incoherence_{n}", "flipped"] = getattr(flipped, n).mean()
+    if z is not None:
+        similar = [_clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)]
+        absent |= {
+            (n, "shuffled"): torch.stack([s[n] for s in similar]).mean()
+            for n in ("intra", "intra_signed", "intra_reference")
+        }
+    return absent

@@ -1,0 +1,115 @@
+"""What the reports on a basis share: a value per measure and state, its jackknife error, its nulls,
+its learning curve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.resampling import FEWEST, Subsets, jackknife_error
+
+Values = dict[str, Tensor]
+"""Measures by name."""
+Nulls = dict[tuple[str, str], Tensor]
+"""Measures of bases without the effect, by (measure, null)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StateMeasures(Result):
+    """Measures of each state: ``report["rank"]`` is one of them ``[state]``; the table has a row
+    per state.
+
+    ``errors`` are delete-one jackknife standard errors over groups of contexts.
+    ``curve["rank"] [level state]`` is the measure at ``curve_contexts`` contexts (mean over
+    disjoint blocks, the last level all contexts): what still moves there depends on the size of the
+    corpus. ``nulls["rank", "noise"] [state]`` is the measure of a basis in which the effect is
+    absent.
+    """
+
+    version: ClassVar[int] = 2
+    states: tuple[int, ...]
+    values: Mapping[str, Float[Tensor, " state"]]
+    errors: Mapping[str, Float[Tensor, " state"]]
+    nulls: Mapping[tuple[str, str], Float[Tensor, " state"]]
+    curve: Mapping[str, Float[Tensor, "row state"]]
+    curve_contexts: tuple[int, ...]
+
+    def __getitem__(self, measure: str) -> Float[Tensor, " state"]:
+        require(
+            measure in self.values,
+            "measure",
+            expected=f"one of {', '.join(self.values)}",
+            got=repr(measure),
+        )
+        return self.values[measure]
+
+    def columns(self) -> Sequence[str]:
+        """Column names of the table."""
+        names = ["state"]
+        for name in self.values:
+            names += [name, *([f"{name}_se"] if name in self.errors else [])]
+            names += [f"{name}_{null}" for measure, null in self.nulls if measure == name]
+        return names
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """Rows of the table."""
+        table: list[Tensor] = []
+        for name, value in self.values.items():
+            table += [value, *([self.errors[name]] if name in self.errors else [])]
+            table += [null for (measure, _), null in self.nulls.items() if measure == name]
+        return [
+            [state, *(float(column[i]) for column in table)] for i, state in enumerate(self.states)
+        ]
+
+    def learning_curve(self) -> list[tuple[str, int, int, float]]:
+        """``(measure, contexts, state, value)`` for every level of the curve."""
+        rows = list(enumerate(self.curve_contexts))
+        return [
+            (m, c, s, float(v[i, j]))
+            for m, v in self.curve.items()
+            for i, c in rows
+            for j, s in enumerate(self.states)
+        ]
+
+
+def state_fields(
+    basis: PositionContext,
+    sets: Subsets,
+    per_state: list[tuple[Values, Nulls]],
+    **more: Any,
+) -> dict[str, Any]:
+    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state."""
+    names = list(per_state[0][0])
+    table = {n: torch.stack([v[n] for v, _ in per_state], dim=1) for n in names}  # [sample state]
+    # fracture_at is a place: it has no mean over subsets
+    varied = [n for n in names if len(table[n]) > 1 and n != "fracture_at"]
+    curve = {
+        n: torch.stack([*(table[n][span].mean(0) for _, span in sets.levels), table[n][0]])
+        for n in varied
+        if sets.levels
+    }
+    errors = {
+        n: jackknife_error(table[n][sets.jackknife]) for n in varied if sets.jackknife.stop > 1
+    }
+    flags = list(more.pop("flags", ()))
+    if errors and basis.contexts < FEWEST:
+        errors = {n: torch.full_like(v, torch.nan) for n, v in errors.items()}
+        flags.append(f"fewer than {FEWEST} contexts: no errors")
+    return {
+        "provenance": basis.provenance.flagged(*flags, *basis.flags()),
+        "states": basis.states,
+        "values": {n: table[n][0] for n in names},
+        "errors": errors,
+        "nulls": {n: torch.stack([nulls[n] for _, nulls in per_state]) for n in per_state[0][1]},
+        "curve": curve,
+        "curve_contexts": (*(c for c, _ in sets.levels), basis.contexts) if curve else (),
+        **more,
+    }

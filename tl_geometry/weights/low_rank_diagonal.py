@@ -1,0 +1,159 @@
+"""The best low rank plus diagonal description of W_QK or W_OV, ``W = V L V^T + D`` (Song & Zhong
+2023, Eq. 8), of all heads of a layer at once, with one factorisation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry.weights.bilinear import Factors, project, rotate_diagonal
+
+
+class LowRankDiagonal(NamedTuple):
+    """``W = V_left L V_right^T + diag(delta) + residual``; shares of ``|W|^2`` explained (NaN for a
+    zero matrix).
+
+    ``singular`` marks layers where the diagonal is not determined (a coordinate axis lies in both
+    subspaces): the minimum-norm solution is given. ``symmetric`` is the share of ``|L|^2`` in its
+    symmetric part.
+    """
+
+    L: Float[Tensor, "*batch head row column"]
+    delta: Float[Tensor, "*batch head d_model"]
+    r2_low_rank: Float[Tensor, "*batch head"]
+    r2_diagonal: Float[Tensor, "*batch head"]
+    r2_joint: Float[Tensor, "*batch head"]
+    symmetric: Float[Tensor, "*batch head"]
+    singular: Bool[Tensor, "..."]
+
+    @property
+    def gain_low_rank(self) -> Tensor:
+        """What L adds to the share that the diagonal alone explains."""
+        return self.r2_joint - self.r2_diagonal
+
+    @property
+    def gain_diagonal(self) -> Tensor:
+        """What the diagonal adds to the share that L alone explains."""
+        return self.r2_joint - self.r2_low_rank
+
+
+def fit_low_rank_diagonal(
+    factors: Factors,
+    left: Float[Tensor, "... d_model row"],
+    right: Float[Tensor, "... d_model column"] | None = None,
+    *,
+    product: Float[Tensor, "*batch head row column"] | None = None,
+) -> LowRankDiagonal:
+    """Joint least squares ``min |W - V_left L V_right^T - diag(delta)|^2`` over L and delta, for
+    all heads at once.
+
+    With projectors P = V V^T: ``(I - P_left o P_right) delta = diag(W) - diag(P_left W P_right)``
+    (o entrywise), then ``L = V_left^T (W - diag delta) V_right``. The matrix belongs to the layer,
+    so it is factored once for all heads. ``product = V_left^T W V_right`` may be given where it is
+    known (:class:`tl_geometry.weights.bilinear.Structure` holds it).
+
+    >>> g = torch.Generator().manual_seed(0)
+    >>> V = torch.linalg.qr(torch.randn(20, 2, generator=g, dtype=torch.float64)).Q
+    >>> eye = torch.eye(20).double()
+    >>> W = V @ torch.tensor([[1.0, 2.0], [0.0, 3.0]]).double() @ V.T + 0.5 * eye
+    >>> fit = fit_low_rank_diagonal(Factors(W[None], eye[None]), V)
+    >>> (fit.L[0].round(decimals=6) + 0.0).tolist(), round(float(fit.r2_joint), 6)
+    ([[1.0, 2.0], [0.0, 3.0]], 1.0)
+    """
+    right_basis = left if right is None else right
+    diag, total = factors.diagonal, factors.energy
+    full = (
+        project(left, factors.left) @ project(right_basis, factors.right).mT
+        if product is None
+        else product
+    )
+    pattern = "... d row, ... head row column, ... d column -> ... head d"
+    target = diag - einsum(left, full, right_basis, pattern)
+    delta, singular = solve_diagonal(left, right_basis, target.mT)
+    delta = delta.mT
+    L = full - rotate_diagonal(left, delta, right_basis)
+    residual = (
+        total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - L.square().sum((-2, -1))
+    )
+
+    def share(value: Tensor) -> Tensor:
+        return torch.where(total > 0, value / total, torch.nan)
+
+    square = L.shape[-1] == L.shape[-2]
+    symmetric = (
+        ((L + L.mT) / 2).square().sum((-2, -1)) / L.square().sum((-2, -1))
+        if square
+        else torch.full_like(total, torch.nan)
+    )
+    return LowRankDiagonal(
+        L,
+        delta,
+        share(full.square().sum((-2, -1))),
+        share(diag.square().sum(-1)),
+        1 - share(residual.clamp(min=0)),
+        symmetric,
+        singular,
+    )
+
+
+def random_fits(
+    factors: Factors, k: int, *, draws: int = 4, seed: int = 0
+) -> Float[Tensor, "sample *batch head"]:
+    """Null of the joint fit: ``r2_joint`` in uniformly random k-dimensional subspaces, one row per
+    draw.
+
+    The mean of ``r2_low_rank`` in such subspaces is known exactly (:func:`haar_null` with
+    ``off_diagonal=False``); the joint share is larger by what the diagonal explains.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (draws, factors.left.shape[-2], k)
+    bases = torch.linalg.qr(
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(factors.left)
+    ).Q
+    return torch.stack([fit_low_rank_diagonal(factors, V).r2_joint for V in bases])
+
+
+def solve_diagonal(
+    left: Float[Tensor, "... d_model row"],
+    right: Float[Tensor, "... d_model column"],
+    target: Float[Tensor, "... d_model head"],
+) -> tuple[Float[Tensor, "... d_model head"], Bool[Tensor, "..."]]:
+    """Minimum-norm solution of ``(I - P_left o P_right) x = target``, and whether the matrix is
+    singular.
+
+    ``P_left o P_right = Z Z^T`` with ``Z[i, (a, b)] = left[i, a] right[i, b]``. The matrix is
+    positive semidefinite, its smallest eigenvalue at least
+    ``1 - max_i sqrt(P_left[i, i] P_right[i, i])`` (Gershgorin and Cauchy-Schwarz). Where that bound
+    is well above zero: a Cholesky factor of the smaller ``I - Z^T Z`` (Woodbury); near zero, of the
+    matrix itself; at zero, eigenvectors.
+    """
+    size = left.shape[-2]
+    eye = torch.eye(size, dtype=left.dtype, device=left.device)
+    bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
+    if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
+        pairs = _pairs(left, right)
+        small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
+        return target + pairs @ torch.cholesky_solve(
+            pairs.mT @ target, torch.linalg.cholesky(small)
+        ), bound < 0
+    matrix = eye - (left @ left.mT) * (right @ right.mT)
+    if bool((bound > 1e-6).all()):
+        return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
+    values, vectors = torch.linalg.eigh(matrix)
+    kept = values > 1e-10
+    inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
+    return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~kept.all(-1)
+
+
+def _pairs(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
+    """Z with ``P_left o P_right = Z Z^T``; for one basis only pairs a <= b, those with a < b
+    counted twice."""
+    if right is left:
+        a, b = torch.triu_indices(left.shape[-1], left.shape[-1], device=left.device)
+        return left[..., a] * left[..., b] * (1 + (a != b).to(left)).sqrt()
+    pairs = einsum(left, right, "... d a, ... d b -> ... d a b")
+    return rearrange(pairs, "... d a b -> ... d (a b)")
