@@ -336,7 +336,7 @@ H = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
         ({"tokens": 5}, "tokens: expected ids, windows or texts, got 5"),
         ({"tokens": iter([1, 2])}, r"tokens: expected rows \[position\] or batches"),
         ({"tokens": iter(["a", "b"])}, "tokens: expected integer ids"),
-        ({"tokens": iter([IDS, IDS[None]])}, "tokens: expected 6 columns"),
+        ({"tokens": iter([IDS, IDS[None]])}, "tokens: expected 6 positions"),
         (
             {
                 "tokens": torch.utils.data.DataLoader(

@@ -15,7 +15,8 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.fixtures import additive, random_states
 from tl_geometry.decomposition.moments import Moments, half_width
-from tl_geometry.decomposition.position_context import PositionContext, decompose_tensor
+from tl_geometry.decomposition.parts import decompose_tensor
+from tl_geometry.decomposition.position_context import PositionContext
 
 SIZES = {
     "contexts": st.integers(2, 9),
@@ -320,7 +321,7 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
     assert list(loaded.to_dataframe().columns) == list(table.columns())
     with pytest.raises(
         tlg.GeometryError,
-        match="expected schema tl_geometry/PositionContext/2, got 'tl_geometry/Anova/1'",
+        match="expected schema tl_geometry/PositionContext/3, got 'tl_geometry/Anova/1'",
     ):
         PositionContext.load(tmp_path / "anova.safetensors")
     whole = (tmp_path / "basis.safetensors").read_bytes()
@@ -391,7 +392,7 @@ def test_moments_are_a_monoid() -> None:
     def of(part: Tensor) -> Moments:
         m = Moments.zeros(
             states=1,
-            columns=4,
+            length=4,
             d_model=3,
             window=(0, 4),
             groups=2,
@@ -405,7 +406,7 @@ def test_moments_are_a_monoid() -> None:
 
     a, b, c = of(h[:2]), of(h[2:5]), of(h[5:])
     left, right = Moments.merge(Moments.merge(a, b), c), Moments.merge(a, Moments.merge(b, c))
-    nothing = Moments.zeros(states=1, columns=4, d_model=3, window=(0, 4), groups=2, second=True)
+    nothing = Moments.zeros(states=1, length=4, d_model=3, window=(0, 4), groups=2, second=True)
     assert close(left.sums, right.sums)
     centre = torch.zeros(3, dtype=torch.float64)
     assert close(left.centred_second(0, centre), right.centred_second(0, centre), 1e-9)
@@ -428,7 +429,7 @@ def test_moments_are_a_monoid() -> None:
         (lambda: basis_of(torch.full((2, 3, 4), torch.inf)), "contexts 0 to 1"),
         (
             lambda: basis_of(torch.zeros(2, 3, 4), window=(1, 9)),
-            r"window: expected 0 <= start < end <= 3 \(columns of the input\), got \(1, 9\)",
+            r"window: expected 0 <= start < end <= 3 \(positions of the input\), got \(1, 9\)",
         ),
         (lambda: basis_of(torch.zeros(2, 3, 4), window=(2, 2)), "window: expected"),
         (
@@ -456,7 +457,7 @@ def test_moments_are_a_monoid() -> None:
             lambda: basis_of(torch.zeros(2, 3, 4)).transform(
                 torch.zeros(2, 3, 4), positions=[0, 1, 3]
             ),
-            "positions: expected 3 columns from 0 to 2",
+            "positions: expected 3 from 0 to 2",
         ),
         (lambda: basis_of(torch.zeros(2, 3, 4)).index(1), r"state: expected one of \(0,\), got 1"),
     ],

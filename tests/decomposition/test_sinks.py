@@ -288,7 +288,7 @@ def test_one_context_tells_nothing_apart() -> None:
     for call in calls:
         with pytest.raises(
             GeometryError,
-            match=r"expected a basis of at least 2 contexts \(with one, position and content cannot be told",
+            match=r"expected a basis of at least 2 contexts \(with one, position and content cannot be",
         ):
             call(basis)
     for call in calls[:4]:

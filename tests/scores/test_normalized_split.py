@@ -216,7 +216,7 @@ def test_parts_are_those_of_the_normed_stream() -> None:
     model, basis = tiny("bridge", "gpt2"), bases("bridge", "gpt2")["normalized"]
     seen, split = view(model), split_on("normalized", "gpt2", layers=1)
     weights, norm = seen.weights(1), seen.attention_norm(1)
-    pos = basis.pos_columns[1, :18] * norm.gain.double()
+    pos = basis.pos_seen[1, :18] * norm.gain.double()
     q = torch.einsum("id,hde->ihe", pos, weights.W_Q.double()) / 8**0.5
     k = torch.einsum("id,hde->ihe", pos, weights.W_K.double())
     expected = torch.einsum("ihe,jhe->hij", q, k)

@@ -327,9 +327,9 @@ def test_the_equation_as_printed() -> None:
     split = split_scores(model, PROMPTS, basis, preset="paper")
     assert split.parts == ("mean", "pos", "cvec")
     weights, h = view(model).weights(1), states("bridge", "gpt2")[1]
-    cvec = h - basis.mean[1] - basis.pos_columns[1, :18]
+    cvec = h - basis.mean[1] - basis.pos_seen[1, :18]
     W = weights.W_Q[2].double() @ weights.W_K[2].double().T / math.sqrt(8)
-    expected = basis.pos_columns[1, :18] @ W @ cvec.mT
+    expected = basis.pos_seen[1, :18] @ W @ cvec.mT
     assert torch.allclose(split.terms["pos", "cvec"][:, 6].double(), expected, atol=1e-3)
     whole = h.double() @ W @ h.double().mT
     assert torch.allclose(summed(split)[:, 6], whole, atol=1e-3)
@@ -343,7 +343,7 @@ def test_the_published_code_and_how_far_it_misses() -> None:
     split = split_scores(model, PROMPTS, basis, preset="reference")
     assert split.parts == ("pos", "cvec")
     hf, h = hf_model("gpt2").transformer.h[1], states("bridge", "gpt2")[1]
-    pos = basis.pos_columns[1, :18].float()
+    pos = basis.pos_seen[1, :18].float()
 
     def projected(x: Tensor, times: int, which: int) -> Tensor:
         for _ in range(times):

@@ -376,7 +376,7 @@ def test_shapes_are_those_of_the_terms_of_the_split(architecture: str) -> None:
 
 def test_null_positions_have_the_energy_of_the_positions_and_are_others() -> None:
     basis, energy = basis_of("gpt2"), lambda x: float(x.square().sum())
-    pos = basis.pos_columns[basis.index(1), :20]
+    pos = basis.pos_seen[basis.index(1), :20]
     found = dict(null_positions(basis, 1, 20, 1, 0))
     assert len(found) == 2 * DRAWS
     for name, null in found.items():

@@ -50,11 +50,11 @@ def splice(
 
     Each output window draws every piece from a window of its own; positions are kept, so that the
     positional statistics stay the same and only what lasts longer than a piece is lost.
-    ``keep_first`` leaves column 0 (a BOS id) in place. The context share of such windows is what
+    ``keep_first`` leaves position 0 (a BOS id) in place. The context share of such windows is what
     slow variation within a piece produces by itself: a null for the context share.
     """
-    contexts, columns = windows.shape
-    require(1 <= piece <= columns, "piece", expected=f"1 to {columns} tokens", got=piece)
+    contexts, length = windows.shape
+    require(1 <= piece <= length, "piece", expected=f"1 to {length} tokens", got=piece)
     generator = torch.Generator().manual_seed(seed)
     body = windows[:, int(keep_first) :]
     parts = [p[torch.randperm(contexts, generator=generator)] for p in body.split(piece, dim=1)]

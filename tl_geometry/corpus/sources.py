@@ -151,7 +151,7 @@ class TokenSource:
 
     view: ModelView
     tokens: Any
-    columns: int
+    length: int
     contexts: int | None
     corpus: str = "tokens"
     labels: Int[Tensor, " context"] | None = None
@@ -202,13 +202,13 @@ class TokenSource:
             hasattr(tokens, "column_names") and hasattr(tokens, "__len__")
         ):
             require(len(tokens) > 0, "tokens", expected="at least one context", got="none")
-            contexts, columns = len(tokens), _rows(tokens, 0, 1).shape[1]
+            contexts, length = len(tokens), _rows(tokens, 0, 1).shape[1]
         else:
-            tokens, columns = _stream(tokens)
+            tokens, length = _stream(tokens)
             contexts = None
         given, found = label_ids(labels, contexts)
         about |= {"names": found} if found else {}
-        return TokenSource(view, tokens, columns, contexts, labels=given, **about)
+        return TokenSource(view, tokens, length, contexts, labels=given, **about)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -238,9 +238,9 @@ class TokenSource:
     def _checked(self, rows: Tensor) -> Tensor:
         width = rows.shape[-1]
         require(
-            rows.dim() == 2 and width == self.columns,
+            rows.dim() == 2 and width == self.length,
             "tokens",
-            expected=f"{self.columns} columns, as in the first row",
+            expected=f"{self.length} positions, as in the first row",
             got=width if rows.dim() == 2 else describe(rows),
             instead="tl_geometry.windows",
         )

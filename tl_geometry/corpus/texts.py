@@ -206,7 +206,7 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     """Windows spliced from pieces of random windows of the same corpus: the null for the context
     share.
 
-    ``piece`` tokens (by default an eighth of the window) come from one place; a BOS column stays.
+    ``piece`` tokens (by default an eighth of the window) come from one place; a BOS at position 0 stays.
     Whatever context share the spliced windows show comes from slow variation within a piece, not
     from a common context.
 

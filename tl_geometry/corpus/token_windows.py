@@ -31,7 +31,7 @@ Selection = (
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenWindows:
     """Windows of one length: ``tokens [context position]``, a document label per context (or
-    ``None``), whether column 0 is BOS.
+    ``None``), whether position 0 is BOS.
 
     ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the
     readable tokens of the first window; ``notes`` say what was done to the text.

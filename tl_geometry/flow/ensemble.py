@@ -323,7 +323,7 @@ def trajectories(
     """
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
-    column = _column(view, position, source.columns)
+    column = _column(view, position, source.length)
     chosen = (
         tuple(range(1, view.n_layers + 1))
         if states is None
@@ -343,7 +343,7 @@ def trajectories(
         corpus=source.corpus,
         token_hash=hash_tokens(ids),
         has_bos=view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
-        window=(0, source.columns),
+        window=(0, source.length),
         contexts=len(X),
         sources=SOURCE,
         flags=tuple(flags),
@@ -401,7 +401,7 @@ def _follow(
         X = torch.empty(shape, dtype=dtype)
     ids, parts, done = [], [], 0
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
-        for rows in source.batches(batch or default_batch(source.columns, view.device)):
+        for rows in source.batches(batch or default_batch(source.length, view.device)):
             into = (
                 X[done : done + len(rows)]
                 if source.contexts is not None

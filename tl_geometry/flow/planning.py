@@ -62,7 +62,7 @@ def plan_chunks(
     there, wanted = source.contexts or 0, math.ceil(1.1 * view.d_model / share)
     n, each = min(there, wanted), math.nan
     if budget is not None:
-        rows = next(iter(source.batches(default_batch(source.columns, view.device))))
+        rows = next(iter(source.batches(default_batch(source.length, view.device))))
         hooks: dict[str, Hook] = {view.state_hooks[-1]: lambda h: None}
         view.run(rows, hooks)  # the first pass of a process pays for what later ones find ready
         before = time.perf_counter()

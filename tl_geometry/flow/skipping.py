@@ -169,7 +169,7 @@ def skip_map(
         if pairs is not None or view.n_layers <= 2
         else [f"skips of {', '.join(map(str, SKIPS))} blocks only"]
     )
-    limit = batch_size or output_batch(view, source.columns, all_columns="all" in places)
+    limit = batch_size or output_batch(view, source.length, all_columns="all" in places)
     states = sorted({s for pair in chosen for s in pair})
     jobs = _jobs(chosen, kinds)
     maps: dict[str, Mapping[Job, LayerMap]] = {}
@@ -203,7 +203,7 @@ def skip_map(
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=hash_tokens(held_out[:measured]),
-        window=(0, source.columns),
+        window=(0, source.length),
         contexts=measured,
         seed=seed,
         sources=SOURCE,
@@ -245,10 +245,10 @@ def _chunks(
         )
     source = TokenSource.of(view, tokens, None, prepend_bos)
     require(
-        source.columns >= 3,
+        source.length >= 3,
         "tokens",
         expected="at least 3 columns (the last is a target)",
-        got=source.columns,
+        got=source.length,
     )
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
@@ -256,10 +256,10 @@ def _chunks(
         return source, rows[first], rows[second], []
     other = TokenSource.of(view, test, None, prepend_bos)
     require(
-        other.columns == source.columns,
+        other.length == source.length,
         "test",
-        expected=f"chunks of {source.columns} tokens, as those that maps are fitted on",
-        got=f"chunks of {other.columns}",
+        expected=f"chunks of {source.length} tokens, as those that maps are fitted on",
+        got=f"chunks of {other.length}",
     )
     held_out = torch.cat(list(other.batches(1024)))
     shared = shared_rows(held_out[:, :-1], rows[:, :-1])

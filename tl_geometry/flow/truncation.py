@@ -171,7 +171,7 @@ def truncation_kl(
         s: basis.row(s)
         for s in ([view.n_layers] if where == "final" else range(1, view.n_layers + 1))
     }
-    limit = batch_size or output_batch(view, source.columns, all_columns=False)
+    limit = batch_size or output_batch(view, source.length, all_columns=False)
     (kl, reverse, top1, top5), own = _run(
         view, ids, aligned, grid, rows, positions, limit, progress
     )

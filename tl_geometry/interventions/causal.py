@@ -202,12 +202,12 @@ def repeated_for(
     """
     bos = bool(basis.provenance.has_bos) and view.bos_id is not None
     low, high = token_range(view.d_vocab, [view.bos_id])
-    longest = period_for(min(view.n_ctx, basis.columns), high - low, bos=bos)
+    longest = period_for(min(view.n_ctx, basis.length), high - low, bos=bos)
     require(
         longest >= 2,
         "basis",
         expected="at least 4 positions",
-        got=basis.columns,
+        got=basis.length,
         instead="decompose(...) on longer windows",
     )
     base = repeated_random_tokens(longest, 1, batch, low=low, high=high, seed=seed)

@@ -105,9 +105,9 @@ class Splitter:
     def __call__(self, layer: LayerView, heads: Sequence[int]) -> Parts:
         length, chosen = layer.h.shape[1], list(heads)
         require(
-            length <= self.basis.columns,
+            length <= self.basis.length,
             "tokens",
-            expected=f"at most {self.basis.columns} positions, as the basis has seen",
+            expected=f"at most {self.basis.length} positions, as the basis has seen",
             got=length,
             instead="decompose(...) on windows of this length",
         )

@@ -195,15 +195,15 @@ def _each_term(parts: Parts, layer: LayerView) -> Iterator[tuple[str, Tensor]]:
 
 
 def null_positions(
-    basis: PositionContext, layer: int, columns: int, drop: int, seed: int
+    basis: PositionContext, layer: int, length: int, drop: int, seed: int
 ) -> Iterator[tuple[str, Float[Tensor, "position d_model"]]]:
     """Positional vectors of equal energy at wrong positions or in wrong directions, :data:`DRAWS`
-    of each; columns before ``drop`` stay."""
-    pos = basis.pos_columns[basis.index(layer), :columns]
+    of each; positions before ``drop`` stay."""
+    pos = basis.pos_seen[basis.index(layer), :length]
     for i in range(DRAWS):
         generator = torch.Generator().manual_seed(1000 * seed + i)
-        order = torch.arange(columns)
-        order[drop:] = drop + torch.randperm(columns - drop, generator=generator)
+        order = torch.arange(length)
+        order[drop:] = drop + torch.randperm(length - drop, generator=generator)
         yield f"permuted {i}", pos[order]
         mixed = pos @ torch.randn(
             pos.shape[1], pos.shape[1], generator=generator, dtype=pos.dtype

@@ -76,9 +76,9 @@ class OffsetSums:
     """Sums of a row-centred term by offset i - j, per head; ``+`` adds contexts. Offsets run from
     -(T - 1) to T - 1."""
 
-    sums: Float[Tensor, "*head column"]
-    counts: Float[Tensor, " column"]
-    gram: Float[Tensor, "column column"]
+    sums: Float[Tensor, "*head offset"]
+    counts: Float[Tensor, " offset"]
+    gram: Float[Tensor, "offset offset"]
     energy: Float[Tensor, "*head"]
 
     def __add__(self, other: OffsetSums) -> OffsetSums:
@@ -90,7 +90,7 @@ class OffsetSums:
         )
 
     @property
-    def profile(self) -> Float[Tensor, "*head column"]:
+    def profile(self) -> Float[Tensor, "*head offset"]:
         """Mean of the row-centred term at each offset; NaN where the mask allows none."""
         return self.sums / torch.where(self.counts > 0, self.counts, torch.nan)
 

@@ -93,9 +93,9 @@ def check_request(
         require_basis(basis)
         basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
         require(
-            length <= basis.columns,
+            length <= basis.length,
             "tokens",
-            expected=f"at most {basis.columns} positions, as the basis has seen",
+            expected=f"at most {basis.length} positions, as the basis has seen",
             got=length,
             instead="decompose(model, longer windows)",
         )
@@ -256,7 +256,7 @@ class Cut:
         row, h = basis.index(layer.layer), layer.h.double()
         length = h.shape[1]
         mean = basis.mean[row].to(h.device)
-        pos = basis.pos_columns[row, :length].to(h.device)
+        pos = basis.pos_seen[row, :length].to(h.device)
         cvec = h - mean - pos
         found = {"mean": mean.expand_as(h), "pos": pos.expand_as(h), "cvec": cvec}
         if "ctx" in self.parts:

@@ -212,9 +212,9 @@ def sweep_heads(
     chosen = checks.indices(layers, view.n_layers, "layers")
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
-    rows = _rows_per_batch(view, source.columns, memory_budget, batch_size)
+    rows = _rows_per_batch(view, source.length, memory_budget, batch_size)
     require_basis(basis)
-    work = _Sweep(view, basis, chosen, source.columns, wanted, memory_budget, seed)
+    work = _Sweep(view, basis, chosen, source.length, wanted, memory_budget, seed)
     done, token_hash, begins = 0, "", view.bos_id is not None
     bar = tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name)
     with bar:
@@ -237,7 +237,7 @@ def sweep_heads(
         corpus=source.corpus,
         token_hash=token_hash,
         has_bos=basis.provenance.has_bos,
-        window=(work.drop, source.columns),
+        window=(work.drop, source.length),
         contexts=done,
         seed=seed,
         flags=(*work.flags(), *basis.remarks(view), *source.flags),
@@ -247,25 +247,25 @@ def sweep_heads(
 
 
 def _rows_per_batch(
-    view: ModelView, columns: int, memory_budget: int, batch_size: int | None
+    view: ModelView, length: int, memory_budget: int, batch_size: int | None
 ) -> int:
     """Contexts of one forward pass within the budget: a layer's pattern and scores, its vectors,
     and the step that works on them."""
     number = max(4, view.dtype.itemsize)
     width = view.n_heads * view.d_head
     per_context = number * (
-        2 * view.n_heads * columns**2 + columns * (14 * width + 8 * view.d_model)
+        2 * view.n_heads * length**2 + length * (14 * width + 8 * view.d_model)
     )
     fits = memory_budget // per_context
     require(
         fits >= 1,
         "memory_budget",
-        expected=f"at least {per_context} bytes for one context of {columns} positions",
+        expected=f"at least {per_context} bytes for one context of {length} positions",
         got=memory_budget,
         instead="shorter windows, or a larger memory_budget=",
         error=BudgetError,
     )
-    return max(1, min(fits, batch_size or default_batch(columns, view.device)))
+    return max(1, min(fits, batch_size or default_batch(length, view.device)))
 
 
 def _of_largest(
@@ -301,10 +301,10 @@ class Positional(NamedTuple):
         )
 
 
-def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Positional:
-    """Project mean and positional vectors of the first ``columns`` columns to queries and keys."""
+def project_basis(layer: LayerView, basis: PositionContext, length: int) -> Positional:
+    """Project mean and positional vectors of the first ``length`` positions to queries and keys."""
     row = basis.index(layer.layer)
-    pos = basis.pos_columns[row, :columns]
+    pos = basis.pos_seen[row, :length]
     both = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
     q, k = (
         rearrange(f(both), "part position head e -> part head position e").contiguous()
@@ -364,7 +364,7 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
     layer = layer.normalized() if basis.provenance.normalized else layer
     row = basis.index(layer.layer)
     h = layer.h.double()
-    mean, pos = basis.mean[row].to(h), basis.pos_columns[row, : h.shape[1]].to(h)
+    mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
     rest = h - (mean + pos)
     apart = (
         x.norm(dim=-1) for x in (mean, pos, rest)
@@ -397,37 +397,37 @@ class _Sweep:
         view: ModelView,
         basis: PositionContext,
         layers: Sequence[int],
-        columns: int,
+        length: int,
         detail: Sequence[str],
         memory_budget: int,
         seed: int,
     ) -> None:
         require(
-            columns <= basis.columns,
+            length <= basis.length,
             "tokens",
-            expected=f"at most {basis.columns} positions, as the basis has seen",
-            got=columns,
+            expected=f"at most {basis.length} positions, as the basis has seen",
+            got=length,
             instead="decompose(...) on windows of this length",
         )
         self.drop = basis.window[0]
         require(
-            columns > self.drop + 1,
+            length > self.drop + 1,
             "tokens",
             expected=f"more than {self.drop + 1} positions (the window starts at {self.drop})",
-            got=columns,
+            got=length,
         )
         for layer in layers:
             basis.index(layer)
-        self.view, self.basis, self.layers, self.columns, self.detail, self.seed = (
+        self.view, self.basis, self.layers, self.length, self.detail, self.seed = (
             view,
             basis,
             tuple(layers),
-            columns,
+            length,
             tuple(detail),
             seed,
         )
         self.memory_budget = memory_budget
-        self.batch: Tensor = torch.empty(0, columns, dtype=torch.int64)
+        self.batch: Tensor = torch.empty(0, length, dtype=torch.int64)
         self.projected: dict[int, Positional] = {}
         self.sums: dict[int, list[ShareSums]] = {}
         self.mass: dict[int, list[Tensor]] = {}
@@ -491,7 +491,7 @@ class _Sweep:
         """Projected mean and pos, kept between batches while they are small."""
         found = self.projected.get(layer.layer)
         if found is None:
-            found = project_basis(layer, self.basis, self.columns)
+            found = project_basis(layer, self.basis, self.length)
             size = found.q.numel() * found.q.element_size() * 2 * len(self.layers)
             if size <= self.memory_budget // 8:
                 self.projected[layer.layer] = found
