@@ -70,7 +70,10 @@ def test_padded_ids_are_refused_wherever_tokens_come_in(
     for side in (slice(0, 2), slice(-2, None)):
         ids = windows.tokens.clone()
         ids[:3, side] = 2047
-        text = r"tokens: expected rows without padding, got 3 of 8 that begin or end with the padding token \(id 2047\)\. Use tl_geometry\.win"
+        text = (
+            "tokens: expected rows without padding, got 3 of 8 that begin or end with the padding "
+            r"token \(id 2047\)\. Use tl_geometry\.win"
+        )
         for call in (
             lambda ids=ids: tlg.decompose(pads, ids, progress=False),
             lambda ids=ids: tlg.decompose(pads, iter(ids.split(4)), progress=False),
@@ -122,7 +125,8 @@ def test_an_attention_mask_counts(model: Any, windows: tlg.TokenWindows) -> None
         torch.testing.assert_close(found.pos, whole.pos)
         with pytest.raises(
             GeometryError,
-            match=r"attention_mask: expected ones everywhere \(no padding\), got 3 zeros\. Use tl_geometry\.w",
+            match=r"attention_mask: expected ones everywhere \(no padding\), got 3 zeros\. "
+            r"Use tl_geometry\.w",
         ):
             tlg.decompose(model, make(zeros), progress=False)
 
@@ -269,7 +273,8 @@ def test_texts_in_files_and_data_sets(model: Any, tmp_path: Path) -> None:
         tlg.decompose(model, str(path), prepend_bos=True, progress=False)
     with pytest.raises(
         GeometryError,
-        match=r"tokens: expected token ids, windows or a \.npy file, got the file .*Use tl_geometry\.windows",
+        match=r"tokens: expected token ids, windows or a \.npy file, got the file .*"
+        r"Use tl_geometry\.windows",
     ):
         tlg.decompose(model, path, progress=False)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
@@ -311,7 +316,8 @@ def test_states_by_the_names_of_their_hooks() -> None:
     ):
         with pytest.raises(
             GeometryError,
-            match=r'states: expected a number from 0 to 2 or a hook such as "blocks\.1\.hook_resid_pre", got',
+            match=r"states: expected a number from 0 to 2 or a hook such as "
+            r'"blocks\.1\.hook_resid_pre", got',
         ):
             sources.state_indices([bad], 3, hooks)
 
@@ -421,7 +427,8 @@ def test_two_functions_for_models_and_for_activations() -> None:
     for given in (H, cache, plain):
         with pytest.raises(
             GeometryError,
-            match=r"model: expected a TransformerLens model, got .* Use decompose_activations\(\.\.\.\)",
+            match=r"model: expected a TransformerLens model, got .* "
+            r"Use decompose_activations\(\.\.\.\)",
         ):
             tlg.decompose(given, progress=False)
     for source in (cache, plain):

@@ -4,7 +4,9 @@ equivariance, streaming, files."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.fixtures import additive, random_states
+from tl_geometry.base.results import write_atomically
 from tl_geometry.decomposition.moments import Moments, half_width
 from tl_geometry.decomposition.parts import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
@@ -332,6 +335,42 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
         PositionContext.load(tmp_path / "cut.safetensors")
     with pytest.raises(tlg.GeometryError, match="expected an existing safetensors file"):
         PositionContext.load(tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_before_load(version: int, tmp_path: Path) -> None:
+    """Their shift of second moments was called "pilot"; the oldest say less in the header."""
+    basis = basis_of(random_states(2, 6, 5, 3), keep=0)
+    header: dict[str, Any] = {
+        "schema": f"tl_geometry/PositionContext/{version}",
+        "provenance": {"model": "toy", "window": [0, 5], "contexts": 6, "dtype": "float64"},
+        "states": [0, 1],
+        "window": [0, 5],
+        "names": [],
+        "reservoir": {"size": 0, "seed": 0},
+    }
+    header |= {"product_dtype": "float64", "contiguous": True} if version == 2 else {}
+    moments = basis.moments.tensors()
+    moments["pilot"] = moments.pop("shift")
+    tensors = {f"moments|{name}": value for name, value in moments.items()}
+    path = tmp_path / "before"
+    write_atomically(path, tensors, {name: json.dumps(value) for name, value in header.items()})
+    loaded = PositionContext.load(path)
+    assert loaded.provenance.model == "toy"
+    assert loaded.contiguous is (version == 2)
+    assert loaded.moments.product_dtype == (torch.float64 if version == 2 else torch.float32)
+    assert torch.equal(loaded.pos, basis.pos)
+    assert torch.equal(loaded.second_moment(1), basis.second_moment(1))
+    again = PositionContext.load(loaded.save(tmp_path / "now"))
+    assert torch.equal(again.second_moment(1), basis.second_moment(1))
+
+
+def test_a_basis_is_a_result() -> None:
+    basis = basis_of(random_states(2, 6, 5, 3))
+    assert isinstance(basis, tlg.Result)
+    assert basis.length == 5
+    assert list(basis.columns()) == list(basis.anova().columns())
+    assert basis.to_dataframe().equals(basis.anova().to_dataframe())
 
 
 def test_merge_refuses_what_does_not_belong_together() -> None:

@@ -17,7 +17,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
-from tl_geometry.decomposition import checkpoints, streaming
+from tl_geometry.decomposition import accumulation, checkpoints, streaming
 from tl_geometry.decomposition.parts import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.streaming import _forward
@@ -200,7 +200,8 @@ def slow(*args):
     forward(*args)
     print("batch", flush=True)
 streaming._forward = slow
-tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), batch_size=2, checkpoint=sys.argv[1], progress=False, moments_dtype=torch.float64)
+options = {"batch_size": 2, "progress": False, "moments_dtype": torch.float64}
+tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), checkpoint=sys.argv[1], **options)
 """
 
 
@@ -566,7 +567,7 @@ def test_what_is_over_the_limit_is_not_kept_and_said(
 ) -> None:
     monkeypatch.setattr(
         accumulation, "KEEP_LIMIT", 10_000
-    )  # three samples of [3 states, 8 columns, 32], and none of the others
+    )  # three samples of [3 states, 8 positions, 32], and none of the others
     for source in (tokens(20, 8), iter(tokens(20, 8).split(3))):  # of known and of unknown length
         basis = tlg.decompose(model, source, batch_size=4, progress=False)
         assert not basis.has_second_moments

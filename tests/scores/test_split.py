@@ -34,7 +34,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import pattern_error, reconstruction_bound
 from tl_geometry.scores.split import ScoreSplit, split_scores
-from tl_geometry.scores.splitter import Cut
+from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.sums import share_sums_dense
 from tl_geometry.scores.values import _token_ids, split_values
 
@@ -638,9 +638,9 @@ def test_a_planted_fault_is_refused(name: str) -> None:
     "name", ["mean left in cvec", "position of the next column", "context twice", "part forgotten"]
 )
 def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Cut.stream
+    stream = Splitter.stream
 
-    def wrong(self: Cut, layer: LayerView) -> dict[str, Tensor]:
+    def wrong(self: Splitter, layer: LayerView) -> dict[str, Tensor]:
         parts = stream(self, layer)
         if name == "mean left in cvec":
             parts["cvec"] = parts["cvec"] + parts["mean"]
@@ -652,7 +652,7 @@ def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.Mon
             parts["pos"] = torch.zeros_like(parts["pos"])
         return parts
 
-    monkeypatch.setattr(Cut, "stream", wrong)
+    monkeypatch.setattr(Splitter, "stream", wrong)
     with pytest.raises(ReconstructionError, match="q parts off by"):
         split_scores(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"))
 
@@ -947,9 +947,9 @@ def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
         view(model),
     )
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    cut = Cut(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
+    splitter = Splitter(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
     seen.run_layers(
-        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), cut.stream(layer)))
+        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), splitter.stream(layer)))
     )
     h, parts = found[0]
     expected = basis.transform(

@@ -268,7 +268,8 @@ def test_errors_say_what_came() -> None:
         share_sums(q, q, drop=9)
     with pytest.raises(
         GeometryError,
-        match=r"allowed: expected bool \[query key\] or \[batch query key\] of 9 positions, got bool tensor",
+        match=r"allowed: expected bool \[query key\] or \[batch query key\] of 9 positions, "
+        "got bool tensor",
     ):
         share_sums(q, q, causal_mask(8))
 

@@ -186,7 +186,7 @@ def test_details_have_columns_and_profiles() -> None:
     assert table.low is not None
     assert table.high is not None
     assert table.low.isnan().all()  # 5 contexts are too few
-    assert len(table.shares.to_dataframe()) == 8 * 12
+    assert len(table.shares().to_dataframe()) == 8 * 12
     assert set(swept("gpt2").details) == set()
 
 
@@ -243,7 +243,8 @@ def test_bad_input_is_refused_by_name() -> None:
         sweep_heads(tiny("bridge", "llama"), PROMPTS, basis, progress=False)
     with pytest.raises(
         BudgetError,
-        match=r"memory_budget: expected at least \d+ bytes for one context of 20 positions, got 1000",
+        match=r"memory_budget: expected at least \d+ bytes for one context of 20 positions, "
+        "got 1000",
     ):
         swept("gpt2", memory_budget=1000)
 

@@ -1,5 +1,4 @@
-"""Windows of token ids: cutting, sampling, gluing. Plain integer tensors in, plain integer tensors
-out."""
+"""Windows of token ids: cutting, sampling, splicing. Plain integer tensors in and out."""
 
 from __future__ import annotations
 
@@ -69,8 +68,10 @@ def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
     single one at an end of one row among many may be chance: both are left alone, unless a row has
     three or more in a run at an end.
 
-    >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0), padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
-    (1, 0)
+    >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0)
+    1
+    >>> padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
+    0
     """
     is_pad = ids == pad
     if not bool(is_pad.any()):

@@ -28,7 +28,10 @@ from tl_geometry.corpus import cutting as token_math
 from tl_geometry.corpus.token_windows import TokenWindows, double_bos
 from tl_geometry.models.model_view import ModelView
 
-REPACK = "tl_geometry.windows(model, texts, length) for windows of one length, or only the rows without padding"
+REPACK = (
+    "tl_geometry.windows(model, texts, length) for windows of one length, "
+    "or only the rows without padding"
+)
 """What to do about padded input."""
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -26,6 +27,19 @@ Selection = (
     | Any
 )
 """Contexts: one, a slice, or several (a list, a tensor, an array), as numbers or as a mask."""
+
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]
+else:  # what comes is looked at where it is taken, and refused there with what to do
+    TokensLike = Any
+"""Tokens as every public function takes them: :class:`TokenWindows`; ids ``[context position]`` as
+a tensor, an array, nested lists, a ``.npy`` file (its path) or a memory map; one prompt
+``[position]`` where a prompt is meant; what a tokenizer returns; an iterable of rows or batches (a
+``DataLoader``, a ``datasets.Dataset`` with a ``tokens`` or ``input_ids`` column); a string or
+strings of equal token length, with ``prepend_bos`` said explicitly. Ids are never edited."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)

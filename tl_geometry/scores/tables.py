@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -211,7 +212,10 @@ class ShareTable(Result):
         member = torch.tensor(
             [[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]
         ).to(self.cs)
-        cs, gs = (torch.einsum("ht,tsp->hsp", x, member) for x in (self.cs, self.gs))
+        cs, gs = (
+            einsum(x, member, "head term, term side part -> head side part")
+            for x in (self.cs, self.gs)
+        )
         return Marginals(
             provenance=self.provenance,
             heads=self.heads,
