@@ -940,6 +940,22 @@ def test_a_term_that_is_not_there_is_not_contained() -> None:
     assert ("pos", "ctx") not in split.terms
 
 
+def test_a_split_gives_its_terms_by_name_and_its_shares_as_a_table() -> None:
+    model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
+    split = split_scores(model, PROMPTS, basis, heads="L1H0")
+    assert torch.equal(split["pos-cvec"], split.terms["pos", "cvec"])
+    for wrong in ("pos-cvek", ("pos", "ctx"), "pos"):
+        with pytest.raises(GeometryError, match=r"terms: expected one of .*'pos-cvec'.*, got"):
+            split[wrong]
+    assert split.to_dataframe().equals(split.shares().to_dataframe())
+    assert list(split.columns()) == list(split.shares().columns())
+    published = split_scores(model, PROMPTS, basis, heads="L1H0", preset="reference")
+    with pytest.raises(GeometryError, match="shares: expected terms that sum to the scores"):
+        published.to_dataframe()
+    for shown in (repr(published), published._repr_html_()):
+        assert "L1H0" in shown
+
+
 def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
     model = tiny("bridge", "llama")
     basis, seen = (

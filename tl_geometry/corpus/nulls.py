@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -12,13 +10,14 @@ from tl_geometry.base.errors import require
 from tl_geometry.corpus.texts import windows
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 
 HIGH_TOKEN = 10_000
 """Id below which the tokens of a large vocabulary are rarely special."""
 
 
 def pseudo_sentences(
-    model: Any,
+    model: ModelLike,
     text: str,
     length: int = 50,
     *,
@@ -50,7 +49,7 @@ def pseudo_sentences(
 
 
 def gibberish(
-    model: Any,
+    model: ModelLike,
     n: int,
     length: int = 50,
     *,

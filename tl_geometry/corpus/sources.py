@@ -25,7 +25,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.corpus import cutting as token_math
-from tl_geometry.corpus.token_windows import TokenWindows, double_bos
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, double_bos
 from tl_geometry.models.model_view import ModelView
 
 REPACK = (
@@ -35,7 +35,9 @@ REPACK = (
 """What to do about padded input."""
 
 
-def token_rows(view: ModelView, tokens: Any, *, prepend_bos: bool | None = None) -> TokenWindows:
+def token_rows(
+    view: ModelView, tokens: TokensLike, *, prepend_bos: bool | None = None
+) -> TokenWindows:
     """Tokens of a prompt set as windows: a string, strings of equal token length, ids
     ``[position]`` or ``[batch position]``, or windows.
 
@@ -165,7 +167,7 @@ class TokenSource:
 
     @staticmethod
     def of(
-        view: ModelView, tokens: Any, labels: Any = None, prepend_bos: bool | None = None
+        view: ModelView, tokens: TokensLike, labels: Any = None, prepend_bos: bool | None = None
     ) -> TokenSource:
         """The source behind any form of tokens that :func:`tl_geometry.decompose` takes."""
         tokens = _opened(_mapped(tokens))

@@ -16,10 +16,11 @@ from tl_geometry.corpus import cutting as token_math
 from tl_geometry.corpus.sources import refuse_file_names, without_bos
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 
 
 def windows(
-    model: Any,
+    model: ModelLike,
     texts: Any,
     length: int,
     *,

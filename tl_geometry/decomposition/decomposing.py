@@ -17,16 +17,18 @@ from tl_geometry.base.checks import describe, whole
 from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.sources import TokenSource, is_cache, label_ids, state_indices
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.accumulation import Accumulation, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.streaming import run_corpus
 from tl_geometry.models.batches import batch_of, device_of
 from tl_geometry.models.describing import as_view, cached_states
+from tl_geometry.models.model_like import ModelLike
 
 
 def decompose(
-    model: Any,
-    tokens: Any = None,
+    model: ModelLike,
+    tokens: TokensLike | None = None,
     *,
     states: Sequence[int | str] | None = None,
     window: Sequence[SupportsIndex | float] | None = None,

@@ -19,11 +19,13 @@ from tl_geometry.base.checks import describe, finite, index, indices
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import bases, noise, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
 
 SOURCE = ("sarfati2025",)
@@ -280,8 +282,8 @@ def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
 
 
 def trajectories(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     *,
     position: str | int | None = None,
     states: Iterable[int] | int | None = None,

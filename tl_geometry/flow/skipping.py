@@ -17,11 +17,13 @@ from tqdm.auto import tqdm
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Measure, Pair, take
 from tl_geometry.flow.residuals import LayerMap, MapsFrom, flow_map
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import output_batch, require_output
 
@@ -100,8 +102,8 @@ class SkipMap(Result):
 
 
 def skip_map(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     *,
     test: Any = None,
     pairs: Sequence[Pair] | str | None = None,
@@ -229,7 +231,12 @@ def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[s
 
 
 def _chunks(
-    view: ModelView, tokens: Any, test: Any, prepend_bos: bool | None, share: float, seed: int
+    view: ModelView,
+    tokens: TokensLike,
+    test: TokensLike | None,
+    prepend_bos: bool | None,
+    share: float,
+    seed: int,
 ) -> tuple[
     TokenSource, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]
 ]:

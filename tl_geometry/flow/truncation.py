@@ -4,7 +4,6 @@ block."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,6 +13,7 @@ from tqdm.auto import tqdm
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import (
     AFTER_NORM,
@@ -23,6 +23,7 @@ from tl_geometry.flow.ensemble import (
     too_few,
 )
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
 from tl_geometry.models.outputs import (
     distances,
@@ -108,8 +109,8 @@ class TruncationCurve(Result):
 
 
 def truncation_kl(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: Trajectories,
     *,
     K: tuple[int, ...] | None = None,

@@ -31,6 +31,7 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.scores.projection import PARTS, ProjectedParts, project_basis, split_heads
 from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
@@ -260,7 +261,7 @@ def _several(scores: Tensor, what: str) -> None:
 
 @contextmanager
 def _apply(
-    model: Any, basis: PositionContext, heads: HeadsLike, change: Change
+    model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Change
 ) -> Iterator[OpenEdit]:
     view = as_view(model)  # before any hook of ours
     with edited_scores(view, edits_for(view, basis, heads, change)) as edit:
@@ -268,7 +269,7 @@ def _apply(
 
 
 def remove_term(
-    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
 ) -> AbstractContextManager[OpenEdit]:
     """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for
     ``None``), ``S - X``.
@@ -290,7 +291,7 @@ def remove_term(
 
 
 def keep_term(
-    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
 ) -> AbstractContextManager[OpenEdit]:
     """Context manager: keep only a term, with every term that has bias on either side; ``()`` for
     those alone.
@@ -302,7 +303,7 @@ def keep_term(
 
 
 def mean_term(
-    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
 ) -> AbstractContextManager[OpenEdit]:
     """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X``
     (at least two prompts)."""

@@ -32,9 +32,11 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, listed, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
 from tl_geometry.scores.requests import (
     UserParts,
@@ -45,7 +47,7 @@ from tl_geometry.scores.requests import (
 )
 from tl_geometry.scores.splitter import HeadTerms, Splitter
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
-from tl_geometry.scores.tables import ShareTable
+from tl_geometry.scores.tables import COLUMNS, ShareTable
 from tl_geometry.scores.terms import ALIBI, BIAS_BIAS, bias_label, label, term_names, term_pairs
 
 PRESETS = ("exact", "paper", "reference")
@@ -219,7 +221,7 @@ class ScoreSplit(Result):
         return self.provenance.preset != "reference"
 
     def columns(self) -> Sequence[str]:
-        return self.shares().columns()
+        return COLUMNS
 
     def rows(self) -> Sequence[Sequence[object]]:
         return self.shares().rows()
@@ -244,8 +246,8 @@ class ScoreSplit(Result):
 
 
 def split_scores(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext | None,
     *,
     layers: Sequence[int] | int | None = None,

@@ -17,7 +17,6 @@ Head types come from repeated random tokens made for the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +26,13 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, ReconstructionError, fail, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import FEWEST
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.scores.details import DETAILS, Details
@@ -53,8 +54,8 @@ WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 
 
 def sweep_heads(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext,
     *,
     layers: Sequence[int] | int | None = None,

@@ -31,9 +31,11 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import norm_after_attention
 from tl_geometry.models.reconstruction import (
@@ -111,8 +113,8 @@ class ValueSplit(Result):
 
 
 def split_values(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext | None,
     *,
     layers: Sequence[int] | int | None = None,
