@@ -352,10 +352,10 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         def decode(self, ids: list[int]) -> list[str]:
             return [chr(i) for i in ids]
 
-    import tl_geometry.corpus.texts as verb
+    from tl_geometry.corpus import texts
 
-    original = verb.as_view
-    verb.as_view = lambda model: model  # type: ignore[assignment]
+    original = texts.as_view
+    texts.as_view = lambda model: model  # type: ignore[assignment]
     try:
         found = tlg.windows(
             Letters(), ["abcdefg", "hijkl", "m"], 4, prepend_bos=True, labels=["x", "y", "x"]
@@ -410,7 +410,7 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
             with pytest.raises(tlg.GeometryError, match=text):
                 call()
     finally:
-        verb.as_view = original
+        texts.as_view = original
 
 
 def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:

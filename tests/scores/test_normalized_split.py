@@ -306,9 +306,7 @@ def test_details_work_on_a_normalised_basis() -> None:
         position = sum((terms[i] for i in (0, 1, 3, 4)), torch.zeros(()))
         share = (position * whole).sum((0, 2, 3)) / whole.square().sum((0, 2, 3))
         kind, number = name
-        assert torch.allclose(
-            table.details[f"draws_position_{kind}"][4:, number], share, atol=1e-4
-        )
+        assert torch.allclose(table.details[f"draws_position_{kind}"][4:, number], share, atol=1e-4)
 
 
 def test_a_frozen_scale_left_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +319,7 @@ def test_a_frozen_scale_left_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_normalised_basis_that_says_it_is_raw_gives_other_terms_that_still_close() -> None:
-    """No check of closing can see it, because cvec takes up the rest: the provenance has to be
+    """No reconstruction check can see it, because cvec takes up the rest: the provenance has to be
     right."""
     model, basis = tiny("bridge", "llama"), bases("bridge", "llama")["normalized"]
     lying = dataclasses.replace(

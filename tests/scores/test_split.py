@@ -1,5 +1,5 @@
-"""The split closes on every architecture, class and loading; its terms are the right ones; planted
-faults are caught."""
+"""The terms of a split add up on every architecture, class and loading, and are the right ones;
+planted faults are caught."""
 
 from __future__ import annotations
 
@@ -860,7 +860,7 @@ def test_a_planted_fault_in_values_is_refused(name: str) -> None:
 # ---------------- bad input
 
 
-@pytest.mark.parametrize("verb", [split_scores, split_values])
+@pytest.mark.parametrize("function", [split_scores, split_values])
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -876,9 +876,9 @@ def test_a_planted_fault_in_values_is_refused(name: str) -> None:
         ),
     ],
 )
-def test_bad_requests_are_named(verb: Any, options: dict[str, Any], text: str) -> None:
+def test_bad_requests_are_named(function: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(GeometryError) as error:
-        verb(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"), **options)
+        function(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"), **options)
     assert text in str(error.value)
     assert isinstance(error.value, BudgetError) == ("memory_budget" in options)
 

@@ -270,7 +270,7 @@ def test_bos_is_compared_over_all_batches() -> None:
 
 
 def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subtraction alone would close whatever mean and pos were: the explicit projection of one
+    """Subtraction alone would add up whatever mean and pos were: the explicit projection of one
     context does not."""
     right = sweep.project_basis
 
@@ -307,7 +307,7 @@ def test_uniform_heads_are_labelled() -> None:
 
 
 def test_a_freshly_initialised_model_is_not_refused() -> None:
-    """Its scores are of size 0.1: the pattern closes to its own rounding, not to that of the
+    """Its scores are of size 0.1: the pattern is reproduced to its own rounding, not to that of the
     scores."""
     import transformers
 

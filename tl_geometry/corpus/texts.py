@@ -184,8 +184,8 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     share.
 
     ``piece`` tokens (by default an eighth of the window) come from one place; a BOS at position 0
-    stays. Whatever context share the spliced windows show comes from slow variation within a piece, not
-    from a common context.
+    stays. Whatever context share the spliced windows show comes from slow variation within a piece,
+    not from a common context.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

@@ -176,8 +176,8 @@ def _each_term(parts: ProjectedParts, layer: LayerView) -> Iterator[tuple[str, T
 def null_positions(
     basis: PositionContext, layer: int, length: int, drop: int, seed: int
 ) -> Iterator[tuple[tuple[str, int], Float[Tensor, "position d_model"]]]:
-    """(Null, draw) and positional vectors of equal energy at wrong positions or in wrong directions,
-    :data:`DRAWS` of each; positions before ``drop`` stay."""
+    """(Null, draw) and positional vectors of equal energy, at wrong positions or in wrong
+    directions, :data:`DRAWS` of each; positions before ``drop`` stay."""
     pos = basis.pos_seen[basis.index(layer), :length]
     for i in range(DRAWS):
         generator = torch.Generator().manual_seed(1000 * seed + i)
