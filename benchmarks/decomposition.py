@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
 from benchmarks.harness import Row, child, grown, interleave, paired
-from tl_geometry.decomposition.position_context import decompose_tensor
+from tl_geometry.decomposition import decompose_tensor
 from tl_geometry.models import from_hf
 
 SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 512, 512)}

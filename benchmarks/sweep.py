@@ -40,7 +40,7 @@ def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> Sha
     for at in range(view.n_layers):
         layer = view.layer(at, cache, verify=False)
         mean = basis.mean[at].to(layer.h).expand_as(layer.h)
-        pos = basis.pos_columns[at, : layer.h.shape[1]].to(layer.h).expand_as(layer.h)
+        pos = basis.pos_seen[at, : layer.h.shape[1]].to(layer.h).expand_as(layer.h)
         stream = torch.stack([mean, pos, layer.h - mean - pos])
         q, k = layer.project_q(stream), layer.project_k(stream)
         q[0] += layer.q_constant

@@ -52,7 +52,7 @@ def terms_by_hand(
     out."""
     gain, beta, eps, centred = norm_of(model, layer)
     row = basis.index(layer)
-    mean, pos = basis.mean[row].to(h), basis.pos_columns[row, : h.shape[1]].to(h)
+    mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
     x = h - h.mean(-1, keepdim=True) if centred else h
     s = (x.square().mean(-1, keepdim=True) + eps).sqrt()
     attn, sides = model.blocks[layer].attn, []

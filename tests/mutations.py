@@ -270,8 +270,8 @@ FAULTS = (
     Fault(
         "positions off by one",
         "scores",
-        "pos = basis.pos_columns[row, :columns]",
-        "pos = basis.pos_columns[row].roll(1, 0)[:columns]",
+        "pos = basis.pos_seen[row, :columns]",
+        "pos = basis.pos_seen[row].roll(1, 0)[:columns]",
         SWEEP,
     ),
     Fault(

@@ -71,8 +71,8 @@ def test_padded_ids_are_refused_wherever_tokens_come_in(
         ids = windows.tokens.clone()
         ids[:3, side] = 2047
         text = (
-            "tokens: expected rows without padding, got 3 of 8 that begin or end with "
-            r"the padding token \(id 2047\)\. Use tl_geometry\.win"
+            "tokens: expected rows without padding, got 3 of 8 that begin or end with the padding "
+            r"token \(id 2047\)\. Use tl_geometry\.win"
         )
         for call in (
             lambda ids=ids: tlg.decompose(pads, ids, progress=False),
@@ -273,8 +273,8 @@ def test_texts_in_files_and_data_sets(model: Any, tmp_path: Path) -> None:
         tlg.decompose(model, str(path), prepend_bos=True, progress=False)
     with pytest.raises(
         GeometryError,
-        match=r"tokens: expected token ids, windows or a \.npy file, got the file .*Use "
-        r"tl_geometry\.windows",
+        match=r"tokens: expected token ids, windows or a \.npy file, got the file .*"
+        r"Use tl_geometry\.windows",
     ):
         tlg.decompose(model, path, progress=False)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
@@ -316,7 +316,7 @@ def test_states_by_the_names_of_their_hooks() -> None:
     ):
         with pytest.raises(
             GeometryError,
-            match="states: expected a number from 0 to 2 or a hook such as "
+            match=r"states: expected a number from 0 to 2 or a hook such as "
             r'"blocks\.1\.hook_resid_pre", got',
         ):
             sources.state_indices([bad], 3, hooks)
@@ -342,7 +342,7 @@ H = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
         ({"tokens": 5}, "tokens: expected ids, windows or texts, got 5"),
         ({"tokens": iter([1, 2])}, r"tokens: expected rows \[position\] or batches"),
         ({"tokens": iter(["a", "b"])}, "tokens: expected integer ids"),
-        ({"tokens": iter([IDS, IDS[None]])}, "tokens: expected 6 columns"),
+        ({"tokens": iter([IDS, IDS[None]])}, "tokens: expected 6 positions"),
         (
             {
                 "tokens": torch.utils.data.DataLoader(
@@ -427,8 +427,8 @@ def test_two_functions_for_models_and_for_activations() -> None:
     for given in (H, cache, plain):
         with pytest.raises(
             GeometryError,
-            match="model: expected a TransformerLens model, got .* Use "
-            r"decompose_activations\(\.\.\.\)",
+            match=r"model: expected a TransformerLens model, got .* "
+            r"Use decompose_activations\(\.\.\.\)",
         ):
             tlg.decompose(given, progress=False)
     for source in (cache, plain):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tl_geometry.decomposition import accumulation, streaming
+from tl_geometry.decomposition import checkpoints, streaming
 from tl_geometry.decomposition.moments import Moments, Scratch
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.processes import Processes
@@ -279,7 +280,7 @@ def test_a_checkpoint_of_some_processes_resumes_with_others(
                 toy(dying), tokens, checkpoint=path, group=group, **OPTIONS
             ),
         )
-    kept = accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]["done"]
+    kept = checkpoints.read(path)[0]["done"]
     assert kept == before * 2 * 3
     again: list[int] = []
     view = toy(lambda n, s: again.append(n) if s == 0 else None)
@@ -313,8 +314,8 @@ def test_a_foreign_checkpoint_is_refused_in_every_process(tmp_path: Path) -> Non
 
 
 CPU_TEXT = (
-    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't "
-    "allocate memory: you tried to allocate 99 bytes."
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 99 bytes."
 )
 
 
@@ -394,11 +395,11 @@ def test_checkpoints_take_a_small_share_of_the_time(
     now, saved = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    def save(self: Any, path: Path) -> None:
+    def save(work: Any, path: Path) -> None:
         now[0] += 2.0
-        saved.append(self.done)
+        saved.append(work.done)
 
-    monkeypatch.setattr(accumulation.Accumulation, "save", save)
+    monkeypatch.setattr(checkpoints, "save", save)
 
     def second(contexts: int, state: int) -> None:
         now[0] += 1.0 if state == 0 else 0.0
@@ -411,7 +412,7 @@ def test_half_precision_products_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(64, 40, 6, generator=generator) * torch.tensor([1.0, 0.1, 30.0, 1.0, 5.0, 2.0])
     h = (h + torch.tensor([0.0, 0.0, 3000.0, -9.0, 2.5, -0.3])).to(torch.bfloat16)
-    sums = Moments.zeros(states=1, columns=40, d_model=6, window=(0, 40), second=True)
+    sums = Moments.zeros(states=1, length=40, d_model=6, window=(0, 40), second=True)
     sums.add(0, h, torch.arange(64) % 8)
     sums.count(torch.arange(64) % 8, None)
     assert sums.shift is not None
@@ -450,7 +451,7 @@ def test_sums_are_made_where_they_live() -> None:
     """Every operand is moved: a tensor left on another device than ``meta`` would raise."""
     sums = Moments.zeros(
         states=1,
-        columns=LENGTH,
+        length=LENGTH,
         d_model=D,
         window=(1, LENGTH),
         groups=4,
@@ -536,14 +537,16 @@ def test_token_files_and_streams_are_sources(tmp_path: Path) -> None:
             datasets.Dataset.from_list(rows).to_iterable_dataset().with_format("torch")
         ),
     }
+
+    def decomposed(source: Callable[[], Any], group: Any) -> PositionContext:
+        return tlg.decompose(toy(), source(), group=group, **OPTIONS)
+
     for name, source in sources.items():
         for group in (None, *([2] if name == "stream" else [])):
             found = (
                 tlg.decompose(toy(), source(), **OPTIONS)
                 if group is None
-                else together(
-                    group, lambda g, read=source: tlg.decompose(toy(), read(), group=g, **OPTIONS)
-                )[1]
+                else together(group, partial(decomposed, source))[1]
             )
             assert found.provenance.token_hash == whole.provenance.token_hash, name
             same = dataclasses.replace(found, provenance=whole.provenance)
@@ -579,11 +582,11 @@ if sys.argv[2] == "die":
         left[0] -= state == 0
         if left[0] == 0 and rank == 1:
             os._exit(9)
-    path = f"{folder}/run.safetensors"
-    tlg.decompose(toy(fail), ids(31), checkpoint=path, group=group, **OPTIONS)
+    checkpoint = f"{folder}/run.safetensors"
+    tlg.decompose(toy(fail), ids(31), checkpoint=checkpoint, group=group, **OPTIONS)
 else:
-    resumed = tlg.decompose(toy(), ids(31), checkpoint=sys.argv[2], group=group, **OPTIONS)
-    resumed.save(f"{folder}/resumed{rank}.safetensors")
+    basis = tlg.decompose(toy(), ids(31), checkpoint=sys.argv[2], group=group, **OPTIONS)
+    basis.save(f"{folder}/resumed{rank}.safetensors")
 torch.distributed.destroy_process_group()
 """
 
@@ -627,7 +630,7 @@ def test_torchrun_two_and_four_processes_and_one_that_dies(tmp_path: Path) -> No
     for rank in range(2):
         assert_same(PositionContext.load(tmp_path / "two" / f"{rank}.safetensors"), whole)
     checkpoint = tmp_path / "two" / "run.safetensors"
-    done = accumulation.read_file(checkpoint, accumulation.CHECKPOINT)[0]["run"]["done"]
+    done = checkpoints.read(checkpoint)[0]["done"]
     assert done == 12  # two rounds of two batches of three
     (tmp_path / "one.safetensors").write_bytes(checkpoint.read_bytes())
     assert_same(

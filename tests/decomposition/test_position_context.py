@@ -4,7 +4,9 @@ equivariance, streaming, files."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.fixtures import additive, random_states
+from tl_geometry.base.results import write_atomically
 from tl_geometry.decomposition.moments import Moments, half_width
-from tl_geometry.decomposition.position_context import PositionContext, decompose_tensor
+from tl_geometry.decomposition.parts import decompose_tensor
+from tl_geometry.decomposition.position_context import PositionContext
 
 SIZES = {
     "contexts": st.integers(2, 9),
@@ -320,7 +324,7 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
     assert list(loaded.to_dataframe().columns) == list(table.columns())
     with pytest.raises(
         tlg.GeometryError,
-        match="expected schema tl_geometry/PositionContext/2, got 'tl_geometry/Anova/1'",
+        match="expected schema tl_geometry/PositionContext/3, got 'tl_geometry/Anova/1'",
     ):
         PositionContext.load(tmp_path / "anova.safetensors")
     whole = (tmp_path / "basis.safetensors").read_bytes()
@@ -331,6 +335,42 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
         PositionContext.load(tmp_path / "cut.safetensors")
     with pytest.raises(tlg.GeometryError, match="expected an existing safetensors file"):
         PositionContext.load(tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_before_load(version: int, tmp_path: Path) -> None:
+    """Their shift of second moments was called "pilot"; the oldest say less in the header."""
+    basis = basis_of(random_states(2, 6, 5, 3), keep=0)
+    header: dict[str, Any] = {
+        "schema": f"tl_geometry/PositionContext/{version}",
+        "provenance": {"model": "toy", "window": [0, 5], "contexts": 6, "dtype": "float64"},
+        "states": [0, 1],
+        "window": [0, 5],
+        "names": [],
+        "reservoir": {"size": 0, "seed": 0},
+    }
+    header |= {"product_dtype": "float64", "contiguous": True} if version == 2 else {}
+    moments = basis.moments.tensors()
+    moments["pilot"] = moments.pop("shift")
+    tensors = {f"moments|{name}": value for name, value in moments.items()}
+    path = tmp_path / "before"
+    write_atomically(path, tensors, {name: json.dumps(value) for name, value in header.items()})
+    loaded = PositionContext.load(path)
+    assert loaded.provenance.model == "toy"
+    assert loaded.contiguous is (version == 2)
+    assert loaded.moments.product_dtype == (torch.float64 if version == 2 else torch.float32)
+    assert torch.equal(loaded.pos, basis.pos)
+    assert torch.equal(loaded.second_moment(1), basis.second_moment(1))
+    again = PositionContext.load(loaded.save(tmp_path / "now"))
+    assert torch.equal(again.second_moment(1), basis.second_moment(1))
+
+
+def test_a_basis_is_a_result() -> None:
+    basis = basis_of(random_states(2, 6, 5, 3))
+    assert isinstance(basis, tlg.Result)
+    assert basis.length == 5
+    assert list(basis.columns()) == list(basis.anova().columns())
+    assert basis.to_dataframe().equals(basis.anova().to_dataframe())
 
 
 def test_merge_refuses_what_does_not_belong_together() -> None:
@@ -391,7 +431,7 @@ def test_moments_are_a_monoid() -> None:
     def of(part: Tensor) -> Moments:
         m = Moments.zeros(
             states=1,
-            columns=4,
+            length=4,
             d_model=3,
             window=(0, 4),
             groups=2,
@@ -405,7 +445,7 @@ def test_moments_are_a_monoid() -> None:
 
     a, b, c = of(h[:2]), of(h[2:5]), of(h[5:])
     left, right = Moments.merge(Moments.merge(a, b), c), Moments.merge(a, Moments.merge(b, c))
-    nothing = Moments.zeros(states=1, columns=4, d_model=3, window=(0, 4), groups=2, second=True)
+    nothing = Moments.zeros(states=1, length=4, d_model=3, window=(0, 4), groups=2, second=True)
     assert close(left.sums, right.sums)
     centre = torch.zeros(3, dtype=torch.float64)
     assert close(left.centred_second(0, centre), right.centred_second(0, centre), 1e-9)
@@ -428,7 +468,7 @@ def test_moments_are_a_monoid() -> None:
         (lambda: basis_of(torch.full((2, 3, 4), torch.inf)), "contexts 0 to 1"),
         (
             lambda: basis_of(torch.zeros(2, 3, 4), window=(1, 9)),
-            r"window: expected 0 <= start < end <= 3 \(columns of the input\), got \(1, 9\)",
+            r"window: expected 0 <= start < end <= 3 \(positions of the input\), got \(1, 9\)",
         ),
         (lambda: basis_of(torch.zeros(2, 3, 4), window=(2, 2)), "window: expected"),
         (
@@ -456,7 +496,7 @@ def test_moments_are_a_monoid() -> None:
             lambda: basis_of(torch.zeros(2, 3, 4)).transform(
                 torch.zeros(2, 3, 4), positions=[0, 1, 3]
             ),
-            "positions: expected 3 columns from 0 to 2",
+            "positions: expected 3 from 0 to 2",
         ),
         (lambda: basis_of(torch.zeros(2, 3, 4)).index(1), r"state: expected one of \(0,\), got 1"),
     ],

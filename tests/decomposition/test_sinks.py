@@ -463,7 +463,7 @@ def test_altered_files_are_refused_and_those_of_before_flagged(tmp_path: Path) -
         header["provenance"] = json.dumps(json.loads(header["provenance"]) | {"mood": 1})
 
     def schema(tensors: Any, header: Any) -> None:
-        header["schema"] = json.dumps("tl_geometry/PositionContext/3")
+        header["schema"] = json.dumps("tl_geometry/PositionContext/4")
 
     for change, text in (
         (newer, r"expected fields of this version, got tilt\. Use the newer tl_geometry"),
@@ -471,7 +471,7 @@ def test_altered_files_are_refused_and_those_of_before_flagged(tmp_path: Path) -
         (provenance, r"provenance: expected fields of this version, got mood"),
         (
             schema,
-            r"expected schema tl_geometry/PositionContext/2, got '.*/3'\. Use a newer tl_geometry",
+            r"expected schema tl_geometry/PositionContext/3, got '.*/4'\. Use a newer tl_geometry",
         ),
     ):
         with pytest.raises(GeometryError, match=text):

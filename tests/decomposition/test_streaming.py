@@ -17,8 +17,9 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
-from tl_geometry.decomposition import accumulation, streaming
-from tl_geometry.decomposition.position_context import PositionContext, decompose_tensor
+from tl_geometry.decomposition import accumulation, checkpoints, streaming
+from tl_geometry.decomposition.parts import decompose_tensor
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.streaming import _forward
 
 KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
@@ -42,7 +43,7 @@ def states_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10) -> bool:
     pairs = [
         (a.mean, b.mean),
-        (a.pos_columns, b.pos_columns),
+        (a.pos_seen, b.pos_seen),
         (a.moments.squares.sum(0), b.moments.squares.sum(0)),
     ]
     pairs += [(a.ctx, b.ctx)] if a.ctx is not None and b.ctx is not None else []
@@ -62,8 +63,8 @@ def test_decompose_equals_the_cached_states(kind: str, architecture: str) -> Non
     assert torch.allclose(basis.mean, exact.mean, atol=1e-5)
     assert basis.ctx is not None
     assert torch.allclose(basis.ctx, exact.ctx, atol=1e-5)
-    assert "column 0 left out" in basis.provenance.line()
-    assert "column 0 left out of the statistics" in repr(basis)
+    assert "position 0 left out" in basis.provenance.line()
+    assert "position 0 left out of the statistics" in repr(basis)
     assert (
         basis.pos_at(0) - (states_of(model, ids)[:, :, 0].double().mean(1) - basis.mean)
     ).abs().max() < 1e-5
@@ -220,7 +221,7 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     child.wait()
     child.stdout.close()
     assert child.returncode == -signal.SIGKILL
-    work = accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]
+    work = checkpoints.read(path)[0]
     assert 12 <= work["done"] < 400
     resumed = tlg.decompose(
         model, ids, checkpoint=path, progress=False, moments_dtype=torch.float64
@@ -275,9 +276,7 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
             assert child.stdout is not None
             child.stdout.close()
         if path.exists():
-            done.append(
-                accumulation.read_file(path, accumulation.CHECKPOINT)[0]["run"]["done"]
-            )  # whole at every moment
+            done.append(checkpoints.read(path)[0]["done"])  # whole at every moment
     assert kills >= 10
     assert max(done) > 0
     if writers == 1:
@@ -353,10 +352,10 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         def decode(self, ids: list[int]) -> list[str]:
             return [chr(i) for i in ids]
 
-    import tl_geometry.corpus.texts as verb
+    from tl_geometry.corpus import texts
 
-    original = verb.as_view
-    verb.as_view = lambda model: model  # type: ignore[assignment]
+    original = texts.as_view
+    texts.as_view = lambda model: model  # type: ignore[assignment]
     try:
         found = tlg.windows(
             Letters(), ["abcdefg", "hijkl", "m"], 4, prepend_bos=True, labels=["x", "y", "x"]
@@ -411,7 +410,7 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
             with pytest.raises(tlg.GeometryError, match=text):
                 call()
     finally:
-        verb.as_view = original
+        texts.as_view = original
 
 
 def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
@@ -434,7 +433,7 @@ def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
         ),
         (
             lambda m: tlg.decompose(m, iter([tokens(2, 5), tokens(2, 6)]), progress=False),
-            "tokens: expected 5 columns, as in the first row, got 6",
+            "tokens: expected 5 positions, as in the first row, got 6",
         ),
         (
             lambda m: tlg.decompose(m, iter([])),
@@ -568,7 +567,7 @@ def test_what_is_over_the_limit_is_not_kept_and_said(
 ) -> None:
     monkeypatch.setattr(
         accumulation, "KEEP_LIMIT", 10_000
-    )  # three samples of [3 states, 8 columns, 32], and none of the others
+    )  # three samples of [3 states, 8 positions, 32], and none of the others
     for source in (tokens(20, 8), iter(tokens(20, 8).split(3))):  # of known and of unknown length
         basis = tlg.decompose(model, source, batch_size=4, progress=False)
         assert not basis.has_second_moments

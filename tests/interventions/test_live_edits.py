@@ -759,7 +759,7 @@ def test_the_positional_embedding_of_shortformer_is_position(attn_only: bool) ->
             cached["blocks.1.hook_resid_pre"].double(),
         )
         s = (h.var(-1, keepdim=True, unbiased=False) + ln.eps).sqrt()
-        pos = basis.pos_columns[basis.index(1), :14]
+        pos = basis.pos_seen[basis.index(1), :14]
         x = (pos - pos.mean(-1, keepdim=True)) / s * ln.w.double() + W
         q, k = (torch.einsum("bid,hde->bihe", x, w.double()) for w in (attn.W_Q, attn.W_K))
         right = torch.einsum("bihe,bjhe->bhij", q, k) / 8**0.5

@@ -298,7 +298,7 @@ def test_map_of_heads_holds_the_table() -> None:
     with pytest.raises(
         GeometryError, match="table: expected one row per layer and head, got ShareTable"
     ):
-        render.heads(table.shares)  # type: ignore[attr-defined]
+        render.heads(table.shares())  # type: ignore[attr-defined]
 
 
 def test_public_views_exist_are_lazy_and_share_no_name_with_a_module() -> None:

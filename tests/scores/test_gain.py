@@ -337,7 +337,7 @@ def test_dropped_mass_stands_beside_every_label() -> None:
         sweep_heads(model, prompts, basis, progress=False),
     )
     expected = split.pattern()[:, :, 1:, 0].mean((0, 2)).tolist()
-    for table in (split.shares(), sweep, sweep.shares, split.shares().marginals()):
+    for table in (split.shares(), sweep, sweep.shares(), split.shares().marginals()):
         frame: Any = table.to_dataframe()
         first = frame.groupby(["layer", "head"]).dropped_mass.first()
         assert first.tolist() == pytest.approx(expected, abs=1e-6)

@@ -216,7 +216,7 @@ def test_parts_are_those_of_the_normed_stream() -> None:
     model, basis = tiny("bridge", "gpt2"), bases("bridge", "gpt2")["normalized"]
     seen, split = view(model), split_on("normalized", "gpt2", layers=1)
     weights, norm = seen.weights(1), seen.attention_norm(1)
-    pos = basis.pos_columns[1, :18] * norm.gain.double()
+    pos = basis.pos_seen[1, :18] * norm.gain.double()
     q = torch.einsum("id,hde->ihe", pos, weights.W_Q.double()) / 8**0.5
     k = torch.einsum("id,hde->ihe", pos, weights.W_K.double())
     expected = torch.einsum("ihe,jhe->hij", q, k)
@@ -305,10 +305,8 @@ def test_details_work_on_a_normalised_basis() -> None:
         whole = sum(terms, torch.zeros(()))
         position = sum((terms[i] for i in (0, 1, 3, 4)), torch.zeros(()))
         share = (position * whole).sum((0, 2, 3)) / whole.square().sum((0, 2, 3))
-        kind, number = name.split()
-        assert torch.allclose(
-            table.details[f"draws_position_{kind}"][4:, int(number)], share, atol=1e-4
-        )
+        kind, number = name
+        assert torch.allclose(table.details[f"draws_position_{kind}"][4:, number], share, atol=1e-4)
 
 
 def test_a_frozen_scale_left_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +319,7 @@ def test_a_frozen_scale_left_in_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_normalised_basis_that_says_it_is_raw_gives_other_terms_that_still_close() -> None:
-    """No check of closing can see it, because cvec takes up the rest: the provenance has to be
+    """No reconstruction check can see it, because cvec takes up the rest: the provenance has to be
     right."""
     model, basis = tiny("bridge", "llama"), bases("bridge", "llama")["normalized"]
     lying = dataclasses.replace(

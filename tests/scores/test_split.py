@@ -1,5 +1,5 @@
-"""The split closes on every architecture, class and loading; its terms are the right ones; planted
-faults are caught."""
+"""The terms of a split add up on every architecture, class and loading, and are the right ones;
+planted faults are caught."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import pattern_error, reconstruction_bound
 from tl_geometry.scores.split import ScoreSplit, split_scores
-from tl_geometry.scores.splitter import Cut
+from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.sums import share_sums_dense
 from tl_geometry.scores.values import _token_ids, split_values
 
@@ -327,9 +327,9 @@ def test_the_equation_as_printed() -> None:
     split = split_scores(model, PROMPTS, basis, preset="paper")
     assert split.parts == ("mean", "pos", "cvec")
     weights, h = view(model).weights(1), states("bridge", "gpt2")[1]
-    cvec = h - basis.mean[1] - basis.pos_columns[1, :18]
+    cvec = h - basis.mean[1] - basis.pos_seen[1, :18]
     W = weights.W_Q[2].double() @ weights.W_K[2].double().T / math.sqrt(8)
-    expected = basis.pos_columns[1, :18] @ W @ cvec.mT
+    expected = basis.pos_seen[1, :18] @ W @ cvec.mT
     assert torch.allclose(split.terms["pos", "cvec"][:, 6].double(), expected, atol=1e-3)
     whole = h.double() @ W @ h.double().mT
     assert torch.allclose(summed(split)[:, 6], whole, atol=1e-3)
@@ -343,7 +343,7 @@ def test_the_published_code_and_how_far_it_misses() -> None:
     split = split_scores(model, PROMPTS, basis, preset="reference")
     assert split.parts == ("pos", "cvec")
     hf, h = hf_model("gpt2").transformer.h[1], states("bridge", "gpt2")[1]
-    pos = basis.pos_columns[1, :18].float()
+    pos = basis.pos_seen[1, :18].float()
 
     def projected(x: Tensor, times: int, which: int) -> Tensor:
         for _ in range(times):
@@ -638,9 +638,9 @@ def test_a_planted_fault_is_refused(name: str) -> None:
     "name", ["mean left in cvec", "position of the next column", "context twice", "part forgotten"]
 )
 def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Cut.stream
+    stream = Splitter.stream
 
-    def wrong(self: Cut, layer: LayerView) -> dict[str, Tensor]:
+    def wrong(self: Splitter, layer: LayerView) -> dict[str, Tensor]:
         parts = stream(self, layer)
         if name == "mean left in cvec":
             parts["cvec"] = parts["cvec"] + parts["mean"]
@@ -652,7 +652,7 @@ def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.Mon
             parts["pos"] = torch.zeros_like(parts["pos"])
         return parts
 
-    monkeypatch.setattr(Cut, "stream", wrong)
+    monkeypatch.setattr(Splitter, "stream", wrong)
     with pytest.raises(ReconstructionError, match="q parts off by"):
         split_scores(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"))
 
@@ -860,7 +860,7 @@ def test_a_planted_fault_in_values_is_refused(name: str) -> None:
 # ---------------- bad input
 
 
-@pytest.mark.parametrize("verb", [split_scores, split_values])
+@pytest.mark.parametrize("function", [split_scores, split_values])
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -876,9 +876,9 @@ def test_a_planted_fault_in_values_is_refused(name: str) -> None:
         ),
     ],
 )
-def test_bad_requests_are_named(verb: Any, options: dict[str, Any], text: str) -> None:
+def test_bad_requests_are_named(function: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(GeometryError) as error:
-        verb(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"), **options)
+        function(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"), **options)
     assert text in str(error.value)
     assert isinstance(error.value, BudgetError) == ("memory_budget" in options)
 
@@ -940,6 +940,22 @@ def test_a_term_that_is_not_there_is_not_contained() -> None:
     assert ("pos", "ctx") not in split.terms
 
 
+def test_a_split_gives_its_terms_by_name_and_its_shares_as_a_table() -> None:
+    model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
+    split = split_scores(model, PROMPTS, basis, heads="L1H0")
+    assert torch.equal(split["pos-cvec"], split.terms["pos", "cvec"])
+    for wrong in ("pos-cvek", ("pos", "ctx"), "pos"):
+        with pytest.raises(GeometryError, match=r"terms: expected one of .*'pos-cvec'.*, got"):
+            split[wrong]
+    assert split.to_dataframe().equals(split.shares().to_dataframe())
+    assert list(split.columns()) == list(split.shares().columns())
+    published = split_scores(model, PROMPTS, basis, heads="L1H0", preset="reference")
+    with pytest.raises(GeometryError, match="shares: expected terms that sum to the scores"):
+        published.to_dataframe()
+    for shown in (repr(published), published._repr_html_()):
+        assert "L1H0" in shown
+
+
 def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
     model = tiny("bridge", "llama")
     basis, seen = (
@@ -947,9 +963,9 @@ def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
         view(model),
     )
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    cut = Cut(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
+    splitter = Splitter(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
     seen.run_layers(
-        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), cut.stream(layer)))
+        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), splitter.stream(layer)))
     )
     h, parts = found[0]
     expected = basis.transform(

@@ -186,7 +186,7 @@ def test_details_have_columns_and_profiles() -> None:
     assert table.low is not None
     assert table.high is not None
     assert table.low.isnan().all()  # 5 contexts are too few
-    assert len(table.shares.to_dataframe()) == 8 * 12
+    assert len(table.shares().to_dataframe()) == 8 * 12
     assert set(swept("gpt2").details) == set()
 
 
@@ -270,7 +270,7 @@ def test_bos_is_compared_over_all_batches() -> None:
 
 
 def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subtraction alone would close whatever mean and pos were: the explicit projection of one
+    """Subtraction alone would add up whatever mean and pos were: the explicit projection of one
     context does not."""
     right = sweep.project_basis
 
@@ -307,7 +307,7 @@ def test_uniform_heads_are_labelled() -> None:
 
 
 def test_a_freshly_initialised_model_is_not_refused() -> None:
-    """Its scores are of size 0.1: the pattern closes to its own rounding, not to that of the
+    """Its scores are of size 0.1: the pattern is reproduced to its own rounding, not to that of the
     scores."""
     import transformers
 
@@ -377,14 +377,14 @@ def test_shapes_are_those_of_the_terms_of_the_split(architecture: str) -> None:
 
 def test_null_positions_have_the_energy_of_the_positions_and_are_others() -> None:
     basis, energy = basis_of("gpt2"), lambda x: float(x.square().sum())
-    pos = basis.pos_columns[basis.index(1), :20]
+    pos = basis.pos_seen[basis.index(1), :20]
     found = dict(null_positions(basis, 1, 20, 1, 0))
     assert len(found) == 2 * DRAWS
     for name, null in found.items():
         assert torch.equal(null[:1], pos[:1]), name
         assert energy(null[1:]) == pytest.approx(energy(pos[1:]), rel=1e-9)
         assert energy(null[1:] - pos[1:]) > energy(pos[1:])
-        if name.startswith("permuted"):
+        if name[0] == "permuted":
             assert torch.equal(null.sum(1).sort().values, pos.sum(1).sort().values)
 
 
@@ -401,10 +401,10 @@ def test_null_shares_are_those_of_a_split_by_the_null_positions() -> None:
             layers=1,
             parts={"mean": mean, "pos": null.expand_as(mean), "cvec": h[0] - mean - null},
         )
-        kind, draw = name.split()
+        kind, draw = name
         for i, group in enumerate(GROUPS[:2]):
             assert torch.allclose(
-                table.details[f"draws_{group}_{kind}"][4:, int(draw)],
+                table.details[f"draws_{group}_{kind}"][4:, draw],
                 split.shares(drop=1).group_cs[:, i],
                 atol=1e-4,
             )

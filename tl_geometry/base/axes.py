@@ -29,6 +29,7 @@ AXES: dict[str, str] = {
     "rank": "singular directions, strongest first",
     "trajectory": "token trajectories through the layers",
     "sample": "draws of a random quantity",
+    "offset": "differences i - j of query and key position",
     "row": "rows of a general matrix",
     "column": "columns of a general matrix",
     "time": "times of a flow, in layers",

@@ -147,16 +147,16 @@ def heads(
     return tuple(dict.fromkeys(out))
 
 
-def window(value: tuple[int, int] | None, columns: int, default_start: int) -> tuple[int, int]:
-    """A half-open window inside ``columns``; ``(default_start, columns)`` for ``None`` (all columns
+def window(value: tuple[int, int] | None, length: int, default_start: int) -> tuple[int, int]:
+    """A half-open window inside ``length`` positions; ``(default_start, length)`` for ``None`` (all
     if that is empty)."""
     if value is None:
-        return (default_start if columns > default_start else 0, columns)
+        return (default_start if length > default_start else 0, length)
     start, end = value
     require(
-        0 <= start < end <= columns,
+        0 <= start < end <= length,
         "window",
-        expected=f"0 <= start < end <= {columns} (columns of the input)",
+        expected=f"0 <= start < end <= {length} (positions of the input)",
         got=repr(value),
     )
     return (start, end)

@@ -3,8 +3,16 @@ corpora."""
 
 from __future__ import annotations
 
-from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
+from tl_geometry.corpus.nulls import gibberish, pseudo_sentences, repeated_random_tokens
 from tl_geometry.corpus.texts import splice, windows
-from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 
-__all__ = ["TokenWindows", "gibberish", "pseudo_sentences", "splice", "windows"]
+__all__ = [
+    "TokenWindows",
+    "TokensLike",
+    "gibberish",
+    "pseudo_sentences",
+    "repeated_random_tokens",
+    "splice",
+    "windows",
+]

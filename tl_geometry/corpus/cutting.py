@@ -1,5 +1,4 @@
-"""Windows of token ids: cutting, sampling, gluing. Plain integer tensors in, plain integer tensors
-out."""
+"""Windows of token ids: cutting, sampling, splicing. Plain integer tensors in and out."""
 
 from __future__ import annotations
 
@@ -50,11 +49,11 @@ def splice(
 
     Each output window draws every piece from a window of its own; positions are kept, so that the
     positional statistics stay the same and only what lasts longer than a piece is lost.
-    ``keep_first`` leaves column 0 (a BOS id) in place. The context share of such windows is what
+    ``keep_first`` leaves position 0 (a BOS id) in place. The context share of such windows is what
     slow variation within a piece produces by itself: a null for the context share.
     """
-    contexts, columns = windows.shape
-    require(1 <= piece <= columns, "piece", expected=f"1 to {columns} tokens", got=piece)
+    contexts, length = windows.shape
+    require(1 <= piece <= length, "piece", expected=f"1 to {length} tokens", got=piece)
     generator = torch.Generator().manual_seed(seed)
     body = windows[:, int(keep_first) :]
     parts = [p[torch.randperm(contexts, generator=generator)] for p in body.split(piece, dim=1)]
@@ -69,8 +68,10 @@ def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
     single one at an end of one row among many may be chance: both are left alone, unless a row has
     three or more in a run at an end.
 
-    >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0), padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
-    (1, 0)
+    >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0)
+    1
+    >>> padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
+    0
     """
     is_pad = ids == pad
     if not bool(is_pad.any()):

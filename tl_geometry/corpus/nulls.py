@@ -1,20 +1,23 @@
-"""Chunks of text, and chunks of random tokens as a null."""
+"""Chunks of text, and random tokens as nulls: chunks of them, and periods repeated."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
 from tl_geometry.corpus.texts import windows
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
+
+HIGH_TOKEN = 10_000
+"""Id below which the tokens of a large vocabulary are rarely special."""
 
 
 def pseudo_sentences(
-    model: Any,
+    model: ModelLike,
     text: str,
     length: int = 50,
     *,
@@ -46,7 +49,7 @@ def pseudo_sentences(
 
 
 def gibberish(
-    model: Any,
+    model: ModelLike,
     n: int,
     length: int = 50,
     *,
@@ -69,17 +72,13 @@ def gibberish(
     view = as_view(model)
     generator = torch.Generator().manual_seed(seed)
     if like is None:
-        tokens, name = (
-            torch.randint(0, view.d_vocab, (n, length), generator=generator),
-            "gibberish, uniform",
-        )
+        name = "gibberish, uniform"
+        tokens = torch.randint(0, view.d_vocab, (n, length), generator=generator)
     else:
+        name = "gibberish, corpus frequencies"
         rows = like.tokens[:, int(like.has_bos) :] if isinstance(like, TokenWindows) else like
         pool = rows.reshape(-1)
-        tokens, name = (
-            pool[torch.randint(0, len(pool), (n, length), generator=generator)],
-            "gibberish, corpus frequencies",
-        )
+        tokens = pool[torch.randint(0, len(pool), (n, length), generator=generator)]
     if prepend_bos:
         require(
             view.bos_id is not None,
@@ -90,3 +89,50 @@ def gibberish(
         )
         tokens[:, 0] = view.bos_id or 0
     return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus=name)
+
+
+def repeated_random_tokens(
+    period: int = 8,
+    copies: int = 3,
+    batch: int = 1,
+    *,
+    low: int = 1000,
+    high: int = HIGH_TOKEN,
+    seed: int = 1234,
+    bos_id: int | None = None,
+    distinct: bool = True,
+) -> Int[Tensor, "batch position"]:
+    """Random token ids from ``low`` to ``high - 1``, ``period`` of them repeated ``copies`` times,
+    ``batch`` such rows.
+
+    Tokens within a period are ``distinct`` unless told otherwise (rows with a repeat are drawn
+    again). The defaults give the input of Song & Zhong 2023, Fig. 4: the text says "repeated
+    twice", the published code makes three copies, 24 tokens, without BOS.
+
+    >>> repeated_random_tokens()[0, :9].tolist()
+    [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625, 6775]
+    """
+    require(
+        period >= 1 and copies >= 1 and batch >= 1,
+        "sizes",
+        expected="at least 1 each",
+        got=(period, copies, batch),
+    )
+    enough = high - low >= (period if distinct else 1)
+    require(
+        enough,
+        "low, high",
+        expected=f"at least {period} ids",
+        got=f"{max(0, high - low)} from {low} to {high - 1}",
+        instead="a wider range",
+    )
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(low, high, (batch, period), generator=generator)
+    if distinct and 4 * period**2 > high - low:
+        # redrawing would take long: a permutation of the range is distinct by construction
+        drawn = [torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)]
+        rows = low + torch.stack(drawn)
+    while distinct and bool((again := (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)).any()):
+        rows[again] = torch.randint(low, high, (int(again.sum()), period), generator=generator)
+    tokens = rows.repeat(1, copies)
+    return tokens if bos_id is None else torch.cat([torch.full((batch, 1), bos_id), tokens], dim=1)

@@ -25,14 +25,19 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.corpus import cutting as token_math
-from tl_geometry.corpus.token_windows import TokenWindows, double_bos
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, double_bos
 from tl_geometry.models.model_view import ModelView
 
-REPACK = "tl_geometry.windows(model, texts, length) for windows of one length, or only the rows without padding"
+REPACK = (
+    "tl_geometry.windows(model, texts, length) for windows of one length, "
+    "or only the rows without padding"
+)
 """What to do about padded input."""
 
 
-def token_rows(view: ModelView, tokens: Any, *, prepend_bos: bool | None = None) -> TokenWindows:
+def token_rows(
+    view: ModelView, tokens: TokensLike, *, prepend_bos: bool | None = None
+) -> TokenWindows:
     """Tokens of a prompt set as windows: a string, strings of equal token length, ids
     ``[position]`` or ``[batch position]``, or windows.
 
@@ -152,7 +157,7 @@ class TokenSource:
 
     view: ModelView
     tokens: Any
-    columns: int
+    length: int
     contexts: int | None
     corpus: str = "tokens"
     labels: Int[Tensor, " context"] | None = None
@@ -163,7 +168,7 @@ class TokenSource:
 
     @staticmethod
     def of(
-        view: ModelView, tokens: Any, labels: Any = None, prepend_bos: bool | None = None
+        view: ModelView, tokens: TokensLike, labels: Any = None, prepend_bos: bool | None = None
     ) -> TokenSource:
         """The source behind any form of tokens that :func:`tl_geometry.decompose` takes."""
         tokens = _opened(_mapped(tokens))
@@ -203,13 +208,13 @@ class TokenSource:
             hasattr(tokens, "column_names") and hasattr(tokens, "__len__")
         ):
             require(len(tokens) > 0, "tokens", expected="at least one context", got="none")
-            contexts, columns = len(tokens), _rows(tokens, 0, 1).shape[1]
+            contexts, length = len(tokens), _rows(tokens, 0, 1).shape[1]
         else:
-            tokens, columns = _stream(tokens)
+            tokens, length = _stream(tokens)
             contexts = None
         given, found = label_ids(labels, contexts)
         about |= {"names": found} if found else {}
-        return TokenSource(view, tokens, columns, contexts, labels=given, **about)
+        return TokenSource(view, tokens, length, contexts, labels=given, **about)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -239,9 +244,9 @@ class TokenSource:
     def _checked(self, rows: Tensor) -> Tensor:
         width = rows.shape[-1]
         require(
-            rows.dim() == 2 and width == self.columns,
+            rows.dim() == 2 and width == self.length,
             "tokens",
-            expected=f"{self.columns} columns, as in the first row",
+            expected=f"{self.length} positions, as in the first row",
             got=width if rows.dim() == 2 else describe(rows),
             instead="tl_geometry.windows",
         )

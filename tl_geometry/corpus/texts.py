@@ -16,10 +16,11 @@ from tl_geometry.corpus import cutting as token_math
 from tl_geometry.corpus.sources import refuse_file_names, without_bos
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 
 
 def windows(
-    model: Any,
+    model: ModelLike,
     texts: Any,
     length: int,
     *,
@@ -53,86 +54,62 @@ def windows(
     """
     view = as_view(model)
     documents = _documents(texts)
-    size = whole(length)
-    require(
-        size is not None and size >= 2,
-        "length",
-        expected="a whole number, at least 2 tokens",
-        got=length,
-    )
-    require(
-        not prepend_bos or view.bos_id is not None,
-        "prepend_bos",
-        expected="a tokenizer with a BOS token",
-        got="none",
-        instead="prepend_bos=False",
-    )
-    named = [str(i) for i in range(len(documents))] if labels is None else [str(v) for v in labels]
-    require(
-        len(named) == len(documents),
-        "labels",
-        expected=f"one for each of {len(documents)} texts",
-        got=len(named),
-    )
-    names = tuple(dict.fromkeys(named))
+    size, bos = whole(length), view.bos_id if prepend_bos else None
+    ok, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
+    require(ok, "length", expected=expected, got=length)
+    if prepend_bos and bos is None:
+        expected, instead = "a tokenizer with a BOS token", "prepend_bos=False"
+        fail("prepend_bos", expected=expected, got="none", instead=instead)
+    named = [str(v) for v in (range(len(documents)) if labels is None else labels)]
+    one_each, expected = len(named) == len(documents), f"one for each of {len(documents)} texts"
+    require(one_each, "labels", expected=expected, got=len(named))
     body = length - int(prepend_bos)
-    ids, notes = without_bos(
-        [view.encode(text) for text in documents], view.bos_id if prepend_bos else None
-    )
+    ids, notes = without_bos([view.encode(text) for text in documents], bos)
     longest = max(len(row) for row in ids)
-    require(
-        longest >= body,
-        "texts",
-        expected=f"a text of at least {body} tokens",
-        got=f"at most {longest}",
-        instead="a shorter length=",
-    )
-    bos = view.bos_id if prepend_bos else None
+    expected, got = f"a text of at least {body} tokens", f"at most {longest}"
+    require(longest >= body, "texts", expected=expected, got=got, instead="a shorter length=")
     if replace:
-        require(
-            n is not None and n >= 1, "n", expected="a number of windows with replace=True", got=n
-        )
-        cut = _anywhere(ids, body, n or 1, seed, bos)
+        some = n is not None and n >= 1
+        require(some, "n", expected="a number of windows with replace=True", got=n)
+        cut, more = _anywhere(ids, body, n or 1, seed, bos), ()
     else:
-        cut = [token_math.cut(row, body) for row in ids]
-        doubled = sum(int((c[:, 0] == bos).sum()) for c in cut) if bos is not None else 0
-        cut = [c[c[:, 0] != bos] for c in cut] if doubled else cut
-        notes += (f"{doubled} windows that begin with the BOS string left out",) if doubled else ()
-        require(
-            any(len(c) for c in cut),
-            "texts",
-            expected="text between BOS strings",
-            got="none",
-            instead="prepend_bos=False",
-        )
+        cut, more = _in_order(ids, body, bos)
+    names = tuple(dict.fromkeys(named))
     rows = torch.cat(cut)
     which = torch.cat([torch.full((len(c),), names.index(named[i])) for i, c in enumerate(cut)])
     if n is not None:
-        require(
-            1 <= n <= len(rows),
-            "n",
-            expected=f"1 to {len(rows)} windows",
-            got=n,
-            instead="n=None for all, or more text",
-        )
-        kept = (
-            torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n]
-            .sort()
-            .values
-        )
+        expected, instead = f"1 to {len(rows)} windows", "n=None for all, or more text"
+        require(1 <= n <= len(rows), "n", expected=expected, got=n, instead=instead)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        kept = order[:n].sort().values
         rows, which = rows[kept], which[kept]
-    if prepend_bos and view.bos_id is not None:
-        rows = torch.cat([torch.full((len(rows), 1), view.bos_id), rows], dim=1)
-    shown = tuple(view.decode(rows[0].tolist()))
+    if bos is not None:
+        rows = torch.cat([torch.full((len(rows), 1), bos), rows], dim=1)
     return TokenWindows(
         tokens=rows,
         has_bos=prepend_bos,
         labels=which,
         names=names,
         corpus=corpus,
-        str_tokens=shown,
-        notes=notes,
+        str_tokens=tuple(view.decode(rows[0].tolist())),
+        notes=(*notes, *more),
     )
+
+
+def _in_order(
+    ids: Sequence[Sequence[int]], length: int, bos: int | None
+) -> tuple[list[Int[Tensor, "context position"]], tuple[str, ...]]:
+    """All non-overlapping windows, by text, without those that begin with ``bos``; and a note of
+    how many these were."""
+    cut = [token_math.cut(row, length) for row in ids]
+    if bos is None:
+        return cut, ()
+    kept = [c[c[:, 0] != bos] for c in cut]
+    doubled = sum(map(len, cut)) - sum(map(len, kept))
+    instead, some = "prepend_bos=False", any(len(c) for c in kept)
+    require(some, "texts", expected="text between BOS strings", got="none", instead=instead)
+    note = f"{doubled} windows that begin with the BOS string left out"
+    return kept, (note,) if doubled else ()
 
 
 def _documents(texts: Any) -> list[str]:
@@ -206,9 +183,9 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     """Windows spliced from pieces of random windows of the same corpus: the null for the context
     share.
 
-    ``piece`` tokens (by default an eighth of the window) come from one place; a BOS column stays.
-    Whatever context share the spliced windows show comes from slow variation within a piece, not
-    from a common context.
+    ``piece`` tokens (by default an eighth of the window) come from one place; a BOS at position 0
+    stays. Whatever context share the spliced windows show comes from slow variation within a piece,
+    not from a common context.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -28,10 +29,23 @@ Selection = (
 """Contexts: one, a slice, or several (a list, a tensor, an array), as numbers or as a mask."""
 
 
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]
+else:  # what comes is looked at where it is taken, and refused there with what to do
+    TokensLike = Any
+"""Tokens as every public function takes them: :class:`TokenWindows`; ids ``[context position]`` as
+a tensor, an array, nested lists, a ``.npy`` file (its path) or a memory map; one prompt
+``[position]`` where a prompt is meant; what a tokenizer returns; an iterable of rows or batches (a
+``DataLoader``, a ``datasets.Dataset`` with a ``tokens`` or ``input_ids`` column); a string or
+strings of equal token length, with ``prepend_bos`` said explicitly. Ids are never edited."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenWindows:
     """Windows of one length: ``tokens [context position]``, a document label per context (or
-    ``None``), whether column 0 is BOS.
+    ``None``), whether position 0 is BOS.
 
     ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the
     readable tokens of the first window; ``notes`` say what was done to the text.

@@ -1,43 +1,30 @@
-"""Statistics in progress: batches of states in, sums out; resumable, divisible into smaller
-batches, shared by several processes."""
+"""Statistics in progress: batches of states in, sums out; in parts where memory runs out."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import whole
 from tl_geometry.base.errors import BudgetError, fail, require
-from tl_geometry.base.results import (
-    Provenance,
-    hash_tokens,
-    read_file,
-    refuse_unknown,
-    row_hashes,
-    write_atomically,
-)
-from tl_geometry.decomposition.largest import Largest, gathered
-from tl_geometry.decomposition.moments import Moments, Reservoir
-from tl_geometry.decomposition.position_context import HEADER, TENSORS, PositionContext
-from tl_geometry.decomposition.processes import Processes
+from tl_geometry.base.results import Provenance, hash_tokens, row_hashes
+from tl_geometry.decomposition.largest import Largest
+from tl_geometry.decomposition.moments import Moments
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.reservoir import Reservoir
 
-CHECKPOINT = "tl_geometry/checkpoint/2"
-"""File format identifier of a checkpoint."""
 KEEP_LIMIT = 2**30
 """Bytes up to which ``"auto"`` keeps second moments, context means and samples, each."""
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 """What errors of allocators that have no class of their own say (CPU on Linux and Windows, MPS)."""
 
 OnState = Callable[[int, Tensor], None]
-"""Receives (row of the state, activations [batch column d_model])."""
+"""Receives (row of the state, activations [batch position d_model])."""
 Feed = Callable[[slice, OnState], None]
 """Runs some contexts of a batch and calls its second argument once for each state."""
 
@@ -64,12 +51,12 @@ class Plan:
 
 
 class Accumulation:
-    """Sums in progress: :meth:`update` for each batch, :meth:`finish` for the basis, :meth:`save`
-    and :meth:`resume` in between.
+    """Sums in progress: :meth:`update` for each batch, :meth:`finish` for the basis; checkpoints in
+    between are :mod:`tl_geometry.decomposition.checkpoints`.
 
     With several processes each one sees every batch, taking it in (:meth:`update`) or leaving it to
     another (:meth:`skip`), so that all agree on groups, order, samples and the hash of the tokens;
-    :meth:`combine` adds up what they have.
+    :mod:`tl_geometry.decomposition.sharing` adds up what they have.
     """
 
     def __init__(
@@ -77,40 +64,39 @@ class Accumulation:
         plan: Plan,
         provenance: Provenance,
         *,
-        columns: int,
+        length: int,
         d_model: int,
         contexts: int | None,
         device: torch.device | str,
     ) -> None:
-        start, end = plan.window or (0, columns)
+        start, end = plan.window or (0, length)
         require(
-            0 <= start < end <= columns,
+            0 <= start < end <= length,
             "window",
-            expected=f"0 <= start < end <= {columns} (columns of the input)",
+            expected=f"0 <= start < end <= {length} (positions of the input)",
             got=repr(plan.window),
         )
         for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
             value = whole(getattr(plan, name))
             good = value is not None and value >= least
             require(good, name, expected=f"at least {least}", got=repr(getattr(plan, name)))
-        self.plan, self.columns, self.contexts, self.d_model = plan, columns, contexts, d_model
+        self.plan, self.length, self.contexts, self.d_model = plan, length, contexts, d_model
         n = len(plan.states)
         flags: list[str] = []
         second = self._decide(plan.second_moments, 8 * n * d_model**2, "second moments", flags)
         self.keep_ctx = self._decide(
             plan.keep_ctx, 8 * n * d_model * (contexts or 0), "context vectors", flags
         )
-        keep = min(plan.keep, KEEP_LIMIT // max(1, 4 * n * columns * d_model))
+        keep = min(plan.keep, KEEP_LIMIT // max(1, 4 * n * length * d_model))
         if keep < plan.keep:
             flags.append(f"{keep} of {plan.keep} samples kept (1 GiB)")
         if start > 0:
-            flags.append(
-                f"{'column 0' if start == 1 else f'columns 0 to {start - 1}'} left out of the statistics"
-            )
+            left_out = "position 0" if start == 1 else f"positions 0 to {start - 1}"
+            flags.append(f"{left_out} left out of the statistics")
         self.provenance = provenance.flagged(*flags)
         self.moments = Moments.zeros(
             states=n,
-            columns=columns,
+            length=length,
             d_model=d_model,
             window=(start, end),
             groups=plan.groups * (1 if contexts else 2),
@@ -162,7 +148,7 @@ class Accumulation:
         way (:meth:`settle`).
         """
         device = self.moments.sums.device
-        self._room(size)
+        self.make_room(size)
         groups, marks = (
             self._groups(size, device),
             None if labels is None else labels.to(device, non_blocking=True),
@@ -217,7 +203,7 @@ class Accumulation:
 
     def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
         """Leave the next contexts to another process."""
-        self._room(len(tokens))
+        self.make_room(len(tokens))
         for slot, _ in self._sample(len(tokens), tokens):
             assert self.reservoir.states is not None
             self.reservoir.states[slot] = 0
@@ -232,7 +218,7 @@ class Accumulation:
     def _sample(self, size: int, tokens: Tensor | None) -> list[tuple[int, int]]:
         """(slot, row of the batch) of the contexts that enter the sample."""
         chosen = self.reservoir.enter(self.done, size) if self.reservoir.size else []
-        self.reservoir.room(chosen, (len(self.plan.states), self.columns, self.d_model), tokens)
+        self.reservoir.room(chosen, (len(self.plan.states), self.length, self.d_model), tokens)
         return chosen
 
     def _groups(self, size: int, device: torch.device | str) -> Int[Tensor, " batch"]:
@@ -245,7 +231,7 @@ class Accumulation:
         index = self.done + torch.arange(size, device=device)
         return index * self.plan.groups // self.contexts if self.contexts else index // self.block
 
-    def _room(self, size: int) -> None:
+    def make_room(self, size: int) -> None:
         """Where the number of contexts is not known: 2G blocks, joined in pairs as often as the
         next contexts need room."""
         while not self.contexts and self.done + size > 2 * self.plan.groups * self.block:
@@ -272,7 +258,7 @@ class Accumulation:
             self.has_bos = begins and self.has_bos is not False
         self.done += size
         if self.keep_ctx:
-            self.means.append(self._nothing(size))
+            self.means.append(self.nothing(size))
             if (
                 self.plan.keep_ctx == "auto"
                 and 8 * self.done * self.d_model * len(self.plan.states) > KEEP_LIMIT
@@ -280,7 +266,7 @@ class Accumulation:
                 self.keep_ctx, self.means = False, []
                 self.provenance = self.provenance.flagged("context vectors not kept (over 1 GiB)")
 
-    def _nothing(self, size: int) -> Tensor:
+    def nothing(self, size: int) -> Tensor:
         """Context means of contexts that another process takes in: zeros that need no memory."""
         return torch.zeros((), dtype=torch.float64).expand(
             len(self.plan.states), size, self.d_model
@@ -300,7 +286,7 @@ class Accumulation:
                 require(
                     size > 1,
                     "memory",
-                    expected=f"room for one context of {self.columns} positions",
+                    expected=f"room for one context of {self.length} positions",
                     got="out of memory",
                     instead="shorter windows, second_moments=False, or fewer states=",
                     error=BudgetError,
@@ -328,89 +314,6 @@ class Accumulation:
             self.moments.scratch.held.clear()
             return False
         return True
-
-    def combine(self, processes: Processes) -> None:
-        """Add up what the processes have taken in: afterwards every one of them holds the whole."""
-        self.settle()
-        for name, tensor in self.moments.tensors().items():
-            if name != "shift":
-                processes.total(tensor)
-        if self.keep_ctx and self.means:
-            self.means = [torch.cat(self.means, dim=1)]
-            processes.total(self.means[0])
-        if self.reservoir.states is not None:
-            processes.total(self.reservoir.states)
-        if processes.size > 1:
-            self.largest = gathered(self.largest, processes.rank, processes.size, processes.total)
-
-    def clear(self) -> None:
-        """Forget the sums, which another process holds; what is known about the contexts stays."""
-        for name, tensor in self.moments.tensors().items():
-            if name != "shift":
-                tensor.zero_()
-        self.largest.clear()
-        if self.keep_ctx:
-            self.means = [self._nothing(self.done)]
-        if self.reservoir.states is not None:
-            self.reservoir.states.zero_()
-
-    def share_pilot(self, processes: Processes) -> None:
-        """Centre the second moments of all processes on the first one's shift."""
-        if self.moments.shift is not None and processes.size > 1:
-            processes.share(self.moments.shift)
-            self.moments.fixed = set(range(len(self.plan.states)))
-
-    def share(self, processes: Processes) -> None:
-        """Let every process go on from where the first one is (it alone reads the checkpoint); the
-        sums stay with the first."""
-        if processes.size == 1:
-            return
-        sample = self.reservoir
-        mine = {
-            "done": self.done,
-            "token_hash": self.token_hash,
-            "has_bos": self.has_bos,
-            "keep_ctx": self.keep_ctx,
-        }
-        mine |= {
-            "flags": self.provenance.flags,
-            "priorities": sample.priorities.tolist(),
-            "contexts": sample.contexts.tolist(),
-        }
-        theirs = json.loads(processes.share_text(json.dumps(mine)))
-        if not theirs["done"]:
-            return
-        self.share_pilot(processes)
-        self._room(theirs["done"] - self.done)
-        hashes = (
-            torch.zeros(theirs["done"], dtype=torch.int64)
-            if processes.rank > 0
-            else torch.cat(self.hashes)
-        )
-        processes.share(hashes)
-        self.hashes = [hashes]
-        rows = [(slot, slot) for slot in range(len(theirs["priorities"]))]
-        if processes.rank > 0:
-            self.done, self.token_hash, self.has_bos, self.keep_ctx = (
-                theirs[k] for k in ("done", "token_hash", "has_bos", "keep_ctx")
-            )
-            self.provenance = dataclasses.replace(self.provenance, flags=tuple(theirs["flags"]))
-            sample.priorities = torch.tensor(theirs["priorities"], dtype=torch.float64)
-            sample.contexts = torch.tensor(theirs["contexts"], dtype=torch.int64)
-            sample.room(
-                rows,
-                (len(self.plan.states), self.columns, self.d_model),
-                torch.zeros(len(rows), self.columns, dtype=torch.int64),
-            )
-            if sample.states is not None:
-                sample.states.zero_()
-            self.means = [self._nothing(self.done)] if self.keep_ctx else []
-        tokens = torch.zeros(len(rows), self.columns, dtype=torch.int64)
-        if processes.rank == 0 and sample.tokens is not None:
-            tokens.copy_(sample.tokens[: len(rows)])
-        processes.share(tokens)
-        if sample.tokens is not None:
-            sample.tokens[: len(rows)] = tokens
 
     def finish(
         self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True
@@ -448,101 +351,3 @@ class Accumulation:
         rest = self.done - (used - 1) * self.block
         groups = used - 1 if used > 1 and 2 * rest < self.block else used
         return moments.regrouped(torch.arange(len(moments.counts)).clamp(max=groups - 1), groups)
-
-    def settings(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that resumes it."""
-        plan = {f.name: getattr(self.plan, f.name) for f in dataclasses.fields(self.plan)}
-        fields = {
-            k: getattr(self.provenance, k)
-            for k in ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")
-        }
-        sizes = {"columns": self.columns, "window": self.moments.window, "contexts": self.contexts}
-        sizes["labels"] = 0 if self.moments.label_counts is None else len(self.moments.label_counts)
-        return json.loads(json.dumps(plan | fields | sizes, default=str))
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint: the file holds the last whole one at every moment."""
-        basis = self.finish(None, (), final=False)
-        run = {
-            "settings": self.settings(),
-            **{k: getattr(self, k) for k in ("done", "token_hash", "has_bos", "keep_ctx")},
-        }
-        run["label_hash"] = self.label_hash(self.done)
-        header = basis.header() | {"schema": CHECKPOINT, "run": run}
-        write_atomically(path, basis.tensors(), {k: json.dumps(v) for k, v in header.items()})
-
-    def resume(self, path: Path) -> None:
-        """Take up a checkpoint, or raise and leave it as it is."""
-        header, tensors = read_file(path, CHECKPOINT)
-        refuse_unknown(path, header, (*HEADER, "run"), "fields")
-        refuse_unknown(path, tensors, TENSORS, "tensors")
-        run, mine = header["run"], self.settings()
-        differing = [k for k in mine if mine[k] != run["settings"].get(k)]
-        shown = ", ".join(f"{k}={run['settings'].get(k)!r} (now {mine[k]!r})" for k in differing)
-        require(
-            not differing,
-            f"checkpoint {path}",
-            expected="the run that wrote it",
-            got=f"another: {shown}",
-            instead="another checkpoint= path",
-        )
-        same = run["label_hash"] == self.label_hash(run["done"])
-        text = f"the labels of the first {run['done']} contexts that it was made with"
-        require(
-            same,
-            f"checkpoint {path}",
-            expected=text,
-            got="others",
-            instead="another checkpoint= path",
-        )
-        basis = PositionContext.of(header, tensors)
-        device = self.moments.sums.device
-        self._room(run["done"])
-        self.moments = Moments.of(
-            basis.window, basis.moments.tensors(), self.plan.moments_dtype, device
-        )
-        self.reservoir = basis.reservoir or self.reservoir
-        self.keep_ctx = run["keep_ctx"]
-        self.means = [] if basis.context_means is None else [basis.context_means]
-        self.done, self.token_hash, self.has_bos, self.provenance = (
-            run["done"],
-            run["token_hash"],
-            run["has_bos"],
-            basis.provenance,
-        )
-        self.hashes = [] if basis.token_hashes is None else [basis.token_hashes]
-        if basis.largest is not None:
-            self.largest = Largest(
-                **{name: v.to(device) for name, v in basis.largest.tensors().items()}
-            )
-
-    def label_hash(self, contexts: int) -> str:
-        """Identifies the labels of the first contexts; empty where there are none."""
-        return "" if self.labels is None else hash_tokens(self.labels[:contexts].unsqueeze(0))
-
-
-def run_tensor(
-    h: Float[Tensor, "state context position d_model"],
-    plan: Plan,
-    labels: Tensor | None,
-    provenance: Provenance,
-    batch: int,
-    device: torch.device,
-) -> PositionContext:
-    """The statistics of activations that are already in memory."""
-    work = Accumulation(
-        plan, provenance, columns=h.shape[2], d_model=h.shape[3], contexts=h.shape[1], device=device
-    )
-    if labels is not None:
-        work.set_labels(labels)
-    for start in range(0, h.shape[1], batch):
-        part = h[:, start : start + batch]
-
-        def feed(contexts: slice, on_state: OnState, part: Tensor = part) -> None:
-            for row in range(len(part)):
-                on_state(row, part[row, contexts])
-
-        work.update(
-            part.shape[1], feed, None, None if labels is None else labels[start : start + batch]
-        )
-    return work.finish(labels, ())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
@@ -16,16 +17,18 @@ from tl_geometry.base.checks import describe, whole
 from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.sources import TokenSource, is_cache, label_ids, state_indices
-from tl_geometry.decomposition.accumulation import Plan, run_tensor
+from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.decomposition.accumulation import Accumulation, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.streaming import run_corpus
 from tl_geometry.models.batches import batch_of, device_of
 from tl_geometry.models.describing import as_view, cached_states
+from tl_geometry.models.model_like import ModelLike
 
 
 def decompose(
-    model: Any,
-    tokens: Any = None,
+    model: ModelLike,
+    tokens: TokensLike | None = None,
     *,
     states: Sequence[int | str] | None = None,
     window: Sequence[SupportsIndex | float] | None = None,
@@ -60,8 +63,8 @@ def decompose(
             are refused.
         states: which states, 0 (embedding output) to n_layers (before the final norm), or hooks
             that hold them (``"blocks.1.hook_resid_pre"``); ``None`` for all.
-        window: half-open columns of the statistics; by default ``(1, T)``, because position 0 is an
-            attention sink (its sums are kept all the same).
+        window: half-open positions of the statistics; by default ``(1, T)``, because position 0 is
+            an attention sink (its sums are kept all the same).
         batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on
             a GPU. Halved, as often as needed, when memory runs out: the result is the same.
         normalize: take the sums of ``norm(h)`` without gain and bias, what the next block reads
@@ -88,7 +91,7 @@ def decompose(
             The first one writes the checkpoint, from which any number of processes goes on.
 
     Raises ``GeometryError`` for ragged, padded or foreign tokens, training mode, NaN or infinite
-    activations, windows beyond the columns, and checkpoints of another run.
+    activations, windows beyond the positions, and checkpoints of another run.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -111,7 +114,7 @@ def decompose(
     corpus = TokenSource.of(view, tokens, labels, prepend_bos)
     plan = Plan(
         states=state_indices(states, view.n_layers + 1, view.state_hooks),
-        window=_window(window, corpus.columns, 1),
+        window=_window(window, corpus.length, 1),
         groups=groups,
         keep=keep,
         second_moments=second_moments,
@@ -154,15 +157,16 @@ def decompose_activations(
             ``[state context position d_model]``, or a TransformerLens ``ActivationCache`` with
             every residual stream state (or the plain dictionary of ``return_cache_object=False``).
         states: which of them, as numbers or hook names; ``None`` for all.
-        window: half-open columns of the statistics; by default all.
+        window: half-open positions of the statistics; by default all.
         batch_size: contexts that are summed at a time.
         device: where the sums live, by default that of the activations.
 
     The other arguments are those of :func:`decompose`. A basis of a tensor does not know its model:
     results that use it with one say so. Raises ``GeometryError`` for what is no activations, NaN,
-    windows beyond the columns and labels that do not fit.
+    windows beyond the positions and labels that do not fit.
 
-    >>> basis = decompose_activations(torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0)))
+    >>> h = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
+    >>> basis = decompose_activations(h)
     >>> basis.pos.shape, basis.ctx.shape, basis.window
     (torch.Size([1, 5, 4]), torch.Size([1, 6, 4]), (0, 5))
     """
@@ -180,23 +184,50 @@ def decompose_activations(
     )
     given, names = label_ids(labels, h.shape[1])
     size = batch_of(batch_size, h.shape[2], h.device)
-    basis = run_tensor(h[list(chosen)], plan, given, provenance, size, device_of(device, h.device))
+    basis = _run_tensor(h[list(chosen)], plan, given, provenance, size, device_of(device, h.device))
     return dataclasses.replace(basis, names=names)
 
 
-def _window(value: Any, columns: int, default_start: int) -> tuple[int, int]:
+def _run_tensor(
+    h: Float[Tensor, "state context position d_model"],
+    plan: Plan,
+    labels: Tensor | None,
+    provenance: Provenance,
+    batch: int,
+    device: torch.device,
+) -> PositionContext:
+    """The statistics of activations that are already in memory."""
+    work = Accumulation(
+        plan, provenance, length=h.shape[2], d_model=h.shape[3], contexts=h.shape[1], device=device
+    )
+    if labels is not None:
+        work.set_labels(labels)
+    for start in range(0, h.shape[1], batch):
+        part = h[:, start : start + batch]
+
+        def feed(contexts: slice, on_state: OnState, part: Tensor = part) -> None:
+            for row in range(len(part)):
+                on_state(row, part[row, contexts])
+
+        work.update(
+            part.shape[1], feed, None, None if labels is None else labels[start : start + batch]
+        )
+    return work.finish(labels, ())
+
+
+def _window(value: Any, length: int, default_start: int) -> tuple[int, int]:
     """A half-open window; numbers of any type that are whole."""
     if value is None:
-        return checks.window(None, columns, default_start)
+        return checks.window(None, length, default_start)
     try:
         start, end = (
             v if isinstance(v, bool) else int(v) if float(v) == int(v) else v for v in value
         )
     except (TypeError, ValueError, RuntimeError):
-        fail("window", expected="(start, end) in columns", got=describe(value))
+        fail("window", expected="(start, end) in positions", got=describe(value))
     ok = all(whole(v) is not None for v in (start, end))
     require(ok, "window", expected="whole numbers (start, end)", got=repr(value))
-    return checks.window((start, end), columns, default_start)
+    return checks.window((start, end), length, default_start)
 
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:

@@ -112,7 +112,7 @@ class Largest:
         start: int,
         tokens: Int[Tensor, "batch position"] | None,
     ) -> None:
-        """Take in one batch of one state; ``start`` is the absolute column of its first position,
+        """Take in one batch of one state; ``start`` is the absolute position of its first position,
         ``tokens`` its ids.
 
         Nothing here waits for a GPU. A stable sort, because a state may hold one norm many times
@@ -120,13 +120,13 @@ class Largest:
         batches.
         """
         at = norms.reshape(-1).argsort(descending=True, stable=True)[:KEPT]
-        line, column = at // norms.shape[1], at % norms.shape[1]
+        line, place = at // norms.shape[1], at % norms.shape[1]
         found = {
-            "norm": norms[line, column],
+            "norm": norms[line, place],
             "context": contexts.to(at)[line],
-            "position": column + start,
-            "token": torch.full_like(at, -1) if tokens is None else tokens.to(at)[line, column],
-            "coordinate": h[line, column].abs().argmax(-1),
+            "position": place + start,
+            "token": torch.full_like(at, -1) if tokens is None else tokens.to(at)[line, place],
+            "coordinate": h[line, place].abs().argmax(-1),
         }
         mine = {
             name: torch.cat([values[row], found[name].to(values)])
@@ -196,11 +196,9 @@ def sinks_of(
     where = _some("position", [str(p) for p in positions])
     what = _some("token", [repr(named[t]) if t in named else str(t) for t in ids]) if ids else ""
     few = share > max(SINK_SHARE, CONCENTRATED * tokens / of) if of else False
-    remark = (
-        f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({', '.join(filter(None, (where, what)))})"
-        if few
-        else ""
-    )
+    known = ", ".join(filter(None, (where, what)))
+    held = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({known})"
+    remark = held if few else ""
     return Sinks(tokens, of, share, tuple(positions), tuple(ids), remark)
 
 

@@ -1,19 +1,61 @@
-"""Shards of one corpus put together: their sums in contiguous groups again, and the same shard
-given twice refused."""
+"""Shards of one corpus put together: what must agree, their sums in contiguous groups again, and
+the same shard given twice refused."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import require
+from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition.moments import Moments
+from tl_geometry.decomposition.reservoir import Reservoir
 
 MOST_SHARED = 0.5
 """Share of a part's contexts that another part may hold too before both are taken for the same
 shard."""
+
+
+ONE_SETTING = ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized")
+"""Fields of the provenance that are the same in all parts."""
+
+
+def require_one_setting(first: Provenance, other: Provenance) -> None:
+    """Raise unless two parts come from one model and one setting."""
+    for field in ONE_SETTING:
+        a, b = getattr(first, field), getattr(other, field)
+        instead = "partial results of one model and one setting"
+        require(a == b, f"merge: {field}", expected=repr(a), got=repr(b), instead=instead)
+
+
+def merged_provenance(
+    parts: Sequence[Provenance], contexts: int, flags: Sequence[str]
+) -> Provenance:
+    """Where the whole comes from: the tokens of all parts, and every flag."""
+    first, hashes = parts[0], "+".join(str(p.token_hash) for p in parts)
+    whole = dataclasses.replace(
+        first, token_hash=hashes if len(parts) > 1 else first.token_hash, contexts=contexts
+    )
+    return whole.flagged(*(flag for p in parts for flag in p.flags), *flags)
+
+
+def together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:
+    """The tensors of all parts one after another, ``None`` where a part has none."""
+    known = [v for v in values if v is not None]
+    return torch.cat(known, dim=dim) if len(known) == len(values) else None
+
+
+def merged_samples(parts: Sequence[Reservoir | None], starts: Sequence[int]) -> Reservoir | None:
+    """The sample of the whole; ``starts`` are the numbers that the first contexts of the parts have
+    in it."""
+    whole = parts[0]
+    for part, start in zip(parts[1:], starts[1:], strict=True):
+        if whole is not None and part is not None:
+            whole = Reservoir.merge(whole, part, start)
+    return whole
 
 
 def joined(parts: Sequence[Moments], *, contiguous: bool = True) -> Moments:
@@ -44,14 +86,11 @@ def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> 
     shared = 0
     for i, part in enumerate(parts):
         for k in range(i):
-            twins = torch.equal(parts[k].sums, part.sums)
-            require(
-                not twins,
-                "merge",
-                expected="disjoint contexts",
-                got=f"parts {k} and {i} with the same sums",
-                instead=instead,
+            same, got = (
+                torch.equal(parts[k].sums, part.sums),
+                f"parts {k} and {i} with the same sums",
             )
+            require(not same, "merge", expected="disjoint contexts", got=got, instead=instead)
             mine, theirs = hashes[i], hashes[k]
             if mine is None or theirs is None:
                 continue

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -33,7 +32,7 @@ the products)."""
 HALF_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32
 product."""
-PILOT_SPREAD = 3.0
+SHIFT_SPREAD = 3.0
 """Standard deviations from zero beyond which half-precision coordinates are centred on their
 shift."""
 GROUPED = ("sums", "squares", "context_squares", "halves", "counts")
@@ -61,7 +60,7 @@ class Scratch:
 
 
 def half_width(width: int) -> int:
-    """Columns in each end of a window of ``width`` columns when a quarter (at least one column) is
+    """Positions in each end of a window of ``width`` positions when a quarter (at least one) is
     left out between them."""
     return (width - max(1, width // 4)) // 2
 
@@ -75,13 +74,13 @@ class Moments:
     the window of h|^2, ``halves`` of (|a|^2, |b|^2, a.b) for the means a, b of the window's two
     ends (a quarter of the window left out between them). ``second`` is the lower block triangle of
     sum (h - shift)(h - shift)^T over the window, ``tail`` the histogram of |h|^2 inside it
-    (:func:`tl_geometry.decomposition.largest.log_histogram`). Columns are all that were seen; the
+    (:func:`tl_geometry.decomposition.largest.log_histogram`). Positions are all that were seen; the
     quantities named with a window use ``window`` only.
     """
 
     window: tuple[int, int]
-    sums: Float[Tensor, "group state column d_model"]
-    squares: Float[Tensor, "group state column"]
+    sums: Float[Tensor, "group state position d_model"]
+    squares: Float[Tensor, "group state position"]
     context_squares: Float[Tensor, "group state"]
     halves: Float[Tensor, "group state 3"]
     counts: Int[Tensor, " group"]
@@ -100,7 +99,7 @@ class Moments:
         cls,
         *,
         states: int,
-        columns: int,
+        length: int,
         d_model: int,
         window: tuple[int, int],
         groups: int = 8,
@@ -116,8 +115,8 @@ class Moments:
 
         return cls(
             window=window,
-            sums=zeros(groups, states, columns, d_model),
-            squares=zeros(groups, states, columns),
+            sums=zeros(groups, states, length, d_model),
+            squares=zeros(groups, states, length),
             context_squares=zeros(groups, states),
             halves=zeros(groups, states, 3),
             counts=torch.zeros(groups, dtype=torch.int64),
@@ -145,7 +144,7 @@ class Moments:
     def add(
         self,
         state: int,
-        h: Float[Tensor, "batch column d_model"],
+        h: Float[Tensor, "batch position d_model"],
         group_of: Int[Tensor, " batch"],
         label_of: Int[Tensor, " batch"] | None = None,
         on_norms: Callable[[Tensor, Tensor], None] | None = None,
@@ -163,7 +162,7 @@ class Moments:
         self.busy = False
         device, (start, end) = self.sums.device, self.window
         h = h.to(device)  # a model spread over several devices
-        batch, columns, width = h.shape
+        batch, length, width = h.shape
         fill = {"dtype": torch.float64, "device": device}
         member = (
             torch.arange(len(self.counts), device=device)
@@ -172,16 +171,16 @@ class Moments:
             .double()
         )
         step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
-        norms = torch.empty(batch, columns, **fill)
+        norms = torch.empty(batch, length, **fill)
         whole, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
-        self.scratch.get("block", (batch, min(step, columns), width), torch.float64, device)
+        self.scratch.get("block", (batch, min(step, length), width), torch.float64, device)
         rows = None if self.second is None else self._centred(state, h[:, start:end])
         self.busy = True
         if rows is not None:
             self._add_products(state, rows)
         part = half_width(end - start)
-        cuts = sorted({start, start + part, end - part, end, columns, *range(0, columns, step)})
-        flat = self.sums.view(len(self.counts), -1, columns * width)[:, state]
+        cuts = sorted({start, start + part, end - part, end, length, *range(0, length, step)})
+        flat = self.sums.view(len(self.counts), -1, length * width)[:, state]
         for low, high in pairwise(cuts):
             block = self.scratch.get("block", (batch, high - low, width), torch.float64, device)
             block.copy_(h[:, low:high])
@@ -228,7 +227,7 @@ class Moments:
             mean = h.mean((0, 1), dtype=torch.float64)
             if half:
                 spread = (h.float() - mean.float()).square().mean((0, 1)).sqrt()
-                mean = torch.where(mean.abs() > PILOT_SPREAD * spread, mean.to(h.dtype), 0)
+                mean = torch.where(mean.abs() > SHIFT_SPREAD * spread, mean.to(h.dtype), 0)
             self.shift[state] = mean.float()
             self.fixed.add(state)
         dtype = h.dtype if half and h.is_cuda and HALF_PRODUCTS else self.product_dtype
@@ -254,17 +253,18 @@ class Moments:
             self.second[state, low:high, :high] += product
 
     def __repr__(self) -> str:
-        groups, states, columns, width = self.sums.shape
-        return f"Moments({self.contexts} contexts in {groups} groups, {states} states of {columns} columns and d_model {width})"
+        groups, states, length, width = self.sums.shape
+        sizes = f"{states} states of {length} positions and d_model {width}"
+        return f"Moments({self.contexts} contexts in {groups} groups, {sizes})"
 
     def window_sum(self) -> Float[Tensor, "state d_model"]:
-        """Sum of h over contexts and window columns."""
+        """Sum of h over contexts and window positions."""
         return self.sums[:, :, self.window[0] : self.window[1]].sum((0, 2))
 
     def centred_second(
         self, state: int, centre: Float[Tensor, " d_model"]
     ) -> Float[Tensor, "d_model d_model"]:
-        """``sum (h - centre)(h - centre)^T`` over contexts and window columns, whole and
+        """``sum (h - centre)(h - centre)^T`` over contexts and window positions, whole and
         symmetric."""
         assert self.second is not None
         assert self.shift is not None
@@ -387,114 +387,3 @@ class Moments:
         made = cls(window=(window[0], window[1]), product_dtype=product_dtype, **sums)
         made.fixed = set(range(made.sums.shape[1])) if made.counts.any() else set()
         return made
-
-
-@dataclass(eq=False, kw_only=True, repr=False)
-class Reservoir:
-    """A uniform sample of contexts whose states are kept whole, chosen by a seeded priority of the
-    context's index.
-
-    The choice depends on the seed and the indices only, never on the batches, and two reservoirs
-    merge by keeping the lowest priorities of both.
-    """
-
-    size: int
-    seed: int
-    priorities: Float[Tensor, " sample"] = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.float64)
-    )
-    contexts: Int[Tensor, " sample"] = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.int64)
-    )
-    states: Float[Tensor, "sample state column d_model"] | None = None
-    tokens: Int[Tensor, "sample column"] | None = None
-
-    def __repr__(self) -> str:
-        return f"Reservoir({len(self.contexts)} of {self.size} contexts, seed {self.seed})"
-
-    def enter(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Let the contexts ``first``, ``first + 1``, ... in where their priority is low enough:
-        (slot, row of the batch) of each.
-
-        A slot is a row of every array here; those whose contexts have to leave are used again.
-        """
-        drawn = [
-            (float(np.random.default_rng((self.seed, first + i)).random()), i) for i in range(count)
-        ]
-        known = [(p, -1 - slot) for slot, p in enumerate(self.priorities.tolist())]
-        kept = sorted(known + drawn)[: self.size]
-        stay = {-1 - i for _, i in kept if i < 0}
-        free = [slot for slot in range(self.size) if slot not in stay]
-        chosen = [
-            (slot, pair)
-            for slot, pair in zip(free, (pair for pair in kept if pair[1] >= 0), strict=False)
-        ]
-        grown = max([len(known), *(slot + 1 for slot, _ in chosen)])
-        extra = grown - len(known)
-        self.priorities = torch.cat([self.priorities, torch.zeros(extra, dtype=torch.float64)])
-        self.contexts = torch.cat([self.contexts, torch.zeros(extra, dtype=torch.int64)])
-        for slot, (priority, i) in chosen:
-            self.priorities[slot], self.contexts[slot] = priority, first + i
-        return [(slot, i) for slot, (_, i) in chosen]
-
-    def room(
-        self, chosen: Sequence[tuple[int, int]], shape: tuple[int, int, int], tokens: Tensor | None
-    ) -> None:
-        """Make room (not filled yet) for the states ``[state column d_model]`` of the chosen
-        contexts; note their tokens."""
-        if not chosen:
-            return
-        slots, rows = [slot for slot, _ in chosen], [row for _, row in chosen]
-        self.states = self._padded(self.states, torch.empty(self.size, *shape))
-        if tokens is not None:
-            self.tokens = self._padded(
-                self.tokens, torch.empty(self.size, shape[1], dtype=torch.int64)
-            )
-            self.tokens[slots] = tokens[rows].cpu()
-
-    def _padded(self, values: Tensor | None, empty: Tensor) -> Tensor:
-        if values is not None and len(values) == self.size:
-            return values
-        if values is not None:
-            empty[: len(values)] = values
-        return empty
-
-    def ordered(self) -> Reservoir:
-        """The sample by priority, without unused room."""
-        order = torch.argsort(self.priorities, stable=True)
-        rows = None if torch.equal(order, torch.arange(len(order))) else order
-
-        def pick(values: Tensor | None) -> Tensor | None:
-            return (
-                None if values is None else values[: len(order)] if rows is None else values[rows]
-            )
-
-        return Reservoir(
-            size=self.size,
-            seed=self.seed,
-            priorities=self.priorities[order],
-            contexts=self.contexts[order],
-            states=pick(self.states),
-            tokens=pick(self.tokens),
-        )
-
-    @staticmethod
-    def merge(a: Reservoir, b: Reservoir, first: int) -> Reservoir:
-        """The contexts of lowest priority among both; ``first`` is the number that context 0 of
-        ``b`` has in the whole."""
-        contexts = b.contexts + first
-        if a.states is None or b.states is None:
-            return dataclasses.replace(b, contexts=contexts) if a.states is None else a
-        priorities = torch.cat([a.priorities, b.priorities])
-        kept = torch.argsort(priorities, stable=True)[: a.size]
-        tokens = (
-            None if a.tokens is None or b.tokens is None else torch.cat([a.tokens, b.tokens])[kept]
-        )
-        return Reservoir(
-            size=a.size,
-            seed=a.seed,
-            priorities=priorities[kept],
-            contexts=torch.cat([a.contexts, contexts])[kept],
-            states=torch.cat([a.states, b.states])[kept],
-            tokens=tokens,
-        )

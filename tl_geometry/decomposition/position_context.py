@@ -1,15 +1,4 @@
-"""The mean decomposition of residual stream states: h = mean + pos + ctx + resid (Song & Zhong
-2023, Eq. 2 and 3).
-
-A two-way analysis of variance in d_model dimensions: with contexts c and positions t,
-
-    mean = average of h over c and t          pos_t = average over c of h - mean
-    ctx_c = average over t of h - mean        resid = h - mean - pos_t - ctx_c        cvec = ctx +
-    resid
-
-Every context contributes every position once, so the four parts are orthogonal and their squared
-norms add up.
-"""
+"""The positional and context basis of a model's states over a corpus, from sums that merge."""
 
 from __future__ import annotations
 
@@ -19,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -28,13 +17,8 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.results import (
-    UNCHECKED,
-    Provenance,
-    read_file,
-    refuse_unknown,
-    write_atomically,
-)
+from tl_geometry.base.results import Result, write_atomically
+from tl_geometry.decomposition import files, merging
 from tl_geometry.decomposition.largest import (
     Largest,
     LargestTokens,
@@ -44,59 +28,25 @@ from tl_geometry.decomposition.largest import (
     sinks_of,
     top_share,
 )
-from tl_geometry.decomposition.merging import joined, same_contexts
-from tl_geometry.decomposition.moments import SETTINGS, Moments, Reservoir
+from tl_geometry.decomposition.moments import Moments
+from tl_geometry.decomposition.parts import Parts, parts_about
+from tl_geometry.decomposition.reservoir import Reservoir
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis, half_pos, spans
 from tl_geometry.models.model_view import ModelView
 
 RAW = "basis of raw activations: its model is not known"
 """Flag of results that use a basis without a fingerprint with a model."""
-
-
-class Parts(NamedTuple):
-    """Additive parts of states: ``h = mean + pos + ctx + resid``; ``cvec = ctx + resid``. Shapes as
-    the activations given."""
-
-    mean: Float[Tensor, "*state d_model"]
-    pos: Float[Tensor, "*state position d_model"]
-    ctx: Float[Tensor, "*state batch d_model"]
-    resid: Float[Tensor, "*state batch position d_model"]
-
-    @property
-    def cvec(self) -> Float[Tensor, "*state batch position d_model"]:
-        """``ctx + resid``: everything that depends on the context."""
-        return self.ctx.unsqueeze(-2) + self.resid
-
-    def total(self) -> Float[Tensor, "*state batch position d_model"]:
-        """The sum of the parts: the activations again."""
-        return self.mean[..., None, None, :] + self.pos.unsqueeze(-3) + self.cvec
-
-
-def decompose_tensor(h: Float[Tensor, "*state context position d_model"]) -> Parts:
-    """The four parts of a tensor of activations held in memory (Song & Zhong 2023, Eq. 2 and 3), in
-    float64.
-
-    >>> h = torch.arange(12.0).view(2, 3, 2)
-    >>> parts = decompose_tensor(h)
-    >>> bool(torch.allclose(parts.total(), h.double())), parts.mean.tolist()
-    (True, [5.0, 6.0])
-    """
-    h = h.double()
-    mean = h.mean((-3, -2))
-    pos = h.mean(-3) - mean.unsqueeze(-2)
-    ctx = h.mean(-2) - mean.unsqueeze(-2)
-    return Parts(
-        mean, pos, ctx, h - mean[..., None, None, :] - pos.unsqueeze(-3) - ctx.unsqueeze(-2)
-    )
+READABLE = tuple(f"tl_geometry/PositionContext/{version}" for version in (2, 1))
+"""File formats of before that can be read (the oldest with a flag)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PositionContext:
+class PositionContext(Result):
     """Positional and context basis of a model's states over a corpus: what
     :func:`tl_geometry.decompose` returns.
 
-    Position sums are kept for every column seen (:meth:`pos_at`); mean, ctx, analysis of variance
-    and second moments use ``window``, half-open in absolute columns. Everything is float64 on the
+    Position sums are kept for every position seen (:meth:`pos_at`); mean, ctx, analysis of variance
+    and second moments use ``window``, half-open in absolute positions. Everything is float64 on the
     CPU; the sampled states are float32.
 
     ``groups`` of contexts are contiguous blocks (:attr:`group_of`), ``token_hashes`` one hash for
@@ -104,9 +54,10 @@ class PositionContext:
     (:meth:`largest_tokens`, :meth:`sinks`). A basis of normalised states
     (``provenance.normalized``) holds no raw ones: :meth:`transform` takes states normed in the same
     way, which cannot be told by their values.
+
+    Its table (``to_dataframe``, ``to_latex``) is that of :meth:`anova`.
     """
 
-    provenance: Provenance
     states: tuple[int, ...]
     moments: Moments
     context_means: Float[Tensor, "state context d_model"] | None = None
@@ -117,10 +68,11 @@ class PositionContext:
     largest: Largest | None = None
     largest_texts: tuple[tuple[str, ...], ...] = ()
     contiguous: bool = True
+    version: ClassVar[int] = 3
 
     @property
     def window(self) -> tuple[int, int]:
-        """Half-open window of absolute columns that the statistics use."""
+        """Half-open window of absolute positions that the statistics use."""
         return self.moments.window
 
     @property
@@ -129,13 +81,13 @@ class PositionContext:
         return self.moments.contexts
 
     @property
-    def columns(self) -> int:
-        """Number of columns seen (positions of the input, the window inside them)."""
+    def length(self) -> int:
+        """Number of positions seen, the window inside them."""
         return self.moments.sums.shape[2]
 
     @property
-    def group_sums(self) -> Float[Tensor, "group state column d_model"]:
-        """Sum of h over the contexts of each group, for every column."""
+    def group_sums(self) -> Float[Tensor, "group state position d_model"]:
+        """Sum of h over the contexts of each group, for every position."""
         return self.moments.sums
 
     @property
@@ -157,7 +109,7 @@ class PositionContext:
 
     @property
     def label_sums(self) -> Float[Tensor, "label state d_model"] | None:
-        """Sum of h over window columns and contexts of each label."""
+        """Sum of h over window positions and contexts of each label."""
         return self.moments.label_sums
 
     @property
@@ -166,7 +118,7 @@ class PositionContext:
         return self.moments.label_counts
 
     @property
-    def samples(self) -> Float[Tensor, "sample state column d_model"] | None:
+    def samples(self) -> Float[Tensor, "sample state position d_model"] | None:
         """States of the sampled contexts, whole."""
         return None if self.reservoir is None else self.reservoir.states
 
@@ -176,29 +128,29 @@ class PositionContext:
         return None if self.reservoir is None else self.reservoir.contexts
 
     @property
-    def sample_tokens(self) -> Int[Tensor, "sample column"] | None:
+    def sample_tokens(self) -> Int[Tensor, "sample position"] | None:
         """Token ids of each sample."""
         return None if self.reservoir is None else self.reservoir.tokens
 
     @cached_property
     def mean(self) -> Float[Tensor, "state d_model"]:
-        """Mean of h over contexts and window columns."""
+        """Mean of h over contexts and window positions."""
         return self.moments.window_sum() / (self.contexts * (self.window[1] - self.window[0]))
 
     @cached_property
-    def pos_columns(self) -> Float[Tensor, "state column d_model"]:
-        """Mean over contexts of h - mean, for every column seen."""
+    def pos_seen(self) -> Float[Tensor, "state position d_model"]:
+        """Mean over contexts of h - mean, for every position seen."""
         return self.moments.sums.sum(0) / self.contexts - self.mean.unsqueeze(1)
 
     @property
     def pos(self) -> Float[Tensor, "state position d_model"]:
-        """The positional basis: a row for each column of the window."""
-        return self.pos_columns[:, self.window[0] : self.window[1]]
+        """The positional basis: a row for each position of the window."""
+        return self.pos_seen[:, self.window[0] : self.window[1]]
 
     def pos_at(self, position: int) -> Float[Tensor, "state d_model"]:
-        """Positional vector of one absolute column; every column seen has one, inside the window or
-        not."""
-        return self.pos_columns[:, checks.index(position, self.columns, "position")]
+        """Positional vector of one absolute position; every position seen has one, inside the
+        window or not."""
+        return self.pos_seen[:, checks.index(position, self.length, "position")]
 
     @property
     def ctx(self) -> Float[Tensor, "state context d_model"] | None:
@@ -208,13 +160,9 @@ class PositionContext:
 
     def index(self, state: int) -> int:
         """Row of ``state`` in every array with a state axis."""
-        require(
-            state in self.states,
-            "state",
-            expected=f"one of {self.states}",
-            got=repr(state),
-            instead="decompose(..., states=None) for all",
-        )
+        expected, instead = f"one of {self.states}", "decompose(..., states=None) for all"
+        known = state in self.states
+        require(known, "state", expected=expected, got=repr(state), instead=instead)
         return self.states.index(state)
 
     @property
@@ -225,22 +173,17 @@ class PositionContext:
     def second_moment(
         self, state: int, *, centred: bool = True
     ) -> Float[Tensor, "d_model d_model"]:
-        """``sum (h - mean)(h - mean)^T`` over contexts and window columns, or ``sum h h^T`` with
+        """``sum (h - mean)(h - mean)^T`` over contexts and window positions, or ``sum h h^T`` with
         ``centred=False``.
 
         Equals ``C pos^T pos + T ctx^T ctx + resid^T resid`` (all cross terms vanish).
         """
         if self.moments.second is None:
-            fail(
-                "second_moment",
-                expected="second moments",
-                got="a basis without",
-                instead="decompose(..., second_moments=True)",
-            )
+            instead = "decompose(..., second_moments=True)"
+            fail("second_moment", expected="second moments", got="a basis without", instead=instead)
         row = self.index(state)
-        return self.moments.centred_second(
-            row, self.mean[row] if centred else torch.zeros_like(self.mean[row])
-        )
+        mean = self.mean[row]
+        return self.moments.centred_second(row, mean if centred else torch.zeros_like(mean))
 
     def anova(self, *, null: PositionContext | None = None) -> Anova:
         """The analysis of variance table; ``null`` is the basis of windows spliced from random
@@ -299,27 +242,20 @@ class PositionContext:
         row = self.index(state)
         if self.moments.tail is None or self.largest is None:
             return None
-        return sinks_of(
-            self.moments.tail[row],
-            self.largest,
-            row,
-            self.largest_texts[row] if self.largest_texts else (),
-        )
+        texts = self.largest_texts[row] if self.largest_texts else ()
+        return sinks_of(self.moments.tail[row], self.largest, row, texts)
 
     def flags(self) -> tuple[str, ...]:
         """What a reader of anything made from this basis should know: states in which few tokens
         hold most, a single context."""
-        found = {
-            s: held for s in self.states if (held := self.sinks(s)) is not None and held.remark
-        }
-        flags = (
-            [] if self.contexts > 1 else ["one context: position and content cannot be told apart"]
-        )
+        single = "one context: position and content cannot be told apart"
+        flags = [] if self.contexts > 1 else [single]
+        held = {state: self.sinks(state) for state in self.states}
+        found = {s: sinks for s, sinks in held.items() if sinks is not None and sinks.remark}
         if found:
             worst = max(found, key=lambda s: found[s].share)
-            flags.append(
-                f"in states {spans(list(found))} few tokens hold much: in state {worst} {found[worst].remark}"
-            )
+            remark = f"in state {worst} {found[worst].remark}"
+            flags.append(f"in states {spans(list(found))} few tokens hold much: {remark}")
         return tuple(flags)
 
     def largest_tokens(self) -> LargestTokens:
@@ -327,12 +263,8 @@ class PositionContext:
         for what they do to sums."""
         tail, largest = self.moments.tail, self.largest
         if tail is None or largest is None:
-            fail(
-                "largest_tokens",
-                expected="a basis that holds them",
-                got="one of an earlier version",
-                instead="decompose(...) again",
-            )
+            expected, got = "a basis that holds them", "one of an earlier version"
+            fail("largest_tokens", expected=expected, got=got, instead="decompose(...) again")
         total = tail[:, 1].sum(-1, keepdim=True)
         kept = int((largest.context >= 0).sum(1).max())
         values = {name: v[:, :kept] for name, v in largest.tensors().items()}
@@ -351,24 +283,20 @@ class PositionContext:
     def require_identifiable(self, what: str) -> None:
         """Raise unless there are two contexts: with one, position and content cannot be told
         apart."""
+        reason = "with one, position and content cannot be told apart"
         require(
             self.contexts >= 2,
             what,
-            expected="a basis of at least 2 contexts (with one, position and content cannot be told apart)",
+            expected=f"a basis of at least 2 contexts ({reason})",
             got=f"{self.contexts}",
             instead="decompose(model, more windows)",
         )
 
     def require_raw(self, what: str) -> None:
         """Raise for a basis of normalised states where raw ones are meant."""
-        got = "one of normalised states"
-        require(
-            not self.provenance.normalized,
-            what,
-            expected="a basis of raw states",
-            got=got,
-            instead="decompose(..., normalize=False)",
-        )
+        raw, got = not self.provenance.normalized, "one of normalised states"
+        instead = "decompose(..., normalize=False)"
+        require(raw, what, expected="a basis of raw states", got=got, instead=instead)
 
     def half_pos(
         self,
@@ -390,16 +318,18 @@ class PositionContext:
         of h - mean - pos_t``.
 
         ``activations`` has one row per state of the basis (or no state axis, with a basis of one
-        state); ``positions`` are the absolute columns of its position axis, by default the window
+        state); ``positions`` are the absolute positions of its position axis, by default the window
         (or 0, 1, ... when the width differs). The context vector equals the textbook form on full
         windows and stays exact on a part of one.
         """
         single = activations.dim() == 3
         h = activations.unsqueeze(0) if single else activations
+        states, d_model = self.mean.shape
+        sizes = f"{states} states and d_model {d_model}"
         require(
-            h.dim() == 4 and h.shape[0] == len(self.states) and h.shape[3] == self.mean.shape[1],
+            h.dim() == 4 and h.shape[0] == states and h.shape[3] == d_model,
             "activations",
-            expected=f"[state batch position d_model] with {len(self.states)} states and d_model {self.mean.shape[1]}",
+            expected=f"[state batch position d_model] with {sizes}",
             got=describe(activations),
             instead="basis.states to see which states it holds",
         )
@@ -407,22 +337,16 @@ class PositionContext:
         if positions is None:
             whole = h.shape[2] == self.window[1] - self.window[0]
             positions = range(*self.window) if whole else range(h.shape[2])
-        columns = torch.as_tensor(list(positions))
-        inside = len(columns) == h.shape[2] and bool(
-            ((columns >= 0) & (columns < self.columns)).all()
-        )
+        at = torch.as_tensor(list(positions))
+        inside = bool(((at >= 0) & (at < self.length)).all())
         require(
-            inside,
+            len(at) == h.shape[2] and inside,
             "positions",
-            expected=f"{h.shape[2]} columns from 0 to {self.columns - 1}",
-            got=f"{len(columns)}: {columns.tolist()[:8]}",
+            expected=f"{h.shape[2]} from 0 to {self.length - 1}",
+            got=f"{len(at)}: {at.tolist()[:8]}",
         )
-        pos = self.pos_columns[:, columns].to(h.device)
-        mean = self.mean.to(h.device)
-        cvec = h.double() - mean[:, None, None] - pos.unsqueeze(1)
-        ctx = cvec.mean(2)
-        parts = Parts(mean, pos, ctx, cvec - ctx.unsqueeze(2))
-        return Parts(*(p[0] for p in parts)) if single else parts
+        parts = parts_about(h, self.mean.to(h.device), self.pos_seen[:, at].to(h.device))
+        return Parts(*(part[0] for part in parts)) if single else parts
 
     def check_model(self, view: ModelView, has_bos: bool | None = None) -> None:
         """Raise unless this basis was computed from the weights of ``view`` (and with the same BOS
@@ -430,49 +354,34 @@ class PositionContext:
 
         What can be used and should be said with the result is :meth:`remarks`.
         """
-        known = self.provenance.fingerprint
-        same = known is None or known == view.fingerprint
-        names = (f"{self.provenance.model} ({known})", f"{view.name} ({view.fingerprint})")
+        known, bos = self.provenance.fingerprint, self.provenance.has_bos
         require(
-            same,
+            known is None or known == view.fingerprint,
             "basis",
-            expected=f"the model it was computed from, {names[0]}",
-            got=names[1],
+            expected=f"the model it was computed from, {self.provenance.model} ({known})",
+            got=f"{view.name} ({view.fingerprint})",
             instead="decompose(model, tokens)",
         )
         require(
-            has_bos is None
-            or self.provenance.has_bos is None
-            or has_bos == self.provenance.has_bos,
+            has_bos is None or bos is None or has_bos == bos,
             "tokens",
-            expected=f"has_bos={self.provenance.has_bos}, as in the basis",
+            expected=f"has_bos={bos}, as in the basis",
             got=f"has_bos={has_bos}",
             instead="the same prepend_bos= for both",
         )
-        width = self.mean.shape[1]
-        require(
-            width == view.d_model,
-            "basis",
-            expected=f"d_model {view.d_model} of {view.name}",
-            got=width,
-            instead="its own activations",
-        )
+        width, expected = self.mean.shape[1], f"d_model {view.d_model} of {view.name}"
+        same, instead = width == view.d_model, "its own activations"
+        require(same, "basis", expected=expected, got=width, instead=instead)
 
     def remarks(self, view: ModelView) -> tuple[str, ...]:
         """Flags of a result that uses this basis with a model: hooks of one that the other did not
         have, an unknown model."""
         mine, theirs = set(self.provenance.hooks), set(view.hooked())
         flags = [RAW] if self.provenance.fingerprint is None else []
-        flags += (
-            [f"basis fitted without these hooks ({', '.join(sorted(theirs - mine))})"]
-            if theirs - mine
-            else []
-        )
-        flags += (
-            [f"basis fitted under other hooks ({', '.join(sorted(mine - theirs))})"]
-            if mine - theirs
-            else []
-        )
+        if theirs - mine:
+            flags.append(f"basis fitted without these hooks ({', '.join(sorted(theirs - mine))})")
+        if mine - theirs:
+            flags.append(f"basis fitted under other hooks ({', '.join(sorted(mine - theirs))})")
         return (*flags, *self.flags())
 
     @staticmethod
@@ -490,100 +399,47 @@ class PositionContext:
         require(len(parts) > 0, "merge", expected="at least one basis", got="none")
         first = parts[0]
         for other in parts[1:]:
-            for field in ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized"):
-                a, b = getattr(first.provenance, field), getattr(other.provenance, field)
-                require(
-                    a == b,
-                    f"merge: {field}",
-                    expected=repr(a),
-                    got=repr(b),
-                    instead="partial results of one model and one setting",
-                )
-            require(
-                first.states == other.states,
-                "merge: states",
-                expected=first.states,
-                got=other.states,
-            )
-            same = first.contiguous == other.contiguous
-            require(
-                same,
-                "merge: groups",
-                expected="files of one version",
-                got="contiguous and interleaved",
-                instead="decompose again",
-            )
-            require(
-                first.names == other.names,
-                "merge: document names",
-                expected=first.names,
-                got=other.names,
-            )
-        sums, known = [p.moments for p in parts], [p.token_hashes for p in parts]
+            merging.require_one_setting(first.provenance, other.provenance)
+            a, b = first.states, other.states
+            require(a == b, "merge: states", expected=a, got=b)
+            same, got = first.contiguous == other.contiguous, "contiguous and interleaved"
+            expected, instead = "files of one version", "decompose again"
+            require(same, "merge: groups", expected=expected, got=got, instead=instead)
+            a, b = first.names, other.names
+            require(a == b, "merge: document names", expected=a, got=b)
         starts = [sum(p.contexts for p in parts[:i]) for i in range(len(parts))]
-        moments = joined(sums, contiguous=first.contiguous)
-        flags = [flag for p in parts for flag in p.provenance.flags] + same_contexts(sums, known)
-        reservoir = first.reservoir
-        for part, start in zip(parts[1:], starts[1:], strict=True):
-            if reservoir is not None and part.reservoir is not None:
-                reservoir = Reservoir.merge(reservoir, part.reservoir, start)
-        means = [p.context_means for p in parts]
-        labels = [p.labels for p in parts]
-        hashes = (
-            "+".join(str(p.provenance.token_hash) for p in parts)
-            if len(parts) > 1
-            else first.provenance.token_hash
-        )
+        sums, hashes = [p.moments for p in parts], [p.token_hashes for p in parts]
+        moments = merging.joined(sums, contiguous=first.contiguous)
         tops = [p.largest for p in parts if p.largest is not None]
         largest = Largest.merge(tops, starts) if len(tops) == len(parts) else None
-        texts = merged_texts(largest, tops, [p.largest_texts for p in parts])
         return PositionContext(
-            provenance=dataclasses.replace(
-                first.provenance, token_hash=hashes, contexts=moments.contexts
-            ).flagged(*flags),
+            provenance=merging.merged_provenance(
+                [p.provenance for p in parts],
+                moments.contexts,
+                merging.same_contexts(sums, hashes),
+            ),
             states=first.states,
             moments=moments,
-            context_means=None
-            if any(m is None for m in means)
-            else torch.cat([m for m in means if m is not None], dim=1),
-            labels=None
-            if any(v is None for v in labels)
-            else torch.cat([v for v in labels if v is not None]),
+            context_means=merging.together([p.context_means for p in parts], dim=1),
+            labels=merging.together([p.labels for p in parts]),
             names=first.names,
-            reservoir=reservoir,
-            token_hashes=None
-            if any(v is None for v in known)
-            else torch.cat([v for v in known if v is not None]),
+            reservoir=merging.merged_samples([p.reservoir for p in parts], starts),
+            token_hashes=merging.together(hashes),
             largest=largest,
-            largest_texts=texts,
+            largest_texts=merged_texts(largest, tops, [p.largest_texts for p in parts]),
             contiguous=first.contiguous,
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that is stored as a tensor, by name."""
-        found = {f"moments|{k}": v for k, v in self.moments.tensors().items()}
-        optional: dict[str, Tensor | None] = {
-            "context_means": self.context_means,
-            "labels": self.labels,
-        }
-        optional |= {"token_hashes": self.token_hashes}
-        optional |= (
-            {}
-            if self.largest is None
-            else {f"largest|{k}": v for k, v in self.largest.tensors().items()}
-        )
-        if self.reservoir is not None and self.reservoir.states is not None:
-            fields = dataclasses.asdict(self.reservoir)
-            optional |= {
-                f"reservoir|{k}": fields[k] for k in ("priorities", "contexts", "states", "tokens")
-            }
-        return found | {k: v for k, v in optional.items() if v is not None}
+        """Everything that is stored as a tensor, by its name in the file."""
+        plain = {name: getattr(self, name) for name in files.PLAIN}
+        return files.tensors_of(plain, self.moments, self.reservoir, self.largest)
 
     def header(self) -> dict[str, Any]:
-        """Everything that is stored in the JSON header."""
+        """Everything that is stored in the JSON header of the file."""
         size, seed = (self.reservoir.size, self.reservoir.seed) if self.reservoir else (0, 0)
         return {
-            "schema": SCHEMA,
+            "schema": self.schema(),
             "provenance": dataclasses.asdict(self.provenance),
             "states": self.states,
             "window": self.window,
@@ -597,74 +453,32 @@ class PositionContext:
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file (written aside, then moved into place) and return its
         path."""
-        write_atomically(
-            Path(path), self.tensors(), {k: json.dumps(v) for k, v in self.header().items()}
-        )
+        header = {name: json.dumps(value) for name, value in self.header().items()}
+        write_atomically(Path(path), self.tensors(), header)
         return Path(path)
 
-    @staticmethod
-    def load(path: str | Path) -> PositionContext:
-        """Read a file that :meth:`save` wrote; a truncated, altered or foreign file, and one of a
-        newer version, is refused."""
-        header, tensors = read_file(path, SCHEMA, OLD_SCHEMA)
-        refuse_unknown(path, header, HEADER, "fields")
-        refuse_unknown(path, tensors, TENSORS, "tensors")
-        return PositionContext.of(header, tensors)
+    @classmethod
+    def load(cls, path: str | Path) -> PositionContext:
+        """Read a file that :meth:`save` wrote, of this version or before; a truncated, altered or
+        foreign file, and one of a newer version, is refused."""
+        return cls(**files.fields_of(*files.read(path, cls.schema(), *READABLE)))
 
-    @staticmethod
-    def of(header: dict[str, Any], tensors: dict[str, Tensor]) -> PositionContext:
-        """A basis from :meth:`header` and :meth:`tensors`."""
-        moments = {
-            k.removeprefix("moments|"): v for k, v in tensors.items() if k.startswith("moments|")
-        }
-        sample: dict[str, Any] = {
-            k.removeprefix("reservoir|"): v
-            for k, v in tensors.items()
-            if k.startswith("reservoir|")
-        }
-        top = {
-            k.removeprefix("largest|"): v for k, v in tensors.items() if k.startswith("largest|")
-        }
-        product_dtype = getattr(
-            torch, header.get("product_dtype", "float32")
-        )  # files of earlier versions do not say
-        provenance = Provenance.of(header["provenance"])
-        return PositionContext(
-            provenance=provenance if "checksum" in header else provenance.flagged(UNCHECKED),
-            states=tuple(header["states"]),
-            moments=Moments.of(header["window"], moments, product_dtype),
-            context_means=tensors.get("context_means"),
-            labels=tensors.get("labels"),
-            names=tuple(header["names"]),
-            reservoir=Reservoir(**header["reservoir"], **sample)
-            if header["reservoir"]["size"]
-            else None,
-            token_hashes=tensors.get("token_hashes"),
-            largest=Largest(**top) if top else None,
-            largest_texts=tuple(tuple(row) for row in header.get("largest_texts", ())),
-            contiguous=header.get(
-                "contiguous", False
-            ),  # groups of files of before are the index modulo their number
-        )
+    def columns(self) -> Sequence[str]:
+        return self.anova().columns()
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.anova().rows()
 
     def __repr__(self) -> str:
-        kept = [
-            name
-            for name, there in (
-                ("second moments", self.has_second_moments),
-                ("ctx", self.ctx is not None),
-            )
-            if there
-        ]
+        kept = ["second moments"] if self.has_second_moments else []
+        kept += ["ctx"] if self.ctx is not None else []
         kept += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
-        outside = [c for c in range(self.columns) if not self.window[0] <= c < self.window[1]]
-        note = (
-            f"{len(outside)} of {self.columns} columns outside the window"
-            if outside
-            else "all columns in the statistics"
-        )
+        outside = self.length - (self.window[1] - self.window[0])
+        some = f"{outside} of {self.length} positions outside the window"
+        note = some if outside else "all positions in the statistics"
         states = f"states {self.states[0]}..{self.states[-1]}"
-        return f"PositionContext({self.provenance.line()}; {states}; {note}; kept: {', '.join(kept) or 'sums'})"
+        shown = [self.provenance.line(), states, note, f"kept: {', '.join(kept) or 'sums'}"]
+        return f"PositionContext({'; '.join(shown)})"
 
     def _repr_html_(self) -> str:
         return self.anova()._repr_html_()
@@ -680,30 +494,3 @@ def require_basis(value: object) -> None:
         else "decompose(model, tokens)"
     )
     require(ok, "basis", expected="a PositionContext", got=describe(value), instead=instead)
-
-
-SCHEMA, OLD_SCHEMA = "tl_geometry/PositionContext/2", "tl_geometry/PositionContext/1"
-"""File format identifiers of :class:`PositionContext`: the one that is written, and one that can be
-read (with a flag)."""
-HEADER = (
-    "schema",
-    "provenance",
-    "states",
-    "window",
-    "names",
-    "product_dtype",
-    "reservoir",
-    "largest_texts",
-    "contiguous",
-    "checksum",
-)
-"""Fields of its header."""
-TENSORS = (
-    "context_means",
-    "labels",
-    "token_hashes",
-    *(f"reservoir|{k}" for k in ("priorities", "contexts", "states", "tokens")),
-    *(f"largest|{f.name}" for f in dataclasses.fields(Largest)),
-    *(f"moments|{f.name}" for f in dataclasses.fields(Moments) if f.name not in SETTINGS),
-)
-"""Names of its tensors."""

@@ -18,12 +18,12 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import hash_tokens
-from tl_geometry.corpus.sources import TokenSource, token_rows
+from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.decomposition import checkpoints, sharing
 from tl_geometry.decomposition.accumulation import Accumulation, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.processes import Processes
-from tl_geometry.models.batches import batch_of, default_batch, device_of
-from tl_geometry.models.describing import as_view, cached_states
+from tl_geometry.models.batches import batch_of, device_of
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 
@@ -50,24 +50,22 @@ def run_corpus(
     basis.
     """
     view, processes = source.view, Processes(group)
-    size = batch_of(batch_size, source.columns, view.device)
+    size = batch_of(batch_size, source.length, view.device)
     sums_on = device_of(device, "cpu" if view.device.type == "mps" else view.device)
     norms, flags = state_norms(view, plan.states) if normalize else ({}, ())
     provenance = view.provenance(corpus=source.corpus, normalized=normalize, flags=flags)
     work = Accumulation(
         plan,
         provenance,
-        columns=source.columns,
+        length=source.length,
         d_model=view.d_model,
         contexts=source.contexts,
         device=sums_on,
     )
     if source.labels is not None:
         work.set_labels(source.labels)
-    processes.agree(
-        json.dumps([work.settings(), work.label_hash(source.contexts or 0), size, str(checkpoint)]),
-        "arguments of decompose",
-    )
+    run = [checkpoints.settings(work), checkpoints.label_hash(work, source.contexts or 0)]
+    processes.agree(json.dumps([*run, size, str(checkpoint)]), "arguments of decompose")
     saver = _Saver(work, processes, None if checkpoint is None else Path(checkpoint))
     bar = tqdm(
         total=source.contexts,
@@ -92,7 +90,7 @@ def run_corpus(
             else:
                 work.skip(tokens, view.bos_id)
             if number == 0:
-                work.share_pilot(processes)
+                sharing.share_shift(work, processes)
             bar.update(len(tokens))
             if (number + 1) % processes.size == 0:
                 saver.round()
@@ -160,32 +158,17 @@ def _remaining(
     """Batches (and labels) that are not in the checkpoint yet, after making sure that those before
     are the ones it was made from."""
     done, seen = work.done, ""
+    what, expected = f"checkpoint {checkpoint}", "the tokens it was made from"
     for batch in source.batches(size):
         head, tokens = batch[:done], batch[done:]
         if done:
             seen, done = hash_tokens(head, seen), done - len(head)
-            same = done > 0 or seen == work.token_hash
-            other = f"checkpoint {checkpoint}"
-            require(
-                same,
-                other,
-                expected="the tokens it was made from",
-                got="others",
-                instead="another checkpoint= path",
-            )
+            same, instead = done > 0 or seen == work.token_hash, "another checkpoint= path"
+            require(same, what, expected=expected, got="others", instead=instead)
         if len(tokens):
-            yield (
-                tokens,
-                None
-                if source.labels is None
-                else source.labels[work.done : work.done + len(tokens)],
-            )
-    require(
-        done == 0,
-        f"checkpoint {checkpoint}",
-        expected="the tokens it was made from",
-        got=f"{done} contexts fewer",
-    )
+            part = slice(work.done, work.done + len(tokens))
+            yield tokens, None if source.labels is None else source.labels[part]
+    require(done == 0, what, expected=expected, got=f"{done} contexts fewer")
 
 
 def _ahead(tokens: Tensor, device: torch.device) -> Tensor:
@@ -205,13 +188,8 @@ def _writable(path: Path) -> None:
     """Raise before anything is computed where no checkpoint could be written."""
     folder = next((p for p in path.absolute().parents if p.exists()), path)
     ok = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
-    require(
-        ok,
-        "checkpoint",
-        expected="a file that can be written",
-        got=str(path),
-        instead="a path in a folder of your own",
-    )
+    expected, instead = "a file that can be written", "a path in a folder of your own"
+    require(ok, "checkpoint", expected=expected, got=str(path), instead=instead)
 
 
 class _Saver:
@@ -227,8 +205,8 @@ class _Saver:
         self.work, self.processes, self.path = work, processes, path
         if path is not None:
             processes.first(lambda: _writable(path))
-            processes.first(lambda: work.resume(path) if path.exists() else None)
-            work.share(processes)
+            processes.first(lambda: checkpoints.resume(work, path) if path.exists() else None)
+            sharing.share(work, processes)
         self.saved, self.rounds, self.due, self.clock = work.done, 0, 1, time.monotonic()
 
     def round(self) -> None:
@@ -237,33 +215,22 @@ class _Saver:
         if self.path is None or self.rounds < self.due:
             return
         before = time.monotonic()
-        self.work.combine(self.processes)
+        sharing.combine(self.work, self.processes)
         self._save(self.path)
         if self.processes.rank > 0:
-            self.work.clear()
+            sharing.clear(self.work)
         now = time.monotonic()
-        due = torch.tensor(
-            [
-                max(
-                    1,
-                    math.ceil(
-                        (now - before) / SAVE_SHARE * self.rounds / max(before - self.clock, 1e-9)
-                    ),
-                )
-            ]
-        )
+        each = max(before - self.clock, 1e-9) / self.rounds  # seconds of a round
+        due = torch.tensor([max(1, math.ceil((now - before) / SAVE_SHARE / each))])
         self.processes.share(due)
         self.rounds, self.due, self.clock = 0, int(due), now
 
     def finish(self) -> None:
         """All processes hold the whole, and the checkpoint too."""
-        self.work.combine(self.processes)
+        sharing.combine(self.work, self.processes)
         if self.path is not None and self.saved != self.work.done:
             self._save(self.path)
 
     def _save(self, path: Path) -> None:
-        self.processes.first(lambda: self.work.save(path))
+        self.processes.first(lambda: checkpoints.save(self.work, path))
         self.saved = self.work.done
-
-
-__all__ = ["TokenSource", "as_view", "cached_states", "default_batch", "run_corpus", "token_rows"]

@@ -19,11 +19,13 @@ from tl_geometry.base.checks import describe, finite, index, indices
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import bases, noise, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
 
 SOURCE = ("sarfati2025",)
@@ -272,8 +274,8 @@ def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
 
 
 def trajectories(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     *,
     position: str | int | None = None,
     states: Iterable[int] | int | None = None,
@@ -315,7 +317,7 @@ def trajectories(
     """
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
-    followed = _position(view, position, source.columns)
+    followed = _position(view, position, source.length)
     chosen = (
         tuple(range(1, view.n_layers + 1))
         if states is None
@@ -335,7 +337,7 @@ def trajectories(
         corpus=source.corpus,
         token_hash=hash_tokens(ids),
         has_bos=view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
-        window=(0, source.columns),
+        window=(0, source.length),
         contexts=len(X),
         sources=SOURCE,
         flags=tuple(flags),
@@ -393,7 +395,7 @@ def _follow(
         X = torch.empty(shape, dtype=dtype)
     ids, parts, done = [], [], 0
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
-        for rows in source.batches(batch or default_batch(source.columns, view.device)):
+        for rows in source.batches(batch or default_batch(source.length, view.device)):
             into = (
                 X[done : done + len(rows)]
                 if source.contexts is not None

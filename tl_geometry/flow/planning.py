@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from tl_geometry.base.errors import require
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook
 
 
@@ -34,7 +35,7 @@ class ChunkPlan:
 
 
 def plan_chunks(
-    model: Any, tokens: Any, *, budget: float | None = None, share: float = 0.5
+    model: ModelLike, tokens: TokensLike, *, budget: float | None = None, share: float = 0.5
 ) -> ChunkPlan:
     """How many of these chunks an ensemble needs, and how many of them a budget of seconds allows.
 
@@ -62,7 +63,7 @@ def plan_chunks(
     there, wanted = source.contexts or 0, math.ceil(1.1 * view.d_model / share)
     n, each = min(there, wanted), math.nan
     if budget is not None:
-        rows = next(iter(source.batches(default_batch(source.columns, view.device))))
+        rows = next(iter(source.batches(default_batch(source.length, view.device))))
         hooks: dict[str, Hook] = {view.state_hooks[-1]: lambda h: None}
         view.run(rows, hooks)  # the first pass of a process pays for what later ones find ready
         before = time.perf_counter()

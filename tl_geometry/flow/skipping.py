@@ -17,11 +17,13 @@ from tqdm.auto import tqdm
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, take
 from tl_geometry.flow.residuals import LayerMap, MapsFrom, flow_map
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import output_batch, require_output
 
@@ -100,8 +102,8 @@ class SkipMap(Result):
 
 
 def skip_map(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     *,
     test: Any = None,
     pairs: Sequence[Pair] | str | None = None,
@@ -163,7 +165,7 @@ def skip_map(
     chosen = _pairs(view, pairs)
     if pairs is None and view.n_layers > 2:
         flags.append(f"skips of {', '.join(map(str, SKIPS))} blocks only")
-    limit = batch_size or output_batch(view, source.columns, all_columns="all" in places)
+    limit = batch_size or output_batch(view, source.length, all_columns="all" in places)
     states = sorted({s for pair in chosen for s in pair})
     jobs = _jobs(chosen, map_types)
     estimated = [t for t in map_types if t not in ("identity", "mean")]
@@ -186,7 +188,7 @@ def skip_map(
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=hash_tokens(held_out[:measured]),
-        window=(0, source.columns),
+        window=(0, source.length),
         contexts=measured,
         seed=seed,
         sources=SOURCE,
@@ -220,7 +222,12 @@ def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[s
 
 
 def _chunks(
-    view: ModelView, tokens: Any, test: Any, prepend_bos: bool | None, share: float, seed: int
+    view: ModelView,
+    tokens: TokensLike,
+    test: TokensLike | None,
+    prepend_bos: bool | None,
+    share: float,
+    seed: int,
 ) -> tuple[
     TokenSource, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]
 ]:
@@ -236,10 +243,10 @@ def _chunks(
         )
     source = TokenSource.of(view, tokens, None, prepend_bos)
     require(
-        source.columns >= 3,
+        source.length >= 3,
         "tokens",
         expected="at least 3 tokens (the last is a target)",
-        got=source.columns,
+        got=source.length,
     )
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
@@ -247,10 +254,10 @@ def _chunks(
         return source, rows[first], rows[second], []
     other = TokenSource.of(view, test, None, prepend_bos)
     require(
-        other.columns == source.columns,
+        other.length == source.length,
         "test",
-        expected=f"chunks of {source.columns} tokens, as those that maps are fitted on",
-        got=f"chunks of {other.columns}",
+        expected=f"chunks of {source.length} tokens, as those that maps are fitted on",
+        got=f"chunks of {other.length}",
     )
     held_out = torch.cat(list(other.batches(1024)))
     shared = shared_rows(held_out[:, :-1], rows[:, :-1])

@@ -4,7 +4,6 @@ block."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,6 +13,7 @@ from tqdm.auto import tqdm
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import (
     AFTER_NORM,
@@ -23,6 +23,7 @@ from tl_geometry.flow.ensemble import (
     too_few,
 )
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
 from tl_geometry.models.outputs import (
     distances,
@@ -95,8 +96,8 @@ class TruncationCurve(Result):
 
 
 def truncation_kl(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     ensemble: Trajectories,
     *,
     K: tuple[int, ...] | None = None,
@@ -153,7 +154,7 @@ def truncation_kl(
     _check_bos(view, ensemble, ids)
     states = [view.n_layers] if where == "final" else range(1, view.n_layers + 1)
     rows = {s: ensemble.row(s) for s in states}
-    limit = batch_size or output_batch(view, source.columns, all_columns=False)
+    limit = batch_size or output_batch(view, source.length, all_columns=False)
     found, own = _run(view, ids, aligned, grid, rows, positions, limit, progress)
     (kl, reverse, top1, top5), chunks = found, distances(own[1:], own[:-1]).kl
     fitted = set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}

@@ -18,7 +18,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
-from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.terms import (
     Change,
@@ -35,6 +35,7 @@ from tl_geometry.interventions.terms import (
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import edited_scores
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import output_batch, require_output
 from tl_geometry.scores.head_types import period_for, repeated_random_tokens, token_range
@@ -202,12 +203,12 @@ def repeated_for(
     """
     bos = bool(basis.provenance.has_bos) and view.bos_id is not None
     low, high = token_range(view.d_vocab, [view.bos_id])
-    longest = period_for(min(view.n_ctx, basis.columns), high - low, bos=bos)
+    longest = period_for(min(view.n_ctx, basis.length), high - low, bos=bos)
     require(
         longest >= 2,
         "basis",
         expected="at least 4 positions",
-        got=basis.columns,
+        got=basis.length,
         instead="decompose(...) on longer windows",
     )
     base = repeated_random_tokens(longest, 1, batch, low=low, high=high, seed=seed)
@@ -249,8 +250,8 @@ def _measured(
 
 
 def necessity_sufficiency(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext,
     heads: HeadsLike,
     term: Term,
@@ -331,8 +332,8 @@ def necessity_sufficiency(
 
 
 def dominant_only(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext,
     *,
     table: SweepTable | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,6 +15,7 @@ from tl_geometry.base.checks import index
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.points import Placed, attached
 
 ENERGY = 0.99
@@ -64,7 +64,7 @@ def subspace_of(
 
 
 def project_stream(
-    model: Any,
+    model: ModelLike,
     basis: PositionContext,
     state: int,
     subspace: str = "pos",
@@ -84,7 +84,12 @@ def project_stream(
 
 @contextmanager
 def _projected(
-    model: Any, basis: PositionContext, state: int, subspace: str, keep: bool, rank: int | None
+    model: ModelLike,
+    basis: PositionContext,
+    state: int,
+    subspace: str,
+    keep: bool,
+    rank: int | None,
 ) -> Iterator[None]:
     view = as_view(model)
     require_basis(basis)

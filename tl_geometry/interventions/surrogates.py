@@ -32,11 +32,13 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, choice, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import Edit, edited_scores
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.weights import bilinear, low_rank_diagonal
@@ -220,7 +222,7 @@ def _edit(layer: int, new: Replacement | OffsetReplacement, on_pattern: OnPatter
 
 @contextmanager
 def surrogate(
-    model: Any,
+    model: ModelLike,
     basis: PositionContext,
     heads: Iterable[Head] | Head | None = None,
     part: str = "structured",
@@ -280,8 +282,8 @@ class SurrogateEffect(Result):
 
 
 def surrogate_effect(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext,
     heads: Iterable[Head] | Head | None = None,
     *,

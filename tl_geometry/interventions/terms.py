@@ -31,9 +31,9 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.scores.details import Parts
-from tl_geometry.scores.sweep import PARTS, project_basis
+from tl_geometry.scores.projection import PARTS, ProjectedParts, project_basis, split_heads
 from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
 
 Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
@@ -42,7 +42,7 @@ HeadsLike = Iterable[Head] | Head | None
 PLACEBOS = ("prompt", "positions")
 """Kinds of placebo."""
 BIAS = 0
-"""Index of the bias part in :data:`tl_geometry.scores.sweep.PARTS`."""
+"""Index of the bias part in :data:`tl_geometry.scores.projection.PARTS`."""
 
 
 def terms_of(term: Term) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def bias_terms() -> Float[Tensor, "part part"]:
 
 
 def weighted_score(
-    parts: Parts,
+    parts: ProjectedParts,
     weight: Float[Tensor, "head part part"],
     bias: Float[Tensor, "head query key"] | None,
     alibi: Float[Tensor, " head"],
@@ -102,34 +102,19 @@ class Splitter:
     def __init__(self, basis: PositionContext) -> None:
         self.basis = basis
 
-    def __call__(self, layer: LayerView, heads: Sequence[int]) -> Parts:
-        length, chosen = layer.h.shape[1], list(heads)
+    def __call__(self, layer: LayerView, heads: Sequence[int]) -> ProjectedParts:
+        length = layer.h.shape[1]
         require(
-            length <= self.basis.columns,
+            length <= self.basis.length,
             "tokens",
-            expected=f"at most {self.basis.columns} positions, as the basis has seen",
+            expected=f"at most {self.basis.length} positions, as the basis has seen",
             got=length,
             instead="decompose(...) on windows of this length",
         )
-        projected, more = project_basis(layer, self.basis, length), layer.added
-
-        def split(
-            both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor
-        ) -> Tensor:
-            mean, pos = rearrange(
-                both[:, chosen], "part head position e -> part 1 position head e"
-            ) * frozen[:, :, chosen].unsqueeze(-1)
-            mean = mean + constant[:, :, chosen]
-            if added is not None:  # position, which reaches queries and keys beside the stream
-                mean, pos = mean - added[:, chosen], pos + added[:, chosen]
-            return torch.stack([mean, pos, whole[:, :, chosen] - mean - pos])
-
-        q_scale, k_scale = projected.scales(layer)
-        q = split(projected.q, q_scale, layer.q_constant, more and more.q, layer.q) * layer.scale
-        return Parts(q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k))
+        return split_heads(layer, project_basis(layer, self.basis, length), list(heads))
 
 
-Change = Callable[[LayerView, Tensor, Parts, tuple[int, ...]], Tensor]
+Change = Callable[[LayerView, Tensor, ProjectedParts, tuple[int, ...]], Tensor]
 """(layer, scores, parts, heads) -> new scores."""
 
 
@@ -172,7 +157,7 @@ def edits_for(
 
 
 def _term_score(
-    parts: Parts, layer: LayerView, heads: Sequence[int], weight: Tensor, alibi: float
+    parts: ProjectedParts, layer: LayerView, heads: Sequence[int], weight: Tensor, alibi: float
 ) -> Tensor:
     n = len(heads)
     bias = None if layer.bias is None else layer.bias[list(heads)]
@@ -198,7 +183,9 @@ def averaging(names: Sequence[str]) -> Change:
     """``S - X + mean of X over the batch``."""
     weight, alibi = weights_of(names)
 
-    def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
+    def change(
+        layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
+    ) -> Tensor:
         _several(whole, "mean_term")
         term = _term_score(parts, layer, heads, weight, alibi)
         return whole - term + term.mean(0, keepdim=True)
@@ -221,7 +208,9 @@ def placebo(
     weight, alibi = weights_of(names)
     checks.choice(kind, PLACEBOS, "placebo")
 
-    def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
+    def change(
+        layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
+    ) -> Tensor:
         raw = _term_score(parts, layer, heads, weight, alibi)
         allowed = layer.allowed.to(raw.device)
         term = row_center(raw, allowed)
@@ -272,7 +261,7 @@ def _several(scores: Tensor, what: str) -> None:
 
 @contextmanager
 def _apply(
-    model: Any, basis: PositionContext, heads: HeadsLike, change: Change
+    model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Change
 ) -> Iterator[OpenEdit]:
     view = as_view(model)  # before any hook of ours
     with edited_scores(view, edits_for(view, basis, heads, change)) as edit:
@@ -280,7 +269,7 @@ def _apply(
 
 
 def remove_term(
-    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
 ) -> AbstractContextManager[OpenEdit]:
     """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for
     ``None``), ``S - X``.
@@ -302,7 +291,7 @@ def remove_term(
 
 
 def keep_term(
-    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
 ) -> AbstractContextManager[OpenEdit]:
     """Context manager: keep only a term, with every term that has bias on either side; ``()`` for
     those alone.
@@ -314,7 +303,7 @@ def keep_term(
 
 
 def mean_term(
-    model: Any, basis: PositionContext, term: Term, heads: HeadsLike = None
+    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
 ) -> AbstractContextManager[OpenEdit]:
     """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X``
     (at least two prompts)."""
@@ -324,7 +313,9 @@ def mean_term(
 def per_head(choice: Mapping[tuple[int, int], Sequence[str]]) -> Change:
     """Each head keeps its own terms, with every term that has bias on either side."""
 
-    def change(layer: LayerView, whole: Tensor, parts: Parts, heads: tuple[int, ...]) -> Tensor:
+    def change(
+        layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
+    ) -> Tensor:
         found = [weights_of(choice[layer.layer, head]) for head in heads]
         weight = torch.stack([torch.maximum(w, bias_terms()) for w, _ in found])
         bias = None if layer.bias is None else layer.bias[list(heads)]

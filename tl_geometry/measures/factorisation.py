@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,6 +16,7 @@ from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import contextual, kernels
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.heads import weight_geometry
@@ -60,7 +60,7 @@ class KernelGaps(Result):
 
 
 def kernel_gaps(
-    model: Any,
+    model: ModelLike,
     basis: PositionContext,
     *,
     layers: Iterable[int] | int | None = None,

@@ -8,12 +8,14 @@ from tl_geometry.models.control import reinitialized
 from tl_geometry.models.describing import states_from_cache, view
 from tl_geometry.models.layer_view import HeadWeights, LayerView
 from tl_geometry.models.loading import from_hf, load
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 
 __all__ = [
     "HeadWeights",
     "LayerView",
+    "ModelLike",
     "ModelReport",
     "ModelView",
     "NormWeights",

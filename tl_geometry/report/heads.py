@@ -138,7 +138,7 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
     """The split of the strongest previous-token and induction heads on a piece of the first window
     written twice."""
     window, start = analysis.windows.tokens[0], int(bool(analysis.windows.has_bos))
-    period = min(PERIOD, (analysis.basis.pos_columns.shape[1] - start) // 2, len(window) - start)
+    period = min(PERIOD, (analysis.basis.pos_seen.shape[1] - start) // 2, len(window) - start)
     if period < 4:
         return None
     prompt = torch.cat(

@@ -60,7 +60,7 @@ def section(analysis: Analysis) -> Section:
         ("weights", f"fingerprint {view.fingerprint}, computed in {p.dtype}"),
         (
             "corpus",
-            f"{p.corpus}: {basis.contexts} windows of {basis.columns} tokens, hash {p.token_hash}",
+            f"{p.corpus}: {basis.contexts} windows of {basis.length} tokens, hash {p.token_hash}",
         ),
         ("documents", f"{len(names)}: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"),
         ("first token", "BOS" if p.has_bos else "text (no BOS)"),

@@ -78,13 +78,13 @@ def topic_bases(
     that mean (so the ctx of the topics need not sum to zero)."""
     length = topics.tokens.shape[1]
     require(
-        length <= basis.columns,
+        length <= basis.length,
         "topics",
-        expected=f"windows of at most {basis.columns} tokens",
+        expected=f"windows of at most {basis.length} tokens",
         got=length,
         instead="longer length=",
     )
-    means = basis.mean[:, None] + basis.pos_columns[:, 1:length]
+    means = basis.mean[:, None] + basis.pos_seen[:, 1:length]
     centre = means.mean(1)
     few = decompose(
         view,

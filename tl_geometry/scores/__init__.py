@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from tl_geometry.scores.head_types import (
-    HeadTypes,
-    head_type_scores,
-    repeated_random_tokens,
-    token_range,
-)
+from tl_geometry.corpus.nulls import repeated_random_tokens
+from tl_geometry.scores.head_types import HeadTypes, head_type_scores, token_range
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sums import ShareSums, share_sums, share_sums_dense
-from tl_geometry.scores.sweep import SweepTable, sweep_heads
+from tl_geometry.scores.sweep import sweep_heads
+from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.tables import ShareTable
 from tl_geometry.scores.values import ValueSplit, split_values
 

@@ -4,7 +4,6 @@ ablation, shapes, nulls."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from einops import einsum
@@ -15,6 +14,7 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.scores.projection import PARTS, ProjectedParts, Side
 from tl_geometry.scores.shapes import (
     ContrastSums,
     OffsetSums,
@@ -32,15 +32,6 @@ NULLS = ("permuted", "rotated")
 rotated at random."""
 DRAWS = 5
 """Draws of each null."""
-NAMES = ("bias", "pos", "cvec")
-
-
-class Parts(NamedTuple):
-    """Queries (with the score scale) and keys of some contexts by part:
-    ``[part batch position head d_head]``."""
-
-    q: Float[Tensor, "part batch position head d_head"]
-    k: Float[Tensor, "part batch position head d_head"]
 
 
 def score(
@@ -59,13 +50,13 @@ class Details:
         self.effects: dict[str, Tensor] = {}
         self.offsets: dict[str, OffsetSums] = {}
         self.contrasts: ContrastSums | None = None
-        self.null_bases: dict[str, tuple[Tensor, Tensor]] = {}
-        self.null_sums: dict[str, ShareSums] = {}
+        self.null_bases: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self.null_sums: dict[tuple[str, int], ShareSums] = {}
 
     def update(
         self,
         layer: LayerView,
-        parts: Parts,
+        parts: ProjectedParts,
         rows: slice,
         tokens: Int[Tensor, "batch position"],
         basis: PositionContext,
@@ -105,7 +96,7 @@ class Details:
         if "nulls" in self.wanted:
             self._nulls(layer, parts, rows, basis)
 
-    def _ablation(self, layer: LayerView, parts: Parts) -> None:
+    def _ablation(self, layer: LayerView, parts: ProjectedParts) -> None:
         whole = score(parts.q.sum(0), parts.k.sum(0))
         whole = whole if layer.bias is None else whole + layer.bias
         for name, term in _each_term(parts, layer):
@@ -119,7 +110,9 @@ class Details:
             new = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
 
-    def _nulls(self, layer: LayerView, parts: Parts, rows: slice, basis: PositionContext) -> None:
+    def _nulls(
+        self, layer: LayerView, parts: ProjectedParts, rows: slice, basis: PositionContext
+    ) -> None:
         require(
             layer.added is None,
             "detail='nulls'",
@@ -131,30 +124,16 @@ class Details:
         length = parts.q.shape[2]
         if not self.null_bases:
             for name, pos in null_positions(basis, layer.layer, length, self.drop, self.seed):
-                self.null_bases[name] = (
-                    layer.q_map(pos.to(layer.h)) * layer.scale,
-                    layer.k_map(pos.to(layer.h)),
-                )
-        for name, (q_pos, k_pos) in self.null_bases.items():
+                q_pos, k_pos = layer.q_map(pos.to(layer.h)), layer.k_map(pos.to(layer.h))
+                self.null_bases[name] = (q_pos * layer.scale, k_pos)
+        sides = [Side.of(layer, w, normalized=basis.provenance.normalized) for w in ("q", "k")]
+        options = {"bias": layer.bias, "drop": self.drop, "energy": False, "gain": False}
+        for name, mapped in self.null_bases.items():
             made = []
-            scales = (layer.q_scale, layer.k_scale)
-            scales = (
-                tuple(layer.without_norm(s) for s in scales)
-                if basis.provenance.normalized
-                else scales
-            )
-            for own, other, scale in zip((parts.q, parts.k), (q_pos, k_pos), scales, strict=True):
-                pos = other * scale[rows, :, :, None]
+            for own, other, side in zip(parts, mapped, sides, strict=True):
+                pos = other * side.frozen[rows].unsqueeze(-1)
                 made.append(torch.stack([own[0], pos, own[1] + own[2] - pos]))
-            sums = share_sums(
-                made[0],
-                made[1],
-                layer.allowed,
-                bias=layer.bias,
-                drop=self.drop,
-                energy=False,
-                gain=False,
-            ).pooled()
+            sums = share_sums(*made, layer.allowed, **options).pooled()
             self.null_sums[name] = self.null_sums[name] + sums if name in self.null_sums else sums
 
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
@@ -170,8 +149,8 @@ class Details:
         if self.contrasts is not None:
             out["contrast_cvec-cvec"] = self.contrasts.contrast
         for null in NULLS if self.null_sums else ():
-            shares = torch.stack([self.null_sums[f"{null} {i}"].cs for i in range(DRAWS)])
-            names = term_names(NAMES, alibi=shares.shape[-1] > len(NAMES) ** 2)
+            shares = torch.stack([self.null_sums[null, i].cs for i in range(DRAWS)])
+            names = term_names(PARTS, alibi=shares.shape[-1] > len(PARTS) ** 2)
             for group in GROUPS[:2]:
                 member = torch.tensor([group_of(n) == group for n in names], device=shares.device)
                 draws = shares[..., member].sum(-1).T
@@ -185,8 +164,8 @@ class Details:
         return {k: torch.cat([t[k] for t in tables]) for k in tables[0]}
 
 
-def _each_term(parts: Parts, layer: LayerView) -> Iterator[tuple[str, Tensor]]:
-    names = iter(term_names(NAMES))
+def _each_term(parts: ProjectedParts, layer: LayerView) -> Iterator[tuple[str, Tensor]]:
+    names = iter(term_names(PARTS))
     for q in parts.q:
         for k in parts.k:
             yield next(names), score(q, k)
@@ -195,20 +174,18 @@ def _each_term(parts: Parts, layer: LayerView) -> Iterator[tuple[str, Tensor]]:
 
 
 def null_positions(
-    basis: PositionContext, layer: int, columns: int, drop: int, seed: int
-) -> Iterator[tuple[str, Float[Tensor, "position d_model"]]]:
-    """Positional vectors of equal energy at wrong positions or in wrong directions, :data:`DRAWS`
-    of each; columns before ``drop`` stay."""
-    pos = basis.pos_columns[basis.index(layer), :columns]
+    basis: PositionContext, layer: int, length: int, drop: int, seed: int
+) -> Iterator[tuple[tuple[str, int], Float[Tensor, "position d_model"]]]:
+    """(Null, draw) and positional vectors of equal energy, at wrong positions or in wrong
+    directions, :data:`DRAWS` of each; positions before ``drop`` stay."""
+    pos = basis.pos_seen[basis.index(layer), :length]
     for i in range(DRAWS):
         generator = torch.Generator().manual_seed(1000 * seed + i)
-        order = torch.arange(columns)
-        order[drop:] = drop + torch.randperm(columns - drop, generator=generator)
-        yield f"permuted {i}", pos[order]
-        mixed = pos @ torch.randn(
-            pos.shape[1], pos.shape[1], generator=generator, dtype=pos.dtype
-        )  # nearly a rotation, times a scale
-        scale = pos[drop:].square().sum().sqrt() / mixed[drop:].square().sum().sqrt().clamp(
-            min=1e-300
-        )
-        yield f"rotated {i}", torch.cat([pos[:drop], mixed[drop:] * scale])
+        order = torch.arange(length)
+        order[drop:] = drop + torch.randperm(length - drop, generator=generator)
+        yield ("permuted", i), pos[order]
+        width = pos.shape[1]
+        mixed = pos @ torch.randn(width, width, generator=generator, dtype=pos.dtype)
+        own, other = (torch.linalg.vector_norm(x[drop:]) for x in (pos, mixed))
+        scale = own / other.clamp(min=1e-300)  # nearly a rotation, times a scale
+        yield ("rotated", i), torch.cat([pos[:drop], mixed[drop:] * scale])

@@ -16,7 +16,7 @@ each averaged over its queries, beside what uniform attention over the allowed k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,59 +25,12 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import choice, require
+from tl_geometry.base.rows import causal_mask
+from tl_geometry.corpus.nulls import HIGH_TOKEN, repeated_random_tokens
+from tl_geometry.models.model_view import ModelView
 
 HEAD_TYPES = ("previous", "duplicate", "same", "neighbourhood", "induction")
 """Names of the scores."""
-HIGH_TOKEN = 10_000
-
-
-def repeated_random_tokens(
-    period: int = 8,
-    copies: int = 3,
-    batch: int = 1,
-    *,
-    low: int = 1000,
-    high: int = HIGH_TOKEN,
-    seed: int = 1234,
-    bos_id: int | None = None,
-    distinct: bool = True,
-) -> Int[Tensor, "batch position"]:
-    """Random token ids from ``low`` to ``high - 1``, ``period`` of them repeated ``copies`` times,
-    ``batch`` such rows.
-
-    Tokens within a period are ``distinct`` unless told otherwise (rows with a repeat are drawn
-    again). The defaults give the input of Song & Zhong 2023, Fig. 4: the text says "repeated
-    twice", the published code makes three copies, 24 tokens, without BOS.
-
-    >>> repeated_random_tokens()[0, :9].tolist()
-    [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625, 6775]
-    """
-    require(
-        period >= 1 and copies >= 1 and batch >= 1,
-        "sizes",
-        expected="at least 1 each",
-        got=(period, copies, batch),
-    )
-    enough = high - low >= (period if distinct else 1)
-    require(
-        enough,
-        "low, high",
-        expected=f"at least {period} ids",
-        got=f"{max(0, high - low)} from {low} to {high - 1}",
-        instead="a wider range",
-    )
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(low, high, (batch, period), generator=generator)
-    if (
-        distinct and 4 * period**2 > high - low
-    ):  # redrawing would take long: a permutation of the range is distinct by construction
-        rows = torch.stack(
-            [low + torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)]
-        )
-    while distinct and bool((again := (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)).any()):
-        rows[again] = torch.randint(low, high, (int(again.sum()), period), generator=generator)
-    tokens = rows.repeat(1, copies)
-    return tokens if bos_id is None else torch.cat([torch.full((batch, 1), bos_id), tokens], dim=1)
 
 
 def detection_patterns(
@@ -151,6 +104,8 @@ def head_type_scores(
     True
     """
     choice(method, ("mean", "mul"), "method")
+    plain = method == "mean" or not common
+    require(plain, "common", expected='False with method="mul"', got=common)
     length = tokens.shape[1]
     ok = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == len(tokens)
     require(
@@ -160,7 +115,7 @@ def head_type_scores(
         got=describe(pattern),
     )
     tokens = tokens.to(pattern.device)
-    allowed = torch.ones(length, length, dtype=torch.bool).tril() if allowed is None else allowed
+    allowed = causal_mask(length) if allowed is None else allowed
     uniform = (allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)).to(pattern.device)
     sets = detection_patterns(tokens, width=width)
     repeated = sets["duplicate"].any(-1)
@@ -207,3 +162,33 @@ def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, in
         return 1000, HIGH_TOKEN
     low = max([a + 1 for a in avoid if a is not None and a < d_vocab // 2], default=0)
     return low, d_vocab
+
+
+def measure_types(
+    view: ModelView, layers: Sequence[int], *, bos: bool = False, batch: int = 4, seed: int = 1234
+) -> tuple[dict[str, Float[Tensor, " head"]], dict[str, float]]:
+    """Head-type scores on repeated random tokens made for the model, two copies of up to 32 tokens,
+    and the uniform baselines."""
+    bos = bos and view.bos_id is not None
+    low, high = token_range(view.d_vocab, [view.bos_id])
+    period = period_for(view.n_ctx, high - low, bos=bos)
+    tokens = repeated_random_tokens(
+        period, 2, batch, low=low, high=high, seed=seed, bos_id=view.bos_id if bos else None
+    )
+    length = tokens.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool)
+    allowed = causal_mask(length) if view.causal else allowed
+    found: dict[int, dict[str, Tensor]] = {}
+    baselines: dict[str, float] = {}
+
+    def hook(layer: int) -> Callable[[Tensor], None]:
+        def take(pattern: Tensor) -> None:
+            scored = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
+            found[layer] = scored.scores
+            baselines.update(scored.baselines)
+
+        return take
+
+    view.run(tokens, {f"blocks.{layer}.attn.hook_pattern": hook(layer) for layer in layers})
+    scores = {t: torch.cat([found[layer][t].cpu() for layer in layers]) for t in HEAD_TYPES}
+    return scores, baselines

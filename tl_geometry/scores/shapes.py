@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -65,7 +66,8 @@ def ablation_effect(
 
     >>> allowed = torch.ones(2, 2, dtype=torch.bool).tril()
     >>> scores = torch.tensor([[0.0, 0.0], [50.0, 0.0]])
-    >>> [round(float(v), 3) for v in ablation_effect(scores, scores, allowed)]  # all attention to key 0, against one half
+    >>> effect = ablation_effect(scores, scores, allowed)  # all on key 0, against one half
+    >>> [round(float(v), 3) for v in effect]
     [0.5, 0.693]
     """
     return pattern_distance(scores, scores - torch.where(allowed, term, 0), allowed)
@@ -76,9 +78,9 @@ class OffsetSums:
     """Sums of a row-centred term by offset i - j, per head; ``+`` adds contexts. Offsets run from
     -(T - 1) to T - 1."""
 
-    sums: Float[Tensor, "*head column"]
-    counts: Float[Tensor, " column"]
-    gram: Float[Tensor, "column column"]
+    sums: Float[Tensor, "*head offset"]
+    counts: Float[Tensor, " offset"]
+    gram: Float[Tensor, "offset offset"]
     energy: Float[Tensor, "*head"]
 
     def __add__(self, other: OffsetSums) -> OffsetSums:
@@ -90,7 +92,7 @@ class OffsetSums:
         )
 
     @property
-    def profile(self) -> Float[Tensor, "*head column"]:
+    def profile(self) -> Float[Tensor, "*head offset"]:
         """Mean of the row-centred term at each offset; NaN where the mask allows none."""
         return self.sums / torch.where(self.counts > 0, self.counts, torch.nan)
 
@@ -105,7 +107,8 @@ class OffsetSums:
         """
         used = self.counts > 0
         gram = torch.linalg.pinv(self.gram[used][:, used], hermitian=True, rtol=1e-10)
-        fitted = torch.einsum("...a,ab,...b->...", self.sums[..., used], gram, self.sums[..., used])
+        sums = self.sums[..., used]
+        fitted = einsum(sums, gram, sums, "... offset, offset other, ... other -> ...")
         return (fitted / torch.where(self.energy > 0, self.energy, torch.nan)).clamp(max=1)
 
 
@@ -117,7 +120,8 @@ def offset_sums(
     >>> offset = torch.arange(4.0).unsqueeze(1) - torch.arange(4.0)
     >>> allowed = torch.ones(4, 4, dtype=torch.bool).tril()
     >>> term = torch.where(allowed, offset**2, 0)
-    >>> centred = torch.where(allowed, term - term.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True), 0)
+    >>> mean = term.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True)
+    >>> centred = torch.where(allowed, term - mean, 0)
     >>> round(float(offset_sums(centred[None, None], allowed).toeplitz_r2), 6)
     1.0
     """
@@ -183,5 +187,6 @@ def contrast_sums(
     kinds = torch.stack([equal & apart, ~equal & apart]).double()
     wide = centred.double()
     counts = kinds.sum((1, 2, 3)).unsqueeze(1).expand(-1, centred.shape[1])
-    powers = [torch.einsum("rbij,bhij->rh", kinds, x) for x in (wide, wide.square())]
+    formula = "kind batch query key, batch head query key -> kind head"
+    powers = [einsum(kinds, x, formula) for x in (wide, wide.square())]
     return ContrastSums(torch.stack([counts, *powers], dim=1))

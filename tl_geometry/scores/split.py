@@ -1,9 +1,9 @@
 """Exact split of attention scores and head outputs by parts of the residual stream.
 
 1. One forward pass gives each layer's input h and its frozen scales
-   (:class:`tl_geometry.models.layer_view.LayerView`). With a normalised basis what is cut is
+   (:class:`tl_geometry.models.layer_view.LayerView`). With a normalised basis what is split is
    ``x = norm(h)`` without gain and bias, which the layer reads linearly: no norm scale is frozen.
-2. h is cut into additive parts: the mean and the constants of norm and projection (``bias``),
+2. h is split into additive parts: the mean and the constants of norm and projection (``bias``),
    ``pos``, ``cvec``, or the caller's own.
 3. Each part is projected by itself to queries and keys, linearly because the scales are frozen;
    nothing is got by subtraction.
@@ -27,29 +27,28 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base import checks
+from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, listed, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
-from tl_geometry.scores.splitter import (
-    ALIBI,
-    Cut,
-    Piece,
+from tl_geometry.scores.requests import (
     UserParts,
     check_request,
     each_layer,
     part_names,
     provenance_of,
 )
+from tl_geometry.scores.splitter import HeadTerms, Splitter
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
-from tl_geometry.scores.tables import ShareTable
-from tl_geometry.scores.terms import BIAS_BIAS, bias_label, label
-from tl_geometry.scores.values import ValueSplit, split_values
+from tl_geometry.scores.tables import COLUMNS, ShareTable
+from tl_geometry.scores.terms import ALIBI, BIAS_BIAS, bias_label, label, term_names, term_pairs
 
 PRESETS = ("exact", "paper", "reference")
 
@@ -59,35 +58,31 @@ class Terms(Mapping[tuple[str, str], Tensor]):
     when it is asked for."""
 
     def __init__(self, split: ScoreSplit) -> None:
-        self._split = split
+        self._split, alibi = split, split.bias is not None
+        names = term_names(split.parts, alibi=alibi)
+        self._pairs = dict(zip(names, term_pairs(split.parts, alibi=alibi), strict=True))
 
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
         s = self._split
-        if term in ((ALIBI, ALIBI), f"{ALIBI}-{ALIBI}") and s.bias is not None:
+        pair = self._pairs.get(term) if isinstance(term, str) else term
+        if pair is None or pair not in self._pairs.values():
+            near = listed(list(self._pairs), "-".join(term) if isinstance(term, tuple) else term)
+            expected, got = f'one of {near}, or a pair ("query part", "key part")', repr(term)
+            fail("terms", expected=expected, got=got, instead="list(split.terms)")
+        if s.bias is not None and pair == (ALIBI, ALIBI):
             return s.bias.expand(s.q.shape[1], -1, -1, -1).clone()
-        pair = tuple(term.split("-")) if isinstance(term, str) else term
-        known = isinstance(pair, tuple) and len(pair) == 2 and all(part in s.parts for part in pair)
-        require(
-            known,
-            "terms",
-            expected=f"(query part, key part) of {s.parts}",
-            got=repr(term),
-            instead="list(split.terms)",
-        )
         a, b = (s.parts.index(part) for part in pair)
         query = s.q[a] if s.q_again is None or b == 0 else s.q_again[a]
         return einsum(query, s.k[b], "batch query head e, batch key head e -> batch head query key")
 
     def __contains__(self, term: object) -> bool:
-        return any(term in (known, "-".join(known)) for known in self)
+        return term in self._pairs or term in self._pairs.values()
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        yield from ((a, b) for a in self._split.parts for b in self._split.parts)
-        if self._split.bias is not None:
-            yield (ALIBI, ALIBI)
+        return iter(self._pairs.values())
 
     def __len__(self) -> int:
-        return len(self._split.parts) ** 2 + (self._split.bias is not None)
+        return len(self._pairs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,6 +93,9 @@ class ScoreSplit(Result):
     labels the head axis with (layer, head), ``allowed`` is the mask. ``checks`` are the
     reconstruction errors (layer, what, error, bound), ``reconstruction`` their summary. ``softcap``
     is infinite and ``sinks`` minus infinite for heads without one.
+
+    Its table (``to_dataframe``, ``to_latex``) is that of :meth:`shares`, which the preset
+    ``"reference"`` has not (its terms do not sum to the scores).
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -192,14 +190,9 @@ class ScoreSplit(Result):
         The first ``drop`` queries and keys are left out (by default those before the window of the
         basis); the attention paid to them stands beside the shares as ``dropped_mass``.
         """
-        additive = self.provenance.preset != "reference"
-        require(
-            additive,
-            "shares",
-            expected="terms that sum to the scores",
-            got="preset='reference'",
-            instead="preset='exact'",
-        )
+        additive, expected = self._additive, "terms that sum to the scores"
+        got, instead = "preset='reference'", "preset='exact'"
+        require(additive, "shares", expected=expected, got=got, instead=instead)
         start = (self.provenance.window or (0, 0))[0] if drop is None else drop
         found: list[ShareSums] = []
         order: list[Tensor] = []
@@ -209,32 +202,52 @@ class ScoreSplit(Result):
             bias = None if self.bias is None else self.bias[rows]
             cap = float(self.softcap[rows[0]])
             options = {"bias": bias, "drop": start, "softcap": cap if math.isfinite(cap) else None}
-            sums = share_sums(
-                self.q[..., rows, :], self.k[..., rows, :], self.allowed[rows[0]], **options
-            )
-            found.append(sums.pooled())
+            q, k = self.q[..., rows, :], self.k[..., rows, :]
+            found.append(share_sums(q, k, self.allowed[rows[0]], **options).pooled())
+        sums = ShareSums.beside(found).select(torch.cat(order).argsort())
+        mass = dropped_mass(self.pattern(), start).mean(0).double().cpu() if start else None
         return ShareTable.of(
-            ShareSums.beside(found).select(torch.cat(order).argsort()),
+            sums,
             self.heads,
             self.parts,
             drop=start,
-            dropped_mass=dropped_mass(self.pattern(), start).mean(0).double().cpu()
-            if start
-            else None,
+            dropped_mass=mass,
             bias_label=self.bias_label,
             provenance=self.provenance,
         )
 
+    @property
+    def _additive(self) -> bool:
+        return self.provenance.preset != "reference"
+
     def columns(self) -> Sequence[str]:
-        return ("layer", "check", "error", "bound")
+        return COLUMNS
 
     def rows(self) -> Sequence[Sequence[object]]:
-        return self.checks
+        return self.shares().rows()
+
+    def readable(self, value: object) -> object:
+        return self.label(value) if isinstance(value, str) else value
+
+    def __repr__(self) -> str:
+        heads = ", ".join(f"L{layer}H{head}" for layer, head in self.heads[:8])
+        more = f" and {len(self.heads) - 8} more" if len(self.heads) > 8 else ""
+        checks = ", ".join(
+            f"{name} off by {error:.2g} of {bound:.2g} allowed"
+            for name, (error, bound) in self.reconstruction.checks.items()
+        )
+        shown = [self.provenance.line(), f"heads {heads}{more}", f"parts {', '.join(self.parts)}"]
+        return f"ScoreSplit({'; '.join([*shown, checks])})"
+
+    def _repr_html_(self) -> str:
+        if self._additive:
+            return super()._repr_html_()
+        return html.table(("layer", "check", "error", "bound"), self.checks, caption=repr(self))
 
 
 def split_scores(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext | None,
     *,
     layers: Sequence[int] | int | None = None,
@@ -298,48 +311,44 @@ def split_scores(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     names = part_names(parts, preset)
-    size = (
-        len(names) ** 2
-        * len(rows)
-        * len(chosen)
-        * rows.tokens.shape[1] ** 2
-        * max(4, view.dtype.itemsize)
-    )
+    cells = len(rows) * len(chosen) * rows.tokens.shape[1] ** 2
+    size = len(names) ** 2 * cells * max(4, view.dtype.itemsize)
     check_request(view, rows, basis, size, memory_budget, len(chosen))
-    pieces: list[Piece] = []
-    cut = Cut(
-        view, basis, parts, preset, legacy_double_ln, tuple(dict.fromkeys(l for l, _ in chosen))
-    )
+    layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
+    splitter = Splitter(view, basis, parts, preset, legacy_double_ln, layers_of)
+    found: list[HeadTerms] = []
 
     def on_layer(layer: LayerView) -> None:
-        pieces.append(cut.layer(layer, [h for l, h in chosen if l == layer.layer], device))
+        mine = [h for l, h in chosen if l == layer.layer]
+        found.append(splitter.layer(layer, mine, device))
 
-    each_layer(view, rows, cache, cut.layers, on_layer)
-    order = [(p.layer, h) for p in pieces for h in p.heads]
+    each_layer(view, rows, cache, splitter.layers, on_layer)
+    order = [(terms.layer, h) for terms in found for h in terms.heads]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
-    beside = lambda name, axis: torch.cat(
-        [getattr(p, name) for p in pieces], dim=axis
-    ).index_select(axis, pick)
-    has = lambda name: all(getattr(p, name) is not None for p in pieces)  # noqa: E731
+
+    def beside(values: Sequence[Tensor], axis: int) -> Tensor:
+        return torch.cat(list(values), dim=axis).index_select(axis, pick)
+
+    def optional(values: Sequence[Tensor | None], axis: int) -> Tensor | None:
+        known = [v for v in values if v is not None]
+        return beside(known, axis) if len(known) == len(values) else None
+
     return ScoreSplit(
-        provenance=provenance_of(view, rows, basis, preset, cut.flags, cut.normalized),
+        provenance=provenance_of(view, rows, basis, preset, splitter.flags, splitter.normalized),
         heads=chosen,
         parts=names,
-        q=beside("q", 3),
-        k=beside("k", 3),
-        bias=beside("bias", 0) if has("bias") and preset != "paper" else None,
-        allowed=beside("allowed", 0),
-        softcap=beside("softcap", 0),
-        sinks=beside("sinks", 0),
-        scores=beside("scores", 1) if has("scores") else None,
-        q_again=beside("q_again", 3) if has("q_again") else None,
-        checks=tuple(check for p in pieces for check in p.checks),
-        scale=max(p.scale for p in pieces),
+        q=beside([t.q for t in found], 3),
+        k=beside([t.k for t in found], 3),
+        bias=None if preset == "paper" else optional([t.bias for t in found], 0),
+        allowed=beside([t.allowed for t in found], 0),
+        softcap=beside([t.softcap for t in found], 0),
+        sinks=beside([t.sinks for t in found], 0),
+        scores=optional([t.scores for t in found], 1),
+        q_again=optional([t.q_again for t in found], 3),
+        checks=tuple(check for t in found for check in t.checks),
+        scale=max(t.scale for t in found),
         str_tokens=rows.str_tokens,
         bias_label=bias_label(
-            rotary=all(p.rotary for p in pieces), relative=all(p.relative for p in pieces)
+            rotary=all(t.rotary for t in found), relative=all(t.relative for t in found)
         ),
     )
-
-
-__all__ = ["ScoreSplit", "Terms", "ValueSplit", "split_scores", "split_values"]

@@ -1,26 +1,24 @@
-"""Cutting a layer's input into parts, projecting them to queries and keys, and checking that the
+"""Splitting a layer's input into parts, projecting them to queries and keys, and checking that the
 terms add up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import BudgetError, UnsupportedModelError, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.base.results import Provenance
-from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.model_view import LayerHook, ModelView
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import (
     CHUNK,
     Check,
@@ -29,175 +27,34 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-
-BIAS, ALIBI = "bias", "alibi"
-STREAM_PARTS = (
-    ("pos", "cvec"),
-    ("pos", "ctx", "resid"),
-    ("mean", "pos", "cvec"),
-    ("mean", "pos", "ctx", "resid"),
-)
-"""Named splits of the stream; without ``mean`` the mean belongs to ``bias``."""
-CACHE_TOLERANCE = 0.02
-"""Relative difference of a state beyond which a cache is one of other tokens: above the rounding of
-half precision."""
-UserParts = Mapping[
-    str, Float[Tensor, "batch position d_model"] | Float[Tensor, "layer batch position d_model"]
-]
-
-
-def part_names(parts: Sequence[str] | UserParts, preset: str) -> tuple[str, ...]:
-    """Names of the parts in the order of the part axis, or an error that lists what is possible."""
-    if isinstance(parts, Mapping):
-        require(
-            preset == "exact", "preset", expected="'exact' with parts of your own", got=repr(preset)
-        )
-        bad = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
-        require(
-            len(parts) > 0 and not bad,
-            "parts",
-            expected="names other than bias and alibi, without '-'",
-            got=bad or "none",
-        )
-        return (BIAS, *parts)
-    given = tuple(parts)
-    require(
-        given in STREAM_PARTS,
-        "parts",
-        expected=f"one of {STREAM_PARTS}, or a mapping from names to tensors",
-        got=repr(given),
-    )
-    if preset == "exact":
-        return (BIAS, *given)
-    require(
-        given == ("pos", "cvec"),
-        "parts",
-        expected=f"('pos', 'cvec') with preset={preset!r}",
-        got=repr(given),
-    )
-    return ("mean", *given) if preset == "paper" else given
-
-
-def check_request(
-    view: ModelView,
-    rows: TokenWindows,
-    basis: PositionContext | None,
-    size: int,
-    budget: int,
-    heads: int,
-) -> None:
-    """Raise unless the basis is of this model, has seen these positions, and ``size`` bytes fit the
-    budget."""
-    length = rows.tokens.shape[1]
-    if basis is not None:
-        require_basis(basis)
-        basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
-        require(
-            length <= basis.columns,
-            "tokens",
-            expected=f"at most {basis.columns} positions, as the basis has seen",
-            got=length,
-            instead="decompose(model, longer windows)",
-        )
-    require(
-        size <= budget,
-        "split",
-        expected=f"at most memory_budget={budget} bytes",
-        got=f"{size} bytes for {heads} heads",
-        instead="heads= to choose some, or sweep_heads for all",
-        error=BudgetError,
-    )
-
-
-def each_layer(
-    view: ModelView, rows: TokenWindows, cache: Any, layers: Sequence[int], on_layer: LayerHook
-) -> None:
-    """Views of the layers, from one forward pass or from a cache of these tokens."""
-    if cache is None:
-        view.run_layers(rows.tokens, layers, on_layer)
-        return
-    _check_cache(view, rows, cache)
-    for layer in layers:
-        found = view.layer(layer, cache)
-        shape = tuple(found.h.shape[:2])
-        require(
-            shape == tuple(rows.tokens.shape),
-            "cache",
-            expected=f"activations of tokens {tuple(rows.tokens.shape)}",
-            got=shape,
-        )
-        on_layer(found)
-
-
-def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
-    """Refuse a cache whose first state is not what the model makes of these tokens (far beyond
-    rounding, at any of them)."""
-    shape = tuple(rows.tokens.shape)
-    mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
-    require(
-        mapping,
-        "cache",
-        expected="an ActivationCache, or a mapping from hook names",
-        got=describe(cache),
-        instead="cache=None",
-    )
-    name = next((name for name in view.state_hooks if name in cache), None)
-    if name is None or tuple(cache[name].shape[:2]) != shape:
-        return  # refused with the layer
-    found: list[Tensor] = []
-    view.run(rows.tokens, {name: lambda h: found.append(h.detach())})
-    own, theirs = found[0].float(), cache[name].to(found[0].device).float()
-    far = torch.linalg.vector_norm(
-        own - theirs, dim=-1
-    ) > CACHE_TOLERANCE * torch.linalg.vector_norm(own, dim=-1)
-    require(
-        not bool(far.any()),
-        "cache",
-        expected="activations of these tokens",
-        got=f"others at {int(far.sum())} tokens",
-        instead="cache=None",
-    )
-
-
-def provenance_of(
-    view: ModelView,
-    rows: TokenWindows,
-    basis: PositionContext | None,
-    preset: str,
-    flags: Sequence[str],
-    normalized: bool,
-) -> Provenance:
-    """What a split was computed from."""
-    start = 0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1)
-    window, about = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
-    return view.provenance(
-        rows, window=window, preset=preset, flags=(*flags, *about), normalized=normalized
-    )
+from tl_geometry.scores.projection import Side
+from tl_geometry.scores.requests import UserParts
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """The chosen heads of one layer."""
+class HeadTerms:
+    """The terms of the chosen heads of one layer: queries (with the score scale) and keys by part,
+    and what else makes the scores."""
 
     layer: int
     heads: tuple[int, ...]
-    q: Tensor
-    k: Tensor
-    bias: Tensor | None
-    allowed: Tensor
-    softcap: Tensor
-    sinks: Tensor
-    scores: Tensor | None
-    q_again: Tensor | None
+    q: Float[Tensor, "part batch query head d_head"]
+    k: Float[Tensor, "part batch key head d_head"]
+    bias: Float[Tensor, "head query key"] | None
+    allowed: Bool[Tensor, "head query key"]
+    softcap: Float[Tensor, " head"]
+    sinks: Float[Tensor, " head"]
+    scores: Float[Tensor, "batch head query key"] | None
+    q_again: Float[Tensor, "part batch query head d_head"] | None
     checks: list[Check]
     scale: float
     rotary: bool
     relative: bool
 
 
-class Cut:
-    """Cuts layers into parts and projects them; with a normalised basis the parts are those of the
-    normed stream.
+class Splitter:
+    """Splits the inputs of layers into parts and projects them; with a normalised basis the parts
+    are those of the normed stream.
 
     User parts are parts of the stream itself, whatever the basis.
     """
@@ -212,26 +69,13 @@ class Cut:
         layers: Sequence[int],
     ) -> None:
         own = isinstance(parts, Mapping)
-        require(
-            own or basis is not None,
-            "basis",
-            expected="a PositionContext",
-            got=None,
-            instead="decompose(model, tokens)",
-        )
-        require(
-            not double or preset == "reference",
-            "legacy_double_ln",
-            expected="preset='reference'",
-            got=repr(preset),
-        )
-        self.view, self.basis, self.parts, self.preset, self.double = (
-            view,
-            basis,
-            parts,
-            preset,
-            double,
-        )
+        if basis is None and not own:
+            instead = "decompose(model, tokens)"
+            fail("basis", expected="a PositionContext", got=None, instead=instead)
+        known = not double or preset == "reference"
+        require(known, "legacy_double_ln", expected="preset='reference'", got=repr(preset))
+        self.view, self.basis, self.parts = view, basis, parts
+        self.preset, self.double = preset, double
         self.layers = tuple(sorted(layers))
         self.normalized = not own and basis is not None and basis.provenance.normalized
         require(
@@ -256,7 +100,7 @@ class Cut:
         row, h = basis.index(layer.layer), layer.h.double()
         length = h.shape[1]
         mean = basis.mean[row].to(h.device)
-        pos = basis.pos_columns[row, :length].to(h.device)
+        pos = basis.pos_seen[row, :length].to(h.device)
         cvec = h - mean - pos
         found = {"mean": mean.expand_as(h), "pos": pos.expand_as(h), "cvec": cvec}
         if "ctx" in self.parts:
@@ -270,7 +114,9 @@ class Cut:
         normed input."""
         return layer.normalized() if self.normalized else layer
 
-    def layer(self, layer: LayerView, heads: Sequence[int], device: torch.device | str) -> Piece:
+    def layer(
+        self, layer: LayerView, heads: Sequence[int], device: torch.device | str
+    ) -> HeadTerms:
         """Project one layer's parts for the chosen heads and check that they add up."""
         layer = self.reading(layer)
         require(
@@ -281,24 +127,20 @@ class Cut:
             expected="'exact' where positions are added to queries and keys (Shortformer)",
             error=UnsupportedModelError,
         )
-        make = {"exact": self._exact, "paper": self._paper, "reference": self._reference}[
-            self.preset
-        ]
-        q, k, again = make(layer)
-        if layer.softcap is not None and "scores before the soft cap" not in self.flags:
-            self.flags.append("scores before the soft cap")
-        if (
-            layer.bias is not None
-            and layer.bias_source == "measured"
-            and "ALiBi measured" not in self.flags
-        ):
-            self.flags.append("ALiBi measured")
+        if self.preset == "exact":
+            q, k, again = self._project(layer, "q") * layer.scale, self._project(layer, "k"), None
+        else:
+            q, k, again = (self._paper if self.preset == "paper" else self._reference)(layer)
+        measured = layer.bias is not None and layer.bias_source == "measured"
+        found = ["scores before the soft cap"] if layer.softcap is not None else []
+        found += ["ALiBi measured"] if measured else []
+        self.flags = list(dict.fromkeys([*self.flags, *found]))
         checks = [(layer.layer, name, *pair) for name, pair in layer.reconstruction.checks.items()]
         scale, n, length = layer.reconstruction.scale, len(heads), layer.h.shape[1]
         cells = torch.tensor(heads, device=q.device)
         q, k = q[..., cells, :], k[..., cells, :]
         if self.preset == "exact":
-            scale = self._close(layer, q, k, cells, checks)
+            scale = self._compare(layer, q, k, cells, checks)
         options = {"dtype": layer.h.dtype, "device": device}
         cap = torch.inf if layer.softcap is None else layer.softcap
         own = (
@@ -306,7 +148,7 @@ class Cut:
             * layer.scale
         )
         own = own if layer.bias is None else own + layer.bias[cells]
-        return Piece(
+        return HeadTerms(
             layer=layer.layer,
             heads=tuple(heads),
             q=q.to(device),
@@ -321,17 +163,11 @@ class Cut:
             q_again=None if again is None else again[..., cells, :].to(device),
             checks=checks,
             scale=scale,
-            rotary=layer.rotary and self._merged,
+            rotary=layer.rotary
+            and not isinstance(self.parts, Mapping)
+            and "mean" not in self.parts,
             relative=is_relative(layer),
         )
-
-    @property
-    def _merged(self) -> bool:
-        """Whether ``bias`` holds the mean, or the constants alone."""
-        return not isinstance(self.parts, Mapping) and "mean" not in self.parts
-
-    def _exact(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
-        return self._project(layer, "q") * layer.scale, self._project(layer, "k"), None
 
     def values(self, layer: LayerView) -> Float[Tensor, "part batch position head d_head"]:
         """Values of the parts, the constants with ``bias``."""
@@ -340,19 +176,18 @@ class Cut:
     def _project(
         self, layer: LayerView, which: str
     ) -> Float[Tensor, "part batch position head d_head"]:
-        project = {"q": layer.project_q, "k": layer.project_k, "v": layer.project_v}[which]
-        constant = {"q": layer.q_constant, "k": layer.k_constant, "v": layer.v_constant}[which]
-        projected = project(torch.stack(list(self.stream(layer).values())))
-        if layer.added is not None and which != "v" and not isinstance(self.parts, Mapping):
-            added = (
-                layer.added.q if which == "q" else layer.added.k
-            )  # position, though not in the stream
-            constant, projected = (
-                constant - added,
-                torch.cat([projected[:1], projected[1:2] + added, projected[2:]]),
-            )
-        first = constant + projected[0] if self._merged else constant
-        return torch.cat([first.unsqueeze(0), projected[1:] if self._merged else projected])
+        """All parts by themselves, the constants with ``bias``; nothing is got by subtraction."""
+        side, parts = Side.of(layer, which), self.stream(layer)
+        if isinstance(self.parts, Mapping):
+            own = side.project(torch.stack(list(parts.values())))
+            return torch.cat([side.constant.unsqueeze(0), own])
+        mapped = side.map(torch.stack(list(parts.values())))
+        apart = "mean" in self.parts
+        mean = torch.zeros_like(mapped[0]) if apart else mapped[0]
+        bias, pos = side.bias_and_pos(torch.stack([mean, mapped[1]]))
+        scaled = mapped * side.frozen.unsqueeze(-1)
+        kept = [bias, *([scaled[0]] if apart else []), pos, *scaled[2:]]
+        return torch.stack(kept)
 
     def _paper(self, layer: LayerView) -> tuple[Tensor, Tensor, None]:
         weights = self.view.weights(layer.layer)
@@ -387,7 +222,7 @@ class Cut:
         )
         return q, k, again
 
-    def _close(
+    def _compare(
         self, layer: LayerView, q: Tensor, k: Tensor, heads: Tensor, checks: list[Check]
     ) -> float:
         """Compare the sum of all terms with the model's numbers; returns A, the largest product of
@@ -452,22 +287,12 @@ def _own_parts(
     found: dict[str, Tensor] = {}
     for name, value in parts.items():
         if value.dim() == 4:
-            known = {
-                n_layers: layer.layer,
-                n_layers + 1: layer.layer,
-                len(layers): layers.index(layer.layer),
-            }
-            require(
-                len(value) in known,
-                f"part {name!r}",
-                expected=f"a first axis of {n_layers} layers or of the {len(layers)} chosen",
-                got=describe(value),
-            )
-            value = value[
-                known[len(value)]
-                if len(value) != len(layers) or len(layers) >= n_layers
-                else layers.index(layer.layer)
-            ]
+            known = (n_layers, n_layers + 1, len(layers))
+            expected = f"a first axis of {n_layers} layers or of the {len(layers)} chosen"
+            fits = len(value) in known
+            require(fits, f"part {name!r}", expected=expected, got=describe(value))
+            chosen = len(value) == len(layers) and len(layers) < n_layers
+            value = value[layers.index(layer.layer) if chosen else layer.layer]
         require(
             value.shape == layer.h.shape,
             f"part {name!r}",
@@ -503,7 +328,7 @@ def _refuse_added(layer: LayerView, rest: Tensor) -> None:
         "parts",
         expected=f"parts that sum to the input of layer {layer.layer}",
         got="the positional embedding among them",
-        instead="the parts without it (it is added to queries and keys after the norm, and is in 'bias')",
+        instead="the parts without it (added to queries and keys after the norm, it is in 'bias')",
     )
 
 

@@ -6,8 +6,8 @@ a of the query stream and b of the key stream (plus a bias such as ALiBi). Softm
 constant added to a row, so terms are compared row-centred over the allowed keys,
 ``X~ = X - (mean of the row)``. Then
 
-    covariance share  cs_X = sum X~ . S~ / sum S~^2     (sums to one over the terms; may be
-    negative) energy share      es_X = sum X~^2 / sum_Y sum Y~^2  (between 0 and 1; sums to one)
+    covariance share  cs_X = sum X~ . S~ / sum S~^2       (sums to one over the terms; may be < 0)
+    energy share      es_X = sum X~^2 / sum_Y sum Y~^2    (between 0 and 1; sums to one)
 
 with both sums over all contexts and rows. A cell counts by the attention that is paid to it in
 
@@ -26,7 +26,7 @@ moments of the keys seen so far, taken in blocks of query rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import NamedTuple
@@ -40,9 +40,14 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.rows import causal_mask, row_center
-
-BLOCK = 64
-"""Query rows handled at a time."""
+from tl_geometry.scores.blockwise import (
+    BLOCK,
+    KeyMoments,
+    blocks_of,
+    centred_scores,
+    contracted,
+    moved_attention,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -128,7 +133,7 @@ class ShareSums:
 
 def share_sums(
     q: Float[Tensor, "part batch query head d_head"],
-    k: Float[Tensor, "part batch query head d_head"],
+    k: Float[Tensor, "part batch key head d_head"],
     allowed: Bool[Tensor, "..."] | None = None,
     *,
     bias: Float[Tensor, "..."] | None = None,
@@ -209,30 +214,6 @@ def _mask(allowed: Tensor | None, q: Tensor) -> Bool[Tensor, "batch query key"]:
     return mask.to(q.device)
 
 
-class _Block(NamedTuple):
-    """Query rows ``start`` to ``stop``: all of them see keys 0 to ``full``, ``mask`` says which of
-    ``full`` to ``end`` each one sees."""
-
-    start: int
-    stop: int
-    full: int
-    end: int
-    mask: Float[Tensor, "batch head query key"]
-
-
-def _blocks(mask: Tensor, dtype: torch.dtype) -> Iterator[_Block]:
-    """Blocks of query rows; causal and unmasked attention share the keys before the block, any
-    other mask is taken as it comes."""
-    length = mask.shape[-1]
-    causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
-    everything = len(mask) == 1 and bool(mask.all())
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
-        full = start if causal else length if everything else 0
-        end = stop if causal else length
-        yield _Block(start, stop, full, end, mask[:, None, start:stop, full:end].to(dtype))
-
-
 class _Wanted(NamedTuple):
     """What :func:`share_sums` was asked for."""
 
@@ -247,190 +228,56 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
-    size = torch.linalg.vector_norm(queries.flatten(2), dim=-1) * torch.linalg.vector_norm(
-        keys.flatten(2), dim=-1
-    )
+    sizes = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
     shift = keys.mean(2, keepdim=True)
     keys = keys - shift  # not in place: it may be the caller's memory
-    query, key, tables = (
-        reduce(torch.add, queries.unbind(2)),
-        reduce(torch.add, keys.unbind(3)),
-        keys.flatten(3),
-    )
+    query, key = reduce(torch.add, queries.unbind(2)), reduce(torch.add, keys.unbind(3))
+    tables, near = keys.flatten(3), mask.unsqueeze(1)
+    extra = None if bias is None else row_center(bias, near)
     level = None if wanted.softcap is None else (query * shift.sum(3)).sum(-1, keepdim=True)
-    extra = None if bias is None else row_center(bias, mask.unsqueeze(1))
     if bias is not None and extra is not None and level is not None:
-        level = level + torch.where(mask.unsqueeze(1), bias - extra, -torch.inf).amax(
-            -1, keepdim=True
-        )
-    shape = {"dtype": torch.float64, "device": q.device}
+        level = level + torch.where(near, bias - extra, -torch.inf).amax(-1, keepdim=True)
+    made = {"dtype": torch.float64, "device": q.device}
     n = parts**2 + (bias is not None)
-    sums = {
-        name: torch.zeros(batch, heads, n, **shape) for name in ("numerators", "gains", "energies")
-    }
-    total, gain_total = (torch.zeros(batch, heads, **shape) for _ in range(2))
-    seen = _Moments(keys)
-    for block in _blocks(mask, q.dtype):
+    numerators, gains, energies = (torch.zeros(batch, heads, n, **made) for _ in range(3))
+    total, gain_total = (torch.zeros(batch, heads, **made) for _ in range(2))
+    seen = KeyMoments(keys)
+    for block in blocks_of(mask, q.dtype):
         at = slice(block.start, block.stop)
         count = (block.full + block.mask.sum(-1, keepdim=True)).clamp(min=1)
-        rows = queries[:, :, :, at]
-        centred, mean = _centred(query[:, :, at], key, block, count)
+        rows, known = queries[:, :, :, at], tables[:, :, : block.end]
+        centred, mean = centred_scores(query[:, :, at], key, block, count)
         added = None if extra is None else extra[:, :, at, : block.end]
         centred = centred if added is None else centred + added
         total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
-        sums["numerators"] += _contracted(centred, rows, tables[:, :, : block.end], added)
+        numerators += contracted(centred, rows, known, added)
         if wanted.gain:
-            moved = _moved(
-                centred,
-                block,
-                count,
-                wanted.softcap,
-                None if level is None else mean + level[:, :, at],
-            )
-            sums["gains"] += _contracted(moved, rows, tables[:, :, : block.end], added)
+            entered = None if level is None else mean + level[:, :, at]
+            moved = moved_attention(centred, block, count, wanted.softcap, entered)
+            gains += contracted(moved, rows, known, added)
             gain_total += moved.mul_(centred).sum((-2, -1), dtype=torch.float64)
         if wanted.energy:
             seen.extend(block.full)
-            sums["energies"][..., : parts**2] += seen.energies(rows, block, count).flatten(2)
+            energies[..., : parts**2] += seen.energies(rows, block, count).flatten(2)
             if added is not None:
-                sums["energies"][..., -1] += added.square().sum((-2, -1), dtype=torch.float64)
-    many = mask.sum(-1)  # allowed keys of each row
-    several = torch.where(many > 1, many, 0)
-    ones = torch.ones(batch, **shape)
+                energies[..., -1] += added.square().sum((-2, -1), dtype=torch.float64)
+    allowed_keys = mask.sum(-1)
+    several = torch.where(allowed_keys > 1, allowed_keys, 0)
+    ones = torch.ones(batch, **made)
     unit = 32 * unit_roundoff(q.dtype)
-    floor = (unit * size.double()).square()
+    floor = (unit * sizes[0] * sizes[1]).square()
     if extra is not None:
         floor = floor + unit**2 * extra.double().square().sum((-2, -1))
-    for name, made in (("energies", wanted.energy), ("gains", wanted.gain)):
-        if not made:
-            sums[name].fill_(torch.nan)
     return ShareSums(
-        **sums,
+        numerators=numerators,
+        energies=energies if wanted.energy else energies.fill_(torch.nan),
+        gains=gains if wanted.gain else gains.fill_(torch.nan),
         total=total,
         gain_total=gain_total,
         floor=floor,
         rows=ones * (several > 0).sum(-1),
         cells=ones * several.sum(-1),
     )
-
-
-def _contracted(
-    weight: Float[Tensor, "batch head query key"],
-    rows: Float[Tensor, "batch head part query d_head"],
-    tables: Tensor,
-    added: Tensor | None,
-) -> Float[Tensor, "batch head term"]:
-    """``sum_ij W_ij X_ij`` of all terms X, of which ``added`` is one that is there as a matrix;
-    rows of W sum to zero."""
-    parts = rows.shape[2]
-    weighted = rearrange(weight @ tables, "b h i (c e) -> b h (i e) c", c=parts)
-    found = (rows.flatten(3) @ weighted).flatten(2).double()
-    return (
-        found
-        if added is None
-        else torch.cat(
-            [found, (weight * added).sum((-2, -1), dtype=torch.float64).unsqueeze(-1)], -1
-        )
-    )
-
-
-def _centred(
-    query: Tensor, key: Tensor, block: _Block, count: Tensor
-) -> tuple[Float[Tensor, "batch head query key"], Tensor]:
-    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product;
-    and the means that were taken out."""
-    known = key[:, :, : block.end]
-    prefix = known[:, :, : block.full].sum(2, keepdim=True)
-    if block.end > block.full:
-        prefix = prefix + block.mask @ known[:, :, block.full :]
-    mean = (query * prefix).sum(-1, keepdim=True) / count
-    rows = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
-    centred = torch.baddbmm(rows, query.flatten(0, 1), known.flatten(0, 1).mT, beta=-1).unflatten(
-        0, query.shape[:2]
-    )
-    if block.end > block.full:
-        centred[..., block.full :] *= block.mask
-    return centred, mean
-
-
-def _moved(
-    centred: Float[Tensor, "batch head query key"],
-    block: _Block,
-    count: Tensor,
-    softcap: float | None,
-    level: Tensor | None,
-) -> Float[Tensor, "batch head query key"]:
-    """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
-
-    With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits
-    where attention is nearly uniform. ``level`` is what row-centring took out of the scores, which
-    a soft cap sees.
-    """
-    near = slice(block.full, block.end)
-    if (
-        softcap is None or level is None
-    ):  # a masked zero is never above the largest allowed of a row whose mean is zero
-        w = centred - centred.amax(-1, keepdim=True)
-    else:
-        w = softcap * torch.tanh((centred + level) / softcap)
-        w[..., near].masked_fill_(block.mask == 0, torch.finfo(w.dtype).min)
-        w -= w.amax(-1, keepdim=True)
-    w.expm1_()
-    w[..., near] *= block.mask
-    summed = w.sum(
-        -1, keepdim=True, dtype=torch.float64
-    )  # cancels against the count where one key has everything
-    w.sub_((summed / count).to(w)).div_((summed + count).to(w))
-    w[..., near] *= block.mask
-    return w
-
-
-class _Moments:
-    """Sum and second moment of the keys before a block, in float64 (float32 loses three digits on
-    small terms)."""
-
-    def __init__(self, keys: Float[Tensor, "batch head key part d_head"]) -> None:
-        self.keys, self.end = keys, 0
-        self.sums: Tensor | None = None
-        self.squares: Tensor | None = None
-
-    def extend(self, end: int) -> None:
-        """Take in the keys up to ``end``."""
-        if end <= self.end:
-            return
-        new = (
-            rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e")
-            .contiguous()
-            .double()
-        )
-        sums, squares = new.sum(-2), (new.mT @ new).flatten(-2)
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.squares = squares if self.squares is None else self.squares.add_(squares)
-        self.end = end
-
-    def energies(
-        self, rows: Float[Tensor, "batch head part query d_head"], block: _Block, count: Tensor
-    ) -> Float[Tensor, "batch head part part"]:
-        """``sum_ij X~^2`` of all pairs of parts for the rows of one block: the shared keys by their
-        moments, the others cell by cell."""
-        batch, heads, parts, queries, _ = rows.shape
-        energy = torch.zeros(batch, heads, parts, parts, dtype=torch.float64, device=rows.device)
-        sums = torch.zeros(
-            batch, heads, parts, queries, parts, dtype=torch.float64, device=rows.device
-        )  # row sums of each term
-        if self.sums is not None and self.squares is not None:
-            wide = rows.double()
-            energy += (wide.mT @ wide).flatten(-2) @ self.squares.mT
-            sums += wide @ self.sums.mT.unsqueeze(2)
-        if block.end > block.full:
-            near = rearrange(self.keys[:, :, block.full : block.end], "b h j c e -> b h (c j) e")
-            cells = rearrange(
-                rows.flatten(2, 3) @ near.mT, "b h (a i) (c j) -> b h a i c j", a=parts, c=parts
-            )
-            cells *= rearrange(block.mask, "b h i j -> b h 1 i 1 j")
-            energy += torch.linalg.vector_norm(cells, dim=-1).double().square().sum(3)
-            sums += cells.sum(-1)
-        return energy - (sums.square() / count.unsqueeze(2)).sum(3)
 
 
 def share_sums_dense(

@@ -16,144 +16,46 @@ Head types come from repeated random tokens made for the model.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
-from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import BudgetError, ReconstructionError, require
+from tl_geometry.base.errors import BudgetError, ReconstructionError, fail, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import FEWEST
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.scores.details import DETAILS, Details, Parts
-from tl_geometry.scores.head_types import (
-    HEAD_TYPES,
-    head_type_scores,
-    period_for,
-    repeated_random_tokens,
-    token_range,
+from tl_geometry.scores.details import DETAILS, Details
+from tl_geometry.scores.head_types import measure_types
+from tl_geometry.scores.projection import (
+    PARTS,
+    MappedBasis,
+    ProjectedParts,
+    project_basis,
+    split_layer,
 )
 from tl_geometry.scores.splitter import is_relative
-from tl_geometry.scores.sums import ShareSums, bootstrap, share_sums
-from tl_geometry.scores.tables import ShareTable
+from tl_geometry.scores.sums import ShareSums, bootstrap, dropped_mass, share_sums
+from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label, term_names
 
-PARTS = ("bias", "pos", "cvec")
-"""Parts of the stream, in the order of every part axis here."""
 WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 """Bytes that one step works on: about the cache of a CPU core, enough to fill a GPU."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SweepTable(ShareTable):
-    """One row per head: shares of groups and terms, the dominant ones with their margin, head-type
-    scores with baselines.
-
-    ``group_gain`` and ``term_gain`` are the gain shares of the group and the term with the largest
-    covariance share (the label's, where there is one), ``dropped_mass`` the attention that no share
-    describes.
-
-    ``types[name]`` and ``baselines[name]`` are the head-type scores (see
-    :mod:`tl_geometry.scores.head_types`) on repeated random tokens and what uniform attention would
-    score; ``details`` holds what ``detail=`` asked for, one tensor per quantity, heads first.
-    """
-
-    types: dict[str, Float[Tensor, " head"]]
-    baselines: dict[str, float]
-    details: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def shares(self) -> ShareTable:
-        """The same shares as one row per head and term."""
-        return ShareTable(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ShareTable)})
-
-    def columns(self) -> Sequence[str]:
-        best = ["dominant_group", "group_share", "group_margin", "group_gain"]
-        best += ["dominant_term", "term_share", "term_margin", "term_gain"]
-        shares = [
-            f"{share}_{name}"
-            for share in ("cs", "gs", "es")
-            for name in (*self.groups, *self.terms)
-        ]
-        types = [name for t in self._types() for name in (t, f"{t}_uniform")]
-        return ["layer", "head", *best, "dropped_mass", *types, *shares, *self._scalars()]
-
-    def _types(self) -> list[str]:
-        return [t for t in HEAD_TYPES if t in self.types]
-
-    def _scalars(self) -> list[str]:
-        return sorted(name for name, value in self.details.items() if value.dim() == 1)
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        grouped = (self.group_cs, self.group_gs, self.group_es)
-        shares = torch.cat(
-            [x for pair in zip(grouped, (self.cs, self.gs, self.es), strict=True) for x in pair],
-            dim=1,
-        ).tolist()
-        best = [
-            (found, _of_largest(cs, gs))
-            for found, cs, gs in (
-                (self.by_group, self.group_cs, self.group_gs),
-                (self.by_term, self.cs, self.gs),
-            )
-        ]
-        flat = [self.details[name].tolist() for name in self._scalars()]
-        mass = self._mass().tolist()
-        out: list[list[object]] = []
-        for h, (layer, head) in enumerate(self.heads):
-            row: list[object] = [layer, head]
-            for found, gain in best:
-                row += [
-                    found.labels[h],
-                    float(found.share[h]),
-                    float(found.margin[h]),
-                    float(gain[h]),
-                ]
-            types = [x for t in self._types() for x in (float(self.types[t][h]), self.baselines[t])]
-            out.append([*row, mass[h], *types, *shares[h], *(v[h] for v in flat)])
-        return out
-
-    def top(self, column: str, n: int | None = 10, *, ascending: bool = False) -> SweepTable:
-        """The ``n`` heads with the largest values of a numeric column, in order (``"induction"``,
-        ``"cs_pos-pos"``, ...); NaN last."""
-        names = list(self.columns())
-        numeric = [c for c in names if not c.startswith("dominant")]
-        checks.choice(column, numeric, "column")
-        require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
-        cells: list[Any] = [row[names.index(column)] for row in self.rows()]
-        values = torch.tensor([float(cell) for cell in cells], dtype=torch.float64)
-        worst = torch.inf if ascending else -torch.inf
-        order = torch.where(torch.isnan(values), worst, values).argsort(
-            descending=not ascending, stable=True
-        )
-        return self.select(order[:n])
-
-    def select(self, rows: Int[Tensor, " head"]) -> SweepTable:
-        """Some of the heads, in the given order."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        picked: dict[str, Any] = {k: v[rows] for k, v in values.items() if isinstance(v, Tensor)}
-        picked |= {k: {n: v[rows] for n, v in values[k].items()} for k in ("types", "details")}
-        return dataclasses.replace(
-            self, heads=tuple(self.heads[i] for i in rows.tolist()), **picked
-        )
-
-
 def sweep_heads(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext,
     *,
     layers: Sequence[int] | int | None = None,
@@ -191,7 +93,7 @@ def sweep_heads(
         prepend_bos: with text only.
 
     Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``,
-    ``.shares``.
+    ``.shares()``.
 
     Raises ``ReconstructionError`` where the split does not reproduce the model's own queries, keys,
     scores and patterns (checked on the first context), ``BudgetError`` where one context exceeds
@@ -212,9 +114,9 @@ def sweep_heads(
     chosen = checks.indices(layers, view.n_layers, "layers")
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
-    rows = _rows_per_batch(view, source.columns, memory_budget, batch_size)
+    rows = _rows_per_batch(view, source.length, memory_budget, batch_size)
     require_basis(basis)
-    work = _Sweep(view, basis, chosen, source.columns, wanted, memory_budget, seed)
+    work = _Sweep(view, basis, chosen, source.length, wanted, memory_budget, seed)
     done, token_hash, begins = 0, "", view.bos_id is not None
     bar = tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name)
     with bar:
@@ -237,7 +139,7 @@ def sweep_heads(
         corpus=source.corpus,
         token_hash=token_hash,
         has_bos=basis.provenance.has_bos,
-        window=(work.drop, source.columns),
+        window=(work.drop, source.length),
         contexts=done,
         seed=seed,
         flags=(*work.flags(), *basis.remarks(view), *source.flags),
@@ -247,124 +149,32 @@ def sweep_heads(
 
 
 def _rows_per_batch(
-    view: ModelView, columns: int, memory_budget: int, batch_size: int | None
+    view: ModelView, length: int, memory_budget: int, batch_size: int | None
 ) -> int:
     """Contexts of one forward pass within the budget: a layer's pattern and scores, its vectors,
     and the step that works on them."""
     number = max(4, view.dtype.itemsize)
     width = view.n_heads * view.d_head
-    per_context = number * (
-        2 * view.n_heads * columns**2 + columns * (14 * width + 8 * view.d_model)
-    )
+    per_context = number * (2 * view.n_heads * length**2 + length * (14 * width + 8 * view.d_model))
     fits = memory_budget // per_context
     require(
         fits >= 1,
         "memory_budget",
-        expected=f"at least {per_context} bytes for one context of {columns} positions",
+        expected=f"at least {per_context} bytes for one context of {length} positions",
         got=memory_budget,
         instead="shorter windows, or a larger memory_budget=",
         error=BudgetError,
     )
-    return max(1, min(fits, batch_size or default_batch(columns, view.device)))
+    return max(1, min(fits, batch_size or default_batch(length, view.device)))
 
 
-def _of_largest(
-    shares: Float[Tensor, "head term"], values: Float[Tensor, "head term"]
-) -> Float[Tensor, " head"]:
-    """The value of what has the largest share; NaN without any."""
-    if shares.shape[1] == 0:
-        return torch.full(shares.shape[:1], torch.nan, dtype=values.dtype)
-    return values.gather(1, torch.nan_to_num(shares).argmax(1, keepdim=True))[:, 0]
-
-
-class Positional(NamedTuple):
-    """Mean and pos of one layer's input, projected: ``[mean or pos, head, position, d_head]``
-    without the frozen scale.
-
-    ``normalized`` says that they are parts of the normed input, whose norm scale is not frozen.
-    """
-
-    q: Tensor
-    k: Tensor
-    normalized: bool = False
-
-    def scales(
-        self, layer: LayerView
-    ) -> tuple[Float[Tensor, "batch position head"], Float[Tensor, "batch position head"]]:
-        """The frozen scales of queries and keys that these parts are divided by: without the norm's
-        for a normalised basis."""
-        scales = layer.q_scale, layer.k_scale
-        return (
-            (layer.without_norm(scales[0]), layer.without_norm(scales[1]))
-            if self.normalized
-            else scales
-        )
-
-
-def project_basis(layer: LayerView, basis: PositionContext, columns: int) -> Positional:
-    """Project mean and positional vectors of the first ``columns`` columns to queries and keys."""
-    row = basis.index(layer.layer)
-    pos = basis.pos_columns[row, :columns]
-    both = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
-    q, k = (
-        rearrange(f(both), "part position head e -> part head position e").contiguous()
-        for f in (layer.q_map, layer.k_map)
-    )
-    return Positional(q, k, basis.provenance.normalized)
-
-
-def split_layer(layer: LayerView, projected: Positional, rows: slice, *, start: int = 0) -> Parts:
-    """Queries (with the score scale) and keys of bias, pos and cvec for some contexts; cvec is the
-    rest of the model's own.
-
-    Positions from ``start`` on. The parts lie in memory as
-    :func:`tl_geometry.scores.sums.share_sums` goes through them, heads first.
-    """
-
-    def heads_first(x: Tensor) -> Tensor:
-        return rearrange(x[rows, start:], "batch position head ... -> batch head position ...")
-
-    def split(
-        both: Tensor,
-        frozen: Tensor,
-        constant: Tensor,
-        added: Tensor | None,
-        whole: Tensor,
-        scale: float,
-        order: str,
-    ) -> Tensor:
-        mean, pos = both[:, :, start:]
-        frozen, whole = heads_first(frozen).unsqueeze(-1) * scale, heads_first(whole)
-        sizes = dict(zip("bhie", whole.shape, strict=True)) | {"p": 3}
-        store = torch.empty(
-            *(sizes[axis] for axis in order.split()), dtype=whole.dtype, device=whole.device
-        )
-        parts = rearrange(store, f"{order} -> p b h i e")
-        torch.mul(mean, frozen, out=parts[0]).add_(heads_first(constant), alpha=scale)
-        torch.mul(pos, frozen, out=parts[1])
-        if added is not None:  # position, which reaches queries and keys beside the stream
-            own = rearrange(added[start:], "position head e -> head position e") * scale
-            parts[0].sub_(own)
-            parts[1].add_(own)
-        torch.mul(whole, scale, out=parts[2]).sub_(parts[0]).sub_(parts[1])
-        return rearrange(parts, "p b h i e -> p b i h e")
-
-    (q_scale, k_scale), more = projected.scales(layer), layer.added
-    q = split(
-        projected.q, q_scale, layer.q_constant, more and more.q, layer.q, layer.scale, "b h p i e"
-    )
-    return Parts(
-        q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k, 1.0, "b h i p e")
-    )
-
-
-def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
+def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) -> None:
     """Compare cvec by subtraction with its explicit projection, within 32 u A (4 u A in half
     precision), A the sizes of what is summed."""
     layer = layer.normalized() if basis.provenance.normalized else layer
     row = basis.index(layer.layer)
     h = layer.h.double()
-    mean, pos = basis.mean[row].to(h), basis.pos_columns[row, : h.shape[1]].to(h)
+    mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
     rest = h - (mean + pos)
     apart = (
         x.norm(dim=-1) for x in (mean, pos, rest)
@@ -379,14 +189,15 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: Parts) -> None:
         size = max(float(ours.abs().sum(0).max()), behind[name])
         error = float((ours[2] - explicit).abs().max())
         bound = reconstruction_bound(layer.roundoff, size)
-        require(
-            error <= bound,
-            f"cvec of {name} in layer {layer.layer}",
-            expected=f"subtraction and projection within {bound:.2e}",
-            got=f"{error:.2e}",
-            instead="check_model(model)",
-            error=ReconstructionError,
-        )
+        if error > bound:
+            what, expected = f"cvec of {name} in layer {layer.layer}", "subtraction and projection"
+            fail(
+                what,
+                expected=f"{expected} within {bound:.2e}",
+                got=f"{error:.2e}",
+                instead="check_model(model)",
+                error=ReconstructionError,
+            )
 
 
 class _Sweep:
@@ -397,38 +208,38 @@ class _Sweep:
         view: ModelView,
         basis: PositionContext,
         layers: Sequence[int],
-        columns: int,
+        length: int,
         detail: Sequence[str],
         memory_budget: int,
         seed: int,
     ) -> None:
         require(
-            columns <= basis.columns,
+            length <= basis.length,
             "tokens",
-            expected=f"at most {basis.columns} positions, as the basis has seen",
-            got=columns,
+            expected=f"at most {basis.length} positions, as the basis has seen",
+            got=length,
             instead="decompose(...) on windows of this length",
         )
         self.drop = basis.window[0]
         require(
-            columns > self.drop + 1,
+            length > self.drop + 1,
             "tokens",
             expected=f"more than {self.drop + 1} positions (the window starts at {self.drop})",
-            got=columns,
+            got=length,
         )
         for layer in layers:
             basis.index(layer)
-        self.view, self.basis, self.layers, self.columns, self.detail, self.seed = (
+        self.view, self.basis, self.layers, self.length, self.detail, self.seed = (
             view,
             basis,
             tuple(layers),
-            columns,
+            length,
             tuple(detail),
             seed,
         )
         self.memory_budget = memory_budget
-        self.batch: Tensor = torch.empty(0, columns, dtype=torch.int64)
-        self.projected: dict[int, Positional] = {}
+        self.batch: Tensor = torch.empty(0, length, dtype=torch.int64)
+        self.projected: dict[int, MappedBasis] = {}
         self.sums: dict[int, list[ShareSums]] = {}
         self.mass: dict[int, list[Tensor]] = {}
         self.details: dict[int, Details] = {}
@@ -445,10 +256,8 @@ class _Sweep:
         """Take in one layer of one batch."""
         projected = self._projection(layer)
         batch, length, heads, width = layer.q.shape
-        self.alibi, self.softcap = (
-            self.alibi or layer.bias is not None,
-            self.softcap or layer.softcap is not None,
-        )
+        self.alibi = self.alibi or layer.bias is not None
+        self.softcap = self.softcap or layer.softcap is not None
         self.rotary = self.rotary and layer.rotary
         number = layer.q.element_size()
         per_context = number * heads * (length * (5 * 64 + 18 * width) + 9 * 64 * 64)
@@ -482,16 +291,14 @@ class _Sweep:
         else:
             kept[0] = kept[0] + sums
         if layer.pattern is not None:
-            mass = (
-                layer.pattern[:, :, self.drop :, : self.drop].sum(-1, dtype=torch.float32).mean(-1)
-            )
+            mass = dropped_mass(layer.pattern, self.drop)
             self.mass.setdefault(layer.layer, []).append(mass.sum(0).cpu().double())
 
-    def _projection(self, layer: LayerView) -> Positional:
+    def _projection(self, layer: LayerView) -> MappedBasis:
         """Projected mean and pos, kept between batches while they are small."""
         found = self.projected.get(layer.layer)
         if found is None:
-            found = project_basis(layer, self.basis, self.columns)
+            found = project_basis(layer, self.basis, self.length)
             size = found.q.numel() * found.q.element_size() * 2 * len(self.layers)
             if size <= self.memory_budget // 8:
                 self.projected[layer.layer] = found
@@ -550,33 +357,3 @@ class _Sweep:
             baselines=dict(baselines),
             details=details,
         )
-
-
-def measure_types(
-    view: ModelView, layers: Sequence[int], *, bos: bool = False, batch: int = 4, seed: int = 1234
-) -> tuple[dict[str, Float[Tensor, " head"]], dict[str, float]]:
-    """Head-type scores on repeated random tokens made for the model, two copies of up to 32 tokens,
-    and the uniform baselines."""
-    bos = bos and view.bos_id is not None
-    low, high = token_range(view.d_vocab, [view.bos_id])
-    period = period_for(view.n_ctx, high - low, bos=bos)
-    tokens = repeated_random_tokens(
-        period, 2, batch, low=low, high=high, seed=seed, bos_id=view.bos_id if bos else None
-    )
-    allowed = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
-    allowed = allowed.tril() if view.causal else allowed
-    found: dict[int, dict[str, Tensor]] = {}
-    baselines: dict[str, float] = {}
-
-    def hook(layer: int) -> Any:
-        def take(pattern: Tensor) -> None:
-            scored = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
-            found[layer] = scored.scores
-            baselines.update(scored.baselines)
-
-        return take
-
-    view.run(tokens, {f"blocks.{layer}.attn.hook_pattern": hook(layer) for layer in layers})
-    return {
-        t: torch.cat([found[layer][t].cpu() for layer in layers]) for t in HEAD_TYPES
-    }, baselines

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,6 +18,11 @@ from tl_geometry.scores.terms import BIAS_BIAS, GROUPS, group_of, label, term_na
 
 UNCLEAR, UNIFORM = "unclear", "uniform"
 """Labels of a head without a clear winner, and of one that spreads its attention evenly."""
+COLUMNS = (
+    *("layer", "head", "term", "group", "cs", "gs", "es", "dominant", "margin", "dropped_mass"),
+    *("numerator", "gain", "energy", "total", "cells"),
+)
+"""Columns of a share table without intervals."""
 
 
 class Dominant(NamedTuple):
@@ -211,7 +217,10 @@ class ShareTable(Result):
         member = torch.tensor(
             [[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]
         ).to(self.cs)
-        cs, gs = (torch.einsum("ht,tsp->hsp", x, member) for x in (self.cs, self.gs))
+        cs, gs = (
+            einsum(x, member, "head term, term side part -> head side part")
+            for x in (self.cs, self.gs)
+        )
         return Marginals(
             provenance=self.provenance,
             heads=self.heads,
@@ -256,30 +265,15 @@ class ShareTable(Result):
         )
 
     def columns(self) -> Sequence[str]:
-        interval = ["cs_low", "cs_high"] if self.low is not None else []
-        names = [
-            "layer",
-            "head",
-            "term",
-            "group",
-            "cs",
-            *interval,
-            "gs",
-            "es",
-            "dominant",
-            "margin",
-            "dropped_mass",
-        ]
-        return [*names, "numerator", "gain", "energy", "total", "cells"]
+        at = COLUMNS.index("gs")
+        interval = ("cs_low", "cs_high") if self.low is not None else ()
+        return (*COLUMNS[:at], *interval, *COLUMNS[at:])
 
     def rows(self) -> Sequence[Sequence[object]]:
         sums = [self.numerators, self.gains, self.energies]
         nothing = torch.full_like(self.numerators, torch.nan)
-        bounds = (
-            [nothing if b is None else b for b in (self.low, self.high)]
-            if self.low is not None
-            else []
-        )
+        some = () if self.low is None else (self.low, self.high)
+        bounds = [nothing if b is None else b for b in some]
         tables = [(self.by_term, self.terms, (self.cs, *bounds, self.gs, self.es), sums)]
         if self.groups:
             unknown = [torch.full_like(self.group_cs, torch.nan) for _ in bounds]
@@ -292,16 +286,6 @@ class ShareTable(Result):
                     what = [None, name] if grouped else [name, None]
                     winner = [best.labels[h] == name, float(best.margin[h]), float(mass[h])]
                     values = [[float(v[h, t]) for v in of] for of in (shares, counted)]
-                    out.append(
-                        [
-                            layer,
-                            head,
-                            *what,
-                            *values[0],
-                            *winner,
-                            *values[1],
-                            float(self.total[h]),
-                            self.cells,
-                        ]
-                    )
+                    last = [*values[1], float(self.total[h]), self.cells]
+                    out.append([layer, head, *what, *values[0], *winner, *last])
         return out

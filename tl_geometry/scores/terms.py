@@ -76,8 +76,8 @@ def label(name: str, bias_label: str = BIAS_BIAS) -> str:
     """How a term, a group of terms or a column about one is shown to a reader; keys stay as they
     are.
 
-    >>> label("bias-bias", "mean-mean"), label("gs_bias-bias", "mean-mean"), label("pos-cvec", "mean-mean")
-    ('mean-mean', 'gs_mean-mean', 'pos-cvec')
+    >>> [label(name, "mean-mean") for name in ("bias-bias", "gs_bias-bias", "pos-cvec")]
+    ['mean-mean', 'gs_mean-mean', 'pos-cvec']
     """
     return name.removesuffix(BIAS_BIAS) + bias_label if name in _ABOUT_BIAS else name
 

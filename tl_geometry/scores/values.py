@@ -31,9 +31,11 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.outputs import norm_after_attention
 from tl_geometry.models.reconstruction import (
@@ -43,14 +45,14 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.scores.splitter import (
-    Cut,
+from tl_geometry.scores.requests import (
     UserParts,
     check_request,
     each_layer,
     part_names,
     provenance_of,
 )
+from tl_geometry.scores.splitter import Splitter
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,8 +113,8 @@ class ValueSplit(Result):
 
 
 def split_values(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext | None,
     *,
     layers: Sequence[int] | int | None = None,
@@ -153,22 +155,25 @@ def split_values(
     readout = (
         None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
     )
-    cut = Cut(view, basis, parts, "exact", False, tuple(dict.fromkeys(l for l, _ in chosen)))
+    layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
+    splitter = Splitter(view, basis, parts, "exact", False, layers_of)
     z: list[Tensor] = []
     W_O: list[Tensor] = []
     compared: list[Check] = []
 
     def on_layer(layer: LayerView) -> None:
         pick = torch.tensor([h for l, h in chosen if l == layer.layer])
-        z.append(_mixed(layer, cut.values(layer), pick.to(layer.h.device), compared).to(device))
+        z.append(
+            _mixed(layer, splitter.values(layer), pick.to(layer.h.device), compared).to(device)
+        )
         W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
 
-    each_layer(view, rows, cache, cut.layers, on_layer)
-    order = [(l, h) for layer in cut.layers for l, h in chosen if l == layer]
+    each_layer(view, rows, cache, splitter.layers, on_layer)
+    order = [(l, h) for layer in splitter.layers for l, h in chosen if l == layer]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
     return ValueSplit(
-        provenance=provenance_of(view, rows, basis, "exact", cut.flags, cut.normalized),
+        provenance=provenance_of(view, rows, basis, "exact", splitter.flags, splitter.normalized),
         heads=chosen,
         parts=names,
         z=mixed,

@@ -17,10 +17,11 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.errors import BudgetError, GeometryError, fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import token_rows
-from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import projection
@@ -106,8 +107,8 @@ class TokenPaths(Result):
 
 
 def token_paths(
-    model: Any,
-    tokens: Any,
+    model: ModelLike,
+    tokens: TokensLike,
     basis: PositionContext | None = None,
     *,
     prepend_bos: bool | None = None,

@@ -18,6 +18,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.weights import bilinear, low_rank_diagonal, readout
@@ -117,7 +118,7 @@ class WeightGeometry(Result):
 
 
 def weight_geometry(
-    model: Any,
+    model: ModelLike,
     basis: PositionContext,
     matrix: str = "QK",
     *,
@@ -379,7 +380,7 @@ class TokenReadout(Result):
 
 
 def token_readout(
-    model: Any,
+    model: ModelLike,
     *,
     matrix: str = "QK",
     layers: Iterable[int] | int | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange, reduce
@@ -23,6 +23,7 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.results import Result
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import HeadWeights
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.outputs import norm_after_attention
@@ -117,7 +118,7 @@ class NounProbe(Result):
 
 
 def noun_probe(
-    model: Any,
+    model: ModelLike,
     nouns: Sequence[str] | str | None = None,
     *,
     layers: Iterable[int] | int | None = None,
@@ -262,7 +263,7 @@ class BiasReadout(Result):
 
 
 def bias_readout(
-    model: Any,
+    model: ModelLike,
     *,
     layers: Iterable[int] | int | None = None,
     heads: Iterable[Head] | Head | None = None,
@@ -356,7 +357,7 @@ class EmbeddingNorms(Result):
         ]
 
 
-def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
+def embedding_norm_table(model: ModelLike, *, k: int = 5) -> EmbeddingNorms:
     """Tokens with the largest and smallest unembedding rows, scaled by the final norm's gain and
     with its bias (Molina 2023, section 4.1).
 
@@ -425,7 +426,7 @@ class EmbeddingDistances(Result):
         return [[name, *(v[i].item() for v in values)] for i, name in enumerate(self.matrices)]
 
 
-def embedding_distance_table(model: Any) -> EmbeddingDistances:
+def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
     """How far embedding rows E are from ``norm(E)`` without affine: mean and standard deviation
     over tokens (Molina 2023, section 3).
 

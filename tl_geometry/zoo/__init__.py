@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.pretrained import minilm, minilm_directory, smollm2, smollm2_hugging_face
 
@@ -84,7 +85,7 @@ def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = Fa
 
 
 def default_windows(
-    model: Any, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0
+    model: ModelLike, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0
 ) -> TokenWindows:
     """Windows of the held-out standard-library modules, labelled by module, for any model."""
     from tl_geometry.corpus.texts import windows

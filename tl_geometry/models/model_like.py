@@ -1,0 +1,23 @@
+"""Models as every public function takes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tl_geometry.models.model_view import ModelView
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class HookedModel(Protocol):
+        """What HookedTransformer, HookedEncoder and TransformerBridge have in common."""
+
+        cfg: Any
+
+        def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any: ...
+        def run_with_cache(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    ModelLike = HookedModel | ModelView
+else:  # what comes is looked at where a view of it is made, and refused there by name
+    ModelLike = Any
+"""A TransformerLens model of any class, or a :class:`ModelView` of one."""

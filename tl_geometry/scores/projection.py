@@ -1,0 +1,151 @@
+"""Projecting parts of a layer's input to queries, keys and values: the one place where it is done.
+
+With every scale frozen a layer's queries are linear in additive parts of its input (keys and values
+alike)::
+
+    q_a = map(p_a) * frozen          q = sum_a q_a + constant
+
+The constant of norm and projection goes with ``bias``, and so does the mean where it is no part of
+its own. A positional embedding that reaches queries and keys beside the stream (``added``) is in
+the constant, but it is position: it is moved to ``pos``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.layer_view import LayerView, LinearMap
+
+PARTS = ("bias", "pos", "cvec")
+"""Parts of the stream in a sweep and in edits, in the order of the part axis."""
+
+
+class ProjectedParts(NamedTuple):
+    """Queries (with the score scale) and keys of some contexts by part."""
+
+    q: Float[Tensor, "part batch query head d_head"]
+    k: Float[Tensor, "part batch key head d_head"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Side:
+    """How parts of one layer's input become its queries, keys or values."""
+
+    map: LinearMap
+    frozen: Float[Tensor, "batch position head"]
+    constant: Float[Tensor, "batch position head d_head"]
+    added: Float[Tensor, "position head d_head"] | None
+
+    @classmethod
+    def of(cls, layer: LayerView, which: str, *, normalized: bool = False) -> Side:
+        """The ``"q"``, ``"k"`` or ``"v"`` side of a layer; ``normalized`` for parts of its normed
+        input, from which the norm scale has been divided out already."""
+        checks.choice(which, ("q", "k", "v"), "side")
+        frozen = getattr(layer, f"{which}_scale")
+        beside = None if layer.added is None or which == "v" else layer.added
+        return cls(
+            map=getattr(layer, f"{which}_map"),
+            frozen=layer.without_norm(frozen) if normalized else frozen,
+            constant=getattr(layer, f"{which}_constant"),
+            added=None if beside is None else beside.q if which == "q" else beside.k,
+        )
+
+    def select(self, rows: slice, positions: slice, heads: list[int] | slice) -> Side:
+        """The same for some contexts, positions and heads."""
+        return replace(
+            self,
+            frozen=self.frozen[rows, positions][..., heads],
+            constant=self.constant[rows, positions][..., heads, :],
+            added=None if self.added is None else self.added[positions][..., heads, :],
+        )
+
+    def project(
+        self, parts: Float[Tensor, "part batch position d_model"]
+    ) -> Float[Tensor, "part batch position head d_head"]:
+        """Parts through map and frozen scale, without constants."""
+        return self.map(parts) * self.frozen.unsqueeze(-1)
+
+    def bias_and_pos(
+        self,
+        mapped: Float[Tensor, "part ... position head d_head"],
+        *,
+        scale: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Float[Tensor, "part batch position head d_head"]:
+        """``bias`` and ``pos`` from the mapped mean and positional vectors: the frozen scale, the
+        constants where they belong, and ``scale`` times all of it."""
+        parts = torch.mul(mapped, self.frozen.unsqueeze(-1) * scale, out=out)
+        parts[0].add_(self.constant, alpha=scale)
+        if self.added is not None:
+            parts[0].sub_(self.added, alpha=scale)
+            parts[1].add_(self.added, alpha=scale)
+        return parts
+
+
+class MappedBasis(NamedTuple):
+    """Mean and pos of one layer's input after the maps, ``[mean or pos, head, position, d_head]``,
+    without the frozen scales.
+
+    ``normalized`` says that they are parts of the normed input, whose norm scale is not frozen.
+    """
+
+    q: Float[Tensor, "part head position d_head"]
+    k: Float[Tensor, "part head position d_head"]
+    normalized: bool = False
+
+
+def project_basis(layer: LayerView, basis: PositionContext, length: int) -> MappedBasis:
+    """Map mean and positional vectors of the first ``length`` positions to queries and keys."""
+    row = basis.index(layer.layer)
+    pos = basis.pos_seen[row, :length]
+    both = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
+    q, k = (
+        rearrange(f(both), "part position head e -> part head position e").contiguous()
+        for f in (layer.q_map, layer.k_map)
+    )
+    return MappedBasis(q, k, basis.provenance.normalized)
+
+
+def split_layer(
+    layer: LayerView, mapped: MappedBasis, rows: slice, *, start: int = 0
+) -> ProjectedParts:
+    """Queries (with the score scale) and keys of bias, pos and cvec for some contexts; cvec is the
+    rest of the model's own.
+
+    Positions from ``start`` on. The parts lie in memory as
+    :func:`tl_geometry.scores.sums.share_sums` goes through them, heads first.
+    """
+    batch, length, heads, width = layer.q[rows, start:].shape
+    sizes = (batch, heads, len(PARTS), length, width), (batch, heads, length, len(PARTS), width)
+    q = rearrange(layer.q.new_empty(sizes[0]), "b h part i e -> part b i h e")
+    k = rearrange(layer.k.new_empty(sizes[1]), "b h j part e -> part b j h e")
+    for which, out, both, whole, scale in (
+        ("q", q, mapped.q, layer.q, layer.scale),
+        ("k", k, mapped.k, layer.k, 1.0),
+    ):
+        side = Side.of(layer, which, normalized=mapped.normalized)
+        side = side.select(rows, slice(start, None), slice(None))
+        both = rearrange(both[:, :, start:], "part head position e -> part 1 position head e")
+        side.bias_and_pos(both, scale=scale, out=out[:2])
+        torch.mul(whole[rows, start:], scale, out=out[2]).sub_(out[0]).sub_(out[1])
+    return ProjectedParts(q, k)
+
+
+def split_heads(layer: LayerView, mapped: MappedBasis, heads: list[int]) -> ProjectedParts:
+    """The parts of some heads of a whole batch, with gradients: new memory throughout."""
+    found: list[Tensor] = []
+    for which, both, whole in (("q", mapped.q, layer.q), ("k", mapped.k, layer.k)):
+        side = Side.of(layer, which, normalized=mapped.normalized)
+        side = side.select(slice(None), slice(None), heads)
+        both = rearrange(both[:, heads], "part head position e -> part 1 position head e")
+        bias, pos = side.bias_and_pos(both)
+        found.append(torch.stack([bias, pos, whole[:, :, heads] - bias - pos]))
+    return ProjectedParts(found[0] * layer.scale, found[1])
