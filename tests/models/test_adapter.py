@@ -96,15 +96,15 @@ def test_norm_and_weights_reproduce_queries(architecture: str) -> None:
     for kind, processed in loadable(architecture):
         seen = view(tiny(kind, architecture, processed))
         norm, weights = seen.attention_norm(1), seen.weights(1)
-        assert norm.kind == NORMS[architecture]
+        assert norm.norm_type == NORMS[architecture]
         assert weights.W_K.shape == weights.W_Q.shape == (4, 32, 8)
         names = ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_k")
         found = collect(seen.run, tokens(), names)
         h = found[names[0]]
-        centred = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
+        centred = h - h.mean(-1, keepdim=True) if norm.norm_type == "LN" else h
         scale = (
             1.0
-            if norm.kind is None
+            if norm.norm_type is None
             else (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
         )
         x = centred / scale * norm.gain + norm.bias

@@ -779,7 +779,7 @@ def test_direct_effects_are_differences_of_logits(architecture: str) -> None:
 
         def read(x: Tensor, h: Tensor = h, norm: Any = norm, seen: ModelView = seen) -> Tensor:
             centre = (
-                (lambda y: y - y.mean(-1, keepdim=True)) if norm.kind == "LN" else (lambda y: y)
+                (lambda y: y - y.mean(-1, keepdim=True)) if norm.norm_type == "LN" else (lambda y: y)
             )
             scale = (centre(h).square().mean(-1, keepdim=True) + norm.eps).sqrt()
             return (centre(x) / scale * norm.gain.double()) @ seen.unembed().double()[:, [5, 9]]

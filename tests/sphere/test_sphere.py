@@ -74,7 +74,7 @@ def test_layernorm_forgets_scale_and_shift_and_its_cosines_are_correlations(
 
 
 def test_the_deficit_of_a_long_vector_survives_rounding() -> None:
-    g = projection.norm_geometry(1e6 * normal(1, 100), eps=1e-5, kind="RMS")
+    g = projection.norm_geometry(1e6 * normal(1, 100), eps=1e-5, norm_type="RMS")
     length = float(torch.linalg.vector_norm(1e6 * normal(1, 100)))
     assert float(g.deficit) == pytest.approx(10 * 100 * 1e-5 / (2 * length**2), rel=1e-6)
 
@@ -89,7 +89,7 @@ def test_constant_vectors_zero_gains_and_zero_vectors() -> None:
     assert float(g.ellipsoid_residual.max()) < 1e-12
     p = projection.path_geometry(torch.zeros(3, 4))
     assert math.isnan(float(p.tortuosity))
-    still = projection.path_geometry(torch.tensor([[1.0, 2, 4], [2, 4, 8]]), kind="RMS")
+    still = projection.path_geometry(torch.tensor([[1.0, 2, 4], [2, 4, 8]]), norm_type="RMS")
     assert float(still.net) == pytest.approx(0, abs=1e-7)
     u = projection.update_split(torch.zeros(4), torch.ones(4))
     assert all(math.isnan(float(v)) for v in u)
@@ -201,8 +201,8 @@ def test_umap_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(GeometryError, match="kind: expected one of 'LN', 'RMS', got 'BN'"):
-        projection.norm_geometry(torch.ones(2, 3), kind="BN")
+    with pytest.raises(GeometryError, match="norm_type: expected one of 'LN', 'RMS', got 'BN'"):
+        projection.norm_geometry(torch.ones(2, 3), norm_type="BN")
     with pytest.raises(GeometryError, match="eps: expected a number of at least 0"):
         projection.norm_geometry(torch.ones(2, 3), eps=-1.0)
     with pytest.raises(GeometryError, match="points: expected at least two states"):

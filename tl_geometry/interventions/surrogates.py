@@ -60,7 +60,7 @@ class Replacement(NamedTuple):
 
     def product(self, seen: LayerView) -> Float[Tensor, "batch head query key"]:
         """``x W' x^T`` per head, in the running forward pass."""
-        x, chosen = remove_mean(seen.h, seen.norm.kind), list(self.heads)
+        x, chosen = remove_mean(seen.h, seen.norm.norm_type), list(self.heads)
         scaled = (
             einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d")
             for s in (seen.q_scale, seen.k_scale)
@@ -157,7 +157,7 @@ def replacements(
     out: dict[int, Replacement | OffsetReplacement] = {}
     for layer in layers:
         mine = tuple(h for l, h in heads if l == layer)
-        rows, centred = basis.pos[basis.index(layer)], view.attention_norm(layer).kind == "LN"
+        rows, centred = basis.pos[basis.index(layer)], view.attention_norm(layer).norm_type == "LN"
         directions, _, found = bilinear.leading_directions(
             rows, min(60, view.d_model), centred=centred
         )

@@ -127,7 +127,7 @@ def _head(view: ModelView) -> Row:
         )
     return (
         "output head",
-        f"{norm.kind or 'no'} norm, then linear",
+        f"{norm.norm_type or 'no'} norm, then linear",
         "verified against the model's logits",
     )
 

@@ -39,7 +39,7 @@ class QKNorm:
     """Norm of queries and keys: gains ``[head d_head]``, over one head or ``flat`` over all,
     centred (``"LN"``) or not."""
 
-    kind: str
+    norm_type: str
     flat: bool
     gain_q: Float[Tensor, "head d_head"]
     gain_k: Float[Tensor, "head d_head"]
@@ -54,7 +54,7 @@ class QKNorm:
     def centre(self, x: Tensor) -> Tensor:
         """Deviations from the mean over what is normalised, for ``"LN"``."""
         return (
-            x - x.mean((-2, -1) if self.flat else (-1,), keepdim=True) if self.kind == "LN" else x
+            x - x.mean((-2, -1) if self.flat else (-1,), keepdim=True) if self.norm_type == "LN" else x
         )
 
 
@@ -361,8 +361,8 @@ class FactFinder:
             and gains[0].dim() == 1
             and gains[0].numel() > self.weights.W_Q.shape[-1]
         )
-        for kind, shift in itertools.product(("RMS", "LN"), (0.0, 1.0)):
-            yield QKNorm(kind, flat, self._gain(gains[0], shift), self._gain(gains[1], shift), eps)
+        for norm_type, shift in itertools.product(("RMS", "LN"), (0.0, 1.0)):
+            yield QKNorm(norm_type, flat, self._gain(gains[0], shift), self._gain(gains[1], shift), eps)
         yield None
 
     def _gain(self, gain: Tensor | None, shift: float) -> Tensor:

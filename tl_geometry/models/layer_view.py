@@ -128,7 +128,7 @@ class LayerView:
 
     def __repr__(self) -> str:
         batch, length, heads, d_head = self.q.shape
-        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}, norm {self.norm.kind}, scale {self.scale:.4g}"
+        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}, norm {self.norm.norm_type}, scale {self.scale:.4g}"
         return f"LayerView(layer {self.layer}, {size}, worst check {self.reconstruction.worst:.2g} of what is allowed)"
 
     def logits(

@@ -112,10 +112,10 @@ class Layers:
         qk = (
             None
             if f.qk_norm is None
-            else f"{f.qk_norm.kind} over {'all heads' if f.qk_norm.flat else 'each head'}"
+            else f"{f.qk_norm.norm_type} over {'all heads' if f.qk_norm.flat else 'each head'}"
         )
         return {
-            "norm before attention": f.norm.kind or "none",
+            "norm before attention": f.norm.norm_type or "none",
             "key and value heads": f"{kv} for {len(weights.W_Q)} query heads",
             "QK-norm": qk or "none",
             "rotation": "none"

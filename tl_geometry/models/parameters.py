@@ -130,7 +130,7 @@ class Parameters:
         """Norms of a layer with the same numbers, through which gradients reach the parameters that
         they were read from."""
         attn, source = self.attention(layer), inner(part(block_of(self.model, layer), "ln1"))
-        if norm.kind is not None and source is not None:
+        if norm.norm_type is not None and source is not None:
             found = {"gain": part(source, "weight", "w"), "bias": part(source, "bias", "b")}
             norm = replace(norm, **{k: _attached(getattr(norm, k), v) for k, v in found.items()})
         if qk_norm is not None:
@@ -163,10 +163,10 @@ class Parameters:
             gain = ones if gain is None else upcast(gain).to(ones)
             bias = zeros if bias is None else upcast(bias).to(ones)
             rms = "rms" in f"{type(source).__name__} {self.model.cfg.normalization_type}".lower()
-            for kind in ("RMS", "LN") if rms else ("LN", "RMS"):
+            for norm_type in ("RMS", "LN") if rms else ("LN", "RMS"):
                 for shift in (0.0, 1.0):
-                    yield NormWeights(kind=kind, gain=gain + shift, bias=bias, eps=eps)
-        yield NormWeights(kind=None, gain=ones, bias=zeros, eps=0.0)
+                    yield NormWeights(norm_type=norm_type, gain=gain + shift, bias=bias, eps=eps)
+        yield NormWeights(norm_type=None, gain=ones, bias=zeros, eps=0.0)
 
     def unembed(self) -> Tensor:
         """Unembedding matrix ``[d_model d_vocab]``."""

@@ -260,14 +260,14 @@ class _Readout:
         found: list[Tensor] = []
         view.run(tokens, {view.state_hooks[-1]: lambda h: found.append(h)})
         h = found[0].to(norm.gain.dtype)
-        h = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
+        h = h - h.mean(-1, keepdim=True) if norm.norm_type == "LN" else h
         self.scale = (
             torch.ones_like(h[..., 0])
-            if norm.kind is None
+            if norm.norm_type is None
             else (h.square().mean(-1) + norm.eps).sqrt()
         )
         directions = norm.gain.unsqueeze(-1) * view.unembed()[:, list(token_ids)].to(norm.gain)
-        self.directions = directions - directions.mean(0) if norm.kind == "LN" else directions
+        self.directions = directions - directions.mean(0) if norm.norm_type == "LN" else directions
 
     def __call__(self, z: Tensor, W_O: Tensor) -> Float[Tensor, "part batch position head d_vocab"]:
         path = einsum(W_O, self.directions.to(W_O), "head e d, d token -> head e token")

@@ -50,7 +50,7 @@ def norm_geometry(
     gain: Float[Tensor, " d_model"] | None = None,
     bias: Float[Tensor, " d_model"] | None = None,
     eps: float = 1e-5,
-    kind: str = "LN",
+    norm_type: str = "LN",
 ) -> NormGeometry:
     """The point ``z`` on the sphere, ``y = gain z + bias`` on the ellipsoid, and how far each is
     from its ideal surface. float64 inside.
@@ -59,10 +59,10 @@ def norm_geometry(
     >>> [round(r, 6) for r in g.radius.tolist()], g.degenerate.tolist()
     ([2.0, 0.0], [False, True])
     """
-    choice(kind, NORMS, "kind")
+    choice(norm_type, NORMS, "norm_type")
     require(eps >= 0, "eps", expected="a number of at least 0", got=eps)
     size = x.shape[-1]
-    c = remove_mean(x.double(), kind)
+    c = remove_mean(x.double(), norm_type)
     length = torch.linalg.vector_norm(c, dim=-1)
     # a constant vector leaves rounding errors behind when it is centred: they are no direction
     degenerate = length <= 8 * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(
@@ -85,7 +85,7 @@ def norm_geometry(
         y,
         radius,
         deficit,
-        plane if kind == "LN" else torch.full_like(plane, torch.nan),
+        plane if norm_type == "LN" else torch.full_like(plane, torch.nan),
         ellipsoid,
         degenerate,
     )
@@ -102,7 +102,7 @@ class PathGeometry(NamedTuple):
 
 
 def path_geometry(
-    points: Float[Tensor, "*batch state d_model"], kind: str | None = "LN"
+    points: Float[Tensor, "*batch state d_model"], norm_type: str | None = "LN"
 ) -> PathGeometry:
     """Step angles between consecutive states, their sum, the angle between the first and the last,
     and the ratio of the two.
@@ -111,12 +111,12 @@ def path_geometry(
     centring.
 
     >>> quarter = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    >>> p = path_geometry(quarter, kind="RMS")
+    >>> p = path_geometry(quarter, norm_type="RMS")
     >>> round(float(p.length / p.net), 3)
     2.0
     """
     require(points.shape[-2] >= 2, "points", expected="at least two states", got=describe(points))
-    c = remove_mean(points.double(), kind)
+    c = remove_mean(points.double(), norm_type)
     steps = linalg.angle(c[..., :-1, :], c[..., 1:, :])
     net = linalg.angle(c[..., 0, :], c[..., -1, :])
     length = steps.sum(-1)
@@ -135,17 +135,18 @@ class UpdateSplit(NamedTuple):
 def update_split(
     state: Float[Tensor, "*batch d_model"],
     update: Float[Tensor, "*batch d_model"],
-    kind: str | None = "LN",
+    norm_type: str | None = "LN",
 ) -> UpdateSplit:
     """Radial part ``<u, h>/|h|`` and tangential part of an update u of a state h (both centred for
     ``"LN"``). NaN where h is zero.
 
     Only the tangential part moves the point on the sphere.
 
-    >>> [round(float(v), 3) for v in update_split(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0]), kind="RMS")]
+    >>> state, update = torch.tensor([2.0, 0.0]), torch.tensor([1.0, 3.0])
+    >>> [round(float(v), 3) for v in update_split(state, update, norm_type="RMS")]
     [1.0, 3.0, 0.785]
     """
-    h, u = remove_mean(state.double(), kind), remove_mean(update.double(), kind)
+    h, u = remove_mean(state.double(), norm_type), remove_mean(update.double(), norm_type)
     direction, zero = linalg.normalize_rows(h)
     radial = (u * direction).sum(-1)
     across = torch.linalg.vector_norm(u - radial.unsqueeze(-1) * direction, dim=-1)
@@ -168,7 +169,7 @@ def token_approach(
     points: Float[Tensor, "*batch d_model"],
     vocabulary: Float[Tensor, "d_vocab d_model"],
     target: Int[Tensor, "*batch"],
-    kind: str | None = "LN",
+    norm_type: str | None = "LN",
 ) -> Approach:
     """Angle between each state and the direction of its target token, and how many tokens lie
     nearer.
@@ -177,7 +178,8 @@ def token_approach(
     centred for ``"LN"``. By chance the angle is near pi/2 and the rank near ``(d_vocab + 1) / 2``.
     A zero state gives NaN and rank 0; the vocabulary is read in chunks.
 
-    >>> a = token_approach(torch.tensor([1.0, 0.2]), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor(1), kind="RMS")
+    >>> point, vocabulary = torch.tensor([1.0, 0.2]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    >>> a = token_approach(point, vocabulary, torch.tensor(1), norm_type="RMS")
     >>> round(float(a.angle), 3), int(a.rank)
     (0.197, 1)
     """
@@ -187,14 +189,14 @@ def token_approach(
         expected=f"token ids from 0 to {len(vocabulary) - 1}",
         got=f"{int(target.min())} to {int(target.max())}",
     )
-    unit, zero = linalg.normalize_rows(remove_mean(points.double(), kind))
-    own = remove_mean(vocabulary[target].double(), kind)
+    unit, zero = linalg.normalize_rows(remove_mean(points.double(), norm_type))
+    own = remove_mean(vocabulary[target].double(), norm_type)
     angle = linalg.angle(unit, own)
     mine = (unit * linalg.normalize_rows(own)[0]).sum(-1)
     nearer = torch.zeros_like(target)
     for start in range(0, len(vocabulary), VOCABULARY_CHUNK):
         rows = linalg.normalize_rows(
-            remove_mean(vocabulary[start : start + VOCABULARY_CHUNK].double(), kind)
+            remove_mean(vocabulary[start : start + VOCABULARY_CHUNK].double(), norm_type)
         )[0]
         ids = torch.arange(start, start + len(rows), device=target.device)
         above = (unit @ rows.mT > mine.unsqueeze(-1)) & (ids != target.unsqueeze(-1))

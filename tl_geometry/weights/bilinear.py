@@ -134,7 +134,7 @@ def fold(
     """
     choice(kind, KINDS, "kind")
     gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
-    layer_norm = norm.kind == "LN" and not raw
+    layer_norm = norm.norm_type == "LN" and not raw
 
     def read(matrix: Tensor) -> Tensor:
         product = matrix.to(torch.float64, copy=True).mul_(gain.unsqueeze(-1))

@@ -184,7 +184,7 @@ def weight_geometry(
     )
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     width = min(max(shown, rank or 20), view.d_model)
-    centred = not raw and view.attention_norm(chosen[0]).kind == "LN"
+    centred = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
     bases = {
         s: bilinear.leading_directions(basis.pos[basis.index(s)], width, centred=centred)
         for s in sorted(set(need))
@@ -435,10 +435,10 @@ def token_readout(
         svd = linalg.product_svd(all_heads.left[mine], all_heads.right[mine])
         norm = view.attention_norm(layer)
         if raw or seen != (
-            norm.kind,
+            norm.norm_type,
             norm.eps,
         ):  # without its affine part the norm is the same in every layer
-            seen, reads = (norm.kind, norm.eps), normalized_rows(rows, norm, affine=raw)
+            seen, reads = (norm.norm_type, norm.eps), normalized_rows(rows, norm, affine=raw)
         found = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k
         )

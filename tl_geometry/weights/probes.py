@@ -62,7 +62,7 @@ class _Output(NamedTuple):
         rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
         if norm is None:
             norm = NormWeights(
-                kind=None, gain=torch.ones(view.d_model), bias=torch.zeros(view.d_model), eps=0.0
+                norm_type=None, gain=torch.ones(view.d_model), bias=torch.zeros(view.d_model), eps=0.0
             )
         bias = getattr(view.model, "b_U", None)
         bias = torch.zeros(len(rows)) if bias is None else bias.detach().float()
@@ -283,7 +283,7 @@ def bias_readout(
     rows = embeddings(view)
     writes = _Output.of(view, "bias_readout").rows[:, :-1] if view.head_trained else rows
     final = view.final_norm() if view.head_trained else None
-    writes = writes if final is None else remove_mean(writes * final.gain.to(writes), final.kind)
+    writes = writes if final is None else remove_mean(writes * final.gain.to(writes), final.norm_type)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in sorted({l for l, _ in pairs}):
         mine = [h for l, h in pairs if l == layer]
@@ -324,7 +324,7 @@ def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_
     query = gain * einsum(w.W_Q, b_K, "head d_model e, head e -> head d_model")
     key = gain * einsum(w.W_K, b_Q, "head d_model e, head e -> head d_model")
     value = einsum(b_V, w.W_O, "head e, head e d_model -> head d_model")
-    return remove_mean(torch.stack([query, key, value], dim=1), norm.kind)
+    return remove_mean(torch.stack([query, key, value], dim=1), norm.norm_type)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -378,7 +378,7 @@ def embedding_norm_table(model: Any, *, k: int = 5) -> EmbeddingNorms:
         "bias": length(rows, dim=-1) + shift,
         "scaled_bias": length(gain * rows, dim=-1) + shift,
         "max_logit": view.d_model**0.5
-        * length(remove_mean(gain * centred, output.norm.kind), dim=-1)
+        * length(remove_mean(gain * centred, output.norm.norm_type), dim=-1)
         + (centred @ bias + constant - constant.mean()),
     }
     stacked = torch.stack(list(scores.values()))
@@ -435,7 +435,7 @@ def embedding_distance_table(model: Any) -> EmbeddingDistances:
     view = as_view(model)
     rows = embeddings(view, centred=False).double()
     plain = NormWeights(
-        kind="RMS" if view.norm == "RMS" else "LN",
+        norm_type="RMS" if view.norm == "RMS" else "LN",
         gain=torch.ones(view.d_model),
         bias=torch.zeros(view.d_model),
         eps=1e-5,

@@ -74,7 +74,7 @@ def normalized_rows(
     rows: Float[Tensor, "d_vocab d_model"], norm: NormWeights, *, affine: bool
 ) -> Float[Tensor, "d_vocab d_model"]:
     """Rows through a norm, with or without its gain and bias, float32, in chunks."""
-    if norm.kind is None:
+    if norm.norm_type is None:
         return rows
     through = norm.apply if affine else norm.normalize
     return torch.cat([through(part.double()).float() for part in rows.split(8192)])
@@ -96,7 +96,7 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     if raw:
         return rows
     if norm is not None:
-        rows = remove_mean(rows * norm.gain.to(rows), norm.kind)
+        rows = remove_mean(rows * norm.gain.to(rows), norm.norm_type)
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
