@@ -673,27 +673,28 @@ def test_weights_that_change_inside_an_edit_are_noticed_or_taken() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_without_the_bos_of_the_basis_are_refused(kind: str) -> None:
-    seen = dataclasses.replace(view(tiny(kind, "gpt2")), bos_id=0)
+    model = tiny(kind, "gpt2")
+    seen = dataclasses.replace(view(model), bos_id=0)
     rows = tokens(batch=16, length=18, seed=2)
     rows[:, 0] = 0
     basis = decompose(seen, rows, progress=False)
     assert basis.provenance.has_bos
     text = "tokens: expected has_bos=True, as in the basis, got has_bos=False"
     with pytest.raises(GeometryError, match=text), remove_term(seen, basis, NAMES):
-        logits(seen.model)
+        logits(model)
     with remove_term(seen, basis, NAMES) as edit:
-        logits(seen.model, rows[:2, :6])
+        logits(model, rows[:2, :6])
         assert edit.flags == []
-        logits(seen.model, rows[:2, :6].index_fill(1, torch.tensor([1]), 0))
+        logits(model, rows[:2, :6].index_fill(1, torch.tensor([1]), 0))
         assert edit.flags == ["prompts that begin with two BOS tokens"]
         if kind == "hooked":  # a pass that begins in the middle embeds no tokens
-            _, cached = seen.model.run_with_cache(rows[:2, :6])
-            seen.model(cached["blocks.1.hook_resid_pre"], start_at_layer=1)
+            _, cached = model.run_with_cache(rows[:2, :6])
+            model(cached["blocks.1.hook_resid_pre"], start_at_layer=1)
     without = dataclasses.replace(
         basis, provenance=dataclasses.replace(basis.provenance, has_bos=False)
     )
     with pytest.raises(GeometryError, match="got has_bos=True"), remove_term(seen, without, NAMES):
-        logits(seen.model, rows[:2, :6])
+        logits(model, rows[:2, :6])
 
 
 # -------------------------------------------------------------------------------------------------

@@ -226,14 +226,15 @@ def test_training_mode_is_refused_where_it_matters() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fingerprint_is_of_the_weights(kind: str) -> None:
-    one, two = (view(from_hf(hf_model("gpt2"), None, kind=kind)) for _ in range(2))
+    model = from_hf(hf_model("gpt2"), None, kind=kind)
+    one, two = view(model), view(from_hf(hf_model("gpt2"), None, kind=kind))
     other = view(from_hf(hf_model("gpt2", seed=1), None, kind=kind))
-    assert one.fingerprint == two.fingerprint == view(one.model).fingerprint
+    assert one.fingerprint == two.fingerprint == view(model).fingerprint
     assert len(one.fingerprint) == 16
     assert one.fingerprint != other.fingerprint
     with torch.no_grad():
-        next(iter(one.model.parameters()))[3, 4] += 1e-3
-    assert view(one.model).fingerprint != two.fingerprint
+        next(iter(model.parameters()))[3, 4] += 1e-3
+    assert view(model).fingerprint != two.fingerprint
 
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")

@@ -23,7 +23,7 @@ from tl_geometry.decomposition.accumulation import Accumulation, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.processes import Processes
 from tl_geometry.models.batches import batch_of, default_batch, device_of
-from tl_geometry.models.describing import as_view, cached_states
+from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 
@@ -266,4 +266,4 @@ class _Saver:
         self.saved = self.work.done
 
 
-__all__ = ["TokenSource", "as_view", "cached_states", "default_batch", "run_corpus", "token_rows"]
+__all__ = ["TokenSource", "as_view", "default_batch", "run_corpus", "token_rows"]

@@ -36,7 +36,8 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import edited_scores
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.outputs import output_batch, require_output
+from tl_geometry.models.output_head import token_losses
+from tl_geometry.models.outputs import log_probabilities, output_batch, require_output
 from tl_geometry.scores.head_types import period_for, repeated_random_tokens, token_range
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
@@ -138,11 +139,8 @@ class _Sums:
         ``[batch position d_vocab]``."""
         counted = counted[:, 1:].to(log_p.device)
         seen, base = log_p[:, :-1][counted], clean[:, :-1][counted]
-        self.loss -= float(
-            seen.gather(-1, tokens[:, 1:].to(log_p.device)[counted].unsqueeze(-1)).sum(
-                dtype=torch.float64
-            )
-        )
+        targets = tokens[:, 1:].to(log_p.device)[counted]
+        self.loss += float(token_losses(seen, targets).sum(dtype=torch.float64))
         self.kl += float((base.exp() * (base - seen)).sum(dtype=torch.float64))
         self.count += int(counted.sum())
 
@@ -168,9 +166,7 @@ def measure_effects(
             clean: Tensor | None = None
             for name, make in conditions.items():
                 with make():
-                    logits = view.run(batch, {}, logits=True)
-                require(logits is not None, "logits", expected="logits of the model", got="none")
-                log_p = (logits if logits is not None else batch).float().log_softmax(-1)
+                    log_p = log_probabilities(view, batch, {}, column=None)
                 clean = log_p if clean is None else clean
                 sums[name].add(log_p, clean, batch, chosen)
                 bar.update(1)

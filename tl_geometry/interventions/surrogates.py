@@ -39,6 +39,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import Edit, edited_scores
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.outputs import next_token_loss
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance
@@ -83,7 +84,8 @@ def structured_part(
     """Left and right factors of a part (see :data:`PARTS`) without its diagonal; ``None`` for a
     part that is only diagonal.
 
-    >>> V = torch.linalg.qr(torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> V = torch.linalg.qr(torch.randn(6, 2, generator=generator, dtype=torch.float64)).Q
     >>> W = Factors(V[None], V[None])
     >>> found = structured_part(W, V, "low_rank", k=2)
     >>> bool(torch.allclose(found.left @ found.right.mT, W.left @ W.right.mT))
@@ -312,16 +314,11 @@ def surrogate_effect(
     )
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
-    parts = (
-        offset_parts(view)
-        if parts is None
-        else (parts,)
-        if isinstance(parts, str)
-        else tuple(parts)
+    wanted = offset_parts(view) if parts is None else parts
+    parts = tuple(
+        choice(p, PARTS, "part") for p in ([wanted] if isinstance(wanted, str) else wanted)
     )
-    for part in parts:
-        choice(part, PARTS, "part")
-    clean = _loss(view, rows.tokens)
+    clean = next_token_loss(view, rows.tokens)
     losses: list[float] = []
     moved: list[Tensor] = []
     for part in parts:
@@ -341,7 +338,7 @@ def surrogate_effect(
                 distance[seen.layer, h] = distance.get((seen.layer, h), 0.0) + v
 
         with surrogate(view, basis, pairs, part, rank=rank, seed=seed, on_pattern=record):
-            losses.append(_loss(view, rows.tokens))
+            losses.append(next_token_loss(view, rows.tokens))
         moved.append(torch.tensor([distance.get(pair, torch.nan) for pair in pairs]))
     return SurrogateEffect(
         provenance=dataclasses.replace(
@@ -358,15 +355,3 @@ def surrogate_effect(
         loss=torch.tensor(losses, dtype=torch.float64),
         moved=torch.stack(moved),
     )
-
-
-def _loss(view: ModelView, tokens: Tensor) -> float:
-    """Mean next-token loss in nats."""
-    total, count = 0.0, 0
-    for part in tokens.split(8):
-        logits = view.run(part, {}, logits=True)
-        require(logits is not None, "logits", expected="logits of the model", got="none")
-        scores = (logits if logits is not None else part)[:, :-1].float().log_softmax(-1).cpu()
-        total -= float(scores.gather(-1, part[:, 1:, None].cpu()).double().sum())
-        count += part[:, 1:].numel()
-    return total / count

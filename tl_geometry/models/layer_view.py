@@ -178,4 +178,5 @@ class LayerView:
         return self.v_map(parts) * self.v_scale.unsqueeze(-1)
 
 
-Mask = Bool[Tensor, "*batch query key"]
+LayerHook = Callable[[LayerView], None]
+"""Receives the view of a layer as soon as the forward pass has finished that layer."""

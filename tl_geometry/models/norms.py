@@ -48,4 +48,6 @@ class NormWeights:
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """``(h A / s) * gain + bias``: the whole norm (``h`` itself where there is none)."""
-        return h if self.norm_type is None else self.normalize(h) * self.gain.to(h) + self.bias.to(h)
+        return (
+            h if self.norm_type is None else self.normalize(h) * self.gain.to(h) + self.bias.to(h)
+        )

@@ -25,11 +25,11 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
-from tl_geometry.models.outputs import norm_after_attention
 from tl_geometry.weights import readout
 from tl_geometry.weights.vocabulary import (
     embeddings,
     normalized_rows,
+    output_rows,
     require_trained_head,
     token_texts,
     weight_provenance,
@@ -61,12 +61,10 @@ class _Output(NamedTuple):
         norm = view.final_norm()
         rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
         if norm is None:
-            norm = NormWeights(
-                norm_type=None, gain=torch.ones(view.d_model), bias=torch.zeros(view.d_model), eps=0.0
-            )
-        bias = getattr(view.model, "b_U", None)
-        bias = torch.zeros(len(rows)) if bias is None else bias.detach().float()
-        return _Output(norm, torch.cat([rows, bias.to(rows)[:, None]], dim=1))
+            ones = torch.ones(view.d_model)
+            norm = NormWeights(norm_type=None, gain=ones, bias=0 * ones, eps=0.0)
+        bias = rearrange(view.unembed_bias().to(rows), "d_vocab -> d_vocab 1")
+        return _Output(norm, torch.cat([rows, bias], dim=1))
 
     def top(self, states: Float[Tensor, "*batch d_model"], k: int) -> Int[Tensor, "*batch column"]:
         """Ids of the k largest logits of states."""
@@ -187,14 +185,10 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
     write straight into it."""
     for layer in layers:
         facts = view.layer_facts(layer)
-        after = norm_after_attention(view, layer)
-        got = (
-            f"QK-norm ({facts['QK-norm']})"
-            if facts["QK-norm"] != "none"
-            else "a norm after attention"
-        )
+        shown = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
+        got = "a norm after attention" if facts.qk_norm is None else shown
         require(
-            facts["QK-norm"] == "none" and not after,
+            facts.qk_norm is None and not facts.norm_after,
             what,
             expected="heads without QK-norm and without a norm after attention",
             got=f"{got} in layer {layer} of {view.name}",
@@ -281,9 +275,8 @@ def bias_readout(
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     _require_plain_heads(view, sorted({l for l, _ in pairs}), "bias_readout")
     rows = embeddings(view)
-    writes = _Output.of(view, "bias_readout").rows[:, :-1] if view.head_trained else rows
-    final = view.final_norm() if view.head_trained else None
-    writes = writes if final is None else remove_mean(writes * final.gain.to(writes), final.norm_type)
+    head = view.output_head() if view.head_trained else None
+    writes = output_rows(view, raw=True) if head is None else head.directions().float()
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in sorted({l for l, _ in pairs}):
         mine = [h for l, h in pairs if l == layer]
