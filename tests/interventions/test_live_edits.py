@@ -245,7 +245,8 @@ def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> No
         with remove_term(model, basis, NAMES, [(1, h) for h in mine[1]]):
             assert close(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)]), right)
         word = {"q": "queries", "k": "keys"}[side]
-        text = rf"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of .* with hooks at"
+        text = rf"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of .* "
+        text += "with hooks at"
         with (
             pytest.raises(ReconstructionError, match=text),
             remove_term(model, basis, NAMES, "L1H1" if group == 1 else "L1H3"),
@@ -267,7 +268,7 @@ def test_a_patched_stream_in_every_kind_of_attention(architecture: str) -> None:
     with torch.no_grad():
         model.run_with_hooks(LONG, fwd_hooks=[*hooks, *keep])
         split = split_scores(seen, LONG, basis, layers=[1], cache=Patched(seen, found, LONG))
-        scores = split._sum() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        scores = split.total() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
         v = found["blocks.1.attn.hook_v"]
         v = v.unflatten(-1, (-1, 8)) if v.dim() == 3 else v
         v = v.repeat_interleave(4 // v.shape[2], 2)
@@ -354,7 +355,8 @@ def test_hooks_that_were_removed_are_noticed() -> None:
         edited = logits(model)
         model.reset_hooks()
         assert torch.equal(logits(model), edited)
-    text = r"an open edit of reset: expected its hooks to stay until the end of the with block, got none at .*hook"
+    text = "an open edit of reset: expected its hooks to stay until the end of the with block, "
+    text += "got none at .*hook"
     with pytest.raises(GeometryError, match=text), remove_term(model, basis, NAMES):
         model.reset_hooks(including_permanent=True)
     assert hooks_of(model) == carried
@@ -434,7 +436,8 @@ def test_the_cache_shows_edited_scores_or_the_edit_says_so(kind: str, architectu
     if not edit.unedited:
         layer = seen.layer(1, plain)
         split = split_scores(seen, LONG, basis, layers=[1])
-        right = split._sum() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        right = split.total() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        right = torch.where(split.allowed, right, 0)
         right = (
             right if layer.softcap is None else layer.softcap * torch.tanh(right / layer.softcap)
         )
@@ -718,7 +721,8 @@ def test_generation(kind: str, architecture: str) -> None:
         right = model.generate(prompts, use_past_kv_cache=False, **options)
     plain = model.generate(prompts, use_past_kv_cache=False, **options)
     assert not torch.equal(plain, right)
-    text = r"expected whole prompts, got tokens after 5 others .* Use generate\(\.\.\., use_past_kv_cache=False\)"
+    text = "expected whole prompts, got tokens after 5 others .* "
+    text += r"Use generate\(\.\.\., use_past_kv_cache=False\)"
     with remove_term(model, basis, NAMES, PAIRS):
         assert torch.equal(model.generate(prompts, use_past_kv_cache=False, **options), right)
         with pytest.raises(GeometryError, match=text):

@@ -324,7 +324,8 @@ def test_the_score_of_masked_keys_counts_only_where_it_acts() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    code = "from tests.tiny import tiny; from tl_geometry.models import view; print(view(tiny('bridge', 'gemma2', True)).fingerprint)"
+    code = "from tests.tiny import tiny; from tl_geometry.models import view; "
+    code += "print(view(tiny('bridge', 'gemma2', True)).fingerprint)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

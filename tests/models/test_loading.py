@@ -207,7 +207,8 @@ def test_arguments_are_refused_before_anything_is_read() -> None:
         ({"kind": "other"}, "one of 'bridge', 'hooked'"),
         (
             {"dtype": torch.int8},
-            "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, got torch.int8",
+            "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, got "
+            "torch.int8",
         ),
         ({"device": "nonsense"}, "device: expected one that torch has here, got 'nonsense'"),
         ({"device": "meta"}, "device: expected one that torch has here, got 'meta'"),

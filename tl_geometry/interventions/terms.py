@@ -6,10 +6,12 @@ are those of the running forward pass, so that an edit in an early layer changes
 takes away. With S the scores of a head and X the term:
 
     remove      S - X
-    keep        X + the terms with bias on either side (compare with those alone:
-    ``keep_term(model, basis, (), heads)``) mean        S - X + (mean of X over the batch at each
-    cell) placebo     S - X', X' the term of another prompt (or at permuted key positions),
-    row-centred and rescaled to the energy of X
+    keep        X + the terms with bias on either side
+    mean        S - X + (mean of X over the batch at each cell)
+    placebo     S - X', X' the term of another prompt (or at permuted key positions),
+                row-centred and rescaled to the energy of X
+
+What is kept is compared with the bias terms alone, ``keep_term(model, basis, (), heads)``.
 """
 
 from __future__ import annotations
@@ -95,38 +97,32 @@ def weighted_score(
     return scores if bias is None else scores + alibi.to(scores)[:, None, None] * bias
 
 
-class Splitter:
+def running_parts(layer: LayerView, basis: PositionContext, heads: Sequence[int]) -> Parts:
     """Parts of the running forward pass for some heads, with gradients, from the weights as they
-    are now."""
+    are now (:func:`tl_geometry.scores.sweep.split_layer` writes in place, which none pass)."""
+    length, chosen = layer.h.shape[1], list(heads)
+    require(
+        length <= basis.columns,
+        "tokens",
+        expected=f"at most {basis.columns} positions, as the basis has seen",
+        got=length,
+        instead="decompose(...) on windows of this length",
+    )
+    projected, more = project_basis(layer, basis, length), layer.added
 
-    def __init__(self, basis: PositionContext) -> None:
-        self.basis = basis
+    def split(
+        both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor
+    ) -> Tensor:
+        by_position = rearrange(both[:, chosen], "part head position e -> part 1 position head e")
+        mean, pos = by_position * frozen[:, :, chosen].unsqueeze(-1)
+        mean = mean + constant[:, :, chosen]
+        if added is not None:  # position, which reaches queries and keys beside the stream
+            mean, pos = mean - added[:, chosen], pos + added[:, chosen]
+        return torch.stack([mean, pos, whole[:, :, chosen] - mean - pos])
 
-    def __call__(self, layer: LayerView, heads: Sequence[int]) -> Parts:
-        length, chosen = layer.h.shape[1], list(heads)
-        require(
-            length <= self.basis.columns,
-            "tokens",
-            expected=f"at most {self.basis.columns} positions, as the basis has seen",
-            got=length,
-            instead="decompose(...) on windows of this length",
-        )
-        projected, more = project_basis(layer, self.basis, length), layer.added
-
-        def split(
-            both: Tensor, frozen: Tensor, constant: Tensor, added: Tensor | None, whole: Tensor
-        ) -> Tensor:
-            mean, pos = rearrange(
-                both[:, chosen], "part head position e -> part 1 position head e"
-            ) * frozen[:, :, chosen].unsqueeze(-1)
-            mean = mean + constant[:, :, chosen]
-            if added is not None:  # position, which reaches queries and keys beside the stream
-                mean, pos = mean - added[:, chosen], pos + added[:, chosen]
-            return torch.stack([mean, pos, whole[:, :, chosen] - mean - pos])
-
-        q_scale, k_scale = projected.scales(layer)
-        q = split(projected.q, q_scale, layer.q_constant, more and more.q, layer.q) * layer.scale
-        return Parts(q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k))
+    q_scale, k_scale = projected.scales(layer)
+    q = split(projected.q, q_scale, layer.q_constant, more and more.q, layer.q) * layer.scale
+    return Parts(q, split(projected.k, k_scale, layer.k_constant, more and more.k, layer.k))
 
 
 Change = Callable[[LayerView, Tensor, Parts, tuple[int, ...]], Tensor]
@@ -146,18 +142,14 @@ def edits_for(
     basis.check_model(view)
     basis.require_identifiable("interventions")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    splitter = Splitter(basis)
 
     def check_tokens(ids: Tensor) -> str | None:
         if view.bos_id is None:
             return None
         bos = ids[:, :2] == view.bos_id
         basis.check_model(view, bool(bos[:, 0].all()))
-        return (
-            "prompts that begin with two BOS tokens"
-            if bos.shape[1] == 2 and bool(bos.all(-1).any())
-            else None
-        )
+        twice = bos.shape[1] == 2 and bool(bos.all(-1).any())
+        return "prompts that begin with two BOS tokens" if twice else None
 
     out: list[Edit] = []
     for at in sorted({layer for layer, _ in chosen}):
@@ -165,7 +157,7 @@ def edits_for(
         mine = tuple(sorted(head for layer, head in chosen if layer == at))
 
         def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
-            return change(layer, whole, splitter(layer, mine), mine)
+            return change(layer, whole, running_parts(layer, basis, mine), mine)
 
         out.append(Edit(at, mine, scores, check_tokens))
     return out

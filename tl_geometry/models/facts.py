@@ -1,5 +1,5 @@
-"""How one attention layer makes scores, as data that can be applied to any part of the stream: norm,
-projections, QK-norm, rotation, scale, bias and mask."""
+"""How one attention layer makes scores, as data that can be applied to any part of the stream:
+norm, projections, QK-norm, rotation, scale, bias and mask."""
 
 from __future__ import annotations
 
@@ -199,8 +199,8 @@ def _tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
 
 
 def alibi(form: str, length: int) -> Float[Tensor, "query key"]:
-    """What a slope multiplies: ``"k"`` the key position, ``"k-q"``, or ``"k-last"`` (all equal up to
-    a constant per row)."""
+    """What a slope multiplies: ``"k"`` the key position, ``"k-q"``, or ``"k-last"`` (all equal up
+    to a constant per row)."""
     k = torch.arange(length)
     from_ = {"k": torch.zeros_like(k), "k-q": k, "k-last": torch.full_like(k, length - 1)}[form]
     return (k - from_[:, None]).float()

@@ -56,8 +56,8 @@ ALLOWED_HOOKS = (
     "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
 )
 UNCHANGED = "model.eval(), no mask, and weights that stay the same while the edit is open"
-"""What to do instead, where a layer's numbers do not follow from its input under somebody's hooks, and
-without any."""
+"""What to do instead, where a layer's numbers do not follow from its input under somebody's hooks,
+and without any."""
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 """Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
 to use."""

@@ -1,5 +1,5 @@
-"""``ModelView``: what the package knows about a model, and all that it asks of one; the model object
-itself and the names of its hooks stay behind it."""
+"""``ModelView``: what the package knows about a model, and all that it asks of one; the model
+object itself and the names of its hooks stay behind it."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class ModelView:
     output head was newly initialised, so that no output-based measure is given. ``position`` is the
     position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm`` the type of the
     model's norms (``"LN"``, ``"RMS"`` or ``None``), ``kind`` the TransformerLens class. ``pad_id``
-    is the tokenizer's padding token where it is no other special token too, so that it means padding
-    and nothing else.
+    is the tokenizer's padding token where it is no other special token too, so that it means
+    padding and nothing else.
     """
 
     name: str
@@ -137,8 +137,8 @@ class ModelView:
         """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
 
         ``hooks`` maps hook names (:attr:`state_hooks` and the like) to functions of the activation.
-        With ``logits`` the logits are returned, otherwise ``None`` and they are never computed where
-        the class allows it; ``stop_at`` stops before that block (only where nothing later is
+        With ``logits`` the logits are returned, otherwise ``None`` and they are never computed
+        where the class allows it; ``stop_at`` stops before that block (only where nothing later is
         hooked). Hooks are removed afterwards, also on exceptions; a hook that did not fire is an
         error.
         """

@@ -15,7 +15,8 @@ from tl_geometry.models.norms import NormWeights
 
 
 class OutputHead(NamedTuple):
-    """Logits of a last state h: ``norm(h) W_U + b_U``, and ``c tanh(logit / c)`` with a soft cap c."""
+    """Logits of a last state h: ``norm(h) W_U + b_U``, through ``c tanh(logit / c)`` where there is
+    a soft cap c."""
 
     norm: NormWeights
     W_U: Float[Tensor, "d_model d_vocab"]

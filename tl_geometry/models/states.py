@@ -1,5 +1,5 @@
-"""The residual stream by the names of TransformerLens: which hook holds which state, and the states of
-a cache."""
+"""The residual stream by the names of TransformerLens: which hook holds which state, and the
+states of a cache."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
 
 
 def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
-    """Number of the state that a hook holds, of ``count`` states; ``hooks`` are those of the model's
-    states, where they are known.
+    """Number of the state that a hook holds, of ``count`` states; ``hooks`` are those of the
+    model's states, where they are known.
 
     >>> state_of("blocks.1.hook_resid_pre", 4), state_of("blocks.1.hook_resid_post", 4)
     (1, 2)

@@ -1,4 +1,5 @@
-"""The checks of one layer: recomputed queries, keys, scores and patterns against the model's own."""
+"""The checks of one layer: recomputed queries, keys, scores and patterns against the model's
+own."""
 
 from __future__ import annotations
 

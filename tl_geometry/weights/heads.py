@@ -103,15 +103,7 @@ class WeightGeometry(Result):
 
     def head(self, head: Head) -> int:
         """Row of a head."""
-        layers, heads = 1 + max(l for l, _ in self.heads), 1 + max(h for _, h in self.heads)
-        pair = checks.heads(head, layers, heads)[0]
-        require(
-            pair in self.heads,
-            "head",
-            expected=f"a head of layers {sorted({l for l, _ in self.heads})}",
-            got=head,
-        )
-        return self.heads.index(pair)
+        return checks.head_rows(head, self.heads)[0]
 
     def columns(self) -> Sequence[str]:
         return COLUMNS
