@@ -52,7 +52,7 @@ def layers_of(n: int, heads: int, size: int, width: int) -> list[Layer]:
             b_O=draw(size),
         )
         out.append(
-            (w, NormWeights(kind="LN", gain=1 + 0.3 * draw(size), bias=draw(size), eps=1e-5))
+            (w, NormWeights(norm_type="LN", gain=1 + 0.3 * draw(size), bias=draw(size), eps=1e-5))
         )
     return out
 

@@ -82,10 +82,9 @@ def test_html_is_an_escaped_table_with_nan_counts_and_provenance() -> None:
         a != b for a, b in zip(seen.cells[4::3], HOSTILE, strict=True)
     )  # direction marks are written out
     assert seen.cells[5:12:3] == ["–", "0.1235", "-2.5e-07"]
-    assert (
-        seen.cells[0] == "Planted(a<b>_model, 50% & more\nlines, 3 contexts, float32, "
-        "<script>window.planted=1</script>); NaN: value 4"
-    )
+    about = "a<b>_model, 50% & more\nlines, 3 contexts, float32"
+    planted = "<script>window.planted=1</script>"
+    assert seen.cells[0] == f"Planted({about}, {planted}); NaN: value 4"
     twin = Cells(
         f"<table><td>{''.join(HOSTILE)}</td></table>"
     )  # unescaped, the same texts make tags
@@ -160,10 +159,8 @@ def test_latex_is_escaped_and_aligned() -> None:
         r"\midrule",
     ]
     assert lines[5] == r"a\_b \& 5\% & $-0.5$ & 3 \\"
-    odd = (
-        r"\textvisiblespace{}\textless{}s\textgreater{}\textbackslash{}\{\$x\$\}"
-        r"\textasciicircum{}\textasciitilde{}\#\textbar{} "
-    )
+    odd = r"\textvisiblespace{}\textless{}s\textgreater{}\textbackslash{}\{\$x\$\}"
+    odd += r"\textasciicircum{}\textasciitilde{}\#\textbar{} "
     assert lines[6] == rf"{odd} & -- & -- \\"
     assert lines[7:] == [
         r"c & $1.5 \times 10^{-7}$ & 4 \\",

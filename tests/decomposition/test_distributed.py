@@ -59,13 +59,13 @@ def toy(
             h = h + torch.tanh(h @ weights[state]) + h.cumsum(1) / 10
 
     fields: dict[str, Any] = {
-        "model": None,
         "name": "toy",
         "kind": "toy",
         "library": "none",
         "processed": False,
         "bos_id": 7,
         "run": run,
+        "_refresh": lambda view: view,
     }
     fields |= {"hooked": lambda: (), "decode": lambda found: [f"<{i}>" for i in found]}
     fields |= {

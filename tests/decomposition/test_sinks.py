@@ -219,7 +219,7 @@ def test_a_normalised_basis_is_that_of_normed_states(architecture: str) -> None:
             a, b = getattr(basis, name), getattr(expected, name)
             assert (a - b).abs().max() <= 1e-10 * b.abs().max(), (kind, processed, name)
         plain = tlg.decompose(model, rows, progress=False, batch_size=5)
-        bare = [norm.kind is None for norm in norms]
+        bare = [norm.norm_type is None for norm in norms]
         assert all(torch.equal(plain.pos[s], basis.pos[s]) == b for s, b in enumerate(bare))
         assert any("as they are" in f for f in basis.provenance.flags) == any(bare)
         assert any(

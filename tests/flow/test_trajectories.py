@@ -31,7 +31,8 @@ from tl_geometry.flow.skipping import SkipMap, skip_map
 from tl_geometry.flow.truncation import TruncationCurve, truncation_kl
 from tl_geometry.models.control import reinitialized
 from tl_geometry.models.describing import as_view
-from tl_geometry.models.outputs import distances, log_probabilities
+from tl_geometry.models.output_head import distances
+from tl_geometry.models.outputs import log_probabilities
 
 ROOT = Path(tl_geometry.__file__).parent.parent
 KINDS = [
@@ -497,8 +498,7 @@ def test_the_skip_map_covers_every_pair_and_says_what_can_be_skipped(tmp_path):
 
 
 def test_a_block_that_does_nothing_can_be_skipped_for_nothing():
-    view = as_view(deep())
-    block = view.model.blocks[2].original_component
+    block = deep().blocks[2].original_component
     kept = [
         (p, p.detach().clone())
         for n, p in block.named_parameters()

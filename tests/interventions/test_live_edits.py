@@ -245,10 +245,8 @@ def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> No
         with remove_term(model, basis, NAMES, [(1, h) for h in mine[1]]):
             assert close(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)]), right)
         word = {"q": "queries", "k": "keys"}[side]
-        text = (
-            f"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of "
-            ".* with hooks at"
-        )
+        text = rf"{word} of layer 1 of tiny-{architecture}: expected what the layer makes of .* "
+        text += "with hooks at"
         with (
             pytest.raises(ReconstructionError, match=text),
             remove_term(model, basis, NAMES, "L1H1" if group == 1 else "L1H3"),
@@ -270,7 +268,7 @@ def test_a_patched_stream_in_every_kind_of_attention(architecture: str) -> None:
     with torch.no_grad():
         model.run_with_hooks(LONG, fwd_hooks=[*hooks, *keep])
         split = split_scores(seen, LONG, basis, layers=[1], cache=Patched(seen, found, LONG))
-        scores = split._sum() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        scores = split.total() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
         v = found["blocks.1.attn.hook_v"]
         v = v.unflatten(-1, (-1, 8)) if v.dim() == 3 else v
         v = v.repeat_interleave(4 // v.shape[2], 2)
@@ -357,10 +355,8 @@ def test_hooks_that_were_removed_are_noticed() -> None:
         edited = logits(model)
         model.reset_hooks()
         assert torch.equal(logits(model), edited)
-    text = (
-        "an open edit of reset: expected its hooks to stay until the end of the with "
-        "block, got none at .*hook"
-    )
+    text = "an open edit of reset: expected its hooks to stay until the end of the with block, "
+    text += "got none at .*hook"
     with pytest.raises(GeometryError, match=text), remove_term(model, basis, NAMES):
         model.reset_hooks(including_permanent=True)
     assert hooks_of(model) == carried
@@ -440,7 +436,8 @@ def test_the_cache_shows_edited_scores_or_the_edit_says_so(kind: str, architectu
     if not edit.unedited:
         layer = seen.layer(1, plain)
         split = split_scores(seen, LONG, basis, layers=[1])
-        right = split._sum() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        right = split.total() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
+        right = torch.where(split.allowed, right, 0)
         right = (
             right if layer.softcap is None else layer.softcap * torch.tanh(right / layer.softcap)
         )
@@ -679,27 +676,28 @@ def test_weights_that_change_inside_an_edit_are_noticed_or_taken() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_without_the_bos_of_the_basis_are_refused(kind: str) -> None:
-    seen = dataclasses.replace(view(tiny(kind, "gpt2")), bos_id=0)
+    model = tiny(kind, "gpt2")
+    seen = dataclasses.replace(view(model), bos_id=0)
     rows = tokens(batch=16, length=18, seed=2)
     rows[:, 0] = 0
     basis = decompose(seen, rows, progress=False)
     assert basis.provenance.has_bos
     text = "tokens: expected has_bos=True, as in the basis, got has_bos=False"
     with pytest.raises(GeometryError, match=text), remove_term(seen, basis, NAMES):
-        logits(seen.model)
+        logits(model)
     with remove_term(seen, basis, NAMES) as edit:
-        logits(seen.model, rows[:2, :6])
+        logits(model, rows[:2, :6])
         assert edit.flags == []
-        logits(seen.model, rows[:2, :6].index_fill(1, torch.tensor([1]), 0))
+        logits(model, rows[:2, :6].index_fill(1, torch.tensor([1]), 0))
         assert edit.flags == ["prompts that begin with two BOS tokens"]
         if kind == "hooked":  # a pass that begins in the middle embeds no tokens
-            _, cached = seen.model.run_with_cache(rows[:2, :6])
-            seen.model(cached["blocks.1.hook_resid_pre"], start_at_layer=1)
+            _, cached = model.run_with_cache(rows[:2, :6])
+            model(cached["blocks.1.hook_resid_pre"], start_at_layer=1)
     without = dataclasses.replace(
         basis, provenance=dataclasses.replace(basis.provenance, has_bos=False)
     )
     with pytest.raises(GeometryError, match="got has_bos=True"), remove_term(seen, without, NAMES):
-        logits(seen.model, rows[:2, :6])
+        logits(model, rows[:2, :6])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -723,10 +721,8 @@ def test_generation(kind: str, architecture: str) -> None:
         right = model.generate(prompts, use_past_kv_cache=False, **options)
     plain = model.generate(prompts, use_past_kv_cache=False, **options)
     assert not torch.equal(plain, right)
-    text = (
-        r"expected whole prompts, got tokens after 5 others .* Use generate\(\.\.\., "
-        r"use_past_kv_cache=False\)"
-    )
+    text = "expected whole prompts, got tokens after 5 others .* "
+    text += r"Use generate\(\.\.\., use_past_kv_cache=False\)"
     with remove_term(model, basis, NAMES, PAIRS):
         assert torch.equal(model.generate(prompts, use_past_kv_cache=False, **options), right)
         with pytest.raises(GeometryError, match=text):

@@ -165,10 +165,8 @@ def test_refusals() -> None:
     import dataclasses
 
     llama, bert, gpt2 = (tiny("bridge", a) for a in ("llama", "bert", "gpt2"))
-    asked = (
-        "part 'thresholded': expected a part of a W_QK that is one matrix for all "
-        "offsets, got rotary .*Use one of 'structured'"
-    )
+    asked = "part 'thresholded': expected a part of a W_QK that is one matrix for all offsets, "
+    asked += "got rotary .*Use one of 'structured'"
     with (
         pytest.raises(UnsupportedModelError, match=asked),
         surrogate(llama, basis_of(llama), part="thresholded"),

@@ -120,7 +120,7 @@ def test_edits_are_what_they_say(architecture: str) -> None:
         split_of(architecture),
     )
     heads = [(1, h) for h in range(4)]
-    total, terms = split._sum()[:, 4:], {k: v[:, 4:] for k, v in split.terms.items()}
+    total, terms = split.total()[:, 4:], {k: v[:, 4:] for k, v in split.terms.items()}
     mixed, content = terms["pos", "cvec"] + terms["cvec", "pos"], terms["cvec", "cvec"]
     bias = sum((v for k, v in terms.items() if "bias" in k), torch.zeros_like(total))
     expected = {
@@ -179,8 +179,8 @@ def test_edits_of_different_heads_nest_and_of_one_head_are_refused() -> None:
     with (
         pytest.raises(
             GeometryError,
-            match=r"heads: expected heads that no open edit changes, got L0H0, edited "
-            "already. Use one edit",
+            match=r"heads: expected heads that no open edit changes, got L0H0, edited already\. "
+            r"Use one edit",
         ),
         remove_term(model, basis, "content", "L0H0"),
         remove_term(model, basis, "content", "L0H0"),
@@ -486,13 +486,13 @@ def test_the_ten_most_extreme_predictions_hold_in_the_embedded_model() -> None:
 
 
 def test_placebo_has_the_energy_of_the_term() -> None:
-    from tl_geometry.interventions.terms import Splitter, placebo
+    from tl_geometry.interventions.terms import placebo, running_parts
 
     model, basis, split = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2"), split_of("gpt2")
 
     def check(layer: Any) -> None:
         whole = torch.zeros(3, 4, 14, 14)
-        parts = Splitter(basis)(layer, range(4))
+        parts = running_parts(layer, basis, range(4))
         other = -placebo(("cvec-cvec",), 0)(layer, whole, parts, (0, 1, 2, 3))
         term = row_center(split.terms["cvec", "cvec"][:, layer.layer * 4 :][:, :4], layer.allowed)
         assert torch.allclose(other.square().sum((-2, -1)), term.square().sum((-2, -1)), rtol=1e-3)
@@ -530,7 +530,7 @@ def test_an_edit_of_one_head_takes_its_own_bias_and_sink(architecture: str) -> N
     )
     seen = view(model)
     edits = {
-        "remove": (remove_term(model, basis, "position", [(1, 2)]), split._sum() - position),
+        "remove": (remove_term(model, basis, "position", [(1, 2)]), split.total() - position),
         "per head": (edited_scores(seen, edits_for(seen, basis, [(1, 2)], choice)), kept),
     }
     for name, (context, scores) in edits.items():

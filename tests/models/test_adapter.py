@@ -96,15 +96,15 @@ def test_norm_and_weights_reproduce_queries(architecture: str) -> None:
     for kind, processed in loadable(architecture):
         seen = view(tiny(kind, architecture, processed))
         norm, weights = seen.attention_norm(1), seen.weights(1)
-        assert norm.kind == NORMS[architecture]
+        assert norm.norm_type == NORMS[architecture]
         assert weights.W_K.shape == weights.W_Q.shape == (4, 32, 8)
         names = ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_q", "blocks.1.attn.hook_k")
         found = collect(seen.run, tokens(), names)
         h = found[names[0]]
-        centred = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
+        centred = h - h.mean(-1, keepdim=True) if norm.norm_type == "LN" else h
         scale = (
             1.0
-            if norm.kind is None
+            if norm.norm_type is None
             else (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
         )
         x = centred / scale * norm.gain + norm.bias
@@ -226,14 +226,15 @@ def test_training_mode_is_refused_where_it_matters() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fingerprint_is_of_the_weights(kind: str) -> None:
-    one, two = (view(from_hf(hf_model("gpt2"), None, kind=kind)) for _ in range(2))
+    model = from_hf(hf_model("gpt2"), None, kind=kind)
+    one, two = view(model), view(from_hf(hf_model("gpt2"), None, kind=kind))
     other = view(from_hf(hf_model("gpt2", seed=1), None, kind=kind))
-    assert one.fingerprint == two.fingerprint == view(one.model).fingerprint
+    assert one.fingerprint == two.fingerprint == view(model).fingerprint
     assert len(one.fingerprint) == 16
     assert one.fingerprint != other.fingerprint
     with torch.no_grad():
-        next(iter(one.model.parameters()))[3, 4] += 1e-3
-    assert view(one.model).fingerprint != two.fingerprint
+        next(iter(model.parameters()))[3, 4] += 1e-3
+    assert view(model).fingerprint != two.fingerprint
 
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")

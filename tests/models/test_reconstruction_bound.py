@@ -15,14 +15,14 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import ReconstructionError
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.models import facts, from_hf, layers, view
+from tl_geometry.models import facts, finding, from_hf, layers, view
 from tl_geometry.models.checking import check_model
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.layers import check_scores
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.precision import widened
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.verifying import check_scores
 
 needs_hooked = pytest.mark.skipif(
     not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer"
@@ -187,7 +187,7 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
     for kind, processed in loadable(architecture)[::2]:
         model = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
         layers_of(view(model), tokens())
-        monkeypatch.setattr(facts.FactFinder, "find", lambda self: off_by(FIND(self), factor))
+        monkeypatch.setattr(finding.FactFinder, "find", lambda self: off_by(FIND(self), factor))
         again = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
         with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
             layers_of(view(again), tokens())
@@ -199,7 +199,7 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
         monkeypatch.undo()
 
 
-FIND = facts.FactFinder.find
+FIND = finding.FactFinder.find
 
 
 def off_by(found: facts.Facts, factor: float) -> facts.Facts:

@@ -222,7 +222,7 @@ def test_final_norm_is_hugging_face_s_last_hidden_state(
     rows = ids[:48].view(2, 24)
     with torch.no_grad():
         expected = gpt2(rows, output_hidden_states=True).hidden_states
-    for used, same in ((protocol.with_final_norm(view), True), (view, False)):
+    for used, same in ((view.with_final_norm(), True), (view, False)):
         caught = caught_states(used, rows)
         assert torch.allclose(caught[-1], expected[-1], atol=1e-4) == same
         assert torch.allclose(caught[0], expected[0], atol=1e-4)

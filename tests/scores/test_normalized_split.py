@@ -80,7 +80,7 @@ def test_terms_sum_to_the_same_scores(architecture: str) -> None:
         bound = reconstruction_bound(2**-24, max(raw.scale, normed.scale))
         assert float((total - raw.total())[:, raw.allowed].abs().max()) <= bound
         assert torch.allclose(normed.pattern(), raw.pattern(), atol=2 * bound)
-        same = view(model).attention_norm(0).kind is None
+        same = view(model).attention_norm(0).norm_type is None
         differ = max(float((normed[t] - raw[t]).abs().max()) for t in raw.terms)
         assert differ < 1e-3 if same else differ > 0.5, "other terms, unless nothing is normed"
 

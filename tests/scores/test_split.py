@@ -3,6 +3,7 @@ planted faults are caught."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -112,7 +113,7 @@ def test_float64_closes_to_1e_12(architecture: str) -> None:
     for kind in exact:
         split = split_of(kind, architecture, dtype=torch.float64)
         single = (
-            view(tiny(kind, architecture, dtype=torch.float64)).layer_facts(1)["arithmetic"]
+            view(tiny(kind, architecture, dtype=torch.float64)).describe_layer(1)["arithmetic"]
             != "float64"
         )
         assert single == (
@@ -558,7 +559,9 @@ def planted(seen: ModelView, change: Change) -> ModelView:
     def run_layers(ids: Tensor, layers: Any, on_layer: Any, *, verify: bool = True) -> None:
         seen.run_layers(ids, layers, lambda layer: on_layer(change(layer)), verify=verify)
 
-    return dataclasses.replace(seen, run_layers=run_layers)
+    changed = copy.copy(seen)
+    object.__setattr__(changed, "run_layers", run_layers)
+    return changed
 
 
 def with_map(
@@ -779,7 +782,9 @@ def test_direct_effects_are_differences_of_logits(architecture: str) -> None:
 
         def read(x: Tensor, h: Tensor = h, norm: Any = norm, seen: ModelView = seen) -> Tensor:
             centre = (
-                (lambda y: y - y.mean(-1, keepdim=True)) if norm.kind == "LN" else (lambda y: y)
+                (lambda y: y - y.mean(-1, keepdim=True))
+                if norm.norm_type == "LN"
+                else (lambda y: y)
             )
             scale = (centre(h).square().mean(-1, keepdim=True) + norm.eps).sqrt()
             return (centre(x) / scale * norm.gain.double()) @ seen.unembed().double()[:, [5, 9]]

@@ -74,7 +74,7 @@ def test_layernorm_forgets_scale_and_shift_and_its_cosines_are_correlations(
 
 
 def test_the_deficit_of_a_long_vector_survives_rounding() -> None:
-    g = projection.norm_geometry(1e6 * normal(1, 100), eps=1e-5, kind="RMS")
+    g = projection.norm_geometry(1e6 * normal(1, 100), eps=1e-5, norm_type="RMS")
     length = float(torch.linalg.vector_norm(1e6 * normal(1, 100)))
     assert float(g.deficit) == pytest.approx(10 * 100 * 1e-5 / (2 * length**2), rel=1e-6)
 
@@ -199,8 +199,8 @@ def test_umap_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(GeometryError, match="kind: expected one of 'LN', 'RMS', got 'BN'"):
-        projection.norm_geometry(torch.ones(2, 3), kind="BN")
+    with pytest.raises(GeometryError, match="norm_type: expected one of 'LN', 'RMS', got 'BN'"):
+        projection.norm_geometry(torch.ones(2, 3), norm_type="BN")
     with pytest.raises(GeometryError, match="eps: expected a number of at least 0"):
         projection.norm_geometry(torch.ones(2, 3), eps=-1.0)
     with pytest.raises(GeometryError, match="points: expected at least two states"):

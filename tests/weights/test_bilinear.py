@@ -339,13 +339,13 @@ def layer(seed: int = 0, *, heads: int = 2, size: int = 10, width: int = 4) -> H
 @pytest.mark.parametrize("norm_kind", ["LN", "RMS", None])
 def test_folding_before_or_after_gives_the_same_matrix(kind: str, norm_kind: str | None) -> None:
     w, gain = layer(), 1 + normal(10, seed=4)
-    norm = NormWeights(kind=norm_kind, gain=gain, bias=normal(10), eps=1e-5)
+    norm = NormWeights(norm_type=norm_kind, gain=gain, bias=normal(10), eps=1e-5)
     folded = HeadWeights(
         **{n: gain[:, None] * getattr(w, n) for n in ("W_Q", "W_K", "W_V")},
         **{n: getattr(w, n) for n in ("W_O", "b_Q", "b_K", "b_V", "b_O")},
     )
     unit = NormWeights(
-        kind=norm_kind, gain=torch.ones(10).double(), bias=torch.zeros(10).double(), eps=1e-5
+        norm_type=norm_kind, gain=torch.ones(10).double(), bias=torch.zeros(10).double(), eps=1e-5
     )
     W = dense(bilinear.fold(w, norm, kind))
     close(W, dense(bilinear.fold(folded, unit, kind)))
@@ -380,6 +380,6 @@ def test_factors_of_a_factored_matrix_and_errors() -> None:
     with pytest.raises(GeometryError, match="matrix: expected one of 'QK', 'OV', got 'KQ'"):
         bilinear.fold(
             layer(),
-            NormWeights(kind="LN", gain=torch.ones(10), bias=torch.zeros(10), eps=0.0),
+            NormWeights(norm_type="LN", gain=torch.ones(10), bias=torch.zeros(10), eps=0.0),
             "KQ",
         )

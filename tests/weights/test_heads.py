@@ -104,7 +104,7 @@ def test_the_score_is_the_bilinear_form_of_the_factors_at_every_offset() -> None
         s = seen[1]
         for offset in (0, 5) if view.position == "rotary" else (0,):
             ((_, f),) = vocabulary.factors_of(view, [1], "QK", offsets=(offset,))
-            x = remove_mean(s.h, s.norm.kind)[0].double()
+            x = remove_mean(s.h, s.norm.norm_type)[0].double()
             i, j = 9, 9 - offset
             scale = (s.q_scale[0, i] * s.k_scale[0, j]).double()
             ours = scale * torch.einsum("d,hde,hfe,f->h", x[i], f.left, f.right, x[j])
@@ -141,8 +141,8 @@ def test_the_sum_over_heads_of_all_terms_is_the_attention_block(architecture: st
     h = found[names[0]]
     x = (
         h
-        if norm.kind is None
-        else projection.norm_geometry(h, norm.gain, norm.bias, norm.eps, norm.kind).y
+        if norm.norm_type is None
+        else projection.norm_geometry(h, norm.gain, norm.bias, norm.eps, norm.norm_type).y
     )
     d = {
         n: getattr(w, n).double() for n in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")

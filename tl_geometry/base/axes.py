@@ -7,7 +7,8 @@ annotation.
 from __future__ import annotations
 
 AXES: dict[str, str] = {
-    "state": "residual stream states: 0 the embedding output, l the input of block l, n_layers the stream before the final norm",
+    "state": "residual stream states: 0 the embedding output, l the input of block l, n_layers the "
+    "stream before the final norm",
     "layer": "blocks (attention and MLP), 0 to n_layers - 1",
     "context": "sequences of a corpus",
     "batch": "sequences of one forward pass or of one prompt set",

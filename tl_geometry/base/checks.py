@@ -18,6 +18,7 @@ __all__ = [
     "describe",
     "fail",
     "finite",
+    "head_rows",
     "heads",
     "index",
     "indices",
@@ -145,6 +146,25 @@ def heads(
         instead="either heads= or layers=",
     )
     return tuple(dict.fromkeys(out))
+
+
+def head_rows(
+    values: Any, present: Sequence[tuple[int, int]], instead: str | None = None
+) -> list[int]:
+    """Rows of heads in a result whose rows are the heads ``present``; all rows for ``None``.
+
+    >>> head_rows(["L1H1", (0, 1)], [(0, 1), (1, 0), (1, 1)])
+    [2, 0]
+    """
+    if values is None:
+        return list(range(len(present)))
+    n_layers, n_heads = (1 + max(pair[i] for pair in present) for i in (0, 1))
+    chosen = heads(values, n_layers, n_heads)
+    missing = [pair for pair in chosen if pair not in present]
+    layers = sorted({layer for layer, _ in present})
+    expected = f"a head of layers {layers} that the result has"
+    require(not missing, "heads", expected=expected, got=missing, instead=instead)
+    return [present.index(pair) for pair in chosen]
 
 
 def window(value: tuple[int, int] | None, length: int, default_start: int) -> tuple[int, int]:

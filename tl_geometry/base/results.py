@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SOURCES = {
-    "song2023": "Song & Zhong 2023, Uncovering hidden geometry in Transformers via disentangling position and context, arXiv:2310.04861",
-    "sarfati2025": "Sarfati et al. 2025, Lines of Thought in Large Language Models, arXiv:2410.01545",
-    "molina2023": "Molina 2023, Traveling Words: A Geometric Interpretation of Transformers, arXiv:2309.07315",
+    "song2023": "Song & Zhong 2023, Uncovering hidden geometry in Transformers via disentangling "
+    "position and context, arXiv:2310.04861",
+    "sarfati2025": "Sarfati et al. 2025, Lines of Thought in Large Language Models, "
+    "arXiv:2410.01545",
+    "molina2023": "Molina 2023, Traveling Words: A Geometric Interpretation of Transformers, "
+    "arXiv:2309.07315",
 }
 """The works that results cite, by key."""
 

@@ -27,6 +27,7 @@ from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.corpus import cutting as token_math
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, double_bos
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.states import state_of
 
 REPACK = (
     "tl_geometry.windows(model, texts, length) for windows of one length, "
@@ -475,19 +476,5 @@ def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[i
     if given is None or not isinstance(given, Iterable) or isinstance(given, Tensor | np.ndarray):
         return checks.indices(given, count, "states")
     return checks.indices(
-        [_state(v, count, hooks) if isinstance(v, str) else v for v in given], count, "states"
+        [state_of(v, count, hooks) if isinstance(v, str) else v for v in given], count, "states"
     )
-
-
-def _state(name: str, count: int, hooks: Sequence[str]) -> int:
-    if name in hooks:
-        return hooks.index(name)
-    encoder = any(h.endswith("hook_normalized_resid_post") for h in hooks)
-    last = (
-        "hook_normalized_resid_post" if encoder else "hook_resid_post"
-    )  # before the last norm of a block it is no state
-    found = re.fullmatch(rf"blocks\.(\d+)\.(hook_resid_pre|{last})", name)
-    state = -1 if found is None else int(found[1]) + int(found[2] == last)
-    expected = f'a number from 0 to {count - 1} or a hook such as "blocks.1.hook_resid_pre"'
-    require(0 <= state < count, "states", expected=expected, got=repr(name))
-    return state

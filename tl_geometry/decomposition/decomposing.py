@@ -22,8 +22,9 @@ from tl_geometry.decomposition.accumulation import Accumulation, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.streaming import run_corpus
 from tl_geometry.models.batches import batch_of, device_of
-from tl_geometry.models.describing import as_view, cached_states
+from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.states import states_from_cache
 
 
 def decompose(
@@ -260,7 +261,7 @@ def _activations(source: Any) -> tuple[Tensor, Provenance]:
         got=describe(source),
         instead=instead,
     )
-    h = cached_states(source).detach()
+    h = states_from_cache(source).detach()
     return h, Provenance(
         corpus="ActivationCache",
         dtype=str(h.dtype).removeprefix("torch."),

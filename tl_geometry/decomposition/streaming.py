@@ -126,7 +126,7 @@ def state_norms(
     norms = {
         row: norm
         for row, s in enumerate(states)
-        if (norm := found[s]) is not None and norm.kind is not None
+        if (norm := found[s]) is not None and norm.norm_type is not None
     }
     bare = [s for row, s in enumerate(states) if row not in norms and s < view.n_layers]
     flags = (

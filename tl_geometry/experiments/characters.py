@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Provenance
@@ -32,6 +31,7 @@ from tl_geometry.experiments.outcome import (
 )
 from tl_geometry.experiments.random_tokens import held_out_windows, text_windows
 from tl_geometry.experiments.setup import SCALES, Setup, run_training
+from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.render import experiments as views
 from tl_geometry.render import measures as measure_views
 from tl_geometry.reproduce.tables import published_tables
@@ -111,10 +111,7 @@ def held_out_loss(model: Any, windows: Int[Tensor, "context position"], batch: i
     device, total = next(model.parameters()).device, 0.0
     with torch.inference_mode():
         for part in windows.to(device).split(batch):
-            logits = model(part).logits[:, :-1]
-            total += F.cross_entropy(
-                logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
-            ).item()
+            total += next_token_losses(model(part).logits, part).sum(dtype=torch.float64).item()
     return total / windows[:, 1:].numel()
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry.base.checks import describe, finite, index, indices
+from tl_geometry.base.checks import finite, index, indices
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
@@ -342,7 +342,7 @@ def trajectories(
         sources=SOURCE,
         flags=tuple(flags),
     )
-    last = final_norm(view, X[:, -1]) if post_norm and view.n_layers in chosen else None
+    last = view.after_final_norm(X[:, -1]) if post_norm and view.n_layers in chosen else None
     provenance = provenance.flagged(FOLDED) if last is not None and view.processed else provenance
     return Trajectories(
         X=X,
@@ -416,27 +416,3 @@ def _store(into: Tensor, row: int, position: int) -> Hook:
         into[:, row] = h[:, position].detach().to(into)
 
     return hook
-
-
-def final_norm(
-    view: ModelView, states: Float[Tensor, "trajectory d_model"]
-) -> Float[Tensor, "trajectory d_model"]:
-    """Last states after the model's own final norm, by calling it (without gain and bias where
-    those were folded into the unembedding)."""
-    norm = getattr(view.model, "ln_final", None)
-    if norm is None or not view.causal:
-        fail(
-            "post_norm",
-            expected="a decoder with a final norm",
-            got=f"{view.kind} {view.name}",
-            instead="post_norm=False",
-        )
-    with torch.no_grad():
-        out = [norm(part.to(view.device, view.dtype)[:, None])[:, 0] for part in states.split(4096)]
-    require(
-        isinstance(out[0], Tensor),
-        "post_norm",
-        expected="a tensor from the final norm",
-        got=describe(out[0]),
-    )
-    return torch.cat(out).to(states)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tl_geometry.flow.residuals import LayerMap
 from tl_geometry.models.model_view import Hook, ModelView
-from tl_geometry.models.outputs import PilotRuns, distances, log_probabilities, pilot_runs
+from tl_geometry.models.output_head import distances, token_losses
+from tl_geometry.models.outputs import PilotRuns, log_probabilities, pilot_runs
+from tl_geometry.models.running import keep
 
 METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
 Pair = tuple[int, int]
@@ -24,15 +26,12 @@ Key = tuple[str, str, str]
 """A place, a type of map and a metric."""
 
 
-def take(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor] | None) -> Hook:
-    """A hook that keeps a state: whole, or at (row, position) in float32 on the CPU."""
+def keep_at(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor]) -> Hook:
+    """A hook that keeps a state at (row, position), in float32 on the CPU."""
 
     def hook(h: Tensor) -> None:
-        into[state] = (
-            h.detach()
-            if where is None
-            else h.detach()[where[0].to(h.device), where[1].to(h.device)].float().cpu()
-        )
+        row, position = (at.to(h.device) for at in where)
+        into[state] = h.detach()[row, position].float().cpu()
 
     return hook
 
@@ -79,10 +78,10 @@ class Measure:
         clean: dict[int, Tensor] = {}
         starts = {a for (a, _), _ in self.jobs[place]}
         plain = log_probabilities(
-            view, tokens, {view.state_hooks[s]: take(clean, s, None) for s in starts}, column=column
+            view, tokens, {view.state_hooks[s]: keep(clean, s) for s in starts}, column=column
         )
         own = _from_second(plain, place)
-        own_loss = _loss(own, target)
+        own_loss = token_losses(own, target)
         self.loss.setdefault(place, []).append(own_loss.mean(1))
         runs = pilot_runs(view, tokens, plain, self.limit) if place == "pilot" else None
         copies = max(1, self.limit // len(tokens)) if runs is None else runs.copies
@@ -96,7 +95,7 @@ class Measure:
             for job, part in zip(
                 group, _from_second(changed, place).split(len(tokens)), strict=True
             ):
-                self._record(place, job, part, own, _loss(part, target) - own_loss)
+                self._record(place, job, part, own, token_losses(part, target) - own_loss)
             self.bar.update(len(group) * len(tokens))
 
     def _run(
@@ -157,7 +156,3 @@ def _moved(found: LayerMap, state: Tensor, place: str) -> Tensor:
 
 def _from_second(values: Tensor, place: str) -> Tensor:
     return values[:, None] if place == "pilot" else values[:, 1:]
-
-
-def _loss(log_p: Tensor, target: Tensor) -> Tensor:
-    return -log_p.gather(-1, target.to(log_p.device)[..., None])[..., 0]

@@ -20,7 +20,7 @@ from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
-from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, take
+from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_at
 from tl_geometry.flow.residuals import LayerMap, MapsFrom, flow_map
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
@@ -364,7 +364,7 @@ def _collect(
             picked = (torch.rand(len(part), positions - 1, generator=generator) < share).nonzero()
             where = (picked[:, 0], picked[:, 1] + 1)
         found: dict[int, Tensor] = {}
-        view.run(part[:, :-1], {view.state_hooks[s]: take(found, s, where) for s in states})
+        view.run(part[:, :-1], {view.state_hooks[s]: keep_at(found, s, where) for s in states})
         out.append(torch.stack([found[s] for s in states], dim=1))
     return torch.cat(out)
 

@@ -25,13 +25,8 @@ from tl_geometry.flow.ensemble import (
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
-from tl_geometry.models.outputs import (
-    distances,
-    log_probabilities,
-    output_batch,
-    pilot_runs,
-    require_output,
-)
+from tl_geometry.models.output_head import distances
+from tl_geometry.models.outputs import log_probabilities, output_batch, pilot_runs, require_output
 
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 """Published numbers of directions; those that the aligned bases do not have are left out, all of

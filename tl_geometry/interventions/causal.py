@@ -37,7 +37,8 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live import edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.outputs import output_batch, require_output
+from tl_geometry.models.output_head import token_losses
+from tl_geometry.models.outputs import log_probabilities, output_batch, require_output
 from tl_geometry.scores.head_types import period_for, repeated_random_tokens, token_range
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
@@ -139,11 +140,8 @@ class _Sums:
         ``[batch position d_vocab]``."""
         counted = counted[:, 1:].to(log_p.device)
         seen, base = log_p[:, :-1][counted], clean[:, :-1][counted]
-        self.loss -= float(
-            seen.gather(-1, tokens[:, 1:].to(log_p.device)[counted].unsqueeze(-1)).sum(
-                dtype=torch.float64
-            )
-        )
+        targets = tokens[:, 1:].to(log_p.device)[counted]
+        self.loss += float(token_losses(seen, targets).sum(dtype=torch.float64))
         self.kl += float((base.exp() * (base - seen)).sum(dtype=torch.float64))
         self.count += int(counted.sum())
 
@@ -169,9 +167,7 @@ def measure_effects(
             clean: Tensor | None = None
             for name, make in conditions.items():
                 with make():
-                    logits = view.run(batch, {}, logits=True)
-                require(logits is not None, "logits", expected="logits of the model", got="none")
-                log_p = (logits if logits is not None else batch).float().log_softmax(-1)
+                    log_p = log_probabilities(view, batch, {}, column=None)
                 clean = log_p if clean is None else clean
                 sums[name].add(log_p, clean, batch, chosen)
                 bar.update(1)
@@ -292,20 +288,12 @@ def necessity_sufficiency(
     def note(layer: LayerView, at: tuple[int, ...], cosine: Tensor) -> None:
         cosines.append(float(cosine.mean()))
 
-    def condition(change: Change) -> Any:
-        edits = edits_for(view, basis, chosen, change)
-        return lambda: edited_scores(view, edits)
-
-    made: dict[str, Any] = {
-        "clean": nullcontext,
-        "bias terms only": condition(keeping(())),
-        "keep": condition(keeping(names)),
-    }
-    made |= {"remove": condition(removing(names))}
-    made |= {
-        f"placebo {i}": condition(placebo(names, 1000 * seed + i, placebos, note))
-        for i in range(seeds)
-    }
+    changes = {"bias terms only": keeping(()), "keep": keeping(names), "remove": removing(names)}
+    for i in range(seeds):
+        changes[f"placebo {i}"] = placebo(names, 1000 * seed + i, placebos, note)
+    made: dict[str, Any] = {"clean": nullcontext}
+    for name, change in changes.items():
+        made[name] = _edited(view, basis, chosen, change)
     loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
     n = len(CONDITIONS)
     similar = sum(cosines) / len(cosines)
@@ -356,61 +344,65 @@ def dominant_only(
     _require_same_vocabulary(view, "dominant_only")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
+    _require_all_heads(view, table)
+
+    def kept(shares: Tensor, names: Sequence[str]) -> Change:
+        return per_head(_largest_terms(table, shares, names))
+
+    generator = torch.Generator().manual_seed(seed)
+    before = {
+        "dominant term": kept(table.cs, table.terms),
+        "dominant group": kept(table.group_cs, table.groups),
+    }
+    random = {
+        f"random term {i}": kept(torch.rand(table.cs.shape, generator=generator), table.terms)
+        for i in range(draws)
+    }
+    after = {"bias terms only": keeping(()), "uniform attention": uniform()}
+    made: dict[str, Any] = {"clean": nullcontext}
+    for name, change in (before | random | after).items():
+        made[name] = _edited(view, basis, table.heads, change)
+    measured = _measured(view, basis, rows, made, 1234 + seed, progress)
+    first, last = 1 + len(before), 1 + len(before) + draws
+    loss, induction, kl = (
+        torch.cat([v[:first], v[first:last].mean(0, keepdim=True), v[last:]]) for v in measured
+    )
+    return Effects(
+        provenance=view.provenance(rows, window=basis.window, seed=seed),
+        conditions=("clean", *before, "random term", *after),
+        loss=loss,
+        induction_loss=induction,
+        kl=kl,
+    )
+
+
+def _edited(view: ModelView, basis: PositionContext, heads: HeadsLike, change: Change) -> Any:
+    """A condition: a function that makes the context manager of an edit."""
+    edits = edits_for(view, basis, heads, change)
+    return lambda: edited_scores(view, edits)
+
+
+def _require_all_heads(view: ModelView, table: SweepTable) -> None:
+    """Refuse a sweep of another model, or of some heads."""
     again, mark = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
-    known = f"a sweep of {table.provenance.model} ({mark})"
     require(
         mark in (None, view.fingerprint),
         "table",
         expected=f"a sweep of {view.name} ({view.fingerprint})",
-        got=known,
+        got=f"a sweep of {table.provenance.model} ({mark})",
         instead=again,
     )
-    everything = tuple(
-        (layer, head) for layer in range(view.n_layers) for head in range(view.n_heads)
-    )
+    everything = checks.heads(None, view.n_layers, view.n_heads)
     missing = [head for head in everything if head not in table.heads]
-    require(
-        not missing,
-        "table",
-        expected="a row for every head",
-        got=f"none for {missing[:4]}",
-        instead=again,
-    )
+    got = f"none for {missing[:4]}"
+    require(not missing, "table", expected="a row for every head", got=got, instead=again)
 
-    def best(shares: Tensor, names: Sequence[str]) -> dict[tuple[int, int], tuple[str, ...]]:
-        top = torch.where(torch.isnan(shares), -torch.inf, shares).argmax(-1).tolist()
-        uniform_head = torch.isnan(shares).any(-1).tolist()
-        return {
-            h: () if u else terms_of(names[i])
-            for h, i, u in zip(table.heads, top, uniform_head, strict=True)
-        }
 
-    def condition(change: Change) -> Any:
-        edits = edits_for(view, basis, everything, change)
-        return lambda: edited_scores(view, edits)
-
-    generator = torch.Generator().manual_seed(seed)
-    made: dict[str, Any] = {"clean": nullcontext}
-    made |= {"dominant term": condition(per_head(best(table.cs, table.terms)))}
-    made |= {"dominant group": condition(per_head(best(table.group_cs, table.groups)))}
-    for i in range(draws):
-        made[f"random term {i}"] = condition(
-            per_head(best(torch.rand(table.cs.shape, generator=generator), table.terms))
-        )
-    made |= {"bias terms only": condition(keeping(())), "uniform attention": condition(uniform())}
-    loss, induction, kl = _measured(view, basis, rows, made, 1234 + seed, progress)
-    join = lambda v: torch.cat([v[:3], v[3 : 3 + draws].mean(0, keepdim=True), v[3 + draws :]])  # noqa: E731
-    return Effects(
-        provenance=view.provenance(rows, window=basis.window, seed=seed),
-        conditions=(
-            "clean",
-            "dominant term",
-            "dominant group",
-            "random term",
-            "bias terms only",
-            "uniform attention",
-        ),
-        loss=join(loss),
-        induction_loss=join(induction),
-        kl=join(kl),
-    )
+def _largest_terms(
+    table: SweepTable, shares: Tensor, names: Sequence[str]
+) -> dict[tuple[int, int], tuple[str, ...]]:
+    """The term or group of the largest share of each head, none for uniform heads."""
+    top = torch.where(torch.isnan(shares), -torch.inf, shares).argmax(-1).tolist()
+    is_uniform = torch.isnan(shares).any(-1).tolist()
+    found = zip(table.heads, top, is_uniform, strict=True)
+    return {head: () if nothing else terms_of(names[i]) for head, i, nothing in found}

@@ -62,7 +62,7 @@ class OffsetReplacement:
         """``x W'_D x^T`` per head, in the running forward pass."""
         if self.part == "whole":
             return product_of(seen, seen.h, self.heads)
-        x = remove_mean(seen.h, seen.norm.kind)
+        x = remove_mean(seen.h, seen.norm.norm_type)
         V = self.V.to(x)
         inside = x @ V @ V.mT
         if self.part == "low_rank":

@@ -41,6 +41,7 @@ from tl_geometry.models.live import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.outputs import next_token_loss
 from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance
@@ -62,7 +63,7 @@ class Replacement(NamedTuple):
 
     def product(self, seen: LayerView) -> Float[Tensor, "batch head query key"]:
         """``x W' x^T`` per head, in the running forward pass."""
-        x, chosen = remove_mean(seen.h, seen.norm.kind), list(self.heads)
+        x, chosen = remove_mean(seen.h, seen.norm.norm_type), list(self.heads)
         scaled = (
             einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d")
             for s in (seen.q_scale, seen.k_scale)
@@ -85,7 +86,8 @@ def structured_part(
     """Left and right factors of a part (see :data:`PARTS`) without its diagonal; ``None`` for a
     part that is only diagonal.
 
-    >>> V = torch.linalg.qr(torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).Q
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> V = torch.linalg.qr(torch.randn(6, 2, generator=generator, dtype=torch.float64)).Q
     >>> W = Factors(V[None], V[None])
     >>> found = structured_part(W, V, "low_rank", k=2)
     >>> bool(torch.allclose(found.left @ found.right.mT, W.left @ W.right.mT))
@@ -159,7 +161,7 @@ def replacements(
     out: dict[int, Replacement | OffsetReplacement] = {}
     for layer in layers:
         mine = tuple(h for l, h in heads if l == layer)
-        rows, centered = basis.pos[basis.index(layer)], view.attention_norm(layer).kind == "LN"
+        rows, centered = basis.pos[basis.index(layer)], view.attention_norm(layer).norm_type == "LN"
         directions, _, found = bilinear.leading_directions(
             rows, min(60, view.d_model), centered=centered
         )
@@ -314,16 +316,11 @@ def surrogate_effect(
     )
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
-    parts = (
-        offset_parts(view)
-        if parts is None
-        else (parts,)
-        if isinstance(parts, str)
-        else tuple(parts)
+    wanted = offset_parts(view) if parts is None else parts
+    parts = tuple(
+        choice(p, PARTS, "part") for p in ([wanted] if isinstance(wanted, str) else wanted)
     )
-    for part in parts:
-        choice(part, PARTS, "part")
-    clean = _loss(view, rows.tokens)
+    clean = next_token_loss(view, rows.tokens)
     losses: list[float] = []
     moved: list[Tensor] = []
     for part in parts:
@@ -343,7 +340,7 @@ def surrogate_effect(
                 distance[seen.layer, h] = distance.get((seen.layer, h), 0.0) + v
 
         with surrogate(view, basis, pairs, part, rank=rank, seed=seed, on_pattern=record):
-            losses.append(_loss(view, rows.tokens))
+            losses.append(next_token_loss(view, rows.tokens))
         moved.append(torch.tensor([distance.get(pair, torch.nan) for pair in pairs]))
     return SurrogateEffect(
         provenance=dataclasses.replace(
@@ -360,15 +357,3 @@ def surrogate_effect(
         loss=torch.tensor(losses, dtype=torch.float64),
         moved=torch.stack(moved),
     )
-
-
-def _loss(view: ModelView, tokens: Tensor) -> float:
-    """Mean next-token loss in nats."""
-    total, count = 0.0, 0
-    for part in tokens.split(8):
-        logits = view.run(part, {}, logits=True)
-        require(logits is not None, "logits", expected="logits of the model", got="none")
-        scores = (logits if logits is not None else part)[:, :-1].float().log_softmax(-1).cpu()
-        total -= float(scores.gather(-1, part[:, 1:, None].cpu()).double().sum())
-        count += part[:, 1:].numel()
-    return total / count

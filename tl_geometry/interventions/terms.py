@@ -6,10 +6,12 @@ are those of the running forward pass, so that an edit in an early layer changes
 takes away. With S the scores of a head and X the term:
 
     remove      S - X
-    keep        X + the terms with bias on either side (compare with those alone:
-    ``keep_term(model, basis, (), heads)``) mean        S - X + (mean of X over the batch at each
-    cell) placebo     S - X', X' the term of another prompt (or at permuted key positions),
-    row-centred and rescaled to the energy of X
+    keep        X + the terms with bias on either side
+    mean        S - X + (mean of X over the batch at each cell)
+    placebo     S - X', X' the term of another prompt (or at permuted key positions),
+                row-centred and rescaled to the energy of X
+
+What is kept is compared with the bias terms alone, ``keep_term(model, basis, (), heads)``.
 """
 
 from __future__ import annotations
@@ -95,23 +97,18 @@ def weighted_score(
     return scores if bias is None else scores + alibi.to(scores)[:, None, None] * bias
 
 
-class Splitter:
+def running_parts(layer: LayerView, basis: PositionContext, heads: Sequence[int]) -> ProjectedParts:
     """Parts of the running forward pass for some heads, with gradients, from the weights as they
     are now."""
-
-    def __init__(self, basis: PositionContext) -> None:
-        self.basis = basis
-
-    def __call__(self, layer: LayerView, heads: Sequence[int]) -> ProjectedParts:
-        length = layer.h.shape[1]
-        require(
-            length <= self.basis.length,
-            "tokens",
-            expected=f"at most {self.basis.length} positions, as the basis has seen",
-            got=length,
-            instead="decompose(...) on windows of this length",
-        )
-        return split_heads(layer, project_basis(layer, self.basis, length), list(heads))
+    length = layer.h.shape[1]
+    require(
+        length <= basis.length,
+        "tokens",
+        expected=f"at most {basis.length} positions, as the basis has seen",
+        got=length,
+        instead="decompose(...) on windows of this length",
+    )
+    return split_heads(layer, project_basis(layer, basis, length), list(heads))
 
 
 Change = Callable[[LayerView, Tensor, ProjectedParts, tuple[int, ...]], Tensor]
@@ -131,18 +128,14 @@ def edits_for(
     basis.check_model(view)
     basis.require_identifiable("interventions")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    splitter = Splitter(basis)
 
     def check_tokens(ids: Tensor) -> str | None:
         if view.bos_id is None:
             return None
         bos = ids[:, :2] == view.bos_id
         basis.check_model(view, bool(bos[:, 0].all()))
-        return (
-            "prompts that begin with two BOS tokens"
-            if bos.shape[1] == 2 and bool(bos.all(-1).any())
-            else None
-        )
+        twice = bos.shape[1] == 2 and bool(bos.all(-1).any())
+        return "prompts that begin with two BOS tokens" if twice else None
 
     out: list[Edit] = []
     for at in sorted({layer for layer, _ in chosen}):
@@ -150,7 +143,7 @@ def edits_for(
         mine = tuple(sorted(head for layer, head in chosen if layer == at))
 
         def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
-            return change(layer, whole, splitter(layer, mine), mine)
+            return change(layer, whole, running_parts(layer, basis, mine), mine)
 
         out.append(Edit(at, mine, scores, check_tokens))
     return out
@@ -220,7 +213,9 @@ def placebo(
         else:
             order = torch.randperm(raw.shape[-1], generator=torch.Generator().manual_seed(seed))
             other = row_center(
-                _term_score(Parts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi),
+                _term_score(
+                    ProjectedParts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi
+                ),
                 allowed,
             )
         norm, own = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (other, term))

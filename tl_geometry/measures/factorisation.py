@@ -88,7 +88,7 @@ def kernel_gaps(
     )
     width, per_layer, found = geometry.L.shape[-1], view.n_heads, []
     for i, layer in enumerate(geometry.layers):
-        row, norm = basis.index(layer), view.attention_norm(layer).kind
+        row, norm = basis.index(layer), view.attention_norm(layer).norm_type
         norm = "LN" if norm == "LN" else None
         pos = remove_mean(basis.pos[row], norm)
         h = basis.samples[:, row, slice(*basis.window)].double()

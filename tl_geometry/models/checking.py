@@ -15,8 +15,9 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Result
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.states import AFTER
 
 VERDICTS = ("supported", "verified", "reported", "refused")
 Row = tuple[str, str, str]
@@ -67,38 +68,20 @@ def check_model(model: Any) -> ModelReport:
     ()
     """
     view = as_view(model)
-    rows: list[Row] = [
-        ("model", f"{view.name} ({view.fingerprint})", "supported"),
-        ("class", f"{view.kind}, {view.library}", "supported"),
-        (
-            "weights",
-            f"{'processed' if view.processed else 'as trained'}, {str(view.dtype).removeprefix('torch.')}, {view.device}",
-            "supported",
-        ),
-        (
-            "size",
-            f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, n_ctx {view.n_ctx}, d_vocab {view.d_vocab}",
-            "supported",
-        ),
-        (
-            "position",
-            f"{view.position}, {'causal' if view.causal else 'bidirectional'}",
-            "supported",
-        ),
-        (
-            "states",
-            f"{view.n_layers + 1}, last {view.state_hooks[-1]}",
-            "verified, state l+1 is the output of block l",
-        ),
-        (
-            "text",
-            "tokenizer"
-            if hasattr(view.model, "tokenizer") and view.model.tokenizer
-            else "token ids only",
-            "supported",
-        ),
-        _head(view),
-    ]
+    weights = "processed" if view.processed else "as trained"
+    size = f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}"
+    facts = {
+        "model": f"{view.name} ({view.fingerprint})",
+        "class": f"{view.kind}, {view.library}",
+        "weights": f"{weights}, {view.dtype_name}, {view.device}",
+        "size": f"{size}, n_ctx {view.n_ctx}, d_vocab {view.d_vocab}",
+        "position": f"{view.position}, {'causal' if view.causal else 'bidirectional'}",
+        "text": "tokenizer" if view.has_tokenizer else "token ids only",
+    }
+    rows: list[Row] = [(name, value, "supported") for name, value in facts.items()]
+    states = f"{view.n_layers + 1}, last {view.state_hooks[-1]}"
+    rows.insert(-1, ("states", states, "verified, state l+1 is the output of block l"))
+    rows.append(_head(view))
     tokens = torch.randint(
         0, view.d_vocab, (2, min(16, view.n_ctx)), generator=torch.Generator().manual_seed(0)
     )
@@ -127,43 +110,34 @@ def _head(view: ModelView) -> Row:
         )
     return (
         "output head",
-        f"{norm.kind or 'no'} norm, then linear",
+        f"{norm.norm_type or 'no'} norm, then linear",
         "verified against the model's logits",
     )
 
 
 def _layers(view: ModelView, tokens: Tensor) -> list[Row]:
     """Facts of the layers, those that agree in one row, and the reconstruction error of each."""
-    facts = [view.layer_facts(layer) for layer in range(view.n_layers)]
+    facts = [view.describe_layer(layer) for layer in range(view.n_layers)]
     rows: list[Row] = []
     for name in facts[0]:
         values = [str(f[name]) for f in facts]
         distinct = dict.fromkeys(values)
-        shown = (
-            values[0]
-            if len(distinct) == 1
-            else "; ".join(f"{v} in layers {_ranges(values, v)}" for v in distinct)
-        )
+        shown = "; ".join(f"{v} in layers {_ranges(values, v)}" for v in distinct)
+        shown = values[0] if len(distinct) == 1 else shown
         rows.append((name, shown, _verdict(name, values)))
-    found: dict[int, LayerView] = {}
     for layer in range(view.n_layers):
+        found: list[LayerView] = []
         try:
-            view.run_layers(tokens, [layer], lambda x: found.update({x.layer: x}))
+            view.run_layers(tokens, [layer], found.append)
         except GeometryError as error:
             rows.append((f"scores of layer {layer}", "do not add up", f"refused: {error}"))
             continue
-        report = found.pop(layer).reconstruction
-        worst = max(
-            report.checks, key=lambda k: report.checks[k][0] / max(report.checks[k][1], 1e-300)
-        )
-        error, bound = report.checks[worst]
-        rows.append(
-            (
-                f"scores of layer {layer}",
-                f"sizes up to {report.scale:.3g}",
-                f"verified, {worst} within {error:.1e} (allowed {bound:.1e})",
-            )
-        )
+        checks = found[0].reconstruction.checks
+        worst = max(checks, key=lambda name: checks[name][0] / max(checks[name][1], 1e-300))
+        error, bound = checks[worst]
+        sizes = f"sizes up to {found[0].reconstruction.scale:.3g}"
+        verdict = f"verified, {worst} within {error:.1e} (allowed {bound:.1e})"
+        rows.append((f"scores of layer {layer}", sizes, verdict))
     return rows
 
 
@@ -190,22 +164,18 @@ def _additive(view: ModelView, tokens: Tensor) -> str:
     worst, size = 0.0, 0.0
     for layer in range(view.n_layers):
         names = [
-            f"blocks.{layer}.{h}"
-            for h in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
+            view.state_hooks[layer],
+            view.attention_hooks[layer],
+            view.mlp_hooks[layer],
+            f"blocks.{layer}.{AFTER}",
         ]
-        found: dict[str, Tensor] = {}
-
-        def keep(name: str, into: dict[str, Tensor] = found) -> Hook:
-            return lambda value: into.update({name: value})
-
         try:
-            view.run(tokens, {name: keep(name) for name in names})
+            found = view.activations(tokens, names)
         except GeometryError:
             return f"hooks missing in layer {layer}"
         pre, attn, mlp, post = (found[n].double() for n in names)
-        worst, size = (
-            max(worst, float((pre + attn + mlp - post).abs().max())),
-            max(size, float(post.abs().max()), float(pre.abs().max())),
-        )
+        worst = max(worst, float((pre + attn + mlp - post).abs().max()))
+        size = max(size, float(post.abs().max()), float(pre.abs().max()))
     holds = worst <= reconstruction_bound(unit_roundoff(view.dtype), size)
-    return f"{'holds within' if holds else 'does not hold, off by up to'} {worst:.2g} in a stream of up to {size:.3g}"
+    verdict = "holds within" if holds else "does not hold, off by up to"
+    return f"{verdict} {worst:.2g} in a stream of up to {size:.3g}"

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.models.model_view import Hook, ModelView
-from tl_geometry.models.running import Runner
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.running import Hook, Runner
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Behind:
     def times(self, copies: int) -> ModelView:
         """A view that runs one token for each row of ``copies`` copies of the chunks, behind the
         tokens before it."""
-        runner, hooked = self.view.run, self.view.kind == "HookedTransformer"
+        runner, hooked = self.view._run, self.view.kind == "HookedTransformer"
         assert isinstance(runner, Runner)
         repeated = _hooked_copies(self.cache, copies) if hooked else _copies(self.cache, copies)
 
@@ -44,13 +44,13 @@ class Behind:
             one.kwargs = _arguments(hooked, repeated if hooked else _copies(repeated, 1), tokens)
             return one(tokens, hooks, **options)
 
-        return dataclasses.replace(self.view, run=run)
+        return dataclasses.replace(self.view, _run=run)
 
 
 def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> Behind | None:
     """All but the last token of the chunks, run once; ``None`` where the class has no cache of keys
     and values."""
-    runner = view.run
+    runner = view._run
     if not (
         view.causal
         and tokens.shape[1] >= 2
@@ -76,10 +76,10 @@ def _empty(view: ModelView, batch: int) -> Any:
     if view.kind == "HookedTransformer":
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-        return TransformerLensKeyValueCache.init_cache(view.model.cfg, view.device, batch)
+        return TransformerLensKeyValueCache.init_cache(view._model.cfg, view.device, batch)
     from transformers import DynamicCache
 
-    return DynamicCache(config=view.model.original_model.config)
+    return DynamicCache(config=view._model.original_model.config)
 
 
 def _arguments(hooked: bool, cache: Any, tokens: Tensor) -> dict[str, Any]:

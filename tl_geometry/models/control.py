@@ -44,9 +44,8 @@ def reinitialized(
     choice(how, ("init", "shuffle"), "how")
     view = as_view(model)
     chosen = None if blocks is None else checks.indices(blocks, view.n_layers, "blocks")
-    parts: list[nn.Module] = (
-        [view.model] if chosen is None else [view.model.blocks[i] for i in chosen]
-    )
+    own = view._model
+    parts: list[nn.Module] = [own] if chosen is None else [own.blocks[i] for i in chosen]
     named: dict[int, tuple[str, Tensor]] = {}
     for part in parts:
         named |= {id(p): (name, p) for name, p in part.named_parameters()}
@@ -58,7 +57,7 @@ def reinitialized(
         with torch.no_grad():
             for name, value in named.values():
                 value.copy_(_redrawn(name, value, how, std, generator))
-        control = as_view(view.model)
+        control = as_view(own)
 
         def refresh(seen: ModelView) -> ModelView:
             require(
@@ -68,13 +67,13 @@ def reinitialized(
                 got="one after it, with the trained weights back",
                 instead="the model itself",
             )
-            return seen if control.refresh is None else control.refresh(seen)
+            return control._refresh(seen)
 
         yield dataclasses.replace(
             control,
             name=label,
             head_trained=chosen is not None and view.head_trained,
-            refresh=refresh,
+            _refresh=refresh,
         )
     finally:
         open_ = False

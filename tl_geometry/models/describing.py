@@ -10,25 +10,24 @@ verified against a probe, one forward pass over a few random tokens.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.hooks import without_hooks
-from tl_geometry.models.identity import fingerprint, head_trained, loader_facts, remember
+from tl_geometry.models.identity import fingerprint, head_trained, loader_facts
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.parameters import Parameters, block_of
+from tl_geometry.models.parameters import Parameters
 from tl_geometry.models.precision import can_widen, is_half, widened
 from tl_geometry.models.running import Runner, collect, require_full_precision
+from tl_geometry.models.states import BEFORE, block_output, state_hooks
 
 KINDS = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
@@ -79,16 +78,6 @@ def kind_of(model: Any) -> str:
     return kind
 
 
-def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
-    """Hooks of states 0 to n_layers. In HookedEncoder ``hook_resid_post`` comes before the last
-    LayerNorm of a block."""
-    last = "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post"
-    return (
-        *(f"blocks.{l}.hook_resid_pre" for l in range(n_layers)),
-        f"blocks.{n_layers - 1}.{last}",
-    )
-
-
 def view(model: Any) -> ModelView:
     """The verified description of a TransformerLens model, which every function of the package that
     takes a model uses.
@@ -103,7 +92,7 @@ def view(model: Any) -> ModelView:
     range(0, 5)
     """
     if isinstance(model, ModelView):
-        return model if model.refresh is None else model.refresh(model)
+        return model.refreshed()
     kind = kind_of(model)
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     facts = loader_facts(model)
@@ -116,8 +105,8 @@ def view(model: Any) -> ModelView:
         probe = _PROBES[model] = _probe(model, kind, name, run, mark)
     parameters = Parameters(model, kind, name)
     layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
+    normalization = cfg.normalization_type
     return ModelView(
-        model=model,
         name=name,
         kind=kind,
         library=f"transformer_lens {importlib.metadata.version('transformer-lens')}",
@@ -131,29 +120,19 @@ def view(model: Any) -> ModelView:
         n_ctx=int(cfg.n_ctx),
         causal=probe.causal,
         position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
-        norm=None
-        if cfg.normalization_type is None
-        else str(cfg.normalization_type).removesuffix("Pre"),
+        norm=None if normalization is None else str(normalization).removesuffix("Pre"),
         dtype=parameter.dtype,
         device=parameter.device,
         head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
-        run=run,
-        encode=functools.partial(_encode, model, name),
-        decode=functools.partial(_decode, model),
-        weights=parameters.weights,
-        attention_norm=layers.norm,
-        layer=layers.view,
-        layer_hooks=layers.hooks,
-        run_layers=layers.run,
-        layer_facts=layers.describe,
-        final_norm=layers.final_norm,
-        unembed=parameters.unembed,
-        hooked=run.hooked,
-        refresh=_refreshed,
         notes=_notes(model, kind, run),
         pad_id=_pad_id(model),
+        _model=model,
+        _run=run,
+        _parameters=parameters,
+        _layers=layers,
+        _refresh=_refreshed,
     )
 
 
@@ -161,17 +140,12 @@ def _refreshed(seen: ModelView) -> ModelView:
     """The view itself if it still is of its model, else a new one with the same name: weights may
     have been edited in place."""
     require_full_precision(seen.device, seen.name)
-    same = (
-        fingerprint(seen.model) == seen.fingerprint
-        and next(iter(seen.model.parameters())).device == seen.device
-    )
-    return (
-        seen
-        if same
-        else dataclasses.replace(
-            view(seen.model), name=seen.name, head_trained=seen.head_trained, refresh=seen.refresh
-        )
-    )
+    model = seen._model
+    moved = next(iter(model.parameters())).device != seen.device
+    if fingerprint(model) == seen.fingerprint and not moved:
+        return seen
+    kept = {"name": seen.name, "head_trained": seen.head_trained, "_refresh": seen._refresh}
+    return dataclasses.replace(view(model), **kept)
 
 
 def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
@@ -182,18 +156,9 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
     ids = torch.randint(
         0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0)
     )
-    ends = [
-        h.replace(
-            "hook_resid_pre",
-            "hook_normalized_resid_post" if kind == "HookedEncoder" else "hook_resid_post",
-        )
-        for h in states[:-1]
-    ]
-    wanted = [
-        *states,
-        *ends,
-        *(h for l in range(len(model.blocks)) for h in Layers.available(run, model, l)),
-    ]
+    ends = [h.replace(BEFORE, block_output(kind)) for h in states[:-1]]
+    inside = [h for l in range(len(model.blocks)) for h in Layers.available(run, model, l)]
+    wanted = [*states, *ends, *inside]
     try:
         with without_hooks(model):
             found = collect(run, ids, list(dict.fromkeys(wanted)))
@@ -238,46 +203,6 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
     )
 
 
-def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
-    """All residual stream states of a TransformerLens ``ActivationCache`` of any class, 0 to
-    n_layers.
-
-    Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension
-    was removed.
-    """
-    entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
-    model = getattr(cache, "model", None)
-    pre = [h for h in entries if h.startswith("blocks.") and h.endswith(".hook_resid_pre")]
-    n_layers = (
-        len(model.blocks)
-        if model is not None
-        else 1 + max((int(h.split(".")[1]) for h in pre), default=0)
-    )
-    encoder = (
-        "HookedEncoder" in {c.__name__ for c in type(model).__mro__}
-        or f"blocks.{n_layers - 1}.hook_normalized_resid_post" in entries
-    )
-    names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
-    missing = [h for h in names if h not in entries]
-    require(
-        not missing,
-        "cache",
-        expected="every residual stream state",
-        got=f"no {', '.join(missing[:4])}",
-        instead="model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)",
-    )
-    states = [entries[h] for h in names]
-    flat = states[0].dim() == 3 and getattr(cache, "has_batch_dim", True)
-    require(
-        flat,
-        "cache",
-        expected="a batch dimension",
-        got=f"states of shape {tuple(states[0].shape)}",
-        instead="remove_batch_dim=False",
-    )
-    return torch.stack([s.to(states[0].device) for s in states])
-
-
 def _processed(model: Any, kind: str) -> bool:
     if kind == "TransformerBridge":
         return bool(getattr(model, "_weights_processed", False))
@@ -311,26 +236,6 @@ def _pad_id(model: Any) -> int | None:
     return None if pad is None or pad in others else int(pad)
 
 
-def _encode(model: Any, name: str, text: str) -> list[int]:
-    tokenizer = getattr(model, "tokenizer", None)
-    require(
-        tokenizer is not None,
-        name,
-        expected="a tokenizer to read text",
-        got="none",
-        instead="token ids",
-    )
-    return [int(i) for i in model.tokenizer.encode(text, add_special_tokens=False, verbose=False)]
-
-
-def _decode(model: Any, ids: Sequence[int]) -> list[str]:
-    tokenizer = getattr(model, "tokenizer", None)
-    if tokenizer is None:
-        return [f"<{i}>" for i in ids]
-    texts = tokenizer.batch_decode([[int(i)] for i in ids], clean_up_tokenization_spaces=False)
-    return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
-
-
 def _notes(model: Any, kind: str, run: Runner) -> tuple[str, ...]:
     notes = []
     if (
@@ -339,36 +244,13 @@ def _notes(model: Any, kind: str, run: Runner) -> tuple[str, ...]:
         and model.cfg.n_heads & (model.cfg.n_heads - 1)
     ):
         notes.append(
-            "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a power of two"
+            "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a "
+            "power of two"
         )
     if run.hooked():
         notes.append("the model carries hooks of its own, which act in every number")
     return tuple(notes)
 
 
-__all__ = [
-    "block_of",
-    "fingerprint",
-    "kind_of",
-    "remember",
-    "state_hooks",
-    "states_from_cache",
-    "view",
-]
-
-
-def as_view(model: Any) -> ModelView:
-    """The view of a TransformerLens model as it is now (a view of edited weights is made anew). The
-    one lazy call into the adapter."""
-    if isinstance(model, ModelView):
-        return model if model.refresh is None else model.refresh(model)
-    from tl_geometry.models import view
-
-    return view(model)
-
-
-def cached_states(cache: Any) -> Float[Tensor, "state batch position d_model"]:
-    """All residual stream states of a TransformerLens ``ActivationCache``."""
-    from tl_geometry.models import states_from_cache
-
-    return states_from_cache(cache)
+as_view = view
+"""The same function under a name that leaves ``view`` free for what it returns."""

@@ -152,7 +152,8 @@ def _require_safetensors(directory: Path) -> None:
         "model",
         expected=f"weights as safetensors in {directory.name}",
         got=f"{', '.join(pickled[:4])} (pickled)",
-        instead="model.save_pretrained(directory) where you trust that file, which writes safetensors",
+        instead="model.save_pretrained(directory) where you trust that file, which writes "
+        "safetensors",
     )
 
 

@@ -45,7 +45,7 @@ def foreign(hook: Any) -> bool:
     )
 
 
-def foreign_hooks(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
+def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
     """Name, table of hooks, and the ids in it that are foreign, wherever there are any."""
     for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
         ids = frozenset(i for i, hook in table.items() if foreign(hook))
@@ -69,30 +69,18 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
         for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
             if id(module) not in seen:
                 seen.add(id(module))
-                yield (
-                    ".".join(
-                        p
-                        for p in (prefix, *path.split("."))
-                        if p not in ("", "_original_component")
-                    ),
-                    module,
-                )
+                steps = [prefix, *path.split(".")]
+                yield ".".join(p for p in steps if p not in ("", "_original_component")), module
 
 
 def names_of(model: Any) -> tuple[str, ...]:
     """Where foreign hooks act: hook points as HookedTransformer calls them, other modules by their
     path."""
-    points = {
-        id(point._forward_hooks): name for name, point in model.hook_dict.items()
-    }  # an alias comes after what it is one of
-    return tuple(
-        sorted(
-            {
-                points.get(id(table), name) or type(model).__name__
-                for name, table, _ in foreign_hooks(model)
-            }
-        )
-    )
+    # an alias comes after what it is one of
+    points = {id(point._forward_hooks): name for name, point in model.hook_dict.items()}
+    tables = [(name, id(table)) for name, table, _ in foreign_tables(model)]
+    found = {points.get(table, name) or type(model).__name__ for name, table in tables}
+    return tuple(sorted(found))
 
 
 @contextmanager
@@ -100,7 +88,7 @@ def without_hooks(model: Any) -> Iterator[None]:
     """The model as it is by itself: foreign hooks are off inside ``with``, and back in their order
     afterwards, also on exceptions."""
     with ExitStack() as stack:
-        for _, table, ids in list(foreign_hooks(model)):
+        for _, table, ids in list(foreign_tables(model)):
             stack.callback(_restore, table, dict(table), ids)
             for i in ids:
                 del table[i]
@@ -116,4 +104,4 @@ def _restore(table: Table, before: Table, ids: frozenset[int]) -> None:
     table.update(now)
 
 
-__all__ = ["foreign", "foreign_hooks", "names_of", "without_hooks"]
+__all__ = ["foreign", "foreign_tables", "names_of", "without_hooks"]

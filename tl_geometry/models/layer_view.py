@@ -50,16 +50,18 @@ class LayerView:
     in parts of the stream.
 
     For any additive split ``h = sum_a p_a`` of the layer's input (all tensors have the full
-    position axis, column = index)::
+    position axis)::
 
-        q_a = q_map(p_a) * q_scale[..., None]            [batch position head d_head]   (k_a likewise)
+        q_a = q_map(p_a) * q_scale[..., None]     [batch position head d_head]   (k_a likewise)
         q   = sum_a q_a + q_constant
-        score[b, h, i, j] = scale * <q[b, i, h], k[b, j, h]> + bias[h, i, j]      before any soft cap, where allowed
-        pattern = softmax over allowed keys (and one more logit, ``sinks[h]``, where there are sinks) of
-                  score, or of softcap * tanh(score / softcap)
+        score[b, h, i, j] = scale * <q[b, i, h], k[b, j, h]> + bias[h, i, j]
+        pattern = softmax of score, or of softcap * tanh(score / softcap)
+
+    over the allowed keys (and one more logit, ``sinks[h]``, where there are sinks); scores are
+    before any soft cap.
 
     ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q, the linear part of
-    QK-norm, the rotation by the column; ``q_scale`` the frozen scales (one over norm scale, and
+    QK-norm, the rotation by the position; ``q_scale`` the frozen scales (one over norm scale, and
     over the QK-norm's); ``q_constant`` the bias of norm and projection, scaled and rotated alike.
     ``added`` is the positional embedding of models that add it to the inputs of queries and keys
     only (Shortformer), and its share of the constants: position, though not in the stream. Grouped
@@ -128,8 +130,10 @@ class LayerView:
 
     def __repr__(self) -> str:
         batch, length, heads, d_head = self.q.shape
-        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}, norm {self.norm.kind}, scale {self.scale:.4g}"
-        return f"LayerView(layer {self.layer}, {size}, worst check {self.reconstruction.worst:.2g} of what is allowed)"
+        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}"
+        made = f"norm {self.norm.norm_type}, scale {self.scale:.4g}"
+        worst = f"worst check {self.reconstruction.worst:.2g} of what is allowed"
+        return f"LayerView(layer {self.layer}, {size}, {made}, {worst})"
 
     def logits(
         self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
@@ -178,4 +182,5 @@ class LayerView:
         return self.v_map(parts) * self.v_scale.unsqueeze(-1)
 
 
-Mask = Bool[Tensor, "*batch query key"]
+LayerHook = Callable[[LayerView], None]
+"""Receives the view of a layer as soon as the forward pass has finished that layer."""

@@ -39,18 +39,25 @@ from torch import Tensor
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.models.facts import MASKED
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.points import (
     Given,
     Place,
     Placed,
     attached,
     claimed,
-    foreign_hooks,
+    hooked_points,
     open_edits,
 )
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
+from tl_geometry.models.running import Hook
 
+ALLOWED_HOOKS = (
+    "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
+)
+UNCHANGED = "model.eval(), no mask, and weights that stay the same while the edit is open"
+"""What to do instead, where a layer's numbers do not follow from its input under somebody's hooks,
+and without any."""
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 """Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
 to use."""
@@ -155,10 +162,9 @@ class _LiveLayer:
         """Hook points that show the model's own values."""
         if self.scores in self.names:
             return ()
-        attention = self.view.model.blocks[self.edit.layer].attn
-        inside = getattr(
-            getattr(attention, "original_component", None), "accepts_pattern_fn", False
-        )
+        attention = self.view._model.blocks[self.edit.layer].attn
+        source = getattr(attention, "original_component", None)
+        inside = getattr(source, "accepts_pattern_fn", False)
         return () if inside else (self.scores, self.pattern)
 
     def hooks(self) -> list[Placed]:
@@ -340,7 +346,7 @@ class _LiveLayer:
         changed it."""
         if float(error) <= bound:
             return
-        between = foreign_hooks(
+        between = hooked_points(
             self.view, self.prefix, [self.prefix + hook for hook in STREAM_HOOKS]
         )
         acting = f", with hooks at {', '.join(between[:4])}" if between else ""
@@ -348,8 +354,6 @@ class _LiveLayer:
             self._what(name),
             expected=f"{of} within {bound:.2g}",
             got=f"{float(error):.2g} off{acting}",
-            instead="hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
-            if between
-            else "model.eval(), no mask, and weights that stay the same while the edit is open",
+            instead=ALLOWED_HOOKS if between else UNCHANGED,
             error=ReconstructionError,
         )

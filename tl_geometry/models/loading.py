@@ -58,7 +58,8 @@ def load(
         got = f"{directory.name} without one" if directory.is_dir() else f"no directory {name}"
         fail(
             "model",
-            expected="a Hugging Face directory with config.json, or a name that TransformerLens knows",
+            expected="a Hugging Face directory with config.json, or a name that TransformerLens "
+            "knows",
             got=got,
         )
     return _by_name(str(name), kind, processed, dtype, device)

@@ -1,76 +1,31 @@
-"""What the package knows about a model: shapes, weights, and ways to run it."""
+"""``ModelView``: what the package knows about a model, and all that it asks of one; the model
+object itself and the names of its hooks stay behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Provenance
-from tl_geometry.models.layer_view import HeadWeights, LayerView
+from tl_geometry.models.facts import Facts
+from tl_geometry.models.layer_view import HeadWeights, LayerHook, LayerView
+from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.parameters import Parameters, part
+from tl_geometry.models.running import Hook, collect
 
-Hook = Callable[[Tensor], Tensor | None]
-"""Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
-
-
-@runtime_checkable
-class Run(Protocol):
-    """Run the model once over ``tokens`` in evaluation mode without gradients.
-
-    ``hooks`` maps TransformerLens hook names (HookedTransformer spelling) to functions of the
-    activation. With ``logits`` the logits are returned, otherwise ``None`` and they are never
-    computed where the class allows it; ``stop_at`` stops before that block (only where nothing
-    later is hooked). Hooks are removed afterwards, also on exceptions; a hook that did not fire is
-    an error.
-    """
-
-    def __call__(
-        self,
-        tokens: Int[Tensor, "batch position"],
-        hooks: Mapping[str, Hook],
-        *,
-        logits: bool = False,
-        stop_at: int | None = None,
-    ) -> Tensor | None: ...
-
-
-LayerHook = Callable[[LayerView], None]
-"""Receives the view of a layer as soon as the forward pass has finished that layer."""
-
-
-@runtime_checkable
-class RunLayers(Protocol):
-    """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
-    holding one layer at a time.
-
-    With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared, and
-    a layer that does not add up raises ``ReconstructionError``; without it queries and keys are the
-    model's own, from its hooks, and nothing is recomputed.
-    """
-
-    def __call__(
-        self,
-        tokens: Int[Tensor, "batch position"],
-        layers: Sequence[int],
-        on_layer: LayerHook,
-        *,
-        verify: bool = True,
-    ) -> None: ...
-
-
-@runtime_checkable
-class BuildLayer(Protocol):
-    """View of a layer from a mapping that holds its ``layer_hooks``; without ``verify`` pattern,
-    scores and z may be missing."""
-
-    def __call__(
-        self, layer: int, cache: Mapping[str, Tensor], *, verify: bool = True
-    ) -> LayerView: ...
+NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
 
 
 @runtime_checkable
@@ -104,22 +59,16 @@ class Rows(Protocol):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelView:
     """What the package knows about a model, read from the model object and verified against its own
-    activations.
+    activations; made by :func:`tl_geometry.view`.
 
     ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the
-    output head was newly initialised, so that no output-based measure is given. ``layer(l, cache)``
-    builds the verified view of attention layer ``l`` from a mapping that holds ``layer_hooks(l)``
-    (a TransformerLens ``ActivationCache`` will do); ``run_layers`` streams them through one forward
-    pass; ``layer_facts(l)`` says in words how a layer makes its scores. ``final_norm`` is the norm
-    before the unembedding ``unembed [d_model d_vocab]``, ``None`` where there is none or the output
-    is not a linear readout of the last state. ``hooked()`` names the hook points at which somebody
-    else's hook acts now. ``pad_id`` is the tokenizer's padding token where it is no other special
-    token too, so that it means padding and nothing else. ``refresh(view)`` is the view as the model
-    is now (the same one, if its weights and settings are the same), which every public function
-    takes in place of the one that it was given.
+    output head was newly initialised, so that no output-based measure is given. ``position`` is the
+    position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm`` the type of the
+    model's norms (``"LN"``, ``"RMS"`` or ``None``), ``kind`` the TransformerLens class. ``pad_id``
+    is the tokenizer's padding token where it is no other special token too, so that it means
+    padding and nothing else.
     """
 
-    model: Any
     name: str
     kind: str
     library: str
@@ -139,54 +88,277 @@ class ModelView:
     head_trained: bool
     bos_id: int | None
     state_hooks: tuple[str, ...]
-    run: Run
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], list[str]]
-    weights: Callable[[int], HeadWeights]
-    attention_norm: Callable[[int], NormWeights]
-    layer: BuildLayer
-    layer_hooks: Callable[[int], tuple[str, ...]]
-    run_layers: RunLayers
-    layer_facts: Callable[[int], Mapping[str, object]]
-    final_norm: Callable[[], NormWeights | None]
-    unembed: Callable[[], Float[Tensor, "d_model d_vocab"]]
-    hooked: Callable[[], tuple[str, ...]]
-    refresh: Callable[[ModelView], ModelView] | None = None
     notes: tuple[str, ...] = ()
     pad_id: int | None = None
+    _model: Any
+    _run: Callable[..., Tensor | None]
+    _parameters: Parameters
+    _layers: Layers
+    _refresh: Callable[[ModelView], ModelView]
 
     def __repr__(self) -> str:
-        size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}, {str(self.dtype).removeprefix('torch.')}"
-        return f"ModelView({self.name} ({self.fingerprint}), {self.kind}, {self.library}, {size}, on {self.device})"
+        size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
+        about = f"{self.kind}, {self.library}, {size}, {self.dtype_name}, on {self.device}"
+        return f"ModelView({self.name} ({self.fingerprint}), {about})"
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of the weights, as ``"float32"``."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def states(self) -> range:
         """All residual stream states, 0 (embedding output) to n_layers (before the final norm)."""
         return range(self.n_layers + 1)
 
+    # ---- hooks by what they hold
+
+    @property
+    def pattern_hooks(self) -> tuple[str, ...]:
+        """The hook of each layer that holds the attention pattern ``[batch head query key]``."""
+        return tuple(f"blocks.{layer}.attn.hook_pattern" for layer in range(self.n_layers))
+
+    @property
+    def attention_hooks(self) -> tuple[str, ...]:
+        """The hook of each layer that holds what attention adds to the stream."""
+        return tuple(f"blocks.{layer}.hook_attn_out" for layer in range(self.n_layers))
+
+    @property
+    def mlp_hooks(self) -> tuple[str, ...]:
+        """The hook of each layer that holds what the MLP adds to the stream; attention-only models
+        have none, and a pass that asks for them raises ``UnsupportedModelError``."""
+        return tuple(f"blocks.{layer}.hook_mlp_out" for layer in range(self.n_layers))
+
+    @property
+    def unembed_hook(self) -> str | None:
+        """A hook in front of the unembedding, at which positions can be left out of the logits;
+        ``None`` where the class has none."""
+        points = ("unembed.hook_in", "ln_final.hook_normalized")
+        return next((point for point in points if point in self._model.hook_dict), None)
+
+    # ---- forward passes
+
+    def run(
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook] = NO_HOOKS,
+        *,
+        logits: bool = False,
+        stop_at: int | None = None,
+    ) -> Tensor | None:
+        """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
+
+        ``hooks`` maps hook names (:attr:`state_hooks` and the like) to functions of the activation.
+        With ``logits`` the logits are returned, otherwise ``None`` and they are never computed
+        where the class allows it; ``stop_at`` stops before that block (only where nothing later is
+        hooked). Hooks are removed afterwards, also on exceptions; a hook that did not fire is an
+        error.
+        """
+        return self._run(tokens, hooks, logits=logits, stop_at=stop_at)
+
+    def logits(
+        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS
+    ) -> Float[Tensor, "*batch d_vocab"]:
+        """Logits of one forward pass ``[batch position d_vocab]`` (at the positions that a hook at
+        :attr:`unembed_hook` leaves)."""
+        found = self.run(tokens, hooks, logits=True)
+        if found is None:
+            raise RuntimeError("a forward pass with logits returned none")
+        return found
+
+    def activations(
+        self,
+        tokens: Tensor,
+        hooks: Sequence[str],
+        *,
+        stop_at: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Activations of one forward pass by hook name, detached."""
+        return collect(self.run, tokens, hooks, stop_at=stop_at)
+
+    def run_layers(
+        self,
+        tokens: Tensor,
+        layers: Sequence[int],
+        on_layer: LayerHook,
+        *,
+        verify: bool = True,
+    ) -> None:
+        """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
+        holding one layer at a time.
+
+        With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
+        and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
+        are the model's own, from its hooks, and nothing is recomputed.
+        """
+        self._layers.run(tokens, layers, on_layer, verify=verify)
+
+    def layer(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
+        """View of a layer from a TransformerLens ``ActivationCache``, or any mapping that holds its
+        :meth:`layer_hooks`; without ``verify`` pattern, scores and z may be missing."""
+        return self._layers.view(layer, cache, verify=verify)
+
+    def layer_hooks(self, layer: int) -> tuple[str, ...]:
+        """Hooks that a cache must hold for :meth:`layer`."""
+        return self._layers.hooks(layer)
+
+    def hooked(self) -> tuple[str, ...]:
+        """Where somebody else's hooks act now."""
+        return self._layers.runner.hooked()
+
+    # ---- weights and facts
+
+    def weights(self, layer: int) -> HeadWeights:
+        """Weights of the heads of one layer, grouped keys expanded, at least float32."""
+        return self._parameters.weights(layer)
+
+    def attention_norm(self, layer: int) -> NormWeights:
+        """The norm in front of the projections of one layer, as the model has it."""
+        return self._layers.norm(layer)
+
+    def layer_facts(self, layer: int) -> Facts:
+        """What one attention layer does to its input, found once and verified."""
+        return self._layers.facts(layer)
+
+    def describe_layer(self, layer: int) -> dict[str, object]:
+        """The same in words, for a reader."""
+        return self._layers.describe(layer)
+
+    def embed(self) -> Float[Tensor, "d_vocab d_model"]:
+        """The embedding matrix, at least float32."""
+        return self._parameters.embed()
+
+    def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
+        """The unembedding matrix, at least float32."""
+        return self._parameters.unembed()
+
+    def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
+        """Bias of the logits, zeros where there is none."""
+        return self._parameters.unembed_bias()
+
+    def output_head(self) -> OutputHead | None:
+        """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``
+        where the output is not a linear readout of a norm of the last state."""
+        return self._layers.output_head()
+
+    def final_norm(self) -> NormWeights | None:
+        """The norm of :meth:`output_head`."""
+        head = self.output_head()
+        return None if head is None else head.norm
+
+    def after_final_norm(
+        self, states: Float[Tensor, "trajectory d_model"]
+    ) -> Float[Tensor, "trajectory d_model"]:
+        """Last states after the model's own final norm, by calling it (without gain and bias where
+        those were folded into the unembedding)."""
+        norm = part(self._model, "ln_final")
+        if norm is None or not self.causal:
+            fail(
+                "post_norm",
+                expected="a decoder with a final norm",
+                got=f"{self.kind} {self.name}",
+                instead="post_norm=False",
+            )
+        own = states.to(self.device, self.dtype)
+        with torch.no_grad():
+            out = [norm(rows[:, None])[:, 0] for rows in own.split(4096)]
+        expected, got = "a tensor from the final norm", describe(out[0])
+        require(isinstance(out[0], Tensor), "post_norm", expected=expected, got=got)
+        return torch.cat(out).to(states)
+
+    # ---- text
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model reads text."""
+        return part(self._model, "tokenizer") is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        if not self.has_tokenizer:
+            fail(self.name, expected="a tokenizer to read text", got="none", instead="token ids")
+        ids = self._model.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return [int(i) for i in ids]
+
+    def decode(self, ids: Sequence[int]) -> list[str]:
+        """Text of each token id; ``"<7>"`` where it has none."""
+        if not self.has_tokenizer:
+            return [f"<{i}>" for i in ids]
+        single = [[int(i)] for i in ids]
+        texts = self._model.tokenizer.batch_decode(single, clean_up_tokenization_spaces=False)
+        return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
+
+    # ---- other views of the same model
+
+    def refreshed(self) -> ModelView:
+        """The view as the model is now (the same one, if its weights and settings are the same),
+        which every public function takes in place of the one that it was given."""
+        return self._refresh(self)
+
+    def with_final_norm(self) -> ModelView:
+        """The same model with its last state taken after the final norm; only a bridge names that
+        activation the same everywhere."""
+        require(
+            self.kind == "TransformerBridge" and self.causal,
+            self.name,
+            expected="a decoder loaded as TransformerBridge for final_norm=True",
+            got=self.kind,
+            instead="final_norm=False",
+            error=UnsupportedModelError,
+        )
+        return dataclasses.replace(self, state_hooks=(*self.state_hooks[:-1], "ln_final.hook_out"))
+
+    @contextlib.contextmanager
+    def attending_left(self) -> Iterator[None]:
+        """Inside the block an encoder (BERT) attends only to the left; afterwards it is as before.
+
+        The weights were trained with attention to both sides, so its states are not those of the
+        model as it was trained. Nothing happens to a causal model.
+        """
+        if self.causal:
+            yield
+            return
+        if self.kind == "TransformerBridge":
+            holder, name, value = self._model.original_model.config, "is_decoder", True
+        else:
+            holder, name, value = self._model.cfg, "attention_dir", "causal"
+        before = getattr(holder, name)
+        setattr(holder, name, value)
+        try:
+            self._require_left()
+            yield
+        finally:
+            setattr(holder, name, before)
+
+    def _require_left(self) -> None:
+        ids = torch.arange(4).unsqueeze(0) % self.d_vocab
+        first = self.pattern_hooks[0]
+        if not bool((self.activations(ids, [first])[first].triu(1) == 0).all()):
+            fail(
+                self.name,
+                expected="an encoder that obeys a causal mask",
+                got="attention to later positions",
+                error=UnsupportedModelError,
+            )
+
+    # ---- results
+
     def provenance(self, rows: Rows | None = None, **fields: Any) -> Provenance:
         """Provenance of a result of this model (on ``rows``), with the hooks that act on it now;
         ``fields`` are the rest."""
-        about = {
+        about: dict[str, Any] = {
             "model": self.name,
             "fingerprint": self.fingerprint,
             "library": f"{self.kind}, {self.library}",
             "processed": self.processed,
-        }
-        about |= {
-            "library": f"{self.kind}, {self.library}",
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
             "hooks": self.hooked(),
         }
         if rows is not None:
-            about |= {
-                "corpus": rows.corpus,
-                "token_hash": rows.token_hash,
-                "has_bos": rows.has_bos,
-                "contexts": len(rows),
-            }
-            fields = {
-                **fields,
-                "flags": tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())])),
-            }
+            about |= {"corpus": rows.corpus, "token_hash": rows.token_hash}
+            about |= {"has_bos": rows.has_bos, "contexts": len(rows)}
+            fields["flags"] = tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())]))
         return Provenance(**(about | fields))
+
+
+__all__ = ["Hook", "LayerHook", "ModelView", "Rows"]

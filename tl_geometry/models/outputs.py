@@ -1,4 +1,5 @@
-"""Next-token distributions with hooks in place, and how far two of them are apart."""
+"""Next-token distributions of a live model with hooks in place: of whole passes, and of passes over
+the last token alone."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.continuing import Behind, behind
-from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.output_head import next_token_losses
+from tl_geometry.models.running import Hook
 
 ELEMENTS = 2**27
 """Logits of one forward pass, at most (0.5 GiB in float32)."""
@@ -43,13 +46,16 @@ def require_output(view: ModelView, what: str) -> None:
 
 def output_batch(view: ModelView, columns: int, *, all_columns: bool) -> int:
     """Rows of one forward pass whose logits are wanted."""
-    return max(
-        1,
-        min(
-            default_batch(columns, view.device),
-            ELEMENTS // (view.d_vocab * (columns if all_columns else 1)),
-        ),
-    )
+    fit = ELEMENTS // (view.d_vocab * (columns if all_columns else 1))
+    return max(1, min(default_batch(columns, view.device), fit))
+
+
+def next_token_loss(
+    view: ModelView, tokens: Int[Tensor, "batch position"], *, rows: int = 8
+) -> float:
+    """Mean next-token loss of a live model in nats, ``rows`` prompts at a time."""
+    losses = [next_token_losses(view.logits(part), part).cpu() for part in tokens.split(rows)]
+    return float(torch.cat(losses).double().mean())
 
 
 def log_probabilities(
@@ -64,25 +70,13 @@ def log_probabilities(
 
     Where the model has a hook in front of its unembedding, only the wanted column is unembedded.
     """
-    hooks = dict(hooks)
-    point = next(
-        (p for p in ("unembed.hook_in", "ln_final.hook_normalized") if p in view.model.hook_dict),
-        None,
-    )
-    narrow = column is not None and view.causal and point is not None
-    if narrow and point is not None and column is not None:
-        at = column
-
-        def cut(h: Tensor) -> Tensor:
-            return h[:, [at]]
-
-        hooks[point] = cut
-    logits = view.run(tokens, hooks, logits=True)
-    if logits is None:
-        raise RuntimeError("a forward pass with logits returned none")
     if column is None:
-        return logits.float().log_softmax(-1)
-    return logits[:, 0 if narrow else column].double().log_softmax(-1)
+        return view.logits(tokens, hooks).float().log_softmax(-1)
+    point = view.unembed_hook if view.causal else None
+    if point is not None:
+        hooks = {**hooks, point: lambda h: h[:, [column]]}
+    logits = view.logits(tokens, hooks)
+    return logits[:, 0 if point is not None else column].double().log_softmax(-1)
 
 
 class PilotRuns(NamedTuple):
@@ -136,45 +130,3 @@ def pilot_runs(
     error = float((runs.log_probabilities(1, {}) - own).abs().max())
     half = torch.finfo(view.dtype).bits < 32
     return runs if error <= (0.05 if half else 1e-4) * max(1.0, float(own.abs().max())) else whole
-
-
-class Distances(NamedTuple):
-    """Two next-token distributions per row, compared."""
-
-    kl: Float[Tensor, "*batch"]
-    """``KL(changed | own)``, nats."""
-    kl_reverse: Float[Tensor, "*batch"]
-    """``KL(own | changed)``, nats."""
-    top1: Float[Tensor, "*batch"]
-    """1 where the most likely tokens agree."""
-    top5: Float[Tensor, "*batch"]
-    """Tokens among the five most likely of both (0 to 5)."""
-
-
-def distances(
-    changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*batch d_vocab"]
-) -> Distances:
-    """Compare log-probabilities.
-
-    >>> p = Tensor([[0.5, 0.25, 0.25]]).log()
-    >>> float(distances(p, p).kl), float(distances(p, p).top1)
-    (0.0, 1.0)
-    """
-    gap = changed - own
-    kl = (changed.exp() * gap).sum(-1).clamp(min=0)
-    reverse = -(own.exp() * gap).sum(-1).clamp(max=0)
-    k = min(5, own.shape[-1])
-    first, second = changed.topk(k, dim=-1).indices, own.topk(k, dim=-1).indices
-    shared = (first[..., :, None] == second[..., None, :]).any(-1).sum(-1)
-    return Distances(kl, reverse, (first[..., 0] == second[..., 0]).to(kl), shared.to(kl))
-
-
-def norm_after_attention(view: ModelView, layer: int) -> bool:
-    """Whether a norm stands between what the heads of a layer give and the stream (Gemma 2 and 3,
-    OLMo 2)."""
-    after_only = (
-        view.causal
-        and view.norm is not None
-        and view.layer_facts(layer)["norm before attention"] == "none"
-    )
-    return after_only or hasattr(view.model.blocks[layer], "ln1_post")

@@ -58,6 +58,12 @@ def _attached(value: Tensor, source: Tensor | None) -> Tensor:
     return value + change
 
 
+def qk_norm_module(attn: Any, which: str) -> Any:
+    """The norm of queries (``"q"``) or keys (``"k"``), or ``None``."""
+    source, names = inner(attn), (f"{which}_norm", f"{which}_layernorm")
+    return part(attn, names[0]) or part(source, *names)
+
+
 @dataclass(eq=False)
 class Parameters:
     """Reads weights from one model."""
@@ -104,11 +110,7 @@ class Parameters:
 
         def bias(name: str, width: int) -> Tensor:
             value = part(attn, name)
-            return (
-                torch.zeros(heads, width, dtype=W_Q.dtype, device=W_Q.device)
-                if value is None
-                else expanded(value)
-            )
+            return W_Q.new_zeros(heads, width) if value is None else expanded(value)
 
         W_V, b_O = expanded(part(attn, "W_V")), part(attn, "b_O")
         return HeadWeights(
@@ -119,9 +121,7 @@ class Parameters:
             b_Q=bias("b_Q", d_head),
             b_K=bias("b_K", d_head),
             b_V=bias("b_V", W_V.shape[-1]),
-            b_O=torch.zeros(d_model, dtype=W_Q.dtype, device=W_Q.device)
-            if b_O is None
-            else lift(b_O),
+            b_O=W_Q.new_zeros(d_model) if b_O is None else lift(b_O),
         )
 
     def with_gradients(
@@ -130,54 +130,46 @@ class Parameters:
         """Norms of a layer with the same numbers, through which gradients reach the parameters that
         they were read from."""
         attn, source = self.attention(layer), inner(part(block_of(self.model, layer), "ln1"))
-        if norm.kind is not None and source is not None:
+        if norm.norm_type is not None and source is not None:
             found = {"gain": part(source, "weight", "w"), "bias": part(source, "bias", "b")}
             norm = replace(norm, **{k: _attached(getattr(norm, k), v) for k, v in found.items()})
         if qk_norm is not None:
-            modules = {
-                w: inner(
-                    part(attn, f"{w}_norm") or part(inner(attn), f"{w}_norm", f"{w}_layernorm")
-                )
-                for w in "qk"
-            }
+            modules = {w: inner(qk_norm_module(attn, w)) for w in "qk"}
             gains = {f"gain_{w}": part(m, "weight", "w") for w, m in modules.items()}
-            qk_norm = replace(
-                qk_norm, **{k: _attached(getattr(qk_norm, k), v) for k, v in gains.items()}
-            )
+            found = {k: _attached(getattr(qk_norm, k), v) for k, v in gains.items()}
+            qk_norm = replace(qk_norm, **found)
         return norm, qk_norm
 
     def norm_candidates(self, norm: Any, like: Tensor) -> Iterator[NormWeights]:
         """Readings of a norm module, the likeliest first: the one that reproduces the model's
         numbers is the right one."""
-        d_model = like.shape[-1]
-        ones, zeros = (
-            torch.ones(d_model, dtype=like.dtype, device=like.device),
-            torch.zeros(d_model, dtype=like.dtype, device=like.device),
-        )
+        ones, zeros = like.new_ones(like.shape[-1]), like.new_zeros(like.shape[-1])
         if norm is not None:
             source = inner(norm)
             gain, bias = part(source, "weight", "w"), part(source, "bias", "b")
-            eps = float(
-                part(source, "eps", "variance_epsilon", "layer_norm_epsilon") or self.model.cfg.eps
-            )
+            known = part(source, "eps", "variance_epsilon", "layer_norm_epsilon")
+            eps = float(known or self.model.cfg.eps)
             gain = ones if gain is None else upcast(gain).to(ones)
             bias = zeros if bias is None else upcast(bias).to(ones)
             rms = "rms" in f"{type(source).__name__} {self.model.cfg.normalization_type}".lower()
-            for kind in ("RMS", "LN") if rms else ("LN", "RMS"):
+            for norm_type in ("RMS", "LN") if rms else ("LN", "RMS"):
                 for shift in (0.0, 1.0):
-                    yield NormWeights(kind=kind, gain=gain + shift, bias=bias, eps=eps)
-        yield NormWeights(kind=None, gain=ones, bias=zeros, eps=0.0)
+                    yield NormWeights(norm_type=norm_type, gain=gain + shift, bias=bias, eps=eps)
+        yield NormWeights(norm_type=None, gain=ones, bias=zeros, eps=0.0)
+
+    def embed(self) -> Tensor:
+        """Embedding matrix ``[d_vocab d_model]``."""
+        return upcast(self.model.W_E)
 
     def unembed(self) -> Tensor:
         """Unembedding matrix ``[d_model d_vocab]``."""
         return upcast(self.model.W_U)
 
-    def unembed_bias(self) -> Tensor | None:
-        """Bias of the output logits, or ``None``."""
-        value = (
-            part(part(self.model, "unembed"), "b_U") if not self.bridge else part(self.model, "b_U")
-        )
-        return None if value is None else upcast(value)
+    def unembed_bias(self) -> Tensor:
+        """Bias of the output logits ``[d_vocab]``, zeros where there is none."""
+        owner = self.model if self.bridge else part(self.model, "unembed")
+        value, W_U = part(owner, "b_U"), self.unembed()
+        return W_U.new_zeros(W_U.shape[-1]) if value is None else upcast(value)
 
 
 __all__ = ["Parameters", "block_of", "inner", "part", "upcast"]

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.running import Hook
 
 Place = Literal["first", "last"]
 
@@ -79,7 +80,7 @@ def attached(view: ModelView, hooks: Iterable[Placed]) -> Iterator[None]:
     Raises ``GeometryError`` at the next forward pass, and on exit, where somebody else has removed
     them meanwhile.
     """
-    points, added, hooks = dict(view.model.hook_dict), list[_Attachment](), list(hooks)
+    points, added, hooks = dict(view._model.hook_dict), list[_Attachment](), list(hooks)
     missing = [hook.name for hook in hooks if hook.name not in points]
     require(
         not missing,
@@ -113,7 +114,7 @@ _OPEN: weakref.WeakKeyDictionary[Any, OpenEdits] = weakref.WeakKeyDictionary()
 
 def open_edits(view: ModelView) -> OpenEdits:
     """The open edits of a model."""
-    return _OPEN.setdefault(view.model, OpenEdits())
+    return _OPEN.setdefault(view._model, OpenEdits())
 
 
 @contextmanager
@@ -155,14 +156,11 @@ class Given:
     @contextmanager
     def watched(self, layers: Iterable[int]) -> Iterator[None]:
         """Look at the arguments of the model's parts during forward passes."""
-        model = self.view.model
+        model = self.view._model
         handles = [model.embed.register_forward_pre_hook(self._embedding)]
         # run_with_hooks calls the forward method of the model itself, past its module hooks
-        whole = (
-            [model.original_model]
-            if self.view.kind == "TransformerBridge"
-            else [model.blocks[l] for l in layers]
-        )
+        bridge = self.view.kind == "TransformerBridge"
+        whole = [model.original_model] if bridge else [model.blocks[l] for l in layers]
         handles += [
             module.register_forward_pre_hook(self._take, with_kwargs=True) for module in whole
         ]
@@ -174,11 +172,8 @@ class Given:
 
     def _embedding(self, module: Any, given: tuple[Any, ...]) -> None:
         ids = given[0] if given else None
-        self.ids = (
-            ids
-            if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
-            else None
-        )
+        known = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
+        self.ids = ids if known else None
 
     def _take(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         try:
@@ -188,13 +183,9 @@ class Given:
         except TypeError:
             self.arguments = dict(named)
         self.arguments |= self.arguments.pop("kwargs", {})
-        caches = (
-            self.arguments.get(name)
-            for name in ("past_kv_cache_entry", "past_key_values", "layer_past")
-        )
-        self.past = max(
-            (_past(cache) for cache in caches), default=0
-        )  # before this pass adds its own
+        names = ("past_kv_cache_entry", "past_key_values", "layer_past")
+        # before this pass adds its own
+        self.past = max(_past(self.arguments.get(name)) for name in names)
 
     def check(self, h: Tensor) -> Tensor | None:
         """Refuse what cannot be edited exactly; gives the token ids of the pass once, where they
@@ -216,23 +207,18 @@ class Given:
             got=f"tokens after {self.past} others in a key-value cache",
             instead="generate(..., use_past_kv_cache=False)",
         )
-        padded = [
-            name
-            for name in ("attention_mask", "one_zero_attention_mask")
-            if _padded(found.get(name))
-        ]
+        masks = ("attention_mask", "one_zero_attention_mask")
+        padded = [name for name in masks if _padded(found.get(name))]
         extra = found.get("additive_attention_mask")
-        padded += (
-            ["one_zero_attention_mask"]
-            if isinstance(extra, Tensor) and bool((extra != 0).any())
-            else []
-        )
+        if isinstance(extra, Tensor) and bool((extra != 0).any()):
+            padded.append("one_zero_attention_mask")
         require(
             not padded,
             what,
             expected="no padding: the basis knows positions by their index",
             got=f"zeros in {', '.join(padded)}",
-            instead="prompts of one length, with attention_mask=torch.ones_like(tokens) where ids equal the pad token",
+            instead="prompts of one length, with attention_mask=torch.ones_like(tokens) where ids "
+            "equal the pad token",
         )
         positions = found.get("position_ids")
         usual = not isinstance(positions, Tensor) or bool(
@@ -261,22 +247,17 @@ def _padded(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 0).any())
 
 
-def foreign_hooks(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> list[str]:
-    """Hook points with somebody else's functions, under a prefix, each once."""
-    seen: set[int] = set()
+def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> list[str]:
+    """Hook points with somebody else's functions, under a prefix, each once. Caches of
+    TransformerLens and hooks of ours count for nothing: they change no value."""
+    own = ("transformer_lens", __name__.partition(".")[0])
+    points = view._model.hook_dict
+    seen = {id(points[name]) for name in besides if name in points}
     found: list[str] = []
-    left_out = {id(point) for name, point in view.model.hook_dict.items() if name in besides}
-    for name, point in view.model.hook_dict.items():
-        if not name.startswith(prefix) or id(point) in seen | left_out:
-            continue
-        own = (
-            "transformer_lens",
-            __name__.partition(".")[0],
-        )  # not causes: caches of TransformerLens, hooks of ours
-        if any(
-            not (getattr(h.user_hook, "__module__", None) or "").startswith(own)
-            for h in point.fwd_hooks
-        ):
+    for name, point in points.items():
+        homes = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
+        others = any(not home.startswith(own) for home in homes)
+        if name.startswith(prefix) and id(point) not in seen and others:
             seen.add(id(point))
             found.append(name)
     return found

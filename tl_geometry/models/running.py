@@ -11,9 +11,9 @@ hook at that state ends the pass by a private exception, as TransformerLens itse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,20 @@ from torch import Tensor, nn
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.hooks import names_of
-from tl_geometry.models.model_view import Hook
+
+Hook = Callable[[Tensor], Tensor | None]
+"""Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
+K = TypeVar("K", bound=Hashable)
+
+
+def keep(into: MutableMapping[K, Tensor], key: K) -> Hook:
+    """A hook that keeps an activation, detached (the first one, where the hook fires several
+    times)."""
+
+    def hook(value: Tensor) -> None:
+        into.setdefault(key, value.detach())
+
+    return hook
 
 
 class Stop(Exception):
@@ -30,8 +43,7 @@ class Stop(Exception):
 
 @dataclass(eq=False)
 class Runner:
-    """Runs one model; the callable behind ``ModelView.run``
-    (:class:`tl_geometry.models.model_view.Run`)."""
+    """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`."""
 
     model: Any
     kind: str
@@ -244,12 +256,5 @@ def collect(
 ) -> dict[str, Tensor]:
     """Activations of one forward pass by hook name, detached."""
     found: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Hook:
-        def hook(value: Tensor) -> None:
-            found.setdefault(name, value.detach())
-
-        return hook
-
-    run(tokens, {name: keep(name) for name in names}, **options)
+    run(tokens, {name: keep(found, name) for name in names}, **options)
     return found

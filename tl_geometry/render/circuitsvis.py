@@ -240,7 +240,6 @@ def _reconstruction(split: ScoreSplit) -> str:
 
 def _row(split: ScoreSplit, head: Head | None) -> int:
     """Row of a head in a split."""
-    layers, heads = (1 + max(h[i] for h in split.heads) for i in (0, 1))
     if head is None:
         require(
             len(split.heads) == 1,
@@ -250,15 +249,7 @@ def _row(split: ScoreSplit, head: Head | None) -> int:
             instead=f"head={split.heads[0]}",
         )
         return 0
-    pair = checks.heads(head, layers, heads)[0]
-    require(
-        pair in split.heads,
-        "head",
-        expected=f"one of {split.heads}",
-        got=repr(head),
-        instead="split_scores(..., heads=...)",
-    )
-    return split.heads.index(pair)
+    return checks.head_rows(head, split.heads, "split_scores(..., heads=...)")[0]
 
 
 def _texts(source: ScoreSplit | None, tokens: Sequence[str] | None, context: int) -> list[str]:

@@ -100,7 +100,7 @@ def split(
     if not isinstance(split, ScoreSplit):
         instead = "split_scores(model, tokens, basis)"
         fail("split", expected="a ScoreSplit", got=type(split).__name__, instead=instead)
-    rows = _rows(split, heads)
+    rows = checks.head_rows(heads, split.heads, "split_scores(..., heads=...)")
     one = _narrow(split, rows, checks.index(context, split.q.shape[1], "context"))
     chosen = planes_of(one, planes)
     texts = _texts(split, tokens, context)
@@ -187,22 +187,6 @@ def draw_planes(
     return Drawn(
         torch.stack(reduced, 1).double().cpu(), cells.any_allowed(allowed, block).cpu(), block
     )
-
-
-def _rows(split: ScoreSplit, heads: Sequence[Head] | Head | None) -> list[int]:
-    if heads is None:
-        return list(range(len(split.heads)))
-    layers, count = (1 + max(h[i] for h in split.heads) for i in (0, 1))
-    pairs = checks.heads(heads, layers, count)
-    missing = [p for p in pairs if p not in split.heads]
-    require(
-        not missing,
-        "heads",
-        expected=f"some of {split.heads}",
-        got=missing,
-        instead="split_scores(..., heads=...)",
-    )
-    return [split.heads.index(p) for p in pairs]
 
 
 def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:

@@ -8,9 +8,9 @@ switch is off in the mathematics (:meth:`Settings.exact`) and on where the publi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.errors import require
 from tl_geometry.corpus import cutting as token_math
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_view import ModelView
@@ -175,56 +175,7 @@ def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Ten
     return torch.tensor(view.encode(text), dtype=torch.int64)
 
 
-@contextlib.contextmanager
-def causal_attention(view: ModelView, on: bool = True) -> Iterator[None]:
-    """Inside the block an encoder (BERT) attends only to the left, as in the published runs;
-    afterwards it is as before.
-
-    The weights were trained with attention to both sides, so its states are not those of BERT.
-    Nothing happens to a causal model.
-    """
-    if not on or view.causal:
-        yield
-        return
-    if view.kind == "TransformerBridge":
-        holder, name, value = view.model.original_model.config, "is_decoder", True
-    else:
-        holder, name, value = view.model.cfg, "attention_dir", "causal"
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        _check_causal(view)
-        yield
-    finally:
-        setattr(holder, name, before)
-
-
-def _check_causal(view: ModelView) -> None:
-    seen: dict[str, bool] = {}
-
-    def look(pattern: Tensor) -> None:
-        seen["causal"] = bool((pattern.triu(1) == 0).all())
-
-    ids = torch.arange(4).unsqueeze(0) % view.d_vocab
-    view.run(ids, {"blocks.0.attn.hook_pattern": look})
-    if not seen["causal"]:
-        fail(
-            view.name,
-            expected="an encoder that obeys a causal mask",
-            got="attention to later positions",
-            error=UnsupportedModelError,
-        )
-
-
-def with_final_norm(view: ModelView) -> ModelView:
-    """The same model with its last state taken after the final norm; only a bridge names that
-    activation the same everywhere."""
-    require(
-        view.kind == "TransformerBridge" and view.causal,
-        view.name,
-        expected="a decoder loaded as TransformerBridge for final_norm=True",
-        got=view.kind,
-        instead="final_norm=False",
-        error=UnsupportedModelError,
-    )
-    return dataclasses.replace(view, state_hooks=(*view.state_hooks[:-1], "ln_final.hook_out"))
+def causal_attention(view: ModelView, on: bool = True) -> AbstractContextManager[None]:
+    """Inside the block an encoder (BERT) attends only to the left, as in the published runs (see
+    :meth:`tl_geometry.models.ModelView.attending_left`)."""
+    return view.attending_left() if on else nullcontext()

@@ -33,7 +33,6 @@ from tl_geometry.reproduce.protocol import (
     draw,
     family_of,
     settings_for,
-    with_final_norm,
     wrap_uint16,
 )
 from tl_geometry.reproduce.topics import topic_bases, topic_windows
@@ -176,7 +175,7 @@ def song_zhong(
     )
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     with causal_attention(view, used.causal):
-        run = with_final_norm(view) if used.final_norm else view
+        run = view.with_final_norm() if used.final_norm else view
         measured, provenance = _measure(run, corpus, topics, used, options)
     flags = [*used.remarks(), *([] if row is None else [f"published row {row}"])]
     flags += (

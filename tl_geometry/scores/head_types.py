@@ -189,6 +189,6 @@ def measure_types(
 
         return take
 
-    view.run(tokens, {f"blocks.{layer}.attn.hook_pattern": hook(layer) for layer in layers})
+    view.run(tokens, {view.pattern_hooks[layer]: hook(layer) for layer in layers})
     scores = {t: torch.cat([found[layer][t].cpu() for layer in layers]) for t in HEAD_TYPES}
     return scores, baselines

@@ -133,9 +133,8 @@ def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
     name = next((name for name in view.state_hooks if name in cache), None)
     if name is None or tuple(cache[name].shape[:2]) != shape:
         return  # refused with the layer
-    found: list[Tensor] = []
-    view.run(rows.tokens, {name: lambda h: found.append(h.detach())})
-    own, theirs = found[0].float(), cache[name].to(found[0].device).float()
+    own = view.activations(rows.tokens, [name])[name].float()
+    theirs = cache[name].to(own.device).float()
     far = torch.linalg.vector_norm(
         own - theirs, dim=-1
     ) > CACHE_TOLERANCE * torch.linalg.vector_norm(own, dim=-1)

@@ -333,13 +333,13 @@ def _refuse_added(layer: LayerView, rest: Tensor) -> None:
 
 
 def _norm_scale(layer: LayerView, x: Tensor) -> Tensor:
-    if layer.norm.kind is None:
+    if layer.norm.norm_type is None:
         return torch.ones_like(x[..., 0])
-    x = x - x.mean(-1, keepdim=True) if layer.norm.kind == "LN" else x
+    x = x - x.mean(-1, keepdim=True) if layer.norm.norm_type == "LN" else x
     return (x.square().mean(-1) + layer.norm.eps).sqrt()
 
 
 def _normalized(layer: LayerView, x: Tensor) -> Tensor:
     """The whole norm, gain and bias included."""
-    centred = x - x.mean(-1, keepdim=True) if layer.norm.kind == "LN" else x
+    centred = x - x.mean(-1, keepdim=True) if layer.norm.norm_type == "LN" else x
     return centred / _norm_scale(layer, x).unsqueeze(-1) * layer.norm.gain + layer.norm.bias

@@ -37,7 +37,6 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.outputs import norm_after_attention
 from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
@@ -244,7 +243,7 @@ class _Readout:
             instead="split_values without token_ids=",
             error=UnsupportedModelError,
         )
-        normed = [layer for layer in layers if norm_after_attention(view, layer)]
+        normed = [layer for layer in layers if view.layer_facts(layer).norm_after]
         require(
             not normed,
             f"logits of {view.name}",
@@ -253,8 +252,8 @@ class _Readout:
             instead="split_values without token_ids=",
             error=UnsupportedModelError,
         )
-        norm = view.final_norm()
-        if norm is None:
+        head = view.output_head()
+        if head is None:
             fail(
                 f"logits of {view.name}",
                 expected="a norm and a linear map from the last state",
@@ -262,20 +261,13 @@ class _Readout:
                 instead="split_values without token_ids=",
                 error=UnsupportedModelError,
             )
-        found: list[Tensor] = []
-        view.run(tokens, {view.state_hooks[-1]: lambda h: found.append(h)})
-        h = found[0].to(norm.gain.dtype)
-        h = h - h.mean(-1, keepdim=True) if norm.kind == "LN" else h
-        self.scale = (
-            torch.ones_like(h[..., 0])
-            if norm.kind is None
-            else (h.square().mean(-1) + norm.eps).sqrt()
-        )
-        directions = norm.gain.unsqueeze(-1) * view.unembed()[:, list(token_ids)].to(norm.gain)
-        self.directions = directions - directions.mean(0) if norm.kind == "LN" else directions
+        last = view.state_hooks[-1]
+        h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
+        self.scale = head.norm.scale(h)
+        self.directions = head.directions(list(token_ids))
 
     def __call__(self, z: Tensor, W_O: Tensor) -> Float[Tensor, "part batch position head d_vocab"]:
-        path = einsum(W_O, self.directions.to(W_O), "head e d, d token -> head e token")
+        path = einsum(W_O, self.directions.to(W_O), "head e d, token d -> head e token")
         effect = einsum(
             z, path, "part batch position head e, head e token -> part batch position head token"
         )

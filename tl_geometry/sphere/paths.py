@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -227,25 +226,16 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
 def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
     """States ``[batch position state d_model]`` in float64 and the split updates of attention and
     MLP, if they add up."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        return lambda value: found.__setitem__(name, value.detach().double())
-
-    states = {hook: keep(hook) for hook in view.state_hooks}
-    outputs = [
-        [f"blocks.{l}.{name}" for l in range(view.n_layers)]
-        for name in ("hook_attn_out", "hook_mlp_out")
-    ]
+    wanted = (*view.state_hooks, *view.attention_hooks)
     try:
-        view.run(tokens, states | {hook: keep(hook) for names in outputs for hook in names})
+        found = view.activations(tokens, (*wanted, *view.mlp_hooks))
     except GeometryError:  # attention-only blocks have no MLP output
-        view.run(tokens, states | {hook: keep(hook) for hook in outputs[0]})
-    h = torch.stack([found[hook] for hook in view.state_hooks], dim=2)
-    attention = torch.stack([found[hook] for hook in outputs[0]], dim=2)
-    mlp = torch.stack(
-        [found.get(hook, torch.zeros_like(attention[:, :, 0])) for hook in outputs[1]], dim=2
-    )
+        found = view.activations(tokens, wanted)
+    h = torch.stack([found[hook].double() for hook in view.state_hooks], dim=2)
+    attention = torch.stack([found[hook].double() for hook in view.attention_hooks], dim=2)
+    mlp = torch.zeros_like(attention)
+    if view.mlp_hooks[0] in found:
+        mlp = torch.stack([found[hook].double() for hook in view.mlp_hooks], dim=2)
     error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
     if float(error) > 1e-4 * float(h.abs().max()):
         return h, None

@@ -50,7 +50,7 @@ def norm_geometry(
     gain: Float[Tensor, " d_model"] | None = None,
     bias: Float[Tensor, " d_model"] | None = None,
     eps: float = 1e-5,
-    kind: str = "LN",
+    norm_type: str = "LN",
 ) -> NormGeometry:
     """The point ``z`` on the sphere, ``y = gain z + bias`` on the ellipsoid, and how far each is
     from its ideal surface. float64 inside.
@@ -59,10 +59,10 @@ def norm_geometry(
     >>> [round(r, 6) for r in g.radius.tolist()], g.degenerate.tolist()
     ([2.0, 0.0], [False, True])
     """
-    choice(kind, NORMS, "kind")
+    choice(norm_type, NORMS, "norm_type")
     require(eps >= 0, "eps", expected="a number of at least 0", got=eps)
     size = x.shape[-1]
-    c = remove_mean(x.double(), kind)
+    c = remove_mean(x.double(), norm_type)
     length = torch.linalg.vector_norm(c, dim=-1)
     # a constant vector leaves rounding errors behind when it is centred: they are no direction
     degenerate = length <= 8 * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(
@@ -85,7 +85,7 @@ def norm_geometry(
         y,
         radius,
         deficit,
-        plane if kind == "LN" else torch.full_like(plane, torch.nan),
+        plane if norm_type == "LN" else torch.full_like(plane, torch.nan),
         ellipsoid,
         degenerate,
     )

@@ -134,7 +134,7 @@ def fold(
     """
     choice(matrix, MATRICES, "matrix")
     gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
-    layer_norm = norm.kind == "LN" and not raw
+    layer_norm = norm.norm_type == "LN" and not raw
 
     def read(weight: Tensor) -> Tensor:
         product = weight.to(torch.float64, copy=True).mul_(rearrange(gain, "d_model -> d_model 1"))

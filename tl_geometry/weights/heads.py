@@ -93,15 +93,7 @@ class WeightGeometry(Result):
 
     def head(self, head: Head) -> int:
         """Row of a head."""
-        layers, heads = 1 + max(l for l, _ in self.heads), 1 + max(h for _, h in self.heads)
-        pair = checks.heads(head, layers, heads)[0]
-        require(
-            pair in self.heads,
-            "head",
-            expected=f"a head of layers {sorted({l for l, _ in self.heads})}",
-            got=head,
-        )
-        return self.heads.index(pair)
+        return checks.head_rows(head, self.heads)[0]
 
     def columns(self) -> Sequence[str]:
         """Column names of the table."""
@@ -179,7 +171,7 @@ def weight_geometry(
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     wanted = rank or 20
     width = min(max(shown, wanted), view.d_model)
-    centered = not raw and view.attention_norm(chosen[0]).kind == "LN"
+    centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
     sides = {
         s: _Side(
             *_directions(basis, s, width, centered),
@@ -438,7 +430,7 @@ def token_readout(
         mine = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(all_heads.left[mine], all_heads.right[mine])
         norm = view.attention_norm(layer)
-        plain = (norm.kind, norm.eps)
+        plain = (norm.norm_type, norm.eps)
         if raw or seen != plain:  # without its affine part the norm is the same in every layer
             seen, reads = plain, normalized_rows(rows, norm, affine=raw)
         found = readout.read_tokens(

@@ -26,11 +26,11 @@ from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
-from tl_geometry.models.outputs import norm_after_attention
 from tl_geometry.weights import readout
 from tl_geometry.weights.vocabulary import (
     embeddings,
     normalized_rows,
+    output_rows,
     require_trained_head,
     token_texts,
     weight_provenance,
@@ -62,12 +62,10 @@ class _Output(NamedTuple):
         norm = view.final_norm()
         rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
         if norm is None:
-            norm = NormWeights(
-                kind=None, gain=torch.ones(view.d_model), bias=torch.zeros(view.d_model), eps=0.0
-            )
-        bias = getattr(view.model, "b_U", None)
-        bias = torch.zeros(len(rows)) if bias is None else bias.detach().float()
-        return _Output(norm, torch.cat([rows, bias.to(rows)[:, None]], dim=1))
+            ones = torch.ones(view.d_model)
+            norm = NormWeights(norm_type=None, gain=ones, bias=0 * ones, eps=0.0)
+        bias = rearrange(view.unembed_bias().to(rows), "d_vocab -> d_vocab 1")
+        return _Output(norm, torch.cat([rows, bias], dim=1))
 
     def top(self, states: Float[Tensor, "*batch d_model"], k: int) -> Int[Tensor, "*batch column"]:
         """Ids of the k largest logits of states."""
@@ -190,14 +188,10 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
     write straight into it."""
     for layer in layers:
         facts = view.layer_facts(layer)
-        after = norm_after_attention(view, layer)
-        got = (
-            f"QK-norm ({facts['QK-norm']})"
-            if facts["QK-norm"] != "none"
-            else "a norm after attention"
-        )
+        shown = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
+        got = "a norm after attention" if facts.qk_norm is None else shown
         require(
-            facts["QK-norm"] == "none" and not after,
+            facts.qk_norm is None and not facts.norm_after,
             what,
             expected="heads without QK-norm and without a norm after attention",
             got=f"{got} in layer {layer} of {view.name}",
@@ -284,9 +278,8 @@ def bias_readout(
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     _require_plain_heads(view, sorted({l for l, _ in pairs}), "bias_readout")
     rows = embeddings(view)
-    writes = _Output.of(view, "bias_readout").rows[:, :-1] if view.head_trained else rows
-    final = view.final_norm() if view.head_trained else None
-    writes = writes if final is None else remove_mean(writes * final.gain.to(writes), final.kind)
+    head = view.output_head() if view.head_trained else None
+    writes = output_rows(view, raw=True) if head is None else head.directions().float()
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in sorted({l for l, _ in pairs}):
         mine = [h for l, h in pairs if l == layer]
@@ -323,7 +316,7 @@ def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_
     query = gain * einsum(w.W_Q, b_K, "head d_model e, head e -> head d_model")
     key = gain * einsum(w.W_K, b_Q, "head d_model e, head e -> head d_model")
     value = einsum(b_V, w.W_O, "head e, head e d_model -> head d_model")
-    return remove_mean(torch.stack([query, key, value], dim=1), norm.kind)
+    return remove_mean(torch.stack([query, key, value], dim=1), norm.norm_type)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -379,7 +372,7 @@ def embedding_norm_table(model: ModelLike, *, k: int = 5) -> EmbeddingNorms:
         "bias": length(rows, dim=-1) + shift,
         "scaled_bias": length(gain * rows, dim=-1) + shift,
         "max_logit": view.d_model**0.5
-        * length(remove_mean(gain * centered, output.norm.kind), dim=-1)
+        * length(remove_mean(gain * centered, output.norm.norm_type), dim=-1)
         + (centered @ bias + constant - constant.mean()),
     }
     stacked = torch.stack(list(scores.values()))
@@ -438,7 +431,7 @@ def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
     view = as_view(model)
     rows = embeddings(view, centered=False).double()
     plain = NormWeights(
-        kind="RMS" if view.norm == "RMS" else "LN",
+        norm_type="RMS" if view.norm == "RMS" else "LN",
         gain=torch.ones(view.d_model),
         bias=torch.zeros(view.d_model),
         eps=1e-5,

@@ -48,7 +48,7 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
     (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are
     ``centered`` over d_model, as it makes them and as all loadings agree.
     """
-    rows = view.model.W_E.detach().float()
+    rows = view.embed().float()
     if view.position in ("rotary", "alibi"):
         first = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
         if not torch.allclose(first, rows[: len(first)].to(first), rtol=1e-5, atol=1e-6):
@@ -61,20 +61,15 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
-    found: dict[str, Tensor] = {}
-    view.run(
-        tokens,
-        {view.state_hooks[0]: lambda h: found.__setitem__("h", h.detach().float())},
-        stop_at=1 if view.n_layers > 1 else None,
-    )
-    return found["h"]
+    first, stop_at = view.state_hooks[0], 1 if view.n_layers > 1 else None
+    return view.activations(tokens, [first], stop_at=stop_at)[first].float()
 
 
 def normalized_rows(
     rows: Float[Tensor, "d_vocab d_model"], norm: NormWeights, *, affine: bool
 ) -> Float[Tensor, "d_vocab d_model"]:
     """Rows through a norm, with or without its gain and bias, float32, in chunks."""
-    if norm.kind is None:
+    if norm.norm_type is None:
         return rows
     through = norm.apply if affine else norm.normalize
     return torch.cat([through(part.double()).float() for part in rows.split(8192)])
@@ -91,22 +86,23 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     """
     if not view.head_trained:
         return embeddings(view)
-    rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
-    norm = view.final_norm()
+    head = None if raw else view.output_head()
+    if head is None:
+        rows = rearrange(view.unembed().float(), "d_model d_vocab -> d_vocab d_model")
+    else:
+        rows = head.directions().float()
     if raw:
         return rows
-    if norm is not None:
-        rows = remove_mean(rows * norm.gain.to(rows), norm.kind)
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
 def layer_views(view: ModelView, layers: Sequence[int], positions: int) -> dict[int, LayerView]:
     """The views of ``layers`` in one forward pass over ``positions`` arbitrary tokens, whose scores
     add up."""
-    found: dict[int, LayerView] = {}
+    found: list[LayerView] = []
     tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
-    view.run_layers(tokens, layers, lambda seen: found.__setitem__(seen.layer, seen))
-    return found
+    view.run_layers(tokens, layers, found.append)
+    return {seen.layer: seen for seen in found}
 
 
 def score_factors(

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
@@ -153,10 +154,8 @@ def natural_loss(model: GPT2LMHeadModel, stream: Tensor) -> float:
     with torch.inference_mode():
         for part in rows.split(64):
             inputs = torch.cat([torch.full((len(part), 1), BOS), part], dim=1)
-            logits = model(inputs).logits[:, :-1]
-            total += torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), part.flatten(), reduction="sum"
-            ).item()
+            losses = next_token_losses(model(inputs).logits, inputs)
+            total += losses.sum(dtype=torch.float64).item()
     return total / rows.numel()
 
 
@@ -183,7 +182,7 @@ def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         out = model(tokens, output_attentions=True)
-    loss = -out.logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    loss = next_token_losses(out.logits, tokens)
     found: dict[str, Any] = {
         "period": period,
         "loss_first_copy": loss[:, :period].mean().item(),

@@ -1,0 +1,80 @@
+"""The residual stream by the names of TransformerLens: which hook holds which state, and the
+states of a cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.errors import require
+
+BEFORE, AFTER, NORMED = "hook_resid_pre", "hook_resid_post", "hook_normalized_resid_post"
+"""Hooks of a block's input and output; HookedEncoder's ``hook_resid_post`` comes before the last
+LayerNorm of a block, and is no state."""
+
+
+def block_output(kind: str) -> str:
+    """The hook of a block that holds what the next block reads."""
+    return NORMED if kind == "HookedEncoder" else AFTER
+
+
+def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
+    """Hooks of states 0 to n_layers in a TransformerLens class."""
+    inputs = [f"blocks.{layer}.{BEFORE}" for layer in range(n_layers)]
+    return (*inputs, f"blocks.{n_layers - 1}.{block_output(kind)}")
+
+
+def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
+    """Number of the state that a hook holds, of ``count`` states; ``hooks`` are those of the
+    model's states, where they are known.
+
+    >>> state_of("blocks.1.hook_resid_pre", 4), state_of("blocks.1.hook_resid_post", 4)
+    (1, 2)
+    """
+    if name in hooks:
+        return hooks.index(name)
+    after = NORMED if any(hook.endswith(NORMED) for hook in hooks) else AFTER
+    found = re.fullmatch(rf"blocks\.(\d+)\.({BEFORE}|{after})", name)
+    state = -1 if found is None else int(found[1]) + int(found[2] == after)
+    expected = f'a number from 0 to {count - 1} or a hook such as "blocks.1.{BEFORE}"'
+    require(0 <= state < count, "states", expected=expected, got=repr(name))
+    return state
+
+
+def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
+    """All residual stream states of a TransformerLens ``ActivationCache`` of any class, 0 to
+    n_layers.
+
+    Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension
+    was removed.
+    """
+    entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
+    model = getattr(cache, "model", None)
+    inputs = [h for h in entries if h.startswith("blocks.") and h.endswith(f".{BEFORE}")]
+    known = [int(h.split(".")[1]) for h in inputs]
+    n_layers = len(model.blocks) if model is not None else 1 + max(known, default=0)
+    encoder = "HookedEncoder" in {c.__name__ for c in type(model).__mro__}
+    encoder = encoder or f"blocks.{n_layers - 1}.{NORMED}" in entries
+    names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
+    missing = [h for h in names if h not in entries]
+    require(
+        not missing,
+        "cache",
+        expected="every residual stream state",
+        got=f"no {', '.join(missing[:4])}",
+        instead="model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)",
+    )
+    states = [entries[h] for h in names]
+    require(
+        states[0].dim() == 3 and getattr(cache, "has_batch_dim", True),
+        "cache",
+        expected="a batch dimension",
+        got=f"states of shape {tuple(states[0].shape)}",
+        instead="remove_batch_dim=False",
+    )
+    return torch.stack([s.to(states[0].device) for s in states])
