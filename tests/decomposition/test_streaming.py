@@ -353,10 +353,10 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         def decode(self, ids: list[int]) -> list[str]:
             return [chr(i) for i in ids]
 
-    from tl_geometry.corpus import texts
+    from tl_geometry.corpus import texts as source
 
-    original = texts.as_view
-    texts.as_view = lambda model: model  # type: ignore[assignment]
+    original = source.as_view
+    source.as_view = lambda model: model  # type: ignore[assignment]
     try:
         found = tlg.windows(
             Letters(), ["abcdefg", "hijkl", "m"], 4, prepend_bos=True, labels=["x", "y", "x"]
@@ -411,7 +411,7 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
             with pytest.raises(tlg.GeometryError, match=text):
                 call()
     finally:
-        texts.as_view = original
+        source.as_view = original
 
 
 def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
