@@ -29,19 +29,6 @@ Selection = (
 """Contexts: one, a slice, or several (a list, a tensor, an array), as numbers or as a mask."""
 
 
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
-    TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]
-else:  # what comes is looked at where it is taken, and refused there with what to do
-    TokensLike = Any
-"""Tokens as every public function takes them: :class:`TokenWindows`; ids ``[context position]`` as
-a tensor, an array, nested lists, a ``.npy`` file (its path) or a memory map; one prompt
-``[position]`` where a prompt is meant; what a tokenizer returns; an iterable of rows or batches (a
-``DataLoader``, a ``datasets.Dataset`` with a ``tokens`` or ``input_ids`` column); a string or
-strings of equal token length, with ``prepend_bos`` said explicitly. Ids are never edited."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenWindows:
     """Windows of one length: ``tokens [context position]``, a document label per context (or
@@ -162,3 +149,16 @@ class TokenWindows:
 def double_bos(contexts: int, of: int) -> str:
     """Flag of windows that begin with BOS twice."""
     return f"{contexts} of {of} contexts begin with BOS twice"
+
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]
+else:  # what comes is looked at where it is taken, and refused there with what to do
+    TokensLike = Any
+"""Tokens as every public function takes them: :class:`TokenWindows`; ids ``[context position]`` as
+a tensor, an array, nested lists, a ``.npy`` file (its path) or a memory map; one prompt
+``[position]`` where a prompt is meant; what a tokenizer returns; an iterable of rows or batches (a
+``DataLoader``, a ``datasets.Dataset`` with a ``tokens`` or ``input_ids`` column); a string or
+strings of equal token length, with ``prepend_bos`` said explicitly. Ids are never edited."""
