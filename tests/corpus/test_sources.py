@@ -430,7 +430,7 @@ def test_two_functions_for_models_and_for_activations() -> None:
             match=r"model: expected a TransformerLens model, got .* "
             r"Use decompose_activations\(\.\.\.\)",
         ):
-            tlg.decompose(given, progress=False)
+            tlg.decompose(given, progress=False)  # type: ignore[arg-type]
     for source in (cache, plain):
         torch.testing.assert_close(
             tlg.decompose_activations(source, window=(1, 8)).pos,

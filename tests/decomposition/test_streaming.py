@@ -355,21 +355,22 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
 
     from tl_geometry.corpus import texts as source
 
+    letters: Any = Letters()
     original = source.as_view
     source.as_view = lambda model: model  # type: ignore[assignment]
     try:
         found = tlg.windows(
-            Letters(), ["abcdefg", "hijkl", "m"], 4, prepend_bos=True, labels=["x", "y", "x"]
+            letters, ["abcdefg", "hijkl", "m"], 4, prepend_bos=True, labels=["x", "y", "x"]
         )
         assert found.tokens.tolist() == [[1, 97, 98, 99], [1, 100, 101, 102], [1, 104, 105, 106]]
         assert found.labels is not None
         assert found.labels.tolist() == [0, 0, 1]
         assert found.names == ("x", "y")
         assert found.str_tokens == ("\x01", "a", "b", "c")
-        some = tlg.windows(Letters(), "abcdefghijkl", 2, n=3, prepend_bos=False, seed=5)
+        some = tlg.windows(letters, "abcdefghijkl", 2, n=3, prepend_bos=False, seed=5)
         assert len(set(map(tuple, some.tokens.tolist()))) == 3  # without replacement
         texts = ["abcdefghijklmnopqrst", "uv", "wxyzABC"]
-        drawn = tlg.windows(Letters(), texts, 4, n=2100, prepend_bos=False, replace=True)
+        drawn = tlg.windows(letters, texts, 4, n=2100, prepend_bos=False, replace=True)
         starts, counts = drawn.tokens[:, 0].unique(return_counts=True)
         assert "".join(map(chr, starts.tolist())) == "abcdefghijklmnopqwxyz"  # none across texts
         assert (
@@ -384,27 +385,27 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         assert all("".join(map(chr, row)) in " ".join(texts) for row in drawn.tokens.tolist())
         for call, text in [
             (
-                lambda: tlg.windows(Letters(), ["ab"], 4, prepend_bos=False),
+                lambda: tlg.windows(letters, ["ab"], 4, prepend_bos=False),
                 "texts: expected a text of at least 4 tokens, got at most 2",
             ),
             (
-                lambda: tlg.windows(Letters(), "abcdefgh", 4, n=3, prepend_bos=False),
+                lambda: tlg.windows(letters, "abcdefgh", 4, n=3, prepend_bos=False),
                 "n: expected 1 to 2 windows, got 3",
             ),
             (
-                lambda: tlg.windows(Letters(), [], 4, prepend_bos=False),
+                lambda: tlg.windows(letters, [], 4, prepend_bos=False),
                 "texts: expected a string or a list of strings",
             ),
             (
-                lambda: tlg.windows(Letters(), ["abc"], 4, n=3, prepend_bos=False, replace=True),
+                lambda: tlg.windows(letters, ["abc"], 4, n=3, prepend_bos=False, replace=True),
                 "texts: expected a text of at least 4",
             ),
             (
-                lambda: tlg.windows(Letters(), ["abcd"], 4, n=0, prepend_bos=False, replace=True),
+                lambda: tlg.windows(letters, ["abcd"], 4, n=0, prepend_bos=False, replace=True),
                 "n: expected a number of windows",
             ),
             (
-                lambda: tlg.windows(Letters(), "abcdefgh", 4, prepend_bos=False, labels=["a", "b"]),
+                lambda: tlg.windows(letters, "abcdefgh", 4, prepend_bos=False, labels=["a", "b"]),
                 "labels: expected one for each of 1 texts",
             ),
         ]:
@@ -462,7 +463,7 @@ def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
         (lambda m: tlg.decompose(m, "text"), "prepend_bos: expected True or False with text"),
         (lambda m: tlg.decompose(m, "/nowhere/ids.npy"), "tokens: expected an existing .npy file"),
         (
-            lambda m: tlg.decompose(torch.nn.Linear(2, 2), tokens(2, 5)),
+            lambda m: tlg.decompose(torch.nn.Linear(2, 2), tokens(2, 5)),  # type: ignore[arg-type]
             "model: expected HookedTransformer or HookedEncoder or TransformerBridge",
         ),
     ],

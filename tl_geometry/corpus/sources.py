@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -172,9 +172,9 @@ class TokenSource:
         view: ModelView, tokens: TokensLike, labels: Any = None, prepend_bos: bool | None = None
     ) -> TokenSource:
         """The source behind any form of tokens that :func:`tl_geometry.decompose` takes."""
-        tokens = _opened(_mapped(tokens))
-        if _is_text(tokens):
-            tokens, prepend_bos = token_rows(view, tokens, prepend_bos=prepend_bos), None
+        given: Any = _opened(_mapped(tokens))
+        if _is_text(given):
+            given, prepend_bos = token_rows(view, given, prepend_bos=prepend_bos), None
         require(
             prepend_bos is None,
             "prepend_bos",
@@ -182,40 +182,40 @@ class TokenSource:
             got=prepend_bos,
         )
         about: dict[str, Any] = {}
-        if isinstance(tokens, TokenWindows):
-            labels = tokens.labels if labels is None else labels
-            about = {"corpus": tokens.corpus, "names": tokens.names, "notes": tokens.notes}
-            tokens = tokens.tokens
-        if isinstance(tokens, list | tuple) and not (
-            tokens and isinstance(tokens[0], Tensor | np.ndarray | Mapping | list | tuple)
+        if isinstance(given, TokenWindows):
+            labels = given.labels if labels is None else labels
+            about = {"corpus": given.corpus, "names": given.names, "notes": given.notes}
+            given = given.tokens
+        if isinstance(given, list | tuple) and not (
+            given and isinstance(given[0], Tensor | np.ndarray | Mapping | list | tuple)
         ):
-            tokens = _ids(tokens)
+            given = _ids(given)
         if (
-            isinstance(tokens, list | tuple)
-            and isinstance(tokens[0], list | tuple)
-            and not isinstance(_of_item(tokens[0]), Tensor)
+            isinstance(given, list | tuple)
+            and isinstance(given[0], list | tuple)
+            and not isinstance(_of_item(given[0]), Tensor)
         ):
-            tokens = _ids(tokens)
-        if isinstance(tokens, Tensor | np.ndarray):
-            got = f"{type(tokens).__name__} of shape {tuple(tokens.shape)}"
+            given = _ids(given)
+        if isinstance(given, Tensor | np.ndarray):
+            got = f"{type(given).__name__} of shape {tuple(given.shape)}"
             expected = "integer ids [context position], at least one context"
-            ok = tokens.ndim == 2 and tokens.shape[0] > 0 and tokens.shape[1] > 0
+            ok = given.ndim == 2 and given.shape[0] > 0 and given.shape[1] > 0
             instead = "tl_geometry.windows, or .reshape(-1, length) of a flat file of ids"
             require(ok, "tokens", expected=expected, got=got, instead=instead)
-            _ids(tokens[:1])
-        if isinstance(tokens, Tensor):
-            tokens = tokens.cpu()
-        if isinstance(tokens, Tensor | np.ndarray) or (
-            hasattr(tokens, "column_names") and hasattr(tokens, "__len__")
+            _ids(given[:1])
+        if isinstance(given, Tensor):
+            given = given.cpu()
+        if isinstance(given, Tensor | np.ndarray) or (
+            hasattr(given, "column_names") and hasattr(given, "__len__")
         ):
-            require(len(tokens) > 0, "tokens", expected="at least one context", got="none")
-            contexts, length = len(tokens), _rows(tokens, 0, 1).shape[1]
+            require(len(given) > 0, "tokens", expected="at least one context", got="none")
+            contexts, length = len(given), _rows(given, 0, 1).shape[1]
         else:
-            tokens, length = _stream(tokens)
+            given, length = _stream(given)
             contexts = None
-        given, found = label_ids(labels, contexts)
+        marks, found = label_ids(labels, contexts)
         about |= {"names": found} if found else {}
-        return TokenSource(view, tokens, length, contexts, labels=given, **about)
+        return TokenSource(view, given, length, contexts, labels=marks, **about)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ class TokenSource:
         return rows
 
 
-def _is_text(tokens: Any) -> bool:
+def _is_text(tokens: Any) -> TypeGuard[str | Sequence[str]]:
     return isinstance(tokens, str) or (
         isinstance(tokens, list | tuple)
         and len(tokens) > 0

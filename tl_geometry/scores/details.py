@@ -129,11 +129,11 @@ class Details:
         sides = [Side.of(layer, w, normalized=basis.provenance.normalized) for w in ("q", "k")]
         options = {"bias": layer.bias, "drop": self.drop, "energy": False, "gain": False}
         for name, mapped in self.null_bases.items():
-            made = []
+            made: list[Tensor] = []
             for own, other, side in zip(parts, mapped, sides, strict=True):
                 pos = other * side.frozen[rows].unsqueeze(-1)
                 made.append(torch.stack([own[0], pos, own[1] + own[2] - pos]))
-            sums = share_sums(*made, layer.allowed, **options).pooled()
+            sums = share_sums(made[0], made[1], layer.allowed, **options).pooled()
             self.null_sums[name] = self.null_sums[name] + sums if name in self.null_sums else sums
 
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
