@@ -32,7 +32,7 @@ Selection = (
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]
+    TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]  # noqa: F821 (below)
 else:  # what comes is looked at where it is taken, and refused there with what to do
     TokensLike = Any
 """Tokens as every public function takes them: :class:`TokenWindows`; ids ``[context position]`` as

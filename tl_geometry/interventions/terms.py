@@ -220,7 +220,9 @@ def placebo(
         else:
             order = torch.randperm(raw.shape[-1], generator=torch.Generator().manual_seed(seed))
             other = row_center(
-                _term_score(Parts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi),
+                _term_score(
+                    ProjectedParts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi
+                ),
                 allowed,
             )
         norm, own = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (other, term))
