@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -219,7 +220,7 @@ class LangevinModel(Result):
         measured = y.diff(dim=1).var(0).clamp(min=TINY).log()
 
         times = self.times.tolist()
-        steps = list(zip(times[:-1], times[1:], strict=True))
+        steps = list(pairwise(times))
 
         def misfit(rate: float) -> tuple[float, float]:
             left = measured - torch.stack([self.path.integral(a, b, rate) for a, b in steps]).log()
