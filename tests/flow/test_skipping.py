@@ -326,7 +326,7 @@ def test_the_identity_and_ridge_separate_as_maps_of_their_own() -> None:
     }
     assert all(t.names == ("3->4",) for t in tables.values())
     assert len({float(t.accuracy[0, 0]) for t in tables.values()}) > 1
-    with pytest.raises(GeometryError, match="kind: expected one of 'flow'"):
+    with pytest.raises(GeometryError, match="map_type: expected one of 'flow'"):
         true_against_extrapolated(ensemble(), start=3, map_type="straight")
 
 
