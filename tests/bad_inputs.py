@@ -305,16 +305,16 @@ SETTINGS = [
     ),
     Call(
         "activations to decompose",
-        lambda w: tlg.decompose(torch.randn(4, 5, 6), progress=False),
+        lambda w: tlg.decompose(torch.randn(4, 5, 6), progress=False),  # type: ignore[arg-type]
         "decompose_activations",
     ),  # pyright: ignore[reportCallIssue]
     Call("a model without tokens", lambda w: tlg.decompose(w.model, progress=False), "tokens"),  # pyright: ignore[reportCallIssue]
     Call(
         "a torch module as a model",
-        lambda w: tlg.decompose(torch.nn.Linear(2, 2), w.ids),
+        lambda w: tlg.decompose(torch.nn.Linear(2, 2), w.ids),  # type: ignore[arg-type]
         "HookedTransformer",
     ),
-    Call("a name as a model", lambda w: tlg.decompose("gpt2", w.ids), "model|load"),
+    Call("a name as a model", lambda w: tlg.decompose("gpt2", w.ids), "model|load"),  # type: ignore[arg-type]
     Call(
         "a transformers model as a model",
         lambda w: tlg.decompose(tlg.zoo.hugging_face(), w.ids),
@@ -494,7 +494,7 @@ SPLITS = [
     Call("a cache of something else", lambda w: w.splits(cache=42), "cache"),
     Call(
         "tokens that are None without a cache",
-        lambda w: tlg.split_scores(w.model, None, w.basis, heads="L1H0"),
+        lambda w: tlg.split_scores(w.model, None, w.basis, heads="L1H0"),  # type: ignore[arg-type]
         "tokens",
     ),
     Call("text without prepend_bos", lambda w: w.splits(tokens="def f(x)"), "prepend_bos"),

@@ -494,7 +494,7 @@ def test_the_skip_map_covers_every_pair_and_says_what_can_be_skipped(tmp_path):
     assert one.pairs() == [(1, 3)]
     assert (one.map_types, one.places) == (("flow", "ridge", "identity"), ("pilot",))
     with pytest.raises(GeometryError, match="tokens: expected chunks of tokens, got Trajectories"):
-        skip_map(deep(), ensemble())
+        skip_map(deep(), ensemble())  # type: ignore[arg-type]
 
 
 def test_a_block_that_does_nothing_can_be_skipped_for_nothing():

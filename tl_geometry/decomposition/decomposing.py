@@ -105,13 +105,9 @@ def decompose(
         got = describe(model) if isinstance(model, Tensor) else type(model).__name__
         fail("model", expected="a TransformerLens model", got=got, instead=instead)
     view = as_view(model)
-    require(
-        tokens is not None,
-        "tokens",
-        expected="tokens to run the model on",
-        got=None,
-        instead="decompose(model, windows(model, texts, length, ...))",
-    )
+    if tokens is None:
+        instead = "decompose(model, windows(model, texts, length, ...))"
+        fail("tokens", expected="tokens to run the model on", got=None, instead=instead)
     corpus = TokenSource.of(view, tokens, labels, prepend_bos)
     plan = Plan(
         states=state_indices(states, view.n_layers + 1, view.state_hooks),

@@ -188,7 +188,7 @@ def _law(own: Trajectories) -> list[tuple[str, float, str]]:
 def _truncation(
     view: Any, own: Trajectories, K: tuple[int, ...], progress: bool
 ) -> list[tuple[str, float, str]]:
-    if not (view.head_trained and view.causal):
+    if not (view.head_trained and view.causal) or own.tokens is None:
         return []
     grid = tuple(k for k in K if k <= own.aligned_bases(align="none").rank)
     curve = truncation_kl(view, own.tokens, own, K=grid, progress=progress)
