@@ -192,7 +192,7 @@ def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
         assert view.html().encode()
         assert view.save(tmp_path / "x.png").stat().st_size > 1000
     data = render_page.document(
-        NASTY, {"caption": NASTY, "labels": [NASTY], "numbers": [1.5]}, "paths"
+        NASTY, {"caption": NASTY, "labels": [NASTY], "numbers": [1.5]}, "space"
     )
     assert data.encode()
     assert data.count("<script") == 2  # its own

@@ -15,6 +15,7 @@ from tl_geometry.flow.skipping import skip_map
 from tl_geometry.flow.truncation import GRID, truncation_kl
 from tl_geometry.models.control import reinitialized
 from tl_geometry.render import flow as views
+from tl_geometry.render import space
 from tl_geometry.report import TITLES, Analysis
 from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
@@ -120,7 +121,8 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
             "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next exactly, by construction; what counts is the error on chunks it was not "
             "fitted on, beside the identity and the best linear map."
         )
-        draft.draw(views.bundle_figure(ensemble))
+        draw = space.bundle_3d if space.installed() else views.bundle_figure
+        draft.draw(draw(ensemble))
         draft.draw(views.spectra_figure(ensemble))
     if ensemble is None:
         return None

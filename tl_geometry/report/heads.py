@@ -127,7 +127,7 @@ def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     title = (
         f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
     )
-    draft.draw(split(example, center=True, title=title))
+    draft.draw(split(example, centered=True, title=title))
     draft.text.append(
         f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and {shown[-1]} (induction) every cell can be read, and a click on a "
         "token colours its sources in the text by any group of terms. Rows are centred, which the softmax does not see."

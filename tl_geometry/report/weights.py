@@ -3,6 +3,7 @@ paths on the norm's sphere."""
 
 from __future__ import annotations
 
+from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.report import TITLES, Analysis
@@ -97,7 +98,8 @@ def section(analysis: Analysis) -> Section:
         paths = token_paths(analysis.model, tokens)
         draft.tables["paths"] = paths
         some = range(0, paths.tokens.shape[1], 3) if analysis.view.n_layers > DEEP else None
-        draft.draw(views.sphere_paths(paths, positions=some))
+        draw = space.sphere_3d if space.installed() else views.sphere_paths
+        draft.draw(draw(paths, positions=some))
     with draft.part("surrogates of W_QK in the live model"):
         _surrogates(draft, analysis)
     return draft.section()
