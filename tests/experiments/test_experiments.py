@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tl_geometry import cli, experiments
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.experiments import arithmetic, characters, formats, random_tokens
+from tl_geometry.experiments import answers, arithmetic, characters, formats, random_tokens
 from tl_geometry.experiments.formats import (
     ALPHABET,
     Problem,
@@ -203,13 +203,13 @@ def test_exact_match_of_right_and_wrong_answers() -> None:
         "no-carry", 60, low=1, high=4, seed=1
     )
     columns = longest(4) - 1
-    assert arithmetic.score(Oracle(), lines, columns, batch=50) == (1.0, 1.0)
+    assert answers.score(Oracle(), lines, columns, batch=50) == (1.0, 1.0)
     last_wrong = lambda p: p.answer[:-1] + str((int(p.answer[-1]) + 1) % 10)
-    exact, digits = arithmetic.score(Oracle(last_wrong), lines, columns)
+    exact, digits = answers.score(Oracle(last_wrong), lines, columns)
     total = sum(len(p.c) for p in lines)
     assert exact == 0
     assert math.isclose(digits, (total - len(lines)) / total)
-    forwards = arithmetic.score(Oracle(lambda p: p.c), lines, columns)
+    forwards = answers.score(Oracle(lambda p: p.c), lines, columns)
     assert forwards.exact == sum(p.c == p.answer for p in lines) / len(lines) < 0.5
 
 
@@ -218,14 +218,14 @@ def test_a_guess_beats_no_model_that_adds() -> None:
     nine = sum(
         1 / (10 * (10 - a)) for a in range(10)
     )  # a uniform, b uniform on 0..9 - a, so that nine is the likeliest sum
-    found = arithmetic.guess(lines)
+    found = answers.guess(lines)
     assert found.exact == found.digits
     assert near(round(2000 * found.exact), 2000, nine)
     inside, outside = arithmetic.asked_problems(arithmetic.SETUPS["cpu"], "no-carry")
     assert {len(p.c) for p in outside} == {1, 2}
     assert {len(p.c) for p in inside} == {3, 4, 5, 6}
     assert (
-        arithmetic.guess(outside).exact > 5 * arithmetic.guess(inside).exact
+        answers.guess(outside).exact > 5 * answers.guess(inside).exact
     )  # short sums are easily guessed
 
 
@@ -238,8 +238,8 @@ def test_answers_do_not_depend_on_the_batch() -> None:
                 parameter.normal_(std=0.5)
     lines = problems("no-carry", 12, low=1, high=4, seed=2)
     columns = longest(4) - 1
-    together = arithmetic.answers(model, lines, columns)
-    assert together == [arithmetic.answers(model, [line], columns)[0] for line in lines]
+    together = answers.answers(model, lines, columns)
+    assert together == [answers.answers(model, [line], columns)[0] for line in lines]
     assert [len(x) for x in together] == [len(line.c) for line in lines]
     assert len(set("".join(together))) > 1
 

@@ -751,10 +751,11 @@ def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_pa
     assert "://" not in page
     assert "<b>x" not in page
     assert json.loads(page.split('id="data">')[1].split("</script>")[0])["figure"]["data"]
-    dots = view.figure.data[1::2]
+    layout: Any = view.figure.layout
+    dots: Any = view.figure.data[1::2]
     found = np.stack([np.stack([d.x, d.y, d.z], -1) for d in dots], 1)
     assert found.shape == (7, 4, 3)
-    assert [s.label for s in view.figure.layout.sliders[0].steps] == ["0", "1", "2", "3"]
+    assert [s.label for s in layout.sliders[0].steps] == ["0", "1", "2", "3"]
     points = e.X[:, :-1].double() @ fit_aligned_bases(e.X, align="none").U[-1, :, :3]
     chosen = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:7].sort().values
     assert np.allclose(found, points[chosen].numpy())

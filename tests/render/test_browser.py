@@ -49,13 +49,15 @@ def test_the_detectors_detect(browser: Browser) -> None:
 
 
 def test_a_plain_page_is_harmless(browser: Browser, tmp_path: Path) -> None:
-    fragment = '<iframe sandbox="allow-scripts" srcdoc="<body style=\'color-scheme:light dark\'><button onclick=this.id=1>x</button>"></iframe>'
+    body = "<body style='color-scheme:light dark'><button onclick=this.id=1>x</button>"
+    fragment = f'<iframe sandbox="allow-scripts" srcdoc="{body}"></iframe>'
     with browser.open(as_cells(fragment, fragment), dark=True, width=400, height=300) as page:
         page.assert_harmless()
         assert len(page.frames) == 3
         assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches", frame=2)
         x, y = page.evaluate(
-            "(b => [b.left + 20, b.top + 20])(document.querySelectorAll('iframe')[1].getBoundingClientRect())"
+            "(b => [b.left + 20, b.top + "
+            "20])(document.querySelectorAll('iframe')[1].getBoundingClientRect())"
         )
         page.click(x, y)
         assert page.wait("document.querySelector('button').id", frame=2) == "1"
@@ -163,7 +165,10 @@ def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser)
 
 def test_the_policy_stops_what_an_escape_would_let_through(browser: Browser) -> None:
     view = pages(list("abcdefgh"))["split"].page
-    naughty = "<img src='http://example.invalid/x.png' onerror='window.planted=1'><script>window.planted=1</script></body>"
+    naughty = (
+        "<img src='http://example.invalid/x.png' "
+        "onerror='window.planted=1'><script>window.planted=1</script></body>"
+    )
     with browser.open(view.replace("</body>", naughty)) as page:
         page.wait("document.body.dataset.drawn")
         assert page.planted == 0
@@ -172,7 +177,10 @@ def test_the_policy_stops_what_an_escape_would_let_through(browser: Browser) -> 
         )
 
 
-READ = "[...document.querySelectorAll('.read b')].map(b => [b.dataset.plane, b.dataset.value, b.dataset.half, b.textContent])"
+READ = (
+    "[...document.querySelectorAll('.read b')].map(b => [b.dataset.plane, b.dataset.value, "
+    "b.dataset.half, b.textContent])"
+)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +202,8 @@ def test_hover_reads_the_split(tokens: int, options: dict, browser: Browser) -> 
             "(r => [r.left, r.top])(document.querySelector('iframe').getBoundingClientRect())"
         )
         sheet = page.evaluate(
-            "(r => [r.left, r.top])(document.querySelectorAll('canvas')[1].getBoundingClientRect())",
+            "(r => [r.left, "
+            "r.top])(document.querySelectorAll('canvas')[1].getBoundingClientRect())",
             frame=1,
         )
         x0, y0 = origin[0] + sheet[0], origin[1] + sheet[1]
@@ -244,11 +253,15 @@ def test_a_click_chooses_the_query_and_a_button_the_term(browser: Browser) -> No
     split = synthetic(1, 24)
     with browser.open(render.split(split).page, width=900, height=1100) as page:
         page.wait("document.body.dataset.drawn")
-        here = "[...document.querySelectorAll('.text span')].findIndex(s => s.className.includes('here'))"
+        here = (
+            "[...document.querySelectorAll('.text span')].findIndex(s => "
+            "s.className.includes('here'))"
+        )
         colour = "document.querySelectorAll('.text span')[3].style.background"
         assert page.evaluate(here) == 23
         x, y = page.evaluate(
-            "(r => [r.left + r.width / 2, r.top + r.height / 2])(document.querySelectorAll('.text span')[10].getBoundingClientRect())"
+            "(r => [r.left + r.width / 2, r.top + r.height / 2])(document.querySelectorAll('.text "
+            "span')[10].getBoundingClientRect())"
         )
         page.click(x, y)
         page.wait(f"{here} === 10")
@@ -315,7 +328,8 @@ def test_figures_do_not_shrink(browser: Browser) -> None:
         for _ in range(3):
             page.resize(280, 500)
             sizes = page.evaluate(
-                "(r => [r.width, r.height])(document.querySelector('iframe').getBoundingClientRect())"
+                "(r => [r.width, "
+                "r.height])(document.querySelector('iframe').getBoundingClientRect())"
             )
             assert sizes == [view.width, view.height]
 
@@ -331,7 +345,10 @@ def test_frames_are_as_large_as_what_they_hold(browser: Browser) -> None:
         render.heads(table()),
         pages(list(HOSTILE))["paths"],
     ]
-    size = "[innerHeight - document.documentElement.scrollHeight, innerWidth - document.documentElement.scrollWidth]"
+    size = (
+        "[innerHeight - document.documentElement.scrollHeight, innerWidth - "
+        "document.documentElement.scrollWidth]"
+    )
     rest = "innerHeight - document.querySelector('p').getBoundingClientRect().bottom"
     with browser.open(as_cells(*(v.html() for v in views)), width=1400) as page:
         for frame in range(1, len(views) + 1):
@@ -358,7 +375,10 @@ def test_heads_are_clicked(browser: Browser) -> None:
     view = render.heads(table())
     with browser.open(view.page, width=900) as page:
         page.wait("document.body.dataset.drawn")
-        read = "Object.fromEntries([...document.querySelectorAll('.read b')].map(b => [b.dataset.column, b.textContent]))"
+        read = (
+            "Object.fromEntries([...document.querySelectorAll('.read b')].map(b => "
+            "[b.dataset.column, b.textContent]))"
+        )
         assert page.evaluate(read) == {
             "dominant_term": "synthetic0",
             "cs_position": "0",
@@ -383,7 +403,8 @@ def test_heads_are_clicked(browser: Browser) -> None:
 
 PLACE = """([x, y, z]) => {
   const scene = gd._fullLayout.scene._scene, camera = scene.glplot.cameraParams;
-  const times = (m, v) => [0, 1, 2, 3].map(i => m[i] * v[0] + m[4 + i] * v[1] + m[8 + i] * v[2] + m[12 + i] * v[3]);
+  const times = (m, v) => [0, 1, 2, 3].map(
+    i => m[i] * v[0] + m[4 + i] * v[1] + m[8 + i] * v[2] + m[12 + i] * v[3]);
   const point = [x, y, z].map((v, i) => v * scene.dataScale[i]).concat(1);
   const [a, b, , w] = times(camera.projection, times(camera.view, times(camera.model, point)));
   const box = scene.container.getBoundingClientRect();

@@ -160,7 +160,7 @@ def test_a_size_is_kept_by_coarser_steps_then_by_blocks() -> None:
         assert coarse or payload(small)["levels"] < 127
     with pytest.raises(
         GeometryError,
-        match=r"max_bytes: expected room for 4 heads x 6 planes, got 1000\. Use fewer heads=",
+        match=r"max_bytes: expected room for 4 heads x 6 panels, got 1000\. Use fewer heads=",
     ):
         render.split(split, max_bytes=1000)
 

@@ -160,7 +160,7 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
     assert "<script" not in body
     assert not {"\x00", "\x1b", "\u202e", "\u2066", "\u2028"} & set(body)
     made = report_folder.Folder(tmp_path, NASTY, command=[NASTY])
-    card = Card(kind="failed", what=NASTY, why=NASTY, trace=NASTY)
+    card = Card(status="failed", what=NASTY, why=NASTY, trace=NASTY)
     facts = overview.Facts(
         provenance=Provenance(model=NASTY, corpus=NASTY), facts=((NASTY, NASTY),)
     )

@@ -17,11 +17,10 @@ table of position vectors, hold no token at all.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Provenance
+from tl_geometry.experiments.answers import guess, score
 from tl_geometry.experiments.formats import (
     ALPHABET,
     TASKS,
@@ -129,71 +129,6 @@ PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
 (on 1,000 samples, of which 5.02% is no whole number)."""
 
 
-class Score(NamedTuple):
-    """Share of problems answered without a mistake, and share of right digits."""
-
-    exact: float
-    digits: float
-
-
-def answers(model: Any, lines: Sequence[Problem], columns: int) -> list[str]:
-    """What the model writes after each prompt: as many characters as the sum has, each the
-    likeliest given those before it."""
-    device = next(model.parameters()).device
-    starts = torch.tensor([len(line.prompt) for line in lines], device=device)
-    wanted = [len(line.answer) for line in lines]
-    longest_line = int(starts.max()) + max(wanted)
-    tokens = torch.zeros(len(lines), longest_line, dtype=torch.int64, device=device)
-    for row, line in enumerate(lines):
-        tokens[row, : len(line.prompt)] = torch.tensor(encode(line.prompt), device=device)
-    rows = torch.arange(len(lines), device=device)
-    with torch.inference_mode():
-        for k in range(max(wanted)):
-            seen = tokens[:, : min(columns, int(starts.max()) + k)]
-            at = (starts + k - 1).clamp(
-                max=seen.shape[1] - 1
-            )  # rows that are finished write past their sum, which is cut below
-            tokens[rows, starts + k] = model(seen).logits[rows, at].argmax(-1)
-    return [
-        "".join(ALPHABET[int(i)] for i in tokens[row, s : s + n])
-        for row, (s, n) in enumerate(zip(starts.tolist(), wanted, strict=True))
-    ]
-
-
-def score(model: Any, lines: Sequence[Problem], columns: int, *, batch: int = 256) -> Score:
-    """Greedy answers against the reversed sums: exact match over problems, and share of right
-    digits over all digits."""
-    exact, right, total = 0, 0, 0
-    for low in range(0, len(lines), batch):
-        part = lines[low : low + batch]
-        for line, found in zip(part, answers(model, part, columns), strict=True):
-            exact += found == line.answer
-            right += sum(x == y for x, y in zip(found, line.answer, strict=True))
-            total += len(line.answer)
-    return Score(exact / len(lines), right / total)
-
-
-def guess(lines: Sequence[Problem]) -> Score:
-    """The score of one who knows the lengths and nothing else: always the likeliest digit at each
-    place of a sum of that length.
-
-    >>> guess([Problem("1", "2", "3"), Problem("2", "1", "3"), Problem("1", "1", "2"), Problem("10", "10", "20")])
-    Score(exact=0.75, digits=0.8)
-    """
-    counts: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
-    for line in lines:
-        for place, digit in enumerate(line.answer):
-            counts[len(line.answer), place][digit] += 1
-    best = {
-        n: "".join(counts[n, place].most_common(1)[0][0] for place in range(n))
-        for n in {n for n, _ in counts}
-    }
-    right = [
-        [x == y for x, y in zip(best[len(line.answer)], line.answer, strict=True)] for line in lines
-    ]
-    return Score(sum(map(all, right)) / len(lines), sum(map(sum, right)) / sum(map(len, right)))
-
-
 def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list[Problem]]:
     """Problems of the trained lengths, and of shorter ones; other seeds than those of training."""
     inside = problems(task, setup.problems, low=setup.low, high=setup.high, seed=90_001)
@@ -265,7 +200,7 @@ def _geometry(
 
 
 def _measure(setup: AdditionSetup, model: Any, task: str, columns: int) -> list[dict[str, Any]]:
-    """Scores and geometry as rows marked by ``kind``: ``"state"`` or ``"head"``."""
+    """Scores and geometry as rows marked by ``row_of``: ``"state"`` or ``"head"``."""
     inside, outside = (score(model, lines, columns) for lines in asked_problems(setup, task))
     scores = {
         "exact_in": inside.exact,
@@ -275,8 +210,8 @@ def _measure(setup: AdditionSetup, model: Any, task: str, columns: int) -> list[
     }
     scores |= table_measures(model.transformer.wpe.weight.detach().cpu(), setup.frequencies)
     states, heads = _geometry(setup, model, task)
-    return [{"kind": "state", **scores, **r} for r in states] + [
-        {"kind": "head", **r} for r in heads
+    return [{"row_of": "state", **scores, **r} for r in states] + [
+        {"row_of": "head", **r} for r in heads
     ]
 
 
@@ -337,9 +272,8 @@ def addition(
                 progress=progress,
             )
             for record in records:
-                kind = record.pop("kind")
-                row = {"task": task, "seed": seed, **record}
-                (states if kind == "state" else heads).append(row)
+                rows = states if record.pop("row_of") == "state" else heads
+                rows.append({"task": task, "seed": seed, **record})
             models.setdefault(task, model)
     return _outcome(setup, states, heads, models, tuple(seeds))
 
@@ -417,7 +351,8 @@ def _rank_correlation(x: Tensor, y: Tensor) -> float:
     """Spearman's rho; NaN where either does not vary or fewer than three points are there."""
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return math.nan
-    return float(getattr(spearmanr(x.numpy(), y.numpy()), "statistic"))  # noqa: B009 (stubs)
+    found: Any = spearmanr(x.numpy(), y.numpy())
+    return float(found.statistic)
 
 
 def _outcome(
@@ -435,13 +370,19 @@ def _outcome(
             steps,
             ("exact_in", "digits_in", "exact_out", "digits_out"),
             by="task",
-            caption=f"in: {setup.low} to {setup.high} digits; out: 1 to {setup.low - 1}; exact: whole answers, digits: single ones",
+            caption=(
+                f"in: {setup.low} to {setup.high} digits; out: 1 to {setup.low - 1}; "
+                "exact: whole answers, digits: single ones"
+            ),
         ),
         "geometry": views.training_curves(
             steps,
             (*PREDICTORS, "low_frequency", "wpe_low_frequency"),
             by="task",
-            caption=f"lines of {setup.high} digits; means over states above 0 and over heads; wpe: the table of position vectors",
+            caption=(
+                f"lines of {setup.high} digits; means over states above 0 and over heads; "
+                "wpe: the table of position vectors"
+            ),
         ),
         "prediction": views.scatter(
             steps, PREDICTORS, "digits_out", by="task", caption="a point per measured step and seed"
@@ -469,10 +410,14 @@ def _outcome(
     tables = {"curves": table_of(steps, provenance), "prediction": table_of(predicted, provenance)}
     tables |= {"states": table_of(states, provenance), "heads": final}
     notes = (
-        f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of range. Geometry is measured on lines of one "
-        "length; + and = stand at fixed columns there and break the basis by themselves: fracture_digits and wpe are free of them.",
-        "levels: Spearman's rho of a measure with the share of right digits out of range, over the steps of a run after the first; "
-        "changes: of their changes from one measured step to the next, which a common trend does not make.",
+        f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of "
+        "range. Geometry is measured on lines of one "
+        "length; + and = stand at fixed columns there and break the basis by themselves: "
+        "fracture_digits and wpe are free of them.",
+        "levels: Spearman's rho of a measure with the share of right digits out of range, over "
+        "the steps of a run after the first; "
+        "changes: of their changes from one measured step to the next, which a common trend does "
+        "not make.",
     )
     return Outcome(
         name="addition",
@@ -512,7 +457,10 @@ def findings(
         )
         chance = guess(asked_problems(setup, task)[1])
         digits = "; ".join(f"{r['digits_out']:.1%}" for r in last)
-        out = f"{outside} ({digits} of the digits); the likeliest digit at each place: {chance.exact:.1%} ({chance.digits:.1%})"
+        out = (
+            f"{outside} ({digits} of the digits); the likeliest digit at each place: "
+            f"{chance.exact:.1%} ({chance.digits:.1%})"
+        )
         claim = f"{task}: exact match, 1 to {setup.low - 1} digits"
         found.append(
             Finding(
@@ -526,7 +474,10 @@ def findings(
         text = ", ".join(
             f"{n} {'/'.join(format(v, '.2f') for v in values)}" for n, values in rho.items()
         )
-        claim = f"{task}: rank correlation of changes of geometry with changes of right digits out of range, over training"
+        claim = (
+            f"{task}: rank correlation of changes of geometry with changes of right digits out of "
+            "range, over training"
+        )
         found.append(
             Finding(
                 claim=claim,

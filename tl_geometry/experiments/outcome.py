@@ -90,7 +90,10 @@ class Outcome:
         )
         s, seeds = self.setup, ", ".join(map(str, self.seeds))
         model = f"{s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context {s.context}"
-        scale = f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
+        scale = (
+            f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: "
+            f"{self.corpus}."
+        )
         return [
             Section(title="Findings", text=(scale, *self.notes), tables={"findings": found}),
             Section(

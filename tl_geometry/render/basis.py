@@ -67,7 +67,10 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     return View(
         figure,
         title="Variance of each state",
-        caption=f"position, context and residual (interaction of the two), per state; {table.provenance.line()}",
+        caption=(
+            "position, context and residual (interaction of the two), per state; "
+            f"{table.provenance.line()}"
+        ),
     )
 
 
@@ -143,7 +146,8 @@ def spirals(
         "" if len(chosen) == len(basis.states) else f"{len(chosen)} of {len(basis.states)} states; "
     )
     caption = (
-        f"{which}two leading principal directions of pos, colour by position; above, their share of |pos|^2 and how many outliers lie off "
+        f"{which}two leading principal directions of pos, colour by position; above, their share "
+        "of |pos|^2 and how many outliers lie off "
         "the frame"
     )
     return View(

@@ -68,7 +68,10 @@ def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: 
                 vmax=columns[-1],
             )
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="position", shrink=0.5)
-    caption = f"two leading directions of pos at state {state}, each panel to its own scale; crosses: from column {half} on"
+    caption = (
+        f"two leading directions of pos at state {state}, each panel to its own scale; crosses: "
+        f"from column {half} on"
+    )
     return View(
         figure,
         title=f"Positional bases by training and inference format, state {state}",
@@ -88,7 +91,10 @@ def format_cosines(bases: Mapping[str, Tensor], state: int, *, half: int, start:
         for line in (axis.axhline, axis.axvline):
             line(half - start - 0.5, color="k", lw=0.5, ls=":")
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="cosine", shrink=0.5)
-    caption = f"cosines between positional vectors at state {state}, columns {start} on; dotted: column {half}"
+    caption = (
+        f"cosines between positional vectors at state {state}, columns {start} on; dotted: column "
+        f"{half}"
+    )
     return View(
         figure,
         title=f"Cosines of position by training and inference format, state {state}",

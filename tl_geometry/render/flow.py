@@ -186,7 +186,10 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     require(len(curves) > 0, "curves", expected="at least one", got="none")
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
     for curve in curves:
-        name = f"{'held out' if curve.held_out else 'in-sample'}, {curve.where} block, {curve.positions}"
+        name = (
+            f"{'held out' if curve.held_out else 'in-sample'}, {curve.where} block, "
+            f"{curve.positions}"
+        )
         axes[0].errorbar(curve.K, curve.kl, yerr=2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=name)
     first = curves[0]
     axes[0].axhline(
@@ -296,10 +299,14 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     axes[0].set(xlabel="t + τ", ylabel="mean ln variance")
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     said = [
-        f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² {report.law(n).r2:.2f}"
+        f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² "
+        f"{report.law(n).r2:.2f}"
         for n in report.laws
     ]
-    caption = f"colour by t; line: asymptotic law, dotted: increment law; {'; '.join(said)}; {report.provenance.line()}"
+    caption = (
+        f"colour by t; line: asymptotic law, dotted: increment law; {'; '.join(said)}; "
+        f"{report.provenance.line()}"
+    )
     return View(figure, title="Law of the residual variance", caption=caption)
 
 
@@ -429,7 +436,10 @@ def skip_figure(
 
 def _skip_caption(skips: SkipMap, place: str) -> str:
     own = skips.loss[0 if place == "pilot" else 1]
-    return f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} nats; {skips.provenance.line()}"
+    return (
+        f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} "
+        f"nats; {skips.provenance.line()}"
+    )
 
 
 def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: str) -> View:

@@ -159,7 +159,10 @@ def fourier(
         axis.set_xticks(whole_ticks(range(int(skip_constant), report.fourier.shape[-1]), 6))
     figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")
-    caption = f"shared colour limits; the percentage is the share of the first {report.fourier.shape[-1]} frequencies"
+    caption = (
+        "shared colour limits; the percentage is the share of the first "
+        f"{report.fourier.shape[-1]} frequencies"
+    )
     return View(
         figure,
         title="Fourier transform of the positional cosines",
@@ -193,7 +196,10 @@ def planes(
         axis.set_yticks([])
     axes[0].set_ylabel("u2")
     which = "" if len(rows) == len(basis.states) else f"{len(rows)} of {len(basis.states)} states; "
-    caption = f"{which}pos (colour by position) and cvec of {contexts} contexts (grey) on the two leading directions of pos"
+    caption = (
+        f"{which}pos (colour by position) and cvec of {contexts} contexts (grey) on the two "
+        "leading directions of pos"
+    )
     return View(
         figure,
         title="Position and context in the plane of pos",
@@ -251,7 +257,10 @@ def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
     for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=False):
         _draw(axis, report, name)
         axis.set_ylim(bottom=0)
-    caption = "tables in the paper hold averages, its definition is the maximum; at the line of random directions it is chance"
+    caption = (
+        "tables in the paper hold averages, its definition is the maximum; at the line of random "
+        "directions it is chance"
+    )
     return View(
         figure,
         title="Incoherence of position and context",

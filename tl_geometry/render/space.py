@@ -1,4 +1,4 @@
-"""Paths in three dimensions, to be turned with the mouse: plotly figures on one self-contained page.
+"""Paths in three dimensions, turned with the mouse: plotly figures on self-contained pages.
 
 Texts of tokens are escaped for plotly, which reads a little markup; plotly's script is stored
 deflated in the page and is allowed to run by its hash, so that nothing is fetched. Needs the extra
@@ -7,12 +7,10 @@ deflated in the page and is allowed to run by its hash, so that nothing is fetch
 
 from __future__ import annotations
 
-import base64
 import functools
 import importlib.util
 import json
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.flow.ensemble import Trajectories
+from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import View, whole_ticks
 from tl_geometry.render.flow import bundle_figure, coordinates
 from tl_geometry.render.page import PageView, document
@@ -62,7 +61,7 @@ class SpaceView(PageView):
         return document(self.title, data, "space", library)
 
     def _plotly_json(self) -> dict[str, Any]:
-        return {**json.loads(self.figure.to_json()), "config": CONFIG}
+        return {**json.loads(str(self.figure.to_json())), "config": CONFIG}
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(include, exclude)
@@ -245,4 +244,4 @@ def _library() -> tuple[str, str]:
     from plotly.offline import get_plotlyjs
 
     script = get_plotlyjs()
-    return script, base64.b64encode(zlib.compress(script.encode(), 9)).decode()
+    return script, compressed(script.encode())

@@ -92,8 +92,9 @@ def split(
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> basis = tlg.decompose(model, tlg.zoo.default_windows(model, 16, n=8), progress=False)
-    >>> scores = tlg.split_scores(model, "for i in range(3):", basis, heads="L1H0", prepend_bos=True)
-    >>> view = split(scores)  # in a notebook this shows it; view.save("split.html") writes a page that opens offline
+    >>> text = "for i in range(3):"
+    >>> scores = tlg.split_scores(model, text, basis, heads="L1H0", prepend_bos=True)
+    >>> view = split(scores)  # shown in a notebook; view.save("split.html") writes a page
     >>> view.title, "reconstruction error" in view.caption
     ('Split of the scores of L1H0', True)
     """
@@ -350,7 +351,8 @@ def _caption(
         default=(None, None, ""),
     )
     said = [
-        f"{'row-centred' if centered else 'raw'} scores by query (down) and key (across), {tokens} tokens",
+        f"{'row-centred' if centered else 'raw'} scores by query (down) and key (across), "
+        f"{tokens} tokens",
         f"full colour at {top:.3g} on every panel and head"
         + (f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""),
         "pattern from 0 to 1",
@@ -359,7 +361,10 @@ def _caption(
         "" if whole else "some of the terms: they do not sum to the total",
         ""
         if drawn.block == 1
-        else f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} (sums do not hold between cells)",
+        else (
+            f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} "
+            "(sums do not hold between cells)"
+        ),
         f"{holes} cells are not a number (hatched)" if holes else "",
         split.provenance.line(),
     ]

@@ -64,7 +64,10 @@ def weight_blocks(
         axis.set_yticks([])
     for axis in axes[len(rows) :] if ax is None else ():
         axis.axis("off")
-    caption = f"red: |diag(W_{geometry.matrix})|; blue: rotated entries above the threshold; dashed: k x k; above: concentration over chance"
+    caption = (
+        f"red: |diag(W_{geometry.matrix})|; blue: rotated entries above the threshold; dashed: k x "
+        "k; above: concentration over chance"
+    )
     return View(
         figure,
         title=f"Diagonal and block of W_{geometry.matrix}",
@@ -110,7 +113,9 @@ def coverage_curves(
     return View(
         figure,
         title=f"Coverage of W_{readout.matrix}",
-        caption=f"cumulative share of singular values, one line per head; {readout.provenance.line()}",
+        caption=(
+            f"cumulative share of singular values, one line per head; {readout.provenance.line()}"
+        ),
     )
 
 
@@ -159,7 +164,10 @@ def sphere_paths(
             ticks=whole_ticks(range(points.shape[1])),
         )
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
-    caption = f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; {paths.provenance.line()}"
+    caption = (
+        f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; "
+        f"{paths.provenance.line()}"
+    )
     return View(figure, title="Paths on the sphere", caption=caption)
 
 
@@ -179,5 +187,8 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
         if len(effect.heads) > 4
         else ", ".join(f"L{l}H{h}" for l, h in effect.heads)
     )
-    caption = f"W_QK of {heads} replaced; loss of the model {effect.clean_loss:.3f}; grey: controls; {effect.provenance.line()}"
+    caption = (
+        f"W_QK of {heads} replaced; loss of the model {effect.clean_loss:.3f}; grey: controls; "
+        f"{effect.provenance.line()}"
+    )
     return View(figure, title="Surrogates of W_QK", caption=caption)

@@ -96,7 +96,8 @@ def section(analysis: Analysis) -> Section:
         draft.text.append(f"{count} chunks in place of {most}, to keep the budget.")
     if count // 2 < view.d_model:
         draft.text.append(
-            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they span a subspace by necessity, so that few directions "
+            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: "
+            "they span a subspace by necessity, so that few directions "
             "sufficing says nothing about the model."
         )
     ensemble = _followed(draft, analysis, chunks)
@@ -117,8 +118,10 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
         )
         where = "the last" if ensemble.position == -1 else "the first"
         draft.text.append(
-            f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is followed through the blocks ({where}). Rotation and stretch "
-            "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next exactly, by construction; what counts is the error on chunks it was not "
+            f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is "
+            f"followed through the blocks ({where}). Rotation and stretch "
+            "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next "
+            "exactly, by construction; what counts is the error on chunks it was not "
             "fitted on, beside the identity and the best linear map."
         )
         draw = space.bundle_3d if space.installed() else views.bundle_figure
@@ -204,6 +207,8 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
     lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))
     which = "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
     draft.text.append(
-        f"How many layers can be skipped for how much loss ({which}; {skips.test} held-out chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out chunks; "
+        f"How many layers can be skipped for how much loss ({which}; {skips.test} held-out "
+        "chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out "
+        "chunks; "
         "'mean' forgets the state altogether: what a map must beat."
     )
