@@ -18,7 +18,7 @@ class Score(NamedTuple):
     digits: float
 
 
-def answers(model: Any, lines: Sequence[Problem], columns: int) -> list[str]:
+def answers(model: Any, lines: Sequence[Problem], positions: int) -> list[str]:
     """What the model writes after each prompt: as many characters as the sum has, each the
     likeliest given those before it."""
     device = next(model.parameters()).device
@@ -31,7 +31,7 @@ def answers(model: Any, lines: Sequence[Problem], columns: int) -> list[str]:
     rows = torch.arange(len(lines), device=device)
     with torch.inference_mode():
         for k in range(max(wanted)):
-            seen = tokens[:, : min(columns, int(starts.max()) + k)]
+            seen = tokens[:, : min(positions, int(starts.max()) + k)]
             at = (starts + k - 1).clamp(
                 max=seen.shape[1] - 1
             )  # rows that are finished write past their sum, which is cut below
@@ -42,13 +42,13 @@ def answers(model: Any, lines: Sequence[Problem], columns: int) -> list[str]:
     ]
 
 
-def score(model: Any, lines: Sequence[Problem], columns: int, *, batch: int = 256) -> Score:
+def score(model: Any, lines: Sequence[Problem], positions: int, *, batch: int = 256) -> Score:
     """Greedy answers against the reversed sums: exact match over problems, and share of right
     digits over all digits."""
     exact, right, total = 0, 0, 0
     for low in range(0, len(lines), batch):
         part = lines[low : low + batch]
-        for line, found in zip(part, answers(model, part, columns), strict=True):
+        for line, found in zip(part, answers(model, part, positions), strict=True):
             exact += found == line.answer
             right += sum(x == y for x, y in zip(found, line.answer, strict=True))
             total += len(line.answer)

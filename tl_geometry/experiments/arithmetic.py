@@ -7,9 +7,9 @@
    (exact match). The published evaluator always used the carry model and problems of the trained
    lengths, and compared a tensor with a string.
 3. At the same steps its positional basis and the pos-pos terms of its heads are measured, on lines
-   of one length at a time: only there does a column mean the same in every context.
+   of one length at a time: only there does a position mean the same in every context.
 
-``+`` and ``=`` stand at fixed columns of such lines, so a basis breaks there by the tokens alone.
+``+`` and ``=`` stand at fixed positions of such lines, so a basis breaks there by the tokens alone.
 ``fracture_digits`` leaves the steps from and to them out; the measures of ``wpe``, the model's
 table of position vectors, hold no token at all.
 """
@@ -148,7 +148,7 @@ def digit_fracture(
     """Largest step over median step between neighbouring digits; steps from and to ``+`` and ``=``
     are left out.
 
-    ``length`` is that of each number, ``start`` the column of the first row.
+    ``length`` is that of each number, ``start`` the position of the first row.
     """
     step = 1 - positional.adjacent_cosine(pos)
     left = torch.arange(start, start + step.shape[1])
@@ -199,9 +199,9 @@ def _geometry(
     return states, heads
 
 
-def _measure(setup: AdditionSetup, model: Any, task: str, columns: int) -> list[dict[str, Any]]:
+def _measure(setup: AdditionSetup, model: Any, task: str, positions: int) -> list[dict[str, Any]]:
     """Scores and geometry as rows marked by ``row_of``: ``"state"`` or ``"head"``."""
-    inside, outside = (score(model, lines, columns) for lines in asked_problems(setup, task))
+    inside, outside = (score(model, lines, positions) for lines in asked_problems(setup, task))
     scores = {
         "exact_in": inside.exact,
         "exact_out": outside.exact,
@@ -239,14 +239,14 @@ def addition(
     positions.
     """
     setup = scale if isinstance(scale, AdditionSetup) else SETUPS[choice(scale, SCALES, "scale")]
-    columns = longest(setup.high) - 1
+    positions = longest(setup.high) - 1
     require(setup.low >= 2, "low", expected="at least 2 digits", got=setup.low)
     require(
-        setup.context >= columns,
+        setup.context >= positions,
         "context",
-        expected=f"at least {columns}",
+        expected=f"at least {positions}",
         got=setup.context,
-        instead=f"context={columns}",
+        instead=f"context={positions}",
     )
     states: list[dict[str, Any]] = []
     heads: list[dict[str, Any]] = []
@@ -258,7 +258,7 @@ def addition(
             def batch_at(step: int, lines: list[Problem] = lines, seed: int = seed) -> Batch:
                 generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
                 chosen = torch.randint(len(lines), (setup.batch,), generator=generator).tolist()
-                return answer_batch([lines[i] for i in chosen], columns)
+                return answer_batch([lines[i] for i in chosen], positions)
 
             model = setup.model(len(ALPHABET), seed).to(device)
             folder = None if out is None else Path(out) / f"{task}-{seed}"
@@ -266,7 +266,7 @@ def addition(
                 setup,
                 model,
                 batch_at,
-                lambda _, m, t=task: _measure(setup, m, t, columns),
+                lambda _, m, t=task: _measure(setup, m, t, positions),
                 seed=seed,
                 folder=folder,
                 progress=progress,
@@ -412,7 +412,7 @@ def _outcome(
     notes = (
         f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of "
         "range. Geometry is measured on lines of one "
-        "length; + and = stand at fixed columns there and break the basis by themselves: "
+        "length; + and = stand at fixed positions there and break the basis by themselves: "
         "fracture_digits and wpe are free of them.",
         "levels: Spearman's rho of a measure with the share of right digits out of range, over "
         "the steps of a run after the first; "

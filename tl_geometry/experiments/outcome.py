@@ -138,7 +138,7 @@ def bridge_of(model: Any, name: str) -> Any:
 
 
 def basis_of(bridge: Any, tokens: Int[Tensor, "context position"], corpus: str) -> PositionContext:
-    """Basis of a model on windows without BOS; the first column is left out of the statistics."""
+    """Basis of a model on windows without BOS; the first position is left out of the statistics."""
     return decompose(
         bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False
     )

@@ -7,12 +7,12 @@ Zhong 2023, section 5.1).
 3. The break (the largest step between neighbours) is expected where the random half begins, and few
    low frequencies where it lies.
 
-The target of the last column of text is random already, so that what the model has to do changes
-one column before the tokens do.
+The target of the last position of text is random already, so that what the model has to do changes
+one position before the tokens do.
 
-Measures of one half are those of that half alone: its own columns, less their mean, without the
-column before the middle. Otherwise the jump of the mean between the halves, which is common to all
-columns of the second, would make random columns look alike and therefore smooth.
+Measures of one half are those of that half alone: its own positions, less their mean, without the
+position before the middle. Otherwise the jump of the mean between the halves, which is common to
+all positions of the second, would make random positions look alike and therefore smooth.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class FormatBases(Result):
 
 def token_stream(
     setup: RandomisationSetup, texts: Sequence[str] | None
-) -> tuple[Int[Tensor, " row"], Int[Tensor, " column"], int, str]:
+) -> tuple[Int[Tensor, " row"], Int[Tensor, " position"], int, str]:
     """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to
     1."""
     from transformers import AutoTokenizer
@@ -214,7 +214,7 @@ def halves(
     """Fracture, roughness and low-frequency share of the first ``half - 1`` rows and of those from
     ``half`` on, each less its own mean.
 
-    The row between them belongs to neither: its tokens are text, its target is random.
+    The row between them belongs to no half: its tokens are text, its target is random.
 
     >>> noise = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
     >>> smooth = torch.linspace(-1, 1, 16)[:, None] * torch.ones(3)
@@ -352,11 +352,13 @@ def _outcome(
         caption=f"each model on its own format, state {shown[-1]}, a line per seed",
     )
     notes = (
-        "Rows of each grid are training formats, columns inference formats. The first column of a "
+        "Rows of each grid are training formats, columns inference formats. The first position of "
+        "a "
         "window is left out. Measures of a half "
-        "are those of its own columns less their own mean, without the column before the middle: "
+        "are those of its own positions less their own mean, without the position before the "
+        "middle: "
         "its target is random already, so that "
-        "what the model has to do changes one column before the tokens. split_half near one says "
+        "what the model has to do changes one position before the tokens. split_half near one says "
         "that sampling noise is small. Numbers in "
         "the findings are by state, 0 to the input of the last block, a group for each seed.",
     )

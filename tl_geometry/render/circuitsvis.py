@@ -93,7 +93,11 @@ def attention_pattern(
     title: str = "Attention pattern",
 ) -> PageView:
     """Heat map of one head (circuitsvis ``attention_pattern``); of a split, ``head`` says which.
-    Arguments as :func:`attention_heads`."""
+    Arguments as :func:`attention_heads`.
+
+    >>> attention_pattern(torch.eye(3), ["a", "<b>", " c"]).title
+    'Attention pattern'
+    """
     source = attention if isinstance(attention, ScoreSplit) else attention[None]
     values, texts, labels, what = _values(source, tokens, None, term, context)
     row = _row(attention, head) if isinstance(attention, ScoreSplit) else 0
@@ -118,7 +122,11 @@ def colored_tokens(
     title: str = "Coloured tokens",
 ) -> PageView:
     """Text with a value behind each token (circuitsvis ``colored_tokens``), symmetric about 0;
-    hover to read it. At most 2,000 tokens."""
+    hover to read it. At most 2,000 tokens.
+
+    >>> colored_tokens(["a", "<b>"], [0.5, -1.0]).title
+    'Coloured tokens'
+    """
     given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     texts = [_running(str(t)) for t in tokens]
     require(
@@ -174,6 +182,14 @@ def induction(
         query: position to begin with.
 
     Raises ``GeometryError`` over 128 tokens: split a shorter prompt, or use ``render.split``.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> scores = tlg.split_scores(model, "a b a b", basis, heads="L1H0", prepend_bos=True)
+    >>> induction(scores).title
+    'What L1H0 reads'
     """
     row = _row(split, head)
     texts = _texts(split, tokens, context)

@@ -72,6 +72,13 @@ def bundle_figure(
     3-D axis.
 
     See :func:`tl_geometry.render.space.bundle_3d` for a view that turns.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> bundle_figure(paths, limit=5).title
+    'Bundle of trajectories'
     """
     points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit)
     figure, drawn = canvas(ax=ax, size=(4.6, 4.2), subplot_kw={"projection": "3d"})
@@ -100,7 +107,15 @@ def bundle_figure(
 
 def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None = None) -> View:
     """Histogram of the first singular coordinate of every state, one row each: nearly the ensemble
-    mean, far from zero."""
+    mean, far from zero.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> first_coordinate(paths).title
+    'First singular coordinate'
+    """
     aligned = ensemble.aligned_bases(align="none")
     figure, axes = canvas(ax=ax, size=(4.4, max(3.2, 0.16 * len(ensemble.states) + 0.8)))
     for t, state in enumerate(ensemble.states):
@@ -129,7 +144,15 @@ def angle_maps(
     ensemble: Trajectories, k: int = 4, *, align: str = "greedy", ax: Axes | None = None
 ) -> View:
     """Degrees between direction i at every two states, one panel for each of the first ``k``
-    (Sarfati et al. 2025, Fig. 2a)."""
+    (Sarfati et al. 2025, Fig. 2a).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> angle_maps(paths, 2).title
+    'Angles between directions'
+    """
     angles = ensemble.angles(k, align=align)
     count = 1 if ax is not None else len(angles)
     figure, axes = (
@@ -163,7 +186,15 @@ def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
 
 def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
     """Singular values of every state against rank, log-log; rank 1 (the mean) is left out (Sarfati
-    et al. 2025, Fig. 2b)."""
+    et al. 2025, Fig. 2b).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> spectra_figure(paths).title
+    'Singular values'
+    """
     S = ensemble.aligned_bases(align="none").S
     figure, axes = canvas(ax=ax, size=(4.6, 3.0))
     colour = shades(figure, axes[0], ensemble.states, "state", TIME)
@@ -182,7 +213,16 @@ def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
 
 def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     """KL against the number of directions kept, with the distance of unrelated chunks (Sarfati et
-    al. 2025, Fig. 2c)."""
+    al. 2025, Fig. 2c).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> curve = tlg.flow.truncation_kl(model, windows, paths, progress=False)
+    >>> truncation_figure(curve).title
+    'Output with K directions'
+    """
     require(len(curves) > 0, "curves", expected="at least one", got="none")
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
     for curve in curves:
@@ -216,7 +256,16 @@ def residual_figure(
     *,
     held_out: bool = True,
 ) -> View:
-    """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4)."""
+    """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=32)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> report = tlg.flow_report(paths)
+    >>> residual_figure(report).title
+    'Residuals of rotation and stretch'
+    """
     tables = report.held_out if held_out else report.in_sample
     unknown = [n for n in names if n not in tables]
     require(not unknown, "names", expected=f"some of {', '.join(tables)}", got=unknown)
@@ -238,7 +287,16 @@ def residual_figure(
 
 def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Held-out relative error of one layer's step by each map: rotation and stretch beside the
-    identity, the best linear map, ..."""
+    identity, the best linear map, ...
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=32)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> report = tlg.flow_report(paths)
+    >>> baseline_figure(report).title
+    'Maps from one state to the next'
+    """
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
     curves = {"rotation and stretch": report.held_out["relative_error"], **report.baselines}
     for name, table in curves.items():
@@ -274,7 +332,16 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
 
 def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati
-    et al. 2025, Eq. 2)."""
+    et al. 2025, Eq. 2).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=32)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> report = tlg.flow_report(paths)
+    >>> noise_figure(report).title
+    'Law of the residual variance'
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = canvas(ax=ax, size=(4.8, 3.0))
@@ -325,6 +392,13 @@ def clouds(
 
     A grid: start states down, end states across. Directions of ``train`` make it held out. The
     paper shows (u2, u3); u1 is the mean.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> clouds(paths, [1, 2], [3, 4]).title
+    'True and extrapolated states'
     """
     aligned = (train or ensemble).aligned_bases(align="greedy")
     a, b = plane
@@ -375,6 +449,13 @@ def skip_figure(
     One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``),
     where it was measured. Of deep models with few of their pairs measured, a line for each map
     instead, one panel per number of blocks skipped.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=16)
+    >>> skips = tlg.flow.skip_map(model, windows, progress=False)
+    >>> skip_figure(skips).title
+    'Layers skipped'
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -89,7 +89,16 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
 
 def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None) -> View:
     """The same map as an image for paper, with the number in each cell of a small one. Arguments as
-    :func:`heads`."""
+    :func:`heads`.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
+    >>> head_grid(sweep, "induction").title
+    'SweepTable: induction'
+    """
     pairs, columns = numbers(_table(sweep, "head_grid"))
     name = _chosen(value, columns)
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)

@@ -33,6 +33,14 @@ def weight_blocks(
     One panel per head, by default those of the first layer; red cells show the first ``size``
     entries of diag(W) in the model's coordinates, blue cells the first ``size`` directions of the
     basis, each scaled to its head's largest value. The dashed frame is the k x k block.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> geometry = tlg.weight_geometry(model, basis)
+    >>> weight_blocks(geometry, "L1H0").title
+    'Diagonal and block of W_QK'
     """
     n_layers, n_heads = 1 + max(l for l, _ in geometry.heads), 1 + max(h for _, h in geometry.heads)
     chosen = list(
@@ -92,7 +100,14 @@ def coverage_curves(
     readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None
 ) -> View:
     """Cumulative share of the singular values of each head, one line per head and one colour per
-    layer."""
+    layer.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> readout = tlg.token_readout(model)
+    >>> coverage_curves(readout, layers=0).title
+    'Coverage of W_QK'
+    """
     present = sorted({l for l, _ in readout.heads})
     chosen = (
         checks.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
@@ -127,7 +142,14 @@ def sphere_paths(
     ax: Axes | None = None,
 ) -> View:
     """Paths of tokens through the layers in three dimensions, colour by state, the last state
-    labelled by its token."""
+    labelled by its token.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> paths = tlg.sphere.token_paths(model, "for i in range(3):", prepend_bos=True)
+    >>> sphere_paths(paths).title
+    'Paths on the sphere'
+    """
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
     chosen = checks.indices(positions, length, "positions")
@@ -172,7 +194,16 @@ def sphere_paths(
 
 
 def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
-    """Change in next-token loss when W_QK is replaced by each part of it."""
+    """Change in next-token loss when W_QK is replaced by each part of it.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> effect = tlg.interventions.surrogate_effect(model, windows, basis)
+    >>> surrogate_bars(effect).title
+    'Surrogates of W_QK'
+    """
     figure, axes = canvas(ax=ax, size=(4.4, 2.8))
     change = effect.loss - effect.clean_loss
     colours = [

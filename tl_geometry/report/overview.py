@@ -47,9 +47,9 @@ def section(analysis: Analysis) -> Section:
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
     start, end = basis.window
     left_out = (
-        f"columns 0 to {start - 1} left out of the statistics (attention sink), their sums kept"
+        f"positions 0 to {start - 1} left out of the statistics (attention sink), their sums kept"
         if start
-        else "all columns in the statistics"
+        else "all positions in the statistics"
     )
     names = analysis.windows.names
     facts = (
@@ -70,7 +70,7 @@ def section(analysis: Analysis) -> Section:
         ),
         ("documents", f"{len(names)}: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"),
         ("first token", "BOS" if p.has_bos else "text (no BOS)"),
-        ("window", f"columns {start} to {end - 1}; {left_out}"),
+        ("window", f"positions {start} to {end - 1}; {left_out}"),
         ("kept", repr(basis).split("kept: ")[1].rstrip(")")),
         ("made smaller", "; ".join(analysis.smaller) or "nothing"),
         ("remarks", "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none"),
