@@ -355,16 +355,10 @@ def _rank_correlation(x: Tensor, y: Tensor) -> float:
     return float(found.statistic)
 
 
-def _outcome(
-    setup: AdditionSetup,
-    states: list[dict[str, Any]],
-    heads: list[dict[str, Any]],
-    models: dict[str, Any],
-    seeds: tuple[int, ...],
-) -> Outcome:
-    provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
-    steps = by_step(states, heads, setup.high)
-    predicted = prediction(steps)
+def _figures(
+    setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any]
+) -> dict[str, Any]:
+    """Curves over training, and heads and cosines of the trained models."""
     figures: dict[str, Any] = {
         "scores": views.training_curves(
             steps,
@@ -406,6 +400,20 @@ def _outcome(
         figures[f"cosines_{task}"] = views.state_cosines(
             basis, labels=labels, title=f"Cosines of position, {task}"
         )
+    return figures
+
+
+def _outcome(
+    setup: AdditionSetup,
+    states: list[dict[str, Any]],
+    heads: list[dict[str, Any]],
+    models: dict[str, Any],
+    seeds: tuple[int, ...],
+) -> Outcome:
+    provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
+    steps = by_step(states, heads, setup.high)
+    predicted = prediction(steps)
+    figures = _figures(setup, steps, models)
     final = table_of([r for r in heads if r["step"] == setup.steps], provenance)
     tables = {"curves": table_of(steps, provenance), "prediction": table_of(predicted, provenance)}
     tables |= {"states": table_of(states, provenance), "heads": final}

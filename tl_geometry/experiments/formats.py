@@ -140,7 +140,7 @@ def problems(task: str, n: int, *, low: int, high: int, seed: int = 0) -> list[P
 
 
 def aligned_problems(task: str, n: int, *, length: int, seed: int = 0) -> list[Problem]:
-    """``n`` additions whose operands and sum all have ``length`` digits, so that each position means
+    """``n`` additions with operands and sum all of ``length`` digits, so that each position means
     the same in every context.
 
     >>> {len(p.text) for p in aligned_problems("carry", 5, length=4)}

@@ -220,10 +220,10 @@ def _escaped(text: str) -> str:
 
 
 def _drawn(text: str) -> str:
-    """Text that stays as it is inside the scene, where plotly reads tags but no entities: a hair
+    r"""Text that stays as it is inside the scene, where plotly reads tags but no entities: a hair
     space after what would begin one.
 
-    >>> _drawn("<b>") == "<\\u200ab>"
+    >>> _drawn("<b>") == "<\u200ab>"
     True
     """
     return html.visible(text).replace("<", "<\u200a").replace("&", "&\u200a")
@@ -240,7 +240,7 @@ def _graph_objects() -> Any:
 
 @functools.cache
 def _library() -> tuple[str, str]:
-    """plotly's script, and the same deflated, as base64."""
+    """The script of plotly, and the same deflated, as base64."""
     from plotly.offline import get_plotlyjs
 
     script = get_plotlyjs()
