@@ -20,7 +20,14 @@ from torch import Tensor
 
 from tl_geometry import cli, experiments
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.experiments import answers, arithmetic, characters, formats, random_tokens
+from tl_geometry.experiments import (
+    answers,
+    arithmetic,
+    characters,
+    formats,
+    prediction,
+    random_tokens,
+)
 from tl_geometry.experiments.formats import (
     ALPHABET,
     Problem,
@@ -146,7 +153,7 @@ def test_the_mask_by_hand() -> None:
     assert inputs.tolist() == [[3, 4, 1, 9, 12, 11, 3, 0], [7, 1, 6, 12, 11, 0, 0, 0]]
     X = IGNORE
     assert targets.tolist() == [[X, X, X, X, 11, 3, 0, X], [X, X, X, 11, 0, X, X, X]]
-    with pytest.raises(GeometryError, match="columns: expected at least 7, got 6"):
+    with pytest.raises(GeometryError, match="positions: expected at least 7, got 6"):
         answer_batch([Problem("12", "7", "19")], 6)
 
 
@@ -261,7 +268,7 @@ def test_digit_fracture_leaves_the_signs_out() -> None:
 
 
 def test_prediction_needs_more_than_a_common_trend() -> None:
-    names = dict.fromkeys(arithmetic.PREDICTORS, 0.0)
+    names = dict.fromkeys(prediction.PREDICTORS, 0.0)
     up = [99.0, 1, 3, 4, 8, 9]  # the first is that of the untrained model; then changes 2 1 4 1
     rows = [
         {
@@ -275,7 +282,7 @@ def test_prediction_needs_more_than_a_common_trend() -> None:
         }
         for i, u in enumerate(up)
     ]
-    found = {r["measure"]: r for r in arithmetic.prediction(rows)}
+    found = {r["measure"]: r for r in prediction.prediction(rows)}
     assert [found["fracture"][k] for k in ("levels", "changes")] == pytest.approx([1.0, 1.0])
     assert found["roughness"]["levels"] == pytest.approx(1.0)  # the trend
     assert found["roughness"]["changes"] == pytest.approx(-1.0)

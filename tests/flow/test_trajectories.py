@@ -701,7 +701,7 @@ def report() -> FlowReport:
 def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     from matplotlib.figure import Figure
 
-    from tl_geometry.render import flow
+    from tl_geometry.render import flow, skipping
 
     e = ensemble()
     train, test = e.split()
@@ -720,8 +720,8 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
         flow.baseline_figure(report()),
         flow.noise_figure(report()),
         flow.clouds(test, (1, 2), (2, 3), train=train),
-        flow.skip_figure(skips),
-        flow.skip_figure(skips, ("flow",), metric="top1"),
+        skipping.skip_figure(skips),
+        skipping.skip_figure(skips, ("flow",), metric="top1"),
     ]
     for i, view in enumerate(views):
         assert view.caption
@@ -730,7 +730,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     assert flow.noise_figure(report(), ax=axis).figure is axis.figure
     assert axis.lines
     shown: Any = (
-        flow.skip_figure(skips, ("flow",), metric="kl").figure.axes[0].images[0].get_array()
+        skipping.skip_figure(skips, ("flow",), metric="kl").figure.axes[0].images[0].get_array()
     )
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow")[0, 4]))
     with pytest.raises(GeometryError, match="axes: expected 3 coordinates from 0 to 15"):

@@ -182,7 +182,7 @@ def test_caption_says_scale_saturation_closing_and_holes() -> None:
         (scores[1 if False else 0 :, rows == 7].abs() > 0.5)[[2, 3]].sum()
     )
     assert "reconstruction error 1.0e-06 (scores; allowed 2.0e-05)" in view.caption
-    assert "full colour at 0.5 on every plane and head" in view.caption
+    assert "full colour at 0.5 on every panel and head" in view.caption
     assert "pattern from 0 to 1" in view.caption
     assert f"{8 * 4} cells are not a number (hatched)" in view.caption
     assert f"{beyond} of {5 * 465} cells beyond it marked" in view.caption

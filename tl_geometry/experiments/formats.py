@@ -42,7 +42,7 @@ def randomise(
     return torch.where(torch.arange(tokens.shape[1]) < start, tokens, noise)
 
 
-def shifted(rows: Int[Tensor, "batch position"]) -> Batch:
+def shifted(rows: Int[Tensor, "batch column"]) -> Batch:
     """Inputs (all positions but the last), targets (all but the first): a random token is its own
     target, too.
 

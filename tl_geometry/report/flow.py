@@ -16,6 +16,7 @@ from tl_geometry.flow.truncation import GRID, truncation_kl
 from tl_geometry.models.control import reinitialized
 from tl_geometry.render import flow as views
 from tl_geometry.render import space
+from tl_geometry.render.skipping import skip_figure
 from tl_geometry.report import TITLES, Analysis
 from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
@@ -203,7 +204,7 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
         seed=analysis.seed,
     )
     draft.tables["skipped_layers"] = skips
-    draft.draw(views.skip_figure(skips))
+    draft.draw(skip_figure(skips))
     lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))
     which = "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
     draft.text.append(
