@@ -7,7 +7,6 @@ Python.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import inspect
 import json
 import os
@@ -23,19 +22,6 @@ from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError, choice, require
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-PLACES = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.EFBIG,
-    errno.EIO,
-}
-"""Errors of a file system, which a user can mend: one line. Others are ours and keep their
-traceback."""
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """What typer raises for a command line that it cannot parse (its own copy of click's exception, or
 click's)."""
@@ -46,7 +32,10 @@ SAID_STOPPED = "stopped; what was finished is kept, --resume goes on from it"
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; nothing: the embedded model."
+        help=(
+            "A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; "
+            "nothing: the embedded model."
+        )
     ),
 ]
 Corpus = Annotated[
@@ -105,7 +94,10 @@ BudgetOption = Annotated[
     str,
     typer.Option(
         "--budget",
-        help="Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the report says so.",
+        help=(
+            "Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the "
+            "report says so."
+        ),
     ),
 ]
 Sections = Annotated[
@@ -207,7 +199,8 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         if summary["failed"]:
             said = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
             typer.echo(
-                f"tl-geometry: not everything could be computed ({said}); the tracebacks are in the report",
+                f"tl-geometry: not everything could be computed ({said}); the tracebacks are in "
+                "the report",
                 err=True,
             )
             raise typer.Exit(1)
@@ -221,7 +214,8 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
 
 _analysis(
     "report",
-    "The whole analysis of a model on a corpus, to a folder: report.html, tables, results, run.json.",
+    "The whole analysis of a model on a corpus, to a folder: report.html, tables, results, "
+    "run.json.",
     None,
 )
 _analysis("heads", "Only the heads: what drives each, and head types.", ("overview", "heads"))
@@ -273,17 +267,8 @@ def fit(
     MODEL --corpus FILE --device cuda
     """
     ids = bool(corpus) and corpus is not None and corpus[0].suffix == ".npy"
-    _check_run(
-        model,
-        None if ids else corpus,
-        contexts,
-        length,
-        seed,
-        encoding,
-        kind=kind,
-        dtype=dtype,
-        device=device,
-    )
+    loading = {"kind": kind, "dtype": dtype, "device": device}
+    _check_run(model, None if ids else corpus, contexts, length, seed, encoding, **loading)
     arguments.check_corpus(corpus, encoding, tokens=True)
     require(
         not ids or (length is None and bos is None),
@@ -497,22 +482,13 @@ def main() -> None:
     except USAGE as error:
         raise SystemExit(_line(str(error.format_message()), 2)) from None
     except Exception as error:
-        said = file_trouble(error)
+        said = arguments.file_trouble(error)
         if said is None:
             raise
         raise SystemExit(_line(said, 2)) from None
     if code == STOPPED:  # some versions of typer turn the interruption into a code
         _line(SAID_STOPPED, STOPPED)
     raise SystemExit(code if isinstance(code, int) else 0)
-
-
-def file_trouble(error: BaseException) -> str | None:
-    """What a file system says in an exception (safetensors wraps it in its own), or ``None``."""
-    if isinstance(error, OSError) and error.errno in PLACES:
-        return f"{error.strerror}: {error.filename or 'a file'}"
-    text = str(error)
-    known = [os.strerror(number) for number in PLACES if os.strerror(number) in text]
-    return text if known and type(error).__name__ == "SafetensorError" else None
 
 
 def _line(text: str, code: int) -> int:

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from tl_geometry import cli, experiments
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.experiments import arithmetic, characters, formats, random_tokens
+from tl_geometry.experiments import (
+    answers,
+    arithmetic,
+    characters,
+    formats,
+    prediction,
+    random_tokens,
+)
 from tl_geometry.experiments.formats import (
     ALPHABET,
     Problem,
@@ -146,7 +153,7 @@ def test_the_mask_by_hand() -> None:
     assert inputs.tolist() == [[3, 4, 1, 9, 12, 11, 3, 0], [7, 1, 6, 12, 11, 0, 0, 0]]
     X = IGNORE
     assert targets.tolist() == [[X, X, X, X, 11, 3, 0, X], [X, X, X, 11, 0, X, X, X]]
-    with pytest.raises(GeometryError, match="columns: expected at least 7, got 6"):
+    with pytest.raises(GeometryError, match="positions: expected at least 7, got 6"):
         answer_batch([Problem("12", "7", "19")], 6)
 
 
@@ -203,13 +210,13 @@ def test_exact_match_of_right_and_wrong_answers() -> None:
         "no-carry", 60, low=1, high=4, seed=1
     )
     columns = longest(4) - 1
-    assert arithmetic.score(Oracle(), lines, columns, batch=50) == (1.0, 1.0)
+    assert answers.score(Oracle(), lines, columns, batch=50) == (1.0, 1.0)
     last_wrong = lambda p: p.answer[:-1] + str((int(p.answer[-1]) + 1) % 10)
-    exact, digits = arithmetic.score(Oracle(last_wrong), lines, columns)
+    exact, digits = answers.score(Oracle(last_wrong), lines, columns)
     total = sum(len(p.c) for p in lines)
     assert exact == 0
     assert math.isclose(digits, (total - len(lines)) / total)
-    forwards = arithmetic.score(Oracle(lambda p: p.c), lines, columns)
+    forwards = answers.score(Oracle(lambda p: p.c), lines, columns)
     assert forwards.exact == sum(p.c == p.answer for p in lines) / len(lines) < 0.5
 
 
@@ -218,14 +225,14 @@ def test_a_guess_beats_no_model_that_adds() -> None:
     nine = sum(
         1 / (10 * (10 - a)) for a in range(10)
     )  # a uniform, b uniform on 0..9 - a, so that nine is the likeliest sum
-    found = arithmetic.guess(lines)
+    found = answers.guess(lines)
     assert found.exact == found.digits
     assert near(round(2000 * found.exact), 2000, nine)
     inside, outside = arithmetic.asked_problems(arithmetic.SETUPS["cpu"], "no-carry")
     assert {len(p.c) for p in outside} == {1, 2}
     assert {len(p.c) for p in inside} == {3, 4, 5, 6}
     assert (
-        arithmetic.guess(outside).exact > 5 * arithmetic.guess(inside).exact
+        answers.guess(outside).exact > 5 * answers.guess(inside).exact
     )  # short sums are easily guessed
 
 
@@ -238,8 +245,8 @@ def test_answers_do_not_depend_on_the_batch() -> None:
                 parameter.normal_(std=0.5)
     lines = problems("no-carry", 12, low=1, high=4, seed=2)
     columns = longest(4) - 1
-    together = arithmetic.answers(model, lines, columns)
-    assert together == [arithmetic.answers(model, [line], columns)[0] for line in lines]
+    together = answers.answers(model, lines, columns)
+    assert together == [answers.answers(model, [line], columns)[0] for line in lines]
     assert [len(x) for x in together] == [len(line.c) for line in lines]
     assert len(set("".join(together))) > 1
 
@@ -261,7 +268,7 @@ def test_digit_fracture_leaves_the_signs_out() -> None:
 
 
 def test_prediction_needs_more_than_a_common_trend() -> None:
-    names = dict.fromkeys(arithmetic.PREDICTORS, 0.0)
+    names = dict.fromkeys(prediction.PREDICTORS, 0.0)
     up = [99.0, 1, 3, 4, 8, 9]  # the first is that of the untrained model; then changes 2 1 4 1
     rows = [
         {
@@ -275,7 +282,7 @@ def test_prediction_needs_more_than_a_common_trend() -> None:
         }
         for i, u in enumerate(up)
     ]
-    found = {r["measure"]: r for r in arithmetic.prediction(rows)}
+    found = {r["measure"]: r for r in prediction.prediction(rows)}
     assert [found["fracture"][k] for k in ("levels", "changes")] == pytest.approx([1.0, 1.0])
     assert found["roughness"]["levels"] == pytest.approx(1.0)  # the trend
     assert found["roughness"]["changes"] == pytest.approx(-1.0)

@@ -701,7 +701,7 @@ def report() -> FlowReport:
 def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     from matplotlib.figure import Figure
 
-    from tl_geometry.render import flow
+    from tl_geometry.render import flow, skipping
 
     e = ensemble()
     train, test = e.split()
@@ -720,8 +720,8 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
         flow.baseline_figure(report()),
         flow.noise_figure(report()),
         flow.clouds(test, (1, 2), (2, 3), train=train),
-        flow.skip_figure(skips),
-        flow.skip_figure(skips, ("flow",), metric="top1"),
+        skipping.skip_figure(skips),
+        skipping.skip_figure(skips, ("flow",), metric="top1"),
     ]
     for i, view in enumerate(views):
         assert view.caption
@@ -730,7 +730,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     assert flow.noise_figure(report(), ax=axis).figure is axis.figure
     assert axis.lines
     shown: Any = (
-        flow.skip_figure(skips, ("flow",), metric="kl").figure.axes[0].images[0].get_array()
+        skipping.skip_figure(skips, ("flow",), metric="kl").figure.axes[0].images[0].get_array()
     )
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow")[0, 4]))
     with pytest.raises(GeometryError, match="axes: expected 3 coordinates from 0 to 15"):
@@ -740,6 +740,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
 
 
 def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path):
+    pytest.importorskip("plotly", reason="needs the plotly extra")
     from tl_geometry.render.space import bundle_3d
 
     e = dataclasses.replace(
@@ -749,20 +750,17 @@ def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_pa
     page = view.save(tmp_path / "b.html").read_text()
     assert "://" not in page
     assert "<b>x" not in page
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert np.array(data["paths"]).shape == (7, 4, 3)
-    assert data["states"] == [0, 1, 2, 3]
+    assert json.loads(page.split('id="data">')[1].split("</script>")[0])["figure"]["data"]
+    layout: Any = view.figure.layout
+    dots: Any = view.figure.data[1::2]
+    found = np.stack([np.stack([d.x, d.y, d.z], -1) for d in dots], 1)
+    assert found.shape == (7, 4, 3)
+    assert [s.label for s in layout.sliders[0].steps] == ["0", "1", "2", "3"]
     points = e.X[:, :-1].double() @ fit_aligned_bases(e.X, align="none").U[-1, :, :3]
-    scale = float(np.abs(np.array(data["paths"])).max())
-    assert scale == 1.0
-    found = np.array(data["paths"])[:, 0]
-    ratio = found / (
-        points[
-            torch.randperm(60, generator=torch.Generator().manual_seed(0))[:7].sort().values, 0
-        ].numpy()
-    )
-    assert np.allclose(ratio, ratio[0, 0], rtol=0.05)
-    assert "iframe" in view._repr_mimebundle_()["text/html"]
+    chosen = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:7].sort().values
+    assert np.allclose(found, points[chosen].numpy())
+    assert "iframe" in view.html()
+    assert "application/vnd.plotly.v1+json" in view._repr_mimebundle_()
     assert view.save(tmp_path / "b.png").stat().st_size > 2000
     with pytest.raises(GeometryError, match=r"path: expected a name ending in \.html"):
         view.save(tmp_path / "b.gif")

@@ -47,7 +47,7 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert sum(sizes.values()) <= 6_000_000
     assert (target / "tl_geometry" / "py.typed").exists()
     views = target / "tl_geometry" / "render" / "assets"
-    assert {"page.css", "page.js", "split.js", "heads.js", "paths.js"} <= {
+    assert {"page.css", "page.js", "split.js", "heads.js", "space.js"} <= {
         p.name for p in views.iterdir()
     }
     read = (

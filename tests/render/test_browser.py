@@ -18,8 +18,8 @@ from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base import html
 from tl_geometry.base.results import Provenance, Result
-from tl_geometry.render import space
 from tl_geometry.render.page import PageView
+from tl_geometry.render.space import SpaceView, paths_figure
 from tl_geometry.report.page import document
 from tl_geometry.report.section import Section
 from tl_geometry.scores.split import ScoreSplit
@@ -49,13 +49,15 @@ def test_the_detectors_detect(browser: Browser) -> None:
 
 
 def test_a_plain_page_is_harmless(browser: Browser, tmp_path: Path) -> None:
-    fragment = '<iframe sandbox="allow-scripts" srcdoc="<body style=\'color-scheme:light dark\'><button onclick=this.id=1>x</button>"></iframe>'
+    body = "<body style='color-scheme:light dark'><button onclick=this.id=1>x</button>"
+    fragment = f'<iframe sandbox="allow-scripts" srcdoc="{body}"></iframe>'
     with browser.open(as_cells(fragment, fragment), dark=True, width=400, height=300) as page:
         page.assert_harmless()
         assert len(page.frames) == 3
         assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches", frame=2)
         x, y = page.evaluate(
-            "(b => [b.left + 20, b.top + 20])(document.querySelectorAll('iframe')[1].getBoundingClientRect())"
+            "(b => [b.left + 20, b.top + "
+            "20])(document.querySelectorAll('iframe')[1].getBoundingClientRect())"
         )
         page.click(x, y)
         assert page.wait("document.querySelector('button').id", frame=2) == "1"
@@ -72,18 +74,13 @@ def pages(tokens: list[str]) -> dict[str, PageView]:
     paths = torch.randn(len(tokens), 5, 3, dtype=torch.float64)
     return {
         "split": render.split(named, title=tokens[1]),
-        "terms": render.split(named, planes="terms", center=True),
+        "terms": render.split(named, panels="terms", centered=True),
         "blocks": render.split(named, max_cells=8),
-        "paths": space._page(
-            tokens[0],
-            paths,
-            range(5),
-            tokens[:3],
-            tokens,
-            tokens[1],
-            tokens[2],
-            partial(render.split, named),
-            marked=True,
+        "paths": SpaceView(
+            paths_figure(paths, range(5), tokens[:3], tokens, marked=True),
+            title=tokens[0],
+            caption=f"{tokens[1]}; {tokens[2]}",
+            image=partial(render.head_grid, table()),
         ),
         "heads": render.heads(table(tokens[0]), title=tokens[1]),
     }
@@ -168,7 +165,10 @@ def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser)
 
 def test_the_policy_stops_what_an_escape_would_let_through(browser: Browser) -> None:
     view = pages(list("abcdefgh"))["split"].page
-    naughty = "<img src='http://example.invalid/x.png' onerror='window.planted=1'><script>window.planted=1</script></body>"
+    naughty = (
+        "<img src='http://example.invalid/x.png' "
+        "onerror='window.planted=1'><script>window.planted=1</script></body>"
+    )
     with browser.open(view.replace("</body>", naughty)) as page:
         page.wait("document.body.dataset.drawn")
         assert page.planted == 0
@@ -177,11 +177,14 @@ def test_the_policy_stops_what_an_escape_would_let_through(browser: Browser) -> 
         )
 
 
-READ = "[...document.querySelectorAll('.read b')].map(b => [b.dataset.plane, b.dataset.value, b.dataset.half, b.textContent])"
+READ = (
+    "[...document.querySelectorAll('.read b')].map(b => [b.dataset.plane, b.dataset.value, "
+    "b.dataset.half, b.textContent])"
+)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options"), [(40, {"planes": "terms"}), (100, {}), (100, {"max_cells": 50})]
+    ("tokens", "options"), [(40, {"panels": "terms"}), (100, {}), (100, {"max_cells": 50})]
 )
 def test_hover_reads_the_split(tokens: int, options: dict, browser: Browser) -> None:
     """Every term, the total and the pattern at a cell, within half a quantisation step, under the
@@ -199,7 +202,8 @@ def test_hover_reads_the_split(tokens: int, options: dict, browser: Browser) -> 
             "(r => [r.left, r.top])(document.querySelector('iframe').getBoundingClientRect())"
         )
         sheet = page.evaluate(
-            "(r => [r.left, r.top])(document.querySelectorAll('canvas')[1].getBoundingClientRect())",
+            "(r => [r.left, "
+            "r.top])(document.querySelectorAll('canvas')[1].getBoundingClientRect())",
             frame=1,
         )
         x0, y0 = origin[0] + sheet[0], origin[1] + sheet[1]
@@ -226,7 +230,7 @@ def test_hover_reads_the_split(tokens: int, options: dict, browser: Browser) -> 
         assert page.wait("document.querySelector('.read b').textContent === 'not allowed'", frame=1)
         page.assert_harmless()
     assert {"total", "pattern"} < seen
-    assert len(seen) == (11 if options.get("planes") else 6)
+    assert len(seen) == (11 if options.get("panels") else 6)
 
 
 def cells_of(split: ScoreSplit, name: str) -> torch.Tensor:
@@ -249,11 +253,15 @@ def test_a_click_chooses_the_query_and_a_button_the_term(browser: Browser) -> No
     split = synthetic(1, 24)
     with browser.open(render.split(split).page, width=900, height=1100) as page:
         page.wait("document.body.dataset.drawn")
-        here = "[...document.querySelectorAll('.text span')].findIndex(s => s.className.includes('here'))"
+        here = (
+            "[...document.querySelectorAll('.text span')].findIndex(s => "
+            "s.className.includes('here'))"
+        )
         colour = "document.querySelectorAll('.text span')[3].style.background"
         assert page.evaluate(here) == 23
         x, y = page.evaluate(
-            "(r => [r.left + r.width / 2, r.top + r.height / 2])(document.querySelectorAll('.text span')[10].getBoundingClientRect())"
+            "(r => [r.left + r.width / 2, r.top + r.height / 2])(document.querySelectorAll('.text "
+            "span')[10].getBoundingClientRect())"
         )
         page.click(x, y)
         page.wait(f"{here} === 10")
@@ -318,15 +326,10 @@ def test_figures_do_not_shrink(browser: Browser) -> None:
     ) as page:
         page.wait("document.body.dataset.drawn", frame=1)
         for _ in range(3):
-            page.call(
-                "Emulation.setDeviceMetricsOverride",
-                width=280,
-                height=500,
-                deviceScaleFactor=1,
-                mobile=False,
-            )
+            page.resize(280, 500)
             sizes = page.evaluate(
-                "(r => [r.width, r.height])(document.querySelector('iframe').getBoundingClientRect())"
+                "(r => [r.width, "
+                "r.height])(document.querySelector('iframe').getBoundingClientRect())"
             )
             assert sizes == [view.width, view.height]
 
@@ -334,15 +337,18 @@ def test_figures_do_not_shrink(browser: Browser) -> None:
 def test_frames_are_as_large_as_what_they_hold(browser: Browser) -> None:
     many = synthetic(2, 30, parts=("mean", "bias", "pos", "cvec"))
     views = [
-        render.split(synthetic(1, n), planes=p)
+        render.split(synthetic(1, n), panels=p)
         for n, p in ((5, None), (30, "terms"), (70, ["pos-pos"]))
     ]
     views += [
-        render.split(many, planes="terms"),
+        render.split(many, panels="terms"),
         render.heads(table()),
         pages(list(HOSTILE))["paths"],
     ]
-    size = "[innerHeight - document.documentElement.scrollHeight, innerWidth - document.documentElement.scrollWidth]"
+    size = (
+        "[innerHeight - document.documentElement.scrollHeight, innerWidth - "
+        "document.documentElement.scrollWidth]"
+    )
     rest = "innerHeight - document.querySelector('p').getBoundingClientRect().bottom"
     with browser.open(as_cells(*(v.html() for v in views)), width=1400) as page:
         for frame in range(1, len(views) + 1):
@@ -354,7 +360,7 @@ def test_frames_are_as_large_as_what_they_hold(browser: Browser) -> None:
 def test_time_until_twelve_heads_of_256_tokens_answer(browser: Browser) -> None:
     """Twelve heads, nine terms, causal: drawn and read under the mouse. Measured 0.6 to 1.3 s; the
     bound leaves room for a busy machine."""
-    view = render.split(synthetic(12, 256), planes="terms")
+    view = render.split(synthetic(12, 256), panels="terms")
     started = time.monotonic()
     with browser.open(as_cells(view.html()), width=1400, height=1400) as page:
         page.wait("document.body.dataset.drawn", frame=1)
@@ -369,7 +375,10 @@ def test_heads_are_clicked(browser: Browser) -> None:
     view = render.heads(table())
     with browser.open(view.page, width=900) as page:
         page.wait("document.body.dataset.drawn")
-        read = "Object.fromEntries([...document.querySelectorAll('.read b')].map(b => [b.dataset.column, b.textContent]))"
+        read = (
+            "Object.fromEntries([...document.querySelectorAll('.read b')].map(b => "
+            "[b.dataset.column, b.textContent]))"
+        )
         assert page.evaluate(read) == {
             "dominant_term": "synthetic0",
             "cs_position": "0",
@@ -392,40 +401,35 @@ def test_heads_are_clicked(browser: Browser) -> None:
         page.assert_harmless()
 
 
+PLACE = """([x, y, z]) => {
+  const scene = gd._fullLayout.scene._scene, camera = scene.glplot.cameraParams;
+  const times = (m, v) => [0, 1, 2, 3].map(
+    i => m[i] * v[0] + m[4 + i] * v[1] + m[8 + i] * v[2] + m[12 + i] * v[3]);
+  const point = [x, y, z].map((v, i) => v * scene.dataScale[i]).concat(1);
+  const [a, b, , w] = times(camera.projection, times(camera.view, times(camera.model, point)));
+  const box = scene.container.getBoundingClientRect();
+  return [box.left + (1 + a / w) * box.width / 2, box.top + (1 - b / w) * box.height / 2];
+}"""
+
+
 def test_a_bundle_turns_and_names_what_is_under_the_mouse(browser: Browser) -> None:
     points = torch.randn(4, 6, 3, dtype=torch.float64)
-    image = partial(render.split, synthetic(1, 4))
-    view = space._page(
-        "Paths", points, range(6), ["x", "y", "z"], list("abcd"), "four", "none", image, marked=True
-    )
+    labels = ["a", "b", "<b>c</b>&amp;$1$", "d"]
+    figure = paths_figure(points, range(6), ["x", "y", "z"], labels, marked=True)
+    image = partial(render.head_grid, table())
+    view = SpaceView(figure, title="Paths", caption="four", image=image)
+    shown = "[...document.querySelectorAll('.hovertext text')].map(t => t.textContent).join()"
+    visible = "gd.data.map(t => t.visible ?? true)"
     with browser.open(view.page, width=900) as page:
         page.wait("document.body.dataset.drawn")
-        left, top = page.evaluate("(r => [r.left, r.top])(sheet.getBoundingClientRect())")
-        x, y = page.evaluate("put(DATA.paths[2][5])")
-        page.hover(left + x, top + y)
-        assert page.evaluate("document.querySelector('.where').textContent") == "c, state 5"
-        page.call(
-            "Input.dispatchMouseEvent",
-            type="mousePressed",
-            x=left + 30,
-            y=top + 30,
-            button="left",
-            clickCount=1,
-        )
-        page.call(
-            "Input.dispatchMouseEvent",
-            type="mouseMoved",
-            x=left + 180,
-            y=top + 30,
-            button="left",
-            buttons=1,
-        )
-        page.call(
-            "Input.dispatchMouseEvent",
-            type="mouseReleased",
-            x=left + 180,
-            y=top + 30,
-            button="left",
-        )
-        assert page.evaluate("view.a") == pytest.approx(1.6)
+        page.hover(*page.evaluate(f"({PLACE})({points[2, 5].tolist()})"))
+        assert page.wait(shown) == "<b>c</b>&amp;$1$, state 5"
+        before = page.evaluate("gd._fullLayout.scene.camera.eye")
+        page.drag((300, 100), (400, 100))
+        page.wait(f"gd._fullLayout.scene.camera.eye.x !== {before['x']}")
+        step = page.evaluate("gd._fullLayout.sliders[0].steps[2].args[0]")
+        page.evaluate(f"Plotly.restyle(gd, {json.dumps(step)}).then(() => 0)")
+        assert page.evaluate(visible) == [True] * 6 + [False] * 6
+        assert page.evaluate("gd.data[5].mode") == "markers+text"
+        assert page.evaluate("gd.data[11].mode") == "markers"
         page.assert_harmless()

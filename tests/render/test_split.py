@@ -24,7 +24,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import row_center
 from tl_geometry.render import cells
 from tl_geometry.render.page import PageView
-from tl_geometry.render.split_view import draw_planes, planes_of
+from tl_geometry.render.split_view import draw_panels, panels_of
 from tl_geometry.scores.split import ScoreSplit
 
 
@@ -59,7 +59,7 @@ def unpacked(data: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize(("tokens", "causal"), [(20, True), (64, False), (65, True), (90, False)])
 def test_what_is_stored_is_within_half_a_step_of_the_split(tokens: int, causal: bool) -> None:
     split = synthetic(3, tokens, causal=causal)
-    data = payload(render.split(split, planes="terms"))
+    data = payload(render.split(split, panels="terms"))
     found = unpacked(data)
     assert data["planes"] == [*(f"{a}-{b}" for a, b in split.terms), "total", "pattern"]
     true = (
@@ -84,12 +84,12 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
     split = dataclasses.replace(
         synthetic(2, 9, parts=("bias", "pos", "ctx", "resid")), bias=torch.randn(2, 9, 9)
     )
-    groups = planes_of(split, None)
+    groups = panels_of(split, None)
     assert list(groups) == ["position", "position-content", "content-position", "content"]
     assert sorted(t for members in groups.values() for t in members) == sorted(split.terms)
     assert ("alibi", "alibi") in groups["position"]
     assert groups["position-content"] == [(a, b) for a in ("bias", "pos") for b in ("ctx", "resid")]
-    drawn = draw_planes(split, groups)
+    drawn = draw_panels(split, groups)
     inside = split.allowed[:, None]
     torch.testing.assert_close(
         drawn.values[:, :4].sum(1)[split.allowed],
@@ -97,7 +97,7 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
         rtol=1e-5,
         atol=1e-5,
     )
-    centred = draw_planes(split, groups, center=True).values[:, :5]
+    centred = draw_panels(split, groups, centered=True).values[:, :5]
     torch.testing.assert_close(
         torch.where(inside, centred, 0.0).sum(-1),
         torch.zeros(2, 5, 9, dtype=torch.float64),
@@ -109,14 +109,14 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
         row_center(split.total()[0], split.allowed)[split.allowed].double(),
     )
     own = synthetic(1, 6, parts=("bias", "mlp"))
-    assert list(planes_of(own, None)) == ["bias-bias", "bias-mlp", "mlp-bias", "mlp-mlp"]
+    assert list(panels_of(own, None)) == ["bias-bias", "bias-mlp", "mlp-bias", "mlp-mlp"]
     with pytest.raises(GeometryError, match="'groups' of parts of your own"):
-        planes_of(own, "groups")
+        panels_of(own, "groups")
 
 
 def test_beyond_the_limit_blocks_show_their_largest_value_with_its_sign() -> None:
     split = synthetic(2, 50)
-    view = render.split(split, (0, 1), planes="terms", max_cells=20)
+    view = render.split(split, (0, 1), panels="terms", max_cells=20)
     data = payload(view)
     assert (data["size"], data["block"], data["heads"]) == (17, 3, ["L0H1"])
     assert "largest by absolute value of 3 x 3" in view.caption
@@ -133,7 +133,7 @@ def test_beyond_the_limit_blocks_show_their_largest_value_with_its_sign() -> Non
 def test_sizes_of_twelve_heads_of_256_tokens() -> None:
     """Random numbers, which compress least."""
     split = synthetic(12, 256)
-    view = render.split(split, planes="terms")
+    view = render.split(split, panels="terms")
     assert len(view.html().encode()) < 4_000_000
     assert payload(view)["size"] == 256
     assert payload(view)["levels"] >= 63
@@ -160,7 +160,7 @@ def test_a_size_is_kept_by_coarser_steps_then_by_blocks() -> None:
         assert coarse or payload(small)["levels"] < 127
     with pytest.raises(
         GeometryError,
-        match=r"max_bytes: expected room for 4 heads x 6 planes, got 1000\. Use fewer heads=",
+        match=r"max_bytes: expected room for 4 heads x 6 panels, got 1000\. Use fewer heads=",
     ):
         render.split(split, max_bytes=1000)
 
@@ -173,7 +173,7 @@ def test_caption_says_scale_saturation_closing_and_holes() -> None:
     data = payload(view)
     planes = [
         torch.stack([split.terms[t] for t in members]).sum(0)[0, 0]
-        for members in planes_of(split, None).values()
+        for members in panels_of(split, None).values()
     ]
     scores = torch.stack([*planes, split.total()[0, 0]])[:, split.allowed[0]]
     rows = split.allowed[0].nonzero()[:, 0]
@@ -182,12 +182,12 @@ def test_caption_says_scale_saturation_closing_and_holes() -> None:
         (scores[1 if False else 0 :, rows == 7].abs() > 0.5)[[2, 3]].sum()
     )
     assert "reconstruction error 1.0e-06 (scores; allowed 2.0e-05)" in view.caption
-    assert "full colour at 0.5 on every plane and head" in view.caption
+    assert "full colour at 0.5 on every panel and head" in view.caption
     assert "pattern from 0 to 1" in view.caption
     assert f"{8 * 4} cells are not a number (hatched)" in view.caption
     assert f"{beyond} of {5 * 465} cells beyond it marked" in view.caption
     assert data["limit"] == 0.5
-    assert "some of the terms" in render.split(split, planes=["pos-pos", "content"]).caption
+    assert "some of the terms" in render.split(split, panels=["pos-pos", "content"]).caption
 
 
 def test_outliers_do_not_stretch_the_scale() -> None:
@@ -232,8 +232,8 @@ def test_refusals() -> None:
     for wrong, text in [
         ({"heads": (3, 3)}, "head .3, 3.: expected an index from 0 to 0"),
         ({"context": 1}, "context: expected an index from 0 to 0"),
-        ({"planes": "pos-mlp"}, "planes: expected 'groups', 'terms' or some of position, "),
-        ({"planes": []}, "got none"),
+        ({"panels": "pos-mlp"}, "panels: expected 'groups', 'terms' or some of position, "),
+        ({"panels": []}, "got none"),
         ({"tokens": ["a"]}, r"tokens: expected 8 texts, got 1\. Use tokens=model.to_str_tokens"),
         ({"limit": -1.0}, "limit: expected a positive number"),
         ({"query": 8}, "query: expected an index from 0 to 7"),

@@ -160,7 +160,7 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
     assert "<script" not in body
     assert not {"\x00", "\x1b", "\u202e", "\u2066", "\u2028"} & set(body)
     made = report_folder.Folder(tmp_path, NASTY, command=[NASTY])
-    card = Card(kind="failed", what=NASTY, why=NASTY, trace=NASTY)
+    card = Card(status="failed", what=NASTY, why=NASTY, trace=NASTY)
     facts = overview.Facts(
         provenance=Provenance(model=NASTY, corpus=NASTY), facts=((NASTY, NASTY),)
     )
@@ -192,7 +192,7 @@ def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
         assert view.html().encode()
         assert view.save(tmp_path / "x.png").stat().st_size > 1000
     data = render_page.document(
-        NASTY, {"caption": NASTY, "labels": [NASTY], "numbers": [1.5]}, "paths"
+        NASTY, {"caption": NASTY, "labels": [NASTY], "numbers": [1.5]}, "space"
     )
     assert data.encode()
     assert data.count("<script") == 2  # its own

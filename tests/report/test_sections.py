@@ -28,7 +28,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def cards(summary: dict[str, Any], section: str) -> dict[str, str]:
-    return {card["what"]: card["kind"] for card in summary["manifest"][section]["cards"]}
+    return {card["what"]: card["status"] for card in summary["manifest"][section]["cards"]}
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_tiny_budget_leaves_out_and_says_so(directories: dict[str, Path], tmp_
     summary = report(directories["llama"], tmp_path, budget=0.01)
     assert summary["finished"]
     assert summary["failed"] == {}
-    kinds = [card["kind"] for entry in summary["manifest"].values() for card in entry["cards"]]
+    kinds = [card["status"] for entry in summary["manifest"].values() for card in entry["cards"]]
     assert kinds.count("left out") >= 3
     assert "which --budget does not leave" in (tmp_path / "report.html").read_text()
 
@@ -266,6 +266,6 @@ def test_a_part_that_fails_leaves_what_came_before() -> None:
         raise KeyError("x")
     made = draft.section()
     assert list(made.text) == ["before", "inside"]
-    assert [c.kind for c in made.cards] == ["failed"]
+    assert [c.status for c in made.cards] == ["failed"]
     with pytest.raises(KeyboardInterrupt), draft.part("stopped by hand"):
         raise KeyboardInterrupt

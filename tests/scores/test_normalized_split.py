@@ -383,8 +383,8 @@ def test_figures_show_the_readable_names_and_the_gains() -> None:
         split_scores(model, PROMPTS, basis),
         sweep_heads(model, PROMPTS, basis, progress=False),
     )
-    assert "relative position" in render.split(split, "L1H0", planes="terms").html()
-    assert "bias-bias" not in render.split(split, "L1H0", planes="terms").html()
+    assert "relative position" in render.split(split, "L1H0", panels="terms").html()
+    assert "bias-bias" not in render.split(split, "L1H0", panels="terms").html()
     page = render.heads(table, "gs_bias-bias").html()
     assert "gs_relative position" in page
     assert "bias-bias" not in page

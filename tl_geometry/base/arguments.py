@@ -3,6 +3,7 @@ to read and places to write."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,19 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
 """Sections of a report in reading order; each is a module of :mod:`tl_geometry.report` with a
 ``section`` function."""
+PLACES = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EFBIG,
+    errno.EIO,
+}
+"""Errors of a file system, which a user can mend: one line. Others are ours and keep their
+traceback."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -295,3 +309,12 @@ def own_folder(path: Path, wanted: str) -> None:
 def printable_lines(text: str) -> str:
     """:func:`printable` for text of several lines."""
     return "\n".join(printable(line) for line in text.split("\n"))
+
+
+def file_trouble(error: BaseException) -> str | None:
+    """What a file system says in an exception (safetensors wraps it in its own), or ``None``."""
+    if isinstance(error, OSError) and error.errno in PLACES:
+        return f"{error.strerror}: {error.filename or 'a file'}"
+    text = str(error)
+    known = [os.strerror(number) for number in PLACES if os.strerror(number) in text]
+    return text if known and type(error).__name__ == "SafetensorError" else None

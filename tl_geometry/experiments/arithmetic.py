@@ -7,29 +7,27 @@
    (exact match). The published evaluator always used the carry model and problems of the trained
    lengths, and compared a tensor with a string.
 3. At the same steps its positional basis and the pos-pos terms of its heads are measured, on lines
-   of one length at a time: only there does a column mean the same in every context.
+   of one length at a time: only there does a position mean the same in every context.
 
-``+`` and ``=`` stand at fixed columns of such lines, so a basis breaks there by the tokens alone.
+``+`` and ``=`` stand at fixed positions of such lines, so a basis breaks there by the tokens alone.
 ``fracture_digits`` leaves the steps from and to them out; the measures of ``wpe``, the model's
 table of position vectors, hold no token at all.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Provenance
+from tl_geometry.experiments.answers import guess, score
 from tl_geometry.experiments.formats import (
     ALPHABET,
     TASKS,
@@ -48,6 +46,7 @@ from tl_geometry.experiments.outcome import (
     state_measures,
     table_of,
 )
+from tl_geometry.experiments.prediction import PREDICTORS, by_step, prediction
 from tl_geometry.experiments.setup import SCALES, Setup, run_training
 from tl_geometry.measures import positional
 from tl_geometry.render import experiments as views
@@ -129,71 +128,6 @@ PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
 (on 1,000 samples, of which 5.02% is no whole number)."""
 
 
-class Score(NamedTuple):
-    """Share of problems answered without a mistake, and share of right digits."""
-
-    exact: float
-    digits: float
-
-
-def answers(model: Any, lines: Sequence[Problem], columns: int) -> list[str]:
-    """What the model writes after each prompt: as many characters as the sum has, each the
-    likeliest given those before it."""
-    device = next(model.parameters()).device
-    starts = torch.tensor([len(line.prompt) for line in lines], device=device)
-    wanted = [len(line.answer) for line in lines]
-    longest_line = int(starts.max()) + max(wanted)
-    tokens = torch.zeros(len(lines), longest_line, dtype=torch.int64, device=device)
-    for row, line in enumerate(lines):
-        tokens[row, : len(line.prompt)] = torch.tensor(encode(line.prompt), device=device)
-    rows = torch.arange(len(lines), device=device)
-    with torch.inference_mode():
-        for k in range(max(wanted)):
-            seen = tokens[:, : min(columns, int(starts.max()) + k)]
-            at = (starts + k - 1).clamp(
-                max=seen.shape[1] - 1
-            )  # rows that are finished write past their sum, which is cut below
-            tokens[rows, starts + k] = model(seen).logits[rows, at].argmax(-1)
-    return [
-        "".join(ALPHABET[int(i)] for i in tokens[row, s : s + n])
-        for row, (s, n) in enumerate(zip(starts.tolist(), wanted, strict=True))
-    ]
-
-
-def score(model: Any, lines: Sequence[Problem], columns: int, *, batch: int = 256) -> Score:
-    """Greedy answers against the reversed sums: exact match over problems, and share of right
-    digits over all digits."""
-    exact, right, total = 0, 0, 0
-    for low in range(0, len(lines), batch):
-        part = lines[low : low + batch]
-        for line, found in zip(part, answers(model, part, columns), strict=True):
-            exact += found == line.answer
-            right += sum(x == y for x, y in zip(found, line.answer, strict=True))
-            total += len(line.answer)
-    return Score(exact / len(lines), right / total)
-
-
-def guess(lines: Sequence[Problem]) -> Score:
-    """The score of one who knows the lengths and nothing else: always the likeliest digit at each
-    place of a sum of that length.
-
-    >>> guess([Problem("1", "2", "3"), Problem("2", "1", "3"), Problem("1", "1", "2"), Problem("10", "10", "20")])
-    Score(exact=0.75, digits=0.8)
-    """
-    counts: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
-    for line in lines:
-        for place, digit in enumerate(line.answer):
-            counts[len(line.answer), place][digit] += 1
-    best = {
-        n: "".join(counts[n, place].most_common(1)[0][0] for place in range(n))
-        for n in {n for n, _ in counts}
-    }
-    right = [
-        [x == y for x, y in zip(best[len(line.answer)], line.answer, strict=True)] for line in lines
-    ]
-    return Score(sum(map(all, right)) / len(lines), sum(map(sum, right)) / sum(map(len, right)))
-
-
 def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list[Problem]]:
     """Problems of the trained lengths, and of shorter ones; other seeds than those of training."""
     inside = problems(task, setup.problems, low=setup.low, high=setup.high, seed=90_001)
@@ -213,7 +147,7 @@ def digit_fracture(
     """Largest step over median step between neighbouring digits; steps from and to ``+`` and ``=``
     are left out.
 
-    ``length`` is that of each number, ``start`` the column of the first row.
+    ``length`` is that of each number, ``start`` the position of the first row.
     """
     step = 1 - positional.adjacent_cosine(pos)
     left = torch.arange(start, start + step.shape[1])
@@ -264,9 +198,9 @@ def _geometry(
     return states, heads
 
 
-def _measure(setup: AdditionSetup, model: Any, task: str, columns: int) -> list[dict[str, Any]]:
-    """Scores and geometry as rows marked by ``kind``: ``"state"`` or ``"head"``."""
-    inside, outside = (score(model, lines, columns) for lines in asked_problems(setup, task))
+def _measure(setup: AdditionSetup, model: Any, task: str, positions: int) -> list[dict[str, Any]]:
+    """Scores and geometry as rows marked by ``row_of``: ``"state"`` or ``"head"``."""
+    inside, outside = (score(model, lines, positions) for lines in asked_problems(setup, task))
     scores = {
         "exact_in": inside.exact,
         "exact_out": outside.exact,
@@ -275,8 +209,8 @@ def _measure(setup: AdditionSetup, model: Any, task: str, columns: int) -> list[
     }
     scores |= table_measures(model.transformer.wpe.weight.detach().cpu(), setup.frequencies)
     states, heads = _geometry(setup, model, task)
-    return [{"kind": "state", **scores, **r} for r in states] + [
-        {"kind": "head", **r} for r in heads
+    return [{"row_of": "state", **scores, **r} for r in states] + [
+        {"row_of": "head", **r} for r in heads
     ]
 
 
@@ -304,14 +238,14 @@ def addition(
     positions.
     """
     setup = scale if isinstance(scale, AdditionSetup) else SETUPS[choice(scale, SCALES, "scale")]
-    columns = longest(setup.high) - 1
+    positions = longest(setup.high) - 1
     require(setup.low >= 2, "low", expected="at least 2 digits", got=setup.low)
     require(
-        setup.context >= columns,
+        setup.context >= positions,
         "context",
-        expected=f"at least {columns}",
+        expected=f"at least {positions}",
         got=setup.context,
-        instead=f"context={columns}",
+        instead=f"context={positions}",
     )
     states: list[dict[str, Any]] = []
     heads: list[dict[str, Any]] = []
@@ -323,7 +257,7 @@ def addition(
             def batch_at(step: int, lines: list[Problem] = lines, seed: int = seed) -> Batch:
                 generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
                 chosen = torch.randint(len(lines), (setup.batch,), generator=generator).tolist()
-                return answer_batch([lines[i] for i in chosen], columns)
+                return answer_batch([lines[i] for i in chosen], positions)
 
             model = setup.model(len(ALPHABET), seed).to(device)
             folder = None if out is None else Path(out) / f"{task}-{seed}"
@@ -331,117 +265,40 @@ def addition(
                 setup,
                 model,
                 batch_at,
-                lambda _, m, t=task: _measure(setup, m, t, columns),
+                lambda _, m, t=task: _measure(setup, m, t, positions),
                 seed=seed,
                 folder=folder,
                 progress=progress,
             )
             for record in records:
-                kind = record.pop("kind")
-                row = {"task": task, "seed": seed, **record}
-                (states if kind == "state" else heads).append(row)
+                rows = states if record.pop("row_of") == "state" else heads
+                rows.append({"task": task, "seed": seed, **record})
             models.setdefault(task, model)
     return _outcome(setup, states, heads, models, tuple(seeds))
 
 
-PREDICTORS = (
-    "fracture",
-    "fracture_digits",
-    "roughness",
-    "pos_pos_fracture",
-    "wpe_fracture",
-    "wpe_roughness",
-)
-
-
-def by_step(
-    states: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], length: int
-) -> list[dict[str, Any]]:
-    """One row per task, seed and step: scores, and the means over states above 0 (over heads) of
-    the measures at one length."""
-    found = []
-    for key in dict.fromkeys((r["task"], r["seed"], r["step"]) for r in states):
-        mine = [
-            r
-            for r in states
-            if (r["task"], r["seed"], r["step"]) == key and r["length"] == length and r["state"] > 0
-        ]
-        tops = [
-            r for r in heads if (r["task"], r["seed"], r["step"]) == key and r["length"] == length
-        ]
-        row: dict[str, Any] = dict(zip(("task", "seed", "step"), key, strict=True))
-        row |= {n: mine[0][n] for n in mine[0] if n.startswith(("exact", "digits", "wpe"))}
-        row |= {
-            n: math.fsum(r[n] for r in mine) / len(mine)
-            for n in ("fracture", "fracture_digits", "roughness", "low_frequency")
-        }
-        row["pos_pos_fracture"] = math.fsum(r["pos_pos_fracture"] for r in tops) / len(tops)
-        found.append(row)
-    return found
-
-
-def prediction(
-    rows: Sequence[dict[str, Any]], score_name: str = "digits_out"
-) -> list[dict[str, Any]]:
-    """Rank correlation of each measure with a score over the measured steps of each run, and of its
-    change with the score's change.
-
-    Both rise or fall with the step in most runs, which alone makes a correlation: the one of
-    changes is free of a common trend. The untrained model (step 0) is left out: it knows no sums of
-    any length.
-    """
-    found = []
-    for task, seed in dict.fromkeys((r["task"], r["seed"]) for r in rows):
-        mine = [r for r in rows if (r["task"], r["seed"]) == (task, seed) and r["step"] > 0]
-        target = torch.tensor([r[score_name] for r in mine], dtype=torch.float64)
-        for name in PREDICTORS:
-            values = torch.tensor([r[name] for r in mine], dtype=torch.float64)
-            pair = {
-                "levels": _rank_correlation(values, target),
-                "changes": _rank_correlation(values.diff(), target.diff()),
-            }
-            found.append(
-                {
-                    "task": task,
-                    "seed": seed,
-                    "measure": name,
-                    "score": score_name,
-                    "points": len(mine),
-                    **pair,
-                }
-            )
-    return found
-
-
-def _rank_correlation(x: Tensor, y: Tensor) -> float:
-    """Spearman's rho; NaN where either does not vary or fewer than three points are there."""
-    if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
-        return math.nan
-    return float(getattr(spearmanr(x.numpy(), y.numpy()), "statistic"))  # noqa: B009 (stubs)
-
-
-def _outcome(
-    setup: AdditionSetup,
-    states: list[dict[str, Any]],
-    heads: list[dict[str, Any]],
-    models: dict[str, Any],
-    seeds: tuple[int, ...],
-) -> Outcome:
-    provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
-    steps = by_step(states, heads, setup.high)
-    predicted = prediction(steps)
+def _figures(
+    setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any]
+) -> dict[str, Any]:
+    """Curves over training, and heads and cosines of the trained models."""
     figures: dict[str, Any] = {
         "scores": views.training_curves(
             steps,
             ("exact_in", "digits_in", "exact_out", "digits_out"),
             by="task",
-            caption=f"in: {setup.low} to {setup.high} digits; out: 1 to {setup.low - 1}; exact: whole answers, digits: single ones",
+            caption=(
+                f"in: {setup.low} to {setup.high} digits; out: 1 to {setup.low - 1}; "
+                "exact: whole answers, digits: single ones"
+            ),
         ),
         "geometry": views.training_curves(
             steps,
             (*PREDICTORS, "low_frequency", "wpe_low_frequency"),
             by="task",
-            caption=f"lines of {setup.high} digits; means over states above 0 and over heads; wpe: the table of position vectors",
+            caption=(
+                f"lines of {setup.high} digits; means over states above 0 and over heads; "
+                "wpe: the table of position vectors"
+            ),
         ),
         "prediction": views.scatter(
             steps, PREDICTORS, "digits_out", by="task", caption="a point per measured step and seed"
@@ -465,14 +322,32 @@ def _outcome(
         figures[f"cosines_{task}"] = views.state_cosines(
             basis, labels=labels, title=f"Cosines of position, {task}"
         )
+    return figures
+
+
+def _outcome(
+    setup: AdditionSetup,
+    states: list[dict[str, Any]],
+    heads: list[dict[str, Any]],
+    models: dict[str, Any],
+    seeds: tuple[int, ...],
+) -> Outcome:
+    provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
+    steps = by_step(states, heads, setup.high)
+    predicted = prediction(steps)
+    figures = _figures(setup, steps, models)
     final = table_of([r for r in heads if r["step"] == setup.steps], provenance)
     tables = {"curves": table_of(steps, provenance), "prediction": table_of(predicted, provenance)}
     tables |= {"states": table_of(states, provenance), "heads": final}
     notes = (
-        f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of range. Geometry is measured on lines of one "
-        "length; + and = stand at fixed columns there and break the basis by themselves: fracture_digits and wpe are free of them.",
-        "levels: Spearman's rho of a measure with the share of right digits out of range, over the steps of a run after the first; "
-        "changes: of their changes from one measured step to the next, which a common trend does not make.",
+        f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of "
+        "range. Geometry is measured on lines of one "
+        "length; + and = stand at fixed positions there and break the basis by themselves: "
+        "fracture_digits and wpe are free of them.",
+        "levels: Spearman's rho of a measure with the share of right digits out of range, over "
+        "the steps of a run after the first; "
+        "changes: of their changes from one measured step to the next, which a common trend does "
+        "not make.",
     )
     return Outcome(
         name="addition",
@@ -512,7 +387,10 @@ def findings(
         )
         chance = guess(asked_problems(setup, task)[1])
         digits = "; ".join(f"{r['digits_out']:.1%}" for r in last)
-        out = f"{outside} ({digits} of the digits); the likeliest digit at each place: {chance.exact:.1%} ({chance.digits:.1%})"
+        out = (
+            f"{outside} ({digits} of the digits); the likeliest digit at each place: "
+            f"{chance.exact:.1%} ({chance.digits:.1%})"
+        )
         claim = f"{task}: exact match, 1 to {setup.low - 1} digits"
         found.append(
             Finding(
@@ -526,7 +404,10 @@ def findings(
         text = ", ".join(
             f"{n} {'/'.join(format(v, '.2f') for v in values)}" for n, values in rho.items()
         )
-        claim = f"{task}: rank correlation of changes of geometry with changes of right digits out of range, over training"
+        claim = (
+            f"{task}: rank correlation of changes of geometry with changes of right digits out of "
+            "range, over training"
+        )
         found.append(
             Finding(
                 claim=claim,

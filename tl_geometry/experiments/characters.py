@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ def nanogpt(
         seeds: a run for each; out: folder for checkpoints and weights of each measured step.
 
     >>> short = SETUPS["smoke"].changed({"steps": "2"})
-    >>> outcome = nanogpt(short, ["a rose is a rose. " * 100], other=["roses are. " * 50], progress=False)
+    >>> roses, other = ["a rose is a rose. " * 100], ["roses are. " * 50]
+    >>> outcome = nanogpt(short, roses, other=other, progress=False)
     >>> outcome.tables["summary"].names[:4]
     ('seed', 'measured', 'measure', 'mean')
     """
@@ -202,71 +203,23 @@ def _outcome(
     label: str,
 ) -> Outcome:
     provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
-    summary, found = [], []
-    for measured, (table, row) in PUBLISHED_ROWS.items():
-        for seed in seeds:
-            last = [
-                r
-                for r in rows
-                if r["seed"] == seed and r["measured"] == measured and r["step"] == setup.steps
-            ]
-            for measure, published in SUMMARY.items():
-                values = [r[measure] for r in last]
-                theirs = published_tables()[table][row][published]
-                ours = (math.fsum(values) / len(values), statistics.pstdev(values))
-                names = (
-                    "seed",
-                    "measured",
-                    "measure",
-                    "mean",
-                    "sd",
-                    "published_mean",
-                    "published_sd",
-                    "loss",
-                )
-                summary.append(
-                    dict(
-                        zip(
-                            names,
-                            (seed, measured, measure, *ours, *theirs, last[0]["loss"]),
-                            strict=True,
-                        )
-                    )
-                )
-    for measured in PUBLISHED_ROWS:
-        for measure in SUMMARY:
-            mine = [r for r in summary if r["measured"] == measured and r["measure"] == measure]
-            text = "; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in mine)
-            claim, theirs = f"{measured}: {measure.replace('_', ' ')} over states", mine[0]
-            found.append(
-                Finding(
-                    claim=claim,
-                    expected=f"{theirs['published_mean']}({theirs['published_sd']}) published",
-                    found=text,
-                )
-            )
-    ends = [
-        [r["loss"] for r in rows if r["seed"] == seed and r["measured"] == "own text"]
+    last = [r for r in rows if r["step"] == setup.steps]
+    summary = [
+        _beside_published([r for r in last if r["seed"] == seed], seed, measured, measure)
+        for measured in PUBLISHED_ROWS
         for seed in seeds
+        for measure in SUMMARY
     ]
-    ended = "; ".join(f"{e[0]:.3f} to {e[-1]:.3f}" for e in ends)
-    found.append(
-        Finding(
-            claim="held-out loss (nats per character)",
-            expected="falls",
-            found=ended,
-            holds=all(e[-1] < e[0] for e in ends),
-        )
-    )
     figures["curves"] = views.training_curves(
         [r for r in rows if r["state"] == min(1, setup.layers)],
         ("loss", "rank", "relative_norm", "low_frequency"),
         by="measured",
         caption="state 1, a line per seed",
     )
-    notes = (
-        "Mean and population standard deviation are over the states, as in the published tables. relative norm reference divides by the "
-        "raw states, as the published code does; relative norm by the centred ones, as the paper says.",
+    note = (
+        "Mean and population standard deviation are over the states, as in the published tables. "
+        "relative norm reference divides by the raw states, as the published code does; relative "
+        "norm by the centred ones, as the paper says."
     )
     tables = {"summary": table_of(summary, provenance), "curves": table_of(rows, provenance)}
     return Outcome(
@@ -275,8 +228,52 @@ def _outcome(
         setup=setup,
         seeds=seeds,
         corpus=label,
-        findings=tuple(found),
+        findings=tuple(_findings(summary, rows, seeds)),
         tables=dict(tables),
         figures=figures,
-        notes=notes,
+        notes=(note,),
+    )
+
+
+def _beside_published(
+    rows: list[dict[str, Any]], seed: int, measured: str, measure: str
+) -> dict[str, Any]:
+    """Mean and standard deviation of a measure over the states at the end of a run, beside those of
+    the published table."""
+    mine = [r for r in rows if r["measured"] == measured]
+    values = [r[measure] for r in mine]
+    table, row = PUBLISHED_ROWS[measured]
+    mean, sd = published_tables()[table][row][SUMMARY[measure]]
+    return {
+        "seed": seed,
+        "measured": measured,
+        "measure": measure,
+        "mean": math.fsum(values) / len(values),
+        "sd": statistics.pstdev(values),
+        "published_mean": mean,
+        "published_sd": sd,
+        "loss": mine[0]["loss"],
+    }
+
+
+def _findings(
+    summary: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: Sequence[int]
+) -> Iterator[Finding]:
+    """Each measure beside the published one, and whether the loss falls."""
+    for measured in PUBLISHED_ROWS:
+        for measure in SUMMARY:
+            mine = [r for r in summary if r["measured"] == measured and r["measure"] == measure]
+            theirs = f"{mine[0]['published_mean']}({mine[0]['published_sd']})"
+            yield Finding(
+                claim=f"{measured}: {measure.replace('_', ' ')} over states",
+                expected=f"{theirs} published",
+                found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in mine),
+            )
+    own = [r for r in rows if r["measured"] == "own text"]
+    ends = [[r["loss"] for r in own if r["seed"] == seed] for seed in seeds]
+    yield Finding(
+        claim="held-out loss (nats per character)",
+        expected="falls",
+        found="; ".join(f"{e[0]:.3f} to {e[-1]:.3f}" for e in ends),
+        holds=all(e[-1] < e[0] for e in ends),
     )

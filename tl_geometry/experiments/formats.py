@@ -28,7 +28,7 @@ TASKS = ("carry", "no-carry")
 def randomise(
     tokens: Int[Tensor, "context position"], format: str, d_vocab: int, *, half: int, seed: int = 0
 ) -> Int[Tensor, "context position"]:
-    """Rows in one of :data:`FORMATS`: columns from ``half`` on (``"partial"``) or all columns
+    """Rows in one of :data:`FORMATS`: positions from ``half`` on (``"partial"``) or all positions
     (``"full"``) are i.i.d. uniform ids.
 
     >>> rows = randomise(torch.zeros(1, 8, dtype=torch.long), "partial", 1000, half=4)
@@ -43,7 +43,7 @@ def randomise(
 
 
 def shifted(rows: Int[Tensor, "batch column"]) -> Batch:
-    """Inputs (all columns but the last) and targets (all but the first): a random token is its own
+    """Inputs (all positions but the last), targets (all but the first): a random token is its own
     target, too.
 
     >>> [x.tolist() for x in shifted(torch.tensor([[5, 6, 7]]))]
@@ -103,7 +103,7 @@ def carry_problem(source: random.Random, low: int, high: int) -> Problem:
 
 def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
     """Digits of a uniform on 0..9, those of b below them uniform on 0..9 - a_i, leading ones of b
-    uniform: no column carries.
+    uniform: no place carries.
 
     Lengths n1 uniform on low..high and n2 on n1..high; a and b change places with probability one
     half. Leading zeros occur.
@@ -140,7 +140,7 @@ def problems(task: str, n: int, *, low: int, high: int, seed: int = 0) -> list[P
 
 
 def aligned_problems(task: str, n: int, *, length: int, seed: int = 0) -> list[Problem]:
-    """``n`` additions whose operands and sum all have ``length`` digits, so that every column means
+    """``n`` additions with operands and sum all of ``length`` digits, so that each position means
     the same in every context.
 
     >>> {len(p.text) for p in aligned_problems("carry", 5, length=4)}
@@ -165,8 +165,8 @@ def decode(ids: Sequence[int]) -> str:
     return "".join(ALPHABET[i] for i in ids)
 
 
-def answer_batch(lines: Sequence[Problem], columns: int) -> Batch:
-    """Inputs and targets of additions, padded on the right to ``columns``: targets are the sum's
+def answer_batch(lines: Sequence[Problem], positions: int) -> Batch:
+    """Inputs and targets of additions, padded on the right to ``positions``: targets are the sum's
     digits and the newline, nothing else.
 
     The input drops the last character (the newline); the first target stands at ``=``. Padding is
@@ -176,12 +176,15 @@ def answer_batch(lines: Sequence[Problem], columns: int) -> Batch:
     >>> inputs.tolist(), targets.tolist()
     ([[3, 1, 4, 12, 5, 0]], [[-100, -100, -100, 5, 0, -100]])
     """
-    inputs = torch.zeros(len(lines), columns, dtype=torch.int64)
-    targets = torch.full((len(lines), columns), IGNORE)
+    inputs = torch.zeros(len(lines), positions, dtype=torch.int64)
+    targets = torch.full((len(lines), positions), IGNORE)
     for row, line in enumerate(lines):
         ids, first = torch.tensor(encode(line.text)), len(line.prompt) - 1
         require(
-            len(ids) - 1 <= columns, "columns", expected=f"at least {len(ids) - 1}", got=columns
+            len(ids) - 1 <= positions,
+            "positions",
+            expected=f"at least {len(ids) - 1}",
+            got=positions,
         )
         inputs[row, : len(ids) - 1] = ids[:-1]
         targets[row, first : len(ids) - 1] = ids[first + 1 :]

@@ -90,7 +90,10 @@ class Outcome:
         )
         s, seeds = self.setup, ", ".join(map(str, self.seeds))
         model = f"{s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context {s.context}"
-        scale = f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
+        scale = (
+            f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: "
+            f"{self.corpus}."
+        )
         return [
             Section(title="Findings", text=(scale, *self.notes), tables={"findings": found}),
             Section(
@@ -135,7 +138,7 @@ def bridge_of(model: Any, name: str) -> Any:
 
 
 def basis_of(bridge: Any, tokens: Int[Tensor, "context position"], corpus: str) -> PositionContext:
-    """Basis of a model on windows without BOS; the first column is left out of the statistics."""
+    """Basis of a model on windows without BOS; the first position is left out of the statistics."""
     return decompose(
         bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False
     )

@@ -7,21 +7,21 @@ Zhong 2023, section 5.1).
 3. The break (the largest step between neighbours) is expected where the random half begins, and few
    low frequencies where it lies.
 
-The target of the last column of text is random already, so that what the model has to do changes
-one column before the tokens do.
+The target of the last position of text is random already, so that what the model has to do changes
+one position before the tokens do.
 
-Measures of one half are those of that half alone: its own columns, less their mean, without the
-column before the middle. Otherwise the jump of the mean between the halves, which is common to all
-columns of the second, would make random columns look alike and therefore smooth.
+Measures of one half are those of that half alone: its own positions, less their mean, without the
+position before the middle. Otherwise the jump of the mean between the halves, which is common to
+all positions of the second, would make random positions look alike and therefore smooth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -120,7 +120,7 @@ class FormatBases(Result):
 
 def token_stream(
     setup: RandomisationSetup, texts: Sequence[str] | None
-) -> tuple[Int[Tensor, " row"], Int[Tensor, " column"], int, str]:
+) -> tuple[Int[Tensor, " row"], Int[Tensor, " position"], int, str]:
     """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to
     1."""
     from transformers import AutoTokenizer
@@ -214,10 +214,11 @@ def halves(
     """Fracture, roughness and low-frequency share of the first ``half - 1`` rows and of those from
     ``half`` on, each less its own mean.
 
-    The row between them belongs to neither: its tokens are text, its target is random.
+    The row between them belongs to no half: its tokens are text, its target is random.
 
     >>> noise = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
-    >>> found = halves(torch.cat([torch.linspace(-1, 1, 16)[:, None] * torch.ones(3), 9 + noise])[None], 16, 2)
+    >>> smooth = torch.linspace(-1, 1, 16)[:, None] * torch.ones(3)
+    >>> found = halves(torch.cat([smooth, 9 + noise])[None], 16, 2)
     >>> bool(found["roughness_first"] < 0.2), bool(found["roughness_second"] > 1)
     (True, True)
     """
@@ -351,9 +352,14 @@ def _outcome(
         caption=f"each model on its own format, state {shown[-1]}, a line per seed",
     )
     notes = (
-        "Rows of each grid are training formats, columns inference formats. The first column of a window is left out. Measures of a half "
-        "are those of its own columns less their own mean, without the column before the middle: its target is random already, so that "
-        "what the model has to do changes one column before the tokens. split_half near one says that sampling noise is small. Numbers in "
+        "Rows of each grid are training formats, columns inference formats. The first position of "
+        "a "
+        "window is left out. Measures of a half "
+        "are those of its own positions less their own mean, without the position before the "
+        "middle: "
+        "its target is random already, so that "
+        "what the model has to do changes one position before the tokens. split_half near one says "
+        "that sampling noise is small. Numbers in "
         "the findings are by state, 0 to the input of the last block, a group for each seed.",
     )
     return Outcome(
@@ -372,71 +378,83 @@ def _outcome(
 def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
     """What the final table says about the two claims at the states that blocks read, for every
     seed."""
-    half, states = setup.context // 2, range(setup.layers)
-    seeds = sorted(set(final.column("seed")))
-
-    def values(measure: str, trained: str, measured: str) -> list[list[float]]:
-        """A list of values by state for each seed."""
-        where = {"trained": trained, "measured": measured}
-        return [
-            [float(final.column(measure, **where, seed=s, state=l)[0]) for l in states]
-            for s in seeds
-        ]
-
-    def shown(rows: list[list[float]], digits: int) -> str:
-        return "; ".join(", ".join(f"{v:.{digits}f}" for v in row) for row in rows)
-
-    found, text = [], values("low_frequency", "baseline", "baseline")
-    for measured in ("full", "baseline"):
-        random = values("low_frequency", "full", measured)
-        for where, part in (("state 0", slice(0, 1)), ("the other states", slice(1, None))):
-            pairs = [
-                (math.fsum(a[part]), math.fsum(b[part])) for a, b in zip(text, random, strict=True)
-            ]
-            shares = (shown([row[part] for row in rows], 2) for rows in (text, random))
-            found.append(
-                Finding(
-                    claim=f"low-frequency share at {where}, trained on random tokens and measured on {measured}, against text",
-                    expected="falls by half in every seed (mean over states)",
-                    found="text {}; random {}".format(*shares),
-                    holds=all(b <= a / 2 for a, b in pairs),
-                )
-            )
+    seen = _Final(final, range(setup.layers), sorted(set(final.column("seed"))))
+    found = [
+        _low_frequency(seen, measured, where, part)
+        for measured in ("full", "baseline")
+        for where, part in (("state 0", slice(0, 1)), ("the other states", slice(1, None)))
+    ]
     for measure, name in (("fracture_at", "largest turn"), ("jump_at", "longest step")):
-        for measured in ("partial", "baseline"):
-            places = [[v + 1 for v in row] for row in values(measure, "partial", measured)]
-            found.append(
-                Finding(
-                    claim=f"trained on half-random text, measured on {measured}: first column after the {name}",
-                    expected=f"within 2 of {half} at every state",
-                    found=shown(places, 0),
-                    holds=all(abs(p - half) <= 2 for row in places for p in row),
-                )
-            )
-        control = [[v + 1 for v in row] for row in values(measure, "baseline", "baseline")]
-        found.append(
-            Finding(
-                claim=f"control, trained and measured on text: first column after the {name}",
-                expected=f"not near {half}"
-                if measure == "jump_at"
-                else "anywhere: a smooth curve turns fastest where it passes its mean",
-                found=shown(control, 0),
-                holds=all(abs(p - half) > 2 for row in control for p in row)
-                if measure == "jump_at"
-                else None,
-            )
-        )
+        found += _places(seen, measure, name, setup.context // 2)
     for measure in ("fracture", "jump", "roughness_first", "roughness_second"):
-        pair = [
-            shown(values(measure, kind, kind), 2 if measure.startswith("rough") else 1)
-            for kind in ("baseline", "partial")
-        ]
-        claim = f"{measure.replace('_', ' ')}, half-random text against text (each measured on its own format)"
+        text, half = (
+            _shown(seen.values(measure, form, form), 2 if measure.startswith("rough") else 1)
+            for form in ("baseline", "partial")
+        )
+        name = measure.replace("_", " ")
         found.append(
             Finding(
-                claim=claim,
+                claim=f"{name}, half-random text against text (each measured on its own format)",
                 expected="the second half breaks, the first does not",
-                found=f"text {pair[0]}; half-random {pair[1]}",
+                found=f"text {text}; half-random {half}",
             )
         )
     return found
+
+
+class _Final(NamedTuple):
+    """The final table, the states that blocks read, and the seeds."""
+
+    table: Table
+    states: range
+    seeds: list[Any]
+
+    def values(self, measure: str, trained: str, measured: str) -> list[list[float]]:
+        """A list of values by state for each seed."""
+        where = {"trained": trained, "measured": measured}
+        return [
+            [float(self.table.column(measure, **where, seed=s, state=l)[0]) for l in self.states]
+            for s in self.seeds
+        ]
+
+
+def _shown(rows: list[list[float]], digits: int) -> str:
+    return "; ".join(", ".join(f"{v:.{digits}f}" for v in row) for row in rows)
+
+
+def _low_frequency(seen: _Final, measured: str, where: str, part: slice) -> Finding:
+    """Whether training on random tokens halves the share of low frequencies."""
+    text = seen.values("low_frequency", "baseline", "baseline")
+    random = seen.values("low_frequency", "full", measured)
+    sums = [(math.fsum(a[part]), math.fsum(b[part])) for a, b in zip(text, random, strict=True)]
+    shares = (_shown([row[part] for row in rows], 2) for rows in (text, random))
+    trained = f"trained on random tokens and measured on {measured}, against text"
+    return Finding(
+        claim=f"low-frequency share at {where}, {trained}",
+        expected="falls by half in every seed (mean over states)",
+        found="text {}; random {}".format(*shares),
+        holds=all(b <= a / 2 for a, b in sums),
+    )
+
+
+def _places(seen: _Final, measure: str, name: str, half: int) -> Iterator[Finding]:
+    """Where the basis breaks: in the middle where half of the text was random, elsewhere where none
+    was."""
+    first = f"first position after the {name}"
+    for measured in ("partial", "baseline"):
+        places = [[v + 1 for v in row] for row in seen.values(measure, "partial", measured)]
+        yield Finding(
+            claim=f"trained on half-random text, measured on {measured}: {first}",
+            expected=f"within 2 of {half} at every state",
+            found=_shown(places, 0),
+            holds=all(abs(p - half) <= 2 for row in places for p in row),
+        )
+    control = [[v + 1 for v in row] for row in seen.values(measure, "baseline", "baseline")]
+    away = all(abs(p - half) > 2 for row in control for p in row)
+    smooth = "anywhere: a smooth curve turns fastest where it passes its mean"
+    yield Finding(
+        claim=f"control, trained and measured on text: {first}",
+        expected=f"not near {half}" if measure == "jump_at" else smooth,
+        found=_shown(control, 0),
+        holds=away if measure == "jump_at" else None,
+    )

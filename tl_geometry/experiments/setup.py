@@ -70,7 +70,8 @@ class Setup:
         """Steps done when geometry is measured: 0, then about evenly in the square root of the
         step, so that the start is seen.
 
-        >>> Setup(scale="x", layers=1, heads=1, d_model=8, context=8, batch=1, steps=100, warmup=1, measurements=4).measure_at()
+        >>> size = {"layers": 1, "heads": 1, "d_model": 8, "context": 8, "batch": 1}
+        >>> Setup(scale="x", steps=100, warmup=1, measurements=4, **size).measure_at()
         (0, 6, 25, 56, 100)
         """
         n = max(1, self.measurements)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         first_coordinate,
         noise_figure,
         residual_figure,
-        skip_figure,
         spectra_figure,
         truncation_figure,
     )
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         similarity,
         singular_values,
     )
+    from tl_geometry.render.skipping import skip_figure
     from tl_geometry.render.space import bundle_3d, sphere_3d
     from tl_geometry.render.split_view import split
     from tl_geometry.render.sweeps import head_shares, head_types
@@ -55,7 +55,6 @@ _VIEWS = {
         "first_coordinate",
         "noise_figure",
         "residual_figure",
-        "skip_figure",
         "spectra_figure",
         "truncation_figure",
         "baseline_figure",
@@ -70,6 +69,7 @@ _VIEWS = {
         "similarity",
         "singular_values",
     ),
+    "skipping": ("skip_figure",),
     "space": ("bundle_3d", "sphere_3d"),
     "split_view": ("split",),
     "sweeps": ("head_shares", "head_types"),

@@ -36,6 +36,11 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
 
     The dashed line is the context share of spliced windows (no common context), where the table
     holds one.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> variance_shares(basis.anova()).title
+    'Variance of each state'
     """
     tables = [t for t in (table, control) if t is not None]
     figure, axes = canvas(len(tables), ax=ax, size=(4.4, 2.8), sharey=True)
@@ -67,13 +72,22 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     return View(
         figure,
         title="Variance of each state",
-        caption=f"position, context and residual (interaction of the two), per state; {table.provenance.line()}",
+        caption=(
+            "position, context and residual (interaction of the two), per state; "
+            f"{table.provenance.line()}"
+        ),
     )
 
 
 def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     """Root-mean-square norms per state: of the mean, of a positional vector, of a context vector,
-    of the residual."""
+    of the residual.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> norms(basis).title
+    'Norms of the parts'
+    """
     figure, axes = canvas(ax=ax, size=(4.4, 2.8))
     table, t = basis.anova(), basis.window[1] - basis.window[0]
     n = basis.contexts * t
@@ -110,6 +124,11 @@ def spirals(
     By default at most seven states at even distances. A second row shows the untrained control on
     its own directions. Axes are scaled per panel; the share of |pos|^2 that the two directions hold
     stands above it.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> spirals(basis).title
+    'Positional basis of each state'
     """
     chosen = states or tuple(some(basis.states, 7))
     rows = [b for b in (basis, control) if b is not None]
@@ -143,7 +162,8 @@ def spirals(
         "" if len(chosen) == len(basis.states) else f"{len(chosen)} of {len(basis.states)} states; "
     )
     caption = (
-        f"{which}two leading principal directions of pos, colour by position; above, their share of |pos|^2 and how many outliers lie off "
+        f"{which}two leading principal directions of pos, colour by position; above, their share "
+        "of |pos|^2 and how many outliers lie off "
         "the frame"
     )
     return View(
@@ -172,7 +192,13 @@ def gram(
     basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | None = None
 ) -> View:
     """Cosines between all positional vectors and (ordered by document) context vectors of one state
-    (Song & Zhong 2023, Fig. 2)."""
+    (Song & Zhong 2023, Fig. 2).
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> gram(basis, 1).title
+    'Normalised Gram matrix, state 1'
+    """
     row = basis.index(state)
     pos, _ = linalg.normalize_rows(basis.pos[row])
     blocks = [pos]

@@ -34,13 +34,12 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.rows import row_center
+from tl_geometry.render import circuitsvis_images
 from tl_geometry.render.cells import compressed
-from tl_geometry.render.figure import View, canvas
+from tl_geometry.render.circuitsvis_images import NEGATIVE, POSITIVE
 from tl_geometry.render.page import PageView
 from tl_geometry.scores.split import ScoreSplit
 
-POSITIVE, NEGATIVE = "#0072b2", "#d55e00"
-"""Colours of the two ends (Okabe-Ito); zero is white."""
 CELLS, TOKENS, SOURCES = 50_000, 2_000, 128
 """Most cells over all heads of a heat map (12 heads of 64 tokens take a browser some 8 s), coloured
 tokens, tokens of an attribution."""
@@ -94,7 +93,11 @@ def attention_pattern(
     title: str = "Attention pattern",
 ) -> PageView:
     """Heat map of one head (circuitsvis ``attention_pattern``); of a split, ``head`` says which.
-    Arguments as :func:`attention_heads`."""
+    Arguments as :func:`attention_heads`.
+
+    >>> attention_pattern(torch.eye(3), ["a", "<b>", " c"]).title
+    'Attention pattern'
+    """
     source = attention if isinstance(attention, ScoreSplit) else attention[None]
     values, texts, labels, what = _values(source, tokens, None, term, context)
     row = _row(attention, head) if isinstance(attention, ScoreSplit) else 0
@@ -119,7 +122,11 @@ def colored_tokens(
     title: str = "Coloured tokens",
 ) -> PageView:
     """Text with a value behind each token (circuitsvis ``colored_tokens``), symmetric about 0;
-    hover to read it. At most 2,000 tokens."""
+    hover to read it. At most 2,000 tokens.
+
+    >>> colored_tokens(["a", "<b>"], [0.5, -1.0]).title
+    'Coloured tokens'
+    """
     given = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     texts = [_running(str(t)) for t in tokens]
     require(
@@ -175,6 +182,14 @@ def induction(
         query: position to begin with.
 
     Raises ``GeometryError`` over 128 tokens: split a shorter prompt, or use ``render.split``.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> scores = tlg.split_scores(model, "a b a b", basis, heads="L1H0", prepend_bos=True)
+    >>> induction(scores).title
+    'What L1H0 reads'
     """
     row = _row(split, head)
     texts = _texts(split, tokens, context)
@@ -213,14 +228,21 @@ def induction(
         "props": {"positiveColor": POSITIVE, "negativeColor": NEGATIVE},
     }
     caption = (
-        f"terms are row-centred scores, full colour at {top:.3g} (pattern: 1){_beyond(values[1:], top)}; "
+        f"terms are row-centred scores, full colour at {top:.3g} (pattern: "
+        f"1){_beyond(values[1:], top)}; "
         f"{_reconstruction(split)}; {split.provenance.line()}"
     )
     title = f"What {label} reads"
     page = _page(title, caption, data)
     shown = [html.token_text(t) for t in texts]
     image = functools.partial(
-        _strip, values[:, first], names, shown, top, f"{title} for {first} {shown[first]}", caption
+        circuitsvis_images.strip,
+        values[:, first],
+        names,
+        shown,
+        top,
+        f"{title} for {first} {shown[first]}",
+        caption,
     )
     height = (
         210
@@ -322,7 +344,7 @@ def _values(
 
 
 def _heat(
-    kind: str,
+    view: str,
     values: Tensor,
     tokens: Sequence[str],
     names: Sequence[str],
@@ -346,7 +368,7 @@ def _heat(
         checks.finite(shown, "attention"), limit if limit is not None or what != "pattern" else 1.0
     )
     texts = [html.token_text(t) for t in tokens]
-    many = {"attentionHeadNames": list(names)} if kind == "AttentionHeads" else {}
+    many = {"attentionHeadNames": list(names)} if view == "AttentionHeads" else {}
     matrix = [[_short(row) for row in head] for head in shown]
     props = {
         "attention": matrix if many else matrix[0],
@@ -359,9 +381,14 @@ def _heat(
         **many,
     }
     scale = "one scale for all heads" if many else "symmetric scale"
-    caption = f"{what} by query (row) and key (column), {len(tokens)} tokens; full colour at {top:.3g}, {scale}{_beyond(shown, top)}"
-    page = _page(title, caption, {"view": kind, "props": props, **_scale(shown, top)}, width=560)
-    image = functools.partial(_maps, shown, names, texts, top, causal, title, caption)
+    caption = (
+        f"{what} by query (row) and key (column), {len(tokens)} tokens; full colour at {top:.3g}, "
+        f"{scale}{_beyond(shown, top)}"
+    )
+    page = _page(title, caption, {"view": view, "props": props, **_scale(shown, top)}, width=560)
+    image = functools.partial(
+        circuitsvis_images.maps, shown, names, texts, top, causal, title, caption
+    )
     return PageView(page, title=title, caption=caption, width=WIDTH, height=height, image=image)
 
 
@@ -453,71 +480,3 @@ def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH 
         .split("@")
     )
     return "".join(fields[part] if i % 2 else part for i, part in enumerate(parts))
-
-
-def _colours() -> Any:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("circuitsvis", [NEGATIVE, "white", POSITIVE])
-
-
-def _maps(
-    values: Tensor,
-    names: Sequence[str],
-    tokens: Sequence[str],
-    top: float,
-    causal: bool,
-    title: str,
-    caption: str,
-) -> View:
-    """The heads as images."""
-    columns = min(4, len(values))
-    side = 4.4 if len(values) == 1 else 2.3
-    figure, axes = canvas(columns, math.ceil(len(values) / columns), size=(side, side))
-    for axis in axes[len(values) :]:
-        axis.axis("off")
-    hidden = torch.ones(values.shape[1:], dtype=torch.bool).triu(1) & causal
-    image = None
-    for axis, head, name in zip(axes, values, names, strict=False):
-        image = axis.imshow(
-            head.masked_fill(hidden, torch.nan).numpy(),
-            cmap=_colours(),
-            vmin=-top,
-            vmax=top,
-            interpolation="nearest",
-        )
-        axis.set_facecolor("#ddd")
-        axis.set_title(name.replace("$", r"\$"), fontsize=8)
-        _ticks(axis, tokens if len(tokens) <= 24 and len(values) == 1 else [])
-    if image is not None:
-        figure.colorbar(image, ax=axes, shrink=0.6)
-    return View(figure, title=title, caption=caption)
-
-
-def _strip(
-    values: Tensor,
-    names: Sequence[str],
-    tokens: Sequence[str],
-    top: float,
-    title: str,
-    caption: str,
-) -> View:
-    """Sources of one query against pattern and terms, the last 40 of them."""
-    shown, texts = values[:, -40:].clone(), tokens[-40:]
-    shown[0] *= top
-    figure, axes = canvas(size=(1.6 + 0.24 * len(texts), 1.1 + 0.22 * len(names)))
-    image = axes[0].imshow(
-        shown.numpy(), cmap=_colours(), vmin=-top, vmax=top, interpolation="nearest", aspect="auto"
-    )
-    axes[0].set_yticks(range(len(names)), ["pattern (0 to 1)", *names[1:]], fontsize=7)
-    _ticks(axes[0], texts, rows=False)
-    axes[0].set_title(title.replace("$", r"\$"), fontsize=8)
-    figure.colorbar(image, ax=axes[0], shrink=0.8)
-    return View(figure, title=title, caption=caption)
-
-
-def _ticks(axis: Any, tokens: Sequence[str], *, rows: bool = True) -> None:
-    texts = [t.replace("$", r"\$") for t in tokens]
-    axis.set_xticks(range(len(texts)), texts, rotation=90, fontsize=6)
-    if rows:
-        axis.set_yticks(range(len(texts)), texts, fontsize=6)

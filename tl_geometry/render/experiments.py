@@ -46,29 +46,32 @@ def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: 
     """Positional bases on their two leading directions, a row per training format (Song & Zhong
     2023, Fig. 6 a to c and 42 to 50).
 
-    ``bases["trained|measured"]`` is ``[state position d_model]``; rows stand for columns ``start``
+    ``bases["trained|measured"]`` is ``[state position d_model]``; rows are positions ``start``
     on; from ``half`` on points are crosses.
     """
     figure, cells = _cells(bases, state, (2.1, 2.0))
     image = None
     for axis, pos in cells:
         points = positional.pca_view(pos, linalg.svd(pos).V, 2)
-        columns = range(start, start + len(pos))
+        places = range(start, start + len(pos))
         axis.plot(points[:, 0], points[:, 1], lw=0.4, color="#bbbbbb", zorder=0)
         for marker, part in (("o", slice(0, half - start)), ("x", slice(half - start, None))):
             image = axis.scatter(
                 points[part, 0],
                 points[part, 1],
-                c=columns[part],
+                c=places[part],
                 cmap=SEQUENTIAL,
                 s=9,
                 lw=0.8,
                 marker=marker,
                 vmin=start,
-                vmax=columns[-1],
+                vmax=places[-1],
             )
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="position", shrink=0.5)
-    caption = f"two leading directions of pos at state {state}, each panel to its own scale; crosses: from column {half} on"
+    caption = (
+        f"two leading directions of pos at state {state}, each panel to its own scale; crosses: "
+        f"from position {half} on"
+    )
     return View(
         figure,
         title=f"Positional bases by training and inference format, state {state}",
@@ -77,7 +80,7 @@ def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: 
 
 
 def format_cosines(bases: Mapping[str, Tensor], state: int, *, half: int, start: int = 0) -> View:
-    """Cosines between positions, a row per training format; lines mark column ``half``."""
+    """Cosines between positions, a row per training format; lines mark position ``half``."""
     figure, cells = _cells(bases, state, (2.1, 1.9))
     image = None
     for axis, pos in cells:
@@ -88,7 +91,11 @@ def format_cosines(bases: Mapping[str, Tensor], state: int, *, half: int, start:
         for line in (axis.axhline, axis.axvline):
             line(half - start - 0.5, color="k", lw=0.5, ls=":")
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="cosine", shrink=0.5)
-    caption = f"cosines between positional vectors at state {state}, columns {start} on; dotted: column {half}"
+    caption = (
+        f"cosines between positional vectors at state {state}, positions {start} on; dotted: "
+        "position "
+        f"{half}"
+    )
     return View(
         figure,
         title=f"Cosines of position by training and inference format, state {state}",
@@ -222,7 +229,7 @@ def score_panels(
 def state_cosines(
     basis: PositionContext, *, labels: Sequence[str] = (), title: str = "Cosines of position"
 ) -> View:
-    """Cosines between positional vectors, a panel per state; ``labels`` name the columns from the
+    """Cosines between positional vectors, a panel per state; ``labels`` name the positions from the
     first on."""
     figure, axes = canvas(len(basis.states), size=(1.9, 2.0))
     image = None
@@ -243,5 +250,5 @@ def state_cosines(
     return View(
         figure,
         title=title,
-        caption=f"tokens of one context name the columns; {basis.provenance.line()}",
+        caption=f"tokens of one context name the positions; {basis.provenance.line()}",
     )

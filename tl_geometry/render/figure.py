@@ -65,8 +65,10 @@ class View:
     def html(self) -> str:
         """The figure as an HTML fragment."""
         data = base64.b64encode(self.bytes("svg")).decode()
-        image = f'<img alt="{html.escape(self.title)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%;background:white">'
-        return f"<figure style='margin:0'>{image}<figcaption>{html.escape(self.caption)}</figcaption></figure>"
+        held = f'src="data:image/svg+xml;base64,{data}" style="max-width:100%;background:white"'
+        image = f'<img alt="{html.escape(self.title)}" {held}>'
+        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>"
+        return f"<figure style='margin:0'>{image}{caption}</figure>"
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""
@@ -74,7 +76,8 @@ class View:
         form = path.suffix.lower().removeprefix(".")
         if form not in ("html", "png", "svg", "pdf"):
             fail("path", expected="a name ending in .html, .png, .svg or .pdf", got=str(path))
-        page = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>{self.html()}'
+        head = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
+        page = f"{head}{self.html()}"
         path.write_bytes(page.encode() if form == "html" else self.bytes(form))
         return path
 

@@ -1,5 +1,5 @@
 """Views of an ensemble of trajectories: the bundle, angles between aligned bases, spectra,
-truncation, residuals, noise, skipped layers."""
+truncation, residuals, noise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.noise import LAWS
 from tl_geometry.flow.reports import FlowReport
 from tl_geometry.flow.residuals import flow_map
-from tl_geometry.flow.skipping import SkipMap
 from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.render.figure import SEQUENTIAL, View, canvas, shades, whole_ticks
 
@@ -72,6 +71,13 @@ def bundle_figure(
     3-D axis.
 
     See :func:`tl_geometry.render.space.bundle_3d` for a view that turns.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> bundle_figure(paths, limit=5).title
+    'Bundle of trajectories'
     """
     points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit)
     figure, drawn = canvas(ax=ax, size=(4.6, 4.2), subplot_kw={"projection": "3d"})
@@ -100,7 +106,15 @@ def bundle_figure(
 
 def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None = None) -> View:
     """Histogram of the first singular coordinate of every state, one row each: nearly the ensemble
-    mean, far from zero."""
+    mean, far from zero.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> first_coordinate(paths).title
+    'First singular coordinate'
+    """
     aligned = ensemble.aligned_bases(align="none")
     figure, axes = canvas(ax=ax, size=(4.4, max(3.2, 0.16 * len(ensemble.states) + 0.8)))
     for t, state in enumerate(ensemble.states):
@@ -129,7 +143,15 @@ def angle_maps(
     ensemble: Trajectories, k: int = 4, *, align: str = "greedy", ax: Axes | None = None
 ) -> View:
     """Degrees between direction i at every two states, one panel for each of the first ``k``
-    (Sarfati et al. 2025, Fig. 2a)."""
+    (Sarfati et al. 2025, Fig. 2a).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> angle_maps(paths, 2).title
+    'Angles between directions'
+    """
     angles = ensemble.angles(k, align=align)
     count = 1 if ax is not None else len(angles)
     figure, axes = (
@@ -163,7 +185,15 @@ def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
 
 def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
     """Singular values of every state against rank, log-log; rank 1 (the mean) is left out (Sarfati
-    et al. 2025, Fig. 2b)."""
+    et al. 2025, Fig. 2b).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> spectra_figure(paths).title
+    'Singular values'
+    """
     S = ensemble.aligned_bases(align="none").S
     figure, axes = canvas(ax=ax, size=(4.6, 3.0))
     colour = shades(figure, axes[0], ensemble.states, "state", TIME)
@@ -182,11 +212,23 @@ def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
 
 def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     """KL against the number of directions kept, with the distance of unrelated chunks (Sarfati et
-    al. 2025, Fig. 2c)."""
+    al. 2025, Fig. 2c).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> curve = tlg.flow.truncation_kl(model, windows, paths, progress=False)
+    >>> truncation_figure(curve).title
+    'Output with K directions'
+    """
     require(len(curves) > 0, "curves", expected="at least one", got="none")
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
     for curve in curves:
-        name = f"{'held out' if curve.held_out else 'in-sample'}, {curve.where} block, {curve.positions}"
+        name = (
+            f"{'held out' if curve.held_out else 'in-sample'}, {curve.where} block, "
+            f"{curve.positions}"
+        )
         axes[0].errorbar(curve.K, curve.kl, yerr=2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=name)
     first = curves[0]
     axes[0].axhline(
@@ -213,7 +255,16 @@ def residual_figure(
     *,
     held_out: bool = True,
 ) -> View:
-    """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4)."""
+    """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=32)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> report = tlg.flow_report(paths)
+    >>> residual_figure(report).title
+    'Residuals of rotation and stretch'
+    """
     tables = report.held_out if held_out else report.in_sample
     unknown = [n for n in names if n not in tables]
     require(not unknown, "names", expected=f"some of {', '.join(tables)}", got=unknown)
@@ -235,7 +286,16 @@ def residual_figure(
 
 def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Held-out relative error of one layer's step by each map: rotation and stretch beside the
-    identity, the best linear map, ..."""
+    identity, the best linear map, ...
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=32)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> report = tlg.flow_report(paths)
+    >>> baseline_figure(report).title
+    'Maps from one state to the next'
+    """
     figure, axes = canvas(ax=ax, size=(4.4, 3.0))
     curves = {"rotation and stretch": report.held_out["relative_error"], **report.baselines}
     for name, table in curves.items():
@@ -271,7 +331,16 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
 
 def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati
-    et al. 2025, Eq. 2)."""
+    et al. 2025, Eq. 2).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=32)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> report = tlg.flow_report(paths)
+    >>> noise_figure(report).title
+    'Law of the residual variance'
+    """
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = canvas(ax=ax, size=(4.8, 3.0))
@@ -296,10 +365,14 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     axes[0].set(xlabel="t + τ", ylabel="mean ln variance")
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     said = [
-        f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² {report.law(n).r2:.2f}"
+        f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² "
+        f"{report.law(n).r2:.2f}"
         for n in report.laws
     ]
-    caption = f"colour by t; line: asymptotic law, dotted: increment law; {'; '.join(said)}; {report.provenance.line()}"
+    caption = (
+        f"colour by t; line: asymptotic law, dotted: increment law; {'; '.join(said)}; "
+        f"{report.provenance.line()}"
+    )
     return View(figure, title="Law of the residual variance", caption=caption)
 
 
@@ -318,6 +391,13 @@ def clouds(
 
     A grid: start states down, end states across. Directions of ``train`` make it held out. The
     paper shows (u2, u3); u1 is the mean.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> clouds(paths, [1, 2], [3, 4]).title
+    'True and extrapolated states'
     """
     aligned = (train or ensemble).aligned_bases(align="greedy")
     a, b = plane
@@ -352,113 +432,3 @@ def clouds(
         title="True and extrapolated states",
         caption=f"plane (u{a}, u{b}) of the end state; {held}; {ensemble.provenance.line()}",
     )
-
-
-def skip_figure(
-    skips: SkipMap,
-    map_types: Sequence[str] | None = None,
-    *,
-    metric: str = "loss_increase",
-    place: str = "pilot",
-    ax: Axes | None = None,
-) -> View:
-    """How many layers can be skipped for how much loss: rows the first skipped block, columns the
-    block that goes on; one panel per map.
-
-    One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``),
-    where it was measured. Of deep models with few of their pairs measured, a line for each map
-    instead, one panel per number of blocks skipped.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    if (
-        ax is None
-        and len(skips.table(skips.map_types[0], metric, place=place)) > 9
-        and len({b - a for a, b in skips.pairs()}) <= 4
-    ):
-        return _skip_lines(skips, list(map_types or skips.map_types), metric, place)
-
-    shown = list(map_types or skips.map_types)
-    figure, axes = (
-        canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4))
-        if ax is None
-        else canvas(ax=ax)
-    )
-    tables = [skips.table(k, metric, place=place) for k in shown[: len(axes)]]
-    reference = (
-        skips.table("mean", metric, place=place)
-        if "mean" in skips.map_types
-        else torch.stack(tables)
-    )
-    high = float(reference.nan_to_num().max())
-    image = None
-    for axis, map_type, table in zip(axes, shown, tables, strict=False):
-        low, top = (0.0, 1.0) if metric.startswith("top") else (0.0, high)
-        image = axis.imshow(
-            table[:-1, 1:].numpy(),
-            cmap=SEQUENTIAL,
-            vmin=low,
-            vmax=top,
-            extent=(0.5, len(table) - 0.5, len(table) - 1.5, -0.5),
-        )
-        axis.set_title(map_type, fontsize=9)
-        axis.set_xlabel("goes on at block")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-        if len(table) <= 8:
-            for a, b in skips.pairs():
-                axis.text(
-                    b,
-                    a,
-                    f"{float(table[a, b]):.2f}",
-                    ha="center",
-                    va="center",
-                    fontsize=6,
-                    color="white" if float(table[a, b]) < high / 2 else "black",
-                )
-    axes[0].set_ylabel("first block skipped")
-    if image is not None:
-        figure.colorbar(
-            image,
-            ax=axes,
-            label=metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""),
-            shrink=0.8,
-        )
-    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
-
-
-def _skip_caption(skips: SkipMap, place: str) -> str:
-    own = skips.loss[0 if place == "pilot" else 1]
-    return f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} nats; {skips.provenance.line()}"
-
-
-def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: str) -> View:
-    """The cost of skipping as lines over the first skipped block."""
-    lengths = sorted({b - a for a, b in skips.pairs()})
-    figure, axes = canvas(len(lengths), size=(3.2, 2.6))
-    for axis, length in zip(axes, lengths, strict=True):
-        for map_type in map_types:
-            line = skips.table(map_type, metric, place=place).diagonal(length)
-            axis.plot(
-                range(len(line)),
-                line,
-                "o-",
-                ms=2,
-                lw=2 if map_type == "flow" else 1,
-                label=map_type,
-            )
-        if "mean" in map_types and not metric.startswith("top"):
-            axis.set_ylim(
-                None,
-                1.2
-                * float(
-                    skips.table("mean", metric, place=place).diagonal(length).nan_to_num().max()
-                ),
-            )
-        axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
-        axis.set_xlabel("first block skipped")
-    axes[0].set_ylabel(
-        metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else "")
-    )
-    axes[0].legend(fontsize=6)
-    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))

@@ -40,7 +40,8 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> sweep = tlg.sweep_heads(model, windows, tlg.decompose(model, windows, progress=False), progress=False)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
     >>> heads(sweep, "induction").title
     'SweepTable by layer and head'
     """
@@ -88,7 +89,16 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
 
 def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None) -> View:
     """The same map as an image for paper, with the number in each cell of a small one. Arguments as
-    :func:`heads`."""
+    :func:`heads`.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
+    >>> head_grid(sweep, "induction").title
+    'SweepTable: induction'
+    """
     pairs, columns = numbers(_table(sweep, "head_grid"))
     name = _chosen(value, columns)
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
@@ -142,7 +152,8 @@ def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
     """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for others and head
     types, else to the largest |value|.
 
-    >>> scale("kl_pos-pos", torch.tensor([0.5, 2.0])), scale("cs_pos-pos", torch.tensor([0.5])), scale("induction", torch.tensor([0.3]))
+    >>> values = torch.tensor([0.5, 2.0])
+    >>> scale("kl_pos-pos", values), scale("cs_pos-pos", values), scale("induction", values)
     ((0.0, 2.0), (-1.0, 1.0), (0.0, 1.0))
     """
     if name.startswith(("cs_", "gs_")):

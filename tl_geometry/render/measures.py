@@ -82,6 +82,11 @@ def singular_values(
     (:func:`tl_geometry.measures.positional.singular_value_profiles`): ``"sqrt_C"`` takes all rows,
     from second moments; ``"first_context"`` and ``"subsample"`` take as many rows as P has, from
     the sampled contexts.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> singular_values(basis).title
+    'Singular values'
     """
     checks.choice(adjust, positional.ADJUSTMENTS, "adjust")
     rows = _some(basis.states, states, 1 if ax is not None else 4)
@@ -137,6 +142,12 @@ def fourier(
 
     Mass in the top left corner means that positions lie on a smooth curve. ``skip_constant`` leaves
     out frequency 0.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> report = tlg.positional_report(basis)
+    >>> fourier(report).title
+    'Fourier transform of the positional cosines'
     """
     rows = _some(report.states, states, 6)
     block = report.fourier[rows][:, int(skip_constant) :, int(skip_constant) :]
@@ -159,7 +170,10 @@ def fourier(
         axis.set_xticks(whole_ticks(range(int(skip_constant), report.fourier.shape[-1]), 6))
     figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")
-    caption = f"shared colour limits; the percentage is the share of the first {report.fourier.shape[-1]} frequencies"
+    caption = (
+        "shared colour limits; the percentage is the share of the first "
+        f"{report.fourier.shape[-1]} frequencies"
+    )
     return View(
         figure,
         title="Fourier transform of the positional cosines",
@@ -175,6 +189,11 @@ def planes(
 
     Context vectors are grey; where they scatter as widely as the coloured curve, position does not
     dominate this plane.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> planes(basis).title
+    'Position and context in the plane of pos'
     """
     rows = _some(basis.states, states, 7)
     figure, axes = canvas(len(rows), size=(2.0, 2.1))
@@ -193,7 +212,10 @@ def planes(
         axis.set_yticks([])
     axes[0].set_ylabel("u2")
     which = "" if len(rows) == len(basis.states) else f"{len(rows)} of {len(basis.states)} states; "
-    caption = f"{which}pos (colour by position) and cvec of {contexts} contexts (grey) on the two leading directions of pos"
+    caption = (
+        f"{which}pos (colour by position) and cvec of {contexts} contexts (grey) on the two "
+        "leading directions of pos"
+    )
     return View(
         figure,
         title="Position and context in the plane of pos",
@@ -227,7 +249,14 @@ def measure_curves(
     report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None
 ) -> View:
     """Measures over the states, with jackknife errors (bars) and nulls (dashed); what lies on a
-    null is no finding."""
+    null is no finding.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> report = tlg.positional_report(basis)
+    >>> measure_curves(report, ("stable_rank",)).title
+    'Measures by state'
+    """
     usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
@@ -246,12 +275,22 @@ def measure_curves(
 
 def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
     """Mean and largest |cos| between positional and context vectors, beside random directions and
-    sign-flipped coordinates."""
+    sign-flipped coordinates.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> report = tlg.contextual_report(basis)
+    >>> incoherence(report).title
+    'Incoherence of position and context'
+    """
     figure, axes = canvas(2 if ax is None else 1, ax=ax, size=(3.2, 2.4))
     for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=False):
         _draw(axis, report, name)
         axis.set_ylim(bottom=0)
-    caption = "tables in the paper hold averages, its definition is the maximum; at the line of random directions it is chance"
+    caption = (
+        "tables in the paper hold averages, its definition is the maximum; at the line of random "
+        "directions it is chance"
+    )
     return View(
         figure,
         title="Incoherence of position and context",
@@ -261,7 +300,14 @@ def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
 
 def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) -> View:
     """A measure against the number of contexts, a line per state: what still moves at the right end
-    depends on the size of the corpus."""
+    depends on the size of the corpus.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> report = tlg.positional_report(basis)
+    >>> learning_curve(report, "rank").title
+    'rank and the size of the corpus'
+    """
     require(
         name in report.curve,
         "learning_curve",
@@ -294,7 +340,14 @@ def similarity(
     report: ContextualReport, *, state: int | None = None, ax: Axes | None = None
 ) -> View:
     """Mean |cos| between the context vectors of every pair of documents, of one state (by default
-    the middle one)."""
+    the middle one).
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8), labels=[0, 1] * 6)
+    >>> report = tlg.contextual_report(basis, rank=3)
+    >>> similarity(report).title
+    'Similarity of documents'
+    """
     if report.similarity is None:
         fail(
             "similarity",

@@ -31,7 +31,7 @@ class PageView:
 
     def __init__(
         self,
-        page: str,
+        page: str | Callable[[], str],
         *,
         title: str,
         caption: str,
@@ -39,20 +39,22 @@ class PageView:
         height: int,
         image: Callable[[], View] | None = None,
     ) -> None:
-        self.page, self.title, self.caption, self.width, self.height, self.image = (
-            page,
-            title,
-            caption,
-            width,
-            height,
-            image,
-        )
+        self._page = page
+        self.title, self.caption = title, caption
+        self.width, self.height = width, height
+        self.image = image
+
+    @property
+    def page(self) -> str:
+        """The whole HTML document."""
+        return self._page if isinstance(self._page, str) else self._page()
 
     def html(self) -> str:
         """The page in a frame of its own and of fixed size, so that several live side by side."""
         style = f"display:block;width:{self.width}px;height:{self.height}px;border:0"
         title, page = html.escape(self.title), html.escape(self.page)
-        frame = f'<iframe title="{title}" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+        held = f'sandbox="allow-scripts" style="{style}" srcdoc="{page}"'
+        frame = f'<iframe title="{title}" {held}></iframe>'
         return f'<div style="overflow-x:auto">{frame}</div>'
 
     def save(self, path: str | Path) -> Path:
@@ -81,24 +83,32 @@ class PageView:
         )
 
 
-def document(title: str, data: Mapping[str, Any], script: str) -> str:
-    """The page that runs ``assets/<script>.js`` on ``data``."""
+def document(title: str, data: Mapping[str, Any], script: str, library: str = "") -> str:
+    """The page that runs ``assets/<script>.js`` on ``data``; ``library`` is a script that it may
+    start."""
     assets = files("tl_geometry.render") / "assets"
     style, helpers, body = (
         (assets / name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js", f"{script}.js")
     )
     code = f"'use strict';\n{helpers}{body}"
-    allowed = f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+    allowed = " ".join(_hash(text) for text in (code, library) if text)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     text = json.dumps(_shown({"title": title, **data}), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>"
-        f'<script type="application/json" id="data">{text}</script><script>{code}</script></body></html>'
+        f'<script type="application/json" id="data">{text}</script>'
+        f"<script>{code}</script></body></html>"
     )
+
+
+def _hash(script: str) -> str:
+    """A script as a content policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _shown(value: Any) -> Any:

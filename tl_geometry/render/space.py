@@ -1,20 +1,77 @@
-"""Paths in three dimensions, to be turned with the mouse: one self-contained page, no network."""
+"""Paths in three dimensions, turned with the mouse: plotly figures on self-contained pages.
+
+Texts of tokens are escaped for plotly, which reads a little markup; plotly's script is stored
+deflated in the page and is allowed to run by its hash, so that nothing is fetched. Needs the extra
+``plotly``: ``pip install "tl-geometry[plotly]"``.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks, html
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.flow.ensemble import Trajectories
+from tl_geometry.render.cells import compressed
+from tl_geometry.render.figure import View, whole_ticks
 from tl_geometry.render.flow import bundle_figure, coordinates
 from tl_geometry.render.page import PageView, document
 from tl_geometry.render.weights import sphere_paths
 from tl_geometry.sphere.paths import TokenPaths
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+SCALE = "Viridis"
+"""Colours of states, dark first and bright last."""
+BUTTONS = ["zoom3d", "pan3d", "orbitRotation", "tableRotation", "resetCameraDefault3d"]
+CONFIG = {"displaylogo": False, "modeBarButtons": [BUTTONS]}
+"""plotly's tools, without those that would send the figure somewhere."""
+
+
+class SpaceView(PageView):
+    """A plotly figure with its page: ``figure`` is plotly's own, and what is changed in it is shown
+    and saved.
+
+    A notebook gets plotly's own kind of output (JupyterLab, Notebook 7 and VS Code turn it) and an
+    image; ``save`` writes a page that opens offline, or the image.
+    """
+
+    def __init__(
+        self, figure: Figure, *, title: str, caption: str, image: Callable[[], View]
+    ) -> None:
+        self.figure = figure
+        height = 540 + 18 * math.ceil(len(caption) / 105)
+        super().__init__(
+            self._document, title=title, caption=caption, width=784, height=height, image=image
+        )
+
+    def _document(self) -> str:
+        library, packed = _library()
+        data = {"figure": self._plotly_json(), "caption": self.caption, "library": packed}
+        return document(self.title, data, "space", library)
+
+    def _plotly_json(self) -> dict[str, Any]:
+        return {**json.loads(str(self.figure.to_json())), "config": CONFIG}
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        bundle = super()._repr_mimebundle_(include, exclude)
+        del bundle["text/html"]  # 2 MB of script with every output
+        return {"application/vnd.plotly.v1+json": self._plotly_json(), **bundle}
+
+
+def installed() -> bool:
+    """Whether plotly is there."""
+    return importlib.util.find_spec("plotly") is not None
 
 
 def bundle_3d(
@@ -25,89 +82,166 @@ def bundle_3d(
     limit: int = 100,
     hide_last: bool = False,
     seed: int = 0,
-) -> PageView:
-    """Paths of at most ``limit`` trajectories over (u1, u2, u3) of a reference state, turned by
-    dragging, zoomed by scrolling.
+) -> SpaceView:
+    """Paths of trajectories through the states, turned by dragging, zoomed by scrolling (Sarfati et
+    al. 2025, Fig. 1).
 
-    ``axes`` takes three Cartesian coordinates in place of singular directions; ``hide_last`` leaves
-    out the last state, which often dwarfs the others. Coordinates are scaled by the largest and
-    rounded to four digits.
+    Args:
+        ensemble: from :func:`tl_geometry.trajectories`.
+        reference: state whose singular directions (u1, u2, u3) are the axes, by default the last.
+        axes: three Cartesian coordinates in place of singular directions.
+        limit: at most so many trajectories, chosen by ``seed``.
+        hide_last: leave out the last state, which often dwarfs the others.
+
+    Raises ``GeometryError`` without plotly, and for coordinates that the states do not have.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> bundle_3d(paths, limit=5).caption.split(";")[0]
+    '5 of 8 trajectories'
     """
     points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit, seed=seed)
     states = list(ensemble.states)
     if hide_last and len(states) > 1:
         points, states = points[:, :-1], states[:-1]
-    image = functools.partial(bundle_figure, ensemble, reference=reference, axes=axes, limit=limit)
-    said = f"{len(points)} of {len(ensemble)} trajectories"
     labels = [f"trajectory {i}" for i in range(len(points))]
-    return _page(
-        "Bundle of trajectories",
-        points,
-        states,
-        names,
-        labels,
-        said,
-        ensemble.provenance.line(),
-        image,
-        marked=False,
+    return SpaceView(
+        paths_figure(points, states, names, labels),
+        title="Bundle of trajectories",
+        caption=f"{len(points)} of {len(ensemble)} trajectories; {ensemble.provenance.line()}",
+        image=functools.partial(
+            bundle_figure, ensemble, reference=reference, axes=axes, limit=limit
+        ),
     )
 
 
 def sphere_3d(
     paths: TokenPaths, context: int = 0, positions: Sequence[int] | None = None
-) -> PageView:
+) -> SpaceView:
     """Paths of tokens through the layers on the norm's sphere, turned by dragging; the last state
-    is labelled by its token."""
+    is labelled by its token.
+
+    Args:
+        paths: from :func:`tl_geometry.sphere.token_paths`.
+        context: which prompt.
+        positions: some of its tokens; all by default.
+
+    Raises ``GeometryError`` without plotly, and for contexts and positions that are not there.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> view = sphere_3d(tlg.sphere.token_paths(model, "for i in range(3):", prepend_bos=True))
+    >>> view.title
+    'Paths on the sphere'
+    """
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
     chosen = checks.indices(positions, length, "positions")
     points = paths.coordinates[context, list(chosen)].double()
     labels = [html.token_text(paths.str_tokens[context][t]) for t in chosen]
     names = [f"{paths.method} {i + 1}" for i in range(3)]
-    image = functools.partial(sphere_paths, paths, context, positions)
     said = f"states on the unit sphere, axes ({paths.method}) fitted on {paths.fitted_on}"
-    states = range(points.shape[1])
-    return _page(
-        "Paths on the sphere",
-        points,
-        states,
-        names,
-        labels,
-        said,
-        paths.provenance.line(),
-        image,
-        marked=True,
+    return SpaceView(
+        paths_figure(points, range(points.shape[1]), names, labels, marked=True),
+        title="Paths on the sphere",
+        caption=f"{said}; {paths.provenance.line()}",
+        image=functools.partial(sphere_paths, paths, context, positions),
     )
 
 
-def _page(
-    title: str,
+def paths_figure(
     points: Float[Tensor, "trajectory state 3"],
     states: Sequence[int],
     names: Sequence[str],
     labels: Sequence[str],
-    said: str,
-    source: str,
-    image: functools.partial,
     *,
-    marked: bool,
-) -> PageView:
-    scale = float(points.abs().max()) or 1.0
-    paths = (points / scale * 1e4).round().to(torch.int64).tolist()
-    caption = f"{said}, 1 = {scale:.4g}; {source}"
-    data = {
-        "paths": [[[v / 1e4 for v in p] for p in path] for path in paths],
-        "states": list(states),
-        "names": list(names),
-        "labels": list(labels),
-        "marked": marked,
-        "caption": caption,
-    }
-    return PageView(
-        document(title, data, "paths"),
-        title=title,
-        caption=caption,
-        width=784,
-        height=600,
-        image=image,
+    marked: bool = False,
+) -> Figure:
+    """The plotly figure of paths: for each state the points and, behind them, the lines that lead
+    to them; a slider ends the paths at a state.
+
+    ``names`` are those of the axes, ``labels`` those of the paths, which stand at the last state
+    shown where ``marked``.
+    """
+    go = _graph_objects()
+    from plotly.colors import sample_colorscale
+
+    states, last = list(states), len(states) - 1
+    hues = sample_colorscale(SCALE, [t / max(1, last) for t in range(len(states))])
+    drawn, said = [_drawn(label) for label in labels], [_escaped(label) for label in labels]
+    gap = points.new_full((len(points), 1, 3), torch.nan)  # between the lines of two paths
+    traces = []
+    for t, state in enumerate(states):
+        steps = torch.cat((points[:, max(0, t - 1) : t + 1], gap), 1).flatten(0, 1)
+        x, y, z = steps.T.numpy()
+        line = {"color": hues[t], "width": 2}
+        traces.append(go.Scatter3d(x=x, y=y, z=z, mode="lines", line=line, hoverinfo="skip"))
+        x, y, z = points[:, t].T.numpy()
+        hover = {"hovertext": [f"{text}, state {state}" for text in said], "hoverinfo": "text"}
+        marker = {"color": [state] * len(points), "coloraxis": "coloraxis", "size": 2.5}
+        mode = "markers+text" if marked and t == last else "markers"
+        small = {"text": drawn, "textfont": {"size": 11}}
+        traces.append(go.Scatter3d(x=x, y=y, z=z, mode=mode, marker=marker, **small, **hover))
+    titles = ({"title": {"text": _drawn(name)}} for name in names)
+    scene = dict(zip(("xaxis", "yaxis", "zaxis"), titles, strict=True))
+    camera = {"eye": {"x": 1.4, "y": 1.4, "z": 0.9}, "center": {"x": 0, "y": 0, "z": -0.12}}
+    bar = {"title": {"text": "state"}, "thickness": 12, "len": 0.6, "tickvals": whole_ticks(states)}
+    ends = {"cmin": states[0], "cmax": max(states[-1], states[0] + 1)}
+    steps = [_until(t, len(states), str(state), marked) for t, state in enumerate(states)]
+    slider = {"active": last, "steps": steps, "currentvalue": {"prefix": "to state "}}
+    return go.Figure(traces).update_layout(
+        template="none",
+        scene={**scene, "aspectmode": "auto", "camera": camera},
+        coloraxis={"colorscale": SCALE, "colorbar": bar, **ends},
+        sliders=[{**slider, "pad": {"t": 8, "b": 16}}],
+        showlegend=False,
+        margin={"l": 0, "r": 0, "t": 0, "b": 0},
     )
+
+
+def _until(t: int, count: int, label: str, marked: bool) -> dict[str, Any]:
+    """The step of the slider that ends the paths at state ``t``: lines and points up to it, and the
+    labels there."""
+    visible = [i <= t for i in range(count) for _ in range(2)]
+    modes = ["markers+text" if marked and i == t else "markers" for i in range(count)]
+    both = [mode for m in modes for mode in ("lines", m)]
+    return {"method": "restyle", "label": label, "args": [{"visible": visible, "mode": both}]}
+
+
+def _escaped(text: str) -> str:
+    """Text that stays as it is under the mouse, where plotly reads tags and formulas in dollars.
+
+    >>> _escaped("<b>$")
+    '&#60;b&#62;&#36;'
+    """
+    return "".join(f"&#{ord(c)};" if c in "&<>$" else c for c in html.visible(text))
+
+
+def _drawn(text: str) -> str:
+    r"""Text that stays as it is inside the scene, where plotly reads tags but no entities: a hair
+    space after what would begin one.
+
+    >>> _drawn("<b>") == "<\u200ab>"
+    True
+    """
+    return html.visible(text).replace("<", "<\u200a").replace("&", "&\u200a")
+
+
+def _graph_objects() -> Any:
+    try:
+        import plotly.graph_objects as go
+    except ImportError as error:
+        said = 'views in three dimensions need plotly: pip install "tl-geometry[plotly]"'
+        raise GeometryError(said) from error
+    return go
+
+
+@functools.cache
+def _library() -> tuple[str, str]:
+    """The script of plotly, and the same deflated, as base64."""
+    from plotly.offline import get_plotlyjs
+
+    script = get_plotlyjs()
+    return script, compressed(script.encode())

@@ -36,7 +36,7 @@ GROUPS = ("position", "position-content", "content-position", "content")
 """Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the
 query side, on both."""
 SIZES = (2_000_000, 4_000_000)
-"""Bytes of the page: of up to four planes, of more."""
+"""Bytes of the page: of up to four panels, of more."""
 ROWS, LABELLED = 12, 24
 """Heads that the image shows, and labels on each of its axes."""
 BEYOND = ("#ffb000", "#00b4a0")
@@ -48,9 +48,9 @@ def split(
     heads: Sequence[Head] | Head | None = None,
     *,
     context: int = 0,
-    planes: str | Sequence[str] | None = None,
+    panels: str | Sequence[str] | None = None,
     tokens: Sequence[str] | None = None,
-    center: bool = False,
+    centered: bool = False,
     limit: float | None = None,
     query: int | None = None,
     max_cells: int = 256,
@@ -60,40 +60,41 @@ def split(
     """The signed terms of one or several heads, their total and the pattern, with linked reading,
     on one symmetric scale.
 
-    Move over a cell to read query token, key token, every plane, the total and the pattern there;
-    click a query, or a token of the text, to colour its sources in the text by any plane; choose
+    Move over a cell to read query token, key token, every panel, the total and the pattern there;
+    click a query, or a token of the text, to colour its sources in the text by any panel; choose
     the head and the end of the colour scale above.
 
     Args:
         split: from :func:`tl_geometry.split_scores`.
         heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; all by default.
         context: which prompt. tokens: their texts (a split knows those of its first prompt).
-        planes: ``"groups"``: ``position``, ``position-content`` (query part first),
+        panels: ``"groups"``: ``position``, ``position-content`` (query part first),
             ``content-position`` and ``content``, which sum to the total; ``"terms"``: all nine or
             sixteen; or names of groups and terms. Groups by default, terms if the parts are your
             own.
-        center: subtract the mean over the allowed keys from each row of each plane: what the
+        centered: subtract the mean over the allowed keys from each row of each panel: what the
             softmax sees.
-        limit: value of the full colour on all planes and heads; by default the largest, unless more
+        limit: value of the full colour on all panels and heads; by default the largest, unless more
             than twice the 99th percentile. What lies beyond it is marked. The pattern has its own
             scale from 0 to 1.
         query: the query chosen at first, by default the last.
         max_cells: more tokens are shown as block maxima (of the absolute value, with its sign).
-            max_bytes: size of the page (2 MB for up to four planes, else 4 MB), kept by coarser
+            max_bytes: size of the page (2 MB for up to four panels, else 4 MB), kept by coarser
             steps, then by larger blocks.
 
     What is read is within half a quantisation step of the split: float16 up to 64 tokens, else int8
-    of each plane's largest value. The caption has the step, the reconstruction error, and what is
+    of each panel's largest value. The caption has the step, the reconstruction error, and what is
     beyond the scale or not a number (hatched).
 
-    Raises ``GeometryError`` for heads, contexts and planes that the split does not have, and where
+    Raises ``GeometryError`` for heads, contexts and panels that the split does not have, and where
     ``max_bytes`` cannot be kept.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> basis = tlg.decompose(model, tlg.zoo.default_windows(model, 16, n=8), progress=False)
-    >>> scores = tlg.split_scores(model, "for i in range(3):", basis, heads="L1H0", prepend_bos=True)
-    >>> view = split(scores)  # in a notebook this shows it; view.save("split.html") writes a page that opens offline
+    >>> text = "for i in range(3):"
+    >>> scores = tlg.split_scores(model, text, basis, heads="L1H0", prepend_bos=True)
+    >>> view = split(scores)  # shown in a notebook; view.save("split.html") writes a page
     >>> view.title, "reconstruction error" in view.caption
     ('Split of the scores of L1H0', True)
     """
@@ -102,22 +103,22 @@ def split(
         fail("split", expected="a ScoreSplit", got=type(split).__name__, instead=instead)
     rows = checks.head_rows(heads, split.heads, "split_scores(..., heads=...)")
     one = _narrow(split, rows, checks.index(context, split.q.shape[1], "context"))
-    chosen = planes_of(one, planes)
+    chosen = panels_of(one, panels)
     texts = _texts(split, tokens, context)
     most = max_bytes or SIZES[len(chosen) > 4]
     name = title or f"Split of the scores of {_names(one.heads)}"
     for block in _blocks(len(texts), max_cells):
-        drawn = draw_planes(one, chosen, block, center)
+        drawn = draw_panels(one, chosen, block, centered)
         for levels in cells.LEVELS if drawn.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
             packed = cells.pack(drawn.values, drawn.allowed, levels)
             size = len(packed.fields["cells"])
             if size > 1.6 * most:  # the coarsest steps save a third
                 break
             if size <= most:
-                made = _page(one, chosen, drawn, packed, texts, limit, query, center, name)
+                made = _page(one, chosen, drawn, packed, texts, limit, query, centered, name)
                 if len(made.html()) <= most:
                     return made
-    room = f"room for {len(rows)} heads x {len(chosen) + 2} planes"
+    room = f"room for {len(rows)} heads x {len(chosen) + 2} panels"
     return fail("max_bytes", expected=room, got=most, instead="fewer heads=, or larger max_bytes=")
 
 
@@ -129,8 +130,8 @@ def _blocks(tokens: int, max_cells: int) -> Iterator[int]:
         yield block
 
 
-def planes_of(split: ScoreSplit, planes: str | Sequence[str] | None) -> dict[str, list[Term]]:
-    """Name of each plane and the terms that it sums."""
+def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str, list[Term]]:
+    """Name of each panel and the terms that it sums."""
     terms = {f"{a}-{b}": [(a, b)] for a, b in split.terms}
     groups: dict[str, list[Term]] = {}
     if all(group_of(name) for name in terms):
@@ -142,22 +143,22 @@ def planes_of(split: ScoreSplit, planes: str | Sequence[str] | None) -> dict[str
                 if name in (f"{side(a)}-{side(b)}", side(a) if side(a) == side(b) else None)
             ]
             groups |= {name: members} if members else {}
-    if planes is None:
+    if panels is None:
         return groups or terms
-    if isinstance(planes, str) and planes in ("groups", "terms"):
+    if isinstance(panels, str) and panels in ("groups", "terms"):
         require(
-            planes == "terms" or groups,
-            "planes",
+            panels == "terms" or groups,
+            "panels",
             expected="'terms', or names of terms",
             got="'groups' of parts of your own",
         )
-        return groups if planes == "groups" else terms
+        return groups if panels == "groups" else terms
     known = {**groups, **terms}
-    wanted = [planes] if isinstance(planes, str) else list(planes)
+    wanted = [panels] if isinstance(panels, str) else list(panels)
     unknown = [p for p in wanted if p not in known]
     require(
         wanted and not unknown,
-        "planes",
+        "panels",
         expected=f"'groups', 'terms' or some of {', '.join(known)}",
         got=unknown or "none",
     )
@@ -165,23 +166,23 @@ def planes_of(split: ScoreSplit, planes: str | Sequence[str] | None) -> dict[str
 
 
 class Drawn(NamedTuple):
-    """What is shown: planes, then total and pattern, by block of tokens."""
+    """What is shown: panels, then total and pattern, by block of tokens."""
 
     values: Float[Tensor, "head term query key"]
     allowed: Bool[Tensor, "head query key"]
     block: int
 
 
-def draw_planes(
-    split: ScoreSplit, planes: dict[str, list[Term]], block: int = 1, center: bool = False
+def draw_panels(
+    split: ScoreSplit, panels: dict[str, list[Term]], block: int = 1, centered: bool = False
 ) -> Drawn:
-    """The planes of the first context, then the total and the pattern, as block maxima, for all
+    """The panels of the first context, then the total and the pattern, as block maxima, for all
     heads of the split."""
     allowed = split.allowed.expand(len(split.heads), -1, -1)
     zero = torch.zeros(())
-    shown = [sum((split.terms[term][0] for term in terms), zero) for terms in planes.values()]
+    shown = [sum((split.terms[term][0] for term in terms), zero) for terms in panels.values()]
     shown += [split.total()[0]]
-    if center:
+    if centered:
         shown = [row_center(x, allowed) for x in shown]
     reduced = [cells.block_maxima(x, allowed, block) for x in (*shown, split.pattern()[0])]
     return Drawn(
@@ -227,19 +228,19 @@ def _names(heads: Sequence[tuple[int, int]]) -> str:
 
 def _page(
     split: ScoreSplit,
-    planes: dict[str, list[Term]],
+    panels: dict[str, list[Term]],
     drawn: Drawn,
     packed: cells.Payload,
     texts: list[str],
     limit: float | None,
     query: int | None,
-    center: bool,
+    centered: bool,
     title: str,
 ) -> PageView:
-    names = [*(split.label(name) for name in planes), "total", "pattern"]
+    names = [*(split.label(name) for name in panels), "total", "pattern"]
     top, high = _limit(drawn, limit)
-    caption = _caption(split, planes, drawn, packed, len(texts), top, center)
-    rows, columns, places = _layout(split, planes)
+    caption = _caption(split, panels, drawn, packed, len(texts), top, centered)
+    rows, columns, places = _layout(split, panels)
     side = {1: 240, 2: 220, 3: 190}.get(max(rows, columns - 1), 150)
     cell = side / drawn.values.shape[-1]
     cell = round(cell) if cell >= 3 else max(1.0, cell)
@@ -301,11 +302,11 @@ def _limit(drawn: Drawn, limit: float | None) -> tuple[float, float]:
 
 
 def _layout(
-    split: ScoreSplit, planes: dict[str, list[Term]]
+    split: ScoreSplit, panels: dict[str, list[Term]]
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Rows and columns of the grid, and the place of each plane: query part down, key part across,
+    """Rows and columns of the grid, and the place of each panel: query part down, key part across,
     total and pattern at the right."""
-    names = list(planes)
+    names = list(panels)
     parts = split.parts
     if names == [f"{a}-{b}" for a, b in split.terms]:
         side = len(parts)
@@ -321,12 +322,12 @@ def _layout(
 
 def _caption(
     split: ScoreSplit,
-    planes: dict[str, list[Term]],
+    panels: dict[str, list[Term]],
     drawn: Drawn,
     packed: cells.Payload,
     tokens: int,
     top: float,
-    center: bool,
+    centered: bool,
 ) -> str:
     shown = drawn.values[drawn.allowed[:, None].expand_as(drawn.values)].reshape(-1)
     scores = drawn.values[:, :-1][
@@ -337,11 +338,11 @@ def _caption(
         int((~torch.isfinite(shown)).sum()),
     )
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
-    whole = {t for members in planes.values() for t in members} == set(split.terms)
+    whole = {t for members in panels.values() for t in members} == set(split.terms)
     form = (
         "float16"
         if packed.exact
-        else f"int8 in {2 * packed.fields['levels'] + 1} steps of each plane's largest value"
+        else f"int8 in {2 * packed.fields['levels'] + 1} steps of each panel's largest value"
     )
     checks = split.reconstruction.checks.items()
     error, bound, what = max(
@@ -350,8 +351,9 @@ def _caption(
         default=(None, None, ""),
     )
     said = [
-        f"{'row-centred' if center else 'raw'} scores by query (down) and key (across), {tokens} tokens",
-        f"full colour at {top:.3g} on every plane and head"
+        f"{'row-centred' if centered else 'raw'} scores by query (down) and key (across), "
+        f"{tokens} tokens",
+        f"full colour at {top:.3g} on every panel and head"
         + (f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""),
         "pattern from 0 to 1",
         f"{form}: read within {largest * packed.half_step:.1g}",
@@ -359,7 +361,10 @@ def _caption(
         "" if whole else "some of the terms: they do not sum to the total",
         ""
         if drawn.block == 1
-        else f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} (sums do not hold between cells)",
+        else (
+            f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} "
+            "(sums do not hold between cells)"
+        ),
         f"{holes} cells are not a number (hatched)" if holes else "",
         split.provenance.line(),
     ]

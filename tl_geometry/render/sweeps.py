@@ -13,6 +13,14 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
 
     ``share`` is ``"cs"`` (of the covariance over all cells) or ``"gs"`` (gain: of where attention
     goes).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
+    >>> head_shares(sweep).title
+    'Shares of the score'
     """
     about = {
         "cs": ("Shares of the score", "covariance shares"),
@@ -38,7 +46,16 @@ def _height(sweep: SweepTable) -> float:
 
 def head_types(sweep: SweepTable) -> View:
     """Head-type scores on repeated random tokens for every head; uniform attention's score stands
-    in each title."""
+    in each title.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
+    >>> head_types(sweep).title
+    'Head types'
+    """
     names = [n for n in ("previous", "induction", "duplicate") if n in sweep.types]
     figure, axes = canvas(len(names), size=(3.4, _height(sweep)))
     for axis, name in zip(axes, names, strict=True):

@@ -33,6 +33,14 @@ def weight_blocks(
     One panel per head, by default those of the first layer; red cells show the first ``size``
     entries of diag(W) in the model's coordinates, blue cells the first ``size`` directions of the
     basis, each scaled to its head's largest value. The dashed frame is the k x k block.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> geometry = tlg.weight_geometry(model, basis)
+    >>> weight_blocks(geometry, "L1H0").title
+    'Diagonal and block of W_QK'
     """
     n_layers, n_heads = 1 + max(l for l, _ in geometry.heads), 1 + max(h for _, h in geometry.heads)
     chosen = list(
@@ -64,7 +72,10 @@ def weight_blocks(
         axis.set_yticks([])
     for axis in axes[len(rows) :] if ax is None else ():
         axis.axis("off")
-    caption = f"red: |diag(W_{geometry.matrix})|; blue: rotated entries above the threshold; dashed: k x k; above: concentration over chance"
+    caption = (
+        f"red: |diag(W_{geometry.matrix})|; blue: rotated entries above the threshold; dashed: k x "
+        "k; above: concentration over chance"
+    )
     return View(
         figure,
         title=f"Diagonal and block of W_{geometry.matrix}",
@@ -89,7 +100,14 @@ def coverage_curves(
     readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None
 ) -> View:
     """Cumulative share of the singular values of each head, one line per head and one colour per
-    layer."""
+    layer.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> readout = tlg.token_readout(model)
+    >>> coverage_curves(readout, layers=0).title
+    'Coverage of W_QK'
+    """
     present = sorted({l for l, _ in readout.heads})
     chosen = (
         checks.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
@@ -110,7 +128,9 @@ def coverage_curves(
     return View(
         figure,
         title=f"Coverage of W_{readout.matrix}",
-        caption=f"cumulative share of singular values, one line per head; {readout.provenance.line()}",
+        caption=(
+            f"cumulative share of singular values, one line per head; {readout.provenance.line()}"
+        ),
     )
 
 
@@ -122,7 +142,14 @@ def sphere_paths(
     ax: Axes | None = None,
 ) -> View:
     """Paths of tokens through the layers in three dimensions, colour by state, the last state
-    labelled by its token."""
+    labelled by its token.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> paths = tlg.sphere.token_paths(model, "for i in range(3):", prepend_bos=True)
+    >>> sphere_paths(paths).title
+    'Paths on the sphere'
+    """
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
     chosen = checks.indices(positions, length, "positions")
@@ -159,12 +186,24 @@ def sphere_paths(
             ticks=whole_ticks(range(points.shape[1])),
         )
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
-    caption = f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; {paths.provenance.line()}"
+    caption = (
+        f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; "
+        f"{paths.provenance.line()}"
+    )
     return View(figure, title="Paths on the sphere", caption=caption)
 
 
 def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
-    """Change in next-token loss when W_QK is replaced by each part of it."""
+    """Change in next-token loss when W_QK is replaced by each part of it.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> effect = tlg.interventions.surrogate_effect(model, windows, basis)
+    >>> surrogate_bars(effect).title
+    'Surrogates of W_QK'
+    """
     figure, axes = canvas(ax=ax, size=(4.4, 2.8))
     change = effect.loss - effect.clean_loss
     colours = [
@@ -179,5 +218,8 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
         if len(effect.heads) > 4
         else ", ".join(f"L{l}H{h}" for l, h in effect.heads)
     )
-    caption = f"W_QK of {heads} replaced; loss of the model {effect.clean_loss:.3f}; grey: controls; {effect.provenance.line()}"
+    caption = (
+        f"W_QK of {heads} replaced; loss of the model {effect.clean_loss:.3f}; grey: controls; "
+        f"{effect.provenance.line()}"
+    )
     return View(figure, title="Surrogates of W_QK", caption=caption)

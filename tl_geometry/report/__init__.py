@@ -98,7 +98,7 @@ def make(analysis: Analysis, name: str) -> Section:
     except GeometryError as error:
         return Section(
             title=title,
-            figures=[Card(kind="refused", what="this section", why=" ".join(str(error).split()))],
+            figures=[Card(status="refused", what="this section", why=" ".join(str(error).split()))],
         )
     except Exception as error:
         return Section(title=title, figures=[failure("this section", error)])

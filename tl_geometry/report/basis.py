@@ -66,8 +66,10 @@ def section(analysis: Analysis) -> Section:
     """The mean decomposition of every state."""
     draft, basis = Draft(TITLES["basis"]), analysis.basis
     draft.text.append(
-        "Every state is split into mean + pos + ctx + resid (Song & Zhong 2023, Eq. 2): what all positions and contexts share, what depends on the "
-        "position alone, on the context alone, and on both. The squared norms of the last three add up to the variance."
+        "Every state is split into mean + pos + ctx + resid (Song & Zhong 2023, Eq. 2): what all "
+        "positions and contexts share, what depends on the "
+        "position alone, on the context alone, and on both. The squared norms of the last three "
+        "add up to the variance."
     )
     null, control = _beside(draft, analysis)
     middle = basis.states[len(basis.states) // 2]
@@ -76,14 +78,18 @@ def section(analysis: Analysis) -> Section:
         draft.tables["anova"] = table
         row, shares = basis.index(middle), table.shares
         draft.text.append(
-            f"At state {middle}: {float(shares['pos'][row]):.1%} position ({float(table.pos_debiased[row]):.1%} after the correction for sampling noise, "
-            f"reliability {float(table.pos_reliability[row]):.3f} between halves of the corpus), {float(shares['ctx'][row]):.1%} context, "
+            f"At state {middle}: {float(shares['pos'][row]):.1%} position "
+            f"({float(table.pos_debiased[row]):.1%} after the correction for sampling noise, "
+            f"reliability {float(table.pos_reliability[row]):.3f} between halves of the corpus), "
+            f"{float(shares['ctx'][row]):.1%} context, "
             f"{float(shares['resid'][row]):.1%} residual (interaction of position and context)."
         )
         if table.ctx_null is not None:
             draft.text.append(
-                f"Windows spliced from random places of the same corpus have a context share of {float(table.ctx_null[row]):.1%} there, and the two ends of a "
-                f"window agree with a correlation of {float(table.ctx_agreement[row]):.2f}: the part of the context share above the spliced one is what "
+                "Windows spliced from random places of the same corpus have a context share of "
+                f"{float(table.ctx_null[row]):.1%} there, and the two ends of a "
+                f"window agree with a correlation of {float(table.ctx_agreement[row]):.2f}: the "
+                "part of the context share above the spliced one is what "
                 "lasts longer than a piece of text."
             )
         draft.draw(

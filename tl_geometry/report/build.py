@@ -267,7 +267,8 @@ def choose_sizes(
     costs = measured_costs(view, found.tokens, token if length == usual else None)
     smaller = (
         [
-            f"windows of {length} tokens in place of {usual}, to keep the budget of {span(clock.budget)}"
+            f"windows of {length} tokens in place of {usual}, to keep the budget of "
+            f"{span(clock.budget)}"
         ]
         if length < usual
         else []

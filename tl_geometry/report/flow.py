@@ -15,6 +15,8 @@ from tl_geometry.flow.skipping import skip_map
 from tl_geometry.flow.truncation import GRID, truncation_kl
 from tl_geometry.models.control import reinitialized
 from tl_geometry.render import flow as views
+from tl_geometry.render import space
+from tl_geometry.render.skipping import skip_figure
 from tl_geometry.report import TITLES, Analysis
 from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
@@ -95,7 +97,8 @@ def section(analysis: Analysis) -> Section:
         draft.text.append(f"{count} chunks in place of {most}, to keep the budget.")
     if count // 2 < view.d_model:
         draft.text.append(
-            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they span a subspace by necessity, so that few directions "
+            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: "
+            "they span a subspace by necessity, so that few directions "
             "sufficing says nothing about the model."
         )
     ensemble = _followed(draft, analysis, chunks)
@@ -116,11 +119,14 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
         )
         where = "the last" if ensemble.position == -1 else "the first"
         draft.text.append(
-            f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is followed through the blocks ({where}). Rotation and stretch "
-            "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next exactly, by construction; what counts is the error on chunks it was not "
+            f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is "
+            f"followed through the blocks ({where}). Rotation and stretch "
+            "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next "
+            "exactly, by construction; what counts is the error on chunks it was not "
             "fitted on, beside the identity and the best linear map."
         )
-        draft.draw(views.bundle_figure(ensemble))
+        draw = space.bundle_3d if space.installed() else views.bundle_figure
+        draft.draw(draw(ensemble))
         draft.draw(views.spectra_figure(ensemble))
     if ensemble is None:
         return None
@@ -198,10 +204,12 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
         seed=analysis.seed,
     )
     draft.tables["skipped_layers"] = skips
-    draft.draw(views.skip_figure(skips))
+    draft.draw(skip_figure(skips))
     lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))
     which = "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
     draft.text.append(
-        f"How many layers can be skipped for how much loss ({which}; {skips.test} held-out chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out chunks; "
+        f"How many layers can be skipped for how much loss ({which}; {skips.test} held-out "
+        "chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out "
+        "chunks; "
         "'mean' forgets the state altogether: what a map must beat."
     )

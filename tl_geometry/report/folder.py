@@ -141,8 +141,8 @@ class Folder:
                 "columns": list(table.columns()),
                 "rows": [list(r) for r in table.rows()],
             }
-        cards = [{"kind": c.kind, "what": c.what, "why": c.why} for c in section.cards]
-        failed = next((c["why"] for c in cards if c["kind"] == "failed"), "")
+        cards = [{"status": c.status, "what": c.what, "why": c.why} for c in section.cards]
+        failed = next((c["why"] for c in cards if c["status"] == "failed"), "")
         self.manifest[name] = {
             "title": section.title,
             "settings": self.settings,
@@ -169,7 +169,10 @@ class Folder:
         note = (
             ""
             if not missing
-            else f"Being written: {len(done)} of {len(self.names)} sections are here, {', '.join(missing)} to come."
+            else (
+                f"Being written: {len(done)} of {len(self.names)} sections are here, "
+                f"{', '.join(missing)} to come."
+            )
         )
         put(
             self.out / PAGE,

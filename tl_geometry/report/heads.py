@@ -42,10 +42,14 @@ def section(analysis: Analysis) -> Section:
     """The sweep over all heads, and the causal question."""
     draft = Draft(TITLES["heads"])
     draft.text.append(
-        "Attention scores before the softmax are split exactly, with the norm scale of the actual forward pass frozen: score = sum over pairs of parts "
-        "{bias, pos, cvec} of query and key. Shares are covariances with the whole score over allowed keys; they add up to one and can be negative. "
-        "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the rest. Gain shares count a cell by the attention "
-        "paid to it: the additive part of a term in where attention goes. A head without a clear winner is 'unclear'."
+        "Attention scores before the softmax are split exactly, with the norm scale of the actual "
+        "forward pass frozen: score = sum over pairs of parts "
+        "{bias, pos, cvec} of query and key. Shares are covariances with the whole score over "
+        "allowed keys; they add up to one and can be negative. "
+        "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the "
+        "rest. Gain shares count a cell by the attention "
+        "paid to it: the additive part of a term in where attention goes. A head without a clear "
+        "winner is 'unclear'."
     )
     table = _sweep(draft, analysis)
     if table is None:
@@ -86,7 +90,8 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         known = [k for k in ("previous", "induction") if k in table.types]
         for name, words in zip(known, ("previous-token", "induction")):
             draft.text.append(
-                f"On repeated random tokens the strongest {words} heads are {_named(table.top(name, 3), name)} "
+                f"On repeated random tokens the strongest {words} heads are "
+                f"{_named(table.top(name, 3), name)} "
                 f"(uniform attention: {table.baselines[name]:.3f})."
             )
     return table
@@ -102,9 +107,13 @@ def _named(top: SweepTable, name: str) -> str:
             else f", {float(top.dropped_mass[i]):.0%} of its attention on positions left out"
         )
         largest = int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())
-        shares = f"{top.groups[largest]} {float(best.share[i]):.2f} of the score and {float(top.group_gs[i, largest]):.2f} of the gain"
+        shares = (
+            f"{top.groups[largest]} {float(best.share[i]):.2f} of the score and "
+            f"{float(top.group_gs[i, largest]):.2f} of the gain"
+        )
         found.append(
-            f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: {shares}{held})"
+            f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
+            f"{shares}{held})"
         )
     return "; ".join(found)
 
@@ -127,10 +136,12 @@ def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     title = (
         f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
     )
-    draft.draw(split(example, center=True, title=title))
+    draft.draw(split(example, centered=True, title=title))
     draft.text.append(
-        f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and {shown[-1]} (induction) every cell can be read, and a click on a "
-        "token colours its sources in the text by any group of terms. Rows are centred, which the softmax does not see."
+        f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and "
+        f"{shown[-1]} (induction) every cell can be read, and a click on a "
+        "token colours its sources in the text by any group of terms. Rows are centred, which the "
+        "softmax does not see."
     )
 
 
@@ -189,6 +200,8 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         else ""
     )
     draft.text.append(
-        f"If every head kept only its dominant term, how much of the model would survive? Its loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
-        f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."
+        "If every head kept only its dominant term, how much of the model would survive? Its "
+        f"loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
+        f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with "
+        f"uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."
     )

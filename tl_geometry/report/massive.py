@@ -58,8 +58,14 @@ def title(basis: PositionContext, table: LargestTokens, row: int) -> str:
     """What the picture shows, in a sentence."""
     held, state = basis.sinks(table.states[row]), table.states[row]
     if held is not None and held.remark:
-        return f"{held.tokens} of {held.of:,} tokens hold {held.share:.0%} of the sum of squares of state {state}"
-    return f"No few tokens dominate: the largest 0.1% of {table.tokens:,} hold {float(table.top_share[row]):.1%} of state {state}"
+        return (
+            f"{held.tokens} of {held.of:,} tokens hold {held.share:.0%} of the sum of squares of "
+            f"state {state}"
+        )
+    return (
+        f"No few tokens dominate: the largest 0.1% of {table.tokens:,} hold "
+        f"{float(table.top_share[row]):.1%} of state {state}"
+    )
 
 
 def sentence(basis: PositionContext, table: LargestTokens, row: int) -> str:
@@ -76,7 +82,10 @@ def sentence(basis: PositionContext, table: LargestTokens, row: int) -> str:
             named[at, text if len(text) <= 16 else f"{text[:15]}…"] = None
     places = ", ".join(f"{text!r} at position {at}" for at, text in list(named)[:3])
     return (
-        f"{title(basis, table, row)} ({places}; norm {float(table.norm[row, 0]):,.0f} where the median token has {usual:,.0f}, "
-        f"coordinate {int(table.coordinate[row, 0])}). Shares, spectra and measures of {len(bad)} of {len(table.states)} states "
-        f"({spans(bad)}) describe these tokens more than the others; a normalised basis weighs all tokens alike."
+        f"{title(basis, table, row)} ({places}; norm {float(table.norm[row, 0]):,.0f} where the "
+        f"median token has {usual:,.0f}, "
+        f"coordinate {int(table.coordinate[row, 0])}). Shares, spectra and measures of {len(bad)} "
+        f"of {len(table.states)} states "
+        f"({spans(bad)}) describe these tokens more than the others; a normalised basis weighs "
+        "all tokens alike."
     )

@@ -51,11 +51,16 @@ def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
     middle = len(basis.states) // 2
     row = basis.states[middle]
     draft.text += [
-        "Is the positional basis low-dimensional and smooth? Bars are jackknife errors over groups of contexts; dashed lines are nulls "
-        "(positions in random order, sampling noise alone, isotropic noise of the same energy): a measure that lies on its null is no finding.",
-        f"At state {row} the rank estimate is {float(position['rank'][middle]):.0f} (ScreeNOT), the stable rank {float(position['stable_rank'][middle]):.2f}, and "
-        f"{float(position['low_frequency'][middle]):.0%} of the cosines' energy lies in the ten lowest frequencies. The rank grows with the number of contexts, "
-        "because sampling noise falls: see the learning curve. The published relative norm divides by the uncentred states; both forms are in the table.",
+        "Is the positional basis low-dimensional and smooth? Bars are jackknife errors over "
+        "groups of contexts; dashed lines are nulls "
+        "(positions in random order, sampling noise alone, isotropic noise of the same energy): a "
+        "measure that lies on its null is no finding.",
+        f"At state {row} the rank estimate is {float(position['rank'][middle]):.0f} (ScreeNOT), "
+        f"the stable rank {float(position['stable_rank'][middle]):.2f}, and "
+        f"{float(position['low_frequency'][middle]):.0%} of the cosines' energy lies in the ten "
+        "lowest frequencies. The rank grows with the number of contexts, "
+        "because sampling noise falls: see the learning curve. The published relative norm "
+        "divides by the uncentred states; both forms are in the table.",
     ]
     with draft.part("singular values"):
         draft.draw(views.singular_values(basis))
@@ -83,6 +88,8 @@ def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
     else:
         draft.draw(views.similarity(context))
     draft.text.append(
-        f"Positional and context vectors of state {basis.states[middle]} have a mean |cos| of {float(context['incoherence_avg'][middle]):.3f} where random directions have "
-        f"{float(context.nulls['incoherence_avg', 'random'][middle]):.3f}. The paper defines incoherence as a maximum and tabulates an average; both are here."
+        f"Positional and context vectors of state {basis.states[middle]} have a mean |cos| of "
+        f"{float(context['incoherence_avg'][middle]):.3f} where random directions have "
+        f"{float(context.nulls['incoherence_avg', 'random'][middle]):.3f}. The paper defines "
+        "incoherence as a maximum and tabulates an average; both are here."
     )

@@ -10,12 +10,16 @@ from tl_geometry.report import TITLES, Analysis
 from tl_geometry.report.section import Section
 
 LIMITS = (
-    "What these numbers do not say: a share of variance is not a share of computation; large means and outlier coordinates can carry little "
-    "information. The positional basis is an average over this corpus and these positions, and its noise falls only as one over the number of "
-    "contexts. A large context share alone is no evidence for topics: any slowly varying text has one (see the spliced-window null). Nothing here is causal."
+    "What these numbers do not say: a share of variance is not a share of computation; large "
+    "means and outlier coordinates can carry little "
+    "information. The positional basis is an average over this corpus and these positions, and "
+    "its noise falls only as one over the number of "
+    "contexts. A large context share alone is no evidence for topics: any slowly varying text has "
+    "one (see the spliced-window null). Nothing here is causal."
 )
 EMBEDDED = (
-    "The embedded model is a small language model of Python source. It demonstrates the library and is evidence for nothing; its untrained control "
+    "The embedded model is a small language model of Python source. It demonstrates the library "
+    "and is evidence for nothing; its untrained control "
     "(same initialisation, no training) stands beside it."
 )
 
@@ -43,19 +47,21 @@ def section(analysis: Analysis) -> Section:
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
     start, end = basis.window
     left_out = (
-        f"columns 0 to {start - 1} left out of the statistics (attention sink), their sums kept"
+        f"positions 0 to {start - 1} left out of the statistics (attention sink), their sums kept"
         if start
-        else "all columns in the statistics"
+        else "all positions in the statistics"
     )
     names = analysis.windows.names
     facts = (
         (
             "model",
-            f"{view.name} ({view.kind}, {view.library}{', processed weights' if view.processed else ''})",
+            f"{view.name} ({view.kind}, "
+            f"{view.library}{', processed weights' if view.processed else ''})",
         ),
         (
             "size",
-            f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, vocabulary {view.d_vocab}",
+            f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, vocabulary "
+            f"{view.d_vocab}",
         ),
         ("weights", f"fingerprint {view.fingerprint}, computed in {p.dtype}"),
         (
@@ -64,7 +70,7 @@ def section(analysis: Analysis) -> Section:
         ),
         ("documents", f"{len(names)}: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"),
         ("first token", "BOS" if p.has_bos else "text (no BOS)"),
-        ("window", f"columns {start} to {end - 1}; {left_out}"),
+        ("window", f"positions {start} to {end - 1}; {left_out}"),
         ("kept", repr(basis).split("kept: ")[1].rstrip(")")),
         ("made smaller", "; ".join(analysis.smaller) or "nothing"),
         ("remarks", "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none"),

@@ -39,7 +39,7 @@ class Card:
     """In the place of something that is not there: what, why, and for an unexpected error where it
     came from."""
 
-    kind: str
+    status: str
     what: str
     why: str
     trace: str = ""
@@ -47,7 +47,7 @@ class Card:
     def line(self) -> str:
         """One sentence.
 
-        >>> Card(kind="refused", what="surrogates", why="the model is rotary.").line()
+        >>> Card(status="refused", what="surrogates", why="the model is rotary.").line()
         'surrogates: refused, because the model is rotary.'
         """
         words = {
@@ -55,13 +55,14 @@ class Card:
             "left out": "left out, because",
             "failed": "failed with an error,",
         }
-        return f"{self.what}: {words[self.kind]} {self.why.rstrip('.')}."
+        return f"{self.what}: {words[self.status]} {self.why.rstrip('.')}."
 
     def html(self) -> str:
         """The sentence, and the traceback folded away."""
-        body = f'<p class="note {self.kind.replace(" ", "-")}">{html.escape(self.line())}</p>'
+        body = f'<p class="note {self.status.replace(" ", "-")}">{html.escape(self.line())}</p>'
         if self.trace:
-            body += f"<details><summary>Traceback</summary><pre>{html.escape(self.trace)}</pre></details>"
+            trace = f"<pre>{html.escape(self.trace)}</pre>"
+            body += f"<details><summary>Traceback</summary>{trace}</details>"
         return body
 
 
@@ -116,7 +117,7 @@ class Draft:
     >>> draft = Draft("Weights")
     >>> with draft.part("surrogates"):
     ...     raise GeometryError("the model is rotary")
-    >>> draft.section().cards[0].kind
+    >>> draft.section().cards[0].status
     'refused'
     """
 
@@ -132,7 +133,7 @@ class Draft:
         try:
             yield
         except GeometryError as error:
-            self.figures.append(Card(kind="refused", what=what, why=" ".join(str(error).split())))
+            self.figures.append(Card(status="refused", what=what, why=" ".join(str(error).split())))
         except Exception as error:
             self.figures.append(failure(what, error))
 
@@ -143,7 +144,7 @@ class Draft:
 
     def leave_out(self, what: str, why: str) -> None:
         """Say that something is not there, and why."""
-        self.figures.append(Card(kind="left out", what=what, why=why))
+        self.figures.append(Card(status="left out", what=what, why=why))
 
     def too_long(self, what: str, needed: float) -> None:
         """Say that something did not fit the time."""
@@ -164,4 +165,4 @@ def failure(what: str, error: BaseException) -> Card:
     """The card of an unexpected error."""
     said = " ".join(f"{type(error).__name__}: {error}".split())
     trace = "".join(traceback.format_exception(error))
-    return Card(kind="failed", what=what, why=said[:500], trace=trace)
+    return Card(status="failed", what=what, why=said[:500], trace=trace)

@@ -3,6 +3,7 @@ paths on the norm's sphere."""
 
 from __future__ import annotations
 
+from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.report import TITLES, Analysis
@@ -97,7 +98,8 @@ def section(analysis: Analysis) -> Section:
         paths = token_paths(analysis.model, tokens)
         draft.tables["paths"] = paths
         some = range(0, paths.tokens.shape[1], 3) if analysis.view.n_layers > DEEP else None
-        draft.draw(views.sphere_paths(paths, positions=some))
+        draw = space.sphere_3d if space.installed() else views.sphere_paths
+        draft.draw(draw(paths, positions=some))
     with draft.part("surrogates of W_QK in the live model"):
         _surrogates(draft, analysis)
     return draft.section()
@@ -111,9 +113,12 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
     best = max(range(len(qk.heads)), key=lambda i: float(qk.lift[i].nan_to_num(nan=-1.0)))
     layer, head = qk.heads[best]
     draft.text += [
-        "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) lies in the leading positional directions? The concentration is divided by its exact "
-        "expectation for a random subspace (lift); weights and activations share outlier directions, so a second null takes random subspaces of the activations: see the table.",
-        f"Largest lift: L{layer}H{head} with {float(qk.lift[best]):.1f} times chance (concentration {float(qk.concentration[best]):.2f}, activation null "
+        "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) "
+        "lies in the leading positional directions? The concentration is divided by its exact "
+        "expectation for a random subspace (lift); weights and activations share outlier "
+        "directions, so a second null takes random subspaces of the activations: see the table.",
+        f"Largest lift: L{layer}H{head} with {float(qk.lift[best]):.1f} times chance "
+        f"(concentration {float(qk.concentration[best]):.2f}, activation null "
         f"{float(qk.activation_null[best]):.2f}).",
     ]
     draft.draw(heads(qk, "lift", title="W_QK of each head against the positional directions"))
@@ -156,6 +161,6 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
         else ""
     )
     draft.text.append(
-        "Does that structure carry the computation? W_QK of all heads is replaced by a part of it in the live model; grey bars are controls of the same rank."
-        + smaller
+        "Does that structure carry the computation? W_QK of all heads is replaced by a part of it "
+        "in the live model; grey bars are controls of the same rank." + smaller
     )

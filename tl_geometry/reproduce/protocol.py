@@ -145,7 +145,10 @@ def draw(
         ]
     else:
         whole = token_math.cut(train.tolist(), settings.length)
-        enough = f"at least 2 windows of {settings.length} tokens in {settings.train_share:.0%} of the text"
+        enough = (
+            f"at least 2 windows of {settings.length} tokens in {settings.train_share:.0%} of the "
+            "text"
+        )
         require(
             len(whole) >= 2,
             "corpus",

@@ -120,7 +120,8 @@ class Reproduction(Result):
 
     def text(self, limit: int | None = None) -> str:
         """The whole comparison as lines for a terminal, at most ``limit`` cells."""
-        head = f"{self.provenance.line()}\n{'table':<14}{'cell':<16}{'ours':>9}{'published':>11}{'tolerance':>11}  verdict"
+        titles = f"{'table':<14}{'cell':<16}{'ours':>9}{'published':>11}{'tolerance':>11}  verdict"
+        head = f"{self.provenance.line()}\n{titles}"
         shown = lambda v: "-" if math.isnan(v) else f"{v:.3f}"  # noqa: E731
         lines = [
             f"{t:<14}{c:<16}{shown(o):>9}{shown(p):>11}{shown(e):>11}  {v}"

@@ -57,7 +57,7 @@ def topic_windows(
 
 
 class TopicBases(NamedTuple):
-    """Positional vectors of columns 1..L-1 from the large corpus, context vectors of the topic
+    """Positional vectors of positions 1..L-1 from the large corpus, context vectors of the topic
     windows, and their documents."""
 
     pos: Float[Tensor, "state position d_model"]
@@ -74,7 +74,7 @@ def topic_bases(
     progress: bool = True,
 ) -> TopicBases:
     """Positional and context bases as published: pos and mean from the means of the large corpus
-    over columns 1 to L - 1 only, ``ctx_c`` the mean of topic window c over the same columns minus
+    over positions 1 to L - 1 only, ``ctx_c`` the mean of topic window c over the same ones minus
     that mean (so the ctx of the topics need not sum to zero)."""
     length = topics.tokens.shape[1]
     require(

@@ -26,7 +26,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,6 +200,52 @@ def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
     return found
 
 
+def write_tokenizer_config(out: Path) -> None:
+    """What Hugging Face needs beside ``tokenizer.json``."""
+    special = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+    }
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(special | {"model_max_length": CONTEXT}, indent=2) + "\n"
+    )
+
+
+def data_card(
+    texts: list[str], stream: Tensor, documents: corpus.HeldOut, held_out: Tensor
+) -> dict[str, Any]:
+    """What the model was trained and tested on."""
+    data = {
+        "training_files": len(texts),
+        "training_tokens_available": len(stream),
+        "sha256": hashlib.sha256(stream.numpy().tobytes()).hexdigest(),
+        "held_out_modules": list(documents.names),
+        "held_out_tokens": len(held_out),
+    }
+    return {"data": data, "mixture": __doc__.split("\n\n", 1)[1].strip() if __doc__ else ""}
+
+
+def model_card(
+    out: Path, model: GPT2LMHeadModel, losses: Sequence[float], stream: Tensor, held_out: Tensor
+) -> dict[str, Any]:
+    """What came of the training: the file, losses beside simpler models, and head types."""
+    return {
+        "note": (
+            "Demonstrates the library and is evidence for nothing. The untrained control "
+            "is new_model() under the same seed."
+        ),
+        "model_sha256": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
+        "steps": len(losses),
+        "tokens_seen": len(losses) * 4096,
+        "final_training_loss": math.fsum(losses[-100:]) / len(losses[-100:]),
+        "held_out_loss": natural_loss(model, held_out),
+        "untrained_loss": natural_loss(new_model(), held_out[:40_000]),
+        **{f"{k}_loss": v for k, v in ngram_losses(stream, held_out).items()},
+        "repeated_random_tokens": head_scores(model),
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train and write a Hugging Face directory with ``card.json`` into ``--out``."""
     parser = argparse.ArgumentParser(
@@ -244,32 +290,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     model.save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)
-    special = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-    }
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(special | {"model_max_length": CONTEXT}, indent=2) + "\n"
-    )
+    write_tokenizer_config(out)
     card = {
-        "data": {
-            "training_files": len(texts),
-            "training_tokens_available": len(stream),
-            "sha256": hashlib.sha256(stream.numpy().tobytes()).hexdigest(),
-            "held_out_modules": list(documents.names),
-            "held_out_tokens": len(held_out),
-        },
-        "mixture": __doc__.split("\n\n", 1)[1].strip() if __doc__ else "",
-        "note": "Demonstrates the library and is evidence for nothing. The untrained control is new_model() under the same seed.",
-        "model_sha256": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
-        "steps": len(losses),
-        "tokens_seen": len(losses) * 4096,
-        "final_training_loss": math.fsum(losses[-100:]) / len(losses[-100:]),
-        "held_out_loss": natural_loss(model, held_out),
-        "untrained_loss": natural_loss(new_model(), held_out[:40_000]),
-        **{f"{k}_loss": v for k, v in ngram_losses(stream, held_out).items()},
-        "repeated_random_tokens": head_scores(model),
+        **data_card(texts, stream, documents, held_out),
+        **model_card(out, model, losses, stream, held_out),
     }
     (out / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     log.info("%s", json.dumps(card))

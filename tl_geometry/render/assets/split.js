@@ -180,10 +180,12 @@ function cellAt(event) {
   }
   return null;
 }
-sheet.onpointermove = event => { const at = cellAt(event); sheet.style.cursor = at ? 'crosshair' : ''; if (at) point(...at); };
-sheet.onclick = event => { const at = cellAt(event); if (at) { state.query = at[0]; paintText(); point(...at); } };
-choose.onchange = () => { state.head = +choose.value; update(); };
-slider.oninput = () => { state.limit = DATA.high * 10 ** (slider.value / 50); update(); };
-slider.ondblclick = () => { state.limit = DATA.limit; slider.value = Math.round(50 * Math.log10(DATA.limit / DATA.high)); update(); };
-dark.onchange = update;
-decode().then(() => { update(); document.body.dataset.drawn = performance.now(); });
+function listen() {
+  sheet.onpointermove = event => { const at = cellAt(event); sheet.style.cursor = at ? 'crosshair' : ''; if (at) point(...at); };
+  sheet.onclick = event => { const at = cellAt(event); if (at) { state.query = at[0]; paintText(); point(...at); } };
+  choose.onchange = () => { state.head = +choose.value; update(); };
+  slider.oninput = () => { state.limit = DATA.high * 10 ** (slider.value / 50); update(); };
+  slider.ondblclick = () => { state.limit = DATA.limit; slider.value = Math.round(50 * Math.log10(DATA.limit / DATA.high)); update(); };
+  dark.onchange = update;
+}
+decode().then(() => { update(); listen(); document.body.dataset.drawn = performance.now(); });

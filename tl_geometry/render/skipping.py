@@ -1,0 +1,134 @@
+"""Views of skipped layers: what each skip costs, by the map that stands in for the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tl_geometry.flow.skipping import SkipMap
+from tl_geometry.render.figure import SEQUENTIAL, View, canvas
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def skip_figure(
+    skips: SkipMap,
+    map_types: Sequence[str] | None = None,
+    *,
+    metric: str = "loss_increase",
+    place: str = "pilot",
+    ax: Axes | None = None,
+) -> View:
+    """How many layers can be skipped for how much loss: rows the first skipped block, columns the
+    block that goes on; one panel per map.
+
+    One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``),
+    where it was measured. Of deep models with few of their pairs measured, a line for each map
+    instead, one panel per number of blocks skipped.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=16)
+    >>> skips = tlg.flow.skip_map(model, windows, progress=False)
+    >>> skip_figure(skips).title
+    'Layers skipped'
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    if (
+        ax is None
+        and len(skips.table(skips.map_types[0], metric, place=place)) > 9
+        and len({b - a for a, b in skips.pairs()}) <= 4
+    ):
+        return _skip_lines(skips, list(map_types or skips.map_types), metric, place)
+
+    shown = list(map_types or skips.map_types)
+    figure, axes = (
+        canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4))
+        if ax is None
+        else canvas(ax=ax)
+    )
+    tables = [skips.table(k, metric, place=place) for k in shown[: len(axes)]]
+    reference = (
+        skips.table("mean", metric, place=place)
+        if "mean" in skips.map_types
+        else torch.stack(tables)
+    )
+    high = float(reference.nan_to_num().max())
+    image = None
+    for axis, map_type, table in zip(axes, shown, tables, strict=False):
+        low, top = (0.0, 1.0) if metric.startswith("top") else (0.0, high)
+        image = axis.imshow(
+            table[:-1, 1:].numpy(),
+            cmap=SEQUENTIAL,
+            vmin=low,
+            vmax=top,
+            extent=(0.5, len(table) - 0.5, len(table) - 1.5, -0.5),
+        )
+        axis.set_title(map_type, fontsize=9)
+        axis.set_xlabel("goes on at block")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(table) <= 8:
+            for a, b in skips.pairs():
+                axis.text(
+                    b,
+                    a,
+                    f"{float(table[a, b]):.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color="white" if float(table[a, b]) < high / 2 else "black",
+                )
+    axes[0].set_ylabel("first block skipped")
+    if image is not None:
+        figure.colorbar(
+            image,
+            ax=axes,
+            label=metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""),
+            shrink=0.8,
+        )
+    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
+
+
+def _skip_caption(skips: SkipMap, place: str) -> str:
+    own = skips.loss[0 if place == "pilot" else 1]
+    return (
+        f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} "
+        f"nats; {skips.provenance.line()}"
+    )
+
+
+def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: str) -> View:
+    """The cost of skipping as lines over the first skipped block."""
+    lengths = sorted({b - a for a, b in skips.pairs()})
+    figure, axes = canvas(len(lengths), size=(3.2, 2.6))
+    for axis, length in zip(axes, lengths, strict=True):
+        for map_type in map_types:
+            line = skips.table(map_type, metric, place=place).diagonal(length)
+            axis.plot(
+                range(len(line)),
+                line,
+                "o-",
+                ms=2,
+                lw=2 if map_type == "flow" else 1,
+                label=map_type,
+            )
+        if "mean" in map_types and not metric.startswith("top"):
+            axis.set_ylim(
+                None,
+                1.2
+                * float(
+                    skips.table("mean", metric, place=place).diagonal(length).nan_to_num().max()
+                ),
+            )
+        axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
+        axis.set_xlabel("first block skipped")
+    axes[0].set_ylabel(
+        metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else "")
+    )
+    axes[0].legend(fontsize=6)
+    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
