@@ -28,9 +28,9 @@ def offences(source: str) -> list[str]:
             name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
             if node.attr == "_model" or (node.attr == "model" and name in VIEWS):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
-        text = node.value if isinstance(node, ast.Constant) else None
-        if isinstance(text, str) and id(node) not in documentation and HOOK.search(text):
-            found.append(f"line {node.lineno}: {text!r}")
+        if isinstance(node, ast.Constant) and id(node) not in documentation:
+            if isinstance(node.value, str) and HOOK.search(node.value):
+                found.append(f"line {node.lineno}: {node.value!r}")
     return found
 
 

@@ -15,7 +15,8 @@ STYLE = (
 NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
 
 HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 """Characters that are not seen but act: controls, direction marks, joiners, line separators, and
 halves of surrogate pairs."""
@@ -65,8 +66,8 @@ def number(value: object) -> str:
 
 
 def token_text(token: str) -> str:
-    r"""A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control and
-    direction marks as ``\uXXXX``.
+    r"""A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control
+    and direction marks as ``\uXXXX``.
 
     >>> token_text(" the\n")
     '␣the⏎'

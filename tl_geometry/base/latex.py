@@ -81,8 +81,8 @@ def _character(c: str) -> str:
 
 
 def cell(value: object, digits: int = 4) -> str:
-    r"""A number with ``digits`` significant digits, a dash for None and NaN, other things as escaped
-    text.
+    r"""A number with ``digits`` significant digits, a dash for None and NaN, other things as
+    escaped text.
 
     >>> [cell(v) for v in (0.123456, -3, 1.5e-7, float("nan"), None, True, "a_b")]
     ['0.1235', '$-3$', '$1.5 \\times 10^{-7}$', '--', '--', 'yes', 'a\\_b']
