@@ -28,9 +28,10 @@ def offences(source: str) -> list[str]:
             name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
             if node.attr == "_model" or (node.attr == "model" and name in VIEWS):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
-        if isinstance(node, ast.Constant) and id(node) not in documentation:
-            if isinstance(node.value, str) and HOOK.search(node.value):
-                found.append(f"line {node.lineno}: {node.value!r}")
+        if not isinstance(node, ast.Constant) or id(node) in documentation:
+            continue
+        if isinstance(node.value, str) and HOOK.search(node.value):
+            found.append(f"line {node.lineno}: {node.value!r}")
     return found
 
 
