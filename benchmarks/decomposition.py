@@ -86,7 +86,7 @@ def by_hand(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
     names, caches = set(view.state_hooks), []
     for part in tokens.split(batch):
         with torch.inference_mode():
-            cache = view.model.run_with_cache(
+            cache = view._model.run_with_cache(
                 part.to(view.device), names_filter=lambda name: name in names, return_type=None
             )[1]
         caches.append(torch.stack([cache[name] for name in view.state_hooks]))

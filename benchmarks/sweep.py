@@ -35,7 +35,7 @@ def made(size: str) -> tuple[Any, torch.Tensor, PositionContext, int]:
 def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> ShareSums:
     """The plain route: one full cache, then the nine terms of every head of every layer as
     matrices."""
-    _, cache = view.model.run_with_cache(tokens.to(view.device), return_type=None)
+    _, cache = view._model.run_with_cache(tokens.to(view.device), return_type=None)
     found = []
     for at in range(view.n_layers):
         layer = view.layer(at, cache, verify=False)
@@ -64,7 +64,7 @@ def run(size: str) -> list[Row]:
     def with_logits() -> None:
         with torch.inference_mode():
             for part in few.split(batch):
-                view.model(part.to(view.device), return_type=None)
+                view._model(part.to(view.device), return_type=None)
 
     def sweep(rows: torch.Tensor, detail: tuple[str, ...] = ()) -> Any:
         return sweep_heads(view, rows, basis, detail=detail, batch_size=batch, progress=False)

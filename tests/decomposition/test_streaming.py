@@ -3,7 +3,6 @@ what is refused."""
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
+from tests.views import with_methods
 from tl_geometry.decomposition import accumulation, checkpoints, streaming
 from tl_geometry.decomposition.parts import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
@@ -525,8 +525,7 @@ def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path)
             **options,
         )
 
-    changed = copy.copy(view)
-    object.__setattr__(changed, "run", poisoned)
+    changed = with_methods(view, run=poisoned)
     with pytest.raises(
         tlg.GeometryError, match=r"got NaN or infinite in states \[1\], contexts 0 to 3"
     ):

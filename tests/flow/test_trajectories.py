@@ -19,6 +19,7 @@ from torch import Tensor
 
 import tl_geometry
 from tests.tiny import HAS_HOOKED, VOCAB, hf_model, randomize, tiny, tokens
+from tests.views import with_methods
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
 from tl_geometry.flow.alignment import fit_aligned_bases
@@ -221,7 +222,7 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
 
 
 def test_pseudo_sentences_are_consecutive_chunks_without_newlines():
-    view = dataclasses.replace(
+    view = with_methods(
         as_view(deep()),
         encode=lambda text: [ord(c) % VOCAB for c in text],
         decode=lambda ids: [str(i) for i in ids],
@@ -770,7 +771,7 @@ def test_published_numbers_stand_beside_ours():
     pytest.importorskip("sklearn", reason="needs the ml extra")
     from tl_geometry.reproduce.lines_of_thought import PUBLISHED, SETTINGS, sarfati
 
-    view = dataclasses.replace(
+    view = with_methods(
         as_view(deep()),
         encode=lambda text: [ord(c) * 7 % VOCAB for c in text],
         decode=lambda ids: [str(i) for i in ids],
@@ -793,7 +794,7 @@ def test_the_protocol_truncates_before_the_norm_also_where_its_states_are_publis
     from tl_geometry.reproduce.lines_of_thought import sarfati
 
     model = as_view(deep())
-    view = dataclasses.replace(
+    view = with_methods(
         model,
         encode=lambda text: [ord(c) * 7 % VOCAB for c in text],
         decode=lambda ids: [str(i) for i in ids],

@@ -28,8 +28,9 @@ def offences(source: str) -> list[str]:
             name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
             if node.attr == "_model" or (node.attr == "model" and name in VIEWS):
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
-        code = isinstance(node, ast.Constant) and id(node) not in documentation
-        if code and isinstance(node.value, str) and HOOK.search(node.value):
+        if not isinstance(node, ast.Constant) or id(node) in documentation:
+            continue
+        if isinstance(node.value, str) and HOOK.search(node.value):
             found.append(f"line {node.lineno}: {node.value!r}")
     return found
 

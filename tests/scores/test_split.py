@@ -3,7 +3,6 @@ planted faults are caught."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import re
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import tl_geometry
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
+from tests.views import with_methods
 from tl_geometry import decompose
 from tl_geometry.base.errors import (
     BudgetError,
@@ -559,9 +559,7 @@ def planted(seen: ModelView, change: Change) -> ModelView:
     def run_layers(ids: Tensor, layers: Any, on_layer: Any, *, verify: bool = True) -> None:
         seen.run_layers(ids, layers, lambda layer: on_layer(change(layer)), verify=verify)
 
-    changed = copy.copy(seen)
-    object.__setattr__(changed, "run_layers", run_layers)
-    return changed
+    return with_methods(seen, run_layers=run_layers)
 
 
 def with_map(
@@ -822,7 +820,7 @@ def test_direct_effects_through_a_norm_after_attention_are_refused(architecture:
 
 
 def test_tokens_of_direct_effects_are_ids_or_single_tokens_one_or_several() -> None:
-    seen = dataclasses.replace(
+    seen = with_methods(
         view(tiny("bridge", "gpt2")), encode=lambda text: [ord(c) - 90 for c in text]
     )
     basis = basis_of("bridge", "gpt2")
