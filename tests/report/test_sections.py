@@ -62,7 +62,7 @@ def test_the_whole_report_of_every_shape(
         }
     page = (tmp_path / "report.html").read_text()
     for card in [c for entry in summary["manifest"].values() for c in entry["cards"]]:
-        assert f"{card['what']}: {card['kind']}, because" in page
+        assert f"{card['what']}: {card['status']}, because" in page
 
 
 def test_a_crash_is_a_card_and_the_rest_stays(
