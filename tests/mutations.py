@@ -338,8 +338,8 @@ FAULTS = (
     Fault(
         "no gradient through the stream",
         "models",
-        '"hook_resid_pre"], detach=detach)',
-        '"hook_resid_pre"])',
+        '.hook_resid_pre"], detach=detach)',
+        '.hook_resid_pre"])',
         LIVE,
     ),
     Fault(
