@@ -211,12 +211,12 @@ class Splitter:
         values = torch.stack([stream["pos"], stream["cvec"] + stream["mean"]])
 
         def through(x: Tensor, project: Callable[[Tensor], Tensor], constant: Tensor) -> Tensor:
-            return project(x) / _norm_scale(layer, x)[..., None, None] + constant
+            return project(x) / layer.norm.scale(x)[..., None, None] + constant
 
         q = through(values, layer.q_map, layer.q_constant) * layer.scale
         k = through(values, layer.k_map, layer.k_constant)
         again = (
-            through(_normalized(layer, values), layer.q_map, layer.q_constant) * layer.scale
+            through(layer.norm.apply(values), layer.q_map, layer.q_constant) * layer.scale
             if self.double
             else None
         )
@@ -330,16 +330,3 @@ def _refuse_added(layer: LayerView, rest: Tensor) -> None:
         got="the positional embedding among them",
         instead="the parts without it (added to queries and keys after the norm, it is in 'bias')",
     )
-
-
-def _norm_scale(layer: LayerView, x: Tensor) -> Tensor:
-    if layer.norm.norm_type is None:
-        return torch.ones_like(x[..., 0])
-    x = x - x.mean(-1, keepdim=True) if layer.norm.norm_type == "LN" else x
-    return (x.square().mean(-1) + layer.norm.eps).sqrt()
-
-
-def _normalized(layer: LayerView, x: Tensor) -> Tensor:
-    """The whole norm, gain and bias included."""
-    centred = x - x.mean(-1, keepdim=True) if layer.norm.norm_type == "LN" else x
-    return centred / _norm_scale(layer, x).unsqueeze(-1) * layer.norm.gain + layer.norm.bias
