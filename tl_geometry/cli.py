@@ -371,6 +371,14 @@ def reproduce(
         ),
     ] = None,
     corpus: Corpus = None,
+    topics: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--topics",
+            help="Document for the similarities of song-zhong's Table 1 (four were used); "
+            "repeat it.",
+        ),
+    ] = None,
     encoding: Encoding = "utf-8",
     row: Annotated[
         str | None,
@@ -390,6 +398,7 @@ def reproduce(
     choice(work, ("song-zhong", "lines-of-thought"), "work")
     arguments.model_options(model, kind="bridge", dtype="float32", device="cpu")
     arguments.check_corpus(corpus, encoding)
+    arguments.read_texts(topics or [], encoding, "--topics")
     arguments.at_least(contexts, 2, "--contexts")
     if out is not None:
         arguments.file(out)
@@ -400,6 +409,7 @@ def reproduce(
         work,
         model=model,
         corpus=corpus,
+        topics=topics,
         encoding=encoding,
         row=row,
         contexts=contexts,

@@ -111,6 +111,11 @@ WRONG: list[tuple[list[str], str]] = [
         "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'",
     ),
     (["reproduce", "song-zhong", "--corpus", "nope.txt"], "--corpus: expected existing text files"),
+    (["reproduce", "song-zhong", "--topics", "nope.txt"], "--topics: expected existing text files"),
+    (
+        ["reproduce", "lines-of-thought", "--topics", "text.txt"],
+        "--topics: expected none with lines-of-thought",
+    ),
     (["reproduce", "song-zhong", "--contexts", "0"], "--contexts: expected 2 or more"),
     (["reproduce", "song-zhong", "--model", "folder"], "model: expected a Hugging Face directory"),
     (

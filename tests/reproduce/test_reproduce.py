@@ -15,7 +15,7 @@ import torch
 from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
-from tl_geometry import models, reproduce
+from tl_geometry import models, reproduce, zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_view import ModelView
@@ -397,3 +397,23 @@ def test_embedded_model_runs_without_arguments() -> None:
     assert 0 < found.value("table 1", "intra") <= 1
     assert found.value("table 1", "rank") >= 1
     assert {c[5] for c in found.cells} == {"no published row"}
+
+
+def test_topic_documents_by_file(tmp_path: Path) -> None:
+    """What the command line takes is what the function takes."""
+    texts = [t[:6000] for t in zoo.corpus.held_out_documents().texts[:3]]
+    files = [tmp_path / f"{i}.txt" for i in range(3)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text, encoding="utf-8")
+    found = reproduce.run(
+        "song-zhong", corpus=files[:1], topics=files[1:], contexts=3, progress=False
+    )
+    assert isinstance(found, reproduce.Reproduction)
+    settings = reproduce.settings_for(as_view(zoo.embedded()))
+    settings = dataclasses.replace(settings, contexts=3, fresh=3)
+    same = reproduce.song_zhong(None, texts[0], topics=texts[1:], settings=settings, progress=False)
+    assert found.text() == same.text()
+    assert {"inter", "intra", "incoherence"} <= {c[1] for c in found.cells}
+    few = reproduce.run("song-zhong", corpus=files[:1], contexts=3, progress=False)
+    assert isinstance(few, reproduce.Reproduction)
+    assert "inter" not in {c[1] for c in few.cells}
