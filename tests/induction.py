@@ -94,9 +94,9 @@ def hugging_face() -> Any:
 
 
 @cache
-def induction_model(kind: str = "bridge") -> Any:
+def induction_model(model_class: str = "bridge") -> Any:
     """The model as a TransformerBridge or a HookedTransformer."""
-    return from_hf(hugging_face(), None, kind=kind, name="hand-built")
+    return from_hf(hugging_face(), None, model_class=model_class, name="hand-built")
 
 
 @cache

@@ -331,7 +331,7 @@ def test_other_encodings_and_names(tmp_path: Path) -> None:
     assert arguments.read_texts([odd])[1] == ["caf\\xe9$x$.txt"]
     path.write_bytes(b"\xe9t\xe9")
     with pytest.raises(GeometryError, match="byte 0"):
-        tables._read([path])
+        tables.read_documents([path])
 
 
 def test_torchrun_without_its_environment_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def check_model(model: Any) -> ModelReport:
     size = f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}"
     facts = {
         "model": f"{view.name} ({view.fingerprint})",
-        "class": f"{view.kind}, {view.library}",
+        "class": f"{view.class_name}, {view.library}",
         "weights": f"{weights}, {view.dtype_name}, {view.device}",
         "size": f"{size}, n_ctx {view.n_ctx}, d_vocab {view.d_vocab}",
         "position": f"{view.position}, {'causal' if view.causal else 'bidirectional'}",

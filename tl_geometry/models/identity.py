@@ -290,7 +290,7 @@ def checksum(value: Tensor) -> Tensor:
 
 def _sums(lanes: Tensor, level: int) -> Tensor:
     """Weighted sum of each row of lanes, modulo 2^64."""
-    weights = _weights(str(lanes.device))[level % LEVELS]
+    weights = checksum_weights(str(lanes.device))[level % LEVELS]
     whole = lanes.numel() // ROW
     parts = [lanes[: whole * ROW].view(whole, ROW)] if whole else []
     if whole * ROW < lanes.numel():
@@ -309,7 +309,7 @@ def _sums(lanes: Tensor, level: int) -> Tensor:
 
 
 @cache
-def _weights(device: str) -> Tensor:
+def checksum_weights(device: str) -> Tensor:
     """Pseudo-random odd numbers, the same everywhere."""
     generator = torch.Generator().manual_seed(20230410)
     return (

@@ -77,10 +77,10 @@ class Layers:
                 error=UnsupportedModelError,
             )
             self.memo[layer] = replace(finder.find(), weights=None)
-            self._verify_facts(layer, h)
+            self.verify_facts(layer, h)
         return self.memo[layer]
 
-    def _verify_facts(self, layer: int, h: Tensor) -> None:
+    def verify_facts(self, layer: int, h: Tensor) -> None:
         """Verify the facts of a half-precision model on its probe in float32, where faults below 1%
         show (a measured bias has its own)."""
         half = h.dtype == torch.float32 and is_half(self.parameters.model)
@@ -345,7 +345,7 @@ class Layers:
     def _output_norm(self) -> tuple[NormWeights | None, float | None]:
         """The norm that reproduces the model's logits, and the cap on them."""
         model, parameters = self.parameters.model, self.parameters
-        if parameters.kind == "HookedEncoder":
+        if parameters.class_name == "HookedEncoder":
             return None, None
         last = self.runner.state_hooks[-1]
         generator = torch.Generator().manual_seed(1)

@@ -69,13 +69,13 @@ class Parameters:
     """Reads weights from one model."""
 
     model: Any
-    kind: str
+    class_name: str
     name: str
 
     @property
     def bridge(self) -> bool:
         """Whether the model is a TransformerBridge."""
-        return self.kind == "TransformerBridge"
+        return self.class_name == "TransformerBridge"
 
     def attention(self, layer: int) -> Any:
         """The attention module of a block, or an error by name."""

@@ -51,7 +51,7 @@ class Request:
     length: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
-    kind: str = "bridge"
+    model_class: str = "bridge"
     processed: bool = False
     bos: bool | None = None
     seed: int = 0
@@ -66,7 +66,7 @@ class Request:
     def loading(self) -> dict[str, Any]:
         """Options of :func:`load_model`."""
         return {
-            "kind": self.kind,
+            "model_class": self.model_class,
             "processed": self.processed,
             "dtype": self.dtype,
             "device": self.device,
@@ -90,21 +90,31 @@ class Request:
 
 
 def load_model(
-    name: str | None, *, kind: str, processed: bool, dtype: str, device: str, trained: bool = True
+    name: str | None,
+    *,
+    model_class: str,
+    processed: bool,
+    dtype: str,
+    device: str,
+    trained: bool = True,
 ) -> Any:
     """The model that a command names: a TransformerLens name, a local directory, ``smollm2``,
     ``minilm``, or the embedded model."""
-    choice(kind, CLASSES, "--class")
+    choice(model_class, CLASSES, "--class")
     choice(dtype, DTYPES, "--dtype")
     if name is None:
-        model = zoo.embedded(kind=kind, trained=trained, processed=processed)
+        model = zoo.embedded(model_class=model_class, trained=trained, processed=processed)
         return (
             model.to(device).to(getattr(torch, dtype))
             if (device, dtype) != ("cpu", "float32")
             else model
         )
     return zoo.by_name(
-        name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device
+        name,
+        model_class=model_class,
+        processed=processed,
+        dtype=getattr(torch, dtype),
+        device=device,
     )
 
 

@@ -173,8 +173,8 @@ def sarfati(
 def _law(own: Trajectories) -> list[tuple[str, float, str]]:
     maps = own.residuals()
     law, other = (
-        fit_noise_law(maps.log_variance, law=kind, times=own.times)
-        for kind in ("asymptotic", "increment")
+        fit_noise_law(maps.log_variance, law=law, times=own.times)
+        for law in ("asymptotic", "increment")
     )
     better = "asymptotic" if law.aic <= other.aic else "increment"
     return [

@@ -208,14 +208,15 @@ def _texts(corpus: Any, topics: Any) -> tuple[Text, Sequence[Any] | None]:
         held_out = zoo.corpus.held_out_documents().texts
         return list(held_out), sorted(held_out, key=len, reverse=True)[
             :4
-        ] if topics is None else _read(topics)
+        ] if topics is None else read_documents(topics)
     files = [corpus] if isinstance(corpus, Path) else corpus
     return (
-        _read(files) if not isinstance(files, str | Tensor) else files
-    ), None if topics is None else _read(topics)
+        read_documents(files) if not isinstance(files, str | Tensor) else files
+    ), None if topics is None else read_documents(topics)
 
 
-def _read(items: Sequence[Any]) -> list[Any]:
+def read_documents(items: Sequence[Any]) -> list[Any]:
+    """Texts of files; texts and ids as they are."""
     return [read_texts([p], what="corpus")[0][0] if isinstance(p, Path) else p for p in items]
 
 
@@ -291,7 +292,7 @@ def _cells(
                 ours[0],
                 theirs[0],
                 near,
-                _verdict(ours[0], theirs[0], near, same, doubt),
+                verdict(ours[0], theirs[0], near, same, doubt),
             )
         )
         note = DOUBTS.get((row or "", f"{measure} sd"), "")
@@ -315,13 +316,14 @@ def _cells(
                     value,
                     printed,
                     near,
-                    _verdict(value, printed, near, same),
+                    verdict(value, printed, near, same),
                 )
             )
     return cells
 
 
-def _verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:
+def verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:
+    """What our number says beside the published one (:class:`Reproduction`)."""
     if math.isnan(theirs):
         return "no published row"
     if not same:

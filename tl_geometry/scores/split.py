@@ -143,9 +143,10 @@ class ScoreSplit(Result):
         With the presets ``"paper"`` and ``"reference"`` the terms do not sum to the scores:
         ``"paper"`` gives their sum, ``"reference"`` the model's own scores, as published.
         """
-        return torch.where(self.allowed, self._sum(), -torch.inf)
+        return torch.where(self.allowed, self.summed(), -torch.inf)
 
-    def _sum(self) -> Tensor:
+    def summed(self) -> Float[Tensor, "batch head query key"]:
+        """:meth:`total` at every cell, allowed or not."""
         if self.scores is not None:
             return self.scores
         total = einsum(
