@@ -21,6 +21,7 @@ from tl_geometry.base.arguments import SECTIONS
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.report.clock import Clock
 from tl_geometry.report.folder import Folder
@@ -69,7 +70,7 @@ class Analysis:
     are remarks on what was made smaller to keep the budget.
     """
 
-    model: Any
+    model: ModelLike
     view: ModelView
     windows: TokenWindows
     basis: PositionContext

@@ -22,6 +22,7 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.report import WEIGHTS, Analysis, Costs, versions, write
 from tl_geometry.report.clock import Clock, span
@@ -146,7 +147,7 @@ class Texts:
 
 
 def token_source(
-    model: Any,
+    model: ModelLike,
     corpus: Sequence[Path] | None,
     *,
     encoding: str = "utf-8",

@@ -24,6 +24,7 @@ from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.measures import contextual, positional
 from tl_geometry.measures import rank as ranks
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.reproduce.protocol import (
     Settings,
@@ -131,7 +132,7 @@ class Reproduction(Result):
 
 
 def song_zhong(
-    model: Any = None,
+    model: ModelLike | str | Path | None = None,
     corpus: Text | Path | Sequence[Path] | None = None,
     *,
     topics: Sequence[str] | Sequence[Tensor] | Sequence[Path] | None = None,
@@ -195,7 +196,7 @@ def song_zhong(
     )
 
 
-def loaded(model: Any) -> Any:
+def loaded(model: ModelLike | str | Path | None) -> Any:
     """A model by name or directory (as commands take it), the embedded one for ``None``, or the
     model itself."""
     if model is None:
