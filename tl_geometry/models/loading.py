@@ -113,15 +113,15 @@ def from_hf(
     require_numbers(hf_model)
     hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
     with warnings.catch_warnings(), TemporaryDirectory() as scratch:
-        warnings.simplefilter(
-            "ignore"
-        )  # deprecations of HookedTransformer, and remarks on centring that processing makes
+        # deprecations of HookedTransformer, and remarks on centring that processing makes
+        warnings.simplefilter("ignore")
         make = _bridge if model_class == "bridge" else _hooked
         ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
+        # half precision differs by rounding alone
         exact = next(hf_model.parameters()).dtype in (
             torch.float32,
             torch.float64,
-        )  # half precision differs by rounding alone
+        )
         before = _log_probabilities(_logits(hf_model(ids))) if exact else None
         model = make(hf_model, _on_disk(tokenizer, Path(scratch)), processed, name)
         if before is not None:
@@ -212,9 +212,8 @@ def _by_name(
                 got=f"a known name that cannot be fetched ({reason})",
                 instead="a local directory",
             )
-        known_cause = (
-            "" if isinstance(error, OSError) else f" ({reason})"
-        )  # a hub that was not reached says nothing about an unknown name
+        # a hub that was not reached says nothing about an unknown name
+        known_cause = "" if isinstance(error, OSError) else f" ({reason})"
         fail("model", expected=expected, got=unknown + known_cause, instead=near)
 
 
@@ -288,9 +287,8 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
     import transformer_lens.loading_from_pretrained as loading
 
     architecture, dtype = type(hf_model).__name__, next(hf_model.parameters()).dtype
-    with (
-        TemporaryDirectory() as parent
-    ):  # TransformerLens guesses from the path, so it gets a neutral one
+    # TransformerLens guesses from the path, so it gets a neutral one
+    with TemporaryDirectory() as parent:
         directory = Path(parent, "checkpoint")
         directory.mkdir()
         config = hf_model.config.to_dict() | {
@@ -359,12 +357,10 @@ def _fill(
             error=UnsupportedModelError,
         )
     else:
-        capped = (
-            float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0
-        )  # softmax sees a shift of logits through the cap
-        fold = processed and str(cfg.normalization_type).endswith(
-            "Pre"
-        )  # not where a norm follows its block (OLMo 2)
+        # softmax sees a shift of logits through the cap
+        capped = float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0
+        # not where a norm follows its block (OLMo 2)
+        fold = processed and str(cfg.normalization_type).endswith("Pre")
         model.load_and_process_state_dict(
             state,
             fold_ln=fold,

@@ -157,9 +157,8 @@ class Runner:
             got=f"ids from {low} to {high}",
             instead="this model's tokenizer",
         )
-        return tokens.to(
-            self.device, torch.int64, non_blocking=True
-        )  # waits for nothing where they are pinned
+        # waits for nothing where they are pinned
+        return tokens.to(self.device, torch.int64, non_blocking=True)
 
     def hooked(self) -> tuple[str, ...]:
         """Where someone else's hooks act now (see :mod:`tl_geometry.models.hooks`)."""

@@ -278,9 +278,8 @@ def _cells(
 ) -> list[tuple[Any, ...]]:
     tables, nan = published_tables(), math.nan
     printed_in = {} if row is None else (tables["table_1"] | tables["table_2"])[row]
-    summary = (
-        tables["notebook_similarity"].get(row, {}) | printed_in
-    )  # Tables 1 and 2 first; the notebook has GitHub's similarities
+    # Tables 1 and 2 first; the notebook has GitHub's similarities
+    summary = tables["notebook_similarity"].get(row, {}) | printed_in
     cells: list[tuple[Any, ...]] = []
     for measure in (m for m in SUMMARY if m in measured):
         ours = (float(measured[measure].mean()), float(measured[measure].std(correction=0)))

@@ -122,9 +122,8 @@ def sweep_heads(
     with bar:
         for batch in source.batches(rows):
             begins = begins and bool((batch[:, 0] == view.bos_id).all())
-            basis.check_model(
-                view, None if begins else False
-            )  # a row without BOS decides, one with it does not
+            # a row without BOS decides, one with it does not
+            basis.check_model(view, None if begins else False)
             if done == 0:
                 view.run_layers(batch[:1], chosen, work.verify, verify=True)
             work.batch = batch
@@ -176,9 +175,8 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
     h = layer.h.double()
     mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
     rest = h - (mean + pos)
-    apart = (
-        x.norm(dim=-1) for x in (mean, pos, rest)
-    )  # parts that cancel are rounded as large as they are
+    # parts that cancel are rounded as large as they are
+    apart = (x.norm(dim=-1) for x in (mean, pos, rest))
     larger = max(1.0, float((sum(apart, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max()))
     cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.reconstruction.sizes
     behind = {w: larger * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
