@@ -63,7 +63,7 @@ def contracted(
 
 
 def with_added(
-    found: Float[Tensor, "batch head term"], weight: Tensor, added: Tensor | None
+    found: Float[Tensor, "batch head pair"], weight: Tensor, added: Tensor | None
 ) -> Float[Tensor, "batch head term"]:
     """Sums of the terms of queries and keys, and of one more that is there as a matrix."""
     if added is None:
@@ -77,7 +77,7 @@ def contracted_by_plane(
     rows: Float[Tensor, "batch head part query d_head"],
     tables: Tensor,
     planes: PlaneIndex,
-) -> Float[Tensor, "batch head plane term"]:
+) -> Float[Tensor, "batch head plane pair"]:
     """:func:`contracted` of the terms of queries and keys plane by plane: the same products, summed
     over the coordinates of a plane in place of all."""
     parts, width = rows.shape[2], rows.shape[4]

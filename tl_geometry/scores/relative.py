@@ -178,7 +178,7 @@ def relative_kernel(
 
 def _kernel_of(
     layer: LayerView, basis: PositionContext
-) -> tuple[RotaryPlanes, Float[Tensor, "wave head plane"]]:
+) -> tuple[RotaryPlanes, Float[Tensor, "row head plane"]]:
     """The planes of a layer, and the cosine and sine coefficients of its heads' kernels."""
     turn = layer.turn
     if turn is None:

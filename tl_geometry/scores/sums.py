@@ -74,8 +74,8 @@ class ShareSums:
     floor: Float[Tensor, "*context head"]
     rows: Float[Tensor, "*context"]
     cells: Float[Tensor, "*context"]
-    plane_numerators: Float[Tensor, "*context head plane term"] | None = None
-    plane_gains: Float[Tensor, "*context head plane term"] | None = None
+    plane_numerators: Float[Tensor, "*context head plane pair"] | None = None
+    plane_gains: Float[Tensor, "*context head plane pair"] | None = None
 
     def _tensors(self) -> dict[str, Tensor]:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
