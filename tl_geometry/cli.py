@@ -32,10 +32,8 @@ SAID_STOPPED = "stopped; what was finished is kept, --resume goes on from it"
 Model = Annotated[
     str | None,
     typer.Argument(
-        help=(
-            "A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; "
-            "nothing: the embedded model."
-        )
+        help="A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; "
+        "nothing: the embedded model."
     ),
 ]
 Corpus = Annotated[
@@ -44,6 +42,9 @@ Corpus = Annotated[
         "--corpus",
         help="Text file, one document each; repeat it. Default: held-out standard library.",
     ),
+]
+Planes = Annotated[
+    bool, typer.Option("--planes", help="Write the shares of every rotary plane too.")
 ]
 Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
 Contexts = Annotated[
@@ -164,6 +165,7 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         seed: Seed = 0,
         budget: BudgetOption = "10m",
         sections: Sections = None,
+        planes: Planes = False,
         resume: Resume = False,
         as_json: Json = False,
         quiet: Quiet = False,
@@ -191,6 +193,7 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
             seed=seed,
             budget=allowed,
             sections=wanted,
+            planes=planes,
         )
         summary = build(
             request, out, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]]
@@ -205,10 +208,10 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
             )
             raise typer.Exit(1)
 
-    if chosen is not None:
-        signature = inspect.signature(command, eval_str=True)
-        kept = [p for p in signature.parameters.values() if p.name != "sections"]
-        vars(command)["__signature__"] = signature.replace(parameters=kept)
+    left_out = {"sections", *(() if "heads" in chosen else ("planes",))} if chosen else set()
+    signature = inspect.signature(command, eval_str=True)
+    kept = [p for p in signature.parameters.values() if p.name not in left_out]
+    vars(command)["__signature__"] = signature.replace(parameters=kept)
     app.command(name, help=about)(command)
 
 
