@@ -37,6 +37,7 @@ class Fault(NamedTuple):
 
 BASIS = "tests/decomposition/test_position_context.py"
 SUMS, TYPES, SWEEP = (f"tests/scores/test_{n}.py" for n in ("sums", "head_types", "sweep"))
+ROTARY, PLANES = "tests/models/test_rotary.py", "tests/scores/test_planes.py"
 TERMS, LIVE = (f"tests/interventions/test_{n}.py" for n in ("terms", "live_edits"))
 FAULTS = (
     Fault(
@@ -348,6 +349,69 @@ FAULTS = (
         "((h.double() - m) @ V) @ V.mT",
         "(h.double() @ V) @ V.mT",
         TERMS,
+    ),
+    Fault(
+        "the other pairing",
+        "models",
+        'if pairing == "half" else index // 2',
+        'if pairing != "half" else index // 2',
+        ROTARY,
+    ),
+    Fault(
+        "a scaled base ignored",
+        "models",
+        'theta = theta if rotation.pairing == "half" else theta[::2]',
+        "theta = 10000.0 ** (-torch.arange(d_rot // 2, dtype=torch.float64) * 2 / d_rot)",
+        ROTARY,
+    ),
+    Fault(
+        "planes in the wrong order",
+        "models",
+        "torch.cat([theta[turned], theta.new_tensor(rest)])",
+        "torch.cat([theta[turned].flip(0), theta.new_tensor(rest)])",
+        ROTARY,
+    ),
+    Fault(
+        "the angle with the wrong sign",
+        "models",
+        "phase = torch.atan2(sin.double(), cos.double())",
+        "phase = torch.atan2(-sin.double(), cos.double())",
+        ROTARY,
+    ),
+    Fault(
+        "a kernel of j - i",
+        "scores",
+        "both = torch.stack([q * k, quarter * k])",
+        "both = torch.stack([q * k, -quarter * k])",
+        PLANES,
+    ),
+    Fault(
+        "planes of another layer's order in the sums",
+        "scores",
+        "out.index_add_(2, planes.plane.to(out.device), each)",
+        "out.index_add_(2, planes.plane.flip(0).to(out.device), each)",
+        PLANES,
+    ),
+    Fault(
+        "wavelengths without the turn",
+        "scores",
+        "return 2 * math.pi / self.theta.abs()",
+        "return 1 / self.theta.abs()",
+        PLANES,
+    ),
+    Fault(
+        "the offset share of the same prompts",
+        "scores",
+        "beta = (whole.sums - group.sums)[:, used] @ inverse",
+        "beta = whole.sums[:, used] @ inverse * (len(groups) - 1) / len(groups)",
+        PLANES,
+    ),
+    Fault(
+        "other planes removed than said",
+        "interventions",
+        "return found.coordinates(chosen).to(layer.h.device)",
+        "return ~found.coordinates(chosen).to(layer.h.device)",
+        "tests/interventions/test_planes.py",
     ),
     Fault("the first copy counted", "interventions", "column > periods", "column > 0", TERMS),
 )

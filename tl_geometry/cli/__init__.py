@@ -33,6 +33,7 @@ from tl_geometry.cli.options import (
     Length,
     Model,
     Out,
+    Planes,
     Processed,
     Quiet,
     Resume,
@@ -117,6 +118,7 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         seed: Seed = 0,
         budget: BudgetOption = "10m",
         sections: Sections = None,
+        planes: Planes = False,
         resume: Resume = False,
         as_json: Json = False,
         quiet: Quiet = False,
@@ -152,16 +154,17 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
             seed=seed,
             budget=allowed,
             sections=wanted,
+            planes=planes,
         )
         summary = build(
             request, out, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]]
         )
         _report_outcome(summary, out, as_json)
 
-    if chosen is not None:
-        signature = inspect.signature(command, eval_str=True)
-        kept = [p for p in signature.parameters.values() if p.name != "sections"]
-        vars(command)["__signature__"] = signature.replace(parameters=kept)
+    left_out = {"sections", *(() if "heads" in chosen else ("planes",))} if chosen else set()
+    signature = inspect.signature(command, eval_str=True)
+    kept = [p for p in signature.parameters.values() if p.name not in left_out]
+    vars(command)["__signature__"] = signature.replace(parameters=kept)
     app.command(name, help=about)(command)
 
 

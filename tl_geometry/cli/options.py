@@ -25,6 +25,9 @@ Corpus = Annotated[
         help="Text file, one document each; repeat it. Default: held-out standard library.",
     ),
 ]
+Planes = Annotated[
+    bool, typer.Option("--planes", help="Write the shares of every rotary plane too.")
+]
 Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
 Contexts = Annotated[
     int | None,

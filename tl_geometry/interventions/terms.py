@@ -179,7 +179,7 @@ def averaging(names: Sequence[str]) -> Change:
     def change(
         layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
     ) -> Tensor:
-        _several(whole, "mean_term")
+        require_several(whole, "mean_term")
         term = _term_score(parts, layer, heads, weight, alibi)
         return whole - term + term.mean(0, keepdim=True)
 
@@ -208,7 +208,7 @@ def placebo(
         allowed = layer.allowed.to(raw.device)
         term = row_center(raw, allowed)
         if kind == "prompt":
-            _several(whole, "placebo")
+            require_several(whole, "placebo")
             other = term[derangement(len(term), seed).to(term.device)]
         else:
             order = torch.randperm(raw.shape[-1], generator=torch.Generator().manual_seed(seed))
@@ -244,7 +244,8 @@ def derangement(n: int, seed: int) -> Int[Tensor, " batch"]:
     return out
 
 
-def _several(scores: Tensor, what: str) -> None:
+def require_several(scores: Tensor, what: str) -> None:
+    """Refuse a batch of one prompt, in which there is no other."""
     if len(scores) < 2:
         fail(
             what,

@@ -17,7 +17,7 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.facts import Facts, allowed_cells, ignore_of, scores_of, turn_of
 from tl_geometry.models.finding import FactFinder
 from tl_geometry.models.hooks import without_hooks
-from tl_geometry.models.layer_view import LayerHook, LayerView
+from tl_geometry.models.layer_view import LayerHook, LayerView, Rotation
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import Parameters, part, upcast
@@ -213,7 +213,7 @@ class Layers:
             z=z,
             roundoff=roundoff or self.roundoff(layer),
             reconstruction=ReconstructionReport(checks={}, scale=0.0),
-            rotary=facts.rotation is not None,
+            turn=None if turn is None or not facts.rotation else Rotation(*turn, facts.rotation),
         )
         if not verify:
             return view

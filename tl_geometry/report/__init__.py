@@ -67,7 +67,8 @@ class Analysis:
     """What sections are made from: the model, the tokens, the basis, and the time that there is.
 
     ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
-    are remarks on what was made smaller to keep the budget.
+    are remarks on what was made smaller to keep the budget; ``planes`` asks for the table of every
+    rotary plane.
     """
 
     model: ModelLike
@@ -80,6 +81,7 @@ class Analysis:
     seed: int = 0
     notes: tuple[str, ...] = ()
     smaller: tuple[str, ...] = ()
+    planes: bool = False
 
     def pick(self, count: int) -> TokenWindows:
         """``count`` windows at even distances."""

@@ -58,6 +58,7 @@ class Request:
     seed: int = 0
     budget: float = BUDGET
     sections: tuple[str, ...] | None = None
+    planes: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ class Request:
         told = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
-            if f.name not in ("corpus", "sections", "model")
+            if f.name not in ("corpus", "sections", "model", "planes")
         }
         text = hashlib.sha256("\0".join(texts).encode(errors="replace")).hexdigest()[:16]
         return told | {
@@ -386,5 +387,6 @@ def build(
         seed=request.seed,
         notes=corpus.notes,
         smaller=smaller,
+        planes=request.planes,
     )
     return write(analysis, out, command=command, names=request.names, folder=folder)

@@ -25,7 +25,7 @@ from tl_geometry.scores.shapes import (
 from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.terms import GROUPS, group_of, term_names
 
-DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "bootstrap")
+DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "bootstrap", "planes")
 """Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes."""
 NULLS = ("permuted", "rotated")
 """Positional bases of equal energy that know nothing: positions of the window permuted, directions

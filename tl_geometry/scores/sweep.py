@@ -17,6 +17,7 @@ Head types come from repeated random tokens made for the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,11 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.details import DETAILS, Details
 from tl_geometry.scores.head_types import measure_types
+from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.projection import (
     PARTS,
     MappedBasis,
@@ -87,7 +91,8 @@ def sweep_heads(
             without each term), ``"toeplitz"`` and ``"offsets"`` (how far the positional terms
             depend on i - j only, and the mean by offset), ``"contrast"`` (token identity in
             cvec-cvec), ``"nulls"`` (group shares for permuted positions and in random directions),
-            ``"bootstrap"`` (95% intervals).
+            ``"bootstrap"`` (95% intervals); and ``"planes"`` (shares of rotary planes,
+            ``.planes()``), at no further cost.
         memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget
             allows.
         prepend_bos: with text only.
@@ -232,7 +237,7 @@ class _Sweep:
             basis,
             tuple(layers),
             length,
-            tuple(detail),
+            tuple(name for name in detail if name != "planes"),
             seed,
         )
         self.memory_budget = memory_budget
@@ -241,6 +246,7 @@ class _Sweep:
         self.sums: dict[int, list[ShareSums]] = {}
         self.mass: dict[int, list[Tensor]] = {}
         self.details: dict[int, Details] = {}
+        self.planes: dict[int, RotaryPlanes] | None = {} if "planes" in detail else None
         self.alibi = self.softcap = False
         self.rotary = self.relative = True
 
@@ -275,6 +281,7 @@ class _Sweep:
                 "drop": self.drop - start_at,
                 "softcap": layer.softcap,
                 "working_set": limit,
+                "planes": self._plane_index(layer),
             }
             found.append(share_sums(parts.q, parts.k, allowed, **options))
             if self.detail:
@@ -291,6 +298,15 @@ class _Sweep:
         if layer.pattern is not None:
             mass = dropped_mass(layer.pattern, self.drop)
             self.mass.setdefault(layer.layer, []).append(mass.sum(0).cpu().double())
+
+    def _plane_index(self, layer: LayerView) -> PlaneIndex | None:
+        """The rotary plane of each coordinate, where planes are wanted."""
+        if self.planes is None:
+            return None
+        if layer.layer not in self.planes:
+            self.planes[layer.layer] = rotary_planes(layer)
+        found = self.planes[layer.layer]
+        return PlaneIndex(found.plane, len(found.theta))
 
     def _projection(self, layer: LayerView) -> MappedBasis:
         """Projected mean and pos, kept between batches while they are small."""
@@ -332,6 +348,11 @@ class _Sweep:
             ]
             provenance = provenance.flagged(f"fewer than {FEWEST} contexts: no intervals")
         details = Details.beside([self.details[x] for x in order]) if self.details else {}
+        planes: dict[str, Any] = {"length": self.length}
+        if self.planes is not None:
+            each = [self.planes[x] for x in order for _ in range(self.view.n_heads)]
+            found = HeadPlanes.of(each, self.length)
+            planes |= {"plane": found.plane, "theta": found.theta}
         names = term_names(PARTS, alibi=self.alibi)
         return SweepTable(
             provenance=provenance,
@@ -354,4 +375,7 @@ class _Sweep:
             types=dict(types),
             baselines=dict(baselines),
             details=details,
+            plane_numerators=pooled.plane_numerators,
+            plane_gains=pooled.plane_gains,
+            **planes,
         )
