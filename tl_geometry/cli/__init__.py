@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,6 +100,14 @@ def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
+def _add(command: Callable[..., None], name: str, about: str, left_out: Set[str]) -> None:
+    """Add a command without some of its function's options, which keep their defaults."""
+    signature = inspect.signature(command, eval_str=True)
+    kept = [p for p in signature.parameters.values() if p.name not in left_out]
+    vars(command)["__signature__"] = signature.replace(parameters=kept)
+    app.command(name, help=about)(command)
+
+
 def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
     """Add a command that runs the analysis and writes these sections (``None``: those of
     ``--sections``) with their tables."""
@@ -162,10 +171,7 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         _report_outcome(summary, out, as_json)
 
     left_out = {"sections", *(() if "heads" in chosen else ("planes",))} if chosen else set()
-    signature = inspect.signature(command, eval_str=True)
-    kept = [p for p in signature.parameters.values() if p.name not in left_out]
-    vars(command)["__signature__"] = signature.replace(parameters=kept)
-    app.command(name, help=about)(command)
+    _add(command, name, about, left_out)
 
 
 _analysis(
