@@ -98,6 +98,11 @@ def run_removed(world: World, tokens: torch.Tensor, **options: Any) -> Any:
         return world.model(tokens)
 
 
+def run_planes(world: World, planes: Any) -> Any:
+    with tlg.interventions.remove_planes(world.model, planes, "L1H0"):
+        return world.model(world.ids[:2])
+
+
 def replaced(world: World, **fields: Any) -> tlg.PositionContext:
     return dataclasses.replace(
         world.basis, provenance=dataclasses.replace(world.basis.provenance, **fields)
@@ -518,10 +523,32 @@ SPLITS = [
         lambda w: tlg.sweep_heads(w.model, w.ids, w.basis, memory_budget=1, progress=False),
         "memory_budget",
     ),
+    Call("planes that were not asked for", lambda w: w.table.planes(), 'detail="planes"'),
+    Call("a plane beyond the last", lambda w: w.split.on_planes(1), "planes 0 to 0"),
+    Call("a band that has no name", lambda w: w.split.on_planes("fast"), "near.*far"),
+    Call(
+        "a profile of no term", lambda w: w.split.offset_profile("pos-nothing"), "terms: expected"
+    ),
+    Call(
+        "a kernel of a model without rotation",
+        lambda w: tlg.scores.relative_kernel(w.model, w.decompose(w.ids, normalize=True)),
+        "a rotary model",
+    ),
+    Call(
+        "a kernel on a raw basis",
+        lambda w: tlg.scores.relative_kernel(w.model, w.basis),
+        "normalize=True",
+    ),
     Call("a column that is not there", lambda w: w.table.top("nothing"), "column"),
     Call("a number of rows below zero", lambda w: w.table.top("induction", -1), "n|rows"),
 ]
 EDITS = [
+    Call(
+        "near planes of a model without rotation",
+        lambda w: run_planes(w, "near"),
+        "planes that the heads have",
+    ),
+    Call("the plane of all coordinates", lambda w: run_planes(w, "pass")),
     Call("an unknown term", lambda w: run_removed(w, w.ids[:2], term="pos-nothing"), "term"),
     Call("an unknown head", lambda w: run_removed(w, w.ids[:2], heads="L9H9"), "head"),
     Call("prompts without BOS", lambda w: run_removed(w, w.ids[:2, 1:]), "has_bos|BOS"),

@@ -137,6 +137,29 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_directory(tmp_path_factory.mktemp("models") / "small", "gpt2")
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_planes_are_written_where_heads_are_rotated(architecture: str, tmp_path: Path) -> None:
+    folder = model_directory(tmp_path / "small", architecture)
+    sizes = ["--corpus", str(folder / "text.txt"), "--contexts", "32", "--length", "16"]
+    out = tmp_path / "out"
+    done = CliRunner().invoke(
+        app, ["heads", str(folder), *sizes, "--out", str(out), "--quiet", "--planes"]
+    )
+    assert done.exit_code == 0, done.output
+    page = (out / "report.html").read_text()
+    there = {path.stem for path in out.glob("*.csv")}
+    assert {"bands", "planes"} & there == (
+        {"bands", "planes"} if architecture == "llama" else set()
+    )
+    if architecture == "gpt2":
+        assert "rotary planes: left out, because the model has no rotary embedding" in page
+        return
+    assert "A rotary embedding turns pairs of coordinates" in page
+    rows = (out / "planes.csv").read_text().splitlines()
+    assert rows[0] == "layer,head,plane,wavelength,band,term,cs,gs"
+    assert len(rows) == 1 + 2 * 4 * 4 * 9
+
+
 @pytest.mark.parametrize(
     ("command", "title", "tables"),
     [
