@@ -48,7 +48,6 @@ USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickE
 click's)."""
 STOPPED = 130
 """Exit code of a run that was interrupted from the keyboard."""
-INCOMPLETE = "tl-geometry: not everything could be computed ({}); the tracebacks are in the report"
 SAID_STOPPED = "stopped; what was finished is kept, --resume goes on from it"
 
 
