@@ -11,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import choice, fail, message, require
+from tl_geometry.base.errors import choice, fail, require
 
 __all__ = [
     "choice",
     "describe",
-    "fail",
     "finite",
     "head_rows",
     "heads",
     "index",
     "indices",
-    "message",
-    "require",
     "whole",
     "window",
 ]
