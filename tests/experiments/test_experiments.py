@@ -395,6 +395,10 @@ def test_paper_scale_is_the_published_one_and_ambiguities_are_options() -> None:
         True,
         (0.9, 0.95),
     )
+    shown = random_tokens.SETUPS["smoke"].changed({"shown": "0,2"})
+    assert [(type(s), s) for s in shown.shown] == [(int, 0), (int, 2)]
+    with pytest.raises(GeometryError, match=r"shown: expected a state of 0 to 2, got \(9,\)"):
+        experiments.randomisation(shown.changed({"shown": "9"}), ["a b c"])
     with pytest.raises(GeometryError, match=r"--set: expected names among .*warmup.*, got warm_up"):
         adding.changed({"warm_up": "1"})
     with pytest.raises(GeometryError, match="--set warmup: expected a int, got 'x'"):
@@ -536,11 +540,11 @@ def test_randomisation_at_smoke_scale(tmp_path: Path) -> None:
         zip(final.column("trained"), final.column("measured"), strict=True)
     ) == dict.fromkeys([(a, b) for a in formats.FORMATS for b in formats.FORMATS], 3)
     grids: Any = outcome.tables["bases"]
-    assert grids.pos["full|partial"].shape == (3, 23, 32)
+    assert grids.pos["full", "partial"].shape == (3, 23, 32)
     assert [f.holds is not None for f in outcome.findings].count(True) == 9
     assert page_of(tmp_path).count("data:image/svg+xml;base64,") == 5
     loaded = random_tokens.FormatBases.load(tmp_path / "bases.safetensors")
-    assert torch.equal(loaded.pos["full|partial"], grids.pos["full|partial"])
+    assert torch.equal(loaded.pos["full", "partial"], grids.pos["full", "partial"])
     # the break of the tokens is seen in the bases of every model, as random tokens have another
     # mean than text
     assert {int(p) + 1 for p in final.column("jump_at", measured="partial", state=0)} == {12}

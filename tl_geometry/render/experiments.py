@@ -23,11 +23,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#999999")
 
 
 def _cells(
-    bases: Mapping[str, Tensor], state: int, size: tuple[float, float]
+    bases: Mapping[tuple[str, str], Tensor], state: int, size: tuple[float, float]
 ) -> tuple[Any, list[tuple[Axes, Tensor]]]:
     """A figure with a row per training format and a column per inference format, and each panel
     with its basis."""
-    formats = list(dict.fromkeys(key.split("|")[0] for key in bases))
+    formats = list(dict.fromkeys(trained for trained, _ in bases))
     figure, axes = canvas(len(formats), len(formats), size=size)
     pairs = [(a, b) for a in formats for b in formats]
     for axis, (trained, measured) in zip(axes, pairs, strict=True):
@@ -37,9 +37,7 @@ def _cells(
             axis.set_title(f"measured on {measured}", fontsize=8)
         if measured == formats[0]:
             axis.set_ylabel(f"trained on {trained}", fontsize=8)
-    return figure, [
-        (axis, bases["|".join(pair)][state]) for axis, pair in zip(axes, pairs, strict=True)
-    ]
+    return figure, [(axis, bases[pair][state]) for axis, pair in zip(axes, pairs, strict=True)]
 
 
 def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: int = 0) -> View:
