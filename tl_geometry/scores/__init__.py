@@ -13,6 +13,7 @@ from tl_geometry.scores.sweep import sweep_heads
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.tables import ShareTable
 from tl_geometry.scores.values import ValueSplit, split_values
+from tl_geometry.scores.writers import WriterSweep
 
 __all__ = [
     "Band",
@@ -27,6 +28,7 @@ __all__ = [
     "ShareTable",
     "SweepTable",
     "ValueSplit",
+    "WriterSweep",
     "default_bands",
     "head_type_scores",
     "relative_kernel",
