@@ -143,7 +143,7 @@ def test_a_two_layer_attention_only_model_by_hand() -> None:
 def test_a_planted_induction_head_reads_the_previous_token_head() -> None:
     """The embedded model's induction head finds keys that its previous-token head wrote."""
     model = tlg.zoo.embedded()
-    prompts = tlg.scores.repeated_random_tokens(12, 3, 16, 3, view(model).d_vocab, seed=0)
+    prompts = tlg.scores.repeated_random_tokens(12, 3, 16, low=3, high=view(model).d_vocab, seed=0)
     sweep = sweep_heads(model, prompts, parts="writers", layers=1, progress=False)
     names = [name for name, _ in sweep.top("L1H0", 3)]
     assert "L0H0" in names

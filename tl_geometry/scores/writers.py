@@ -19,8 +19,9 @@ and the query side is alike; with ``p - u`` in place of S~ these are gain shares
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -32,14 +33,14 @@ from tqdm.auto import tqdm
 from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, ReconstructionError, require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.base.results import Result, hash_tokens
+from tl_geometry.base.results import Provenance, Result, hash_tokens
 from tl_geometry.base.rows import row_center
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.writers import Writer, Written, run_written, writer_names
+from tl_geometry.models.writers import CONSTANTS, Writer, Written, run_written, writer_names
 from tl_geometry.scores.blockwise import blocks_of, centred_scores, moved_attention
 from tl_geometry.scores.requests import BIAS
 from tl_geometry.scores.sums import dropped_mass
@@ -147,43 +148,45 @@ class Reader:
         grain: str = "writers",
         *,
         shift: int = 0,
-        turn: Float[Tensor, "d_model d_model"] | None = None,
-    ) -> Float[Tensor, "weight head part"]:
-        """``sum_i w_a[i] . (matrix pulled[i])`` of each writer. ``shift`` takes what it wrote in
-        another context of the batch, ``turn`` an orthogonal map of what it wrote."""
-        found = self._vectors(written, shift, turn)
-        matrix = self.matrix if turn is None else einsum(turn, self.matrix, "c d, d h e -> c h e")
+        turns: Sequence[Float[Tensor, "d_model d_model"] | None] = (None,),
+    ) -> Float[Tensor, "turn weight head part"]:
+        """``sum_i w_a[i] . (matrix pulled[i])`` of each writer, for each of ``turns``, orthogonal
+        maps of what it wrote. ``shift`` takes what it wrote in another context of the batch."""
+        found = self._vectors(written, shift, turns)
+        matrices = [self.matrix if t is None else (t @ self.matrix.flatten(1)) for t in turns]
+        matrix = torch.stack([m.reshape(self.matrix.shape) for m in matrices])
         flat = rearrange(self.pulled, "n b i h e -> (b i) (n h e)")
         size = self.pulled.shape[0], *self.matrix.shape[1:]
         for heads in written.heads:
             z = (heads.z * heads.scale[..., None, None]).roll(shift, 0)
             small = rearrange(z, "b i h e -> (b i) (h e)").mT @ flat
-            pair = einsum(heads.W, matrix, "w f d, d h e -> w f h e")
-            small = small.view(*pair.shape[:2], *size)
-            each = einsum(small, pair, "w f n h e, w f h e -> n h w")
-            if grain == "writers":
-                found |= {f"L{heads.layer}H{h}": x for h, x in enumerate(each.unbind(-1))}
-            else:
-                found[f"attn{heads.layer}"] = each.sum(-1)
-        return torch.stack([found[w.name].double() for w in written.names(grain)], -1)
+            small = small.view(*heads.W.shape[:2], *size)
+            for each_turn, some in zip(found, matrix, strict=True):
+                pair = einsum(heads.W, some, "w f d, d h e -> w f h e")
+                each = einsum(small, pair, "w f n h e, w f h e -> n h w")
+                if grain == "writers":
+                    each_turn |= {f"L{heads.layer}H{h}": x for h, x in enumerate(each.unbind(-1))}
+                else:
+                    each_turn[f"attn{heads.layer}"] = each.sum(-1)
+        names = [w.name for w in written.names(grain)]
+        return torch.stack([torch.stack([of[n].double() for n in names], -1) for of in found])
 
     def _vectors(
-        self, written: Written, shift: int, turn: Tensor | None
-    ) -> dict[str, Float[Tensor, "weight head"]]:
-        """Numerators of what is held as vectors of the stream."""
-        names = [*written.dense, "constants"]
+        self, written: Written, shift: int, turns: Sequence[Tensor | None]
+    ) -> list[dict[str, Float[Tensor, "weight head"]]]:
+        """Numerators of what is held as vectors of the stream, for each turn."""
+        held = {**written.dense, CONSTANTS: written.constants}
         n, batch, length, heads, _ = self.pulled.shape
-        d_model = len(self.matrix)
-        out = self.pulled.new_zeros(len(names), n * heads, dtype=torch.float64)
-        each = length * d_model * (n * heads + len(names)) * self.pulled.element_size()
+        out = self.pulled.new_zeros(len(turns), len(held), n * heads, dtype=torch.float64)
+        each = length * len(self.matrix) * (n * heads + 2 * len(held)) * out.element_size() // 2
         for rows in torch.arange(batch).split(max(1, WORKING_SET // each)):
-            values = torch.stack(
-                [x.roll(shift, 0)[rows] for x in (*written.dense.values(), written.constants)]
-            )
-            values = values if turn is None else values @ turn
+            values = torch.stack([x.roll(shift, 0)[rows] for x in held.values()])
             back = einsum(self.pulled[:, rows], self.matrix, "n b i h e, d h e -> n h b i d")
-            out += (values.flatten(1) @ back.flatten(2).flatten(0, 1).mT).double()
-        return {name: row.view(n, heads) for name, row in zip(names, out, strict=True)}
+            back = back.flatten(2).flatten(0, 1).mT
+            for turn, total in zip(turns, out, strict=True):
+                own = values if turn is None else values @ turn
+                total += (own.flatten(1) @ back).double()
+        return [dict(zip(held, of.view(-1, n, heads), strict=True)) for of in out]
 
 
 def _adjoint(layer: LayerView, which: str, weight: Tensor) -> Tensor:
@@ -286,7 +289,7 @@ class _Sums:
         made = pulled(layer, drop)
         for at, (which, weight) in enumerate((("q", made.query), ("k", made.key))):
             reader = Reader.of(layer, which, weight)
-            found = reader.numerators(written, grain)
+            found = reader.numerators(written, grain)[0]
             self.shares[:, at] += torch.cat([reader.constant.unsqueeze(-1), found], -1).cpu()
         self.total += made.total.cpu()
         self.floor += made.floor.cpu()
@@ -328,49 +331,73 @@ def sweep_writers(
     """Shares of every writer in every head, behind ``sweep_heads(..., parts="writers")``; ``drop``
     defaults to 1 where every context begins with BOS, else 0."""
     chosen = checks.indices(layers, view.n_layers, "layers")
-    source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
-    size = min(
-        _fitting(view, source.length, memory_budget),
-        batch_of(batch_size, source.length, view.device),
-    )
     names = {l: writer_names(view, l, grain) for l in chosen}
     sums = {l: _Sums(1 + len(names[l]), view.n_heads) for l in chosen}
-    begins = view.bos_id is not None
-    done, token_hash, start = 0, "", drop
+
+    def on_layer(layer: LayerView, written: Written, start: int) -> None:
+        sums[layer.layer].add(layer, written, start, grain)
+
+    def verified(layer: LayerView, written: Written, start: int) -> None:
+        first = _Sums(1 + len(names[layer.layer]), view.n_heads)
+        first.add(layer, written, start, grain)
+        first.check(layer)
+
+    start, provenance = stream_writers(
+        view,
+        TokenSource.of(view, tokens, prepend_bos=prepend_bos),
+        chosen,
+        (verified, on_layer),
+        drop=drop,
+        memory_budget=memory_budget,
+        batch_size=batch_size,
+        progress=progress,
+        seed=seed,
+    )
+    return _table(view, chosen, names, sums, start, provenance)
+
+
+OnStart = Callable[[LayerView, Written, int], None]
+"""Receives a layer, the writers of its input, and how many positions are left out."""
+
+
+def stream_writers(
+    view: ModelView,
+    source: TokenSource,
+    layers: Sequence[int],
+    calls: tuple[OnStart, OnStart],
+    *,
+    drop: int | None,
+    memory_budget: int,
+    batch_size: int | None,
+    progress: bool,
+    seed: int,
+) -> tuple[int, Provenance]:
+    """Call the second of ``calls`` for each layer of each batch, the first for one context that is
+    verified; returns how many positions are left out and what was read."""
+    size = batch_of(batch_size, source.length, view.device)
+    size = min(size, _fitting(view, source.length, memory_budget))
+    begins, done, token_hash, start = view.bos_id is not None, 0, "", drop
     with tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name) as bar:
         for batch in source.batches(size):
             begins = begins and bool((batch[:, 0] == view.bos_id).all())
             start = int(begins) if start is None else start
-            require(
-                start + 1 < source.length,
-                "tokens",
-                expected=f"more than {start + 1} positions ({start} left out)",
-                got=source.length,
-            )
-
-            def verified(layer: LayerView, written: Written, start: int = start) -> None:
-                first = _Sums(1 + len(names[layer.layer]), view.n_heads)
-                first.add(layer, written, start, grain)
-                first.check(layer)
-
-            def on_layer(layer: LayerView, written: Written, start: int = start) -> None:
-                sums[layer.layer].add(layer, written, start, grain)
-
+            expected, fits = f"more than {start + 1} positions", start + 1 < source.length
+            require(fits, "tokens", expected=f"{expected} ({start} left out)", got=source.length)
+            first, every = (partial(_called, call, start) for call in calls)
             if done == 0:
-                run_written(view, batch[:1], chosen, verified)
-            run_written(view, batch, chosen, on_layer, verify=False)
+                run_written(view, batch[:1], layers, first)
+            run_written(view, batch, layers, every, verify=False)
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
-    provenance = view.provenance(
-        corpus=source.corpus,
-        token_hash=token_hash,
-        has_bos=begins,
-        window=(start or 0, source.length),
-        contexts=done,
-        seed=seed,
-        flags=source.flags,
-    )
-    return _table(view, chosen, names, sums, start or 0, done, provenance)
+    start = start or 0
+    about = {"corpus": source.corpus, "token_hash": token_hash, "contexts": done, "seed": seed}
+    window = (start, source.length)
+    made = view.provenance(has_bos=begins, window=window, flags=source.flags, **about)
+    return start, made
+
+
+def _called(call: OnStart, start: int, layer: LayerView, written: Written) -> None:
+    call(layer, written, start)
 
 
 def _fitting(view: ModelView, length: int, memory_budget: int) -> int:
@@ -397,8 +424,7 @@ def _table(
     names: dict[int, tuple[Writer, ...]],
     sums: dict[int, _Sums],
     drop: int,
-    contexts: int,
-    provenance: object,
+    provenance: Provenance,
 ) -> WriterSweep:
     """The finished table, as wide as its last layer."""
     last = names[max(layers)]
@@ -416,7 +442,7 @@ def _table(
     total = torch.cat([sums[l].total for l in layers], 1)
     some = sums[layers[0]]
     return WriterSweep(
-        provenance=provenance,  # pyright: ignore[reportArgumentType]
+        provenance=provenance,
         heads=tuple((layer, head) for layer in layers for head in range(view.n_heads)),
         parts=(BIAS, *(w.name for w in last), *((ALIBI,) if alibi else ())),
         wrote=(-1, *(w.layer for w in last), *((-1,) if alibi else ())),
@@ -428,5 +454,5 @@ def _table(
         rows_used=some.rows,
         cells=some.cells,
         drop=drop,
-        dropped_mass=torch.cat([sums[l].mass for l in layers]) / contexts,
+        dropped_mass=torch.cat([sums[l].mass for l in layers]) / (provenance.contexts or 1),
     )
