@@ -103,6 +103,11 @@ def run_planes(world: World, planes: Any) -> Any:
         return world.model(world.ids[:2])
 
 
+def run_edge(world: World, writer: str, tokens: torch.Tensor) -> Any:
+    with tlg.interventions.remove_edge(world.model, tokens, writer, "L1H0"):
+        return world.model(world.ids[:2])
+
+
 def replaced(world: World, **fields: Any) -> tlg.PositionContext:
     return dataclasses.replace(
         world.basis, provenance=dataclasses.replace(world.basis.provenance, **fields)
@@ -522,6 +527,57 @@ SPLITS = [
         "a sweep within 1 byte",
         lambda w: tlg.sweep_heads(w.model, w.ids, w.basis, memory_budget=1, progress=False),
         "memory_budget",
+    ),
+    Call(
+        "writers without a basis",
+        lambda w: tlg.sweep_heads(w.model, w.ids, parts="writers", progress=False),
+    ),
+    Call(
+        "parts of no name",
+        lambda w: tlg.sweep_heads(w.model, w.ids, parts="heads", progress=False),  # type: ignore[call-overload]
+        "'writers', 'blocks'",
+    ),
+    Call(
+        "details of writers",
+        lambda w: tlg.sweep_heads(w.model, w.ids, parts="writers", detail="nulls", progress=False),
+        "no detail with writers",
+    ),
+    Call(
+        "composition of one prompt",
+        lambda w: tlg.composition(w.model, w.ids[:1], progress=False),
+        "at least 2 prompts",
+    ),
+    Call("a logit of two prompts", lambda w: tlg.explain_logit(w.model, w.ids, 3, 5), "one prompt"),
+    Call(
+        "a logit beyond the prompt",
+        lambda w: tlg.explain_logit(w.model, w.ids[:1], 99, 5),
+        "position",
+    ),
+    Call(
+        "a difference of three logits",
+        lambda w: tlg.explain_logit(w.model, w.ids[:1], 3, [1, 2, 3]),
+        "target",
+    ),
+    Call("an edge", lambda w: run_edge(w, "L0H0", w.ids[:2])),
+    Call("an edge from a later head", lambda w: run_edge(w, "L2H0", w.ids[:2]), "L2H0"),
+    Call(
+        "an edge of other tokens",
+        lambda w: run_edge(w, "L0H0", w.ids[2:4]),
+        "tokens of the clean run",
+    ),
+    Call(
+        "a dictionary of another width",
+        lambda w: tlg.scores.feature_shares(
+            w.model,
+            w.ids[:1],
+            tlg.scores.dictionary((torch.ones(1, 12, 3), torch.eye(3), torch.zeros(3)), 1),
+        ),
+        "d_model",
+    ),
+    Call(
+        "a dictionary that is none",
+        lambda w: tlg.scores.dictionary(torch.nn.Linear(2, 2), 1),
+        "encode, W_dec",
     ),
     Call("planes that were not asked for", lambda w: w.table.planes(), 'detail="planes"'),
     Call("a plane beyond the last", lambda w: w.split.on_planes(1), "planes 0 to 0"),

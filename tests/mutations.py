@@ -117,7 +117,7 @@ FAULTS = (
         "an edge with the running scale",
         "interventions",
         "whole = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]",
-        "whole = mapped / layer.norm.scale(layer.h + change)[..., None, None] + clean.constant[which]",
+        "whole = mapped + clean.constant[which]",
         EDGES,
     ),
     Fault(

@@ -65,7 +65,7 @@ def test_dropping_features_moves_their_sum_into_the_error() -> None:
     assert torch.allclose(fewer.cs[..., 1] - full.cs[..., 1], lost, atol=1e-5)
     assert torch.allclose(fewer.cs[..., 3:], full.cs[..., 3 : 3 + 20], atol=1e-5)
     assert fewer.unexplained > 0.01
-    assert [row[3] for row in fewer.rows()][0] == "error"
+    assert next(iter(fewer.rows()))[3] == "error"
 
 
 def test_pairs_are_those_of_the_dense_split() -> None:
@@ -76,9 +76,8 @@ def test_pairs_are_those_of_the_dense_split() -> None:
     parts = {f"f{i}": ((h - OFFSET) @ Q[i]).unsqueeze(-1) * Q[i] for i in range(4)}
     parts["rest"] = h - torch.stack(list(parts.values())).sum(0)
     table = split_scores(model, PROMPTS, None, heads="L1H2", parts=parts).shares()
-    for (a, b), cs, gs in zip(
-        found.pairs[0].tolist(), found.pair_cs[0], found.pair_gs[0], strict=True
-    ):
+    values = found.pair_cs[0], found.pair_gs[0]
+    for (a, b), cs, gs in zip(found.pairs[0].tolist(), *values, strict=True):
         term = table.terms.index(f"f{a}-f{b}")
         assert float(cs) == pytest.approx(float(table.cs[0, term]), abs=1e-5)
         assert float(gs) == pytest.approx(float(table.gs[0, term]), abs=1e-5)
@@ -139,7 +138,7 @@ def test_foreign_dictionaries_are_refused_by_name() -> None:
     dictionary(centred, 1, tiny("bridge", "gpt2", processed=True))
     with pytest.raises(GeometryError, match="W_dec"):
         dictionary(SimpleNamespace(encode=None), 1)
-    with pytest.raises(GeometryError, match="heads of block 1"):
+    with pytest.raises(GeometryError, match="layers"):
         feature_shares(model, PROMPTS, dictionary(orthonormal(model), 1), heads="L0H0")
     liar = Autoencoder()
     liar.how = "layer_norm"

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         surrogate_bars,
         weight_blocks,
     )
+    from tl_geometry.render.writers import composition_figure, logit_figure
 
 _VIEWS = {
     "basis": ("gram", "norms", "spirals", "variance_shares"),
@@ -74,6 +75,7 @@ _VIEWS = {
     "split_view": ("split",),
     "sweeps": ("head_shares", "head_types"),
     "weights": ("coverage_curves", "sphere_paths", "surrogate_bars", "weight_blocks"),
+    "writers": ("composition_figure", "logit_figure"),
 }
 """Public views by the module that holds them; a module is loaded when one is first used."""
 HOME = {name: module for module, names in _VIEWS.items() for name in names}
@@ -85,6 +87,7 @@ __all__ = [
     "bundle_figure",
     "circuitsvis",
     "clouds",
+    "composition_figure",
     "coverage_curves",
     "first_coordinate",
     "fourier",
@@ -95,6 +98,7 @@ __all__ = [
     "heads",
     "incoherence",
     "learning_curve",
+    "logit_figure",
     "measure_curves",
     "noise_figure",
     "norms",

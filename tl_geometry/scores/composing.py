@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from einops import einsum
@@ -117,6 +117,26 @@ class Composition(Result):
         ]
         found = [edge for edge in found if edge[3] == edge[3]]
         return sorted(found, key=lambda edge: -abs(edge[3]))[:n]
+
+    def graph(self, *, share: str = "cs", n: int = 100) -> dict[str, Any]:
+        """The ``n`` strongest edges as a node-link graph, the JSON that networkx and d3 read: nodes
+        with id, layer and head, links with source, target, side and weight."""
+        edges = self.edges(share=share, n=n)
+        place = dict(zip(self.parts, zip(self.wrote, self.writer_heads, strict=True), strict=True))
+        place |= {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
+        used = dict.fromkeys(name for edge in edges for name in edge[:2])
+        return {
+            "directed": True,
+            "multigraph": True,
+            "graph": {"model": self.provenance.model, "share": share},
+            "nodes": [
+                {"id": name, "layer": place[name][0], "head": place[name][1]} for name in used
+            ],
+            "links": [
+                {"source": writer, "target": reader, "side": side, "weight": value}
+                for writer, reader, side, value in edges
+            ],
+        }
 
 
 def composition(
