@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 class LeftOut(NamedTuple):
     """A statistic without each of G groups, and the share of the samples in each group."""
 
-    values: Float[Tensor, "group *batch"]
+    values: Float[Tensor, "group ..."]
     sizes: Float[Tensor, " group"]
 
 
@@ -87,9 +87,7 @@ def jackknife_interval(
     return Interval(value, value - reach, value + reach, error)
 
 
-def paired_interval(
-    differences: Float[Tensor, "sample *batch"], *, level: float = 0.95
-) -> Interval:
+def paired_interval(differences: Float[Tensor, "sample ..."], *, level: float = 0.95) -> Interval:
     """Mean of paired differences with Student's interval, ``mean +- t_(n-1) sd / sqrt(n)``; NaN
     bounds below :data:`FEWEST` differences.
 

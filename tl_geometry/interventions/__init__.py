@@ -9,11 +9,11 @@ leave the model as it was; functions (``necessity_sufficiency``, ``dominant_only
 from __future__ import annotations
 
 from tl_geometry.interventions.causal import (
-    Effects,
     NecessitySufficiency,
     dominant_only,
     necessity_sufficiency,
 )
+from tl_geometry.interventions.effects import Effects
 from tl_geometry.interventions.stream import project_stream
 from tl_geometry.interventions.surrogates import surrogate, surrogate_effect
 from tl_geometry.interventions.terms import keep_term, mean_term, remove_term

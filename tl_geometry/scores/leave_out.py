@@ -90,7 +90,7 @@ def group_parts(
     return torch.cat([both, (q - both.sum(0)).unsqueeze(0)])
 
 
-def without(share: Float[Tensor, " group"], left_out: set[int]) -> Float[Tensor, "part group_part"]:
+def without(share: Float[Tensor, " group"], left_out: set[int]) -> Float[Tensor, "part column"]:
     """Bias, pos and cvec of the basis without some groups as sums of the parts of
     :func:`group_parts`.
 

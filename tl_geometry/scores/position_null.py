@@ -27,8 +27,8 @@ DRAWS = 19
 
 
 def shifted_positions(
-    groups: GroupBasis, own: int, offsets: Int[Tensor, "draw group"], window: tuple[int, int]
-) -> Float[Tensor, "draw position d_model"]:
+    groups: GroupBasis, own: int, offsets: Int[Tensor, "sample group"], window: tuple[int, int]
+) -> Float[Tensor, "sample position d_model"]:
     """Mean plus positional vectors of all groups but ``own`` (all for -1), the positions inside
     ``window`` shifted cyclically in each draw by the offset of their group relative to that of the
     context's own."""
