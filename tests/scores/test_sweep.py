@@ -78,7 +78,7 @@ def test_any_batches_and_budgets_give_the_same_numbers() -> None:
 def test_head_types_come_from_repeated_random_tokens() -> None:
     model = tiny("bridge", "gpt2")
     table = swept("gpt2")
-    made = repeated_random_tokens(32, 2, 4, low=0, high=61, seed=1234)
+    made = repeated_random_tokens(32, 2, 12, low=0, high=61, seed=1234)
     made = made[:, :64]
     found: dict[str, Tensor] = {}
     view(model).run(

@@ -16,7 +16,7 @@ Head types come from repeated random tokens made for the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.scores.details import DETAILS, Details
-from tl_geometry.scores.head_types import measure_types
+from tl_geometry.scores.head_types import HeadTypes, measure_types
 from tl_geometry.scores.leave_out import Resampled
 from tl_geometry.scores.projection import (
     PARTS,
@@ -136,9 +136,8 @@ def sweep_heads(
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
     basis.check_model(view, begins)
-    types, baselines = measure_types(
-        view, chosen, bos=bool(basis.provenance.has_bos), seed=1234 + seed
-    )
+    bos = bool(basis.provenance.has_bos)
+    types = measure_types(view, chosen, bos=bos, seed=1234 + seed)
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=token_hash,
@@ -149,7 +148,7 @@ def sweep_heads(
         flags=(*work.flags(), *basis.remarks(view), *source.flags),
         normalized=basis.provenance.normalized,
     )
-    return work.table(types, baselines, provenance)
+    return work.table(types, provenance)
 
 
 def _rows_per_batch(
@@ -318,9 +317,7 @@ class _Sweep:
         found = [self.details[x].resampled(self.basis.contexts) for x in self.layers]
         return Resampled(torch.cat([r.shares for r in found]), found[0].sizes)
 
-    def table(
-        self, types: Mapping[str, Tensor], baselines: Mapping[str, float], provenance: Provenance
-    ) -> SweepTable:
+    def table(self, types: HeadTypes, provenance: Provenance) -> SweepTable:
         """The finished table."""
         order = self.layers
         contexts = provenance.contexts or 1
@@ -350,7 +347,8 @@ class _Sweep:
             dropped_mass=torch.cat(mass) if len(mass) == len(order) else None,
             resampled=None if resampled is None else resampled.shares,
             resampled_sizes=() if resampled is None else resampled.sizes,
-            types=dict(types),
-            baselines=dict(baselines),
+            types=dict(types.scores),
+            type_errors=dict(types.errors),
+            baselines=dict(types.baselines),
             details=details,
         )
