@@ -60,7 +60,7 @@ class PositionNull:
         self.offsets = torch.randint(width, size, generator=generator)
         self.offsets[0] = 0
         self.mapped: tuple[int, dict[str, Tensor]] | None = None
-        self.sums: list[ShareSums] = []
+        self.sums: ShareSums | None = None
         self.contexts = 0
 
     def _mapped(self, layer: LayerView, own: int) -> dict[str, Tensor]:
@@ -79,24 +79,24 @@ class PositionNull:
         first = rows.start or 0
         for group in own.unique().tolist():
             at = first + (own == group).nonzero().flatten()
-            mapped, found = self._mapped(layer, group), []
-            for draw in range(len(self.offsets)):
-                made: list[Tensor] = []
-                for which, whole in (("q", layer.q), ("k", layer.k)):
-                    scale = layer.scale if which == "q" else 1.0
-                    frozen, constant = sides[which].frozen[at], sides[which].constant[at]
-                    position = mapped[which][draw] * frozen.unsqueeze(-1) + constant
-                    made.append(torch.stack([position, whole[at] - position]) * scale)
-                found.append(share_sums(made[0], made[1], layer.allowed, **options).pooled())
-            self.sums = (
-                [a + b for a, b in zip(self.sums, found, strict=True)] if self.sums else found
-            )
+            mapped, made = self._mapped(layer, group), []
+            for which, whole in (("q", layer.q), ("k", layer.k)):
+                scale = layer.scale if which == "q" else 1.0
+                frozen, constant = sides[which].frozen[at], sides[which].constant[at]
+                position = mapped[which].unsqueeze(1) * frozen.unsqueeze(-1) + constant
+                both = torch.stack([position, whole[at] - position]) * scale
+                made.append(both.flatten(1, 2))  # [part draw*context position head d_head]
+            sums = share_sums(made[0], made[1], layer.allowed, **options)
+            for i in range(len(at)):
+                one = sums.context(slice(i, None, len(at)))  # this context in every draw
+                self.sums = one if self.sums is None else self.sums.plus(one)
             self.contexts += len(at)
 
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
         """Shares of position and content of every draw, their means, the share with the true
         offsets, and the p-value of position (NaN where contexts or groups are too few)."""
-        cs = torch.stack([s.cs for s in self.sums], dim=1)  # [head draw term]
+        assert self.sums is not None
+        cs = self.sums.cs.transpose(0, 1)  # [head draw term]
         position = cs[..., 0] + cs[..., 4:].sum(-1)  # ALiBi is position
         out: dict[str, Tensor] = {}
         for name, values in (("position", position), ("content", cs[..., 3])):

@@ -98,8 +98,13 @@ class ShareSums:
         heads = {k: torch.cat([t[k] for t in all_]) for k, v in all_[0].items() if v.dim() > 0}
         return ShareSums(**{**all_[0], **heads})
 
-    def context(self, index: int) -> ShareSums:
-        """The sums of one context of per-context sums."""
+    def plus(self, other: ShareSums) -> ShareSums:
+        """Context by context, without pooling."""
+        theirs = other._tensors()
+        return ShareSums(**{k: v + theirs[k] for k, v in self._tensors().items()})
+
+    def context(self, index: int | slice) -> ShareSums:
+        """The sums of one context, or of some, of per-context sums."""
         return ShareSums(**{k: v[index] for k, v in self._tensors().items()})
 
     def select(self, heads: Int[Tensor, " head"]) -> ShareSums:
