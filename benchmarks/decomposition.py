@@ -25,7 +25,7 @@ def gpt2(layers: int, width: int, length: int, heads: int | None = None) -> Any:
     )
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=length, **settings)
     torch.manual_seed(0)
-    return from_hf(GPT2LMHeadModel(config).eval(), None, kind="bridge", name="random-gpt2")
+    return from_hf(GPT2LMHeadModel(config).eval(), None, model_class="bridge", name="random-gpt2")
 
 
 def run(size: str) -> list[Row]:

@@ -77,8 +77,8 @@ def geometry(
     """Structure, joint fit and exact null of W_QK and W_OV of every layer."""
     out = []
     for l, (w, norm) in enumerate(model):
-        for kind, right in (("QK", None), ("OV", bases[l + 1])):
-            f = bilinear.fold(w, norm, kind)
+        for matrix, right in (("QK", None), ("OV", bases[l + 1])):
+            f = bilinear.fold(w, norm, matrix)
             k = min(K, bases[l].shape[1])
             s = bilinear.structure(f, bases[l], right, k=k)
             product = s.product[..., :k, :k]

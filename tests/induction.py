@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -94,9 +95,9 @@ def hugging_face() -> Any:
 
 
 @cache
-def induction_model(kind: str = "bridge") -> Any:
+def induction_model(model_class: str = "bridge") -> Any:
     """The model as a TransformerBridge or a HookedTransformer."""
-    return from_hf(hugging_face(), None, kind=kind, name="hand-built")
+    return from_hf(hugging_face(), None, model_class=model_class, name="hand-built")
 
 
 @cache
@@ -160,9 +161,9 @@ def corpus(batch: int = 64, length: int = 22, seed: int = 1) -> Tensor:
 
 
 @torch.no_grad()
-def rotary_previous_token() -> Any:
+def rotary_previous_token(offset: float = 1.0, planes: Sequence[int] = range(4)) -> Any:
     """A Qwen2-style rotary bridge: head 0 of block 0 has constant queries and keys,
-    ``score = c sum_f cos((i - j - 1) w_f)``."""
+    ``score = c sum_f cos((i - j - offset) w_f)`` over the frequencies of ``planes``."""
     import transformers
 
     from tests.tiny import ARCHITECTURES, randomize
@@ -177,9 +178,12 @@ def rotary_previous_token() -> Any:
     randomize(model)
     attn, size = model.model.layers[0].self_attn, D_ROTARY
     angles = 4.0 ** (-torch.arange(size // 2) * 2 / size)
-    for projection, turn in ((attn.q_proj, 0.0), (attn.k_proj, 1.0)):
+    kept = torch.zeros(size // 2).index_fill_(0, torch.tensor(list(planes)), 6.0)
+    for projection, turn in ((attn.q_proj, 0.0), (attn.k_proj, offset)):
         projection.weight[:size] = 0
-        projection.bias[:size] = 6 * torch.cat([torch.cos(turn * angles), torch.sin(turn * angles)])
+        projection.bias[:size] = torch.cat(
+            [kept * torch.cos(turn * angles), kept * torch.sin(turn * angles)]
+        )
     return from_hf(model, None, name="rotary previous-token")
 
 

@@ -227,13 +227,13 @@ def tokens(batch: int = 2, length: int = 16, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def refusal(kind: str, architecture: str, processed: bool = False) -> str | None:
+def refusal(model_class: str, architecture: str, processed: bool = False) -> str | None:
     """Why the installed TransformerLens cannot hold a model, as far as is known, else ``None``."""
-    if kind == "hooked" and not HAS_HOOKED:
+    if model_class == "hooked" and not HAS_HOOKED:
         return "TransformerLens 4 has no HookedTransformer"
-    if kind == "hooked" and architecture in NOT_HOOKED:
+    if model_class == "hooked" and architecture in NOT_HOOKED:
         return "HookedTransformer cannot hold it, or computes other outputs than Hugging Face"
-    if HAS_HOOKED and kind == "bridge" and architecture in NOT_BRIDGE_3:
+    if HAS_HOOKED and model_class == "bridge" and architecture in NOT_BRIDGE_3:
         return (
             "the bridge of TransformerLens 3 cannot hold it, or computes other outputs "
             "than Hugging Face"
@@ -244,29 +244,29 @@ def refusal(kind: str, architecture: str, processed: bool = False) -> str | None
 
 
 def loadable(architecture: str) -> list[tuple[str, bool]]:
-    """(kind, processed) of every way in which the installed version can hold an architecture."""
+    """(model_class, processed): every way in which the installed version holds an architecture."""
     ways = itertools.product(("bridge", "hooked"), (False, True))
     return [
-        (kind, processed)
-        for kind, processed in ways
-        if refusal(kind, architecture, processed) is None
+        (model_class, processed)
+        for model_class, processed in ways
+        if refusal(model_class, architecture, processed) is None
     ]
 
 
 def tiny(
-    kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
+    model_class: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """A tiny model of ``kind`` ``"bridge"`` or ``"hooked"``, the same weights in both; built once,
-    so do not edit it."""
-    return _tiny(kind, architecture, processed, dtype)
+    """A tiny model, ``"bridge"`` or ``"hooked"``, the same weights in both; built once, so do not
+    edit it."""
+    return _tiny(model_class, architecture, processed, dtype)
 
 
 @cache
-def _tiny(kind: str, architecture: str, processed: bool, dtype: torch.dtype) -> Any:
+def _tiny(model_class: str, architecture: str, processed: bool, dtype: torch.dtype) -> Any:
     model = from_hf(
         hf_model(architecture, dtype),
         None,
-        kind=kind,
+        model_class=model_class,
         processed=processed,
         name=f"tiny-{architecture}",
         dtype=dtype,

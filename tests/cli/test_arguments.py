@@ -111,6 +111,11 @@ WRONG: list[tuple[list[str], str]] = [
         "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'",
     ),
     (["reproduce", "song-zhong", "--corpus", "nope.txt"], "--corpus: expected existing text files"),
+    (["reproduce", "song-zhong", "--topics", "nope.txt"], "--topics: expected existing text files"),
+    (
+        ["reproduce", "lines-of-thought", "--topics", "text.txt"],
+        "--topics: expected none with lines-of-thought",
+    ),
     (["reproduce", "song-zhong", "--contexts", "0"], "--contexts: expected 2 or more"),
     (["reproduce", "song-zhong", "--model", "folder"], "model: expected a Hugging Face directory"),
     (
@@ -326,7 +331,7 @@ def test_other_encodings_and_names(tmp_path: Path) -> None:
     assert arguments.read_texts([odd])[1] == ["caf\\xe9$x$.txt"]
     path.write_bytes(b"\xe9t\xe9")
     with pytest.raises(GeometryError, match="byte 0"):
-        tables._read([path])
+        tables.read_documents([path])
 
 
 def test_torchrun_without_its_environment_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tests.reports import model_directory
 from tl_geometry import zoo
 from tl_geometry.cli import app
 from tl_geometry.decomposition import streaming
-from tl_geometry.decomposition.streaming import _forward
+from tl_geometry.decomposition.streaming import forward_states
 from tl_geometry.report import Analysis, build
 from tl_geometry.report import basis as basis_section
 
@@ -77,7 +77,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    forward = _forward
+    forward = forward_states
 
     def counting(view: Any, states: Any, batch: Tensor, on_state: Any, most: int) -> None:
         if sum(seen) + len(batch) > most:
@@ -87,7 +87,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
 
     view = tlg.view(zoo.embedded())
     tokens = build.corpus_windows(view, build.Texts.of([text]), **CORPUS)
-    monkeypatch.setattr(streaming, "_forward", lambda *args: counting(*args, most=5))
+    monkeypatch.setattr(streaming, "forward_states", lambda *args: counting(*args, most=5))
     (tmp_path / "out").mkdir()
     with pytest.raises(Killed):
         tlg.decompose(
@@ -95,7 +95,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
         )
     assert seen == [5]
     seen.clear()
-    monkeypatch.setattr(streaming, "_forward", lambda *args: counting(*args, most=99))
+    monkeypatch.setattr(streaming, "forward_states", lambda *args: counting(*args, most=99))
     monkeypatch.setattr(build, "kept_samples", lambda *_: 32)  # as in the interrupted run
     bases: list[tlg.PositionContext] = []
     monkeypatch.setattr(

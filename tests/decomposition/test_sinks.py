@@ -192,8 +192,8 @@ def test_merged_groups_are_contiguous(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_a_normalised_basis_is_that_of_normed_states(architecture: str) -> None:
-    for kind, processed in loadable(architecture):
-        model, rows = tiny(kind, architecture, processed), tokens(5, 8)
+    for model_class, processed in loadable(architecture):
+        model, rows = tiny(model_class, architecture, processed), tokens(5, 8)
         view = tlg.view(model)
         try:
             norms = [view.attention_norm(l) for l in range(view.n_layers)]
@@ -217,7 +217,7 @@ def test_a_normalised_basis_is_that_of_normed_states(architecture: str) -> None:
         assert basis.provenance.normalized
         for name in ("mean", "pos", "ctx"):
             a, b = getattr(basis, name), getattr(expected, name)
-            assert (a - b).abs().max() <= 1e-10 * b.abs().max(), (kind, processed, name)
+            assert (a - b).abs().max() <= 1e-10 * b.abs().max(), (model_class, processed, name)
         plain = tlg.decompose(model, rows, progress=False, batch_size=5)
         bare = [norm.norm_type is None for norm in norms]
         assert all(torch.equal(plain.pos[s], basis.pos[s]) == b for s, b in enumerate(bare))

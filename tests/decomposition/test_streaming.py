@@ -21,9 +21,9 @@ from tests.views import with_methods
 from tl_geometry.decomposition import accumulation, checkpoints, streaming
 from tl_geometry.decomposition.parts import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.streaming import _forward
+from tl_geometry.decomposition.streaming import forward_states
 
-KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
+MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,10 @@ def same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10) -> bo
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_decompose_equals_the_cached_states(kind: str, architecture: str) -> None:
-    model, ids = tiny(kind, architecture), tokens(11, 10)
+def test_decompose_equals_the_cached_states(model_class: str, architecture: str) -> None:
+    model, ids = tiny(model_class, architecture), tokens(11, 10)
     basis = tlg.decompose(model, ids, batch_size=4, progress=False)
     exact = decompose_tensor(states_of(model, ids)[:, :, 1:])
     assert basis.window == (1, 10)
@@ -139,7 +139,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(
     ids, path = tokens(20, 8), tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, batch_size=3, progress=False, moments_dtype=torch.float64)
     seen: list[int] = []
-    forward = _forward
+    forward = forward_states
 
     def counting(view: Any, states: Any, batch: torch.Tensor, on_state: Any) -> None:
         if len(seen) == 3:
@@ -152,7 +152,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(
         "checkpoint": path,
         "moments_dtype": torch.float64,
     }
-    monkeypatch.setattr(streaming, "_forward", counting)
+    monkeypatch.setattr(streaming, "forward_states", counting)
     with pytest.raises(Killed):
         tlg.decompose(model, ids, batch_size=3, **options)
     again: list[int] = []
@@ -161,7 +161,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(
         again.append(len(batch))
         forward(view, states, batch, on_state)
 
-    monkeypatch.setattr(streaming, "_forward", recording)
+    monkeypatch.setattr(streaming, "forward_states", recording)
     resumed = tlg.decompose(model, ids, batch_size=4, **options)
     assert sum(seen) + sum(again) == 20  # nine contexts were finished, eleven were left
     assert same(resumed, whole)
@@ -195,12 +195,12 @@ import tl_geometry as tlg
 from tl_geometry.decomposition import streaming
 from tests.tiny import tiny, tokens
 streaming.SAVE_SHARE = 1e9
-forward = streaming._forward
+forward = streaming.forward_states
 def slow(*args):
     time.sleep(0.02)
     forward(*args)
     print("batch", flush=True)
-streaming._forward = slow
+streaming.forward_states = slow
 options = {"batch_size": 2, "progress": False, "moments_dtype": torch.float64}
 tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), checkpoint=sys.argv[1], **options)
 """
@@ -509,7 +509,7 @@ def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path)
     from tests.tiny import hf_model
     from tl_geometry.models import from_hf
 
-    broken = from_hf(hf_model("gpt2", seed=3), None, kind="bridge", name="broken")
+    broken = from_hf(hf_model("gpt2", seed=3), None, model_class="bridge", name="broken")
     ids, path = tokens(4, 6), tmp_path / "run.safetensors"
     tlg.decompose(broken, ids, checkpoint=path, progress=False)
     view = tlg.view(broken)
@@ -539,7 +539,7 @@ def test_an_interrupted_run_with_labels_resumes_with_theirs(
     monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)
     ids, labels, path = tokens(20, 8), torch.arange(20) % 3, tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, labels=labels, progress=False)
-    forward, left = _forward, [2]
+    forward, left = forward_states, [2]
 
     def dying(*args: Any) -> None:
         left[0] -= 1
@@ -547,10 +547,10 @@ def test_an_interrupted_run_with_labels_resumes_with_theirs(
             raise Killed
         forward(*args)
 
-    monkeypatch.setattr(streaming, "_forward", dying)
+    monkeypatch.setattr(streaming, "forward_states", dying)
     with pytest.raises(Killed):
         tlg.decompose(model, ids, labels=labels, batch_size=4, checkpoint=path, progress=False)
-    monkeypatch.setattr(streaming, "_forward", forward)
+    monkeypatch.setattr(streaming, "forward_states", forward)
     resumed = tlg.decompose(
         model, ids, labels=labels, batch_size=5, checkpoint=path, progress=False
     )

@@ -403,7 +403,9 @@ def test_maps_are_the_least_squares_solutions_of_their_kind(n, d, seed):
     assert np.allclose(fit_map(x, y, "identity")(x), x.numpy())
     c = float((x * y).sum() / (x * x).sum())
     assert np.allclose(fit_map(x, y, "scaled")(x), c * x.numpy())
-    errors = {kind: score_map(fit_map(x, y, kind)(x), y).relative_error for kind in MAPS}
+    errors = {
+        map_type: score_map(fit_map(x, y, map_type)(x), y).relative_error for map_type in MAPS
+    }
     assert errors["linear"] <= min(errors[k] for k in ("scaled", "identity", "flow")) + 1e-9
 
 

@@ -58,11 +58,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 # the earlier tokens are run once
 
 
-@pytest.mark.parametrize(("kind", "architecture"), MODELS)
+@pytest.mark.parametrize(("model_class", "architecture"), MODELS)
 def test_the_last_token_behind_kept_keys_gives_the_models_own_output(
-    kind: str, architecture: str
+    model_class: str, architecture: str
 ) -> None:
-    view, ids = as_view(tiny(kind, architecture)), tokens(3, 12)
+    view, ids = as_view(tiny(model_class, architecture)), tokens(3, 12)
     own = log_probabilities(view, ids, {})
     runs = pilot_runs(view, ids, own, 8)
     assert runs.kept is not None
@@ -72,11 +72,11 @@ def test_the_last_token_behind_kept_keys_gives_the_models_own_output(
         torch.testing.assert_close(found, own.repeat(copies, 1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "architecture"), MODELS)
+@pytest.mark.parametrize(("model_class", "architecture"), MODELS)
 def test_skips_at_the_pilot_are_those_of_whole_passes(
-    kind: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+    model_class: str, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids = tiny(kind, architecture), tokens(24, 12)
+    model, ids = tiny(model_class, architecture), tokens(24, 12)
     fast = skip_map(model, ids, pairs="all", progress=False)
     monkeypatch.setattr(outputs, "behind", lambda view, tokens: None)
     same(fast, skip_map(model, ids, pairs="all", progress=False))
@@ -105,14 +105,14 @@ def test_truncation_at_the_pilot_is_that_of_whole_passes(slow: pytest.MonkeyPatc
 def test_a_class_that_keeps_its_keys_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     view, ids = as_view(tiny("bridge", "llama")), tokens(3, 12)
     own = log_probabilities(view, ids, {})
-    repeat = continuing._copies
+    repeat = continuing.batch_copies
 
     def wrong(cache: Any, copies: int) -> Any:
         out = repeat(cache, copies)
         out.layers[1].keys = out.layers[1].keys.roll(1, -2)
         return out
 
-    monkeypatch.setattr(continuing, "_copies", wrong)
+    monkeypatch.setattr(continuing, "batch_copies", wrong)
     runs = pilot_runs(view, ids, own, 8)
     assert runs.kept is None
     torch.testing.assert_close(
@@ -363,10 +363,10 @@ def test_ridge_chooses_a_penalty_that_is_nearly_the_best_on_other_data(n: int, d
 def test_maps_from_one_start_are_those_of_each_pair_and_their_errors_those_of_the_maps() -> None:
     X = ensemble().X.double()
     maps = MapsFrom(X[:, 1])
-    for kind in ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean"):
+    for map_type in ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean"):
         for end in (2, 4):
-            alone = fit_map(X[:, 1], X[:, end], kind)(X[:, 1])
-            torch.testing.assert_close(maps.to(X[:, end], kind)(X[:, 1]), alone)
+            alone = fit_map(X[:, 1], X[:, end], map_type)(X[:, 1])
+            torch.testing.assert_close(maps.to(X[:, end], map_type)(X[:, 1]), alone)
 
     def map_of(start: int, end: int) -> Any:
         return fit_map(X[:, start], X[:, end], "shift")

@@ -25,7 +25,7 @@ from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
 from tl_geometry.flow.alignment import fit_aligned_bases
 from tl_geometry.flow.ensemble import FOLDED, Trajectories, fit_law, split_rows, trajectories
 from tl_geometry.flow.noise import isotropy_tests
-from tl_geometry.flow.reports import FlowReport, _corrected, compare_ensembles, flow_report
+from tl_geometry.flow.reports import FlowReport, bias_corrected, compare_ensembles, flow_report
 from tl_geometry.flow.residuals import fit_map, flow_map, residual_statistics, score_map
 from tl_geometry.flow.separation import (
     ensembles_apart,
@@ -41,7 +41,7 @@ from tl_geometry.models.output_head import distances
 from tl_geometry.models.outputs import log_probabilities
 
 ROOT = Path(tl_geometry.__file__).parent.parent
-KINDS = [
+MODEL_CLASSES = [
     "bridge",
     pytest.param(
         "hooked",
@@ -75,7 +75,7 @@ def deep(layers: int = 4) -> Any:
     config._attn_implementation = "eager"
     model = transformers.GPT2LMHeadModel(config).eval()
     randomize(model, 1)
-    return from_hf(model, None, kind="bridge", name="tiny-deep")
+    return from_hf(model, None, model_class="bridge", name="tiny-deep")
 
 
 @cache
@@ -96,10 +96,10 @@ def states_one_by_one(model: Any, ids: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_the_ensemble_is_what_one_cache_per_chunk_gives(kind, architecture):
-    model = tiny(kind, architecture)
+def test_the_ensemble_is_what_one_cache_per_chunk_gives(model_class, architecture):
+    model = tiny(model_class, architecture)
     ids = tokens(7, 9)
     found = trajectories(model, ids, batch_size=3, progress=False)
     assert found.states == (1, 2)
@@ -113,9 +113,9 @@ def test_the_ensemble_is_what_one_cache_per_chunk_gives(kind, architecture):
     assert found.provenance.contexts == 7
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_post_norm_state_is_what_the_head_reads(kind):
-    model = tiny(kind, "gpt2")
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_the_post_norm_state_is_what_the_head_reads(model_class):
+    model = tiny(model_class, "gpt2")
     ids = tokens(5, 8)
     found = trajectories(model, ids, post_norm=True, progress=False)
     hf = hf_model("gpt2")
@@ -376,11 +376,11 @@ def test_the_baseline_is_the_distance_of_consecutive_chunks():
     assert math.isclose(curve.baseline_median, float(np.median(expected)), rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "gpt-neo"])
 @torch.no_grad()
-def test_unembedding_one_column_gives_the_models_own_logits(kind, architecture):
-    model = tiny(kind, architecture)
+def test_unembedding_one_column_gives_the_models_own_logits(model_class, architecture):
+    model = tiny(model_class, architecture)
     ids = tokens(3, 8)
     full = model(ids).float().log_softmax(-1)
     assert torch.allclose(
@@ -422,8 +422,8 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives():
     }
     own = model(ids).log_softmax(-1)
     for a, b in ((1, 3), (2, 4)):
-        for kind in ("identity", "shift", "linear"):
-            found_map = fit_map(fitted[points[a]][:, -1], fitted[points[b]][:, -1], kind)
+        for map_type in ("identity", "shift", "linear"):
+            found_map = fit_map(fitted[points[a]][:, -1], fitted[points[b]][:, -1], map_type)
 
             def put(h: Tensor, hook: Any, a: int = a, m: Any = found_map) -> Tensor:
                 return torch.cat([h[:, :-1], m(clean[points[a]][:, -1:])], dim=1)
@@ -431,17 +431,19 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives():
             changed = model.run_with_hooks(ids, fwd_hooks=[(points[b], put)]).log_softmax(-1)[:, -1]
             kl = (own[:, -1].exp() * (own[:, -1] - changed)).sum(-1).mean()
             assert math.isclose(
-                float(found.table(kind)[a, b]), float(kl), rel_tol=1e-3, abs_tol=1e-5
+                float(found.table(map_type)[a, b]), float(kl), rel_tol=1e-3, abs_tol=1e-5
             )
             more = (own[:, -1] - changed).gather(-1, target[:, -1:]).mean()
             assert math.isclose(
-                float(found.table(kind, "loss_increase")[a, b]),
+                float(found.table(map_type, "loss_increase")[a, b]),
                 float(more),
                 rel_tol=1e-3,
                 abs_tol=1e-4,
             )
             top1 = (own[:, -1].argmax(-1) == changed.argmax(-1)).double().mean()
-            assert math.isclose(float(found.table(kind, "top1")[a, b]), float(top1), abs_tol=1e-6)
+            assert math.isclose(
+                float(found.table(map_type, "top1")[a, b]), float(top1), abs_tol=1e-6
+            )
 
 
 @torch.no_grad()
@@ -556,7 +558,7 @@ def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
         [[math.nan, 0.01, 0.5], [0.04, math.nan, 0.03], [0.2, 0.9, math.nan]], dtype=torch.float64
     )
     adjusted = false_discovery_control(some[torch.isfinite(some)].numpy())
-    assert np.allclose(_corrected(some)[torch.isfinite(some)], adjusted)
+    assert np.allclose(bias_corrected(some)[torch.isfinite(some)], adjusted)
 
 
 def test_the_flow_report_counts_dropped_directions_and_takes_one_kind():
@@ -859,16 +861,16 @@ def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other():
     assert float(report().isotropy["variance_cv"][1, 3]) == pytest.approx(
         isotropy_tests(test.X[:, 3].double() - flow(test.X[:, 1].double())).variance_cv
     )
-    for kind, table in report().baselines.items():
+    for map_type, table in report().baselines.items():
         moved = [
-            fit_map(train.X[:, 1], train.X[:, 3], kind)(part.X[:, 1].double())
+            fit_map(train.X[:, 1], train.X[:, 3], map_type)(part.X[:, 1].double())
             for part in (train, test)
         ]
         inside, outside = (
             score_map(m, part.X[:, 3]).relative_error for m, part in zip(moved, (train, test))
         )
-        assert float(table[1, 3]) == pytest.approx(outside), kind
-        assert abs(inside - outside) > 1e-3, kind
+        assert float(table[1, 3]) == pytest.approx(outside), map_type
+        assert abs(inside - outside) > 1e-3, map_type
 
 
 def test_isotropy_is_of_the_residual_from_the_first_state_to_the_second():

@@ -25,8 +25,12 @@ from tl_geometry.interventions.terms import keep_term, mean_term, remove_term
 from tl_geometry.models import from_hf, view
 from tl_geometry.scores.split import split_scores
 
-KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
-BY_HAND = [(kind, architecture) for kind in KINDS for architecture in ("gpt2", "llama", "bloom")]
+MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
+BY_HAND = [
+    (model_class, architecture)
+    for model_class in MODEL_CLASSES
+    for architecture in ("gpt2", "llama", "bloom")
+]
 CLEAN, CORRUPTED = tokens(2, 5, seed=8), tokens(2, 5, seed=9)
 TERMS = [("cvec", "cvec"), ("pos", "cvec")]
 NAMES = ["cvec-cvec", "pos-cvec"]
@@ -34,9 +38,13 @@ LONG = tokens(3, 14, seed=4)
 
 
 @cache
-def basis_of(kind: str, architecture: str, dtype: torch.dtype = torch.float32) -> PositionContext:
+def basis_of(
+    model_class: str, architecture: str, dtype: torch.dtype = torch.float32
+) -> PositionContext:
     return decompose(
-        tiny(kind, architecture, dtype=dtype), tokens(batch=16, length=18, seed=2), progress=False
+        tiny(model_class, architecture, dtype=dtype),
+        tokens(batch=16, length=18, seed=2),
+        progress=False,
     )
 
 
@@ -46,10 +54,14 @@ def logits(model: Any, ids: Tensor = CORRUPTED, **options: Any) -> Tensor:
 
 
 def by_hand(
-    kind: str, architecture: str, heads: dict[int, tuple[int, ...]]
+    model_class: str, architecture: str, heads: dict[int, tuple[int, ...]]
 ) -> AbstractContextManager[Any]:
     """The model without TERMS at heads by layer, edited in its own code."""
-    model, basis, stack = tiny(kind, architecture), basis_of(kind, architecture), ExitStack()
+    model, basis, stack = (
+        tiny(model_class, architecture),
+        basis_of(model_class, architecture),
+        ExitStack(),
+    )
     for layer, some in heads.items():
         stack.enter_context(
             modified(model, layer, basis, some, TERMS, rotary=architecture == "llama")
@@ -92,20 +104,20 @@ PATCHED = [
 
 
 @pytest.mark.parametrize("point", PATCHED)
-@pytest.mark.parametrize(("kind", "architecture"), BY_HAND)
+@pytest.mark.parametrize(("model_class", "architecture"), BY_HAND)
 def test_a_patched_activation_is_what_the_edit_sees(
-    kind: str, architecture: str, point: str
+    model_class: str, architecture: str, point: str
 ) -> None:
     """Hooks of a user before our context, in it, and by run_with_hooks, against the model edited by
     hand."""
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     seen = view(model)
-    with by_hand(kind, architecture, EDITED):
+    with by_hand(model_class, architecture, EDITED):
         _, cached = model.run_with_cache(CLEAN)
     for layer in (0, 1):
         name = f"blocks.{layer}.{point}"
         hooks = [(name, patches(name, cached[name]))]
-        with by_hand(kind, architecture, EDITED), torch.no_grad():
+        with by_hand(model_class, architecture, EDITED), torch.no_grad():
             right = model.run_with_hooks(CORRUPTED, fwd_hooks=hooks)
             unpatched = logits(model)
         with torch.no_grad():
@@ -145,18 +157,18 @@ PATCHING += [
 
 
 @pytest.mark.parametrize("name", PATCHING)
-@pytest.mark.parametrize("kind", KINDS)
-def test_patching_of_transformer_lens_inside_an_edit(kind: str, name: str) -> None:
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_patching_of_transformer_lens_inside_an_edit(model_class: str, name: str) -> None:
     from transformer_lens import patching
 
-    model, basis = tiny(kind, "gpt2"), basis_of(kind, "gpt2")
+    model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
     run = partial(
         getattr(patching, f"get_act_patch_{name}"), model, CORRUPTED, patching_metric=metric
     )
     _, cached = model.run_with_cache(CLEAN)
     with torch.no_grad():
         plain = run(clean_cache=cached)
-        with by_hand(kind, "gpt2", EDITED):
+        with by_hand(model_class, "gpt2", EDITED):
             right = run(clean_cache=cached)
         with remove_term(model, basis, NAMES, PAIRS):
             found = run(clean_cache=cached)
@@ -166,14 +178,14 @@ def test_patching_of_transformer_lens_inside_an_edit(kind: str, name: str) -> No
     assert (plain - right).abs().max() > 0.1 * span
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_sweep_of_blocks_inside_an_edit(kind: str) -> None:
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_the_sweep_of_blocks_inside_an_edit(model_class: str) -> None:
     from transformer_lens import patching
 
-    model, basis = tiny(kind, "gpt2"), basis_of(kind, "gpt2")
+    model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
     _, cached = model.run_with_cache(CLEAN)
     with torch.no_grad():
-        with by_hand(kind, "gpt2", EDITED):
+        with by_hand(model_class, "gpt2", EDITED):
             right = patching.get_act_patch_block_every(model, CORRUPTED, cached, metric)
         with remove_term(model, basis, NAMES, PAIRS):
             found = patching.get_act_patch_block_every(model, CORRUPTED, cached, metric)
@@ -183,13 +195,15 @@ def test_the_sweep_of_blocks_inside_an_edit(kind: str) -> None:
 
 @pytest.mark.parametrize("where", ["all_pos", "by_pos"])
 @pytest.mark.parametrize("side", ["q", "k"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_patching_of_queries_and_keys_inside_an_edit(kind: str, side: str, where: str) -> None:
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_patching_of_queries_and_keys_inside_an_edit(
+    model_class: str, side: str, where: str
+) -> None:
     """TransformerLens's sweeps over heads that are not edited; the sweeps over all heads patch
     edited ones, and are refused."""
     from transformer_lens import patching
 
-    model, basis = tiny(kind, "gpt2"), basis_of(kind, "gpt2")
+    model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
     _, cached = model.run_with_cache(CLEAN)
     axes = {"all_pos": ["layer", "head"], "by_pos": ["layer", "pos", "head"]}[where]
     others = [(layer, head) for layer in (0, 1) for head in range(4) if (layer, head) not in PAIRS]
@@ -204,7 +218,7 @@ def test_patching_of_queries_and_keys_inside_an_edit(kind: str, side: str, where
     word = {"q": "queries", "k": "keys"}[side]
     with torch.no_grad():
         plain = some(model, CORRUPTED, cached, patching_metric=metric)
-        with by_hand(kind, "gpt2", EDITED):
+        with by_hand(model_class, "gpt2", EDITED):
             right = some(model, CORRUPTED, cached, patching_metric=metric)
         with remove_term(model, basis, NAMES, PAIRS):
             found = some(model, CORRUPTED, cached, patching_metric=metric)
@@ -224,11 +238,11 @@ def test_patching_of_queries_and_keys_inside_an_edit(kind: str, side: str, where
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
-@pytest.mark.parametrize(("kind", "architecture"), BY_HAND)
-def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> None:
+@pytest.mark.parametrize(("model_class", "architecture"), BY_HAND)
+def test_patched_queries_and_keys(model_class: str, architecture: str, side: str) -> None:
     """Of heads that are not edited they are taken; of an edited head no split is known, and the
     message names the hook."""
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     _, cached = model.run_with_cache(CLEAN)
     name, head = f"blocks.1.attn.hook_{side}", 1
 
@@ -240,7 +254,7 @@ def test_patched_queries_and_keys(kind: str, architecture: str, side: str) -> No
     group = 4 // cached[name].shape[2]
     mine = {1: tuple(h for h in range(4) if h // group != head)[:2]}
     with torch.no_grad():
-        with by_hand(kind, architecture, mine):
+        with by_hand(model_class, architecture, mine):
             right = model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)])
         with remove_term(model, basis, NAMES, [(1, h) for h in mine[1]]):
             assert close(model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)]), right)
@@ -306,12 +320,12 @@ def pattern_of(split: Any, scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [*BY_HAND, ("bridge", "opt"), ("bridge", "bert")]
+    ("model_class", "architecture"), [*BY_HAND, ("bridge", "opt"), ("bridge", "bert")]
 )
 def test_contexts_nest_in_any_order_and_leave_the_model_as_it_was(
-    kind: str, architecture: str
+    model_class: str, architecture: str
 ) -> None:
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     before = logits(model)
     carried = hooks_of(model)
     with remove_term(model, basis, NAMES, ["L0H0", "L1H1", "L1H3"]):
@@ -369,9 +383,9 @@ def test_hooks_that_were_removed_are_noticed() -> None:
     assert hooks_of(model) == carried
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_errors_are_not_hidden_by_removed_hooks(kind: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, kind=kind, name="reset")
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_other_errors_are_not_hidden_by_removed_hooks(model_class: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class, name="reset")
     basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
     before, carried = logits(model), hooks_of(model)
     with pytest.raises(RuntimeError, match="mine"), remove_term(model, basis, NAMES):
@@ -408,9 +422,13 @@ def test_a_head_is_free_again_after_its_edit() -> None:
 SHOWN = ("gemma2", "gpt-oss", "neox", "qwen3", "falcon-alibi", "opt", "gptj", "gpt-neo", "bert")
 
 
-@pytest.mark.parametrize(("kind", "architecture"), [*BY_HAND, *(("bridge", a) for a in SHOWN)])
-def test_the_cache_shows_edited_scores_or_the_edit_says_so(kind: str, architecture: str) -> None:
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+@pytest.mark.parametrize(
+    ("model_class", "architecture"), [*BY_HAND, *(("bridge", a) for a in SHOWN)]
+)
+def test_the_cache_shows_edited_scores_or_the_edit_says_so(
+    model_class: str, architecture: str
+) -> None:
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     seen = view(model)
     _, plain = model.run_with_cache(LONG)
     with remove_term(model, basis, NAMES, [(1, h) for h in range(4)]) as edit:
@@ -449,11 +467,14 @@ def test_the_cache_shows_edited_scores_or_the_edit_says_so(kind: str, architectu
 # gradients
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("change", [remove_term, keep_term, mean_term])
-def test_gradients_are_those_of_finite_differences(kind: str, change: Any) -> None:
+def test_gradients_are_those_of_finite_differences(model_class: str, change: Any) -> None:
     """Through every path: the stream, the norm's scale, queries and keys, in two edited layers."""
-    model, basis = tiny(kind, "gpt2", dtype=torch.float64), basis_of(kind, "gpt2", torch.float64)
+    model, basis = (
+        tiny(model_class, "gpt2", dtype=torch.float64),
+        basis_of(model_class, "gpt2", torch.float64),
+    )
     generator = torch.Generator().manual_seed(3)
     at = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
     direction = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
@@ -477,15 +498,15 @@ def test_gradients_are_those_of_finite_differences(kind: str, change: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"),
+    ("model_class", "architecture"),
     [*BY_HAND, ("bridge", "gemma2"), ("bridge", "qwen3"), ("bridge", "opt"), ("bridge", "gptj")],
 )
-def test_gradients_in_every_kind_of_attention(kind: str, architecture: str) -> None:
+def test_gradients_in_every_kind_of_attention(model_class: str, architecture: str) -> None:
     """Attribution patching: the gradient at a stream and at an activation before it, against
     differences in the running model."""
     model, basis = (
-        tiny(kind, architecture, dtype=torch.float64),
-        basis_of(kind, architecture, torch.float64),
+        tiny(model_class, architecture, dtype=torch.float64),
+        basis_of(model_class, architecture, torch.float64),
     )
     direction = torch.randn(
         2, 5, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -519,18 +540,18 @@ def test_gradients_in_every_kind_of_attention(kind: str, architecture: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [(k, a) for k in KINDS for a in ("gpt2", "llama")]
+    ("model_class", "architecture"), [(k, a) for k in MODEL_CLASSES for a in ("gpt2", "llama")]
 )
-def test_gradients_reach_weights(kind: str, architecture: str) -> None:
+def test_gradients_reach_weights(model_class: str, architecture: str) -> None:
     """Also through the projections of the removed term: against the gradient of the model edited by
     hand."""
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     chosen = [p for n, p in model.named_parameters() if p.requires_grad]
 
     def gradients() -> list[Tensor | None]:
         return list(torch.autograd.grad(metric(model(CORRUPTED)), chosen, allow_unused=True))
 
-    with by_hand(kind, architecture, EDITED):
+    with by_hand(model_class, architecture, EDITED):
         right = gradients()
     with remove_term(model, basis, NAMES, PAIRS):
         found = gradients()
@@ -550,10 +571,10 @@ def test_gradients_reach_weights(kind: str, architecture: str) -> None:
 def refused(
     cause: str,
     error: type[GeometryError] = GeometryError,
-    kind: str = "bridge",
+    model_class: str = "bridge",
     architecture: str = "gpt2",
 ) -> Iterator[Any]:
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     before, carried = logits(model), hooks_of(model)
     with pytest.raises(error, match=cause), remove_term(model, basis, NAMES, PAIRS):
         yield model
@@ -562,16 +583,18 @@ def refused(
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(("kind", "architecture"), [*BY_HAND, ("bridge", "opt")])
-def test_padding_is_refused(kind: str, architecture: str, rows: int) -> None:
+@pytest.mark.parametrize(("model_class", "architecture"), [*BY_HAND, ("bridge", "opt")])
+def test_padding_is_refused(model_class: str, architecture: str, rows: int) -> None:
     """Left padding of every row too, and of a batch of one: there all rows have one mask, and
     positions are shifted."""
     mask = torch.ones(rows, 5, dtype=torch.int64)
     with refused(
-        "expected no padding: .* got zeros in attention_mask", kind=kind, architecture=architecture
+        "expected no padding: .* got zeros in attention_mask",
+        model_class=model_class,
+        architecture=architecture,
     ) as model:
         logits(model, CORRUPTED[:rows], attention_mask=mask.index_fill(1, torch.tensor([0, 1]), 0))
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     with remove_term(model, basis, NAMES, PAIRS):
         assert close(
             logits(model, CORRUPTED[:rows], attention_mask=mask), logits(model, CORRUPTED[:rows])
@@ -582,7 +605,7 @@ def test_padding_is_refused(kind: str, architecture: str, rows: int) -> None:
 def test_the_mask_that_hooked_transformer_makes_itself_is_refused() -> None:
     from tests.models.test_adapter import small_tokenizer
 
-    model = from_hf(hf_model("gpt2"), small_tokenizer(), kind="hooked", name="padding")
+    model = from_hf(hf_model("gpt2"), small_tokenizer(), model_class="hooked", name="padding")
     basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
     model.tokenizer.padding_side, pad = "left", model.tokenizer.pad_token_id
     ids = CORRUPTED[:1].clone()
@@ -601,7 +624,7 @@ def test_padding_of_an_encoder_is_refused() -> None:
     mask = torch.ones(2, 5, dtype=torch.int64)
     mask[:, 3:] = 0
     with refused(
-        "got zeros in one_zero_attention_mask", kind="hooked", architecture="bert"
+        "got zeros in one_zero_attention_mask", model_class="hooked", architecture="bert"
     ) as model:
         logits(model, one_zero_attention_mask=mask)
 
@@ -619,27 +642,34 @@ def test_custom_masks_and_positions_are_refused() -> None:
         model(CORRUPTED, attention_mask=ragged)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_autocast_is_refused(kind: str) -> None:
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_autocast_is_refused(model_class: str) -> None:
     with (
-        refused("expected the model's own dtype, got torch.autocast", kind=kind) as model,
+        refused(
+            "expected the model's own dtype, got torch.autocast", model_class=model_class
+        ) as model,
         torch.autocast("cpu", torch.bfloat16),
     ):
         logits(model)
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"),
-    [*((k, "gpt2") for k in KINDS), ("bridge", "llama"), ("bridge", "gptj")],
+    ("model_class", "architecture"),
+    [*((k, "gpt2") for k in MODEL_CLASSES), ("bridge", "llama"), ("bridge", "gptj")],
 )
-def test_bfloat16_models_are_edited(kind: str, architecture: str) -> None:
-    model, basis = tiny(kind, architecture, dtype=torch.bfloat16), basis_of(kind, architecture)
+def test_bfloat16_models_are_edited(model_class: str, architecture: str) -> None:
+    model, basis = (
+        tiny(model_class, architecture, dtype=torch.bfloat16),
+        basis_of(model_class, architecture),
+    )
     basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
     with remove_term(model, basis, NAMES, PAIRS):
         found = logits(model).float()
-    with remove_term(tiny(kind, architecture), basis_of(kind, architecture), NAMES, PAIRS):
-        right = logits(tiny(kind, architecture))
-    plain = logits(tiny(kind, architecture))
+    with remove_term(
+        tiny(model_class, architecture), basis_of(model_class, architecture), NAMES, PAIRS
+    ):
+        right = logits(tiny(model_class, architecture))
+    plain = logits(tiny(model_class, architecture))
     assert (found - right).norm() < 0.35 * (plain - right).norm()
 
 
@@ -674,9 +704,9 @@ def test_weights_that_change_inside_an_edit_are_noticed_or_taken() -> None:
 # BOS
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_without_the_bos_of_the_basis_are_refused(kind: str) -> None:
-    model = tiny(kind, "gpt2")
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_prompts_without_the_bos_of_the_basis_are_refused(model_class: str) -> None:
+    model = tiny(model_class, "gpt2")
     seen = dataclasses.replace(view(model), bos_id=0)
     rows = tokens(batch=16, length=18, seed=2)
     rows[:, 0] = 0
@@ -690,7 +720,7 @@ def test_prompts_without_the_bos_of_the_basis_are_refused(kind: str) -> None:
         assert edit.flags == []
         logits(model, rows[:2, :6].index_fill(1, torch.tensor([1]), 0))
         assert edit.flags == ["prompts that begin with two BOS tokens"]
-        if kind == "hooked":  # a pass that begins in the middle embeds no tokens
+        if model_class == "hooked":  # a pass that begins in the middle embeds no tokens
             _, cached = model.run_with_cache(rows[:2, :6])
             model(cached["blocks.1.hook_resid_pre"], start_at_layer=1)
     without = dataclasses.replace(
@@ -705,10 +735,10 @@ def test_prompts_without_the_bos_of_the_basis_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [(k, a) for k in KINDS for a in ("gpt2", "llama")]
+    ("model_class", "architecture"), [(k, a) for k in MODEL_CLASSES for a in ("gpt2", "llama")]
 )
-def test_generation(kind: str, architecture: str) -> None:
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+def test_generation(model_class: str, architecture: str) -> None:
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     options: dict[str, Any] = {
         "max_new_tokens": 4,
         "do_sample": False,
@@ -717,7 +747,7 @@ def test_generation(kind: str, architecture: str) -> None:
         "return_type": "tokens",
     }
     prompts = tokens(6, 5, seed=9)
-    with by_hand(kind, architecture, EDITED):
+    with by_hand(model_class, architecture, EDITED):
         right = model.generate(prompts, use_past_kv_cache=False, **options)
     plain = model.generate(prompts, use_past_kv_cache=False, **options)
     assert not torch.equal(plain, right)

@@ -40,11 +40,11 @@ def basis_of(model: Any) -> tlg.PositionContext:
     return tlg.decompose(model, tokens(24, 16), progress=False)
 
 
-@pytest.mark.parametrize(("kind", "architecture"), MODELS)
+@pytest.mark.parametrize(("model_class", "architecture"), MODELS)
 def test_the_whole_changes_nothing_and_every_part_changes_the_logits(
-    kind: str, architecture: str
+    model_class: str, architecture: str
 ) -> None:
-    model = tiny(kind, architecture)
+    model = tiny(model_class, architecture)
     view, basis = tlg.view(model), basis_of(model)
     clean = view.run(tokens(), {}, logits=True)
     assert clean is not None
@@ -209,11 +209,11 @@ ROTARY = [
 ROTARY += [("hooked", "llama"), ("hooked", "gptj")] if HAS_HOOKED else []
 
 
-@pytest.mark.parametrize(("kind", "architecture"), ROTARY)
+@pytest.mark.parametrize(("model_class", "architecture"), ROTARY)
 def test_in_rotary_models_the_whole_changes_nothing_and_every_part_does(
-    kind: str, architecture: str
+    model_class: str, architecture: str
 ) -> None:
-    model = tiny(kind, architecture)
+    model = tiny(model_class, architecture)
     view, basis = tlg.view(model), basis_of(model)
     clean = view.run(tokens(), {}, logits=True)
     assert clean is not None

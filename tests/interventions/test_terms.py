@@ -40,7 +40,7 @@ from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import sweep_heads
 from tl_geometry.scores.terms import term_names
 
-KINDS = (
+ARCHITECTURES = (
     "gpt2",
     "llama",
     "bloom",
@@ -61,8 +61,10 @@ MIXED = ("pos-cvec", "cvec-cvec")
 
 
 @cache
-def basis_of(kind: str, architecture: str) -> PositionContext:
-    return decompose(tiny(kind, architecture), tokens(batch=16, length=18, seed=2), progress=False)
+def basis_of(model_class: str, architecture: str) -> PositionContext:
+    return decompose(
+        tiny(model_class, architecture), tokens(batch=16, length=18, seed=2), progress=False
+    )
 
 
 @cache
@@ -80,10 +82,13 @@ def hooks_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [*(("bridge", a) for a in KINDS), *(("hooked", a) for a in HOOKED)]
+    ("model_class", "architecture"),
+    [*(("bridge", a) for a in ARCHITECTURES), *(("hooked", a) for a in HOOKED)],
 )
-def test_a_large_edit_changes_the_logits_and_leaves_no_trace(kind: str, architecture: str) -> None:
-    model, basis = tiny(kind, architecture), basis_of(kind, architecture)
+def test_a_large_edit_changes_the_logits_and_leaves_no_trace(
+    model_class: str, architecture: str
+) -> None:
+    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     before, hooks = logits(model), hooks_of(model)
     with remove_term(model, basis, ["content", "mixed"]):
         edited = logits(model)
@@ -264,10 +269,10 @@ def test_term_names() -> None:
 # ---- the stream
 
 
-@pytest.mark.parametrize("kind", ["bridge", "hooked"] if HAS_HOOKED else ["bridge"])
+@pytest.mark.parametrize("model_class", ["bridge", "hooked"] if HAS_HOOKED else ["bridge"])
 @pytest.mark.parametrize("subspace", ["pos", "ctx"])
-def test_projections_of_the_stream(kind: str, subspace: str) -> None:
-    model, basis = tiny(kind, "gpt2"), basis_of(kind, "gpt2")
+def test_projections_of_the_stream(model_class: str, subspace: str) -> None:
+    model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
     before = logits(model)
     for state in (0, 1, 2):
         plain, found = {}, {}

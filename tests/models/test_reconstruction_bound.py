@@ -55,9 +55,14 @@ def layers_of(seen: ModelView, ids: Tensor, verify: bool = True) -> list[LayerVi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "bert"])
 def test_clean_runs_stay_well_inside(architecture: str, dtype: str) -> None:
-    for kind, processed in loadable(architecture)[:: 1 if dtype == "float32" else 2]:
+    for model_class, processed in loadable(architecture)[:: 1 if dtype == "float32" else 2]:
         seen = view(
-            from_hf(hf_model(architecture, DTYPES[dtype]), None, kind=kind, processed=processed)
+            from_hf(
+                hf_model(architecture, DTYPES[dtype]),
+                None,
+                model_class=model_class,
+                processed=processed,
+            )
         )
         for seed in range(3):
             # bfloat16 keeps 8 bits, of which scores are rounded to again on their way
@@ -184,16 +189,27 @@ def test_a_pattern_that_does_not_sum_to_one_is_refused() -> None:
 def test_faults_below_one_percent_are_seen_in_half_precision(
     architecture: str, dtype: torch.dtype, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kind, processed in loadable(architecture)[::2]:
-        model = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
+    for model_class, processed in loadable(architecture)[::2]:
+        model = from_hf(
+            hf_model(architecture, dtype), None, model_class=model_class, processed=processed
+        )
         layers_of(view(model), tokens())
         monkeypatch.setattr(finding.FactFinder, "find", lambda self: off_by(FIND(self), factor))
-        again = from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)
+        again = from_hf(
+            hf_model(architecture, dtype), None, model_class=model_class, processed=processed
+        )
         with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
             layers_of(view(again), tokens())
-        monkeypatch.setattr(layers.Layers, "_verify_facts", lambda self, layer, h: None)
+        monkeypatch.setattr(layers.Layers, "verify_facts", lambda self, layer, h: None)
         layers_of(
-            view(from_hf(hf_model(architecture, dtype), None, kind=kind, processed=processed)),
+            view(
+                from_hf(
+                    hf_model(architecture, dtype),
+                    None,
+                    model_class=model_class,
+                    processed=processed,
+                )
+            ),
             tokens(),
         )  # hidden by rounding
         monkeypatch.undo()
@@ -206,9 +222,9 @@ def off_by(found: facts.Facts, factor: float) -> facts.Facts:
     return dataclasses.replace(found, scale=found.scale * factor)
 
 
-@pytest.mark.parametrize("kind", ["bridge", "hooked"] if HAS_HOOKED else ["bridge"])
-def test_weights_that_were_widened_are_the_same_tensors_again(kind: str) -> None:
-    model = from_hf(hf_model("gpt2", torch.bfloat16), None, kind=kind)
+@pytest.mark.parametrize("model_class", ["bridge", "hooked"] if HAS_HOOKED else ["bridge"])
+def test_weights_that_were_widened_are_the_same_tensors_again(model_class: str) -> None:
+    model = from_hf(hf_model("gpt2", torch.bfloat16), None, model_class=model_class)
     before = {n: (p, p.data_ptr(), p.dtype) for n, p in model.named_parameters()}
     plain = model(tokens())
     with pytest.raises(KeyError), widened(model):

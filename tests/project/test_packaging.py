@@ -100,23 +100,23 @@ def test_readme_begins_with_the_two_commands() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hooked", "bridge"])
+@pytest.mark.parametrize("model_class", ["hooked", "bridge"])
 def test_the_readme_examples_run(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_class: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.tiny import HAS_HOOKED
 
-    if kind == "hooked" and not HAS_HOOKED:
+    if model_class == "hooked" and not HAS_HOOKED:
         pytest.skip("TransformerLens 4 has no HookedTransformer")
     blocks = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
     )
-    code = next(b for b in blocks if ("HookedTransformer" in b) is (kind == "hooked"))
+    code = next(b for b in blocks if ("HookedTransformer" in b) is (model_class == "hooked"))
     (tmp_path / "book.txt").write_text("def f(x):\n    return x\n\n" * 400)
     monkeypatch.chdir(tmp_path)
     swaps = {
         r"^from transformer_lens.*$": "from tl_geometry import zoo",
-        r"^model = .*$": f"model = zoo.embedded(kind={kind!r})",
+        r"^model = .*$": f"model = zoo.embedded(model_class={model_class!r})",
     }
     swaps |= {
         r"\b256\b": "32",

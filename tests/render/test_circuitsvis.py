@@ -214,7 +214,7 @@ def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:
 def test_without_circuitsvis_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    views._bundle.cache_clear()
+    views.bundle.cache_clear()
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
@@ -222,7 +222,7 @@ def test_without_circuitsvis_it_says_what_to_install(
     )
     with pytest.raises(GeometryError, match="pip install circuitsvis"):
         views.colored_tokens(["a"], [1.0])
-    views._bundle.cache_clear()
+    views.bundle.cache_clear()
 
 
 DRAWN = "document.body.dataset.drawn"

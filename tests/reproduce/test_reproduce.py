@@ -15,7 +15,7 @@ import torch
 from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
-from tl_geometry import models, reproduce
+from tl_geometry import models, reproduce, zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_view import ModelView
@@ -236,8 +236,8 @@ def test_final_norm_is_hugging_face_s_last_hidden_state(
     assert ours(found[0], "stable_rank")[-1] != pytest.approx(ours(found[1], "stable_rank")[-1])
 
 
-@pytest.mark.parametrize("kind", ["bridge", "hooked"])
-def test_causal_bert_is_hugging_face_s_decoder_and_is_put_back(kind: str) -> None:
+@pytest.mark.parametrize("model_class", ["bridge", "hooked"])
+def test_causal_bert_is_hugging_face_s_decoder_and_is_put_back(model_class: str) -> None:
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=D,
@@ -249,7 +249,7 @@ def test_causal_bert_is_hugging_face_s_decoder_and_is_put_back(kind: str) -> Non
     config._attn_implementation = "eager"
     bert = randomised(
         transformers.BertForPreTraining(config)
-        if kind == "hooked"
+        if model_class == "hooked"
         else transformers.BertForMaskedLM(config)
     )
     decoder = transformers.BertModel(
@@ -261,7 +261,7 @@ def test_causal_bert_is_hugging_face_s_decoder_and_is_put_back(kind: str) -> Non
         expected = decoder.eval()(rows, output_hidden_states=True).hidden_states
         usual = bert(rows, output_hidden_states=True).hidden_states
     try:
-        view = as_view(models.from_hf(bert, name="bert-base-cased", kind=kind))
+        view = as_view(models.from_hf(bert, name="bert-base-cased", model_class=model_class))
     except GeometryError as error:
         pytest.skip(str(error))
 
@@ -354,9 +354,9 @@ def test_verdicts(gpt2: Any, ids: Tensor, tmp_path: Path) -> None:
         11.54,
     )  # the one from the notebook, the other from Table 2
     assert math.isnan(printed["incoherence"])
-    assert tables._verdict(2.0, 2.05, 0.1, True) == "agrees"
-    assert tables._verdict(2.0, 2.2, 0.1, True) == "differs"
-    assert tables._verdict(2.0, 2.0, 0.1, True, "why") == "doubtful: why"
+    assert tables.verdict(2.0, 2.05, 0.1, True) == "agrees"
+    assert tables.verdict(2.0, 2.2, 0.1, True) == "differs"
+    assert tables.verdict(2.0, 2.0, 0.1, True, "why") == "doubtful: why"
     assert "table 5       state 2" in found.text()
     loaded = reproduce.Reproduction.load(found.save(tmp_path / "r.safetensors"))
     assert loaded.text() == found.text()
@@ -397,3 +397,23 @@ def test_embedded_model_runs_without_arguments() -> None:
     assert 0 < found.value("table 1", "intra") <= 1
     assert found.value("table 1", "rank") >= 1
     assert {c[5] for c in found.cells} == {"no published row"}
+
+
+def test_topic_documents_by_file(tmp_path: Path) -> None:
+    """What the command line takes is what the function takes."""
+    texts = [t[:6000] for t in zoo.corpus.held_out_documents().texts[:3]]
+    files = [tmp_path / f"{i}.txt" for i in range(3)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text, encoding="utf-8")
+    found = reproduce.run(
+        "song-zhong", corpus=files[:1], topics=files[1:], contexts=3, progress=False
+    )
+    assert isinstance(found, reproduce.Reproduction)
+    settings = reproduce.settings_for(as_view(zoo.embedded()))
+    settings = dataclasses.replace(settings, contexts=3, fresh=3)
+    same = reproduce.song_zhong(None, texts[0], topics=texts[1:], settings=settings, progress=False)
+    assert found.text() == same.text()
+    assert {"inter", "intra", "incoherence"} <= {c[1] for c in found.cells}
+    few = reproduce.run("song-zhong", corpus=files[:1], contexts=3, progress=False)
+    assert isinstance(few, reproduce.Reproduction)
+    assert "inter" not in {c[1] for c in few.cells}

@@ -26,7 +26,7 @@ from tl_geometry.scores import sweep
 from tl_geometry.scores.details import DETAILS, null_positions, score
 from tl_geometry.scores.split import ScoreSplit
 
-KINDS = [
+ARCHITECTURES = [
     "gpt2",
     "llama",
     "neox",
@@ -52,24 +52,26 @@ def normalized_basis(model: Any) -> PositionContext:
 
 @cache
 def bases(
-    kind: str, architecture: str, dtype: torch.dtype = torch.float32, processed: bool = False
+    model_class: str, architecture: str, dtype: torch.dtype = torch.float32, processed: bool = False
 ) -> dict[str, PositionContext]:
-    model = tiny(kind, architecture, processed, dtype)
+    model = tiny(model_class, architecture, processed, dtype)
     return {"raw": decompose(model, CORPUS, progress=False), "normalized": normalized_basis(model)}
 
 
-def split_on(which: str, architecture: str, kind: str = "bridge", **options: Any) -> ScoreSplit:
+def split_on(
+    which: str, architecture: str, model_class: str = "bridge", **options: Any
+) -> ScoreSplit:
     return split_scores(
-        tiny(kind, architecture), PROMPTS, bases(kind, architecture)[which], **options
+        tiny(model_class, architecture), PROMPTS, bases(model_class, architecture)[which], **options
     )
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_terms_sum_to_the_same_scores(architecture: str) -> None:
-    for kind, processed in loadable(architecture):
+    for model_class, processed in loadable(architecture):
         model, found = (
-            tiny(kind, architecture, processed),
-            bases(kind, architecture, processed=processed),
+            tiny(model_class, architecture, processed),
+            bases(model_class, architecture, processed=processed),
         )
         raw, normed = (split_scores(model, PROMPTS, found[name]) for name in ("raw", "normalized"))
         assert normed.reconstruction.adds_up
@@ -282,7 +284,7 @@ def test_details_work_on_a_normalised_basis() -> None:
     table = sweep_heads(model, PROMPTS, basis, detail=DETAILS, progress=False)
     split = split_scores(model, PROMPTS, basis)
     pattern = (
-        (split._sum() - split["cvec-cvec"]).masked_fill(~split.allowed, -torch.inf).softmax(-1)
+        (split.summed() - split["cvec-cvec"]).masked_fill(~split.allowed, -torch.inf).softmax(-1)
     )
     tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean((0, 2)) / 2
     assert torch.allclose(table.details["tv_cvec-cvec"].float(), tv, atol=1e-4)
@@ -350,17 +352,19 @@ def test_values_on_a_normalised_basis(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
 def test_terms_are_removed_from_a_live_model(architecture: str) -> None:
-    for kind, processed in loadable(architecture):
+    for model_class, processed in loadable(architecture):
         model, basis = (
-            tiny(kind, architecture, processed),
-            bases(kind, architecture, processed=processed)["normalized"],
+            tiny(model_class, architecture, processed),
+            bases(model_class, architecture, processed=processed)["normalized"],
         )
         split, clean = (
             split_scores(model, PROMPTS, basis, layers=1),
             model.run_with_cache(PROMPTS)[1],
         )
         cut = (
-            (split._sum() - split["cvec-cvec"]).masked_fill(~split.allowed, -torch.inf).softmax(-1)
+            (split.summed() - split["cvec-cvec"])
+            .masked_fill(~split.allowed, -torch.inf)
+            .softmax(-1)
         )
         v = clean["v", 1]
         v = v if v.shape[2] == 4 else v.repeat_interleave(4 // v.shape[2], 2)

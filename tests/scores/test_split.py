@@ -37,7 +37,7 @@ from tl_geometry.models.reconstruction import pattern_error, reconstruction_boun
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.sums import share_sums_dense
-from tl_geometry.scores.values import _token_ids, split_values
+from tl_geometry.scores.values import split_values, target_ids
 
 PROMPTS = tokens(batch=2, length=18, seed=7)
 HALF = (torch.float16, torch.bfloat16)
@@ -45,32 +45,34 @@ Change = Callable[[LayerView], LayerView]
 
 
 def basis_of(
-    kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
+    model_class: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
 ) -> PositionContext:
-    return _basis(kind, architecture, processed, dtype)
+    return _basis(model_class, architecture, processed, dtype)
 
 
 @cache
-def _basis(kind: str, architecture: str, processed: bool, dtype: torch.dtype) -> PositionContext:
+def _basis(
+    model_class: str, architecture: str, processed: bool, dtype: torch.dtype
+) -> PositionContext:
     return decompose(
-        tiny(kind, architecture, processed, dtype),
+        tiny(model_class, architecture, processed, dtype),
         tokens(batch=24, length=20, seed=2),
         progress=False,
     )
 
 
 def split_of(
-    kind: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
+    model_class: str, architecture: str, processed: bool = False, dtype: torch.dtype = torch.float32
 ) -> ScoreSplit:
-    return _split(kind, architecture, processed, dtype)
+    return _split(model_class, architecture, processed, dtype)
 
 
 @cache
-def _split(kind: str, architecture: str, processed: bool, dtype: torch.dtype) -> ScoreSplit:
+def _split(model_class: str, architecture: str, processed: bool, dtype: torch.dtype) -> ScoreSplit:
     return split_scores(
-        tiny(kind, architecture, processed, dtype),
+        tiny(model_class, architecture, processed, dtype),
         PROMPTS,
-        basis_of(kind, architecture, processed, dtype),
+        basis_of(model_class, architecture, processed, dtype),
     )
 
 
@@ -81,8 +83,11 @@ def summed(split: ScoreSplit) -> Tensor:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_terms_sum_to_the_scores_of_the_model(architecture: str) -> None:
-    for kind, processed in loadable(architecture):
-        split, model = split_of(kind, architecture, processed), tiny(kind, architecture, processed)
+    for model_class, processed in loadable(architecture):
+        split, model = (
+            split_of(model_class, architecture, processed),
+            tiny(model_class, architecture, processed),
+        )
         assert split.reconstruction.adds_up
         assert split.reconstruction.worst < 0.5
         assert split.reconstruction.scale > 10
@@ -102,7 +107,7 @@ def test_terms_sum_to_the_scores_of_the_model(architecture: str) -> None:
             if not torch.allclose(scores, theirs):  # this class's hook does hold scores
                 assert float((entered[:, heads] - scores)[:, allowed].abs().max()) <= bound
             else:
-                assert kind == "bridge"
+                assert model_class == "bridge"
 
 
 @pytest.mark.parametrize(
@@ -110,14 +115,17 @@ def test_terms_sum_to_the_scores_of_the_model(architecture: str) -> None:
 )
 def test_float64_closes_to_1e_12(architecture: str) -> None:
     exact = [k for k, processed in loadable(architecture) if not processed]
-    for kind in exact:
-        split = split_of(kind, architecture, dtype=torch.float64)
+    for model_class in exact:
+        split = split_of(model_class, architecture, dtype=torch.float64)
         single = (
-            view(tiny(kind, architecture, dtype=torch.float64)).describe_layer(1)["arithmetic"]
+            view(tiny(model_class, architecture, dtype=torch.float64)).describe_layer(1)[
+                "arithmetic"
+            ]
             != "float64"
         )
         assert single == (
-            kind == "bridge" and architecture in ("llama", "mistral", "qwen3", "gemma3", "opt")
+            model_class == "bridge"
+            and architecture in ("llama", "mistral", "qwen3", "gemma3", "opt")
         )
         assert split.q.dtype == torch.float64
         name = "sum scores" if "sum scores" in split.reconstruction.checks else "sum pattern"
@@ -315,8 +323,10 @@ def test_any_additive_split_closes(seed: int, size: float) -> None:
 
 
 @cache
-def states(kind: str, architecture: str) -> Tensor:
-    return tl_geometry.models.states_from_cache(tiny(kind, architecture).run_with_cache(PROMPTS)[1])
+def states(model_class: str, architecture: str) -> Tensor:
+    return tl_geometry.models.states_from_cache(
+        tiny(model_class, architecture).run_with_cache(PROMPTS)[1]
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,7 +345,7 @@ def test_the_equation_as_printed() -> None:
     whole = h.double() @ W @ h.double().mT
     assert torch.allclose(summed(split)[:, 6], whole, atol=1e-3)
     assert (
-        float((split._sum()[:, 6] - split_of("bridge", "gpt2")._sum()[:, 6]).abs().max()) > 1
+        float((split.summed()[:, 6] - split_of("bridge", "gpt2").summed()[:, 6]).abs().max()) > 1
     )  # not the model's scores
 
 
@@ -356,7 +366,7 @@ def test_the_published_code_and_how_far_it_misses() -> None:
     ) / math.sqrt(8)
     assert torch.allclose(split.terms["pos", "cvec"][:, 4:], once, atol=1e-3)
     exact = split_of("bridge", "gpt2")
-    missed = (summed(split) - exact._sum()).abs()[:, split.allowed].max() / exact.total()[
+    missed = (summed(split) - exact.summed()).abs()[:, split.allowed].max() / exact.total()[
         :, split.allowed
     ].abs().max()
     assert (
@@ -404,8 +414,8 @@ def test_shares_of_terms_and_groups_sum_to_one(architecture: str) -> None:
     assert len(split.shares(drop=0).rows()) == len(table.rows())
 
 
-@pytest.mark.parametrize("kind", ["bridge", *(["hooked"] if HAS_HOOKED else [])])
-def test_a_rotary_previous_token_head_is_position(kind: str) -> None:
+@pytest.mark.parametrize("model_class", ["bridge", *(["hooked"] if HAS_HOOKED else [])])
+def test_a_rotary_previous_token_head_is_position(model_class: str) -> None:
     """In a rotary model position does not live in ``pos``: the constants, rotated, attend to the
     previous token."""
     hf = hf_model("neox")
@@ -421,7 +431,7 @@ def test_a_rotary_previous_token_head_is_position(kind: str) -> None:
             angle = -(10000.0 ** (-i / 2))
             turned[i], turned[i + width] = math.cos(angle) * key[i], math.sin(angle) * key[i]
         bias[:, 0] = turned
-    model = from_hf(hf, None, kind=kind, name="previous")
+    model = from_hf(hf, None, model_class=model_class, name="previous")
     basis = decompose(model, tokens(batch=16, length=20, seed=2), progress=False)
     split = split_scores(model, PROMPTS, basis, layers=0)
     assert float(split.pattern().diagonal(-1, -2, -1).mean()) > 0.9
@@ -436,18 +446,21 @@ def test_a_rotary_previous_token_head_is_position(kind: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma3", "bert"])
 def test_a_cache_gives_the_same_as_a_run(architecture: str) -> None:
-    for kind, _ in loadable(architecture)[::2]:
-        model = tiny(kind, architecture)
+    for model_class, _ in loadable(architecture)[::2]:
+        model = tiny(model_class, architecture)
         cached = split_scores(
-            model, PROMPTS, basis_of(kind, architecture), cache=model.run_with_cache(PROMPTS)[1]
+            model,
+            PROMPTS,
+            basis_of(model_class, architecture),
+            cache=model.run_with_cache(PROMPTS)[1],
         )
-        for term, value in split_of(kind, architecture).terms.items():
+        for term, value in split_of(model_class, architecture).terms.items():
             assert torch.equal(cached.terms[term], value)
         with pytest.raises(GeometryError, match=r"activations of tokens \(2, 17\), got \(2, 18\)"):
             split_scores(
                 model,
                 PROMPTS[:, :17],
-                basis_of(kind, architecture),
+                basis_of(model_class, architecture),
                 cache=model.run_with_cache(PROMPTS)[1],
             )
 
@@ -741,9 +754,9 @@ def test_pattern_error_sees_what_it_should() -> None:
     "architecture", ["gpt2", "llama", "bloom", "gemma2", "gpt-oss", "gptj", "olmo2", "bert"]
 )
 def test_values_sum_to_the_output_of_the_head(architecture: str) -> None:
-    for kind, processed in loadable(architecture):
-        model = tiny(kind, architecture, processed)
-        split = split_values(model, PROMPTS, basis_of(kind, architecture, processed))
+    for model_class, processed in loadable(architecture):
+        model = tiny(model_class, architecture, processed)
+        split = split_values(model, PROMPTS, basis_of(model_class, architecture, processed))
         assert split.reconstruction.adds_up
         cache = model.run_with_cache(PROMPTS)[1]
         assert torch.allclose(
@@ -763,13 +776,13 @@ def test_values_sum_to_the_output_of_the_head(architecture: str) -> None:
 def test_direct_effects_are_differences_of_logits(architecture: str) -> None:
     """Taking a part's output out of the last state with the norm's scale frozen changes the logit
     by its direct effect."""
-    for kind, processed in loadable(architecture):
-        model = tiny(kind, architecture, processed)
+    for model_class, processed in loadable(architecture):
+        model = tiny(model_class, architecture, processed)
         seen = view(model)
         split = split_values(
             model,
             PROMPTS,
-            basis_of(kind, architecture, processed),
+            basis_of(model_class, architecture, processed),
             heads=["L1H2"],
             token_ids=[5, 9],
         )
@@ -809,8 +822,11 @@ def test_logits_of_a_head_that_is_not_linear_are_refused() -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma2", "olmo2"])
 def test_direct_effects_through_a_norm_after_attention_are_refused(architecture: str) -> None:
-    for kind, processed in loadable(architecture):
-        model, basis = tiny(kind, architecture, processed), basis_of(kind, architecture, processed)
+    for model_class, processed in loadable(architecture):
+        model, basis = (
+            tiny(model_class, architecture, processed),
+            basis_of(model_class, architecture, processed),
+        )
         with pytest.raises(
             UnsupportedModelError,
             match="heads that write straight into the stream, got a norm after attention",
@@ -831,9 +847,9 @@ def test_tokens_of_direct_effects_are_ids_or_single_tokens_one_or_several() -> N
     assert chosen(5) == (5,)
     assert chosen("c") == (9,)
     assert chosen(["c", 5]) == (9, 5)
-    assert _token_ids(seen, torch.tensor([7, 5])) == (7, 5)
+    assert target_ids(seen, torch.tensor([7, 5])) == (7, 5)
     with pytest.raises(GeometryError, match=r"ids, or texts of one token each, got 5\.7"):
-        _token_ids(seen, [5.7])
+        target_ids(seen, [5.7])
     for asked, text in (
         ("cd", "ids, or texts of one token each, got 'cd', which is 2 tokens"),
         ([], "at least one token"),

@@ -28,7 +28,7 @@ from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 from tl_geometry.scores.terms import GROUPS
 
-KINDS = ["gpt2", "llama", "bloom", "qwen3", "gemma2", "gpt-neo", "bert"]
+ARCHITECTURES = ["gpt2", "llama", "bloom", "qwen3", "gemma2", "gpt-neo", "bert"]
 PROMPTS = tokens(batch=5, length=20, seed=4)
 
 
@@ -50,7 +50,7 @@ def everything(architecture: str) -> SweepTable:
     return swept(architecture, detail=DETAILS)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_the_split_of_the_same_prompts(architecture: str) -> None:
     ours = swept(architecture, batch_size=2)
     theirs = split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture)).shares()
@@ -124,7 +124,7 @@ def test_ablation_effect_equals_the_pattern_of_the_scores_without_the_term() -> 
     for architecture in ("gpt2", "gemma2", "bloom"):
         table = everything(architecture)
         split = split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture))
-        total = split._sum()
+        total = split.summed()
         for query, key in list(split.terms)[2:9:3]:
             cut = total - split.terms[query, key]
             cap = split.softcap[:, None, None]

@@ -20,7 +20,7 @@ from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import projection
 
 SEEDS = st.integers(0, 10_000)
-KINDS = st.sampled_from(["LN", "RMS"])
+NORM_TYPES = st.sampled_from(["LN", "RMS"])
 fast = settings(deadline=None, max_examples=20)
 
 
@@ -32,22 +32,22 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@given(SEEDS, KINDS, st.sampled_from([0.0, 1e-5, 0.3]))
+@given(SEEDS, NORM_TYPES, st.sampled_from([0.0, 1e-5, 0.3]))
 @fast
-def test_points_and_surfaces(seed: int, kind: str, eps: float) -> None:
+def test_points_and_surfaces(seed: int, norm_type: str, eps: float) -> None:
     x, gain, bias = (
         3 * normal(5, 8, seed=seed) + 2,
         normal(8, seed=seed + 1),
         normal(8, seed=seed + 2),
     )
-    g = projection.norm_geometry(x, gain, bias, eps, kind)
-    module = torch.nn.functional.layer_norm if kind == "LN" else torch.nn.functional.rms_norm
+    g = projection.norm_geometry(x, gain, bias, eps, norm_type)
+    module = torch.nn.functional.layer_norm if norm_type == "LN" else torch.nn.functional.rms_norm
     close(g.z, module(x, (8,), eps=eps), 1e-9)
     close(g.y, gain * g.z + bias)
     assert float(g.ellipsoid_residual.max()) < 1e-9
     close(g.deficit, 8**0.5 - g.radius)
     assert bool((g.radius <= 8**0.5 + 1e-12).all())
-    if kind == "LN":
+    if norm_type == "LN":
         assert float(g.hyperplane_residual.max()) < 1e-9
         off = projection.norm_geometry(x, gain, bias, eps, "RMS").z
         assert (
@@ -95,57 +95,57 @@ def test_constant_vectors_zero_gains_and_zero_vectors() -> None:
     assert all(math.isnan(float(v)) for v in u)
 
 
-@given(SEEDS, KINDS)
+@given(SEEDS, NORM_TYPES)
 @fast
-def test_paths(seed: int, kind: str) -> None:
+def test_paths(seed: int, norm_type: str) -> None:
     points = normal(3, 6, 7, seed=seed)
-    p = projection.path_geometry(points, kind)
+    p = projection.path_geometry(points, norm_type)
     assert bool((p.tortuosity >= 1 - 1e-12).all())
     close(p.length, p.steps.sum(-1))
-    scaled = points * (1 + torch.arange(6).double())[:, None] + (2.0 if kind == "LN" else 0.0)
-    close(projection.path_geometry(scaled, kind).steps, p.steps, 1e-9)
-    c = remove_mean(points, kind)
+    scaled = points * (1 + torch.arange(6).double())[:, None] + (2.0 if norm_type == "LN" else 0.0)
+    close(projection.path_geometry(scaled, norm_type).steps, p.steps, 1e-9)
+    c = remove_mean(points, norm_type)
     cosine = torch.nn.functional.cosine_similarity(c[:, :-1], c[:, 1:], dim=-1)
     close(p.steps.cos(), cosine)
-    if kind == "RMS":
+    if norm_type == "RMS":
         close(
-            projection.path_geometry(points @ torch.linalg.qr(normal(7, 7)).Q, kind).steps,
+            projection.path_geometry(points @ torch.linalg.qr(normal(7, 7)).Q, norm_type).steps,
             p.steps,
             1e-9,
         )
 
 
-@given(SEEDS, KINDS)
+@given(SEEDS, NORM_TYPES)
 @fast
 def test_updates_split_by_pythagoras_and_only_the_tangential_part_turns(
-    seed: int, kind: str
+    seed: int, norm_type: str
 ) -> None:
     h, u = normal(5, 8, seed=seed), normal(5, 8, seed=seed + 1)
-    s = projection.update_split(h, u, kind)
-    close(s.radial.square() + s.tangential.square(), remove_mean(u, kind).square().sum(-1))
-    length = torch.linalg.vector_norm(remove_mean(h, kind), dim=-1)
+    s = projection.update_split(h, u, norm_type)
+    close(s.radial.square() + s.tangential.square(), remove_mean(u, norm_type).square().sum(-1))
+    length = torch.linalg.vector_norm(remove_mean(h, norm_type), dim=-1)
     close(s.turn, torch.atan2(s.tangential, length + s.radial))
-    along = projection.update_split(h, 0.5 * h, kind)
+    along = projection.update_split(h, 0.5 * h, norm_type)
     assert float(along.turn.max()) < 1e-7
     assert float(along.tangential.max()) < 1e-12
 
 
-@given(SEEDS, KINDS, st.integers(1, 40))
+@given(SEEDS, NORM_TYPES, st.integers(1, 40))
 @fast
-def test_rank_and_angle_of_a_token_equal_brute_force(seed: int, kind: str, chunk: int) -> None:
+def test_rank_and_angle_of_a_token_equal_brute_force(seed: int, norm_type: str, chunk: int) -> None:
     points, vocabulary = normal(2, 4, 6, seed=seed), normal(30, 6, seed=seed + 1)
     target = torch.randint(0, 30, (2, 4), generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(projection, "VOCABULARY_CHUNK", chunk)
-        a = projection.token_approach(points, vocabulary, target, kind)
+        a = projection.token_approach(points, vocabulary, target, norm_type)
     cosine = torch.nn.functional.cosine_similarity(
-        remove_mean(points, kind)[:, :, None], remove_mean(vocabulary, kind), dim=-1
+        remove_mean(points, norm_type)[:, :, None], remove_mean(vocabulary, norm_type), dim=-1
     )
     own = cosine.gather(-1, target[..., None])
     close(a.angle.cos(), own[..., 0])
     assert a.rank.tolist() == ((cosine > own).sum(-1) + 1).tolist()
     assert (
-        projection.token_approach(vocabulary, vocabulary, torch.arange(30), kind).rank.tolist()
+        projection.token_approach(vocabulary, vocabulary, torch.arange(30), norm_type).rank.tolist()
         == [1] * 30
     )
 

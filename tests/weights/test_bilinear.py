@@ -335,9 +335,9 @@ def layer(seed: int = 0, *, heads: int = 2, size: int = 10, width: int = 4) -> H
     )
 
 
-@pytest.mark.parametrize("kind", ["QK", "OV"])
+@pytest.mark.parametrize("matrix", ["QK", "OV"])
 @pytest.mark.parametrize("norm_kind", ["LN", "RMS", None])
-def test_folding_before_or_after_gives_the_same_matrix(kind: str, norm_kind: str | None) -> None:
+def test_folding_before_or_after_gives_the_same_matrix(matrix: str, norm_kind: str | None) -> None:
     w, gain = layer(), 1 + normal(10, seed=4)
     norm = NormWeights(norm_type=norm_kind, gain=gain, bias=normal(10), eps=1e-5)
     folded = HeadWeights(
@@ -347,12 +347,12 @@ def test_folding_before_or_after_gives_the_same_matrix(kind: str, norm_kind: str
     unit = NormWeights(
         norm_type=norm_kind, gain=torch.ones(10).double(), bias=torch.zeros(10).double(), eps=1e-5
     )
-    W = dense(bilinear.fold(w, norm, kind))
-    close(W, dense(bilinear.fold(folded, unit, kind)))
+    W = dense(bilinear.fold(w, norm, matrix))
+    close(W, dense(bilinear.fold(folded, unit, matrix)))
     assert float(W.sum(-2).abs().max() < 1e-10) == float(norm_kind == "LN")
-    assert not torch.allclose(W, dense(bilinear.fold(w, norm, kind, raw=True)))
-    expected = w.W_Q @ w.W_K.mT / 2 if kind == "QK" else w.W_V @ w.W_O
-    close(dense(bilinear.fold(w, norm, kind, raw=True)), expected)
+    assert not torch.allclose(W, dense(bilinear.fold(w, norm, matrix, raw=True)))
+    expected = w.W_Q @ w.W_K.mT / 2 if matrix == "QK" else w.W_V @ w.W_O
+    close(dense(bilinear.fold(w, norm, matrix, raw=True)), expected)
 
 
 def test_structure_does_not_depend_on_the_gauge_of_the_factors() -> None:

@@ -39,9 +39,9 @@ def loadings(architecture: str) -> list[Any]:
     inputs after longer ones."""
     hooked = architecture in ("gpt2", "llama", "bert")
     return [
-        tiny(kind, architecture, processed)
-        for kind, processed in LOADINGS
-        if kind == "bridge" or (hooked and architecture != "bert")
+        tiny(model_class, architecture, processed)
+        for model_class, processed in LOADINGS
+        if model_class == "bridge" or (hooked and architecture != "bert")
     ]
 
 
@@ -49,9 +49,9 @@ def loadings(architecture: str) -> list[Any]:
 def test_every_loading_gives_the_same_canonical_numbers(architecture: str) -> None:
     models = loadings(architecture)
     bases = [basis_of(m) for m in models]
-    for kind in ("QK", "OV"):
-        geometries = [weight_geometry(m, b, kind) for m, b in zip(models, bases, strict=True)]
-        readouts = [token_readout(m, matrix=kind, features=2, k=4) for m in models]
+    for matrix in ("QK", "OV"):
+        geometries = [weight_geometry(m, b, matrix) for m, b in zip(models, bases, strict=True)]
+        readouts = [token_readout(m, matrix=matrix, features=2, k=4) for m in models]
         first, read = geometries[0], readouts[0]
         size = float(first.diagonal.abs().max())
         for g, r in zip(geometries[1:], readouts[1:], strict=True):
@@ -346,8 +346,8 @@ def test_bias_readout_and_its_file(embedded: Any, tmp_path: Any) -> None:
     ],
 )
 def test_probes_refuse_heads_that_are_not_plain(architecture: str, reason: str) -> None:
-    for kind, processed in loadable(architecture):
-        model = tiny(kind, architecture, processed)
+    for model_class, processed in loadable(architecture):
+        model = tiny(model_class, architecture, processed)
         for call in (lambda m: probes.noun_probe(m, ["map"]), probes.bias_readout):
             with pytest.raises(
                 UnsupportedModelError,

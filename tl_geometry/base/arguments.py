@@ -69,9 +69,9 @@ def sections(text: str | None) -> tuple[str, ...] | None:
     return tuple(name for name in SECTIONS if name in wanted)
 
 
-def model_options(name: str | None, *, kind: str, dtype: str, device: str) -> None:
+def model_options(name: str | None, *, model_class: str, dtype: str, device: str) -> None:
     """Check class, dtype, device and, where the model is a path, that there is a model."""
-    choice(kind, CLASSES, "--class")
+    choice(model_class, CLASSES, "--class")
     choice(dtype, DTYPES, "--dtype")
     check_device(device)
     if name is None:

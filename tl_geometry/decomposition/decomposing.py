@@ -111,7 +111,7 @@ def decompose(
     corpus = TokenSource.of(view, tokens, labels, prepend_bos)
     plan = Plan(
         states=state_indices(states, view.n_layers + 1, view.state_hooks),
-        window=_window(window, corpus.length, 1),
+        window=checked_window(window, corpus.length, 1),
         groups=groups,
         keep=keep,
         second_moments=second_moments,
@@ -171,7 +171,7 @@ def decompose_activations(
     chosen = state_indices(states, len(h))
     plan = Plan(
         states=chosen,
-        window=_window(window, h.shape[2], 0),
+        window=checked_window(window, h.shape[2], 0),
         groups=groups,
         keep=keep,
         second_moments=second_moments,
@@ -212,7 +212,7 @@ def _run_tensor(
     return work.finish(labels, ())
 
 
-def _window(value: Any, length: int, default_start: int) -> tuple[int, int]:
+def checked_window(value: Any, length: int, default_start: int) -> tuple[int, int]:
     """A half-open window; numbers of any type that are whole."""
     if value is None:
         return checks.window(None, length, default_start)

@@ -80,7 +80,7 @@ def run_corpus(
                 run = _ahead(tokens, view.device)
                 work.update(
                     len(tokens),
-                    lambda part, on_state, run=run: _forward(
+                    lambda part, on_state, run=run: forward_states(
                         view, plan.states, run[part], _normalizing(on_state, norms)
                     ),
                     tokens,
@@ -176,7 +176,11 @@ def _ahead(tokens: Tensor, device: torch.device) -> Tensor:
     return tokens.pin_memory() if device.type == "cuda" else tokens
 
 
-def _forward(view: ModelView, states: Sequence[int], tokens: Tensor, on_state: OnState) -> None:
+def forward_states(
+    view: ModelView, states: Sequence[int], tokens: Tensor, on_state: OnState
+) -> None:
+    """One forward pass on the wanted states only."""
+
     def hook(row: int) -> Callable[[Tensor], None]:
         return lambda h: on_state(row, h)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from tl_geometry.experiments.formats import ALPHABET, Problem, encode
 
@@ -18,7 +19,7 @@ class Score(NamedTuple):
     digits: float
 
 
-def answers(model: Any, lines: Sequence[Problem], positions: int) -> list[str]:
+def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[str]:
     """What the model writes after each prompt: as many characters as the sum has, each the
     likeliest given those before it."""
     device = next(model.parameters()).device
@@ -42,7 +43,7 @@ def answers(model: Any, lines: Sequence[Problem], positions: int) -> list[str]:
     ]
 
 
-def score(model: Any, lines: Sequence[Problem], positions: int, *, batch: int = 256) -> Score:
+def score(model: nn.Module, lines: Sequence[Problem], positions: int, *, batch: int = 256) -> Score:
     """Greedy answers against the reversed sums: exact match over problems, and share of right
     digits over all digits."""
     exact, right, total = 0, 0, 0

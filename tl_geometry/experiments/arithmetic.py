@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Provenance
@@ -171,7 +171,7 @@ def position_term(split: ScoreSplit) -> Float[Tensor, "head query key"]:
 
 
 def _geometry(
-    setup: AdditionSetup, model: Any, task: str
+    setup: AdditionSetup, model: nn.Module, task: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows per length and state, and rows per length and head."""
     bridge, states, heads = bridge_of(model, task), [], []
@@ -198,7 +198,9 @@ def _geometry(
     return states, heads
 
 
-def _measure(setup: AdditionSetup, model: Any, task: str, positions: int) -> list[dict[str, Any]]:
+def _measure(
+    setup: AdditionSetup, model: nn.Module, task: str, positions: int
+) -> list[dict[str, Any]]:
     """Scores and geometry as rows marked by ``row_of``: ``"state"`` or ``"head"``."""
     inside, outside = (score(model, lines, positions) for lines in asked_problems(setup, task))
     scores = {
@@ -207,7 +209,9 @@ def _measure(setup: AdditionSetup, model: Any, task: str, positions: int) -> lis
         "digits_in": inside.digits,
         "digits_out": outside.digits,
     }
-    scores |= table_measures(model.transformer.wpe.weight.detach().cpu(), setup.frequencies)
+    scores |= table_measures(
+        model.get_parameter("transformer.wpe.weight").detach().cpu(), setup.frequencies
+    )
     states, heads = _geometry(setup, model, task)
     return [{"row_of": "state", **scores, **r} for r in states] + [
         {"row_of": "head", **r} for r in heads

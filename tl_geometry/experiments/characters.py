@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Provenance
@@ -106,7 +106,9 @@ def character_ids(text: str, alphabet: str) -> Int[Tensor, " row"]:
     return torch.tensor([place[c] for c in text if c in place], dtype=torch.int64)
 
 
-def held_out_loss(model: Any, windows: Int[Tensor, "context position"], batch: int = 64) -> float:
+def held_out_loss(
+    model: nn.Module, windows: Int[Tensor, "context position"], batch: int = 64
+) -> float:
     """Cross-entropy in nats per character."""
     device, total = next(model.parameters()).device, 0.0
     with torch.inference_mode():
@@ -166,7 +168,7 @@ def nanogpt(
             )
 
         def measure(
-            _: int, model: Any, windows: dict[str, Tensor] = windows
+            _: int, model: nn.Module, windows: dict[str, Tensor] = windows
         ) -> list[dict[str, Any]]:
             bridge, found = bridge_of(model, "NanoGPT"), []
             for name, tokens in windows.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.corpus.token_windows import TokenWindows
@@ -132,7 +132,7 @@ class Outcome:
         return out / "report.html"
 
 
-def bridge_of(model: Any, name: str) -> Any:
+def bridge_of(model: nn.Module, name: str) -> Any:
     """A copy of a model in training as a TransformerLens model."""
     return from_hf(copy.deepcopy(model), None, name=name, device=next(model.parameters()).device)
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.results import Provenance, Result
@@ -233,7 +233,7 @@ def halves(
 
 def _grid(
     setup: RandomisationSetup,
-    model: Any,
+    model: nn.Module,
     windows: Tensor,
     trained: str,
     d_vocab: int,

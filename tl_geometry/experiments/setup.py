@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, write_atomically
@@ -160,7 +161,7 @@ class Table(Result):
 
 def run_training(
     setup: Setup,
-    model: Any,
+    model: nn.Module,
     batch_at: Callable[[int], Batch],
     measure: Callable[[int, Any], list[dict[str, Any]]],
     *,

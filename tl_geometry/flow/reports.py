@@ -161,7 +161,7 @@ def flow_report(
             tests[name][start, end] = value
 
     inside, outside = residual_maps(train.X, flow), residual_maps(test.X, flow, collect=look)
-    tests["sphericity_q"] = _corrected(tests["sphericity_p"])
+    tests["sphericity_q"] = bias_corrected(tests["sphericity_p"])
     laws = _laws(inside.log_variance, ensemble.times, drop_first, drop_last)
     anomalies = _anomalies(inside, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
@@ -235,7 +235,7 @@ def _dropped(aligned: AlignedBases, states: tuple[int, ...]) -> list[str]:
     return [f"directions of {aligned.rank} dropped: {text}"] if text else []
 
 
-def _corrected(p: Tensor) -> Tensor:
+def bias_corrected(p: Tensor) -> Tensor:
     """Benjamini-Hochberg adjusted p-values over all pairs."""
     known = torch.isfinite(p)
     out = torch.full_like(p, torch.nan)

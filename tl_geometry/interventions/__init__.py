@@ -1,9 +1,9 @@
 """Interventions on a live model: take the very term that was measured out of the scores, keep only
 it, or project the stream.
 
-Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``project_stream``, ``surrogate``)
-leave the model as it was; functions (``necessity_sufficiency``, ``dominant_only``,
-``surrogate_effect``) use them and return tables.
+Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``remove_planes``, ``keep_planes``,
+``swap_planes``, ``project_stream``, ``surrogate``) leave the model as it was; functions
+(``necessity_sufficiency``, ``dominant_only``, ``surrogate_effect``) use them and return tables.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tl_geometry.interventions.causal import (
     necessity_sufficiency,
 )
 from tl_geometry.interventions.effects import Effects
+from tl_geometry.interventions.planes import keep_planes, remove_planes, swap_planes
 from tl_geometry.interventions.stream import project_stream
 from tl_geometry.interventions.surrogates import surrogate, surrogate_effect
 from tl_geometry.interventions.terms import keep_term, mean_term, remove_term
@@ -22,11 +23,14 @@ __all__ = [
     "Effects",
     "NecessitySufficiency",
     "dominant_only",
+    "keep_planes",
     "keep_term",
     "mean_term",
     "necessity_sufficiency",
     "project_stream",
+    "remove_planes",
     "remove_term",
     "surrogate",
     "surrogate_effect",
+    "swap_planes",
 ]

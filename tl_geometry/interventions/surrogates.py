@@ -333,9 +333,8 @@ def surrogate_effect(
             after: Tensor,
             distance: Any = distance,
         ) -> None:
-            tv = (
-                0.5 * (after - before).abs().sum(-1)[..., 1:].mean(2).sum(0) / len(rows)
-            )  # one batch of the prompts
+            # one batch of the prompts
+            tv = 0.5 * (after - before).abs().sum(-1)[..., 1:].mean(2).sum(0) / len(rows)
             for h, v in zip(chosen, tv.tolist(), strict=True):
                 distance[seen.layer, h] = distance.get((seen.layer, h), 0.0) + v
 

@@ -178,7 +178,7 @@ def averaging(names: Sequence[str]) -> Change:
     def change(
         layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
     ) -> Tensor:
-        _several(whole, "mean_term")
+        require_several(whole, "mean_term")
         term = _term_score(parts, layer, heads, weight, alibi)
         return whole - term + term.mean(0, keepdim=True)
 
@@ -200,7 +200,7 @@ def swapping(names: Sequence[str], seed: int, note: Note | None = None) -> Chang
     def change(
         layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
     ) -> Tensor:
-        _several(whole, "swap")
+        require_several(whole, "swap")
         term = _term_score(parts, layer, heads, weight, alibi)
         other = term[derangement(len(term), seed).to(term.device)]
         if note is not None:
@@ -250,7 +250,8 @@ def derangement(n: int, seed: int) -> Int[Tensor, " batch"]:
     return out
 
 
-def _several(scores: Tensor, what: str) -> None:
+def require_several(scores: Tensor, what: str) -> None:
+    """Refuse a batch of one prompt, in which there is no other."""
     if len(scores) < 2:
         fail(
             what,

@@ -12,6 +12,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.models.states import states_from_cache
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "ModelView",
     "NormWeights",
     "OutputHead",
+    "RotaryPlanes",
     "check_model",
     "from_hf",
     "load",
     "reinitialized",
+    "rotary_planes",
     "states_from_cache",
     "view",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Result
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.states import AFTER
@@ -50,7 +50,7 @@ class ModelReport(Result):
         return tuple(row for row in self.findings if row[2].startswith("refused"))
 
 
-def check_model(model: Any) -> ModelReport:
+def check_model(model: ModelLike) -> ModelReport:
     """Run a model on a few random tokens and report what the package supports, has verified, and
     refuses for it.
 
@@ -72,7 +72,7 @@ def check_model(model: Any) -> ModelReport:
     size = f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}"
     facts = {
         "model": f"{view.name} ({view.fingerprint})",
-        "class": f"{view.kind}, {view.library}",
+        "class": f"{view.class_name}, {view.library}",
         "weights": f"{weights}, {view.dtype_name}, {view.device}",
         "size": f"{size}, n_ctx {view.n_ctx}, d_vocab {view.d_vocab}",
         "position": f"{view.position}, {'causal' if view.causal else 'bidirectional'}",

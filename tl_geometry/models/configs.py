@@ -18,9 +18,8 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
     architecture, source = type(hf_model).__name__, hf_model.config
     gemma, newer = architecture.startswith("Gemma"), architecture == "Gemma3ForCausalLM"
     kinds = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
-    norm = (
-        "RMSPre" if fold_ln and gemma else "RMS"
-    )  # a norm after the block cannot be folded into what follows
+    # a norm after the block cannot be folded into what follows
+    norm = "RMSPre" if fold_ln and gemma else "RMS"
     settings: dict[str, Any] = {
         "d_model": source.hidden_size,
         "d_head": getattr(source, "head_dim", None)

@@ -35,13 +35,17 @@ class Behind:
     def times(self, copies: int) -> ModelView:
         """A view that runs one token for each row of ``copies`` copies of the chunks, behind the
         tokens before it."""
-        runner, hooked = self.view._run, self.view.kind == "HookedTransformer"
+        runner, hooked = self.view._run, self.view.class_name == "HookedTransformer"
         assert isinstance(runner, Runner)
-        repeated = _hooked_copies(self.cache, copies) if hooked else _copies(self.cache, copies)
+        repeated = (
+            _hooked_copies(self.cache, copies) if hooked else batch_copies(self.cache, copies)
+        )
 
         def run(tokens: Tensor, hooks: Mapping[str, Hook], **options: Any) -> Tensor | None:
             one = copy.copy(runner)
-            one.kwargs = _arguments(hooked, repeated if hooked else _copies(repeated, 1), tokens)
+            one.kwargs = _arguments(
+                hooked, repeated if hooked else batch_copies(repeated, 1), tokens
+            )
             return one(tokens, hooks, **options)
 
         return dataclasses.replace(self.view, _run=run)
@@ -55,10 +59,10 @@ def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> Behind | N
         view.causal
         and tokens.shape[1] >= 2
         and isinstance(runner, Runner)
-        and view.kind != "HookedEncoder"
+        and view.class_name != "HookedEncoder"
     ):
         return None
-    hooked = view.kind == "HookedTransformer"
+    hooked = view.class_name == "HookedTransformer"
     if not hooked and "use_cache" not in runner.kwargs:
         return None
     cache = _empty(view, len(tokens))
@@ -73,7 +77,7 @@ def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> Behind | N
 
 
 def _empty(view: ModelView, batch: int) -> Any:
-    if view.kind == "HookedTransformer":
+    if view.class_name == "HookedTransformer":
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         return TransformerLensKeyValueCache.init_cache(view._model.cfg, view.device, batch)
@@ -94,7 +98,7 @@ def _held(cache: Any, hooked: bool) -> list[Any]:
     return [t for layer in cache.layers for t in (layer.keys, layer.values)] or [None]
 
 
-def _copies(cache: Any, copies: int) -> Any:
+def batch_copies(cache: Any, copies: int) -> Any:
     """A cache of transformers with its rows repeated; appending to the new one leaves the old one
     alone."""
     out = copy.copy(cache)

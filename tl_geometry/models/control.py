@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from tl_geometry.base import checks
 from tl_geometry.base.errors import choice, require
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 
 
 @contextmanager
 def reinitialized(
-    model: Any,
+    model: ModelLike,
     blocks: Sequence[int] | None = None,
     *,
     how: str = "init",

@@ -29,7 +29,7 @@ from tl_geometry.models.precision import can_widen, is_half, widened
 from tl_geometry.models.running import Runner, collect, require_full_precision
 from tl_geometry.models.states import BEFORE, block_output, state_hooks
 
-KINDS = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
+CLASS_NAMES = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
 """Size of the probe. Two sequences, because a measured score bias must be the same in both."""
 
@@ -48,11 +48,11 @@ class Probe:
 _PROBES: weakref.WeakKeyDictionary[Any, Probe] = weakref.WeakKeyDictionary()
 
 
-def kind_of(model: Any) -> str:
+def class_of(model: Any) -> str:
     """The TransformerLens class behind a model object, or an error that says what would help."""
     names = {c.__name__ for c in type(model).__mro__}
-    kind = next((k for k in KINDS if k in names), None)
-    if kind is None:
+    class_name = next((k for k in CLASS_NAMES if k in names), None)
+    if class_name is None:
         known = hasattr(model, "config") and hasattr(model, "forward")
         help_ = (
             "tl_geometry.models.from_hf(model, tokenizer)"
@@ -61,7 +61,7 @@ def kind_of(model: Any) -> str:
         )
         fail(
             "model",
-            expected=" or ".join(KINDS),
+            expected=" or ".join(CLASS_NAMES),
             got=type(model).__name__,
             instead=help_,
             error=UnsupportedModelError,
@@ -75,7 +75,7 @@ def kind_of(model: Any) -> str:
         instead="a decoder or encoder",
         error=UnsupportedModelError,
     )
-    return kind
+    return class_name
 
 
 def view(model: Any) -> ModelView:
@@ -93,24 +93,24 @@ def view(model: Any) -> ModelView:
     """
     if isinstance(model, ModelView):
         return model.refreshed()
-    kind = kind_of(model)
+    class_name = class_of(model)
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     facts = loader_facts(model)
-    hooks = state_hooks(kind, len(model.blocks))
+    hooks = state_hooks(class_name, len(model.blocks))
     name, mark = facts.get("name") or _name(model), fingerprint(model)
-    run = Runner(model, kind, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
+    run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
     require_full_precision(run.device, name)
     probe = _PROBES.get(model)
     if probe is None or probe.fingerprint != mark:
-        probe = _PROBES[model] = _probe(model, kind, name, run, mark)
-    parameters = Parameters(model, kind, name)
+        probe = _PROBES[model] = _probe(model, class_name, name, run, mark)
+    parameters = Parameters(model, class_name, name)
     layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
     normalization = cfg.normalization_type
     return ModelView(
         name=name,
-        kind=kind,
+        class_name=class_name,
         library=f"transformer_lens {importlib.metadata.version('transformer-lens')}",
-        processed=_processed(model, kind),
+        processed=_processed(model, class_name),
         fingerprint=mark,
         n_layers=len(model.blocks),
         n_heads=int(cfg.n_heads),
@@ -126,8 +126,8 @@ def view(model: Any) -> ModelView:
         head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
-        notes=_notes(model, kind, run),
-        pad_id=_pad_id(model),
+        notes=_notes(model, class_name, run),
+        pad_id=unambiguous_pad_id(model),
         _model=model,
         _run=run,
         _parameters=parameters,
@@ -148,7 +148,7 @@ def _refreshed(seen: ModelView) -> ModelView:
     return dataclasses.replace(view(model), **kept)
 
 
-def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
+def _probe(model: Any, class_name: str, name: str, run: Runner, mark: str) -> Probe:
     """Run the model on random tokens, without anybody's hooks, and check what every other number
     relies on."""
     states = run.state_hooks
@@ -156,7 +156,7 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
     ids = torch.randint(
         0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0)
     )
-    ends = [h.replace(BEFORE, block_output(kind)) for h in states[:-1]]
+    ends = [h.replace(BEFORE, block_output(class_name)) for h in states[:-1]]
     inside = [h for l in range(len(model.blocks)) for h in Layers.available(run, model, l)]
     wanted = [*states, *ends, *inside]
     try:
@@ -203,8 +203,8 @@ def _probe(model: Any, kind: str, name: str, run: Runner, mark: str) -> Probe:
     )
 
 
-def _processed(model: Any, kind: str) -> bool:
-    if kind == "TransformerBridge":
+def _processed(model: Any, class_name: str) -> bool:
+    if class_name == "TransformerBridge":
         return bool(getattr(model, "_weights_processed", False))
     return str(model.cfg.normalization_type).endswith("Pre")
 
@@ -224,7 +224,7 @@ def _bos_id(model: Any) -> int | None:
     return next((int(i) for i in found if i is not None), None)
 
 
-def _pad_id(model: Any) -> int | None:
+def unambiguous_pad_id(model: Any) -> int | None:
     """The padding token, unless it is another special token as well (many tokenizers pad with EOS):
     then nothing tells it apart."""
     tokenizer = getattr(model, "tokenizer", None)
@@ -236,10 +236,10 @@ def _pad_id(model: Any) -> int | None:
     return None if pad is None or pad in others else int(pad)
 
 
-def _notes(model: Any, kind: str, run: Runner) -> tuple[str, ...]:
+def _notes(model: Any, class_name: str, run: Runner) -> tuple[str, ...]:
     notes = []
     if (
-        kind == "HookedTransformer"
+        class_name == "HookedTransformer"
         and model.cfg.positional_embedding_type == "alibi"
         and model.cfg.n_heads & (model.cfg.n_heads - 1)
     ):

@@ -55,7 +55,7 @@ def quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def read_directory(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def read_directory(directory: Path, model_class: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model and tokenizer of a directory; ``_newly_initialised`` is set where the checkpoint has no
     output head.
 
@@ -69,7 +69,9 @@ def read_directory(directory: Path, kind: str, dtype: torch.dtype) -> tuple[Any,
     saved = (config.get("architectures") or [""])[0]
     if saved in ENCODERS:
         loader = (
-            transformers.BertForPreTraining if kind == "hooked" else transformers.BertForMaskedLM
+            transformers.BertForPreTraining
+            if model_class == "hooked"
+            else transformers.BertForMaskedLM
         )
     else:
         body = saved.endswith("Model") and not saved.endswith("LMHeadModel")

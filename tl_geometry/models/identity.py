@@ -179,15 +179,10 @@ def fingerprint(model: Any) -> str:
     skipped = _random_parts(model)
     named = [(name, value) for name, value in _tensors(model) if not name.startswith(skipped)]
     digest = hashlib.sha256(json.dumps(configuration(model), sort_keys=True, default=str).encode())
-    for (name, value), total in sorted(
-        zip(named, _read([checksum(v) for _, v in named]), strict=True), key=lambda x: x[0][0]
-    ):
-        if (
-            total != 0
-            # an absent bias and a zero one are the same model; versions of TransformerLens differ
-            # in
-            # which they keep
-        ):
+    totals = zip(named, _read([checksum(v) for _, v in named]), strict=True)
+    for (name, value), total in sorted(totals, key=lambda pair: pair[0][0]):
+        # An absent bias and a zero one are the same model: versions differ in which they keep.
+        if total != 0:
             digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{total}".encode())
     return digest.hexdigest()[:16]
 
@@ -255,9 +250,8 @@ def _random_parts(model: Any) -> tuple[str, ...]:
         else ()
     )
     head = () if head_trained(model) else HEADS
-    alibi = (
-        getattr(model.cfg, "positional_embedding_type", "") == "alibi"
-    )  # HookedTransformer holds an unused, unfilled position table
+    # HookedTransformer holds an unused, unfilled position table
+    alibi = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
     return (*encoder, *head, *(("pos_embed.",) if alibi else ()))
 
 
@@ -290,15 +284,14 @@ def checksum(value: Tensor) -> Tensor:
 
 def _sums(lanes: Tensor, level: int) -> Tensor:
     """Weighted sum of each row of lanes, modulo 2^64."""
-    weights = _weights(str(lanes.device))[level % LEVELS]
+    weights = checksum_weights(str(lanes.device))[level % LEVELS]
     whole = lanes.numel() // ROW
     parts = [lanes[: whole * ROW].view(whole, ROW)] if whole else []
     if whole * ROW < lanes.numel():
         parts.append(lanes[whole * ROW :].unsqueeze(0))
     height = ROWS if lanes.device.type == "cpu" else 64 * ROWS
-    space = torch.empty(
-        min(height, whole + 1), ROW, dtype=torch.int64, device=lanes.device
-    )  # new memory at each step costs as much again
+    # new memory at each step costs as much again
+    space = torch.empty(min(height, whole + 1), ROW, dtype=torch.int64, device=lanes.device)
     found: list[Tensor] = []
     for rows in (some for p in parts for some in p.split(height)):
         folded, w = space[: len(rows), : rows.shape[1]], weights[: rows.shape[1]]
@@ -309,7 +302,7 @@ def _sums(lanes: Tensor, level: int) -> Tensor:
 
 
 @cache
-def _weights(device: str) -> Tensor:
+def checksum_weights(device: str) -> Tensor:
     """Pseudo-random odd numbers, the same everywhere."""
     generator = torch.Generator().manual_seed(20230410)
     return (

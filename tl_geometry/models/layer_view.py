@@ -44,6 +44,15 @@ class AddedPosition(NamedTuple):
     k: Float[Tensor, "position head d_head"]
 
 
+class Rotation(NamedTuple):
+    """The rotary embedding of a forward pass: its tables, and which coordinates turn together
+    (``"half"``: (i, i + d_rot / 2), ``"adjacent"``: (2i, 2i + 1))."""
+
+    cos: Float[Tensor, "position d_rot"]
+    sin: Float[Tensor, "position d_rot"]
+    pairing: str
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerView:
     """One attention layer of one forward pass, with every scale frozen, so that scores are bilinear
@@ -71,8 +80,8 @@ class LayerView:
     masked and after the soft cap). Tensors have ``dtype`` float32, or float64 for float64 models,
     on the layer's device. ``v`` and ``z`` are the model's values (expanded) and its mixed values
     ``[batch position head d_head]``, ``v_map`` and ``v_constant`` the values of a part (``v_scale``
-    is one over the norm scale). ``rotary`` says whether the maps rotate. ``reconstruction`` is the
-    report of the checks that were made.
+    is one over the norm scale). ``turn`` is the rotation inside the maps, where there is one.
+    ``reconstruction`` is the report of the checks that were made.
     """
 
     layer: int
@@ -102,8 +111,13 @@ class LayerView:
     z: Float[Tensor, "batch position head d_head"] | None
     roundoff: float
     reconstruction: ReconstructionReport
-    rotary: bool = False
+    turn: Rotation | None = None
     added: AddedPosition | None = None
+
+    @property
+    def rotary(self) -> bool:
+        """Whether the maps rotate."""
+        return self.turn is not None
 
     def without_norm(
         self, scale: Float[Tensor, "batch position head"]

@@ -17,7 +17,7 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.facts import Facts, allowed_cells, ignore_of, scores_of, turn_of
 from tl_geometry.models.finding import FactFinder
 from tl_geometry.models.hooks import without_hooks
-from tl_geometry.models.layer_view import LayerHook, LayerView
+from tl_geometry.models.layer_view import LayerHook, LayerView, Rotation
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import Parameters, part, upcast
@@ -77,10 +77,10 @@ class Layers:
                 error=UnsupportedModelError,
             )
             self.memo[layer] = replace(finder.find(), weights=None)
-            self._verify_facts(layer, h)
+            self.verify_facts(layer, h)
         return self.memo[layer]
 
-    def _verify_facts(self, layer: int, h: Tensor) -> None:
+    def verify_facts(self, layer: int, h: Tensor) -> None:
         """Verify the facts of a half-precision model on its probe in float32, where faults below 1%
         show (a measured bias has its own)."""
         half = h.dtype == torch.float32 and is_half(self.parameters.model)
@@ -213,7 +213,7 @@ class Layers:
             z=z,
             roundoff=roundoff or self.roundoff(layer),
             reconstruction=ReconstructionReport(checks={}, scale=0.0),
-            rotary=facts.rotation is not None,
+            turn=None if turn is None or not facts.rotation else Rotation(*turn, facts.rotation),
         )
         if not verify:
             return view
@@ -345,7 +345,7 @@ class Layers:
     def _output_norm(self) -> tuple[NormWeights | None, float | None]:
         """The norm that reproduces the model's logits, and the cap on them."""
         model, parameters = self.parameters.model, self.parameters
-        if parameters.kind == "HookedEncoder":
+        if parameters.class_name == "HookedEncoder":
             return None, None
         last = self.runner.state_hooks[-1]
         generator = torch.Generator().manual_seed(1)

@@ -18,13 +18,13 @@ from tl_geometry.models.configs import BY_HAND, hooked_config
 from tl_geometry.models.directories import ENCODERS, only_whole, quiet, read_directory
 from tl_geometry.models.identity import DTYPES, remember, require_numbers
 
-KINDS = ("bridge", "hooked")
+MODEL_CLASSES = ("bridge", "hooked")
 
 
 def load(
     name: str | Path,
     *,
-    kind: str = "bridge",
+    model_class: str = "bridge",
     processed: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -32,7 +32,7 @@ def load(
     """A model by a name that TransformerLens knows, or from a local Hugging Face directory (then
     without any network).
 
-    ``kind="bridge"`` is a TransformerBridge; ``"hooked"`` a HookedTransformer, or for BERT a
+    ``model_class="bridge"`` is a TransformerBridge; ``"hooked"`` a HookedTransformer, or for BERT a
     HookedEncoder (TransformerLens 3 only). ``processed`` folds and centres weights as
     TransformerLens does by default. A directory of a bare BERT encoder (sentence transformers) is
     loaded with a newly initialised output head, and marked so: only its states are of use.
@@ -40,15 +40,15 @@ def load(
     Raises ``GeometryError`` where the weights cannot be had, ``UnsupportedModelError`` where the
     class cannot hold the model.
     """
-    choice(kind, KINDS, "kind")
+    choice(model_class, MODEL_CLASSES, "model_class")
     _check_arguments(dtype, device)
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
-        hf, tokenizer = read_directory(directory, kind, dtype)
+        hf, tokenizer = read_directory(directory, model_class, dtype)
         return from_hf(
             hf,
             tokenizer,
-            kind=kind,
+            model_class=model_class,
             processed=processed,
             name=_shown(directory),
             dtype=dtype,
@@ -62,7 +62,7 @@ def load(
             "knows",
             got=got,
         )
-    return _by_name(str(name), kind, processed, dtype, device)
+    return _by_name(str(name), model_class, processed, dtype, device)
 
 
 def _check_arguments(dtype: Any, device: Any) -> None:
@@ -96,7 +96,7 @@ def from_hf(
     hf_model: Any,
     tokenizer: Any = None,
     *,
-    kind: str = "bridge",
+    model_class: str = "bridge",
     processed: bool = False,
     name: str = "model",
     dtype: torch.dtype | None = None,
@@ -109,19 +109,19 @@ def from_hf(
     that changes what the model computes is refused (ALiBi of 6 heads or local YaRN as a
     HookedTransformer, folding of a mixture of experts).
     """
-    choice(kind, KINDS, "kind")
+    choice(model_class, MODEL_CLASSES, "model_class")
     require_numbers(hf_model)
     hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
     with warnings.catch_warnings(), TemporaryDirectory() as scratch:
-        warnings.simplefilter(
-            "ignore"
-        )  # deprecations of HookedTransformer, and remarks on centring that processing makes
-        make = _bridge if kind == "bridge" else _hooked
+        # deprecations of HookedTransformer, and remarks on centring that processing makes
+        warnings.simplefilter("ignore")
+        make = _bridge if model_class == "bridge" else _hooked
         ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
+        # half precision differs by rounding alone
         exact = next(hf_model.parameters()).dtype in (
             torch.float32,
             torch.float64,
-        )  # half precision differs by rounding alone
+        )
         before = _log_probabilities(_logits(hf_model(ids))) if exact else None
         model = make(hf_model, _on_disk(tokenizer, Path(scratch)), processed, name)
         if before is not None:
@@ -161,7 +161,7 @@ def _same(before: Tensor, after: Tensor, name: str) -> None:
         name,
         expected="the outputs of the Hugging Face model",
         got=f"log probabilities off by {error:.2g}",
-        instead='processed=False, kind="bridge", or another version of TransformerLens',
+        instead='processed=False, model_class="bridge", or another version of TransformerLens',
         error=UnsupportedModelError,
     )
 
@@ -173,7 +173,7 @@ def _shown(directory: Path) -> str:
 
 
 def _by_name(
-    name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str
+    name: str, model_class: str, processed: bool, dtype: torch.dtype, device: torch.device | str
 ) -> Any:
     """A model of TransformerLens's own list, or (for a bridge) another ``owner/name`` of the
     Hugging Face hub."""
@@ -191,14 +191,14 @@ def _by_name(
     unknown = f"{name!r}, which is not among its {len(OFFICIAL_MODEL_NAMES)} models"
     expected = "a local directory, or a name that the installed TransformerLens knows"
     require(
-        listed or (kind == "bridge" and "/" in name),
+        listed or (model_class == "bridge" and "/" in name),
         "model",
         expected=expected,
         got=unknown,
         instead=near,
     )
     try:
-        return _boot(name, kind, processed, dtype, device)
+        return _boot(name, model_class, processed, dtype, device)
     except GeometryError:
         raise
     except (
@@ -212,9 +212,8 @@ def _by_name(
                 got=f"a known name that cannot be fetched ({reason})",
                 instead="a local directory",
             )
-        known_cause = (
-            "" if isinstance(error, OSError) else f" ({reason})"
-        )  # a hub that was not reached says nothing about an unknown name
+        # a hub that was not reached says nothing about an unknown name
+        known_cause = "" if isinstance(error, OSError) else f" ({reason})"
         fail("model", expected=expected, got=unknown + known_cause, instead=near)
 
 
@@ -223,11 +222,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _boot(
-    name: str, kind: str, processed: bool, dtype: torch.dtype, device: torch.device | str
+    name: str, model_class: str, processed: bool, dtype: torch.dtype, device: torch.device | str
 ) -> Any:
     with warnings.catch_warnings(), only_whole(name) as new:
         warnings.simplefilter("ignore")
-        if kind == "bridge":
+        if model_class == "bridge":
             from transformer_lens.model_bridge import TransformerBridge
 
             model = TransformerBridge.boot_transformers(
@@ -272,10 +271,10 @@ def hooked_class(which: str) -> Any:
         module = __import__(f"transformer_lens.{which}", fromlist=[which])
     except ImportError:
         fail(
-            "kind",
+            "model_class",
             expected=f"TransformerLens 3 for {which}",
             got="a version without it",
-            instead='kind="bridge"',
+            instead='model_class="bridge"',
             error=UnsupportedModelError,
         )
     return getattr(module, which)
@@ -288,9 +287,8 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
     import transformer_lens.loading_from_pretrained as loading
 
     architecture, dtype = type(hf_model).__name__, next(hf_model.parameters()).dtype
-    with (
-        TemporaryDirectory() as parent
-    ):  # TransformerLens guesses from the path, so it gets a neutral one
+    # TransformerLens guesses from the path, so it gets a neutral one
+    with TemporaryDirectory() as parent:
         directory = Path(parent, "checkpoint")
         directory.mkdir()
         config = hf_model.config.to_dict() | {
@@ -319,7 +317,7 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
                 name,
                 expected=f"an architecture that {hooked.__name__} can hold",
                 got=text,
-                instead='kind="bridge"',
+                instead='model_class="bridge"',
                 error=UnsupportedModelError,
             )
 
@@ -359,12 +357,10 @@ def _fill(
             error=UnsupportedModelError,
         )
     else:
-        capped = (
-            float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0
-        )  # softmax sees a shift of logits through the cap
-        fold = processed and str(cfg.normalization_type).endswith(
-            "Pre"
-        )  # not where a norm follows its block (OLMo 2)
+        # softmax sees a shift of logits through the cap
+        capped = float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0
+        # not where a norm follows its block (OLMo 2)
+        fold = processed and str(cfg.normalization_type).endswith("Pre")
         model.load_and_process_state_dict(
             state,
             fold_ln=fold,

@@ -64,13 +64,13 @@ class ModelView:
     ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the
     output head was newly initialised, so that no output-based measure is given. ``position`` is the
     position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm`` the type of the
-    model's norms (``"LN"``, ``"RMS"`` or ``None``), ``kind`` the TransformerLens class. ``pad_id``
-    is the tokenizer's padding token where it is no other special token too, so that it means
-    padding and nothing else.
+    model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of TransformerLens.
+    ``pad_id`` is the tokenizer's padding token where it is no other special token too, so that it
+    means padding and nothing else.
     """
 
     name: str
-    kind: str
+    class_name: str
     library: str
     processed: bool
     fingerprint: str
@@ -98,7 +98,7 @@ class ModelView:
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
-        about = f"{self.kind}, {self.library}, {size}, {self.dtype_name}, on {self.device}"
+        about = f"{self.class_name}, {self.library}, {size}, {self.dtype_name}, on {self.device}"
         return f"ModelView({self.name} ({self.fingerprint}), {about})"
 
     @property
@@ -256,7 +256,7 @@ class ModelView:
             fail(
                 "post_norm",
                 expected="a decoder with a final norm",
-                got=f"{self.kind} {self.name}",
+                got=f"{self.class_name} {self.name}",
                 instead="post_norm=False",
             )
         own = states.to(self.device, self.dtype)
@@ -299,10 +299,10 @@ class ModelView:
         """The same model with its last state taken after the final norm; only a bridge names that
         activation the same everywhere."""
         require(
-            self.kind == "TransformerBridge" and self.causal,
+            self.class_name == "TransformerBridge" and self.causal,
             self.name,
             expected="a decoder loaded as TransformerBridge for final_norm=True",
-            got=self.kind,
+            got=self.class_name,
             instead="final_norm=False",
             error=UnsupportedModelError,
         )
@@ -318,7 +318,7 @@ class ModelView:
         if self.causal:
             yield
             return
-        if self.kind == "TransformerBridge":
+        if self.class_name == "TransformerBridge":
             holder, name, value = self._model.original_model.config, "is_decoder", True
         else:
             holder, name, value = self._model.cfg, "attention_dir", "causal"
@@ -349,7 +349,7 @@ class ModelView:
         about: dict[str, Any] = {
             "model": self.name,
             "fingerprint": self.fingerprint,
-            "library": f"{self.kind}, {self.library}",
+            "library": f"{self.class_name}, {self.library}",
             "processed": self.processed,
             "dtype": self.dtype_name,
             "hooks": self.hooked(),

@@ -50,9 +50,8 @@ def _attached(value: Tensor, source: Tensor | None) -> Tensor:
     if source is None or not source.requires_grad:
         return value
     change = (source - source.detach()).to(value)
-    if (
-        change.dim() == 1 and value.dim() == 2
-    ):  # one gain of each head, or one of all (grouped) heads in a row
+    # one gain of each head, or one of all (grouped) heads in a row
+    if change.dim() == 1 and value.dim() == 2:
         change = change.reshape(-1, value.shape[-1])
         change = change.repeat_interleave(len(value) // len(change), 0)
     return value + change
@@ -69,13 +68,13 @@ class Parameters:
     """Reads weights from one model."""
 
     model: Any
-    kind: str
+    class_name: str
     name: str
 
     @property
     def bridge(self) -> bool:
         """Whether the model is a TransformerBridge."""
-        return self.kind == "TransformerBridge"
+        return self.class_name == "TransformerBridge"
 
     def attention(self, layer: int) -> Any:
         """The attention module of a block, or an error by name."""

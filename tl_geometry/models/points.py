@@ -85,7 +85,7 @@ def attached(view: ModelView, hooks: Iterable[Placed]) -> Iterator[None]:
     require(
         not missing,
         f"hooks of {view.name}",
-        expected=f"hooks of this {view.kind}",
+        expected=f"hooks of this {view.class_name}",
         got=f"no {', '.join(missing)}",
         error=UnsupportedModelError,
     )
@@ -159,7 +159,7 @@ class Given:
         model = self.view._model
         handles = [model.embed.register_forward_pre_hook(self._embedding)]
         # run_with_hooks calls the forward method of the model itself, past its module hooks
-        bridge = self.view.kind == "TransformerBridge"
+        bridge = self.view.class_name == "TransformerBridge"
         whole = [model.original_model] if bridge else [model.blocks[l] for l in layers]
         handles += [
             module.register_forward_pre_hook(self._take, with_kwargs=True) for module in whole

@@ -46,7 +46,7 @@ class Runner:
     """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`."""
 
     model: Any
-    kind: str
+    class_name: str
     name: str
     state_hooks: tuple[str, ...]
     n_ctx: int
@@ -57,13 +57,13 @@ class Runner:
         self.points: dict[str, Any] = dict(self.model.hook_dict)
         forward = (
             self.model.original_model.forward
-            if self.kind == "TransformerBridge"
+            if self.class_name == "TransformerBridge"
             else self.model.forward
         )
         accepted = inspect.signature(forward).parameters
         self.kwargs: dict[str, Any] = (
             {"use_cache": False}
-            if self.kind == "TransformerBridge" and "use_cache" in accepted
+            if self.class_name == "TransformerBridge" and "use_cache" in accepted
             else {}
         )
 
@@ -86,7 +86,7 @@ class Runner:
         require(
             not missing,
             f"hooks of {self.name}",
-            expected=f"hooks of this {self.kind}",
+            expected=f"hooks of this {self.class_name}",
             got=f"no {', '.join(missing)}",
             instead="check_model(model) to see what is supported",
             error=UnsupportedModelError,
@@ -157,9 +157,8 @@ class Runner:
             got=f"ids from {low} to {high}",
             instead="this model's tokenizer",
         )
-        return tokens.to(
-            self.device, torch.int64, non_blocking=True
-        )  # waits for nothing where they are pinned
+        # waits for nothing where they are pinned
+        return tokens.to(self.device, torch.int64, non_blocking=True)
 
     def hooked(self) -> tuple[str, ...]:
         """Where someone else's hooks act now (see :mod:`tl_geometry.models.hooks`)."""
@@ -168,7 +167,7 @@ class Runner:
     def is_training(self) -> str:
         """What would act differently in training mode, if anything: HookedTransformer itself has no
         dropout."""
-        if self.kind == "TransformerBridge" and (
+        if self.class_name == "TransformerBridge" and (
             self.model.training or self.model.original_model.training
         ):
             return type(self.model.original_model).__name__
@@ -180,11 +179,11 @@ class Runner:
         return f"dropout in {dropout[0]}" if dropout else ""
 
     def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
-        if self.kind == "HookedEncoder":
+        if self.class_name == "HookedEncoder":
             return self.model(ids, return_type="logits" if logits else None)
         extra = self.kwargs
         if (
-            self.kind == "HookedTransformer"
+            self.class_name == "HookedTransformer"
             and getattr(getattr(self.model, "tokenizer", None), "padding_side", None) == "left"
         ):
             # It would mask ids equal to the pad token by itself. Windows have no padding, so every

@@ -18,15 +18,15 @@ BEFORE, AFTER, NORMED = "hook_resid_pre", "hook_resid_post", "hook_normalized_re
 LayerNorm of a block, and is no state."""
 
 
-def block_output(kind: str) -> str:
+def block_output(class_name: str) -> str:
     """The hook of a block that holds what the next block reads."""
-    return NORMED if kind == "HookedEncoder" else AFTER
+    return NORMED if class_name == "HookedEncoder" else AFTER
 
 
-def state_hooks(kind: str, n_layers: int) -> tuple[str, ...]:
+def state_hooks(class_name: str, n_layers: int) -> tuple[str, ...]:
     """Hooks of states 0 to n_layers in a TransformerLens class."""
     inputs = [f"blocks.{layer}.{BEFORE}" for layer in range(n_layers)]
-    return (*inputs, f"blocks.{n_layers - 1}.{block_output(kind)}")
+    return (*inputs, f"blocks.{n_layers - 1}.{block_output(class_name)}")
 
 
 def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:

@@ -76,7 +76,7 @@ _VIEWS = {
     "weights": ("coverage_curves", "sphere_paths", "surrogate_bars", "weight_blocks"),
 }
 """Public views by the module that holds them; a module is loaded when one is first used."""
-_HOME = {name: module for module, names in _VIEWS.items() for name in names}
+HOME = {name: module for module, names in _VIEWS.items() for name in names}
 
 __all__ = [
     "angle_maps",
@@ -120,8 +120,8 @@ if (
 ):  # a type checker reads the imports above, and would take every unknown name for Any
 
     def __getattr__(name: str) -> Any:
-        if name in _HOME:
-            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        if name in HOME:
+            return getattr(importlib.import_module(f"{__name__}.{HOME[name]}"), name)
         if name == "circuitsvis":
             return importlib.import_module(f"{__name__}.circuitsvis")
         known = ", ".join(__all__)

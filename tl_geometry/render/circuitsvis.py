@@ -441,7 +441,7 @@ def _lines(texts: Sequence[str], margin: int = 0) -> int:
 
 
 @functools.cache
-def _bundle() -> str:
+def bundle() -> str:
     """The script of circuitsvis itself, from the installed package."""
     spec = importlib.util.find_spec("circuitsvis")
     path = (
@@ -472,7 +472,7 @@ def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH 
         "NEGATIVE": NEGATIVE,
         "WIDTH": str(width),
         "DATA": compressed(raw),
-        "BUNDLE": _bundle(),
+        "BUNDLE": bundle(),
     }
     parts = (
         (Path(__file__).parent / "assets" / "circuitsvis.html")

@@ -21,6 +21,7 @@ from tl_geometry.base.arguments import SECTIONS
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.report.clock import Clock
 from tl_geometry.report.folder import Folder
@@ -66,10 +67,11 @@ class Analysis:
     """What sections are made from: the model, the tokens, the basis, and the time that there is.
 
     ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
-    are remarks on what was made smaller to keep the budget.
+    are remarks on what was made smaller to keep the budget; ``planes`` asks for the table of every
+    rotary plane.
     """
 
-    model: Any
+    model: ModelLike
     view: ModelView
     windows: TokenWindows
     basis: PositionContext
@@ -79,6 +81,7 @@ class Analysis:
     seed: int = 0
     notes: tuple[str, ...] = ()
     smaller: tuple[str, ...] = ()
+    planes: bool = False
 
     def pick(self, count: int) -> TokenWindows:
         """``count`` windows at even distances."""

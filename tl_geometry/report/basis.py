@@ -45,11 +45,11 @@ def untrained(analysis: Analysis, count: int) -> PositionContext:
     from tl_geometry.report.build import load_model
 
     view = analysis.view
-    kind = "hooked" if view.kind == "HookedTransformer" else "bridge"
+    model_class = "hooked" if view.class_name == "HookedTransformer" else "bridge"
     dtype = str(view.dtype).removeprefix("torch.")
     control = load_model(
         None,
-        kind=kind,
+        model_class=model_class,
         processed=view.processed,
         dtype=dtype,
         device=str(view.device),

@@ -22,6 +22,7 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.report import WEIGHTS, Analysis, Costs, versions, write
 from tl_geometry.report.clock import Clock, span
@@ -51,12 +52,13 @@ class Request:
     length: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
-    kind: str = "bridge"
+    model_class: str = "bridge"
     processed: bool = False
     bos: bool | None = None
     seed: int = 0
     budget: float = BUDGET
     sections: tuple[str, ...] | None = None
+    planes: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +68,7 @@ class Request:
     def loading(self) -> dict[str, Any]:
         """Options of :func:`load_model`."""
         return {
-            "kind": self.kind,
+            "model_class": self.model_class,
             "processed": self.processed,
             "dtype": self.dtype,
             "device": self.device,
@@ -78,7 +80,7 @@ class Request:
         told = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
-            if f.name not in ("corpus", "sections", "model")
+            if f.name not in ("corpus", "sections", "model", "planes")
         }
         text = hashlib.sha256("\0".join(texts).encode(errors="replace")).hexdigest()[:16]
         return told | {
@@ -90,21 +92,31 @@ class Request:
 
 
 def load_model(
-    name: str | None, *, kind: str, processed: bool, dtype: str, device: str, trained: bool = True
+    name: str | None,
+    *,
+    model_class: str,
+    processed: bool,
+    dtype: str,
+    device: str,
+    trained: bool = True,
 ) -> Any:
     """The model that a command names: a TransformerLens name, a local directory, ``smollm2``,
     ``minilm``, or the embedded model."""
-    choice(kind, CLASSES, "--class")
+    choice(model_class, CLASSES, "--class")
     choice(dtype, DTYPES, "--dtype")
     if name is None:
-        model = zoo.embedded(kind=kind, trained=trained, processed=processed)
+        model = zoo.embedded(model_class=model_class, trained=trained, processed=processed)
         return (
             model.to(device).to(getattr(torch, dtype))
             if (device, dtype) != ("cpu", "float32")
             else model
         )
     return zoo.by_name(
-        name, kind=kind, processed=processed, dtype=getattr(torch, dtype), device=device
+        name,
+        model_class=model_class,
+        processed=processed,
+        dtype=getattr(torch, dtype),
+        device=device,
     )
 
 
@@ -136,7 +148,7 @@ class Texts:
 
 
 def token_source(
-    model: Any,
+    model: ModelLike,
     corpus: Sequence[Path] | None,
     *,
     encoding: str = "utf-8",
@@ -375,5 +387,6 @@ def build(
         seed=request.seed,
         notes=corpus.notes,
         smaller=smaller,
+        planes=request.planes,
     )
     return write(analysis, out, command=command, names=request.names, folder=folder)

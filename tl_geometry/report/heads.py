@@ -10,7 +10,7 @@ import torch
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
-from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report import TITLES, Analysis, planes
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
@@ -72,11 +72,20 @@ def section(analysis: Analysis) -> Section:
                 title="Every number of every head",
             )
         )
+    if _rotary(analysis):
+        with draft.part("rotary planes"):
+            planes.add(draft, analysis, table)
+    elif analysis.planes:
+        draft.leave_out("rotary planes", "the model has no rotary embedding")
     with draft.part("the example on repeated text"):
         _example(draft, analysis, table)
     with draft.part("the model with dominant terms only"):
         _dominant(draft, analysis, table)
     return draft.section()
+
+
+def _rotary(analysis: Analysis) -> bool:
+    return analysis.view.position == "rotary"
 
 
 def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
@@ -110,8 +119,10 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
 
 
 def _details(analysis: Analysis) -> tuple[str, ...]:
-    """Intervals, and the null of position where position is in the stream."""
-    return ("intervals",) if analysis.view.position == "shortformer" else ("intervals", "nulls")
+    """Intervals; the null of position where position is in the stream; planes where they rotate."""
+    added = analysis.view.position == "shortformer"
+    planes = ("planes",) if _rotary(analysis) else ()
+    return ("intervals", *(() if added else ("nulls",)), *planes)
 
 
 def _named(top: SweepTable, name: str) -> str:

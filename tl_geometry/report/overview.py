@@ -55,7 +55,7 @@ def section(analysis: Analysis) -> Section:
     facts = (
         (
             "model",
-            f"{view.name} ({view.kind}, "
+            f"{view.name} ({view.class_name}, "
             f"{view.library}{', processed weights' if view.processed else ''})",
         ),
         (

@@ -24,6 +24,7 @@ def run(
     *,
     model: str | None = None,
     corpus: Sequence[Path] | None = None,
+    topics: Sequence[Path] | None = None,
     encoding: str = "utf-8",
     row: str | None = None,
     contexts: int | None = None,
@@ -32,10 +33,12 @@ def run(
     """Run the published settings of a work by its name, ``"song-zhong"`` or ``"lines-of-thought"``:
     what the command line calls.
 
-    ``contexts`` windows (chunks) in place of the published number.
+    ``contexts`` windows (chunks) in place of the published number; ``topics``: documents (four in
+    the paper) for the similarities and incoherence of Song & Zhong's Table 1.
     """
     choice(work, ("song-zhong", "lines-of-thought"), "work")
     texts = read_texts(corpus, encoding)[0] if corpus else None
+    documents = read_texts(topics, encoding, "--topics")[0] if topics else None
     if work == "song-zhong":
         known = published_tables()["table_1"] | published_tables()["table_2"]
         require(
@@ -51,8 +54,11 @@ def run(
             if contexts is None
             else replace(settings, contexts=contexts, fresh=min(settings.fresh, contexts))
         )
-        return song_zhong(view, texts, row=row, settings=settings, progress=progress)
+        return song_zhong(
+            view, texts, topics=documents, row=row, settings=settings, progress=progress
+        )
     require(row is None, "--row", expected="none with lines-of-thought", got=repr(row))
+    require(documents is None, "--topics", expected="none with lines-of-thought", got=f"{topics}")
     text = "\n".join(texts if texts is not None else held_out_documents().texts)
     separate = find_spec("sklearn") is not None  # the separability rows need the ml extra
     return sarfati(loaded(model), text, n=contexts, separate=separate, progress=progress)

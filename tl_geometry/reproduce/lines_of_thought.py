@@ -21,6 +21,7 @@ from tl_geometry.flow.separation import ensembles_apart, true_against_extrapolat
 from tl_geometry.flow.truncation import GRID, truncation_kl
 from tl_geometry.models.control import reinitialized
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 
 
 class Published(NamedTuple):
@@ -115,7 +116,7 @@ class LinesOfThought(Result):
 
 
 def sarfati(
-    model: Any,
+    model: ModelLike,
     text: str,
     *,
     published_as: str | None = None,
@@ -173,8 +174,8 @@ def sarfati(
 def _law(own: Trajectories) -> list[tuple[str, float, str]]:
     maps = own.residuals()
     law, other = (
-        fit_noise_law(maps.log_variance, law=kind, times=own.times)
-        for kind in ("asymptotic", "increment")
+        fit_noise_law(maps.log_variance, law=law, times=own.times)
+        for law in ("asymptotic", "increment")
     )
     better = "asymptotic" if law.aic <= other.aic else "increment"
     return [

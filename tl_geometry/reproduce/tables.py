@@ -24,6 +24,7 @@ from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.measures import contextual, positional
 from tl_geometry.measures import rank as ranks
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.reproduce.protocol import (
     Settings,
@@ -131,7 +132,7 @@ class Reproduction(Result):
 
 
 def song_zhong(
-    model: Any = None,
+    model: ModelLike | str | Path | None = None,
     corpus: Text | Path | Sequence[Path] | None = None,
     *,
     topics: Sequence[str] | Sequence[Tensor] | Sequence[Path] | None = None,
@@ -195,7 +196,7 @@ def song_zhong(
     )
 
 
-def loaded(model: Any) -> Any:
+def loaded(model: ModelLike | str | Path | None) -> Any:
     """A model by name or directory (as commands take it), the embedded one for ``None``, or the
     model itself."""
     if model is None:
@@ -208,14 +209,15 @@ def _texts(corpus: Any, topics: Any) -> tuple[Text, Sequence[Any] | None]:
         held_out = zoo.corpus.held_out_documents().texts
         return list(held_out), sorted(held_out, key=len, reverse=True)[
             :4
-        ] if topics is None else _read(topics)
+        ] if topics is None else read_documents(topics)
     files = [corpus] if isinstance(corpus, Path) else corpus
     return (
-        _read(files) if not isinstance(files, str | Tensor) else files
-    ), None if topics is None else _read(topics)
+        read_documents(files) if not isinstance(files, str | Tensor) else files
+    ), None if topics is None else read_documents(topics)
 
 
-def _read(items: Sequence[Any]) -> list[Any]:
+def read_documents(items: Sequence[Any]) -> list[Any]:
+    """Texts of files; texts and ids as they are."""
     return [read_texts([p], what="corpus")[0][0] if isinstance(p, Path) else p for p in items]
 
 
@@ -276,9 +278,8 @@ def _cells(
 ) -> list[tuple[Any, ...]]:
     tables, nan = published_tables(), math.nan
     printed_in = {} if row is None else (tables["table_1"] | tables["table_2"])[row]
-    summary = (
-        tables["notebook_similarity"].get(row, {}) | printed_in
-    )  # Tables 1 and 2 first; the notebook has GitHub's similarities
+    # Tables 1 and 2 first; the notebook has GitHub's similarities
+    summary = tables["notebook_similarity"].get(row, {}) | printed_in
     cells: list[tuple[Any, ...]] = []
     for measure in (m for m in SUMMARY if m in measured):
         ours = (float(measured[measure].mean()), float(measured[measure].std(correction=0)))
@@ -291,7 +292,7 @@ def _cells(
                 ours[0],
                 theirs[0],
                 near,
-                _verdict(ours[0], theirs[0], near, same, doubt),
+                verdict(ours[0], theirs[0], near, same, doubt),
             )
         )
         note = DOUBTS.get((row or "", f"{measure} sd"), "")
@@ -315,13 +316,14 @@ def _cells(
                     value,
                     printed,
                     near,
-                    _verdict(value, printed, near, same),
+                    verdict(value, printed, near, same),
                 )
             )
     return cells
 
 
-def _verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:
+def verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:
+    """What our number says beside the published one (:class:`Reproduction`)."""
     if math.isnan(theirs):
         return "no published row"
     if not same:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tl_geometry.corpus.nulls import repeated_random_tokens
 from tl_geometry.scores.head_types import HeadTypes, head_type_scores, token_range
+from tl_geometry.scores.plane_tables import BandTable, PlaneTable
+from tl_geometry.scores.planes import Band, HeadPlanes, default_bands
+from tl_geometry.scores.relative import OffsetProfile, RelativeKernel, relative_kernel
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sums import ShareSums, share_sums, share_sums_dense
 from tl_geometry.scores.sweep import sweep_heads
@@ -12,13 +15,21 @@ from tl_geometry.scores.tables import ShareTable
 from tl_geometry.scores.values import ValueSplit, split_values
 
 __all__ = [
+    "Band",
+    "BandTable",
+    "HeadPlanes",
     "HeadTypes",
+    "OffsetProfile",
+    "PlaneTable",
+    "RelativeKernel",
     "ScoreSplit",
     "ShareSums",
     "ShareTable",
     "SweepTable",
     "ValueSplit",
+    "default_bands",
     "head_type_scores",
+    "relative_kernel",
     "repeated_random_tokens",
     "share_sums",
     "share_sums_dense",

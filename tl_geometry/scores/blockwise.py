@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.rows import causal_mask
@@ -27,6 +27,13 @@ class Block(NamedTuple):
     full: int
     end: int
     mask: Float[Tensor, "batch head query key"]
+
+
+class PlaneIndex(NamedTuple):
+    """The rotary plane of each coordinate of a layer's heads, and how many planes there are."""
+
+    plane: Int[Tensor, " d_head"]
+    count: int
 
 
 def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
@@ -52,11 +59,34 @@ def contracted(
     rows of W sum to zero."""
     parts = rows.shape[2]
     weighted = rearrange(weight @ tables, "b h i (c e) -> b h (i e) c", c=parts)
-    found = (rows.flatten(3) @ weighted).flatten(2).double()
+    return with_added((rows.flatten(3) @ weighted).flatten(2).double(), weight, added)
+
+
+def with_added(
+    found: Float[Tensor, "batch head pair"], weight: Tensor, added: Tensor | None
+) -> Float[Tensor, "batch head term"]:
+    """Sums of the terms of queries and keys, and of one more that is there as a matrix."""
     if added is None:
         return found
     last = (weight * added).sum((-2, -1), dtype=torch.float64)
     return torch.cat([found, last.unsqueeze(-1)], -1)
+
+
+def contracted_by_plane(
+    weight: Float[Tensor, "batch head query key"],
+    rows: Float[Tensor, "batch head part query d_head"],
+    tables: Tensor,
+    planes: PlaneIndex,
+) -> Float[Tensor, "batch head plane pair"]:
+    """:func:`contracted` of the terms of queries and keys plane by plane: the same products, summed
+    over the coordinates of a plane in place of all."""
+    parts, width = rows.shape[2], rows.shape[4]
+    weighted = (weight @ tables).unflatten(-1, (parts, width))
+    by_row = rearrange(rows, "b h a i e -> b h i a e")
+    found = [(by_row * weighted[..., c : c + 1, :]).sum(2) for c in range(parts)]
+    each = rearrange(torch.stack(found, -1), "b h a e c -> b h e (a c)").double()
+    out = each.new_zeros(*each.shape[:2], planes.count, parts**2)
+    return out.index_add_(2, planes.plane.to(out.device), each)
 
 
 def centred_scores(

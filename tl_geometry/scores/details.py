@@ -26,7 +26,7 @@ from tl_geometry.scores.shapes import (
 )
 from tl_geometry.scores.terms import term_names
 
-DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "intervals")
+DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "intervals", "planes")
 """Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes."""
 
 

@@ -17,14 +17,15 @@ to the scores (``preset="paper"``, ``preset="reference"``).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks, html
@@ -38,6 +39,9 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
+from tl_geometry.scores.blockwise import PlaneIndex
+from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
+from tl_geometry.scores.relative import OffsetProfile, offset_profile, offset_share
 from tl_geometry.scores.requests import (
     UserParts,
     check_request,
@@ -92,7 +96,9 @@ class ScoreSplit(Result):
     ``q`` (with the score scale) and ``k`` are the projected parts, ``parts`` names them; ``heads``
     labels the head axis with (layer, head), ``allowed`` is the mask. ``checks`` are the
     reconstruction errors (layer, what, error, bound), ``reconstruction`` their summary. ``softcap``
-    is infinite and ``sinks`` minus infinite for heads without one.
+    is infinite and ``sinks`` minus infinite for heads without one. ``plane`` is the rotary plane of
+    each coordinate, ``theta`` the frequency of each plane (:attr:`planes`; ``None`` without
+    rotation).
 
     Its table (``to_dataframe``, ``to_latex``) is that of :meth:`shares`, which the preset
     ``"reference"`` has not (its terms do not sum to the scores).
@@ -112,6 +118,9 @@ class ScoreSplit(Result):
     scale: float = 0.0
     str_tokens: tuple[str, ...] = ()
     bias_label: str = BIAS_BIAS
+    plane: Int[Tensor, "head d_head"] | None = None
+    theta: Float[Tensor, "head plane"] | None = None
+    version: ClassVar[int] = 2
 
     @property
     def terms(self) -> Terms:
@@ -122,6 +131,58 @@ class ScoreSplit(Result):
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
         """One term: ``split["pos-cvec"]`` is ``split.terms["pos", "cvec"]``."""
         return self.terms[term]
+
+    @property
+    def planes(self) -> HeadPlanes:
+        """The rotary planes of the heads: which coordinates turn together, and how fast. Without a
+        rotation all coordinates are one plane of frequency zero."""
+        length = self.q.shape[2]
+        if self.plane is None or self.theta is None:
+            return HeadPlanes.unturned(len(self.heads), self.q.shape[-1], length)
+        return HeadPlanes(self.plane, self.theta, length)
+
+    def on_planes(self, planes: PlanesLike) -> ScoreSplit:
+        """The split restricted to some rotary planes: ``split.on_planes("near")``, ``"middle"``,
+        ``"far"``, ``"pass"``, a number, a :class:`tl_geometry.scores.planes.Band` of wavelengths in
+        tokens, or several of these.
+
+        Every term is the part of it that these planes carry, so that terms add up over planes that
+        make up all. ALiBi is in none. Total, pattern and shares are then those of this part, not
+        the model's; ``checks`` stay those of the whole.
+        """
+        exact, got = self.provenance.preset == "exact", f"preset={self.provenance.preset!r}"
+        require(exact, "on_planes", expected="preset='exact'", got=got)
+        found = self.planes
+        kept = found.coordinates(found.chosen(planes)).to(self.q)
+        flag = f"rotary planes {describe_planes(planes)} alone"
+        provenance = self.provenance.flagged(flag)
+        return dataclasses.replace(self, q=self.q * kept, bias=None, provenance=provenance)
+
+    def offset_profile(
+        self,
+        term: tuple[str, str] | str | None = None,
+        *,
+        drop: int | None = None,
+        level: float = 0.95,
+    ) -> OffsetProfile:
+        """Mean of a term (of all together for ``None``) at each offset i - j, with its band of
+        error over prompts; see :func:`tl_geometry.scores.relative.offset_profile`.
+
+        ``split.on_planes("near").offset_profile("bias-bias")`` is that of a band.
+        """
+        return offset_profile(self, term, drop=drop, level=level)
+
+    def offset_share(
+        self,
+        term: tuple[str, str] | str | None = None,
+        *,
+        groups: int = 8,
+        drop: int | None = None,
+    ) -> Float[Tensor, " head"]:
+        """Share of the (row-centred) scores that a function of the offset alone predicts for
+        prompts that it was not fitted on; see
+        :func:`tl_geometry.scores.relative.offset_share`."""
+        return offset_share(self, term, groups=groups, drop=drop)
 
     def label(self, term: str) -> str:
         """How a term is shown to a reader (``bias_label`` for (bias, bias),
@@ -143,9 +204,10 @@ class ScoreSplit(Result):
         With the presets ``"paper"`` and ``"reference"`` the terms do not sum to the scores:
         ``"paper"`` gives their sum, ``"reference"`` the model's own scores, as published.
         """
-        return torch.where(self.allowed, self._sum(), -torch.inf)
+        return torch.where(self.allowed, self.summed(), -torch.inf)
 
-    def _sum(self) -> Tensor:
+    def summed(self) -> Float[Tensor, "batch head query key"]:
+        """:meth:`total` at every cell, allowed or not."""
         if self.scores is not None:
             return self.scores
         total = einsum(
@@ -196,12 +258,14 @@ class ScoreSplit(Result):
         start = (self.provenance.window or (0, 0))[0] if drop is None else drop
         found: list[ShareSums] = []
         order: list[Tensor] = []
+        planes = self.planes
         for layer in dict.fromkeys(layer for layer, _ in self.heads):
             rows = torch.tensor([i for i, (at, _) in enumerate(self.heads) if at == layer])
             order.append(rows)
             bias = None if self.bias is None else self.bias[rows]
             cap = float(self.softcap[rows[0]])
             options = {"bias": bias, "drop": start, "softcap": cap if math.isfinite(cap) else None}
+            options["planes"] = PlaneIndex(planes.plane[rows[0]], planes.theta.shape[1])
             q, k = self.q[..., rows, :], self.k[..., rows, :]
             found.append(share_sums(q, k, self.allowed[rows[0]], **options).pooled())
         sums = ShareSums.beside(found).select(torch.cat(order).argsort())
@@ -210,6 +274,7 @@ class ScoreSplit(Result):
             sums,
             self.heads,
             self.parts,
+            planes,
             drop=start,
             dropped_mass=mass,
             bias_label=self.bias_label,
@@ -351,4 +416,16 @@ def split_scores(
         bias_label=bias_label(
             rotary=all(t.rotary for t in found), relative=all(t.relative for t in found)
         ),
+        **_planes_of(found, pick, preset),
     )
+
+
+def _planes_of(
+    found: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: str
+) -> dict[str, Tensor]:
+    """The planes of the chosen heads; none where nothing is rotated."""
+    each = [terms.planes for terms in found for _ in terms.heads]
+    if preset == "paper" or not any((planes.theta != 0).any() for planes in each):
+        return {}
+    planes = HeadPlanes.of(each, 0).select(pick.cpu())
+    return {"plane": planes.plane, "theta": planes.theta}

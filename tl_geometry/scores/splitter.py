@@ -27,6 +27,7 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
+from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.scores.projection import Side
 from tl_geometry.scores.requests import UserParts
 
@@ -50,6 +51,7 @@ class HeadTerms:
     scale: float
     rotary: bool
     relative: bool
+    planes: RotaryPlanes
 
 
 class Splitter:
@@ -167,6 +169,7 @@ class Splitter:
             and not isinstance(self.parts, Mapping)
             and "mean" not in self.parts,
             relative=is_relative(layer),
+            planes=rotary_planes(layer),
         )
 
     def values(self, layer: LayerView) -> Float[Tensor, "part batch position head d_head"]:

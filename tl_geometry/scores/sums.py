@@ -29,12 +29,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
@@ -43,10 +44,13 @@ from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.scores.blockwise import (
     BLOCK,
     KeyMoments,
+    PlaneIndex,
     blocks_of,
     centred_scores,
     contracted,
+    contracted_by_plane,
     moved_attention,
+    with_added,
 )
 
 
@@ -58,7 +62,8 @@ class ShareSums:
     ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``gains`` ``sum (p - u) . X``;
     ``total`` is ``sum S~^2``, ``gain_total`` ``sum (p - u) . S``, all in float64; ``floor`` is the
     total that rounding alone could leave; ``rows`` counts query rows with at least two allowed
-    keys, ``cells`` the keys of those rows.
+    keys, ``cells`` the keys of those rows. ``plane_numerators`` and ``plane_gains`` are those of
+    the terms of queries and keys in each rotary plane, where asked for.
     """
 
     numerators: Float[Tensor, "*context head term"]
@@ -69,9 +74,12 @@ class ShareSums:
     floor: Float[Tensor, "*context head"]
     rows: Float[Tensor, "*context"]
     cells: Float[Tensor, "*context"]
+    plane_numerators: Float[Tensor, "*context head plane pair"] | None = None
+    plane_gains: Float[Tensor, "*context head plane pair"] | None = None
 
     def _tensors(self) -> dict[str, Tensor]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
 
     def pooled(self) -> ShareSums:
         """Summed over contexts."""
@@ -95,6 +103,11 @@ class ShareSums:
     def beside(sums: Sequence[ShareSums]) -> ShareSums:
         """Pooled sums of several layers side by side, their heads in order."""
         all_ = [s.pooled()._tensors() for s in sums]
+        most = max(0 if (p := s.plane_numerators) is None else p.shape[-2] for s in sums)
+        for t in all_:  # layers with fewer planes
+            for k in ("plane_numerators", "plane_gains"):
+                if k in t:
+                    t[k] = pad(t[k], (0, 0, 0, most - t[k].shape[-2]))
         heads = {k: torch.cat([t[k] for t in all_]) for k, v in all_[0].items() if v.dim() > 0}
         return ShareSums(**{**all_[0], **heads})
 
@@ -150,6 +163,7 @@ def share_sums(
     softcap: float | None = None,
     energy: bool = True,
     gain: bool = True,
+    planes: PlaneIndex | None = None,
     working_set: int = 2**24,
 ) -> ShareSums:
     """Numerators, gains and energies of all terms per context, without a term as a matrix.
@@ -158,6 +172,7 @@ def share_sums(
     ``None``); ``bias [... head query key]`` is added to the scores and becomes the last term. The
     first ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
     that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains.
+    ``planes`` says which rotary plane each coordinate lies in, for sums by plane as well.
     ``working_set`` bounds the bytes held at a time. Half precision is computed in float32; sums are
     float64.
 
@@ -200,7 +215,9 @@ def share_sums(
         part = slice(at, at + step)
         some = mask if len(mask) == 1 else mask[part]
         added = bias if bias is None or len(bias) == 1 else bias[part]
-        found.append(_sums(q[:, part], k[:, part], some, added, _Wanted(softcap, energy, gain)))
+        found.append(
+            _sums(q[:, part], k[:, part], some, added, _Wanted(softcap, energy, gain, planes))
+        )
     return ShareSums.cat(found)
 
 
@@ -229,6 +246,7 @@ class _Wanted(NamedTuple):
     softcap: float | None
     energy: bool
     gain: bool
+    planes: PlaneIndex | None
 
 
 def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Wanted) -> ShareSums:
@@ -249,6 +267,7 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
     made = {"dtype": torch.float64, "device": q.device}
     n = parts**2 + (bias is not None)
     numerators, gains, energies = (torch.zeros(batch, heads, n, **made) for _ in range(3))
+    by_plane = _ByPlane.of(wanted, (batch, heads, parts**2), made)
     total, gain_total = (torch.zeros(batch, heads, **made) for _ in range(2))
     seen = KeyMoments(keys)
     for block in blocks_of(mask, q.dtype):
@@ -259,11 +278,11 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
         added = None if extra is None else extra[:, :, at, : block.end]
         centred = centred if added is None else centred + added
         total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
-        numerators += contracted(centred, rows, known, added)
+        numerators += by_plane.contracted("numerators", centred, rows, known, added)
         if wanted.gain:
             entered = None if level is None else mean + level[:, :, at]
             moved = moved_attention(centred, block, count, wanted.softcap, entered)
-            gains += contracted(moved, rows, known, added)
+            gains += by_plane.contracted("gains", moved, rows, known, added)
             gain_total += moved.mul_(centred).sum((-2, -1), dtype=torch.float64)
         if wanted.energy:
             seen.extend(block.full)
@@ -286,7 +305,35 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
         floor=floor,
         rows=ones * (several > 0).sum(-1),
         cells=ones * several.sum(-1),
+        plane_numerators=by_plane.sums.get("numerators"),
+        plane_gains=by_plane.sums.get("gains"),
     )
+
+
+class _ByPlane(NamedTuple):
+    """Contractions that add up by plane on the way, where planes are wanted."""
+
+    index: PlaneIndex | None
+    sums: dict[str, Tensor]
+
+    @staticmethod
+    def of(wanted: _Wanted, sizes: tuple[int, int, int], made: Any) -> _ByPlane:
+        index = wanted.planes
+        if index is None:
+            return _ByPlane(None, {})
+        shape = (*sizes[:2], index.count, sizes[2])
+        names = ("numerators", "gains")[: 1 + wanted.gain]
+        return _ByPlane(index, {name: torch.zeros(shape, **made) for name in names})
+
+    def contracted(
+        self, name: str, weight: Tensor, rows: Tensor, tables: Tensor, added: Tensor | None
+    ) -> Float[Tensor, "batch head term"]:
+        """:func:`tl_geometry.scores.blockwise.contracted`."""
+        if self.index is None:
+            return contracted(weight, rows, tables, added)
+        found = contracted_by_plane(weight, rows, tables, self.index)
+        self.sums[name] += found
+        return with_added(found.sum(2), weight, added)
 
 
 def share_sums_dense(

@@ -17,6 +17,7 @@ Head types come from repeated random tokens made for the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,12 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.details import DETAILS, Details
 from tl_geometry.scores.head_types import HeadTypes, measure_types
 from tl_geometry.scores.leave_out import Resampled
+from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.projection import (
     PARTS,
     MappedBasis,
@@ -91,7 +95,8 @@ def sweep_heads(
             basis made from the same contexts; then a head is labelled only where the margin's
             interval excludes zero; :mod:`tl_geometry.scores.leave_out`), ``"nulls"`` (group shares
             for positions shifted by a random offset in each group of the basis, and the p-value of
-            position; :mod:`tl_geometry.scores.position_null`).
+            position; :mod:`tl_geometry.scores.position_null`); and ``"planes"`` (shares of rotary
+            planes, ``.planes()``), at no further cost.
         memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget
             allows.
         prepend_bos: with text only.
@@ -126,9 +131,8 @@ def sweep_heads(
     with bar:
         for batch in source.batches(rows):
             begins = begins and bool((batch[:, 0] == view.bos_id).all())
-            basis.check_model(
-                view, None if begins else False
-            )  # a row without BOS decides, one with it does not
+            # a row without BOS decides, one with it does not
+            basis.check_model(view, None if begins else False)
             if done == 0:
                 view.run_layers(batch[:1], chosen, work.verify, verify=True)
             work.batch = batch
@@ -179,9 +183,8 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
     h = layer.h.double()
     mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
     rest = h - (mean + pos)
-    apart = (
-        x.norm(dim=-1) for x in (mean, pos, rest)
-    )  # parts that cancel are rounded as large as they are
+    # parts that cancel are rounded as large as they are
+    apart = (x.norm(dim=-1) for x in (mean, pos, rest))
     larger = max(1.0, float((sum(apart, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max()))
     cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.reconstruction.sizes
     behind = {w: larger * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
@@ -237,7 +240,7 @@ class _Sweep:
             basis,
             tuple(layers),
             length,
-            tuple(detail),
+            tuple(name for name in detail if name != "planes"),
             seed,
         )
         self.memory_budget = memory_budget
@@ -246,6 +249,7 @@ class _Sweep:
         self.sums: dict[int, list[ShareSums]] = {}
         self.mass: dict[int, list[Tensor]] = {}
         self.details: dict[int, Details] = {}
+        self.planes: dict[int, RotaryPlanes] | None = {} if "planes" in detail else None
         self.alibi = self.softcap = False
         self.rotary = self.relative = True
 
@@ -284,6 +288,7 @@ class _Sweep:
                 "drop": self.drop - start_at,
                 "softcap": layer.softcap,
                 "working_set": limit,
+                "planes": self._plane_index(layer),
             }
             found.append(share_sums(parts.q, parts.k, allowed, **options))
             if made is not None:
@@ -294,6 +299,15 @@ class _Sweep:
         if layer.pattern is not None:
             mass = dropped_mass(layer.pattern, self.drop)
             self.mass.setdefault(layer.layer, []).append(mass.sum(0).cpu().double())
+
+    def _plane_index(self, layer: LayerView) -> PlaneIndex | None:
+        """The rotary plane of each coordinate, where planes are wanted."""
+        if self.planes is None:
+            return None
+        if layer.layer not in self.planes:
+            self.planes[layer.layer] = rotary_planes(layer)
+        found = self.planes[layer.layer]
+        return PlaneIndex(found.plane, len(found.theta))
 
     def _projection(self, layer: LayerView) -> MappedBasis:
         """Projected mean and pos, kept between batches while they are small."""
@@ -328,6 +342,11 @@ class _Sweep:
             few = f"fewer than {FEWEST} contexts or {FEWEST_GROUPS} groups of them: no intervals"
             provenance = provenance.flagged(few)
         details = Details.beside([self.details[x] for x in order]) if self.details else {}
+        planes: dict[str, Any] = {"length": self.length}
+        if self.planes is not None:
+            each = [self.planes[x] for x in order for _ in range(self.view.n_heads)]
+            found = HeadPlanes.of(each, self.length)
+            planes |= {"plane": found.plane, "theta": found.theta}
         names = term_names(PARTS, alibi=self.alibi)
         return SweepTable(
             provenance=provenance,
@@ -351,4 +370,7 @@ class _Sweep:
             type_errors=dict(types.errors),
             baselines=dict(types.baselines),
             details=details,
+            plane_numerators=pooled.plane_numerators,
+            plane_gains=pooled.plane_gains,
+            **planes,
         )

@@ -9,11 +9,14 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tl_geometry.base.errors import fail
 from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
+from tl_geometry.scores.plane_tables import PlaneTable
+from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.sums import ShareSums
 from tl_geometry.scores.terms import BIAS_BIAS, GROUPS, group_of, label, term_names, term_pairs
 
@@ -110,7 +113,9 @@ class ShareTable(Result):
     the margin excludes zero.
 
     ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`); its
-    key is always the same.
+    key is always the same. ``plane_numerators`` and ``plane_gains`` are those of the terms in each
+    rotary plane, of frequency ``theta`` (radians per token), ``plane`` the plane of each coordinate
+    and ``length`` the positions of a prompt, where planes were asked for (:meth:`planes`).
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -131,6 +136,11 @@ class ShareTable(Result):
     share_over: float = 0.5
     margin_over: float = 0.1
     bias_label: str = BIAS_BIAS
+    plane_numerators: Float[Tensor, "head plane pair"] | None = None
+    plane_gains: Float[Tensor, "head plane pair"] | None = None
+    plane: Int[Tensor, "head d_head"] | None = None
+    theta: Float[Tensor, "head plane"] | None = None
+    length: int = 0
     version: ClassVar[int] = 3
 
     @property
@@ -146,6 +156,8 @@ class ShareTable(Result):
             floor=self.floor,
             rows=count(self.rows_used),
             cells=count(self.cells),
+            plane_numerators=self.plane_numerators,
+            plane_gains=self.plane_gains,
         )
 
     @property
@@ -275,6 +287,33 @@ class ShareTable(Result):
             dropped_mass=self._mass(),
         )
 
+    def planes(self) -> PlaneTable:
+        """Shares of each rotary plane, by term: which frequencies carry the scores.
+
+        A model without rotation has one plane, which is all of each term. Of a split's shares, and
+        of a sweep with ``detail="planes"``.
+        """
+        sums = (self.plane_numerators, self.plane_gains, self.plane, self.theta)
+        numerators, gains, plane, theta = sums
+        if numerators is None or gains is None or plane is None or theta is None:
+            instead = 'sweep_heads(..., detail="planes"), or split_scores(...).shares()'
+            fail("planes", expected="sums by plane", got="a table without", instead=instead)
+        uniform = self.sums.uniform
+        total, gained = (
+            torch.where(uniform, torch.nan, x)[:, None, None] for x in (self.total, self.gain_total)
+        )
+        return PlaneTable(
+            provenance=self.provenance,
+            heads=self.heads,
+            terms=self.terms[: len(self.parts) ** 2],
+            plane=plane,
+            theta=theta,
+            length=self.length,
+            cs=numerators / total,
+            gs=gains / gained,
+            bias_label=self.bias_label,
+        )
+
     def label(self, term: str) -> str:
         """How a term, a group or a column about one is shown to a reader."""
         return label(term, self.bias_label)
@@ -289,7 +328,11 @@ class ShareTable(Result):
 
     @staticmethod
     def of(
-        sums: ShareSums, heads: Sequence[tuple[int, int]], parts: Sequence[str], **fields: object
+        sums: ShareSums,
+        heads: Sequence[tuple[int, int]],
+        parts: Sequence[str],
+        planes: HeadPlanes | None = None,
+        **fields: object,
     ) -> ShareTable:
         """From sums (pooled here) of the terms of ``parts``; ``fields`` are the remaining fields,
         ``provenance`` among them."""
@@ -306,6 +349,11 @@ class ShareTable(Result):
             floor=s.floor,
             rows_used=float(s.rows),
             cells=float(s.cells),
+            plane_numerators=s.plane_numerators,
+            plane_gains=s.plane_gains,
+            plane=planes and planes.plane,
+            theta=planes and planes.theta,
+            length=planes.length if planes else 0,
             **fields,  # pyright: ignore[reportArgumentType]
         )
 

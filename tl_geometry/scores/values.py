@@ -146,7 +146,7 @@ def split_values(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     names = part_names(parts, "exact")
-    wanted = () if token_ids is None else _token_ids(view, token_ids)
+    wanted = () if token_ids is None else target_ids(view, token_ids)
     numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_request(
         view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
@@ -184,7 +184,7 @@ def split_values(
     )
 
 
-def _token_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
+def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
     """Ids of tokens that are given as ids or as texts of one token each, one or several."""
     found: list[int] = []
     for value in [given] if isinstance(given, int | str) else given:
@@ -257,7 +257,7 @@ class _Readout:
             fail(
                 f"logits of {view.name}",
                 expected="a norm and a linear map from the last state",
-                got=f"the output head of {view.kind}",
+                got=f"the output head of {view.class_name}",
                 instead="split_values without token_ids=",
                 error=UnsupportedModelError,
             )

@@ -54,7 +54,7 @@ def hugging_face(*, trained: bool = True) -> Any:
 
 
 def by_name(
-    name: str | Path, *, kind: str = "bridge", processed: bool = False, **options: Any
+    name: str | Path, *, model_class: str = "bridge", processed: bool = False, **options: Any
 ) -> Any:
     """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name of
     TransformerLens, or a directory.
@@ -64,21 +64,24 @@ def by_name(
     from tl_geometry.models import load
 
     if name == "smollm2":
-        return smollm2(kind=kind, processed=processed, **options)
+        return smollm2(model_class=model_class, processed=processed, **options)
     return load(
-        minilm_directory() if name == "minilm" else name, kind=kind, processed=processed, **options
+        minilm_directory() if name == "minilm" else name,
+        model_class=model_class,
+        processed=processed,
+        **options,
     )
 
 
-def embedded(*, kind: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
-    """The embedded model as a TransformerBridge (``kind="bridge"``) or HookedTransformer
+def embedded(*, model_class: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
+    """The embedded model as a TransformerBridge (``model_class="bridge"``) or HookedTransformer
     (``"hooked"``, TransformerLens 3.9)."""
     from tl_geometry.models import from_hf
 
     return from_hf(
         hugging_face(trained=trained),
         tokenizer(),
-        kind=kind,
+        model_class=model_class,
         processed=processed,
         name=NAME + ("" if trained else "-untrained"),
     )

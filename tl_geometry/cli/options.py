@@ -1,0 +1,92 @@
+"""Options that several commands share, as annotations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tl_geometry.base import arguments
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help=(
+            "A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; "
+            "nothing: the embedded model."
+        )
+    ),
+]
+Corpus = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--corpus",
+        help="Text file, one document each; repeat it. Default: held-out standard library.",
+    ),
+]
+Planes = Annotated[
+    bool, typer.Option("--planes", help="Write the shares of every rotary plane too.")
+]
+Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
+Contexts = Annotated[
+    int | None,
+    typer.Option(
+        "--contexts", help="Windows to use (default: what the budget allows, at most 1024)."
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        "--length", help="Tokens of a window (default: what model and budget allow, at most 512)."
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", help="Folder to write to.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, bfloat16 or float16.")]
+Class = Annotated[
+    str,
+    typer.Option(
+        "--class",
+        help="bridge (TransformerBridge) or hooked (HookedTransformer, TransformerLens 3.9).",
+    ),
+]
+Processed = Annotated[
+    bool, typer.Option("--processed", help="Fold and centre the weights as TransformerLens does.")
+]
+Bos = Annotated[
+    bool | None,
+    typer.Option(
+        "--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one)."
+    ),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", help="Seed of every random choice: windows, nulls, controls.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on with what a stopped run of the same settings has finished."
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")
+]
+BudgetOption = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        help=(
+            "Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the "
+            "report says so."
+        ),
+    ),
+]
+Sections = Annotated[
+    str | None,
+    typer.Option(
+        "--sections",
+        help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.",
+    ),
+]

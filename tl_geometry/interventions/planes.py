@@ -1,0 +1,165 @@
+"""Remove, keep or swap rotary planes of attention scores in a live model.
+
+With S the scores of a head and ``X = sum_{m in planes} X^(m)`` what the chosen planes carry of them
+(:mod:`tl_geometry.scores.planes`):
+
+    remove      S - X
+    keep        X (and ALiBi)
+    swap        S - X + X', X' that of another prompt of the batch, at the same positions
+
+The control of removing or keeping planes is to do the same with as many others, drawn at random for
+each head; that of swapping tells what in these planes is of this prompt. No basis is needed: the
+planes are those of the running queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import require
+from tl_geometry.interventions.terms import HeadsLike, derangement, require_several
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.rotary import rotary_planes
+from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
+
+PlaneEdit = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(scores, part of the chosen planes, ALiBi) -> new scores, all ``[batch head query key]``."""
+
+
+def part_on_planes(
+    layer: LayerView, heads: Sequence[int], kept: Bool[Tensor, "head d_head"]
+) -> Float[Tensor, "batch head query key"]:
+    """What some coordinates of some heads carry of their scores."""
+    q, k = layer.q[:, :, heads] * kept.to(layer.q), layer.k[:, :, heads]
+    return layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
+
+
+def chosen_planes(
+    layer: LayerView, heads: Sequence[int], planes: PlanesLike, control: int | None
+) -> Bool[Tensor, "head d_head"]:
+    """The coordinates of the chosen planes of some heads; with ``control`` those of as many planes
+    drawn at random with that seed, for each head anew."""
+    own = rotary_planes(layer)
+    found = HeadPlanes.of([own] * len(heads), layer.h.shape[1])
+    chosen = found.chosen(planes)
+    nothing = not isinstance(planes, str | int) and len(planes) == 0
+    require(
+        nothing or bool(chosen.any()),
+        "planes",
+        expected="planes that the heads have",
+        got=f"none of {describe_planes(planes)} in layer {layer.layer}, whose wavelengths are "
+        f"{', '.join(f'{x:.3g}' for x in own.wavelength.tolist()[:8])}",
+        instead="others, or longer prompts",
+    )
+    if control is not None:
+        chosen = torch.stack(
+            [
+                random_planes(row, found.theta[0], control, layer.layer, head)
+                for row, head in zip(chosen, heads, strict=True)
+            ]
+        )
+    return found.coordinates(chosen).to(layer.h.device)
+
+
+def random_planes(
+    chosen: Bool[Tensor, " plane"],
+    theta: Float[Tensor, " plane"],
+    seed: int,
+    layer: int = 0,
+    head: int = 0,
+) -> Bool[Tensor, " plane"]:
+    """As many planes as are chosen, drawn from all that are rotated, never exactly the same ones.
+
+    >>> chosen = torch.tensor([True, True, False, False, False])
+    >>> theta = torch.tensor([1.0, 0.1, 0.01, 0.001, 0.0])
+    >>> drawn = random_planes(chosen, theta, seed=3)
+    >>> int(drawn.sum()), bool((drawn == chosen).all()), bool(drawn[-1])
+    (2, False, False)
+    """
+    turned, count = (theta.abs() > 0).nonzero().flatten(), int(chosen.sum())
+    fits = count < len(turned) and not bool((chosen & ~(theta.abs() > 0)).any())
+    expected = f"fewer than all {len(turned)} rotated planes, and no other, for a control"
+    require(fits, "planes", expected=expected, got=f"{count} planes")
+    generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
+    while True:
+        drawn = torch.zeros_like(chosen)
+        drawn[turned[torch.randperm(len(turned), generator=generator)[:count]]] = True
+        if count == 0 or not torch.equal(drawn, chosen):
+            return drawn
+
+
+@contextmanager
+def _apply(
+    model: ModelLike,
+    planes: PlanesLike,
+    heads: HeadsLike,
+    change: PlaneEdit,
+    control: int | None,
+) -> Iterator[OpenEdit]:
+    view = as_view(model)  # before any hook of ours
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
+    edits: list[Edit] = []
+    for at in sorted({layer for layer, _ in chosen}):
+        mine = tuple(sorted(head for layer, head in chosen if layer == at))
+
+        def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
+            kept = chosen_planes(layer, mine, planes, control)
+            bias = None if layer.bias is None else layer.bias[list(mine)]
+            return change(whole, part_on_planes(layer, list(mine), kept), bias)
+
+        edits.append(Edit(at, mine, scores))
+    with edited_scores(view, edits) as edit:
+        yield edit
+
+
+def remove_planes(
+    model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, control: int | None = None
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: run the live model with some rotary planes taken out of the scores of
+    ``heads`` (all for ``None``), ``S - sum_{m in planes} X^(m)``.
+
+    ``with remove_planes(model, "near", "L16H0"): model(tokens)``. ``planes`` are numbers, bands of
+    wavelengths (:class:`tl_geometry.scores.Band`, tokens), or ``"near"``, ``"middle"``, ``"far"``,
+    ``"pass"`` for the length of the running prompts. With ``control=seed`` as many planes are
+    removed, drawn at random for each head.
+
+    Inside, the edit is one of scores like that of
+    :func:`tl_geometry.interventions.remove_term`, with the same refusals; ``GeometryError`` where
+    no head has the planes.
+    """
+    return _apply(model, planes, heads, lambda whole, part, bias: whole - part, control)
+
+
+def keep_planes(
+    model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, control: int | None = None
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: keep only some rotary planes of the scores of ``heads`` (and ALiBi); with
+    ``control=seed`` as many planes drawn at random."""
+
+    def change(whole: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
+        return part if bias is None else part + bias
+
+    return _apply(model, planes, heads, change, control)
+
+
+def swap_planes(
+    model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, seed: int = 0
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: give some rotary planes of the scores of ``heads`` the values of another
+    prompt of the batch at the same positions, ``S - X + X'`` (at least two prompts)."""
+
+    def change(whole: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
+        require_several(whole, "swap_planes")
+        return whole - part + part[derangement(len(part), seed).to(part.device)]
+
+    return _apply(model, planes, heads, change, None)

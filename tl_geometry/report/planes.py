@@ -1,0 +1,45 @@
+"""Which frequencies carry the scores of a rotary model: the part of the section on heads."""
+
+from __future__ import annotations
+
+import torch
+
+from tl_geometry.report import Analysis
+from tl_geometry.report.section import Draft
+from tl_geometry.scores.plane_tables import BandTable
+from tl_geometry.scores.sweep_table import SweepTable
+
+
+def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
+    """Shares of bands of wavelengths (and with ``--planes`` of every plane), in a sentence and
+    tables."""
+    planes = table.planes()
+    bands = planes.by_band()
+    draft.tables["bands"] = bands
+    if analysis.planes:
+        draft.tables["planes"] = planes
+    draft.text.append(
+        "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
+        "position, each at its own frequency: a plane of wavelength L sees the offset of two "
+        f"tokens modulo L. Of the covariance of {len(table.heads)} heads, {_counted(bands)}: near "
+        f"is a wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, "
+        "which hardly sees the offset at all."
+    )
+    for name, words in (("previous", "previous-token"), ("induction", "induction")):
+        if name in table.types:
+            layer, head = table.top(name, 1).heads[0]
+            at = table.heads.index((layer, head))
+            draft.text.append(f"The strongest {words} head, L{layer}H{head}: {_shares(bands, at)}.")
+
+
+def _counted(bands: BandTable) -> str:
+    """How many heads each band dominates."""
+    named = [(band, bands.dominant.count(band)) for band in bands.bands]
+    return ", ".join(f"{band} planes hold most in {count}" for band, count in named if count)
+
+
+def _shares(bands: BandTable, head: int) -> str:
+    """The shares of the bands in one head."""
+    values = torch.nan_to_num(bands.total_cs[head]).tolist()
+    there = [(b, v) for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
+    return ", ".join(f"{band} {value:.2f}" for band, value in there)

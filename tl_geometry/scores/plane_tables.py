@@ -1,0 +1,142 @@
+"""Shares of rotary planes: which frequencies carry what a head's scores are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.results import Result
+from tl_geometry.scores.planes import PASS, Band, HeadPlanes, default_bands
+from tl_geometry.scores.terms import BIAS_BIAS, label
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BandTable(Result):
+    """Shares of bands of wavelengths, by term, for each head: what :meth:`PlaneTable.by_band`
+    returns.
+
+    ``cs`` and ``gs`` sum over bands and terms to one (less what is in no band, and ALiBi).
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    bands: tuple[str, ...]
+    terms: tuple[str, ...]
+    cs: Float[Tensor, "head band term"]
+    gs: Float[Tensor, "head band term"]
+    bias_label: str = BIAS_BIAS
+
+    @property
+    def total_cs(self) -> Float[Tensor, "head band"]:
+        """Covariance shares of the bands, all terms together."""
+        return self.cs.sum(-1)
+
+    @property
+    def total_gs(self) -> Float[Tensor, "head band"]:
+        """Gain shares of the bands, all terms together."""
+        return self.gs.sum(-1)
+
+    @property
+    def dominant(self) -> tuple[str, ...]:
+        """The band of each head with the largest covariance share; ``"uniform"`` for a head without
+        scores to explain."""
+        blank, total = torch.isnan(self.total_cs).any(-1), torch.nan_to_num(self.total_cs)
+        found = zip(total.argmax(-1).tolist(), blank.tolist(), strict=True)
+        return tuple("uniform" if none else self.bands[at] for at, none in found)
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "band", "term", "cs", "gs")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        cs, gs = self.cs.tolist(), self.gs.tolist()
+        return [
+            (layer, head, band, term, cs[h][b][t], gs[h][b][t])
+            for h, (layer, head) in enumerate(self.heads)
+            for b, band in enumerate(self.bands)
+            for t, term in enumerate(self.terms)
+        ]
+
+    def readable(self, value: object) -> object:
+        return label(value, self.bias_label) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlaneTable(Result):
+    """Shares of each rotary plane, by term, for each head: what :meth:`ShareTable.planes` returns.
+
+    ``cs = sum X~^(m) . S~ / sum S~^2`` and ``gs``, the same with ``p - u`` in place of S~, sum over
+    planes and terms to one; with ALiBi, whose term is in no plane, to one less its share.
+    ``wavelength`` is in tokens (infinite for what is not rotated), ``length`` the positions of a
+    prompt, which the default bands depend on.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    terms: tuple[str, ...]
+    plane: Int[Tensor, "head d_head"]
+    theta: Float[Tensor, "head plane"]
+    length: int
+    cs: Float[Tensor, "head plane term"]
+    gs: Float[Tensor, "head plane term"]
+    bias_label: str = BIAS_BIAS
+
+    @property
+    def found(self) -> HeadPlanes:
+        """The planes themselves."""
+        return HeadPlanes(self.plane, self.theta, self.length)
+
+    @property
+    def wavelength(self) -> Float[Tensor, "head plane"]:
+        """Tokens per turn of each plane."""
+        return self.found.wavelength
+
+    @property
+    def total_cs(self) -> Float[Tensor, "head plane"]:
+        """Covariance shares of the planes, all terms together."""
+        return self.cs.sum(-1)
+
+    @property
+    def total_gs(self) -> Float[Tensor, "head plane"]:
+        """Gain shares of the planes, all terms together."""
+        return self.gs.sum(-1)
+
+    def by_band(self, bands: Mapping[str, Band] | None = None) -> BandTable:
+        """Sums over bands of wavelengths: ``near`` (up to 16 tokens), ``middle`` (up to the
+        prompt's length), ``far`` and ``pass`` (not rotated), or bands of your own."""
+        chosen = default_bands(self.length) if bands is None else dict(bands)
+        member = {name: self.found.inside(Band(*band)) for name, band in chosen.items()}
+        member |= {PASS: self.found.chosen(PASS)}
+        weight = torch.stack(list(member.values()), 1).to(self.cs)
+        cs, gs = (
+            einsum(weight, x, "head band plane, head plane term -> head band term")
+            for x in (self.cs, self.gs)
+        )
+        return BandTable(
+            provenance=self.provenance,
+            heads=self.heads,
+            bands=tuple(member),
+            terms=self.terms,
+            cs=cs,
+            gs=gs,
+            bias_label=self.bias_label,
+        )
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "plane", "wavelength", "band", "term", "cs", "gs")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        cs, gs, waves = self.cs.tolist(), self.gs.tolist(), self.wavelength.tolist()
+        bands = self.found.bands()
+        return [
+            (layer, head, m, waves[h][m], bands[h][m], term, cs[h][m][t], gs[h][m][t])
+            for h, (layer, head) in enumerate(self.heads)
+            for m in range(len(waves[h]))
+            if bands[h][m]
+            for t, term in enumerate(self.terms)
+        ]
+
+    def readable(self, value: object) -> object:
+        return label(value, self.bias_label) if isinstance(value, str) else value

@@ -1,0 +1,354 @@
+"""Relative position: how scores depend on the offset i - j of query and key.
+
+- **Kernel.** On a normalised basis the (bias, bias) term of a rotary model without QK-norm is
+  exactly a function of the offset: with the projected mean and constants q, k before rotation,
+  ``kappa(D) = sum_m kappa_m(D)``, ``kappa_m(D) = scale <R_D q, k>`` in plane m
+  ``= c_m cos(theta_m D) + s_m sin(theta_m D)``.
+- **Profile** of any term or plane: its mean over the cells at each offset.
+- **Share** of the scores that a function of the offset explains for prompts that it was not fitted
+  on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float, Int
+from scipy.stats import t as student
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.results import Result
+from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.resampling import FEWEST
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.facts import rotate
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.scores.planes import HeadPlanes
+from tl_geometry.scores.shapes import OffsetSums, offset_sums
+from tl_geometry.scores.splitter import is_relative
+
+if TYPE_CHECKING:
+    from tl_geometry.scores.split import ScoreSplit
+
+TOTAL = "all terms"
+"""Name of the sum of all terms in a profile."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RelativeKernel(Result):
+    """The part of some heads' scores that is a function of the offset D = i - j alone, plane by
+    plane, ``cosine_m cos(theta_m D) + sine_m sin(theta_m D)``: what :func:`relative_kernel`
+    returns.
+
+    In units of the score (before any soft cap). A plane is largest at offset ``peak`` (tokens, less
+    than a wavelength), where it is ``amplitude``; a plane that is not rotated is a constant.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    plane: Int[Tensor, "head d_head"]
+    theta: Float[Tensor, "head plane"]
+    cosine: Float[Tensor, "head plane"]
+    sine: Float[Tensor, "head plane"]
+    length: int
+
+    @property
+    def planes(self) -> HeadPlanes:
+        """The planes themselves."""
+        return HeadPlanes(self.plane, self.theta, self.length)
+
+    @property
+    def amplitude(self) -> Float[Tensor, "head plane"]:
+        """Largest value of each plane over all offsets."""
+        size = torch.hypot(self.cosine, self.sine)
+        return torch.where(self.theta == 0, self.cosine, size)
+
+    @property
+    def peak(self) -> Float[Tensor, "head plane"]:
+        """The offset in tokens at which each plane is largest; NaN for what is not rotated."""
+        phase = torch.remainder(torch.atan2(self.sine, self.cosine) * self.theta.sign(), math.tau)
+        return phase / torch.where(self.theta == 0, torch.nan, self.theta.abs())
+
+    def by_plane(
+        self, offsets: Int[Tensor, " offset"] | None = None
+    ) -> Float[Tensor, "head plane offset"]:
+        """The kernel of each plane at ``offsets``, by default 0 to ``length - 1``."""
+        at = torch.arange(self.length) if offsets is None else offsets
+        angle = torch.nan_to_num(self.theta).unsqueeze(-1) * at.double()
+        cosine, sine = (torch.nan_to_num(x).unsqueeze(-1) for x in (self.cosine, self.sine))
+        return cosine * angle.cos() + sine * angle.sin()
+
+    def total(self, offsets: Int[Tensor, " offset"] | None = None) -> Float[Tensor, "head offset"]:
+        """The kernel itself: the sum over planes."""
+        return self.by_plane(offsets).sum(1)
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "plane", "wavelength", "amplitude", "peak", "cosine", "sine")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        shown = (self.planes.wavelength, self.amplitude, self.peak, self.cosine, self.sine)
+        table = torch.stack([x.double() for x in shown], -1).tolist()
+        known = (~self.theta.isnan()).tolist()
+        return [
+            (layer, head, m, *table[h][m])
+            for h, (layer, head) in enumerate(self.heads)
+            for m, there in enumerate(known[h])
+            if there
+        ]
+
+
+def relative_kernel(
+    model: ModelLike,
+    basis: PositionContext,
+    *,
+    layers: Sequence[int] | int | None = None,
+    heads: Sequence[Head] | Head | None = None,
+    length: int | None = None,
+) -> RelativeKernel:
+    """The relative-position kernel of heads of a rotary model: what they would score at each offset
+    if every token were the mean.
+
+    With the mean of a normalised basis, ``q = (mean gain) W_Q + (norm bias) W_Q + b_Q`` (k alike):
+    ``kappa(D) = scale <R_D q, k>``, exactly the (bias, bias) term of
+    ``split_scores(model, tokens, basis)`` at every cell with ``i - j = D``.
+
+    Args:
+        basis: from ``decompose(model, tokens, normalize=True)``.
+        layers, heads: which heads, all by default.
+        length: positions of the pass whose rotation is used (some scaled bases depend on it), by
+            default those that the basis has seen.
+
+    Raises ``GeometryError`` for a basis of the states themselves and for models without rotation,
+    ``UnsupportedModelError`` for QK-norm, whose scale varies by token:
+    ``split.offset_profile("bias-bias")`` has the mean at each offset there.
+    """
+    view = as_view(model)
+    require_basis(basis)
+    basis.check_model(view)
+    require(
+        basis.provenance.normalized,
+        "basis",
+        expected="a normalised basis",
+        got="one of the states themselves",
+        instead="decompose(model, tokens, normalize=True)",
+    )
+    chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
+    size = basis.length if length is None else length
+    fits = 2 <= size <= view.n_ctx
+    require(fits, "length", expected=f"2 to {view.n_ctx} positions", got=size)
+    found: dict[int, tuple[RotaryPlanes, Tensor]] = {}
+
+    def on_layer(layer: LayerView) -> None:
+        found[layer.layer] = _kernel_of(layer.normalized(), basis)
+
+    ids = torch.arange(size).remainder(view.d_vocab).unsqueeze(0)
+    view.run_layers(ids, sorted({layer for layer, _ in chosen}), on_layer, verify=False)
+    planes = HeadPlanes.of([found[layer][0] for layer, _ in chosen], size)
+    waves = torch.full((2, *planes.theta.shape), torch.nan, dtype=torch.float64)
+    for row, (layer, head) in enumerate(chosen):
+        own = found[layer][1][:, head]
+        waves[:, row, : own.shape[1]] = own
+    return RelativeKernel(
+        provenance=view.provenance(
+            corpus=basis.provenance.corpus,
+            contexts=basis.provenance.contexts,
+            window=basis.window,
+            has_bos=basis.provenance.has_bos,
+            normalized=True,
+            flags=basis.remarks(view),
+        ),
+        heads=chosen,
+        plane=planes.plane,
+        theta=planes.theta,
+        cosine=waves[0],
+        sine=waves[1],
+        length=size,
+    )
+
+
+def _kernel_of(
+    layer: LayerView, basis: PositionContext
+) -> tuple[RotaryPlanes, Float[Tensor, "row head plane"]]:
+    """The planes of a layer, and the cosine and sine coefficients of its heads' kernels."""
+    turn = layer.turn
+    if turn is None:
+        expected = "a rotary model"
+        require(False, f"layer {layer.layer}", expected=expected, got="scores without rotation")
+    require(
+        is_relative(layer),
+        f"layer {layer.layer}",
+        expected="scores without a scale that varies by token",
+        got="QK-norm",
+        instead='split_scores(...).offset_profile("bias-bias")',
+        error=UnsupportedModelError,
+    )
+    assert turn is not None
+    planes = rotary_planes(layer)
+    mean = basis.mean[basis.index(layer.layer)].to(layer.h).expand_as(layer.h[:1])
+    # at position 0 nothing is turned yet
+    q = (layer.q_map(mean) + layer.q_constant[:1])[0, :1].double()
+    k = (layer.k_map(mean) + layer.k_constant[:1])[0, :1].double()
+    nothing = torch.zeros(1, turn.cos.shape[-1]).to(q)
+    quarter = rotate(q, nothing, torch.ones_like(nothing), turn.pairing)
+    both = torch.stack([q * k, quarter * k])[:, 0] * layer.scale
+    out = both.new_zeros(*both.shape[:2], len(planes.theta))
+    summed = out.index_add_(-1, planes.plane.to(out.device), both).cpu()
+    summed[1, :, planes.theta == 0] = 0
+    return planes, summed
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OffsetProfile(Result):
+    """Mean of a term at each offset i - j from ``first`` on, with the bounds of its ``level``
+    interval over prompts (the basis as given): what :meth:`ScoreSplit.offset_profile` returns.
+
+    In units of the score before any soft cap; NaN where no cell has the offset. Bounds are NaN for
+    fewer than 10 prompts.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    term: str
+    first: int
+    mean: Float[Tensor, "head offset"]
+    low: Float[Tensor, "head offset"]
+    high: Float[Tensor, "head offset"]
+    cells: Int[Tensor, "head offset"]
+    level: float = 0.95
+
+    @property
+    def offsets(self) -> Int[Tensor, " offset"]:
+        """The offsets i - j in tokens."""
+        return torch.arange(self.mean.shape[1]) + self.first
+
+    @property
+    def peak(self) -> Int[Tensor, " head"]:
+        """The offset of each head's largest mean."""
+        top = torch.where(torch.isnan(self.mean), -torch.inf, self.mean).argmax(-1)
+        return self.offsets[top]
+
+    def columns(self) -> Sequence[str]:
+        return ("layer", "head", "offset", "mean", "low", "high", "cells")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        values = [x.tolist() for x in (self.mean, self.low, self.high, self.cells)]
+        return [
+            (layer, head, self.first + d, *(v[h][d] for v in values))
+            for h, (layer, head) in enumerate(self.heads)
+            for d in range(self.mean.shape[1])
+        ]
+
+
+def _matrix(split: ScoreSplit, term: tuple[str, str] | str | None) -> Tensor:
+    """A term, or all of them together, as a matrix (finite everywhere)."""
+    if term is not None:
+        return split[term]
+    whole = einsum(split.q.sum(0), split.k.sum(0), "b i h e, b j h e -> b h i j")
+    return whole if split.bias is None else whole + split.bias
+
+
+def _kept(split: ScoreSplit, drop: int | None) -> tuple[int, Bool[Tensor, "head query key"]]:
+    start = (split.provenance.window or (0, 0))[0] if drop is None else drop
+    length = split.allowed.shape[-1]
+    require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
+    return start, split.allowed[:, start:, start:]
+
+
+def offset_profile(
+    split: ScoreSplit,
+    term: tuple[str, str] | str | None = None,
+    *,
+    drop: int | None = None,
+    level: float = 0.95,
+) -> OffsetProfile:
+    """Mean of a term of a split at each offset, over the allowed cells of the kept queries and
+    keys, and a t interval over prompts.
+
+    ``mean_D = mean over prompts of (mean over cells with i - j = D)``. For (bias, bias) on a
+    normalised basis of a rotary model it is the kernel, and its band has no width.
+    """
+    require(0 < level < 1, "level", expected="between 0 and 1", got=level)
+    start, allowed = _kept(split, drop)
+    term_matrix = _matrix(split, term)[..., start:, start:].double()
+    batch, heads, length, _ = term_matrix.shape
+    index = torch.arange(length).unsqueeze(1) - torch.arange(length) + length - 1
+    index = index.flatten().to(term_matrix.device)
+    size = 2 * length - 1
+    cells = allowed.new_zeros(heads, size, dtype=torch.int64)
+    cells.index_add_(1, index, allowed.flatten(1).long())
+    sums = term_matrix.new_zeros(batch, heads, size)
+    sums.index_add_(2, index, torch.where(allowed, term_matrix, 0).flatten(2))
+    means = sums / torch.where(cells > 0, cells, torch.nan)
+    mean, bound = means.mean(0), torch.full_like(means[0], torch.nan)
+    if batch >= FEWEST:
+        wide = float(student.ppf((1 + level) / 2, batch - 1)) / math.sqrt(batch)
+        bound = means.std(0) * wide
+    first = int((cells > 0).any(0).int().argmax())
+    found = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
+    middle, low, high, counts = found
+    name = TOTAL if term is None else term if isinstance(term, str) else "-".join(term)
+    return OffsetProfile(
+        provenance=split.provenance,
+        heads=split.heads,
+        term=name,
+        first=first - (length - 1),
+        mean=middle,
+        low=low,
+        high=high,
+        cells=counts,
+        level=level,
+    )
+
+
+def offset_share(
+    split: ScoreSplit,
+    term: tuple[str, str] | str | None = None,
+    *,
+    groups: int = 8,
+    drop: int | None = None,
+) -> Float[Tensor, " head"]:
+    """Share of the row-centred scores (or of one term) that row-centred indicators of the offset
+    explain, cross-validated.
+
+    Prompts are cut into ``groups`` contiguous groups g; the profile ``beta_(-g)`` is fitted on the
+    others, ``share = 1 - sum_g |S~_g - D~ beta_(-g)|^2 / sum_g |S~_g|^2``: at most one, negative
+    where the profile of other prompts does harm.
+    """
+    batch = split.q.shape[1]
+    require(2 <= groups <= batch, "groups", expected=f"2 to {batch}, the prompts", got=groups)
+    start, allowed = _kept(split, drop)
+    whole = _matrix(split, term)[..., start:, start:]
+    out = torch.full((len(split.heads),), torch.nan, dtype=torch.float64)
+    for layer in dict.fromkeys(layer for layer, _ in split.heads):
+        rows = [i for i, (at, _) in enumerate(split.heads) if at == layer]
+        inside = allowed[rows[0]]
+        centred = row_center(whole[:, rows].double(), inside)
+        out[rows] = cross_validated(
+            [offset_sums(part, inside) for part in centred.tensor_split(groups)]
+        ).cpu()
+    return out
+
+
+def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
+    """The share of :func:`offset_share` from the sums of each group of prompts."""
+    whole = groups[0]
+    for group in groups[1:]:
+        whole = whole + group
+    used = whole.counts > 0
+    explained = torch.zeros_like(whole.energy)
+    for group in groups:
+        gram = (whole.gram - group.gram)[used][:, used]
+        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
+        beta = (whole.sums - group.sums)[:, used] @ inverse
+        own = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
+        explained += 2 * (beta * group.sums[:, used]).sum(-1) - own
+    return explained / torch.where(whole.energy > 0, whole.energy, torch.nan)
