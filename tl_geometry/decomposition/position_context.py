@@ -28,6 +28,7 @@ from tl_geometry.decomposition.largest import (
     sinks_of,
     top_share,
 )
+from tl_geometry.decomposition.layer_intervals import anova_intervals
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.parts import Parts, parts_about
 from tl_geometry.decomposition.reservoir import Reservoir
@@ -214,6 +215,7 @@ class PositionContext(Result):
             identifiable=self.contexts > 1,
             top_share=held,
             remarks=tuple(remarks),
+            intervals=anova_intervals(self.moments),
         )
 
     def _remark(self, row: int, reliability: float) -> str:

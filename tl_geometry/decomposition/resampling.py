@@ -17,9 +17,6 @@ from torch import Tensor
 
 from tl_geometry.decomposition.position_context import PositionContext
 
-FEWEST = 10
-"""Contexts below which no error and no interval is given."""
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subsets:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -35,7 +36,11 @@ class Anova(Result):
 
     ``top_share`` is the part of the raw sum of squares in the largest 0.1% of the tokens (at least
     one), and ``remarks`` say for each state what makes its row hard to read: such tokens, a
-    reliability below 0.5, one context. With one context ``identifiable`` is false, and the shares
+    reliability below 0.5, one context. ``intervals`` hold for the shares of pos, ctx and resid the
+    value corrected for sampling noise by a jackknife over groups of contexts, and its 95% bounds
+    (:func:`tl_geometry.decomposition.layer_intervals.anova_intervals`; empty below 10 contexts).
+
+    With one context ``identifiable`` is false, and the shares
     of pos are NaN.
     """
 
@@ -53,6 +58,8 @@ class Anova(Result):
     identifiable: bool = True
     top_share: Float[Tensor, " state"] | None = None
     remarks: tuple[str, ...] = ()
+    intervals: Mapping[str, Float[Tensor, "state 3"]] = field(default_factory=dict)
+    version: ClassVar[int] = 2
 
     @property
     def degrees_of_freedom(self) -> dict[str, int]:
@@ -74,6 +81,9 @@ class Anova(Result):
             found if self.identifiable else found | {"pos": torch.full_like(self.total, torch.nan)}
         )
 
+    def _bounded(self) -> list[str]:
+        return [name for name in self.shares if name in self.intervals]
+
     def columns(self) -> Sequence[str]:
         names = [
             "state",
@@ -87,6 +97,7 @@ class Anova(Result):
         ]
         return [
             *names,
+            *(f"{name}_{bound}" for name in self._bounded() for bound in ("low", "high")),
             *(["ctx_null"] if self.ctx_null is not None else []),
             "top_share",
             "remarks",
@@ -100,6 +111,7 @@ class Anova(Result):
             self.pos_reliability,
             self.ctx_agreement,
         ]
+        values += [bound for n in self._bounded() for bound in self.intervals[n][:, 1:].unbind(1)]
         values += [self.ctx_null] if self.ctx_null is not None else []
         values += [
             torch.full_like(self.total, torch.nan) if self.top_share is None else self.top_share

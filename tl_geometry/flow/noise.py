@@ -4,6 +4,7 @@ layers that do not follow the rest."""
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,14 +252,30 @@ class Anomalies(NamedTuple):
     z: Float[Tensor, " state"]
     """``excess`` less its median, over 1.4826 MAD."""
     flagged: Bool[Tensor, " state"]
-    """``|z| > threshold``."""
+    """``|z|`` above the threshold: by default 5% of the runs with Gaussian deviations flag any."""
+
+
+@lru_cache
+def familywise_threshold(states: int, level: float = 0.05) -> float:
+    """The robust z-score that the largest of ``states`` Gaussian deviations exceeds with
+    probability ``level`` (20,000 seeded draws): a fixed limit of 3.5 flags some layer of 1 null run
+    in 5 with 5 states and of 1 in 13 with 23.
+
+    >>> round(familywise_threshold(11), 1) > round(familywise_threshold(23), 1) > 3.5
+    True
+    """
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(20_000, max(1, states), generator=generator, dtype=torch.float64)
+    away = (draws - draws.quantile(0.5, dim=1, keepdim=True)).abs()
+    mad = away.quantile(0.5, dim=1).clamp(min=1e-300)
+    return float((away.amax(1) / (1.4826 * mad)).quantile(1 - level))
 
 
 def layer_anomalies(
     values: Float[Tensor, "state state"],
     *,
     times: Float[Tensor, " state"] | None = None,
-    threshold: float = 3.5,
+    threshold: float | None = None,
 ) -> Anomalies:
     """Leave-one-target-out diagnosis of a map of pairs (mean log variance, |mean|/sd, relative
     error).
@@ -266,7 +283,8 @@ def layer_anomalies(
     For each target state b the regression ``value = c_0 + c_1 (t + tau) + c_2 ln tau`` is fitted on
     all pairs with another target (least absolute deviations, so that one odd layer does not bend
     the fits of the others); the excess of b is the mean residual of its own pairs, and its robust
-    z-score compares it with the other targets. The last state is worth running twice, before and
+    z-score compares it with the other targets. ``threshold`` is by default
+    :func:`familywise_threshold`. The last state is worth running twice, before and
     after the final norm: libraries return it after the norm, which is a likely cause of the anomaly
     that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
     """
@@ -291,4 +309,5 @@ def layer_anomalies(
             torch.where(away == 0, 0.0, torch.inf),
         )
         z = torch.where(known, z, torch.nan)
-    return Anomalies(excess, z, (z.abs() > threshold) & known)
+    limit = familywise_threshold(int(known.sum())) if threshold is None else threshold
+    return Anomalies(excess, z, (z.abs() > limit) & known)

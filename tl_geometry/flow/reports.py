@@ -75,12 +75,16 @@ class FlowReport(Result):
         v = [float(x) for x in self.laws[name]]
         return noise.NoiseLaw(name, v[0], v[1], v[2], v[3], v[4], int(v[5]))
 
-    def flagged(self, threshold: float = 3.5) -> dict[str, tuple[int, ...]]:
-        """States that each measure calls anomalous, ``|z| > threshold``."""
-        return {
-            k: tuple(s for s, z in zip(self.states, v[1].tolist()) if abs(z) > threshold)
-            for k, v in self.anomalies.items()
-        }
+    def flagged(self, threshold: float | None = None) -> dict[str, tuple[int, ...]]:
+        """States that each measure calls anomalous, ``|z| > threshold`` (by default
+        :func:`tl_geometry.flow.noise.familywise_threshold`: one run in 20 flags any by chance, for
+        each measure)."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, (_, z) in self.anomalies.items():
+            known = int(torch.isfinite(z).sum())
+            limit = noise.familywise_threshold(known) if threshold is None else threshold
+            found[name] = tuple(s for s, v in zip(self.states, z.tolist()) if abs(v) > limit)
+        return found
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""

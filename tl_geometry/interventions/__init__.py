@@ -9,11 +9,11 @@ Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``remove_planes
 from __future__ import annotations
 
 from tl_geometry.interventions.causal import (
-    Effects,
     NecessitySufficiency,
     dominant_only,
     necessity_sufficiency,
 )
+from tl_geometry.interventions.effects import Effects
 from tl_geometry.interventions.planes import keep_planes, remove_planes, swap_planes
 from tl_geometry.interventions.stream import project_stream
 from tl_geometry.interventions.surrogates import surrogate, surrogate_effect

@@ -199,6 +199,13 @@ def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
     return {f"incoherence_{n}": v for n, v in zip(names, i[:4], strict=True)} | {"overlap": overlap}
 
 
+def _flipped_overlap(pos: Tensor, ctx: Tensor, signs: Tensor, rank: int) -> Tensor:
+    """Overlap with the signs of whole coordinates of ctx drawn anew: it keeps what both share in
+    the size of coordinates, and loses how these go together."""
+    found = [_towards(pos, ctx * sign, rank)["overlap"] for sign in signs]
+    return torch.stack(found).mean()
+
+
 def _clusters(ctx: Tensor, labels: Tensor) -> Values:
     """Similarities within and between documents."""
     exact = contextual.cluster_similarity(ctx, labels)
@@ -271,6 +278,7 @@ def _contextual_nulls(
     absent = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
     for n in ("max", "avg", "rms"):
         absent[f"incoherence_{n}", "flipped"] = getattr(flipped, n).mean()
+    absent["overlap", "flipped"] = _flipped_overlap(pos, ctx, signs, rank)
     if z is not None:
         similar = [_clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)]
         absent |= {

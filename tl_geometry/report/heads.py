@@ -3,6 +3,8 @@ terms carry the model."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tl_geometry.render import sweeps as views
@@ -12,6 +14,9 @@ from tl_geometry.report import TITLES, Analysis, planes
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
+
+if TYPE_CHECKING:
+    from tl_geometry.interventions.effects import Effects
 
 PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
 """Windows of the sweep, tokens that the example repeats, windows and control draws of the causal
@@ -49,7 +54,9 @@ def section(analysis: Analysis) -> Section:
         "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the "
         "rest. Gain shares count a cell by the attention "
         "paid to it: the additive part of a term in where attention goes. A head without a clear "
-        "winner is 'unclear'."
+        "winner is 'unclear': a label needs more than half of the score, a margin of 0.1 over the "
+        "second, and a margin whose 95% interval excludes zero (groups of contexts left out of "
+        "the sweep and of the basis)."
     )
     table = _sweep(draft, analysis)
     if table is None:
@@ -94,7 +101,7 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
             analysis.model,
             analysis.pick(count),
             analysis.basis,
-            detail="planes" if _rotary(analysis) else (),
+            detail=_details(analysis),
             progress=False,
             seed=analysis.seed,
         )
@@ -111,6 +118,13 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
     return table
 
 
+def _details(analysis: Analysis) -> tuple[str, ...]:
+    """Intervals; the null of position where position is in the stream; planes where they rotate."""
+    added = analysis.view.position == "shortformer"
+    planes = ("planes",) if _rotary(analysis) else ()
+    return ("intervals", *(() if added else ("nulls",)), *planes)
+
+
 def _named(top: SweepTable, name: str) -> str:
     """Heads with their score, and with what their label on this corpus rests on."""
     best, found = top.by_group, []
@@ -122,14 +136,28 @@ def _named(top: SweepTable, name: str) -> str:
         )
         largest = int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())
         shares = (
-            f"{top.groups[largest]} {float(best.share[i]):.2f} of the score and "
-            f"{float(top.group_gs[i, largest]):.2f} of the gain"
+            f"{top.groups[largest]} {float(best.share[i]):.2f}{_evidence(top, i, largest)} of the "
+            f"score and {float(top.group_gs[i, largest]):.2f} of the gain"
         )
         found.append(
             f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
             f"{shares}{held})"
         )
     return "; ".join(found)
+
+
+def _evidence(table: SweepTable, row: int, group: int) -> str:
+    """The interval of a group's share and its mean under shifted positions, as far as known."""
+    found, name = table.group_intervals, table.groups[group]
+    known = found is not None and bool(found.low[row].isfinite().all())
+    said = (
+        [f"95% interval {float(found.low[row, group]):.2f} to {float(found.high[row, group]):.2f}"]
+        if found is not None and known
+        else []
+    )
+    null = table.details.get(f"cs_{name}_shifted")
+    said += [] if null is None else [f"{float(null[row]):.2f} with positions shifted"]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -218,4 +246,23 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         f"loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
         f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with "
         f"uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."
+    )
+    draft.text.append(_dominance(effect))
+
+
+def _dominance(effect: Effects) -> str:
+    """Whether dominant terms carry the model better than random ones."""
+    gap = effect.change("random term", against="dominant term")
+    value, low = float(gap.value), float(gap.low)
+    if low > 0:
+        return f"The dominant terms save {value:.2f} nats per token over random ones (paired)."
+    why = (
+        "fewer than 10 windows give no interval"
+        if gap.low.isnan()
+        else f"random ones cost {value:.2f} nats more, 95% interval {low:.2f} to "
+        f"{float(gap.high):.2f}"
+    )
+    return (
+        "The dominant terms are not shown to be better than a random term of each head "
+        f"({why}): dominance describes single heads and is no summary of this model."
     )
