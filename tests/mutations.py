@@ -129,8 +129,8 @@ FAULTS = (
     Fault(
         "context share not scaled by T",
         "decomposition",
-        "clip(t * (m.context_squares",
-        "clip((m.context_squares",
+        "above_rounding(t * (m.context_squares",
+        "above_rounding((m.context_squares",
         BASIS,
     ),
     Fault(

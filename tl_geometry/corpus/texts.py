@@ -57,7 +57,7 @@ def windows(
     size = whole(length)
     ok, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
     require(ok, "length", expected=expected, got=length)
-    bos = bos_to_prepend(view, prepend_bos)
+    bos = bos_to_prepend(view.bos_id, prepend_bos)
     named = [str(v) for v in (range(len(documents)) if labels is None else labels)]
     one_each, expected = len(named) == len(documents), f"one for each of {len(documents)} texts"
     require(one_each, "labels", expected=expected, got=len(named))
