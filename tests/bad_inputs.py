@@ -27,6 +27,9 @@ import torch
 import tl_geometry as tlg
 from tl_geometry.base.errors import GeometryError
 
+PATH: Any = "basis.safetensors"
+"""What is often given where a basis is meant."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -590,6 +593,15 @@ VIEWS = [
     Call(
         "few positions for spectra",
         lambda w: tlg.positional_report(w.decompose(w.ids, window=(1, 3))),
+    ),
+    Call("a path as a positional basis", lambda w: tlg.positional_report(PATH), "PositionContext"),
+    Call("a path as a context basis", lambda w: tlg.contextual_report(PATH), "PositionContext"),
+    Call("a path to compare", lambda w: tlg.compare_bases(w.basis, PATH), "PositionContext"),
+    Call("axes from a path", lambda w: tlg.token_paths(w.model, w.ids, PATH), "PositionContext"),
+    Call(
+        "kernels of a path",
+        lambda w: tlg.measures.kernel_gaps(w.model, PATH),
+        "PositionContext",
     ),
     Call(
         "topics without labels",
