@@ -272,7 +272,7 @@ SETTINGS = [
         check=lambda w, v: v.window == (1, 8),
     ),
     Call("a window of halves", lambda w: w.decompose(w.ids, window=(1.5, 8.0)), "window"),
-    Call("a window beyond the columns", lambda w: w.decompose(w.ids, window=(1, 99)), "window"),
+    Call("a window beyond the positions", lambda w: w.decompose(w.ids, window=(1, 99)), "window"),
     Call("a window the wrong way", lambda w: w.decompose(w.ids, window=(8, 1)), "window"),
     Call("a window of one number", lambda w: w.decompose(w.ids, window=8), "window"),
     Call("batch_size 0", lambda w: w.decompose(w.ids, batch_size=0), "batch_size"),

@@ -466,15 +466,20 @@ class PositionContext(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         return self.anova().rows()
 
-    def __repr__(self) -> str:
+    @property
+    def kept(self) -> str:
+        """What is held besides the sums, in words."""
         kept = ["second moments"] if self.has_second_moments else []
         kept += ["ctx"] if self.ctx is not None else []
         kept += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
+        return ", ".join(kept) or "sums"
+
+    def __repr__(self) -> str:
         outside = self.length - (self.window[1] - self.window[0])
         some = f"{outside} of {self.length} positions outside the window"
         note = some if outside else "all positions in the statistics"
         states = f"states {self.states[0]}..{self.states[-1]}"
-        shown = [self.provenance.line(), states, note, f"kept: {', '.join(kept) or 'sums'}"]
+        shown = [self.provenance.line(), states, note, f"kept: {self.kept}"]
         return f"PositionContext({'; '.join(shown)})"
 
     def _repr_html_(self) -> str:

@@ -2,7 +2,8 @@
 as HTML, PNG, SVG or PDF.
 
 ``split``, ``heads``, ``bundle_3d`` and ``sphere_3d`` are interactive pages (self-contained,
-offline, in a sandboxed frame); the others are matplotlib figures, most of which draw into ``ax=``.
+offline, in a sandboxed frame); the others are matplotlib figures, which draw into ``ax=`` where
+they draw one axes (of several panels the first).
 :mod:`tl_geometry.render.circuitsvis` has the familiar circuitsvis views.
 """
 
@@ -115,9 +116,8 @@ __all__ = [
 ]
 
 
-if (
-    not TYPE_CHECKING
-):  # a type checker reads the imports above, and would take every unknown name for Any
+# a type checker reads the imports above, and would take every unknown name for Any
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in HOME:

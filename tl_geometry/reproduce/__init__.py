@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tl_geometry.base.arguments import read_texts
+from tl_geometry.base.arguments import WORKS, read_texts
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
 from tl_geometry.models.describing import as_view
@@ -36,7 +36,7 @@ def run(
     ``contexts`` windows (chunks) in place of the published number; ``topics``: documents (four in
     the paper) for the similarities and incoherence of Song & Zhong's Table 1.
     """
-    choice(work, ("song-zhong", "lines-of-thought"), "work")
+    choice(work, WORKS, "work")
     texts = read_texts(corpus, encoding)[0] if corpus else None
     documents = read_texts(topics, encoding, "--topics")[0] if topics else None
     if work == "song-zhong":
