@@ -11,8 +11,8 @@ from tl_geometry.scores.plane_tables import BandTable
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
-PROMPTS = 16
-"""Windows of the offset profile."""
+PROMPTS, SPLIT = 16, 4.0
+"""Windows of the offset profile, and forward passes that a split of one costs."""
 
 
 def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -41,9 +41,14 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
             draft.text.append(f"The strongest {words} head, L{layer}H{head}: {_shares(bands, at)}.")
     if shown:
         chosen = list(dict.fromkeys(shown))
-        rows = analysis.pick(PROMPTS)
-        split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
-        draft.draw(head_planes(planes, split.offset_profile()))
+        each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
+        count = analysis.clock.fits(each, min(PROMPTS, len(analysis.windows)), 2)
+        profile = None
+        if count:
+            rows = analysis.pick(count)
+            split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
+            profile = split.offset_profile()
+        draft.draw(head_planes(planes, profile, heads=chosen))
 
 
 def _counted(bands: BandTable) -> str:
