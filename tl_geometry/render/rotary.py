@@ -74,7 +74,7 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     axes[0].legend(handles=patches, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     counts = ", ".join(f"{b} in {int((which == bands.bands.index(b)).sum())}" for b in used)
     title = f"The band of wavelengths that carries each head: {counts} of {len(planes.heads)}"
-    axes[0].set_title("The band that carries each head", fontsize=9)
+    axes[0].set_title(f"carried by {counts} of {len(planes.heads)} heads", fontsize=9)
     about = {"cs": "covariance of scores", "gs": "gain (where attention goes)"}[share]
     caption = f"colour: band of rotary planes with the largest share of the {about}; the stronger, "
     caption += f"the larger that share; {planes.provenance.line()}"
