@@ -1,0 +1,128 @@
+"""The site: ``python -m sphinx -W docs docs/_build`` in the environment of README's second block.
+
+Offline. Notebooks are copied from ``notebooks/`` as they are stored and never run; the pages of the
+API are written from each package's ``__all__``; pictures are those of ``python docs/pictures.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import itertools
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT))
+
+project = "tl_geometry"
+author = "The tl_geometry authors"
+copyright = author
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build", "support_table.md"]
+html_theme = "furo"
+html_title = "tl_geometry"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "source_repository": "https://github.com/tl-geometry/tl-geometry/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence", "attrs_inline"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 80
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!tl_geometry).*")]
+suppress_warnings = ["mystnb.unknown_mime_type"]
+PACKAGES = (
+    "models",
+    "corpus",
+    "decomposition",
+    "scores",
+    "weights",
+    "sphere",
+    "measures",
+    "flow",
+    "interventions",
+    "zoo",
+    "render",
+    "reproduce",
+    "report",
+    "experiments",
+)
+"""Public packages, in the order of imports."""
+
+
+def api_page(package: str) -> str:
+    """A page with every public name of a package, from its docstrings."""
+    module = importlib.import_module(f"tl_geometry.{package}")
+    title = f"tl_geometry.{package}"
+    lines = [title, "=" * len(title), "", f".. automodule:: {title}", "   :no-members:", ""]
+    for name in sorted(module.__all__, key=str.lower):
+        found = getattr(module, name)
+        if inspect.ismodule(found):
+            lines += [f".. automodule:: {title}.{name}", "   :members:", ""]
+        elif inspect.isclass(found):
+            lines += [f".. autoclass:: {title}.{name}", "   :members:", ""]
+        elif callable(found):
+            lines += [f".. autofunction:: {title}.{name}", ""]
+        else:
+            lines += [f".. py:data:: {title}.{name}", "", f"   {_said(package, name)}", ""]
+    return "\n".join(lines)
+
+
+def _said(package: str, name: str) -> str:
+    """The text below a public constant, which Python itself does not keep."""
+    for path in sorted((ROOT / "tl_geometry" / package).glob("*.py")):
+        body = ast.parse(path.read_text("utf-8")).body
+        for statement, after in itertools.pairwise(body):
+            target = getattr(statement, "target", None) or getattr(statement, "targets", [None])[0]
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if getattr(target, "id", None) == name and is_text:
+                return " ".join(str(after.value.value).split())
+    return ""
+
+
+def escape_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """``|x|`` is an absolute value in a docstring, and never the name of a substitution."""
+    for i, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            parts = line.split("``")
+            lines[i] = "``".join(
+                part if j % 2 else part.replace("|", "\\|") for j, part in enumerate(parts)
+            )
+
+
+def write_pages(*_: Any) -> None:
+    """Copy the notebooks and write the pages of the API, where they have changed."""
+    pages = {DOCS / "api" / f"{name}.rst": api_page(name) for name in PACKAGES}
+    for path, text in pages.items():
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+    target = DOCS / "notebooks"
+    target.mkdir(exist_ok=True)
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        if not (target / notebook.name).exists() or (
+            (target / notebook.name).read_bytes() != notebook.read_bytes()
+        ):
+            shutil.copy(notebook, target)
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("builder-inited", write_pages)
+    app.connect("autodoc-process-docstring", escape_bars, priority=100)
