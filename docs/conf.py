@@ -1,4 +1,4 @@
-"""The site: ``python -m sphinx -W docs docs/_build`` in the environment of README's second block.
+"""The site: ``python -m sphinx -W docs docs/_build/html`` in the second environment of README.
 
 Offline. Notebooks are copied from ``notebooks/`` as they are stored and never run; the pages of the
 API are written from each package's ``__all__``; pictures are those of ``python docs/pictures.py``.
@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import pkgutil
 import shutil
 import sys
 from pathlib import Path
@@ -85,6 +86,63 @@ def api_page(package: str) -> str:
     return "\n".join(lines)
 
 
+RESULTS = {
+    "tl_geometry": (
+        "Result",
+        "Provenance",
+        "GeometryError",
+        "BudgetError",
+        "ReconstructionError",
+        "UnsupportedModelError",
+    ),
+    "tl_geometry.render.figure": ("View",),
+    "tl_geometry.render.page": ("PageView",),
+}
+"""What every package returns and raises, on a page of its own."""
+
+
+def results_page() -> str:
+    """Results, errors and views, which belong to no one package."""
+    title = "Results, errors and views"
+    lines = [title, "=" * len(title), ""]
+    for module, names in RESULTS.items():
+        for name in names:
+            lines += [f".. autoclass:: {module}.{name}", "   :members:", ""]
+    return "\n".join(lines)
+
+
+def documented() -> dict[int, str]:
+    """Identity of every object on a page of the API -> the name that it has there."""
+    places = {f"tl_geometry.{p}": None for p in PACKAGES} | RESULTS
+    found: dict[int, str] = {}
+    for place, names in places.items():
+        module = importlib.import_module(place)
+        found |= {} if names else {id(module): place}
+        for name in names or module.__all__:
+            found.setdefault(id(getattr(module, name)), f"{place}.{name}")
+    return found
+
+
+def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """A reference by the name of the module that holds something, or by its name at the top, leads
+    to where it is documented; what exists without a page is plain text; the rest is an error."""
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py" or not target.startswith("tl_geometry"):
+        return None
+    try:
+        found = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return None
+    name = documented().get(id(found))
+    if name is None and inspect.ismodule(found):
+        name = ".".join(target.split(".")[:2])
+    if name is None or name == target:
+        return contnode
+    domain, role = env.domains["py"], "mod" if inspect.ismodule(found) else "obj"
+    link = domain.resolve_xref(env, node["refdoc"], app.builder, role, name, node, contnode)
+    return contnode if link is None else link
+
+
 def _said(package: str, name: str) -> str:
     """The text below a public constant, which Python itself does not keep."""
     for path in sorted((ROOT / "tl_geometry" / package).glob("*.py")):
@@ -110,6 +168,7 @@ def escape_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
 def write_pages(*_: Any) -> None:
     """Copy the notebooks and write the pages of the API, where they have changed."""
     pages = {DOCS / "api" / f"{name}.rst": api_page(name) for name in PACKAGES}
+    pages[DOCS / "api" / "results.rst"] = results_page()
     for path, text in pages.items():
         if not path.exists() or path.read_text("utf-8") != text:
             path.write_text(text, "utf-8")
@@ -125,4 +184,5 @@ def write_pages(*_: Any) -> None:
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("builder-inited", write_pages)
+    app.connect("missing-reference", resolve)
     app.connect("autodoc-process-docstring", escape_bars, priority=100)

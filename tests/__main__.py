@@ -28,7 +28,7 @@ def main() -> int:
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],
         "types": [*python, "pyright"],
-        "docs": [*python, "sphinx", "-q", "-W", "--keep-going", "docs", "docs/_build"],
+        "docs": [*python, "sphinx", "-q", "-W", "--keep-going", "docs", "docs/_build/html"],
         "tests": [
             *python,
             "pytest",
