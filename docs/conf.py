@@ -16,6 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import latex2mathml.converter
+from docutils import nodes
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT))
@@ -27,7 +30,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build", "support_table.md"]
@@ -42,6 +44,7 @@ html_theme_options = {
 }
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
+html_math_renderer = "mathml"
 nb_execution_mode = "off"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -69,21 +72,47 @@ PACKAGES = (
 
 
 def api_page(package: str) -> str:
-    """A page with every public name of a package, from its docstrings."""
+    """A page with every public name of a package, from its docstrings, by the module that holds it:
+    formulas stand at the top of modules."""
     module = importlib.import_module(f"tl_geometry.{package}")
     title = f"tl_geometry.{package}"
     lines = [title, "=" * len(title), "", f".. automodule:: {title}", "   :no-members:", ""]
+    homes: dict[str, list[str]] = {}
     for name in sorted(module.__all__, key=str.lower):
         found = getattr(module, name)
-        if inspect.ismodule(found):
-            lines += [f".. automodule:: {title}.{name}", "   :members:", ""]
-        elif inspect.isclass(found):
-            lines += [f".. autoclass:: {title}.{name}", "   :members:", ""]
-        elif callable(found):
-            lines += [f".. autofunction:: {title}.{name}", ""]
-        else:
-            lines += [f".. py:data:: {title}.{name}", "", f"   {_said(package, name)}", ""]
+        home = found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", title)
+        homes.setdefault(home if home.startswith(f"{title}.") else title, []).append(name)
+    for home, names in sorted(homes.items()):
+        if home != title:
+            heading = home.split(".")[-1].replace("_", " ").capitalize()
+            text = inspect.getdoc(importlib.import_module(home)) or ""
+            lines += [heading, "-" * len(heading), "", *_formulas(text), ""]
+        for name in names:
+            lines += _entry(package, name, getattr(module, name))
     return "\n".join(lines)
+
+
+def _formulas(text: str) -> list[str]:
+    """A module's docstring; indented paragraphs are formulas, and keep their lines."""
+    lines: list[str] = []
+    for paragraph in _escaped(text.splitlines(), "    "):
+        before = [line for line in lines if line.strip()][-1:]
+        starts = paragraph.startswith("    ") and not lines[-1].strip()
+        if starts and not before[0].startswith((" ", "-")) and not before[0].endswith("::"):
+            lines += ["::", ""]
+        lines.append(paragraph)
+    return lines
+
+
+def _entry(package: str, name: str, found: Any) -> list[str]:
+    place = f"tl_geometry.{package}.{name}"
+    if inspect.ismodule(found):
+        return [f".. automodule:: {place}", "   :members:", "   :no-index:", ""]
+    if inspect.isclass(found):
+        return [f".. autoclass:: {place}", "   :members:", ""]
+    if callable(found):
+        return [f".. autofunction:: {place}", ""]
+    return [f".. py:data:: {place}", "", f"   {_said(package, name)}", ""]
 
 
 RESULTS = {
@@ -155,14 +184,22 @@ def _said(package: str, name: str) -> str:
     return ""
 
 
+def _escaped(lines: list[str], verbatim: str = "\0") -> list[str]:
+    """``|x|`` is an absolute value in a docstring, and never the name of a substitution; lines that
+    start with ``verbatim`` stay."""
+    return [
+        line
+        if line.startswith(verbatim) or line.lstrip().startswith((">>>", "..."))
+        else "``".join(
+            part if i % 2 else part.replace("|", "\\|") for i, part in enumerate(line.split("``"))
+        )
+        for line in lines
+    ]
+
+
 def escape_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """``|x|`` is an absolute value in a docstring, and never the name of a substitution."""
-    for i, line in enumerate(lines):
-        if not line.lstrip().startswith((">>>", "...")):
-            parts = line.split("``")
-            lines[i] = "``".join(
-                part if j % 2 else part.replace("|", "\\|") for j, part in enumerate(parts)
-            )
+    """The same for what autodoc reads."""
+    lines[:] = _escaped(lines)
 
 
 def write_pages(*_: Any) -> None:
@@ -181,8 +218,25 @@ def write_pages(*_: Any) -> None:
             shutil.copy(notebook, target)
 
 
+def visit_math(display: str) -> Any:
+    """Formulas as MathML, which browsers draw by themselves: no script and no network."""
+
+    def visit(translator: Any, node: Any) -> None:
+        formula = latex2mathml.converter.convert(node.astext(), display=display)
+        around = ("<div class='formula'>", "</div>") if display == "block" else ("", "")
+        translator.body.append(formula.join(around))
+        raise nodes.SkipNode
+
+    return visit
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.add_html_math_renderer(
+        "mathml",
+        inline_renderers=(visit_math("inline"), None),
+        block_renderers=(visit_math("block"), None),
+    )
     app.connect("builder-inited", write_pages)
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-docstring", escape_bars, priority=100)
