@@ -99,7 +99,7 @@ def _formulas(text: str) -> list[str]:
         before = [line for line in lines if line.strip()][-1:]
         starts = paragraph.startswith("    ") and not lines[-1].strip()
         if starts and not before[0].startswith((" ", "-")) and not before[0].endswith("::"):
-            lines += ["::", ""]
+            lines += [".. code-block:: text", ""]
         lines.append(paragraph)
     return lines
 
