@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import tl_geometry as tlg
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.interventions import remove_edge, swap_edge
+from tl_geometry.interventions import edge_necessity, remove_edge, swap_edge
 from tl_geometry.models import from_hf, view
+from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.writers import run_written
 
 PROMPTS = tokens(batch=3, length=12, seed=7)
@@ -32,9 +34,7 @@ def writer_of(model: Any, name: str, prompts: Tensor = PROMPTS) -> Tensor:
 def test_edges_are_those_of_split_inputs(architecture: str, side: str, swap: bool) -> None:
     """Independent route: HookedTransformer's ``hook_k_input`` and alike, norm scales held."""
     dtype = torch.float64
-    model = from_hf(
-        hf_model(architecture, dtype), None, kind="hooked", processed=False, dtype=dtype
-    )
+    model = from_hf(hf_model(architecture, dtype), None, model_class="hooked", dtype=dtype)
     w = writer_of(model, "L0H1")
     change = w.roll(1, 0) - w if swap else -w
     plain = model(PROMPTS)
@@ -119,3 +119,26 @@ def test_what_makes_no_sense_is_refused() -> None:
     alone = swap_edge(model, PROMPTS[:1], "L0H0", "L1H2")
     with pytest.raises(GeometryError, match="2 prompts"), alone:
         pass
+
+
+def test_necessity_is_paired_over_prompts() -> None:
+    """Removing what an induction head's keys are made of costs more than removing other writers;
+    the losses are those of the context managers."""
+    model = tlg.zoo.embedded()
+    vocabulary = view(model).d_vocab
+    prompts = tlg.scores.repeated_random_tokens(12, 2, 12, low=3, high=vocabulary)
+    second = torch.arange(24) >= 13
+    found = edge_necessity(model, prompts, "L0H0", "L1H0", counted=second, controls=3)
+    assert found.conditions[:3] == ("clean", "remove", "swap")
+    with remove_edge(model, prompts, "L0H0", "L1H0"):
+        own = next_token_losses(model(prompts), prompts)[:, second[1:]].mean(1)
+    assert torch.allclose(found.losses[1].float(), own, atol=1e-5)
+    controls = [found.of(name) for name in found.conditions[3:]]
+    assert found.of("remove") - found.of("clean") > 3 * max(c - found.of("clean") for c in controls)
+    assert float(found.change("remove").low) > 0
+    assert found.p_value("remove") < 0.01
+    few = edge_necessity(model, prompts[:3], "L0H0", "L1H0", controls=["mlp0"])
+    assert few.conditions == ("clean", "remove", "swap", "mlp0")
+    assert few.change("remove").low.isnan()
+    with pytest.raises(GeometryError, match="counted"):
+        edge_necessity(model, prompts, "L0H0", "L1H0", counted=second[:5])

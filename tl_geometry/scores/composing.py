@@ -214,11 +214,11 @@ class _Edges:
         self.turns, self.pairs = turns, 0
         self.width = 1 + len(writer_names(view, layer, grain))
         shape = len(WEIGHTS), len(SIDES), len(heads), self.width
-        made = {"dtype": torch.float64}
-        self.own, self.other = (torch.zeros(*shape, **made) for _ in "ab")
-        self.random = torch.zeros(len(turns), *shape, **made)
-        self.total, self.other_total = (torch.zeros(*shape[:-1], **made) for _ in "ab")
-        self.products = torch.zeros(2, self.width, **made)
+        wide = torch.float64
+        self.own, self.other = (torch.zeros(shape, dtype=wide) for _ in "ab")
+        self.random = torch.zeros(len(turns), *shape, dtype=wide)
+        self.total, self.other_total = (torch.zeros(shape[:-1], dtype=wide) for _ in "ab")
+        self.products = torch.zeros(2, self.width, dtype=wide)
         self.composed: Tensor | None = None
 
     def add(self, layer: LayerView, written: Written, drop: int) -> None:

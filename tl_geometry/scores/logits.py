@@ -207,7 +207,10 @@ def _output_head(view: ModelView) -> OutputHead:
         fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     head = view.output_head()
     if head is None:
-        expected, got = "a norm and a linear map from the last state", f"the head of {view.class_name}"
+        expected, got = (
+            "a norm and a linear map from the last state",
+            f"the head of {view.class_name}",
+        )
         fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     return head
 

@@ -105,12 +105,12 @@ def pulled(layer: LayerView, drop: int, heads: Sequence[int] | None = None) -> P
     counts = mask[0].sum(-1)
     several = torch.where(counts > 1, counts, 0)
     before = (0, 0, 0, 0, drop, 0)
-    made = (
+    query, key = (
         torch.nn.functional.pad(rearrange(x, "n b h i e -> n b i h e"), before)
         for x in (out_q, out_k)
     )
     rows, cells = (float(x) * len(q) for x in ((several > 0).sum(), several.sum()))
-    return Pulled(*made, alibi, total, floor, rows, cells)
+    return Pulled(query, key, alibi, total, floor, rows, cells)
 
 
 @dataclass(frozen=True, eq=False)
