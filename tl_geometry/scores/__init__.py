@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from tl_geometry.corpus.nulls import repeated_random_tokens
 from tl_geometry.scores.composing import Composition, composition
+from tl_geometry.scores.features import (
+    Dictionary,
+    FeatureShares,
+    dictionary,
+    feature_shares,
+)
 from tl_geometry.scores.head_types import HeadTypes, head_type_scores, token_range
 from tl_geometry.scores.logits import LogitExplanation, explain_logit
 from tl_geometry.scores.plane_tables import BandTable, PlaneTable
@@ -21,6 +27,8 @@ __all__ = [
     "Band",
     "BandTable",
     "Composition",
+    "Dictionary",
+    "FeatureShares",
     "HeadPlanes",
     "HeadTypes",
     "LogitExplanation",
@@ -35,7 +43,9 @@ __all__ = [
     "WriterSweep",
     "composition",
     "default_bands",
+    "dictionary",
     "explain_logit",
+    "feature_shares",
     "head_type_scores",
     "relative_kernel",
     "repeated_random_tokens",
