@@ -331,7 +331,7 @@ def readout(
 
 @app.command()
 def reproduce(
-    work: Annotated[str, typer.Argument(help="song-zhong or lines-of-thought.")],
+    work: Annotated[str, typer.Argument(help="song-zhong, lines-of-thought or traveling-words.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -363,7 +363,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Published settings and numbers, with ours beside them."""
-    choice(work, ("song-zhong", "lines-of-thought"), "work")
+    choice(work, ("song-zhong", "lines-of-thought", "traveling-words"), "work")
     arguments.model_options(model, model_class="bridge", dtype="float32", device="cpu")
     arguments.check_corpus(corpus, encoding)
     arguments.read_texts(topics or [], encoding, "--topics")
