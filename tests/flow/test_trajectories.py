@@ -810,6 +810,12 @@ def test_published_numbers_stand_beside_ours():
     assert rows["lambda"][1] == 0.18
     assert math.isclose(rows["alpha"][3], math.exp(rows["ln alpha"][3]), rel_tol=1e-9)
     assert rows["SVM accuracy, tau = 1"][2] == 0.51
+    assert rows["alpha"][4:6] == (0.1, "agrees" if 0.54 <= rows["alpha"][3] <= 0.74 else "differs")
+    assert rows["ln alpha"][5] == "not published"
+    perceptron = rows["perceptron accuracy against gibberish, lowest layer"]
+    assert "60 trajectories of 10 tokens" in perceptron[7]
+    assert "published protocol: 14,000" in perceptron[7]
+    assert "read here as 1.0" in perceptron[6]
     assert math.isnan(rows["ln alpha"][1])  # published for Llama-2 only
     assert found.provenance.preset == "paper"
     assert {p.model for p in PUBLISHED} <= set(SETTINGS)

@@ -22,7 +22,7 @@ SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
 EXPERIMENTS = ("randomisation", "addition", "nanogpt")
 SCALES = ("smoke", "cpu", "paper")
 """Names and scales of the experiments; each is a function of :mod:`tl_geometry.experiments`."""
-WORKS = ("song-zhong", "lines-of-thought")
+WORKS = ("song-zhong", "lines-of-thought", "traveling-words")
 """Published works that :func:`tl_geometry.reproduce.run` knows."""
 PLACES = {
     errno.ENOSPC,

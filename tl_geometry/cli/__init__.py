@@ -322,7 +322,7 @@ def readout(
 
 @app.command()
 def reproduce(
-    work: Annotated[str, typer.Argument(help="song-zhong or lines-of-thought.")],
+    work: Annotated[str, typer.Argument(help="song-zhong, lines-of-thought or traveling-words.")],
     model: Annotated[
         str | None,
         typer.Option(
