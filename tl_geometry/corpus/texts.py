@@ -123,8 +123,9 @@ def _documents(texts: Any) -> list[str]:
         )
         whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
         texts = texts["text"] if whole_column else (row["text"] for row in texts)
-    several = isinstance(texts, Iterable) and not isinstance(texts, str | Path)
-    given: list[Any] = list(texts) if several else [texts]
+    given: Any = texts
+    if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
+        given = [texts]
     documents = [_read(t) if isinstance(t, Path) else t for t in given]
     ok = documents and all(isinstance(t, str) for t in documents)
     require(

@@ -19,7 +19,6 @@ from tl_geometry.reproduce.topics import topic_bases, topic_windows
 from tl_geometry.reproduce.traveling_words import molina
 from tl_geometry.zoo.corpus import held_out_documents
 
-WORKS = ("song-zhong", "lines-of-thought", "traveling-words")
 """What :func:`run` knows."""
 
 
