@@ -119,7 +119,8 @@ FAULTS = (
         "an edge with the running scale",
         "interventions",
         "whole = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]",
-        "whole = mapped / layer.norm.scale(layer.h + change)[..., None, None] + clean.constant[which]",
+        "whole = mapped / layer.norm.scale(layer.h + change)[..., None, None]"
+        " + clean.constant[which]",
         EDGES,
     ),
     Fault(

@@ -172,4 +172,3 @@ def test_one_edge_carries_induction_in_smollm2() -> None:
     assert found.of("remove") > clean + 4
     assert found.of("swap") > clean + 4
     assert all(abs(found.of(name) - clean) < 1 for name in found.conditions[3:])
-    print(table.edges(side="key", heads_only=True, n=12), found.rows())

@@ -19,8 +19,6 @@ from tl_geometry.reproduce.topics import topic_bases, topic_windows
 from tl_geometry.reproduce.traveling_words import molina
 from tl_geometry.zoo.corpus import held_out_documents
 
-"""What :func:`run` knows."""
-
 
 def run(
     work: str,
