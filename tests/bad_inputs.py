@@ -27,6 +27,9 @@ import torch
 import tl_geometry as tlg
 from tl_geometry.base.errors import GeometryError
 
+PATH: Any = "basis.safetensors"
+"""What is often given where a basis is meant."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -274,7 +277,7 @@ SETTINGS = [
         check=lambda w, v: v.window == (1, 8),
     ),
     Call("a window of halves", lambda w: w.decompose(w.ids, window=(1.5, 8.0)), "window"),
-    Call("a window beyond the columns", lambda w: w.decompose(w.ids, window=(1, 99)), "window"),
+    Call("a window beyond the positions", lambda w: w.decompose(w.ids, window=(1, 99)), "window"),
     Call("a window the wrong way", lambda w: w.decompose(w.ids, window=(8, 1)), "window"),
     Call("a window of one number", lambda w: w.decompose(w.ids, window=8), "window"),
     Call("batch_size 0", lambda w: w.decompose(w.ids, batch_size=0), "batch_size"),
@@ -646,6 +649,15 @@ VIEWS = [
     Call(
         "few positions for spectra",
         lambda w: tlg.positional_report(w.decompose(w.ids, window=(1, 3))),
+    ),
+    Call("a path as a positional basis", lambda w: tlg.positional_report(PATH), "PositionContext"),
+    Call("a path as a context basis", lambda w: tlg.contextual_report(PATH), "PositionContext"),
+    Call("a path to compare", lambda w: tlg.compare_bases(w.basis, PATH), "PositionContext"),
+    Call("axes from a path", lambda w: tlg.token_paths(w.model, w.ids, PATH), "PositionContext"),
+    Call(
+        "kernels of a path",
+        lambda w: tlg.measures.kernel_gaps(w.model, PATH),
+        "PositionContext",
     ),
     Call(
         "topics without labels",

@@ -36,7 +36,9 @@ class Fault(NamedTuple):
 
 
 BASIS = "tests/decomposition/test_position_context.py"
-SUMS, TYPES, SWEEP = (f"tests/scores/test_{n}.py" for n in ("sums", "head_types", "sweep"))
+SUMS, TYPES, SWEEP, LEFT_OUT = (
+    f"tests/scores/test_{n}.py" for n in ("sums", "head_types", "sweep", "leave_out")
+)
 ROTARY, PLANES = "tests/models/test_rotary.py", "tests/scores/test_planes.py"
 TERMS, LIVE = (f"tests/interventions/test_{n}.py" for n in ("terms", "live_edits"))
 WRITERS, EDGES = "tests/models/test_writers.py", "tests/interventions/test_edges.py"
@@ -117,7 +119,8 @@ FAULTS = (
         "an edge with the running scale",
         "interventions",
         "whole = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]",
-        "whole = mapped + clean.constant[which]",
+        "whole = mapped / layer.norm.scale(layer.h + change)[..., None, None]"
+        " + clean.constant[which]",
         EDGES,
     ),
     Fault(
@@ -214,8 +217,8 @@ FAULTS = (
     Fault(
         "context share not scaled by T",
         "decomposition",
-        "clip(t * (m.context_squares",
-        "clip((m.context_squares",
+        "above_rounding(t * (m.context_squares",
+        "above_rounding((m.context_squares",
         BASIS,
     ),
     Fault(
@@ -290,11 +293,60 @@ FAULTS = (
         SUMS,
     ),
     Fault(
-        "bootstrap without drawing",
+        "a basis with the context's own group",
         "scores",
-        "chosen = torch.randint(contexts, (draws, contexts), generator=generator)",
-        "chosen = torch.arange(contexts).expand(draws, contexts)",
-        SUMS,
+        "without(self.share, {own, left_out} - {-1})",
+        "without(self.share, {left_out} - {-1})",
+        LEFT_OUT,
+    ),
+    Fault(
+        "contexts of a group left out of the basis alone",
+        "scores",
+        "samples = [self._shares(g, contexts=together)",
+        "samples = [self._shares(g)",
+        LEFT_OUT,
+    ),
+    Fault(
+        "left out groups still in cvec",
+        "scores",
+        "(torch.ones_like(both[0]) - both.sum(0))",
+        "(both.sum(0) * 0 + (both[0] + both[1] == 0))",
+        LEFT_OUT,
+    ),
+    Fault(
+        "labels without their interval",
+        "scores",
+        "clear if certain is None else clear & certain",
+        "clear",
+        LEFT_OUT,
+    ),
+    Fault(
+        "offsets of one draw for all groups",
+        "scores",
+        "relative = offsets - (",
+        "relative = 0 * offsets + offsets[:, :1] - (",
+        LEFT_OUT,
+    ),
+    Fault(
+        "p-value without the data itself",
+        "scores",
+        "p = (1 + above).double() / (1 + DRAWS)",
+        "p = above.double() / DRAWS",
+        LEFT_OUT,
+    ),
+    Fault(
+        "a jackknife without its correction",
+        "base",
+        "value = value + corrected - whole",
+        "value = value",
+        LEFT_OUT,
+    ),
+    Fault(
+        "normal quantiles",
+        "base",
+        "stats.t.ppf((1 + level) / 2, freedom.double().numpy())",
+        "stats.norm.ppf((1 + level) / 2) + 0 * freedom.double().numpy()",
+        LEFT_OUT,
     ),
     Fault(
         "margin to itself",
@@ -374,9 +426,9 @@ FAULTS = (
     Fault(
         "nulls that keep positions",
         "scores",
-        "order[drop:] = drop +",
-        "order[drop:] = order[drop:] + 0 *",
-        SWEEP,
+        "at = (torch.arange(width) - relative",
+        "at = (torch.arange(width) - 0 * relative",
+        LEFT_OUT,
     ),
     Fault(
         "a term added, not removed",
@@ -393,10 +445,24 @@ FAULTS = (
         TERMS,
     ),
     Fault(
-        "placebo of another energy",
+        "a swap that removes only",
         "interventions",
-        "return whole - other * (own / safe)",
-        "return whole - other",
+        "return whole - term + other",
+        "return whole - term",
+        TERMS,
+    ),
+    Fault(
+        "a shrinking over all cells",
+        "interventions",
+        "row_center(x[..., drop:, drop:].double(), allowed)",
+        "row_center(x.double(), layer.allowed.to(whole.device))",
+        TERMS,
+    ),
+    Fault(
+        "effects paired with the wrong row",
+        "interventions",
+        "values[self._row(condition)] - values[self._row(against)]",
+        "values[self._row(condition)] - values[self._row(against)].flip(0)",
         TERMS,
     ),
     Fault(

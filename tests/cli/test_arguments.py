@@ -108,7 +108,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["readout", "--out", "text.txt/x.csv"], "--out: expected a folder, got the file text.txt"),
     (
         ["reproduce", "nothing"],
-        "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'",
+        "work: expected one of 'song-zhong', 'lines-of-thought', 'traveling-words', got 'nothing'",
     ),
     (["reproduce", "song-zhong", "--corpus", "nope.txt"], "--corpus: expected existing text files"),
     (["reproduce", "song-zhong", "--topics", "nope.txt"], "--topics: expected existing text files"),

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tl_geometry import cli, experiments
+from tl_geometry.base.arguments import EXPERIMENTS
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.experiments import (
     answers,
@@ -208,14 +209,14 @@ def test_exact_match_of_right_and_wrong_answers() -> None:
     lines = problems("carry", 60, low=1, high=4, seed=1) + problems(
         "no-carry", 60, low=1, high=4, seed=1
     )
-    columns = longest(4) - 1
-    assert answers.score(Oracle(), lines, columns, batch=50) == (1.0, 1.0)
+    positions = longest(4) - 1
+    assert answers.score(Oracle(), lines, positions, batch=50) == (1.0, 1.0)
     last_wrong = lambda p: p.answer[:-1] + str((int(p.answer[-1]) + 1) % 10)
-    exact, digits = answers.score(Oracle(last_wrong), lines, columns)
+    exact, digits = answers.score(Oracle(last_wrong), lines, positions)
     total = sum(len(p.c) for p in lines)
     assert exact == 0
     assert math.isclose(digits, (total - len(lines)) / total)
-    forwards = answers.score(Oracle(lambda p: p.c), lines, columns)
+    forwards = answers.score(Oracle(lambda p: p.c), lines, positions)
     assert forwards.exact == sum(p.c == p.answer for p in lines) / len(lines) < 0.5
 
 
@@ -243,17 +244,17 @@ def test_answers_do_not_depend_on_the_batch() -> None:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.5)
     lines = problems("no-carry", 12, low=1, high=4, seed=2)
-    columns = longest(4) - 1
-    together = answers.answers(model, lines, columns)
-    assert together == [answers.answers(model, [line], columns)[0] for line in lines]
+    positions = longest(4) - 1
+    together = answers.answers(model, lines, positions)
+    assert together == [answers.answers(model, [line], positions)[0] for line in lines]
     assert [len(x) for x in together] == [len(line.c) for line in lines]
     assert len(set("".join(together))) > 1
 
 
 def test_digit_fracture_leaves_the_signs_out() -> None:
     length, d = 4, 6
-    columns = 3 * length + 2
-    angle = 0.1 * torch.arange(columns, dtype=torch.float64)
+    positions = 3 * length + 2
+    angle = 0.1 * torch.arange(positions, dtype=torch.float64)
     curve = torch.stack([angle.cos(), angle.sin(), *[torch.zeros_like(angle)] * (d - 2)], dim=-1)
     signs = curve.clone()
     signs[length, 2], signs[2 * length + 1, 3] = 5.0, 5.0
@@ -378,6 +379,7 @@ def test_paper_scale_is_the_published_one_and_ambiguities_are_options() -> None:
         "addition": (8, 8, 512, 32),
         "nanogpt": (6, 6, 384, 128),
     }
+    assert tuple(experiments.MODULES) == EXPERIMENTS
     for name, module in experiments.MODULES.items():
         setup = module.SETUPS["paper"]
         assert {k: getattr(setup, k) for k in common} == common

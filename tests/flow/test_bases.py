@@ -36,6 +36,7 @@ from tl_geometry.flow.bases import (
 )
 from tl_geometry.flow.noise import (
     anderson_darling,
+    familywise_threshold,
     fit_noise_law,
     isotropy_tests,
     layer_anomalies,
@@ -611,3 +612,28 @@ def test_the_planted_layer_is_the_only_anomaly():
     assert bool(found.flagged[11])
     assert math.isnan(float(found.z[0]))
     assert bool(torch.isnan(layer_anomalies(values[:3, :3]).z).all())  # too few layers to say
+
+
+@pytest.mark.parametrize("states", [5, 11, 23])
+def test_one_null_run_in_twenty_flags_any_layer(states: int):
+    """Another generator draws the deviations; the fixed limit of 3.5 of before fails the bound."""
+    z = np.random.default_rng(1).standard_normal((20_000, states))
+    away = np.abs(z - np.median(z, axis=1, keepdims=True))
+    largest = (away / (1.4826 * np.median(away, axis=1, keepdims=True))).max(1)
+    limit = familywise_threshold(states)
+    assert 0.045 < (largest > limit).mean() < 0.055
+    assert (largest > 3.5).mean() > 0.07
+
+
+def test_anomalies_use_the_familywise_limit_of_the_layers_known():
+    t, g = torch.arange(1, 13).double(), torch.Generator().manual_seed(3)
+    flagged = fixed = 0
+    for _ in range(60):
+        values = 0.2 * t + torch.randn(12, generator=g).double() + 0 * t[:, None]
+        values[~torch.ones(12, 12).triu(1).bool()] = math.nan
+        found, old = layer_anomalies(values), layer_anomalies(values, threshold=3.5)
+        assert torch.equal(found.flagged, found.z.abs().nan_to_num() > familywise_threshold(11))
+        flagged += bool(found.flagged.any())
+        fixed += bool(old.flagged.any())
+    assert flagged < fixed
+    assert flagged <= 7

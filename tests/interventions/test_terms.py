@@ -4,11 +4,13 @@ causes planted in a hand-built model."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from tests.induction import attention_only, corpus, induction_model, prompts, rotary_previous_token
@@ -17,7 +19,7 @@ from tl_geometry import decompose, interventions
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.interventions.causal import dominant_only, necessity_sufficiency
+from tl_geometry.interventions.causal import NEARLY, dominant_only, necessity_sufficiency
 from tl_geometry.interventions.stream import project_stream, removed_share, subspace_of
 from tl_geometry.interventions.terms import (
     derangement,
@@ -26,6 +28,9 @@ from tl_geometry.interventions.terms import (
     mean_term,
     per_head,
     remove_term,
+    running_parts,
+    shrinking,
+    swapping,
     terms_of,
 )
 from tl_geometry.models import view
@@ -33,6 +38,7 @@ from tl_geometry.models.live import edited_scores
 from tl_geometry.scores.head_types import head_type_scores
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import sweep_heads
+from tl_geometry.scores.terms import term_names
 
 ARCHITECTURES = (
     "gpt2",
@@ -50,6 +56,8 @@ ARCHITECTURES = (
 )
 HOOKED = ("gpt2", "llama", "bloom", "gpt-neo", "bert") if HAS_HOOKED else ()
 PROMPTS = tokens(batch=3, length=14, seed=4)
+NINE = term_names(("bias", "pos", "cvec"))
+MIXED = ("pos-cvec", "cvec-cvec")
 
 
 @cache
@@ -355,43 +363,109 @@ def test_the_hand_built_model_has_the_two_heads(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_necessity_and_sufficiency_are_as_they_must_be(name: str) -> None:
-    model, basis, ids = hand_built(name), hand_built_basis(name), prompts(8, seed=3)
-    options: dict[str, Any] = {"seeds": 4, "progress": False}
+    model, basis, ids = hand_built(name), hand_built_basis(name), prompts(12, seed=3)
+    options: dict[str, Any] = {"draws": 2, "progress": False}
     copying = necessity_sufficiency(model, ids, basis, "L1H0", "cvec-cvec", **options)
     assert copying.necessity["induction_loss"] > 3
     assert copying.sufficiency["induction_loss"] > 0.9
-    assert (
-        copying.placebo_induction_loss.mean() - copying.of("clean")["induction_loss"]
-        < 0.3 * copying.necessity["induction_loss"]
-    )
-    assert copying.p_value("induction_loss") == pytest.approx(1 / 5)
+    assert copying.removal_p("clean", "induction_loss") < 0.01
+    assert copying.change("remove", "induction_loss").low > 3
+    assert copying.change("swap", "induction_loss").low > 1, "matches of another prompt mislead"
+    assert copying.swap_cosine < NEARLY
+    assert copying.shrunk == pytest.approx(1, abs=0.1)
+    for other in ("remove pos-pos", "remove bias-cvec"):
+        assert copying.change(other, "induction_loss").value.abs() < 0.1
+        assert copying.removal_p(other, "induction_loss") < 0.01
     previous = necessity_sufficiency(model, ids, basis, "L0H0", "position", **options)
     assert previous.necessity["induction_loss"] > 3
     assert previous.sufficiency["induction_loss"] == pytest.approx(1, abs=1e-3)
-    assert previous.placebo_cosine > 0.99
-    assert any("the placebo is nearly the term" in flag for flag in previous.provenance.flags)
-    permuted = necessity_sufficiency(
-        model, ids, basis, "L0H0", "position", placebos="positions", **options
-    )
-    assert abs(permuted.placebo_cosine) < 0.3
-    assert permuted.placebo_induction_loss.mean() < 0.5 * permuted.of("remove")["induction_loss"]
-    assert permuted.of("remove") == pytest.approx(previous.of("remove"))
-    with pytest.raises(
-        GeometryError, match=r"placebo: expected one of 'prompt', 'positions', got 'noise'"
-    ):
-        necessity_sufficiency(model, ids, basis, "L0H0", "position", placebos="noise", **options)
+    assert previous.swap_cosine > 0.99
+    assert previous.change("swap", "induction_loss").value.abs() < 1e-3
+    assert any("its swap is no control" in flag for flag in previous.provenance.flags)
+    assert not any("its swap is no control" in flag for flag in copying.provenance.flags)
     nothing = necessity_sufficiency(model, ids, basis, "L0H0", "content", **options)
     assert nothing.necessity["loss"] == pytest.approx(0, abs=1e-4)
     assert nothing.sufficiency["loss"] == pytest.approx(0, abs=1e-4)
-    assert [row[0] for row in copying.rows()] == [
-        "clean",
-        "bias terms only",
-        "keep",
-        "remove",
-        "placebo",
-    ]
+    shown = [row[0] for row in copying.rows()]
+    assert shown[:6] == ["clean", "bias terms only", "keep", "remove", "swap", "shrink"]
+    assert shown[6:] == [f"remove {t}" for t in NINE if t != "cvec-cvec"]
     assert copying.of("clean")["kl"] == 0
     assert copying.of("remove")["kl"] > 1
+
+
+def test_a_bias_term_has_no_sufficiency_and_the_table_says_so() -> None:
+    """It is kept with the bias terms anyway: the placebo of before gave NaN without a word."""
+    model = rotary_previous_token()
+    basis = decompose(model, tokens(24, 24, seed=2), progress=False)
+    found = necessity_sufficiency(
+        model, tokens(9, 24, seed=3), basis, "L0H0", "bias-bias", draws=1, progress=False
+    )
+    assert all(math.isnan(v) for v in found.sufficiency.values())
+    assert "no sufficiency: the term is one of the bias terms" in found.provenance.flags
+    assert "fewer than 10 prompts: no intervals of the loss" in found.provenance.flags
+    assert found.change("remove").low.isnan()
+    assert found.change("remove", "induction_loss").low.isfinite(), "twelve repeated sequences"
+    assert found.of("keep") == pytest.approx(found.of("bias terms only"))
+
+
+def test_effects_are_those_of_each_prompt_run_alone() -> None:
+    """Another route: each prompt through the edited model by itself, cross entropy by torch."""
+    model, basis, ids = induction_model("bridge"), hand_built_basis("bridge"), prompts(11, seed=3)
+    found = necessity_sufficiency(model, ids, basis, "L1H0", "cvec-cvec", draws=1, progress=False)
+
+    def loss(x: Tensor, one: Tensor) -> float:
+        return float(torch.nn.functional.cross_entropy(x[0, :-1].double(), one[0, 1:]))
+
+    clean, removed, diverged = [], [], []
+    for one in ids.split(1):
+        own = logits(model, one)
+        with remove_term(model, basis, "cvec-cvec", "L1H0"):
+            cut = logits(model, one)
+        clean.append(loss(own, one))
+        removed.append(loss(cut, one))
+        p, q = (x[0, :-1].double().log_softmax(-1) for x in (own, cut))
+        diverged.append(float((p.exp() * (p - q)).sum(-1).mean()))
+    at = found.conditions.index("remove")
+    assert found.losses[0].tolist() == pytest.approx(clean, rel=1e-4)
+    assert found.losses[at].tolist() == pytest.approx(removed, rel=1e-4)
+    assert found.kls[at].tolist() == pytest.approx(diverged, rel=1e-3, abs=1e-6)
+    difference = torch.tensor(removed) - torch.tensor(clean)
+    low, high = stats.ttest_1samp(difference.numpy(), 0).confidence_interval(0.95)
+    interval = found.change("remove")
+    assert (float(interval.low), float(interval.high)) == pytest.approx((low, high), rel=1e-3)
+    row = dict(zip(found.columns(), found.rows()[at], strict=True))
+    assert row["loss_low"] == pytest.approx(float(interval.low))
+    assert row["loss_change"] == pytest.approx(float(difference.mean()), rel=1e-3)
+    assert math.isnan(float(str(row["loss_remove_p"]))), "the removal against itself"
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
+def test_controls_are_the_scores_that_they_say(architecture: str) -> None:
+    model, basis, split = (
+        tiny("bridge", architecture),
+        basis_of("bridge", architecture),
+        split_of(architecture),
+    )
+    seen: list[Tensor] = []
+
+    def check(layer: Any) -> None:
+        at = slice(4 * layer.layer, 4 * layer.layer + 4)
+        whole = sum(split.terms.values(), torch.zeros(()))[:, at]
+        term = sum((split.terms[t.partition("-")[::2]][:, at] for t in MIXED), torch.zeros(()))
+        parts = running_parts(layer, basis, range(4))
+        order = derangement(3, 7)
+        swapped = swapping(MIXED, 7)(layer, whole, parts, (0, 1, 2, 3))
+        assert torch.allclose(swapped, whole - term + term[order], atol=1e-3)
+        shrunk = shrinking(MIXED, 1, seen.append)(layer, whole, parts, (0, 1, 2, 3))
+        for c, h in ((0, 0), (2, 3)):
+            S, X = (
+                row_center(x[c, h, 1:, 1:].double(), layer.allowed[1:, 1:]) for x in (whole, term)
+            )
+            share = float((S * X).sum() / (S * S).sum())
+            assert float(seen[-1][c, h]) == pytest.approx(share, rel=1e-3, abs=1e-5)
+            assert torch.allclose(shrunk[c, h], (1 - share) * whole[c, h], atol=1e-3)
+
+    view(model).run_layers(PROMPTS, (0, 1), check)
 
 
 def test_the_clean_loss_is_the_models() -> None:
@@ -488,24 +562,6 @@ def test_the_ten_most_extreme_predictions_hold_in_the_embedded_model() -> None:
         ), (term, head)
         tv = (pattern - split.pattern()).abs().sum(-1)[..., 1:].mean() / 2
         assert predicted == pytest.approx(float(tv), abs=1e-5)
-
-
-def test_placebo_has_the_energy_of_the_term() -> None:
-    from tl_geometry.interventions.terms import placebo, running_parts
-
-    model, basis, split = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2"), split_of("gpt2")
-
-    def check(layer: Any) -> None:
-        whole = torch.zeros(3, 4, 14, 14)
-        parts = running_parts(layer, basis, range(4))
-        other = -placebo(("cvec-cvec",), 0)(layer, whole, parts, (0, 1, 2, 3))
-        term = row_center(split.terms["cvec", "cvec"][:, layer.layer * 4 :][:, :4], layer.allowed)
-        assert torch.allclose(other.square().sum((-2, -1)), term.square().sum((-2, -1)), rtol=1e-3)
-        assert torch.allclose(other.sum(-1), torch.zeros(3, 4, 14), atol=1e-3)
-        cosine = (other * term).sum((-2, -1)) / term.square().sum((-2, -1))
-        assert cosine.abs().max() < 0.9
-
-    view(model).run_layers(PROMPTS, (0, 1), check)
 
 
 def test_public_names() -> None:

@@ -321,3 +321,29 @@ def test_states_behind_a_layer_norm_are_refused_in_the_full_space() -> None:
     with pytest.raises(GeometryError, match="dependent points"):
         contextual.compactness_from_moments(*arguments, accuracy=1e-6)
     assert contextual.compactness_from_moments(*arguments, space=("pca", 3)).raw > 0
+
+
+def test_overlap_by_shared_outlier_coordinates_is_no_more_than_its_flipped_null() -> None:
+    """Independent pos and ctx that share four large coordinates overlap far above random
+    directions; the null that keeps the coordinates' sizes says that nothing is shared. A planted
+    common direction across coordinates stays above both."""
+    from tl_geometry import contextual_report, decompose_activations
+
+    g = torch.Generator().manual_seed(0)
+    size = torch.ones(64)
+    size[:4] = 30.0
+    pos, ctx = torch.randn(40, 64, generator=g) * size, torch.randn(60, 64, generator=g) * size
+    shared = torch.randn(10, 64, generator=g) * 8
+
+    def report(p: torch.Tensor, c: torch.Tensor) -> tuple[float, float, float]:
+        h = p + c.unsqueeze(1) + 0.1 * torch.randn(60, 40, 64, generator=g)
+        found = contextual_report(decompose_activations(h), jackknife=False)
+        nulls = [float(found.nulls["overlap", n]) for n in ("random", "flipped")]
+        return float(found["overlap"]), nulls[0], nulls[1]
+
+    overlap, random, flipped = report(pos, ctx)
+    assert overlap > 2.5 * random
+    assert flipped == pytest.approx(overlap, abs=0.08)
+    common = [torch.randn(n, 10, generator=g) @ shared for n in (40, 60)]
+    overlap, _, flipped = report(pos + common[0], ctx + common[1])
+    assert overlap > flipped + 0.15

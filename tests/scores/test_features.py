@@ -65,7 +65,7 @@ def test_dropping_features_moves_their_sum_into_the_error() -> None:
     assert torch.allclose(fewer.cs[..., 1] - full.cs[..., 1], lost, atol=1e-5)
     assert torch.allclose(fewer.cs[..., 3:], full.cs[..., 3 : 3 + 20], atol=1e-5)
     assert fewer.unexplained > 0.01
-    assert next(iter(fewer.rows()))[3] == "error"
+    assert next(row[3] for row in fewer.rows()) == "error"
 
 
 def test_pairs_are_those_of_the_dense_split() -> None:

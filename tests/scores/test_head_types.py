@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.rows import causal_mask
 from tl_geometry.scores.head_types import (
     HEAD_TYPES,
     detection_patterns,
@@ -178,3 +179,20 @@ def test_ranges_fit_the_model() -> None:
     assert token_range(40, [None, 39]) == (0, 40)
     assert period_for(16, 50) == 8
     assert period_for(17, 50, bos=True) == 8
+
+
+def test_errors_are_those_of_the_rows_and_of_a_ratio_where_rows_differ() -> None:
+    """The delta method against the spread over fresh sets of rows, which it must predict."""
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 6, (600, 9), generator=g)  # rows differ in how much repeats
+    scores = torch.randn(600, 2, 9, 9, generator=g).masked_fill(~causal_mask(9), -torch.inf)
+    pattern = scores.softmax(-1)
+    found = [head_type_scores(pattern[i : i + 20], tokens[i : i + 20]) for i in range(0, 600, 20)]
+    for name in ("previous", "duplicate", "induction"):
+        spread = torch.stack([f.scores[name] for f in found]).std(0)
+        errors = torch.stack([f.errors[name] for f in found]).mean(0)
+        assert torch.allclose(errors, spread, rtol=0.35), name
+    rows = pattern[:20].diagonal(-1, -2, -1).mean(-1)  # equal numbers of queries: plain
+    assert torch.allclose(found[0].errors["previous"], (rows.std(0) / 20**0.5).double())
+    assert head_type_scores(pattern[:9], tokens[:9]).errors["previous"].isnan().all()
+    assert head_type_scores(pattern[:10], tokens[:10]).errors["previous"].isfinite().all()

@@ -349,7 +349,7 @@ def test_head_types_of_all_270_heads(model_class: str) -> None:
         [torch.stack([a[:, :, i, i - period + 1] for i in later]).mean((0, 1)) for a in found]
     )
     seen = view(model(model_class))
-    types, _ = measure_types(seen, range(seen.n_layers), bos=True)
+    types = measure_types(seen, range(seen.n_layers), bos=True).scores
     for name, mine in (("previous", previous), ("induction", induction)):
         assert types[name].shape == (270,)
         assert float(mine.max()) > 0.4

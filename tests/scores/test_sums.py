@@ -21,7 +21,6 @@ from tl_geometry.scores import shapes
 from tl_geometry.scores.sums import (
     BLOCK,
     ShareSums,
-    bootstrap,
     dropped_mass,
     share_sums,
     share_sums_dense,
@@ -228,8 +227,7 @@ def test_dominance_needs_share_and_margin() -> None:
 
 def test_table_round_trip_and_dataframe(tmp_path: Path) -> None:
     sums = share_sums(draw(3, 4, 9, 2, 4), draw(3, 4, 9, 2, 4, seed=3))
-    low, high = bootstrap(sums)
-    table = table_of(sums, low=low, high=high, dropped_mass=torch.tensor([0.25, 0.5]), drop=1)
+    table = table_of(sums, dropped_mass=torch.tensor([0.25, 0.5]), drop=1)
     frame = table.to_dataframe()
     assert len(frame) == 2 * (9 + 3)
     assert frame[frame.term.notna()].groupby("head").cs.sum().tolist() == pytest.approx([1, 1])
@@ -242,18 +240,6 @@ def test_table_round_trip_and_dataframe(tmp_path: Path) -> None:
     assert again.heads == table.heads
     assert torch.equal(again.cs, table.cs)
     assert again.dominant == table.dominant
-
-
-def test_bootstrap_interval_holds_the_estimate_and_shrinks() -> None:
-    q, k = draw(3, 32, 9, 2, 4, offset=0.3), draw(3, 32, 9, 2, 4, seed=3, offset=0.3)
-    sums = share_sums(q, k)
-    low, high = bootstrap(sums)
-    few = bootstrap(share_sums(q[:, :6], k[:, :6]))
-    assert ((low <= sums.pooled().cs) & (sums.pooled().cs <= high)).all()
-    assert (high - low).mean() < (few[1] - few[0]).mean()
-    assert torch.equal(low, bootstrap(sums)[0])
-    with pytest.raises(GeometryError, match=r"sums: expected per-context sums, got pooled ones"):
-        bootstrap(sums.pooled())
 
 
 def test_dropped_mass_is_the_attention_left_out() -> None:
@@ -357,15 +343,3 @@ def test_contrast_equals_a_loop_and_finds_matching_heads() -> None:
         pooled = np.sqrt((s.var() * len(s) + o.var() * len(o)) / (len(s) + len(o) - 2))
         assert found[h].item() == pytest.approx((s.mean() - o.mean()) / pooled)
     assert found[1] > found[0].abs() + 1
-
-
-def test_the_interval_has_the_level_asked_for() -> None:
-    sums = share_sums(draw(3, 32, 9, 2, 4, offset=0.3), draw(3, 32, 9, 2, 4, seed=3, offset=0.3))
-    chosen = torch.randint(32, (200, 32), generator=torch.Generator().manual_seed(0))
-    drawn = torch.stack(
-        [sums.numerators[rows].sum(0) / sums.total[rows].sum(0).unsqueeze(-1) for rows in chosen]
-    )
-    for level, tails in ((0.9, (0.05, 0.95)), (0.95, (0.025, 0.975))):
-        for found, tail in zip(bootstrap(sums, level=level), tails, strict=True):
-            assert torch.allclose(found, drawn.quantile(tail, dim=0))
-    assert torch.equal(bootstrap(sums)[0], bootstrap(sums, level=0.95)[0])

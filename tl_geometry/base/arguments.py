@@ -19,6 +19,11 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
 """Sections of a report in reading order; each is a module of :mod:`tl_geometry.report` with a
 ``section`` function."""
+EXPERIMENTS = ("randomisation", "addition", "nanogpt")
+SCALES = ("smoke", "cpu", "paper")
+"""Names and scales of the experiments; each is a function of :mod:`tl_geometry.experiments`."""
+WORKS = ("song-zhong", "lines-of-thought", "traveling-words")
+"""Published works that :func:`tl_geometry.reproduce.run` knows."""
 PLACES = {
     errno.ENOSPC,
     errno.EDQUOT,

@@ -17,6 +17,7 @@ __all__ = [
     "choice",
     "describe",
     "finite",
+    "head_name",
     "head_rows",
     "heads",
     "index",
@@ -147,6 +148,15 @@ def heads(
         instead="either heads= or layers=",
     )
     return tuple(dict.fromkeys(out))
+
+
+def head_name(head: tuple[int, int]) -> str:
+    """A head as it is shown.
+
+    >>> head_name((5, 1))
+    'L5H1'
+    """
+    return f"L{head[0]}H{head[1]}"
 
 
 def head_rows(

@@ -81,7 +81,7 @@ def _rows_of_texts(view: ModelView, texts: Sequence[str], prepend_bos: bool | No
         explicit = "prepend_bos=True or prepend_bos=False"
         expected = "True or False with text"
         fail("prepend_bos", expected=expected, got=prepend_bos, instead=explicit)
-    bos = bos_to_prepend(view, prepend_bos)
+    bos = bos_to_prepend(view.bos_id, prepend_bos)
     encoded, notes = without_bos([view.encode(text) for text in texts], bos)
     rows = encoded if bos is None else [[bos, *row] for row in encoded]
     lengths = sorted({len(r) for r in rows})
@@ -111,15 +111,13 @@ def _refuse_bos_for_ids(prepend_bos: bool | None) -> None:
     require(prepend_bos is None, "prepend_bos", expected=expected, got=prepend_bos)
 
 
-def bos_to_prepend(view: ModelView, prepend_bos: bool) -> int | None:
+def bos_to_prepend(bos_id: int | None, prepend_bos: bool) -> int | None:
     """The BOS id that goes in front of a text, ``None`` where none does; refused for a tokenizer
     without one."""
-    if not prepend_bos:
-        return None
-    if view.bos_id is None:
+    if prepend_bos and bos_id is None:
         expected, instead = "a tokenizer with a BOS token", "prepend_bos=False"
         fail("prepend_bos", expected=expected, got="none", instead=instead)
-    return view.bos_id
+    return bos_id if prepend_bos else None
 
 
 def without_bos(

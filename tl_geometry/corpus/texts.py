@@ -57,7 +57,7 @@ def windows(
     size = whole(length)
     ok, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
     require(ok, "length", expected=expected, got=length)
-    bos = bos_to_prepend(view, prepend_bos)
+    bos = bos_to_prepend(view.bos_id, prepend_bos)
     named = [str(v) for v in (range(len(documents)) if labels is None else labels)]
     one_each, expected = len(named) == len(documents), f"one for each of {len(documents)} texts"
     require(one_each, "labels", expected=expected, got=len(named))
@@ -123,8 +123,9 @@ def _documents(texts: Any) -> list[str]:
         )
         whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
         texts = texts["text"] if whole_column else (row["text"] for row in texts)
-    single = isinstance(texts, str | Path) or not isinstance(texts, Iterable)
-    given = [texts] if single else list(texts)
+    given: Any = texts
+    if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
+        given = [texts]
     documents = [_read(t) if isinstance(t, Path) else t for t in given]
     ok = documents and all(isinstance(t, str) for t in documents)
     require(

@@ -234,7 +234,7 @@ def addition(
     positions.
 
     >>> short = {"steps": "2", "examples": "50", "problems": "4", "contexts": "12"}
-    >>> setup = SETUPS["smoke"].changed(short)
+    >>> setup = SETUPS["smoke"].changed(short | {"low": "2", "high": "2", "layers": "1"})
     >>> outcome = addition(setup, tasks=["no-carry"], progress=False)
     >>> outcome.tables["curves"].column("step")
     [0, 2]

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tl_geometry.base.arguments import SCALES
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.results import Result, write_atomically
 from tl_geometry.zoo.trainer import Batch, TrainSettings, train
 
-SCALES = ("smoke", "cpu", "paper")
 SMOKE: dict[str, Any] = {
     "scale": "smoke",
     "layers": 2,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.intervals import t_quantile
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.ensemble import Trajectories, too_few
 from tl_geometry.flow.residuals import MAPS, MapsFrom, flow_map
@@ -28,8 +29,8 @@ class Accuracy(NamedTuple):
     accuracy: float
     low: float
     high: float
-    """95% interval: normal, with the variance of overlapping splits corrected (Nadeau & Bengio
-    2003)."""
+    """95% interval by the corrected resampled t of Nadeau & Bengio 2003 (``repeats`` - 1 degrees of
+    freedom); NaN where all splits have one accuracy."""
     shuffled: float
     test: int
 
@@ -102,12 +103,21 @@ def separability(
             scores[shuffled].append(float((found.predict(z[held]) == labels[held]).mean()))
         tested = int(held.sum())
     values = torch.tensor(scores[False], dtype=torch.float64)
-    spread = float(values.var() * (1 / repeats + test_share / (1 - test_share))) ** 0.5
-    # A few test rows cannot show less spread than counting does.
-    p = float(values.mean())
-    spread = max(spread, (max(p * (1 - p), 1e-4) / max(1, tested)) ** 0.5)
-    shuffled = float(torch.tensor(scores[True]).mean())
-    return Accuracy(p, p - 1.96 * spread, p + 1.96 * spread, shuffled, tested)
+    reach = resampled_t_reach(values, test_share)
+    p, shuffled = float(values.mean()), float(torch.tensor(scores[True]).mean())
+    return Accuracy(p, p - reach, p + reach, shuffled, tested)
+
+
+def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> float:
+    """Half the 95% interval of the mean of J overlapping splits, ``t_(J-1) sqrt((1/J + n_test /
+    n_train) var)`` (Nadeau & Bengio 2003); NaN without variance.
+
+    >>> round(resampled_t_reach(torch.tensor([0.5, 0.6, 0.7]), 0.3), 3)
+    0.376
+    """
+    j = len(values)
+    spread = float(values.var() * (1 / j + test_share / (1 - test_share))) ** 0.5
+    return float(t_quantile(torch.tensor(j - 1.0))) * spread if spread > 0 else float("nan")
 
 
 def _held(n: int, m: int, paired: bool, share: float, generator: torch.Generator) -> Tensor:

@@ -10,13 +10,13 @@ as it was; functions (``necessity_sufficiency``, ``dominant_only``, ``edge_neces
 from __future__ import annotations
 
 from tl_geometry.interventions.causal import (
-    Effects,
     NecessitySufficiency,
     dominant_only,
     necessity_sufficiency,
 )
 from tl_geometry.interventions.edge_effects import EdgeNecessity, edge_necessity
 from tl_geometry.interventions.edges import remove_edge, swap_edge
+from tl_geometry.interventions.effects import Effects
 from tl_geometry.interventions.planes import keep_planes, remove_planes, swap_planes
 from tl_geometry.interventions.stream import project_stream
 from tl_geometry.interventions.surrogates import surrogate, surrogate_effect

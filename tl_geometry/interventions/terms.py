@@ -8,8 +8,9 @@ takes away. With S the scores of a head and X the term:
     remove      S - X
     keep        X + the terms with bias on either side
     mean        S - X + (mean of X over the batch at each cell)
-    placebo     S - X', X' the term of another prompt (or at permuted key positions),
-                row-centred and rescaled to the energy of X
+    swap        S - X + X', X' the term of another prompt at the same positions
+    shrink      (1 - a) S, a the covariance share of X over the kept cells of the prompt, so that as
+                much covariance with S goes
 
 What is kept is compared with the bias terms alone, ``keep_term(model, basis, (), heads)``.
 """
@@ -41,8 +42,6 @@ from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
 Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
 """One term, one group, or several."""
 HeadsLike = Iterable[Head] | Head | None
-PLACEBOS = ("prompt", "positions")
-"""Kinds of placebo."""
 BIAS = 0
 """Index of the bias part in :data:`tl_geometry.scores.projection.PARTS`."""
 
@@ -186,46 +185,53 @@ def averaging(names: Sequence[str]) -> Change:
     return change
 
 
-def placebo(
-    names: Sequence[str],
-    seed: int,
-    kind: str = "prompt",
-    similarity: Callable[[LayerView, tuple[int, ...], Tensor], None] | None = None,
-) -> Change:
-    """``S`` minus a matched placebo of the term, row-centred, with the energy of the term itself.
+Note = Callable[[Tensor], None]
+"""Receives a number per prompt and head of a pass ``[batch head]``."""
 
-    ``kind="prompt"``: the same term of another prompt of the batch. ``"positions"``: the term with
-    its keys at permuted positions, for terms that hardly differ between prompts. ``similarity``
-    receives the cosines of term and placebo ``[head]``.
+
+def swapping(names: Sequence[str], seed: int, note: Note | None = None) -> Change:
+    """``S - X + X'``, X' the same term of another prompt of the batch at the same positions.
+
+    ``note`` receives the cosines of term and replacement, row-centred: near one (pos-pos without
+    rotation hardly differs between prompts) the swap changes nothing.
     """
     weight, alibi = weights_of(names)
-    checks.choice(kind, PLACEBOS, "placebo")
 
     def change(
         layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
     ) -> Tensor:
-        raw = _term_score(parts, layer, heads, weight, alibi)
-        allowed = layer.allowed.to(raw.device)
-        term = row_center(raw, allowed)
-        if kind == "prompt":
-            require_several(whole, "placebo")
-            other = term[derangement(len(term), seed).to(term.device)]
-        else:
-            order = torch.randperm(raw.shape[-1], generator=torch.Generator().manual_seed(seed))
-            other = row_center(
-                _term_score(
-                    ProjectedParts(parts.q, parts.k[:, :, order]), layer, heads, weight, alibi
-                ),
-                allowed,
+        require_several(whole, "swap")
+        term = _term_score(parts, layer, heads, weight, alibi)
+        other = term[derangement(len(term), seed).to(term.device)]
+        if note is not None:
+            own, swapped = (row_center(x, layer.allowed.to(x.device)) for x in (term, other))
+            size = torch.linalg.vector_norm(own, dim=(-2, -1)) * torch.linalg.vector_norm(
+                swapped, dim=(-2, -1)
             )
-        norm, own = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (other, term))
-        safe = torch.where(norm > 0, norm, 1.0)
-        if similarity is not None:
-            cosine = (term * other).sum((-2, -1), keepdim=True) / (
-                safe * torch.where(own > 0, own, 1.0)
-            )
-            similarity(layer, heads, cosine[..., 0, 0].mean(0).double().cpu())
-        return whole - other * (own / safe)
+            note((own * swapped).sum((-2, -1)) / torch.where(size > 0, size, torch.inf))
+        return whole - term + other
+
+    return change
+
+
+def shrinking(names: Sequence[str], drop: int, note: Note | None = None) -> Change:
+    """``(1 - a) S``, a the covariance share ``sum X~ . S~ / sum S~^2`` of the term in each prompt
+    and head, over the keys and queries from ``drop`` on; ``note`` receives it."""
+    weight, alibi = weights_of(names)
+
+    def change(
+        layer: LayerView, whole: Tensor, parts: ProjectedParts, heads: tuple[int, ...]
+    ) -> Tensor:
+        allowed = layer.allowed.to(whole.device)[drop:, drop:]
+        term, score = (
+            row_center(x[..., drop:, drop:].double(), allowed)
+            for x in (_term_score(parts, layer, heads, weight, alibi), whole)
+        )
+        size = score.square().sum((-2, -1))
+        share = (term * score).sum((-2, -1)) / torch.where(size > 0, size, torch.inf)
+        if note is not None:
+            note(share)
+        return whole * (1 - share.to(whole))[..., None, None]
 
     return change
 

@@ -12,9 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import require
+from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.resampling import FEWEST, Subsets, jackknife_error
+from tl_geometry.decomposition.resampling import Subsets, jackknife_error
 
 Values = dict[str, Tensor]
 """Measures by name."""
@@ -71,12 +72,11 @@ class StateMeasures(Result):
 
     def learning_curve(self) -> list[tuple[str, int, int, float]]:
         """``(measure, contexts, state, value)`` for every level of the curve."""
-        rows = list(enumerate(self.curve_contexts))
         return [
-            (m, c, s, float(v[i, j]))
-            for m, v in self.curve.items()
-            for i, c in rows
-            for j, s in enumerate(self.states)
+            (measure, contexts, state, float(values[i, j]))
+            for measure, values in self.curve.items()
+            for i, contexts in enumerate(self.curve_contexts)
+            for j, state in enumerate(self.states)
         ]
 
 
@@ -84,25 +84,27 @@ def state_fields(
     basis: PositionContext,
     sets: Subsets,
     per_state: list[tuple[Values, Nulls]],
+    *,
+    flags: Sequence[str] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state."""
+    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state, and ``more``
+    of the report's own."""
     names = list(per_state[0][0])
     table = {n: torch.stack([v[n] for v, _ in per_state], dim=1) for n in names}  # [sample state]
     # fracture_at is a place: it has no mean over subsets
     varied = [n for n in names if len(table[n]) > 1 and n != "fracture_at"]
-    curve = {
-        n: torch.stack([*(table[n][span].mean(0) for _, span in sets.levels), table[n][0]])
-        for n in varied
-        if sets.levels
-    }
-    errors = {
-        n: jackknife_error(table[n][sets.jackknife]) for n in varied if sets.jackknife.stop > 1
-    }
-    flags = list(more.pop("flags", ()))
+    curve: Values = {}
+    if sets.levels:
+        for n in varied:
+            levels = [table[n][rows].mean(0) for _, rows in sets.levels]
+            curve[n] = torch.stack([*levels, table[n][0]])
+    errors: Values = {}
+    if sets.jackknife.stop > 1:
+        errors = {n: jackknife_error(table[n][sets.jackknife]) for n in varied}
     if errors and basis.contexts < FEWEST:
         errors = {n: torch.full_like(v, torch.nan) for n, v in errors.items()}
-        flags.append(f"fewer than {FEWEST} contexts: no errors")
+        flags = (*flags, f"fewer than {FEWEST} contexts: no errors")
     return {
         "provenance": basis.provenance.flagged(*flags, *basis.flags()),
         "states": basis.states,

@@ -3,8 +3,11 @@ terms carry the model."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from tl_geometry.base.checks import head_name
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
@@ -12,6 +15,9 @@ from tl_geometry.report import TITLES, Analysis, planes
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
+
+if TYPE_CHECKING:
+    from tl_geometry.interventions.effects import Effects
 
 PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
 """Windows of the sweep, tokens that the example repeats, windows and control draws of the causal
@@ -49,7 +55,9 @@ def section(analysis: Analysis) -> Section:
         "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the "
         "rest. Gain shares count a cell by the attention "
         "paid to it: the additive part of a term in where attention goes. A head without a clear "
-        "winner is 'unclear'."
+        "winner is 'unclear': a label needs more than half of the score, a margin of 0.1 over the "
+        "second, and a margin whose 95% interval excludes zero (groups of contexts left out of "
+        "the sweep and of the basis)."
     )
     table = _sweep(draft, analysis)
     if table is None:
@@ -94,12 +102,12 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
             analysis.model,
             analysis.pick(count),
             analysis.basis,
-            detail="planes" if _rotary(analysis) else (),
+            detail=_details(analysis),
             progress=False,
             seed=analysis.seed,
         )
         draft.tables["heads"] = table
-        if count < min(PROMPTS, len(analysis.windows)):
+        if count < most:
             draft.text.append(f"{count} windows in place of {most}, to keep the budget.")
         known = [k for k in ("previous", "induction") if k in table.types]
         for name, words in zip(known, ("previous-token", "induction")):
@@ -111,10 +119,17 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
     return table
 
 
+def _details(analysis: Analysis) -> tuple[str, ...]:
+    """Intervals; the null of position where position is in the stream; planes where they rotate."""
+    added = analysis.view.position == "shortformer"
+    planes = ("planes",) if _rotary(analysis) else ()
+    return ("intervals", *(() if added else ("nulls",)), *planes)
+
+
 def _named(top: SweepTable, name: str) -> str:
     """Heads with their score, and with what their label on this corpus rests on."""
     best, found = top.by_group, []
-    for i, (layer, head) in enumerate(top.heads):
+    for i, pair in enumerate(top.heads):
         held = (
             ""
             if top.dropped_mass is None
@@ -122,31 +137,40 @@ def _named(top: SweepTable, name: str) -> str:
         )
         largest = int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())
         shares = (
-            f"{top.groups[largest]} {float(best.share[i]):.2f} of the score and "
-            f"{float(top.group_gs[i, largest]):.2f} of the gain"
+            f"{top.groups[largest]} {float(best.share[i]):.2f}{_evidence(top, i, largest)} of the "
+            f"score and {float(top.group_gs[i, largest]):.2f} of the gain"
         )
         found.append(
-            f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
+            f"{head_name(pair)} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
             f"{shares}{held})"
         )
     return "; ".join(found)
 
 
+def _evidence(table: SweepTable, row: int, group: int) -> str:
+    """The interval of a group's share and its mean under shifted positions, as far as known."""
+    found, name = table.group_intervals, table.groups[group]
+    known = found is not None and bool(found.low[row].isfinite().all())
+    said = (
+        [f"95% interval {float(found.low[row, group]):.2f} to {float(found.high[row, group]):.2f}"]
+        if found is not None and known
+        else []
+    )
+    null = table.details.get(f"cs_{name}_shifted")
+    said += [] if null is None else [f"{float(null[row]):.2f} with positions shifted"]
+    return f" ({', '.join(said)})" if said else ""
+
+
 def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
+    what = "the example on repeated text"
     if not analysis.view.causal:
-        draft.leave_out(
-            "the example on repeated text",
-            "an encoder has no previous-token or induction heads to show",
-        )
+        draft.leave_out(what, "an encoder has no previous-token or induction heads to show")
         return
     example = repeated(analysis, table)
     if example is None:
-        draft.leave_out(
-            "the example on repeated text",
-            "windows of fewer than 9 tokens hold no piece of text written twice",
-        )
+        draft.leave_out(what, "windows of fewer than 9 tokens hold no piece of text written twice")
         return
-    shown = [f"L{layer}H{head}" for layer, head in example.heads]
+    shown = [head_name(pair) for pair in example.heads]
     title = (
         f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
     )
@@ -172,9 +196,9 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
     chosen = dict.fromkeys(
         table.top(name, 1).heads[0] for name in ("previous", "induction") if name in table.types
     )
-    return (
-        split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen)) if chosen else None
-    )
+    if not chosen:
+        return None
+    return split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen))
 
 
 def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -184,17 +208,15 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         return
     from tl_geometry.interventions.causal import dominant_only
 
-    # fewer draws, then fewer windows; the sequences of repeated tokens that go through every
-    # condition too cost about three windows
+    # fewer draws, then fewer windows; REPEATS: repeated tokens go through every condition too
     draws, each = DRAWS, _edit_cost(analysis)
-    repeats = REPEATS
-    while draws > 1 and (5 + draws) * each * (KEPT + repeats) > analysis.clock.left():
+    while draws > 1 and (5 + draws) * each * (KEPT + REPEATS) > analysis.clock.left():
         draws -= 1
     cost = (5 + draws) * each
     most = min(KEPT, len(analysis.windows))
-    count = analysis.clock.fits(cost, most + repeats, 2 + repeats) - repeats
+    count = analysis.clock.fits(cost, most + REPEATS, 2 + REPEATS) - REPEATS
     if count < 1:
-        draft.too_long(what, cost * (2 + repeats))
+        draft.too_long(what, cost * (2 + REPEATS))
         return
     analysis.clock.say(f"{what}, {count} windows")
     effect = dominant_only(
@@ -218,4 +240,23 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         f"loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
         f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with "
         f"uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."
+    )
+    draft.text.append(_dominance(effect))
+
+
+def _dominance(effect: Effects) -> str:
+    """Whether dominant terms carry the model better than random ones."""
+    gap = effect.change("random term", against="dominant term")
+    value, low = float(gap.value), float(gap.low)
+    if low > 0:
+        return f"The dominant terms save {value:.2f} nats per token over random ones (paired)."
+    why = (
+        "fewer than 10 windows give no interval"
+        if gap.low.isnan()
+        else f"random ones cost {value:.2f} nats more, 95% interval {low:.2f} to "
+        f"{float(gap.high):.2f}"
+    )
+    return (
+        "The dominant terms are not shown to be better than a random term of each head "
+        f"({why}): dominance describes single heads and is no summary of this model."
     )

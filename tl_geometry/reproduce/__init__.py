@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tl_geometry.base.arguments import read_texts
+from tl_geometry.base.arguments import WORKS, read_texts
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
 from tl_geometry.models.describing import as_view
@@ -16,6 +16,7 @@ from tl_geometry.reproduce.lines_of_thought import sarfati
 from tl_geometry.reproduce.protocol import Settings, causal_attention, settings_for
 from tl_geometry.reproduce.tables import Reproduction, loaded, published_tables, song_zhong
 from tl_geometry.reproduce.topics import topic_bases, topic_windows
+from tl_geometry.reproduce.traveling_words import molina
 from tl_geometry.zoo.corpus import held_out_documents
 
 
@@ -30,13 +31,13 @@ def run(
     contexts: int | None = None,
     progress: bool = True,
 ) -> Result:
-    """Run the published settings of a work by its name, ``"song-zhong"`` or ``"lines-of-thought"``:
-    what the command line calls.
+    """Run the published settings of a work by its name, ``"song-zhong"``, ``"lines-of-thought"`` or
+    ``"traveling-words"`` (which reads weights alone): what the command line calls.
 
     ``contexts`` windows (chunks) in place of the published number; ``topics``: documents (four in
     the paper) for the similarities and incoherence of Song & Zhong's Table 1.
     """
-    choice(work, ("song-zhong", "lines-of-thought"), "work")
+    choice(work, WORKS, "work")
     texts = read_texts(corpus, encoding)[0] if corpus else None
     documents = read_texts(topics, encoding, "--topics")[0] if topics else None
     if work == "song-zhong":
@@ -57,8 +58,12 @@ def run(
         return song_zhong(
             view, texts, topics=documents, row=row, settings=settings, progress=progress
         )
-    require(row is None, "--row", expected="none with lines-of-thought", got=repr(row))
-    require(documents is None, "--topics", expected="none with lines-of-thought", got=f"{topics}")
+    require(row is None, "--row", expected=f"none with {work}", got=repr(row))
+    require(documents is None, "--topics", expected=f"none with {work}", got=f"{topics}")
+    if work == "traveling-words":
+        given = corpus or contexts
+        require(not given, "--corpus, --contexts", expected=f"none with {work}", got=f"{given}")
+        return molina(loaded(model))
     text = "\n".join(texts if texts is not None else held_out_documents().texts)
     separate = find_spec("sklearn") is not None  # the separability rows need the ml extra
     return sarfati(loaded(model), text, n=contexts, separate=separate, progress=progress)
@@ -68,6 +73,7 @@ __all__ = [
     "Reproduction",
     "Settings",
     "causal_attention",
+    "molina",
     "published_tables",
     "run",
     "sarfati",

@@ -14,7 +14,9 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.scores.projection import PARTS, ProjectedParts, Side
+from tl_geometry.scores.leave_out import GroupProjections, LeaveOut, Resampled, own_groups
+from tl_geometry.scores.position_null import PositionNull
+from tl_geometry.scores.projection import PARTS, ProjectedParts
 from tl_geometry.scores.shapes import (
     ContrastSums,
     OffsetSums,
@@ -22,16 +24,10 @@ from tl_geometry.scores.shapes import (
     contrast_sums,
     offset_sums,
 )
-from tl_geometry.scores.sums import ShareSums, share_sums
-from tl_geometry.scores.terms import GROUPS, group_of, term_names
+from tl_geometry.scores.terms import term_names
 
-DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "bootstrap", "planes")
+DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "intervals", "planes")
 """Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes."""
-NULLS = ("permuted", "rotated")
-"""Positional bases of equal energy that know nothing: positions of the window permuted, directions
-rotated at random."""
-DRAWS = 5
-"""Draws of each null."""
 
 
 def score(
@@ -50,8 +46,26 @@ class Details:
         self.effects: dict[str, Tensor] = {}
         self.offsets: dict[str, OffsetSums] = {}
         self.contrasts: ContrastSums | None = None
-        self.null_bases: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        self.null_sums: dict[tuple[str, int], ShareSums] = {}
+        self.null: PositionNull | None = None
+        self.groups: GroupProjections | None = None
+        self.left_out: LeaveOut | None = None
+
+    def begin(self, layer: LayerView, basis: PositionContext) -> None:
+        """A batch of one layer: map what all its contexts need."""
+        length = layer.h.shape[1]
+        if "nulls" in self.wanted:
+            require(
+                layer.added is None,
+                "detail='nulls'",
+                expected="positions that are part of the stream",
+                got="a positional embedding added to queries and keys (Shortformer)",
+                instead="the other details",
+                error=UnsupportedModelError,
+            )
+            self.null = self.null or PositionNull(basis, layer.layer, length, self.seed)
+        if "intervals" in self.wanted:
+            self.groups = GroupProjections(layer, basis, length)
+            self.left_out = self.left_out or LeaveOut(self.groups.groups.share)
 
     def update(
         self,
@@ -93,8 +107,16 @@ class Details:
             self.contrasts = (
                 new_contrast if self.contrasts is None else self.contrasts + new_contrast
             )
-        if "nulls" in self.wanted:
-            self._nulls(layer, parts, rows, basis)
+        own = own_groups(basis, tokens) if self.wanted & {"nulls", "intervals"} else None
+        if self.null is not None and own is not None:
+            self.null.add(layer, rows, own, self.drop)
+        if self.left_out is not None and self.groups is not None and own is not None:
+            self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
+
+    def resampled(self, contexts: int) -> Resampled:
+        """Shares with groups of contexts left out; ``contexts`` are those of the basis."""
+        assert self.left_out is not None
+        return self.left_out.table(contexts)
 
     def _ablation(self, layer: LayerView, parts: ProjectedParts) -> None:
         whole = score(parts.q.sum(0), parts.k.sum(0))
@@ -110,32 +132,6 @@ class Details:
             new = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
 
-    def _nulls(
-        self, layer: LayerView, parts: ProjectedParts, rows: slice, basis: PositionContext
-    ) -> None:
-        require(
-            layer.added is None,
-            "detail='nulls'",
-            expected="positions that are part of the stream",
-            got="a positional embedding added to queries and keys (Shortformer)",
-            instead="the other details",
-            error=UnsupportedModelError,
-        )
-        length = parts.q.shape[2]
-        if not self.null_bases:
-            for name, pos in null_positions(basis, layer.layer, length, self.drop, self.seed):
-                q_pos, k_pos = layer.q_map(pos.to(layer.h)), layer.k_map(pos.to(layer.h))
-                self.null_bases[name] = (q_pos * layer.scale, k_pos)
-        sides = [Side.of(layer, w, normalized=basis.provenance.normalized) for w in ("q", "k")]
-        options = {"bias": layer.bias, "drop": self.drop, "energy": False, "gain": False}
-        for name, mapped in self.null_bases.items():
-            made: list[Tensor] = []
-            for own, other, side in zip(parts, mapped, sides, strict=True):
-                pos = other * side.frozen[rows].unsqueeze(-1)
-                made.append(torch.stack([own[0], pos, own[1] + own[2] - pos]))
-            sums = share_sums(made[0], made[1], layer.allowed, **options).pooled()
-            self.null_sums[name] = self.null_sums[name] + sums if name in self.null_sums else sums
-
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
         """Finished quantities by column name, heads first."""
         out: dict[str, Tensor] = {}
@@ -148,13 +144,7 @@ class Details:
                 out[f"offsets_{name}"] = sums.profile
         if self.contrasts is not None:
             out["contrast_cvec-cvec"] = self.contrasts.contrast
-        for null in NULLS if self.null_sums else ():
-            shares = torch.stack([self.null_sums[null, i].cs for i in range(DRAWS)])
-            names = term_names(PARTS, alibi=shares.shape[-1] > len(PARTS) ** 2)
-            for group in GROUPS[:2]:
-                member = torch.tensor([group_of(n) == group for n in names], device=shares.device)
-                draws = shares[..., member].sum(-1).T
-                out |= {f"cs_{group}_{null}": draws.mean(1), f"draws_{group}_{null}": draws}
+        out |= self.null.table() if self.null is not None else {}
         return {k: v.cpu() for k, v in out.items()}
 
     @staticmethod
@@ -171,21 +161,3 @@ def _each_term(parts: ProjectedParts, layer: LayerView) -> Iterator[tuple[str, T
             yield next(names), score(q, k)
     if layer.bias is not None:
         yield "alibi-alibi", layer.bias.unsqueeze(0)
-
-
-def null_positions(
-    basis: PositionContext, layer: int, length: int, drop: int, seed: int
-) -> Iterator[tuple[tuple[str, int], Float[Tensor, "position d_model"]]]:
-    """(Null, draw) and positional vectors of equal energy, at wrong positions or in wrong
-    directions, :data:`DRAWS` of each; positions before ``drop`` stay."""
-    pos = basis.pos_seen[basis.index(layer), :length]
-    for i in range(DRAWS):
-        generator = torch.Generator().manual_seed(1000 * seed + i)
-        order = torch.arange(length)
-        order[drop:] = drop + torch.randperm(length - drop, generator=generator)
-        yield ("permuted", i), pos[order]
-        width = pos.shape[1]
-        mixed = pos @ torch.randn(width, width, generator=generator, dtype=pos.dtype)
-        own, other = (torch.linalg.vector_norm(x[drop:]) for x in (pos, mixed))
-        scale = own / other.clamp(min=1e-300)  # nearly a rotation, times a scale
-        yield ("rotated", i), torch.cat([pos[:drop], mixed[drop:] * scale])

@@ -16,6 +16,7 @@ each averaged over its queries, beside what uniform attention over the allowed k
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import choice, require
+from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.rows import causal_mask
 from tl_geometry.corpus.nulls import HIGH_TOKEN, repeated_random_tokens
 from tl_geometry.models.model_view import ModelView
@@ -61,9 +63,14 @@ def detection_patterns(
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadTypes:
     """Scores of each type between 0 and 1, per head, and what uniform attention would score. Types
-    without a query are NaN."""
+    without a query are NaN.
+
+    ``errors`` are standard errors over the rows of tokens, NaN below 10 rows: of the mean of the
+    rows' scores, weighted by their queries.
+    """
 
     scores: dict[str, Float[Tensor, "*layer head"]]
+    errors: dict[str, Float[Tensor, "*layer head"]]
     baselines: dict[str, float]
     queries: dict[str, int]
 
@@ -123,7 +130,7 @@ def head_type_scores(
     queries: dict[str, Tensor] = dict.fromkeys(HEAD_TYPES, repeated if common else later)
     if not common:
         queries |= {"duplicate": repeated, "induction": repeated, "same": torch.ones_like(repeated)}
-    scores, baselines = {}, {}
+    scores, errors, baselines = {}, {}, {}
     for name, keys in sets.items():
         chosen = keys & queries[name].unsqueeze(-1) if method == "mean" else keys
         weight = float(queries[name].sum()) if method == "mean" else float(len(tokens) * length)
@@ -132,13 +139,30 @@ def head_type_scores(
             if method == "mul"
             else weight or torch.nan
         )
-        scores[name] = (pattern * chosen.unsqueeze(1)).sum(
-            (-4, -2, -1), dtype=torch.float64
-        ) / total
+        rows = (pattern * chosen.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
+        scores[name] = rows.sum(-2) / total
+        weights = queries[name].sum(-1) if method == "mean" else pattern.sum((-2, -1))
+        errors[name] = _ratio_error(rows, weights.double())
         baselines[name] = float((uniform * chosen).sum()) / weight if weight else float("nan")
     return HeadTypes(
-        scores=scores, baselines=baselines, queries={k: int(v.sum()) for k, v in queries.items()}
+        scores=scores,
+        errors=errors,
+        baselines=baselines,
+        queries={k: int(v.sum()) for k, v in queries.items()},
     )
+
+
+def _ratio_error(
+    sums: Float[Tensor, "*layer batch head"], weights: Float[Tensor, "..."]
+) -> Float[Tensor, "*layer head"]:
+    """Standard error of ``sum of sums / sum of weights`` over the rows of a batch (the delta
+    method, exact for equal weights); NaN below 10 rows."""
+    n = sums.shape[-2]
+    weights = (weights.unsqueeze(-1) if weights.dim() == 1 else weights).expand_as(sums)
+    total = weights.sum(-2, keepdim=True)
+    left = (sums - sums.sum(-2, keepdim=True) / total * weights) / (total / n)
+    error = (left.square().sum(-2) / max(1, n * (n - 1))).sqrt()
+    return error if n >= FEWEST else torch.full_like(error, torch.nan)
 
 
 def period_for(n_ctx: int, d_vocab: int, *, copies: int = 2, bos: bool = False) -> int:
@@ -165,10 +189,10 @@ def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, in
 
 
 def measure_types(
-    view: ModelView, layers: Sequence[int], *, bos: bool = False, batch: int = 4, seed: int = 1234
-) -> tuple[dict[str, Float[Tensor, " head"]], dict[str, float]]:
-    """Head-type scores on repeated random tokens made for the model, two copies of up to 32 tokens,
-    and the uniform baselines."""
+    view: ModelView, layers: Sequence[int], *, bos: bool = False, batch: int = 12, seed: int = 1234
+) -> HeadTypes:
+    """Head-type scores of all heads of ``layers`` on repeated random tokens made for the model, two
+    copies of up to 32 tokens."""
     bos = bos and view.bos_id is not None
     low, high = token_range(view.d_vocab, [view.bos_id])
     period = period_for(view.n_ctx, high - low, bos=bos)
@@ -178,17 +202,18 @@ def measure_types(
     length = tokens.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed = causal_mask(length) if view.causal else allowed
-    found: dict[int, dict[str, Tensor]] = {}
-    baselines: dict[str, float] = {}
+    found: dict[int, HeadTypes] = {}
 
     def hook(layer: int) -> Callable[[Tensor], None]:
         def take(pattern: Tensor) -> None:
-            scored = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
-            found[layer] = scored.scores
-            baselines.update(scored.baselines)
+            found[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
 
         return take
 
     view.run(tokens, {view.pattern_hooks[layer]: hook(layer) for layer in layers})
-    scores = {t: torch.cat([found[layer][t].cpu() for layer in layers]) for t in HEAD_TYPES}
-    return scores, baselines
+    first = found[layers[0]]
+    scores, errors = (
+        {t: torch.cat([getattr(found[at], name)[t].cpu() for at in layers]) for t in HEAD_TYPES}
+        for name in ("scores", "errors")
+    )
+    return dataclasses.replace(first, scores=scores, errors=errors)

@@ -79,7 +79,7 @@ class Side:
         *,
         scale: float = 1.0,
         out: Tensor | None = None,
-    ) -> Float[Tensor, "part batch position head d_head"]:
+    ) -> Float[Tensor, "part ... batch position head d_head"]:
         """``bias`` and ``pos`` from the mapped mean and positional vectors: the frozen scale, the
         constants where they belong, and ``scale`` times all of it."""
         parts = torch.mul(mapped, self.frozen.unsqueeze(-1) * scale, out=out)

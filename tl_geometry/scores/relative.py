@@ -25,10 +25,10 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.decomposition.resampling import FEWEST
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.facts import rotate
 from tl_geometry.models.layer_view import LayerView

@@ -32,7 +32,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-from einops import einsum, rearrange
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
@@ -110,6 +110,15 @@ class ShareSums:
                     t[k] = pad(t[k], (0, 0, 0, most - t[k].shape[-2]))
         heads = {k: torch.cat([t[k] for t in all_]) for k, v in all_[0].items() if v.dim() > 0}
         return ShareSums(**{**all_[0], **heads})
+
+    def plus(self, other: ShareSums) -> ShareSums:
+        """Context by context, without pooling."""
+        theirs = other._tensors()
+        return ShareSums(**{k: v + theirs[k] for k, v in self._tensors().items()})
+
+    def context(self, index: int | slice) -> ShareSums:
+        """The sums of one context, or of some, of per-context sums."""
+        return ShareSums(**{k: v[index] for k, v in self._tensors().items()})
 
     def select(self, heads: Int[Tensor, " head"]) -> ShareSums:
         """Pooled sums of some heads, in the given order."""
@@ -304,7 +313,7 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
 class _ByPlane(NamedTuple):
     """Contractions that add up by plane on the way, where planes are wanted."""
 
-    index: PlaneIndex | None
+    wanted: PlaneIndex | None
     sums: dict[str, Tensor]
 
     @staticmethod
@@ -312,7 +321,7 @@ class _ByPlane(NamedTuple):
         index = wanted.planes
         if index is None:
             return _ByPlane(None, {})
-        shape = (*sizes[:2], index.count, sizes[2])
+        shape = (*sizes[:2], index.planes, sizes[2])
         names = ("numerators", "gains")[: 1 + wanted.gain]
         return _ByPlane(index, {name: torch.zeros(shape, **made) for name in names})
 
@@ -320,9 +329,9 @@ class _ByPlane(NamedTuple):
         self, name: str, weight: Tensor, rows: Tensor, tables: Tensor, added: Tensor | None
     ) -> Float[Tensor, "batch head term"]:
         """:func:`tl_geometry.scores.blockwise.contracted`."""
-        if self.index is None:
+        if self.wanted is None:
             return contracted(weight, rows, tables, added)
-        found = contracted_by_plane(weight, rows, tables, self.index)
+        found = contracted_by_plane(weight, rows, tables, self.wanted)
         self.sums[name] += found
         return with_added(found.sum(2), weight, added)
 
@@ -374,29 +383,3 @@ def dropped_mass(
     tensor([[0.8000]])
     """
     return pattern[..., drop:, :drop].sum(-1, dtype=torch.float32).mean(-1)
-
-
-def bootstrap(
-    sums: ShareSums, *, draws: int = 200, level: float = 0.95, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Percentile interval of the covariance shares ``[head term]`` over contexts drawn with
-    replacement (ratio of sums in each draw)."""
-    require(
-        sums.rows.dim() == 1,
-        "sums",
-        expected="per-context sums",
-        got="pooled ones",
-        instead="share_sums(...) before .pooled()",
-    )
-    contexts = len(sums.rows)
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(contexts, (draws, contexts), generator=generator)
-    weight = torch.zeros(draws, contexts, dtype=torch.float64).scatter_add_(
-        1, chosen, torch.ones(draws, contexts, dtype=torch.float64)
-    )
-    weight = weight.to(sums.total.device)
-    drawn = einsum(weight, sums.numerators, "draw context, context head term -> draw head term")
-    total = (weight @ sums.total).unsqueeze(-1)
-    cs = torch.where(sums.pooled().uniform.unsqueeze(-1), torch.nan, drawn / total)
-    tail = (1 - level) / 2
-    return torch.quantile(cs, tail, dim=0), torch.quantile(cs, 1 - tail, dim=0)

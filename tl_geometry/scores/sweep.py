@@ -16,7 +16,7 @@ Head types come from repeated random tokens made for the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -25,11 +25,11 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, ReconstructionError, fail, require
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.decomposition.resampling import FEWEST
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
@@ -39,7 +39,8 @@ from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.details import DETAILS, Details
-from tl_geometry.scores.head_types import measure_types
+from tl_geometry.scores.head_types import HeadTypes, measure_types
+from tl_geometry.scores.leave_out import Resampled
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.projection import (
     PARTS,
@@ -49,7 +50,7 @@ from tl_geometry.scores.projection import (
     split_layer,
 )
 from tl_geometry.scores.splitter import is_relative
-from tl_geometry.scores.sums import ShareSums, bootstrap, dropped_mass, share_sums
+from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label, term_names
 from tl_geometry.scores.writers import WriterSweep, sweep_writers
@@ -126,9 +127,12 @@ def sweep_heads(
         detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern
             without each term), ``"toeplitz"`` and ``"offsets"`` (how far the positional terms
             depend on i - j only, and the mean by offset), ``"contrast"`` (token identity in
-            cvec-cvec), ``"nulls"`` (group shares for permuted positions and in random directions),
-            ``"bootstrap"`` (95% intervals); and ``"planes"`` (shares of rotary planes,
-            ``.planes()``), at no further cost.
+            cvec-cvec), ``"intervals"`` (95% intervals of the shares, corrected for the bias of a
+            basis made from the same contexts; then a head is labelled only where the margin's
+            interval excludes zero; :mod:`tl_geometry.scores.leave_out`), ``"nulls"`` (group shares
+            for positions shifted by a random offset in each group of the basis, and the p-value of
+            position; :mod:`tl_geometry.scores.position_null`); and ``"planes"`` (shares of rotary
+            planes, ``.planes()``), at no further cost.
         memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget
             allows.
         prepend_bos: with text only.
@@ -188,9 +192,8 @@ def sweep_heads(
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
     basis.check_model(view, begins)
-    types, baselines = measure_types(
-        view, chosen, bos=bool(basis.provenance.has_bos), seed=1234 + seed
-    )
+    bos = bool(basis.provenance.has_bos)
+    types = measure_types(view, chosen, bos=bos, seed=1234 + seed)
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=token_hash,
@@ -201,7 +204,7 @@ def sweep_heads(
         flags=(*work.flags(), *basis.remarks(view), *source.flags),
         normalized=basis.provenance.normalized,
     )
-    return work.table(types, baselines, provenance)
+    return work.table(types, provenance)
 
 
 def _rows_per_batch(
@@ -320,6 +323,10 @@ class _Sweep:
         limit = min(WORKING_SET.get(layer.q.device.type, 2**23), max(1, self.memory_budget // 4))
         step = max(1, limit // per_context)
         found: list[ShareSums] = []
+        made = None
+        if self.detail:
+            made = self.details.setdefault(layer.layer, Details(self.detail, self.drop, self.seed))
+            made.begin(layer, self.basis)
         for start in range(0, batch, step):
             rows = slice(start, min(start + step, batch))
             start_at = 0 if self.detail else self.drop  # only details look at what is dropped
@@ -336,17 +343,11 @@ class _Sweep:
                 "planes": self._plane_index(layer),
             }
             found.append(share_sums(parts.q, parts.k, allowed, **options))
-            if self.detail:
-                made = self.details.setdefault(
-                    layer.layer, Details(self.detail, self.drop, self.seed)
-                )
+            if made is not None:
                 made.update(layer, parts, rows, self.batch[rows], self.basis)
         sums = ShareSums.cat(found).to("cpu")
         kept = self.sums.setdefault(layer.layer, [])
-        if "bootstrap" in self.detail or not kept:
-            kept.append(sums if "bootstrap" in self.detail else sums.pooled())
-        else:
-            kept[0] = kept[0] + sums
+        kept[:] = [kept[0] + sums] if kept else [sums.pooled()]
         if layer.pattern is not None:
             mass = dropped_mass(layer.pattern, self.drop)
             self.mass.setdefault(layer.layer, []).append(mass.sum(0).cpu().double())
@@ -375,30 +376,23 @@ class _Sweep:
         start = [f"queries and keys before position {self.drop} left out"] if self.drop else []
         return (*start, *(["scores before the soft cap"] if self.softcap else []))
 
-    def table(
-        self, types: Mapping[str, Tensor], baselines: Mapping[str, float], provenance: Provenance
-    ) -> SweepTable:
+    def _resampled(self) -> Resampled | None:
+        """Shares with groups of contexts left out, where intervals were asked for."""
+        if "intervals" not in self.detail:
+            return None
+        found = [self.details[x].resampled(self.basis.contexts) for x in self.layers]
+        return Resampled(torch.cat([r.shares for r in found]), found[0].sizes)
+
+    def table(self, types: HeadTypes, provenance: Provenance) -> SweepTable:
         """The finished table."""
         order = self.layers
         contexts = provenance.contexts or 1
-        pooled = ShareSums.beside(
-            [
-                ShareSums.cat(self.sums[x]) if "bootstrap" in self.detail else self.sums[x][0]
-                for x in order
-            ]
-        )
+        pooled = ShareSums.beside([self.sums[x][0] for x in order])
         mass = [sum(self.mass[x], torch.zeros(())) / contexts for x in order if x in self.mass]
-        bounds = (
-            [bootstrap(ShareSums.cat(self.sums[x]), seed=self.seed) for x in order]
-            if "bootstrap" in self.detail
-            else []
-        )
-        if bounds and contexts < FEWEST:
-            bounds = [
-                (torch.full_like(low, torch.nan), torch.full_like(high, torch.nan))
-                for low, high in bounds
-            ]
-            provenance = provenance.flagged(f"fewer than {FEWEST} contexts: no intervals")
+        resampled = self._resampled()
+        if resampled is not None and bool(torch.isnan(resampled.shares).all()):
+            few = f"fewer than {FEWEST} contexts or {FEWEST_GROUPS} groups of them: no intervals"
+            provenance = provenance.flagged(few)
         details = Details.beside([self.details[x] for x in order]) if self.details else {}
         planes: dict[str, Any] = {"length": self.length}
         if self.planes is not None:
@@ -422,10 +416,11 @@ class _Sweep:
             cells=float(pooled.cells),
             drop=self.drop,
             dropped_mass=torch.cat(mass) if len(mass) == len(order) else None,
-            low=torch.cat([b[0] for b in bounds]) if bounds else None,
-            high=torch.cat([b[1] for b in bounds]) if bounds else None,
-            types=dict(types),
-            baselines=dict(baselines),
+            resampled=None if resampled is None else resampled.shares,
+            resampled_sizes=() if resampled is None else resampled.sizes,
+            types=dict(types.scores),
+            type_errors=dict(types.errors),
+            baselines=dict(types.baselines),
             details=details,
             plane_numerators=pooled.plane_numerators,
             plane_gains=pooled.plane_gains,

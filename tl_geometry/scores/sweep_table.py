@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +29,13 @@ class SweepTable(ShareTable):
 
     ``types[name]`` and ``baselines[name]`` are the head-type scores (see
     :mod:`tl_geometry.scores.head_types`) on repeated random tokens and what uniform attention would
-    score; ``details`` holds what ``detail=`` asked for, one tensor per quantity, heads first.
+    score, ``type_errors`` their standard errors over twelve sequences; ``details`` holds what
+    ``detail=`` asked for, one tensor per quantity, heads first.
     """
 
     types: dict[str, Float[Tensor, " head"]]
     baselines: dict[str, float]
+    type_errors: dict[str, Float[Tensor, " head"]] = field(default_factory=dict)
     details: dict[str, Tensor] = field(default_factory=dict)
 
     def shares(self) -> ShareTable:
@@ -47,7 +50,7 @@ class SweepTable(ShareTable):
             for share in ("cs", "gs", "es")
             for name in (*self.groups, *self.terms)
         ]
-        types = [name for t in self._types() for name in (t, f"{t}_uniform")]
+        types = [name for t in self._types() for name in (t, f"{t}_se", f"{t}_uniform")]
         return ["layer", "head", *best, "dropped_mass", *types, *shares, *self._scalars()]
 
     def _types(self) -> list[str]:
@@ -72,9 +75,14 @@ class SweepTable(ShareTable):
             for found, gain in best:
                 numbers = (found.share[h], found.margin[h], gain[h])
                 row += [found.labels[h], *map(float, numbers)]
-            types = [x for t in self._types() for x in (float(self.types[t][h]), self.baselines[t])]
+            types = [x for t in self._types() for x in self._type(t, h)]
             out.append([*row, mass[h], *types, *shares[h], *(v[h] for v in flat)])
         return out
+
+    def _type(self, name: str, row: int) -> tuple[float, float, float]:
+        """A head-type score, its standard error (NaN where none is known), the uniform one."""
+        error = float(self.type_errors[name][row]) if name in self.type_errors else math.nan
+        return float(self.types[name][row]), error, self.baselines[name]
 
     def top(self, column: str, n: int | None = 10, *, ascending: bool = False) -> SweepTable:
         """The ``n`` heads with the largest values of a numeric column, in order (``"induction"``,
@@ -95,7 +103,8 @@ class SweepTable(ShareTable):
         """Some of the heads, in the given order."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         picked: dict[str, Any] = {k: v[rows] for k, v in values.items() if isinstance(v, Tensor)}
-        picked |= {k: {n: v[rows] for n, v in values[k].items()} for k in ("types", "details")}
+        each = ("types", "type_errors", "details")
+        picked |= {k: {n: v[rows] for n, v in values[k].items()} for k in each}
         return dataclasses.replace(
             self, heads=tuple(self.heads[i] for i in rows.tolist()), **picked
         )

@@ -9,10 +9,11 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import fail
+from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
 from tl_geometry.scores.plane_tables import PlaneTable
 from tl_geometry.scores.planes import HeadPlanes
@@ -26,6 +27,8 @@ COLUMNS = (
     *("numerator", "gain", "energy", "total", "cells"),
 )
 """Columns of a share table without intervals."""
+INTERVAL = ("cs_corrected", "cs_low", "cs_high")
+"""Columns of a share table with intervals, after the covariance share."""
 
 
 class Dominant(NamedTuple):
@@ -42,9 +45,11 @@ def dominant(
     *,
     share_over: float = 0.5,
     margin_over: float = 0.1,
+    certain: Bool[Tensor, " head"] | None = None,
 ) -> Dominant:
     """The name with the largest share, if that is over ``share_over`` and leads by more than
-    ``margin_over``, else ``"unclear"``.
+    ``margin_over`` (and the head is among the ``certain``, where they are given), else
+    ``"unclear"``.
 
     Heads whose shares are NaN are ``"uniform"``.
 
@@ -57,6 +62,7 @@ def dominant(
     top, order = shares.sort(dim=-1, descending=True, stable=True)
     margin = top[:, 0] - top[:, 1] if shares.shape[1] > 1 else torch.full_like(top[:, 0], torch.inf)
     clear = (top[:, 0] > share_over) & (margin > margin_over)
+    clear = clear if certain is None else clear & certain
     uniform = torch.isnan(shares).any(-1)
     choice = zip(order[:, 0].tolist(), clear.tolist(), uniform.tolist(), strict=True)
     labels = tuple(UNIFORM if u else str(names[i]) if c else UNCLEAR for i, c, u in choice)
@@ -99,8 +105,12 @@ class ShareTable(Result):
     the groups; ``es = energies / (sum of energies)``, that of a group being the sum over its terms.
     Terms are pairs of ``parts``, then ALiBi where there is one. ``drop`` first queries and keys
     were left out; ``dropped_mass`` is the attention paid to them (mean over the other queries),
-    which no share describes. A uniform head has NaN shares. ``low`` and ``high`` are bootstrap
-    bounds of ``cs`` where asked for.
+    which no share describes. A uniform head has NaN shares.
+
+    Where intervals were asked for, ``resampled`` are covariance shares with groups of contexts left
+    out (:class:`tl_geometry.scores.leave_out.Resampled`; ``resampled_sizes`` the groups' shares of
+    the contexts): :attr:`intervals`, :attr:`group_intervals`, and labels only where the interval of
+    the margin excludes zero.
 
     ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`); its
     key is always the same. ``plane_numerators`` and ``plane_gains`` are those of the terms in each
@@ -121,8 +131,8 @@ class ShareTable(Result):
     cells: float
     drop: int = 0
     dropped_mass: Float[Tensor, " head"] | None = None
-    low: Float[Tensor, "head term"] | None = None
-    high: Float[Tensor, "head term"] | None = None
+    resampled: Float[Tensor, "head sample term"] | None = None
+    resampled_sizes: tuple[tuple[float, ...], ...] = ()
     share_over: float = 0.5
     margin_over: float = 0.1
     bias_label: str = BIAS_BIAS
@@ -175,7 +185,7 @@ class ShareTable(Result):
         """Groups present: none when the parts are the user's own."""
         return GROUPS if all(group_of(t) for t in self.terms) else ()
 
-    def _grouped(self, values: Tensor) -> Float[Tensor, "head group"]:
+    def _grouped(self, values: Tensor) -> Float[Tensor, "head ... group"]:
         member = torch.tensor(
             [[group_of(t) == g for g in self.groups] for t in self.terms], dtype=values.dtype
         )
@@ -196,21 +206,56 @@ class ShareTable(Result):
         """Energy shares of the groups (sums over their terms)."""
         return self._grouped(self.es)
 
+    def _interval(self, resampled: Float[Tensor, "head sample *batch"] | None) -> Interval | None:
+        """Interval of anything linear in the shares, from its values in the resampled ones."""
+        if resampled is None:
+            return None
+        found, at = [], 1
+        for sizes in self.resampled_sizes:
+            values = resampled[:, at : at + len(sizes)].transpose(0, 1)
+            found.append(LeftOut(values, resampled.new_tensor(sizes)))
+            at += len(sizes)
+        return jackknife_interval(resampled[:, 0], found)
+
+    @property
+    def intervals(self) -> Interval | None:
+        """Covariance shares ``[head term]`` corrected for the bias of an estimated basis, with 95%
+        bounds and standard errors; ``None`` where they were not asked for.
+
+        The corrected shares sum to one as the shares do; a share itself may lie outside.
+        """
+        return self._interval(self.resampled)
+
+    @property
+    def group_intervals(self) -> Interval | None:
+        """The same for the groups ``[head group]``."""
+        return self._interval(None if self.resampled is None else self._grouped(self.resampled))
+
+    def _certain(self, shares: Tensor, resampled: Tensor | None) -> Bool[Tensor, " head"] | None:
+        """Heads whose interval of the margin (largest share over the second) excludes zero."""
+        if resampled is None or shares.shape[1] < 2:
+            return None
+        order = shares.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)
+        two = resampled.gather(2, order[:, None, :2].expand(-1, resampled.shape[1], -1))
+        found = self._interval(two[..., 0] - two[..., 1])
+        return None if found is None else found.low > 0
+
     @property
     def by_term(self) -> Dominant:
         """Dominant term of each head; ``"unclear"`` where none is, ``"uniform"`` where there is
         nothing to explain."""
-        return dominant(
-            self.cs, self.terms, share_over=self.share_over, margin_over=self.margin_over
-        )
+        return self._dominant(self.cs, self.terms, self.resampled)
 
     @property
     def by_group(self) -> Dominant:
         """Dominant group of each head; ``"unclear"`` where none is (``"mixed"`` is the group of
         position-content terms)."""
-        return dominant(
-            self.group_cs, self.groups, share_over=self.share_over, margin_over=self.margin_over
-        )
+        resampled = None if self.resampled is None else self._grouped(self.resampled)
+        return self._dominant(self.group_cs, self.groups, resampled)
+
+    def _dominant(self, shares: Tensor, names: Sequence[str], resampled: Tensor | None) -> Dominant:
+        over = {"share_over": self.share_over, "margin_over": self.margin_over}
+        return dominant(shares, names, certain=self._certain(shares, resampled), **over)
 
     @property
     def dominant(self) -> tuple[str, ...]:
@@ -314,18 +359,17 @@ class ShareTable(Result):
 
     def columns(self) -> Sequence[str]:
         at = COLUMNS.index("gs")
-        interval = ("cs_low", "cs_high") if self.low is not None else ()
+        interval = INTERVAL if self.resampled is not None else ()
         return (*COLUMNS[:at], *interval, *COLUMNS[at:])
 
     def rows(self) -> Sequence[Sequence[object]]:
         sums = [self.numerators, self.gains, self.energies]
-        nothing = torch.full_like(self.numerators, torch.nan)
-        some = () if self.low is None else (self.low, self.high)
-        bounds = [nothing if b is None else b for b in some]
+        own, grouped_own = self.intervals, self.group_intervals
+        bounds = [] if own is None else own[:3]
         tables = [(self.by_term, self.terms, (self.cs, *bounds, self.gs, self.es), sums)]
         if self.groups:
-            unknown = [torch.full_like(self.group_cs, torch.nan) for _ in bounds]
-            values = (self.group_cs, *unknown, self.group_gs, self.group_es)
+            bounds = [] if grouped_own is None else grouped_own[:3]
+            values = (self.group_cs, *bounds, self.group_gs, self.group_es)
             tables.append((self.by_group, self.groups, values, [self._grouped(x) for x in sums]))
         mass, out = self._mass(), []
         for h, (layer, head) in enumerate(self.heads):

@@ -1,0 +1,518 @@
+"""Do printed intervals hold the truth, and are printed p-values uniform? Each is simulated in its
+own setting, with a truth that is known: a planted model or a population of data.
+
+``python -m benchmarks --only calibration`` prints coverage of nominal 95% intervals and size of
+tests of nominal 5%, ``python -m benchmarks.calibration`` the same as the table of
+``benchmarks/calibration.md``. Rows that end in "(of before)" are what a correction replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from benchmarks.harness import Row
+from tl_geometry.base.intervals import (
+    Interval,
+    LeftOut,
+    jackknife_interval,
+    paired_interval,
+    sign_flip_p,
+    t_quantile,
+)
+from tl_geometry.base.results import row_hashes
+from tl_geometry.base.rows import causal_mask
+from tl_geometry.decomposition import PositionContext, decompose_activations
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.reconstruction import ReconstructionReport
+from tl_geometry.scores.details import Details
+from tl_geometry.scores.projection import ProjectedParts
+from tl_geometry.scores.sums import share_sums
+
+T, D, HEADS, D_HEAD = 12, 10, 4, 6
+"""Positions, coordinates, heads and coordinates of a head of the planted layer."""
+COVERAGE, SIZE = (0.90, 0.98), (0.03, 0.07)
+"""What a nominal 95% interval and a nominal 5% test must keep to; no single term below
+:data:`SINGLE`."""
+SINGLE = 0.85
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Coverage (or size) over repeats, its Monte-Carlo error, and the worst single term."""
+
+    name: str
+    size: bool
+    value: float
+    error: float
+    worst: float
+    repeats: int
+    seconds: float
+    promised: bool = True
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise is kept, within three Monte-Carlo errors."""
+        low, high = SIZE if self.size else COVERAGE
+        inside = low - 3 * self.error <= self.value <= high + 3 * self.error
+        return inside and (self.size or self.worst >= SINGLE - 0.1 * (self.repeats < 300))
+
+
+def outcome(
+    name: str, hits: Tensor, start: float, *, size: bool = False, promised: bool = True
+) -> Outcome:
+    """From hits ``[repeat term]`` (NaN where nothing was printed); terms of a repeat are not
+    independent."""
+    per_repeat = hits.nanmean(1)
+    per_repeat = per_repeat[torch.isfinite(per_repeat)]
+    error = float(per_repeat.std() / len(per_repeat) ** 0.5)
+    terms = hits.nanmean(0)
+    worst = float(terms.max() if size else terms.min())
+    value, spent = float(per_repeat.mean()), time.perf_counter() - start
+    return Outcome(name, size, value, error, worst, len(hits), spent, promised)
+
+
+def covered(found: Interval, truth: Tensor) -> Tensor:
+    """One where the truth is inside, NaN where there is no interval."""
+    inside = ((found.low <= truth) & (truth <= found.high)).double()
+    return torch.where(torch.isnan(found.low), torch.nan, inside).flatten()
+
+
+# ---- the sweep: shares of a layer with random weights, on states with a known basis
+
+
+@dataclass(frozen=True)
+class World:
+    """A population of states: a positional curve, contexts, and noise correlated along the window
+    (``along``) and from one window to the next (``between``)."""
+
+    position: float = 0.6
+    context: float = 0.6
+    along: float = 0.8
+    between: float = 0.0
+
+    def draw(self, contexts: int, generator: torch.Generator) -> Tensor:
+        """``[context position d_model]``."""
+        noise = _autoregressive(torch.randn(contexts, T, D, generator=generator), self.along, 1)
+        slow = _autoregressive(torch.randn(contexts, 1, D, generator=generator), self.between, 0)
+        return noise + self.context * slow + self.position * _curve() + _mean()
+
+
+def _autoregressive(white: Tensor, rho: float, axis: int) -> Tensor:
+    rows = [white.select(axis, 0)]
+    for i in range(1, white.shape[axis]):
+        rows.append(rho * rows[-1] + (1 - rho**2) ** 0.5 * white.select(axis, i))
+    return torch.stack(rows, axis)
+
+
+@cache
+def _curve() -> Tensor:
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(11)).cumsum(0)
+    return (x - x.mean(0)) / x.std()
+
+
+@cache
+def _mean() -> Tensor:
+    return 0.5 * torch.randn(D, generator=torch.Generator().manual_seed(12))
+
+
+@cache
+def _weights() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(13)
+    q, k = (torch.randn(D, HEADS, D_HEAD, generator=g) / D**0.5 for _ in range(2))
+    return q, k
+
+
+def layer_of(h: Tensor) -> LayerView:
+    """One layer without norm whose weights are random."""
+    q, k = _weights()
+    to_q, to_k = (lambda x, w=w: einsum(x, w, "... d, d h e -> ... h e") for w in (q, k))
+    ones = torch.ones(*h.shape[:2], HEADS)
+    nothing = torch.zeros(*h.shape[:2], HEADS, D_HEAD)
+    sides: dict[str, Any] = {f"{w}_scale": ones for w in "qkv"}
+    sides |= {f"{w}_constant": nothing for w in "qkv"} | {"q_map": to_q, "k_map": to_k}
+    return LayerView(
+        layer=0,
+        h=h,
+        norm=NormWeights(norm_type=None, gain=torch.ones(D), bias=torch.zeros(D), eps=0.0),
+        norm_scale=torch.ones(h.shape[:2]),
+        scale=D_HEAD**-0.5,
+        softcap=None,
+        sinks=None,
+        bias=None,
+        bias_source="",
+        allowed=causal_mask(T),
+        v_map=to_k,
+        q=to_q(h),
+        k=to_k(h),
+        pattern=None,
+        scores=None,
+        v=None,
+        z=None,
+        roundoff=2.0**-24,
+        reconstruction=ReconstructionReport(checks={}, scale=1.0),
+        **sides,
+    )
+
+
+def parts_of(layer: LayerView, mean: Tensor, pos: Tensor) -> ProjectedParts:
+    """Bias, pos and cvec of a layer by some basis."""
+    parts = [x.expand_as(layer.h).float() for x in (mean, pos)]
+    parts.append(layer.h - parts[0] - parts[1])
+    stacked = torch.stack(parts)
+    return ProjectedParts(layer.q_map(stacked) * layer.scale, layer.k_map(stacked))
+
+
+@cache
+def true_shares(world: World) -> Tensor:
+    """Shares with the population's basis over 20,000 contexts, ``[head term]``."""
+    h = World(world.position, world.context, world.along).draw(
+        20_000, torch.Generator().manual_seed(99)
+    )
+    layer = layer_of(h)
+    parts = parts_of(layer, _mean(), world.position * _curve())
+    return share_sums(parts.q, parts.k, layer.allowed, energy=False, gain=False).pooled().cs
+
+
+def basis_of(h: Tensor, ids: Tensor) -> PositionContext:
+    """The basis of states, which knows its contexts by their (made-up) tokens."""
+    basis = decompose_activations(h, window=(0, T), second_moments=False)
+    return dataclasses.replace(basis, token_hashes=row_hashes(ids))
+
+
+def measured(h: Tensor, ids: Tensor, basis: PositionContext, *wanted: str) -> Details:
+    """The details of a sweep over states, a batch at a time."""
+    details = Details(wanted, 0, seed=int(ids[0, 0]))
+    layer = layer_of(h)
+    details.begin(layer, basis)
+    parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
+    details.update(layer, parts, slice(0, len(h)), ids, basis)
+    return details
+
+
+def _interval(shares: Tensor, sizes: tuple[tuple[float, ...], ...]) -> Interval:
+    found, at = [], 1
+    for size in sizes:
+        values = shares[:, at : at + len(size)].transpose(0, 1)
+        found.append(LeftOut(values, shares.new_tensor(size)))
+        at += len(size)
+    return jackknife_interval(shares[:, 0], found)
+
+
+def _ids(contexts: int, seed: int) -> Tensor:
+    return torch.arange(contexts * T).reshape(contexts, T) + 1_000_000 * (seed + 1)
+
+
+def sweep_intervals(
+    name: str, world: World, contexts: int, repeats: int, *, fresh: int = 0
+) -> list[Outcome]:
+    """Intervals of the shares on the basis's own contexts or on ``fresh`` others; beside them the
+    bootstrap over contexts with the basis as it is."""
+    start, truth, hits, before = time.perf_counter(), true_shares(world), [], []
+    for seed in range(repeats):
+        g = torch.Generator().manual_seed(seed)
+        h, ids = world.draw(contexts, g), _ids(contexts, seed)
+        basis = basis_of(h, ids)
+        if fresh:
+            h, ids = world.draw(fresh, g), _ids(fresh, seed + repeats)
+        found = measured(h, ids, basis, "intervals").resampled(contexts)
+        hits.append(covered(_interval(found.shares, found.sizes), truth))
+        before.append(covered(_bootstrap(h, basis, g), truth))
+    kept = [outcome(f"share of the score, {name}", torch.stack(hits), start)]
+    old = f"share of the score, {name} (of before)"
+    return [*kept, outcome(old, torch.stack(before), start, promised=False)]
+
+
+def _bootstrap(h: Tensor, basis: PositionContext, generator: torch.Generator) -> Interval:
+    layer = layer_of(h)
+    parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
+    sums = share_sums(parts.q, parts.k, layer.allowed, energy=False, gain=False)
+    chosen = torch.randint(len(h), (200, len(h)), generator=generator)
+    cs = sums.numerators[chosen].sum(1) / sums.total[chosen].sum(1).unsqueeze(-1)
+    value = sums.pooled().cs
+    return Interval(value, cs.quantile(0.025, 0), cs.quantile(0.975, 0), cs.std(0))
+
+
+def position_null(world: World, contexts: int, repeats: int, name: str) -> list[Outcome]:
+    """Size of the p-value of position on states without any; beside it permuted positions with the
+    basis as it is."""
+    start, hits, before = time.perf_counter(), [], []
+    for seed in range(repeats):
+        g = torch.Generator().manual_seed(seed)
+        h, ids = world.draw(contexts, g), _ids(contexts, seed)
+        basis = basis_of(h, ids)
+        p = measured(h, ids, basis, "nulls").table()["p_position"]
+        hits.append((p <= 0.05).double())
+        layer = layer_of(h)
+        orders = [torch.arange(T), *(torch.randperm(T, generator=g) for _ in range(19))]
+        shares = []
+        for order in orders:
+            parts = parts_of(layer, basis.mean[0], basis.pos_seen[0][order])
+            cs = share_sums(parts.q, parts.k, layer.allowed, energy=False, gain=False).pooled().cs
+            shares.append(cs[:, [0, 1, 3, 4]].sum(1))
+        found = torch.stack(shares)
+        before.append((found[1:] < found[0]).all(0).double())
+    new = outcome(f"p-value of position, {name}", torch.stack(hits), start, size=True)
+    old = f"p-value of position, permuted, {name} (of before)"
+    return [new, outcome(old, torch.stack(before), start, size=True, promised=False)]
+
+
+# ---- analysis of variance, measures
+
+
+def anova_shares(world: World, contexts: int, repeats: int, name: str) -> list[Outcome]:
+    """Intervals of the shares of variance against those of 20,000 contexts."""
+    start = time.perf_counter()
+    far = World(world.position, world.context, world.along)
+    big = decompose_activations(far.draw(20_000, torch.Generator().manual_seed(99)), window=(0, T))
+    truth = torch.stack([big.anova().shares[n][0] for n in ("pos", "ctx", "resid")])
+    hits, before = [], []
+    for seed in range(repeats):
+        h = world.draw(contexts, torch.Generator().manual_seed(seed))
+        table = decompose_activations(h, window=(0, T), second_moments=False).anova()
+        value, low, high = torch.stack([v[0] for v in table.intervals.values()]).unbind(1)
+        hits.append(covered(Interval(value, low, high, low), truth))
+        plain = torch.stack([table.shares[n][0] for n in table.intervals])
+        shifted = Interval(plain, plain - (value - low), plain + (high - value), low)
+        before.append(covered(shifted, truth))
+    old = f"share of variance, {name}, not corrected (of before)"
+    return [
+        outcome(f"share of variance, {name}", torch.stack(hits), start),
+        outcome(old, torch.stack(before), start, promised=False),
+    ]
+
+
+def measure_errors(contexts: int, repeats: int) -> list[Outcome]:
+    """``measure +- t_(G-1) error`` of the positional report against the mean over repeats."""
+    from tl_geometry.measures import positional_report
+
+    start, names = time.perf_counter(), ("roughness", "stable_rank", "relative_norm_reference")
+    values, errors = [], []
+    for seed in range(repeats):
+        h = World().draw(contexts, torch.Generator().manual_seed(seed))
+        report = positional_report(decompose_activations(h, window=(0, T)), nulls=False)
+        values.append(torch.stack([report[n][0] for n in names]))
+        errors.append(torch.stack([report.errors[n][0] for n in names]))
+    value, reach = torch.stack(values), float(t_quantile(torch.tensor(7.0))) * torch.stack(errors)
+    hits = ((value - value.mean(0)).abs() <= reach).double()
+    return [outcome(f"measures of the positional basis, C = {contexts}", hits, start)]
+
+
+# ---- effects of edits, trajectories
+
+
+@cache
+def real_changes() -> Tensor:
+    """Loss that removing the content terms of the embedded model's last block costs in each of 400
+    windows: a population of paired differences."""
+    import tl_geometry as tlg
+    from tl_geometry.interventions import remove_term
+    from tl_geometry.models.output_head import token_losses
+
+    model = tlg.zoo.embedded()
+    view = tlg.view(model)
+    ids = tlg.zoo.default_windows(model, 32, n=400).tokens
+    basis = tlg.decompose(view, ids[:64], progress=False)
+
+    def losses() -> Tensor:
+        log_p = view.logits(ids, {}).float().log_softmax(-1)
+        return token_losses(log_p[:, :-1], ids[:, 1:]).double().mean(1)
+
+    clean = losses()
+    with remove_term(model, basis, "content", [(view.n_layers - 1, h) for h in range(4)]):
+        return losses() - clean
+
+
+def paired_effects(repeats: int) -> list[Outcome]:
+    """Student's interval of paired differences, and sign flips of exchangeable pairs."""
+    out: list[Outcome] = []
+    population = real_changes()
+    for n in (10, 16):
+        start, g = time.perf_counter(), torch.Generator().manual_seed(n)
+        chosen = torch.randint(len(population), (n, repeats), generator=g)
+        found = paired_interval(population[chosen])
+        hits = covered(found, population.mean()).unsqueeze(1)
+        out.append(outcome(f"loss of an edit, {n} real prompts", hits, start))
+    draws: dict[str, Callable[[torch.Generator], Tensor]] = {
+        "normal": lambda g: torch.randn(12, generator=g),
+        "heavy-tailed": lambda g: (
+            torch.randn(12, generator=g) / torch.randn(3, 12, generator=g).square().mean(0).sqrt()
+        ),
+        "log-normal pairs": lambda g: torch.randn(2, 12, generator=g).mul(1.5).exp().diff(dim=0)[0],
+    }
+    for name, draw in draws.items():
+        start, g = time.perf_counter(), torch.Generator().manual_seed(1)
+        p = torch.tensor([sign_flip_p(draw(g)) for _ in range(repeats)])
+        hits = (p <= 0.05).double().unsqueeze(1)
+        out.append(outcome(f"sign flips of 12 prompts, {name}", hits, start, size=True))
+    start, g = time.perf_counter(), torch.Generator().manual_seed(1)
+    skewed = torch.randn(repeats, 12, generator=g).exp() - float(torch.tensor(0.5).exp())
+    p = torch.tensor([sign_flip_p(x) for x in skewed])
+    hits = (p <= 0.05).double().unsqueeze(1)
+    name = "sign flips as a test of the mean, skewed (not offered)"
+    return [*out, outcome(name, hits, start, size=True, promised=False)]
+
+
+def head_types(repeats: int) -> list[Outcome]:
+    """Score of a head type +- t_11 error, twelve rows, against 4,000."""
+    from tl_geometry.scores.head_types import head_type_scores
+
+    start, names = time.perf_counter(), ("previous", "duplicate", "induction")
+
+    def made(rows: int, g: torch.Generator) -> Any:
+        tokens = torch.randint(0, 6, (rows, 10), generator=g)
+        scores = 2 * torch.randn(rows, 2, 10, 10, generator=g)
+        pattern = scores.masked_fill(~causal_mask(10), -torch.inf).softmax(-1)
+        return head_type_scores(pattern, tokens)
+
+    far = made(4_000, torch.Generator().manual_seed(99)).scores
+    hits = []
+    for seed in range(repeats):
+        found = made(12, torch.Generator().manual_seed(seed))
+        reach = float(t_quantile(torch.tensor(11.0)))
+        inside = [(found.scores[n] - far[n]).abs() <= reach * found.errors[n] for n in names]
+        hits.append(torch.cat(inside).double())
+    return [outcome("head-type score, twelve sequences", torch.stack(hits), start)]
+
+
+def accuracy(repeats: int) -> list[Outcome]:
+    """The interval of a classifier's accuracy against its mean over fresh data."""
+    from tl_geometry.flow.separation import separability
+
+    start, found = time.perf_counter(), []
+    for seed in range(repeats):
+        g = torch.Generator().manual_seed(seed)
+        a, b = torch.randn(60, 8, generator=g), torch.randn(60, 8, generator=g)
+        b[:, 0] += 1.0
+        found.append(separability(a, b, seed=seed))
+    values = torch.tensor([f.accuracy for f in found])
+    low, high = (torch.tensor([getattr(f, n) for f in found]) for n in ("low", "high"))
+    hits = covered(Interval(values, low, high, low), values.mean()).unsqueeze(1)
+    p = values
+    wide = (p * (1 - p) / found[0].test).sqrt()
+    old = torch.maximum((high - low) / 2 / 2.26, wide) * 1.96
+    before = ((p - p.mean()).abs() <= old).double().unsqueeze(1)
+    name = "accuracy of a classifier"
+    return [
+        outcome(name, hits, start),
+        outcome(f"{name}, floored (of before)", before, start, promised=False),
+    ]
+
+
+def anomalies(states: int, repeats: int) -> list[Outcome]:
+    """Null runs in which some layer is called anomalous."""
+    from tl_geometry.flow.noise import layer_anomalies
+
+    start, g = time.perf_counter(), torch.Generator().manual_seed(states)
+    t, hits, before = torch.arange(1, states + 1).double(), [], []
+    for _ in range(repeats):
+        tau = (t - t[:, None]).clamp(min=1)
+        values = 0.2 * t - 0.1 * tau.log() + 0.3 * torch.randn(states, generator=g).double()
+        found = layer_anomalies(values)
+        hits.append(torch.tensor([float(found.flagged.any())]))
+        before.append(torch.tensor([float((found.z.nan_to_num().abs() > 3.5).any())]))
+    name, old = f"anomalous layers, {states} states", torch.stack(before)
+    return [
+        outcome(name, torch.stack(hits), start, size=True),
+        outcome(f"{name}, |z| > 3.5 (of before)", old, start, size=True, promised=False),
+    ]
+
+
+def residual_tests(repeats: int) -> list[Outcome]:
+    """p-values of sphericity, normality, and of two samples, on Gaussian noise."""
+    from tl_geometry.flow.bases import mmd
+    from tl_geometry.flow.noise import isotropy_tests, normality_p
+
+    start, p = time.perf_counter(), {"sphericity": [], "normality": [], "two samples": []}
+    for seed in range(repeats):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(100, 24, generator=g)
+        p["sphericity"].append(torch.tensor([isotropy_tests(x).sphericity_p]))
+        p["normality"].append(normality_p(x))
+        p["two samples"].append(torch.tensor([mmd(x[:40], x[40:80], seed=seed).p_value]))
+    return [
+        outcome(f"{k} of residuals", (torch.stack(v) <= 0.05).double(), start, size=True)
+        for k, v in p.items()
+    ]
+
+
+SCALE = {"smoke": 0.1, "cpu": 1.0, "gpu": 1.0}
+"""Share of the repeats of the table."""
+
+
+def simulations(size: str) -> list[Callable[[], list[Outcome]]]:
+    """Every printed interval and p-value, in its own setting."""
+    n = lambda full: max(8, int(full * SCALE[size]))  # noqa: E731
+    text, none = World(between=0.5), World(position=0.0, along=0.9)
+    return [
+        lambda: sweep_intervals("C = 16", World(), 16, n(150)),
+        lambda: sweep_intervals("C = 64", World(), 64, n(100)),
+        lambda: sweep_intervals("C = 64, no position", World(position=0.0), 64, n(100)),
+        lambda: sweep_intervals("C = 64, windows in order", text, 64, n(100)),
+        lambda: sweep_intervals("C = 64, 32 other windows", World(), 64, n(100), fresh=32),
+        lambda: position_null(none, 32, n(200), "C = 32, AR 0.9"),
+        lambda: anova_shares(World(), 16, n(300), "C = 16"),
+        lambda: anova_shares(World(), 64, n(300), "C = 64"),
+        lambda: anova_shares(text, 64, n(300), "C = 64, windows in order"),
+        lambda: measure_errors(64, n(200)),
+        lambda: paired_effects(n(2000)),
+        lambda: head_types(n(1000)),
+        lambda: accuracy(n(150)),
+        lambda: anomalies(6, n(300)),
+        lambda: anomalies(12, n(200)),
+        lambda: residual_tests(n(600)),
+    ]
+
+
+def run(size: str) -> list[Row]:
+    """Rows of the benchmark: in place of the ratio the coverage of a nominal 95% or the size of a
+    nominal 5%."""
+    found = [o for simulate in simulations(size) for o in simulate()]
+    return [Row("calibration", o.name, o.seconds, o.value, _note(o)) for o in found]
+
+
+def _note(o: Outcome) -> str:
+    about = "size of nominal 5%" if o.size else "coverage of nominal 95%"
+    kept = "" if not o.promised else ", kept" if o.kept else ", NOT KEPT"
+    return f"{about} (+- {o.error:.3f}), worst {o.worst:.3f}, {o.repeats} repeats{kept}"
+
+
+def markdown(size: str) -> str:
+    """The table of ``benchmarks/calibration.md``."""
+    lines = [
+        "# Calibration of printed intervals and p-values",
+        "",
+        "Made by `python -m benchmarks.calibration > benchmarks/calibration.md`. Each row "
+        "simulates an interval or a p-value in its own setting with a known truth. Promised: "
+        f"coverage of {COVERAGE[0]:.0%} to {COVERAGE[1]:.0%} for nominal 95% (no single term below "
+        f"{SINGLE:.0%}), size of {SIZE[0]:.0%} to {SIZE[1]:.0%} for nominal 5%. Rows 'of before' "
+        "are what a correction replaced.",
+        "",
+        "| setting | nominal | measured | Monte-Carlo error | worst term | repeats | promise |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for simulate in simulations(size):
+        for o in simulate():
+            promise = "" if not o.promised else "kept" if o.kept else "**not kept**"
+            nominal = "size 5%" if o.size else "coverage 95%"
+            numbers = f"{o.value:.3f} | {o.error:.3f} | {o.worst:.3f} | {o.repeats}"
+            lines.append(f"| {o.name} | {nominal} | {numbers} | {promise} |")
+            sys.stderr.write(f"{lines[-1]} {o.seconds:.0f} s\n")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration")
+    parser.add_argument("--size", choices=tuple(SCALE), default="cpu")
+    sys.stdout.write(markdown(parser.parse_args().size))

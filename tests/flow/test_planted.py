@@ -1,0 +1,471 @@
+"""Numbers of the flow against other routes (numpy, scipy, formulas written out), with faults
+planted in the modules to see that each would be noticed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.integrate import quad
+from torch import Tensor
+
+from tests.planted import planted, require_caught
+from tl_geometry.base.results import Provenance
+from tl_geometry.flow import langevin, noise, residuals, separation, simulation, truncation
+from tl_geometry.flow.ensemble import Trajectories
+from tl_geometry.flow.geodesic import geodesic_path
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def test_a_check_that_sees_nothing_is_seen() -> None:
+    """The twin of this file: a check without assertions, and a fault that is not there."""
+    faults = {"a sign": ("return rate * end", "return -rate * end")}
+    with pytest.raises(AssertionError, match=r"survived in tl_geometry\.flow\.noise: a sign"):
+        require_caught(lambda module: None, noise, faults)
+    with pytest.raises(AssertionError, match="occurs 0 times"):
+        planted(noise, "no such text", "")
+
+
+def check_law(module: Any) -> None:
+    """Parameters planted in both laws, the numbers of a noisy fit by numpy, and states left out."""
+    n = 7
+    t = np.arange(1, n + 1.0)
+    start, end = np.triu_indices(n, 1)
+    for law, shape in (
+        ("asymptotic", 0.21 * t[end]),
+        ("increment", 0.21 * t[end] + np.log1p(-np.exp(-0.21 * (t[end] - t[start])))),
+    ):
+        values = torch.full((n, n), math.nan).double()
+        values[start, end] = torch.from_numpy(math.log(0.7) + shape)
+        found = module.fit_noise_law(values, law=law)
+        assert found.alpha == pytest.approx(0.7, rel=1e-5)
+        assert found.rate == pytest.approx(0.21, rel=1e-5)
+        variance = found.variance(torch.tensor(2.0), torch.tensor(5.0))
+        at = [i for i in range(len(start)) if (t[start[i]], t[end[i]]) == (2.0, 5.0)]
+        assert float(variance.log()) == pytest.approx(math.log(0.7) + shape[at[0]], rel=1e-4)
+        values[0] += 9  # a first state and two last ones that do not follow
+        values[:, -2:] -= 5
+        kept = module.fit_noise_law(values, law=law, drop_first=1, drop_last=2)
+        assert kept.rate == pytest.approx(0.21, rel=1e-4)
+        assert kept.pairs == 6
+    values = torch.full((n, n), math.nan).double()
+    y = 0.3 * t[end] + 0.2 * np.random.default_rng(0).standard_normal(len(end))
+    values[start, end] = torch.from_numpy(y)
+    found = module.fit_noise_law(values)
+    slope, intercept = np.polyfit(t[end], y, 1)
+    left = ((y - slope * t[end] - intercept) ** 2).sum()
+    assert (found.rate, found.log_alpha) == pytest.approx((slope, intercept))
+    assert found.r2 == pytest.approx(1 - left / ((y - y.mean()) ** 2).sum())
+    assert found.aic == pytest.approx(len(y) * math.log(left / len(y)) + 2 * 3)
+
+
+def check_isotropy(module: Any) -> None:
+    """Chance levels against simulated Gaussian noise, and what a planted direction does."""
+    n, d = 120, 10
+    found = [module.isotropy_tests(draw(n, d, seed=s)) for s in range(60)]
+    mean = lambda name: sum(getattr(f, name) for f in found) / len(found)
+    for name in ("variance_cv", "correlation", "participation"):
+        assert mean(name) == pytest.approx(mean(f"{name}_chance"), rel=0.05), name
+    assert sum(f.sphericity_p < 0.05 for f in found) < 12
+    x = draw(n, d, seed=1)
+    x[:, 0] *= 2
+    assert module.isotropy_tests(x).sphericity_p < 1e-3
+    x = draw(400, 40, seed=2)
+    x[:, :2] = x[:, :2].sign() + 0.1 * x[:, :2]
+    p = np.array([float(v) for v in noise.normality_p(x)])
+    tests = module.isotropy_tests(x)
+    assert tests.gaussian_rejected_raw == pytest.approx((p < 0.05).mean())
+    order = np.sort(p) * len(p) / np.arange(1, len(p) + 1)
+    q = np.minimum.accumulate(order[::-1])[::-1]
+    assert tests.gaussian_rejected == pytest.approx((q < 0.05).mean())
+    assert tests.gaussian_rejected < tests.gaussian_rejected_raw
+
+
+def check_normality(module: Any) -> None:
+    """The critical values of D'Agostino & Stephens 1986 (Table 4.7), continuity of the pieces, and
+    the correction for small samples."""
+    n = 20
+    own = module.anderson_darling
+
+    def p_of(a: list[float]) -> list[float]:
+        values = torch.tensor(a).double() / (1 + 0.75 / n + 2.25 / n**2)
+        module.anderson_darling = lambda columns: values
+        try:
+            return module.normality_p(torch.zeros(n, len(a))).tolist()
+        finally:
+            module.anderson_darling = own
+
+    table = {0.631: 0.10, 0.752: 0.05, 0.873: 0.025, 1.035: 0.01, 1.159: 0.005}
+    for found, level in zip(p_of(list(table)), table.values(), strict=True):
+        assert found == pytest.approx(level, rel=0.06)
+    for edge in (0.2, 0.34, 0.6):
+        below, above = p_of([edge - 1e-6, edge + 1e-6])
+        assert below == pytest.approx(above, abs=0.012)
+    falling = p_of([0.1 + 0.02 * i for i in range(60)])
+    assert falling == sorted(falling, reverse=True)
+    assert falling[0] > 0.98
+    x = draw(30, 4, seed=5)
+    z = np.sort((x.numpy() - x.numpy().mean(0)) / x.numpy().std(0, ddof=1), axis=0)
+    i = np.arange(1, 31)[:, None]
+    a = -30 - ((2 * i - 1) / 30 * (stats.norm.logcdf(z) + stats.norm.logsf(z[::-1]))).sum(0)
+    assert np.allclose(module.anderson_darling(x).numpy(), a)
+
+
+def test_faults_of_the_noise_law_are_seen() -> None:
+    require_caught(
+        check_law,
+        noise,
+        {
+            "times from zero": ("torch.arange(1, states + 1", "torch.arange(0, states"),
+            "first and last swapped": (
+                "keep[drop_first : states - drop_last]",
+                "keep[drop_last : states - drop_first]",
+            ),
+            "start for end": ("return rate * end", "return rate * start"),
+            "two parameters": ("math.log(left / n) + 6", "math.log(left / n) + 4"),
+            "what is left, not what is explained": ("r2 = 1 - left / total", "r2 = left / total"),
+            "the worst start": ("int(np.argmin([misfit(g)", "int(np.argmax([misfit(g)"),
+            "growth of the start": (
+                "return rate * start + grown.log()",
+                "return rate * end + grown.log()",
+            ),
+        },
+    )
+    require_caught(
+        check_isotropy,
+        noise,
+        {
+            "chance of the variances": ("math.sqrt(2 / (n - 1))", "math.sqrt(1 / (n - 1))"),
+            "chance of correlations": ("math.sqrt(2 / (math.pi * n))", "math.sqrt(2 / n)"),
+            "chance of participation": ("1 / (1 + (d + 1) / (n - 1))", "1 / (1 + (d + 1) / d)"),
+            "the other tail": ("float(1 - ndtr(z))", "float(ndtr(z))"),
+            "raw for corrected": ("float((corrected < fdr)", "float((p < fdr)"),
+            "correlations with themselves": ("(correlation.sum() - d)", "correlation.sum()"),
+        },
+    )
+    require_caught(
+        check_normality,
+        noise,
+        {
+            "a digit of the upper tail": ("1.2937 - 5.709", "1.2937 - 5.079"),
+            "a digit of the middle": ("0.9177 - 4.279", "0.9177 - 2.479"),
+            "a digit of the lower piece": ("-8.318 + 42.796", "-8.318 + 24.796"),
+            "no correction for size": ("(1 + 0.75 / n + 2.25 / n**2)", "1.0"),
+            "one tail for both": ("log_ndtr(-z.flip(-1))", "log_ndtr(z)"),
+        },
+    )
+
+
+def check_residuals(module: Any) -> None:
+    """Every average by numpy and scipy, and maps whose answer is known."""
+    x = draw(40, 6, seed=3) * torch.linspace(0.5, 3, 6) + torch.linspace(-1, 2, 6)
+    a = x.numpy()
+    found, kurtosis = module.residual_statistics(x), stats.kurtosis(a, bias=False)
+    variance = a.var(0, ddof=1)
+    assert found.mean_over_sd == pytest.approx((np.abs(a.mean(0)) / np.sqrt(variance)).mean())
+    assert found.log_variance == pytest.approx(np.log(variance).mean())
+    assert found.abs_kurtosis == pytest.approx(np.abs(kurtosis).mean())
+    assert found.mean_over_variance == pytest.approx(np.abs(a.mean(0) / variance).mean())
+    assert found.log10_mean_variance == pytest.approx(np.log10(variance.mean()))
+    assert found.mean_abs_kurtosis_minus_3 == pytest.approx(np.abs(kurtosis + 3).mean() - 3)
+    X = torch.stack([x, 2 * x + 1, x**2], dim=1)
+    errors = module.map_errors(X, lambda s, e: module.fit_map(X[:, s], X[:, e], "identity"))
+    size = lambda v: float(v.square().sum().sqrt())
+    assert float(errors[0, 2]) == pytest.approx(size(x**2 - x) / size(x**2))
+    assert bool(errors[1, 0].isnan())
+    for name, moved in (
+        ("shift", x + (x + 1).mean(0)),
+        ("mean", (2 * x + 1).mean(0).expand_as(x)),
+        ("linear", x @ torch.from_numpy(np.linalg.lstsq(a, 2 * a + 1, rcond=None)[0])),
+        ("scaled", x * float((x * (2 * x + 1)).sum() / (x * x).sum())),
+    ):
+        assert torch.allclose(module.fit_map(X[:, 0], X[:, 1], name)(x), moved), name
+
+
+def test_faults_of_residuals_are_seen() -> None:
+    require_caught(
+        check_residuals,
+        residuals,
+        {
+            "variance over n": ("variance = second * n / (n - 1)", "variance = second"),
+            "over the variance": (
+                "(mean.abs() / variance.sqrt()).mean()",
+                "(mean.abs() / variance).mean()",
+            ),
+            "biased kurtosis": ("((n + 1) * (fourth", "((n - 1) * (fourth"),
+            "mean of logarithms": ("variance.mean().log10()", "variance.log10().mean()"),
+            "kurtosis in excess": ("(excess + 3).abs().mean() - 3", "excess.abs().mean()"),
+            "error over the start": ("missing / sizes[end]", "missing / sizes[start]"),
+            "the step back": ("output=(y - x).mean(0)", "output=(x - y).mean(0)"),
+            "mean of the start": (
+                "output=y.mean(0), scale=0.0",
+                "output=x.mean(0), scale=0.0",
+            ),
+        },
+    )
+
+
+def check_paths(module: Any) -> None:
+    """Variances of simulated paths against the integral of the equation, by all three methods."""
+    states, rank, n = 3, 2, 12_000
+    U = torch.eye(rank).double().repeat(states, 1, 1)
+    times = torch.arange(1.0, states + 1).double()
+    flow = module.FlowNoise(0.8, 0.3)
+    for S in (torch.ones(states, rank), torch.tensor([[1.0, 2.0], [1.3, 1.5], [2.0, 1.0]])):
+        path = geodesic_path(U, S.double(), times)
+        x = torch.ones(n, rank).double()
+        begin, end = 1.0, 2.5
+
+        def rate(u: float, i: int, path: Any = path) -> float:
+            return 0.8 * 0.3 * math.exp(0.3 * u) / float(path.sigma(u)[i]) ** 2
+
+        gained = [quad(rate, begin, end, args=(i,))[0] for i in range(rank)]
+        assert flow.variance(path, begin, end).tolist() == pytest.approx(gained, rel=1e-5)
+        assert flow.amplitude(2.0) ** 2 == pytest.approx(0.8 * 0.3 * math.exp(0.6))
+        sigma = path.sigma(end)
+        wanted = [float(sigma[i]) ** 2 * gained[i] for i in range(rank)]
+        growth = (sigma / path.sigma(begin)).tolist()
+        arguments = (path, flow, x, begin, [1.5, end], torch.Generator().manual_seed(0), None)
+        runs = {"exact": module.exact_paths(*arguments)[-1]}
+        for heun in (False, True):
+            options = {"dt": 0.05, "heun": heun, "stretch_share": 1.0}
+            runs[f"heun {heun}"] = module.stepped_paths(*arguments, **options)[-1]
+        for name, found in runs.items():
+            assert found.mean(0).tolist() == pytest.approx(growth, rel=0.04, abs=0.04), name
+            assert found.var(0).tolist() == pytest.approx(wanted, rel=0.08), name
+
+
+def check_langevin(module: Any) -> None:
+    """A planted equation comes back, and stands beside the laws as the formulas say."""
+    states = 5
+    U = torch.eye(3).double().repeat(states, 1, 1)
+    grown = torch.linspace(0, 1, states).unsqueeze(1) * torch.tensor([0.2, 0.9, 0.5])
+    S = torch.tensor([1.0, 1.4, 0.8]) * grown.exp()
+    made = module.LangevinModel(
+        subspace=torch.eye(3).double(),
+        U=U,
+        S=S.double(),
+        observed=S.double(),
+        times=torch.arange(1.0, states + 1).double(),
+        outside=torch.zeros(states).double(),
+        alpha=0.5,
+        rate=0.35,
+        trajectories=8000,
+    )
+    X = made.simulate(draw(8000, 3, seed=4), [2.0, 3.0, 4.0, 5.0], seed=1)[0]
+    alpha, rate = made.estimate_noise(torch.cat([draw(8000, 3, seed=4).unsqueeze(1), X], 1))
+    assert rate == pytest.approx(0.35, abs=0.03)
+    assert alpha == pytest.approx(0.5, rel=0.1)
+    found = made.consistency()
+    gain = made.S[3].square() * made.noise_integral(2.0, 4.0)
+    assert float(found.anisotropy[1, 3]) == pytest.approx(float(gain.max() / gain.min()))
+    assert float(found.sde_log_variance[1, 3]) == pytest.approx(float(gain.log().mean()))
+    assert float(found.asymptotic[1, 3]) == pytest.approx(math.log(0.5) + 0.35 * 4)
+    grown = math.log(0.5 * (math.exp(0.35 * 4) - math.exp(0.35 * 2)))
+    assert float(found.increment[1, 3]) == pytest.approx(grown)
+    energy = float((made.S[3].square().sum() + 8000 * gain.sum()) / made.S[3].square().sum())
+    assert float(found.energy_ratio[1, 3]) == pytest.approx(energy)
+    half = made.with_preset("reference").stretch_rate(1.5)
+    assert torch.allclose(2 * half, made.stretch_rate(1.5))
+
+
+def test_faults_of_the_stochastic_equation_are_seen() -> None:
+    require_caught(
+        check_paths,
+        simulation,
+        {
+            "noise that falls": ("math.exp(self.rate * t)", "math.exp(-self.rate * t)"),
+            "a rate left out": (
+                "return self.alpha * self.rate * path.integral",
+                "return self.alpha * path.integral",
+            ),
+            "half the noise of Heun": (
+                "(noise.amplitude(t) + noise.amplitude(t + h)) / 2",
+                "noise.amplitude(t) / 2",
+            ),
+            "noise by the step": ("* math.sqrt(h)", "* h"),
+            "a corrector twice": ("h / 2 * (push + guess", "h * (push + guess"),
+            "noise from the start": (
+                "noise.variance(path, now, t)",
+                "noise.variance(path, begin, t)",
+            ),
+        },
+    )
+    require_caught(
+        check_langevin,
+        langevin,
+        {
+            "the worst rate": ("int(np.argmin([misfit(g)[0]", "int(np.argmax([misfit(g)[0]"),
+            "alpha times the rate": (
+                "math.exp(misfit(rate)[1]) / rate",
+                "math.exp(misfit(rate)[1]) * rate",
+            ),
+            "the mean for the smallest": (
+                "noise.max() / noise.min()",
+                "noise.max() / noise.mean()",
+            ),
+            "time of the start": (
+                "log_alpha + self.rate * b, dtype",
+                "log_alpha + self.rate * a, dtype",
+            ),
+            "a whole stretch in the reference": (
+                "return 0.5 if self.preset",
+                "return 1.0 if self.preset",
+            ),
+            "noise of one path": ("self.trajectories * noise.sum()", "noise.sum()"),
+        },
+    )
+
+
+# ---- separation
+
+
+class Recorder:
+    """In the place of a classifier: keeps what it was fitted on and asked, says class 1."""
+
+    seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+    def __init__(self, **options: Any) -> None:
+        self.fitted: Any = None
+
+    def fit(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.fitted = (x, y)
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        Recorder.seen.append((*self.fitted, x))
+        return np.ones(len(x))
+
+
+def check_separation(module: Any) -> None:
+    """What the classifier is given: standardised on the training side alone, pairs together, true
+    labels in the first column; maps of one half applied to the other."""
+    sklearn = pytest.importorskip("sklearn.svm", reason="needs the ml extra")
+    a = draw(20, 2, seed=1) + torch.tensor([100.0, 0.0])
+    b = a + torch.tensor([0.0, 50.0])
+    own = sklearn.LinearSVC
+    sklearn.LinearSVC = Recorder
+    Recorder.seen = []
+    try:
+        found = module.separability(a, b, paired=True, repeats=4, seed=3)
+    finally:
+        sklearn.LinearSVC = own
+    assert len(Recorder.seen) == 8
+    for x, _, z in Recorder.seen:
+        assert np.allclose(x.mean(0), 0, atol=1e-9)
+        assert np.allclose(x.std(0), 1, atol=1e-9)
+        assert len(x) == 28
+        assert len(z) == 12
+        side = np.round(z[:, 0], 9)
+        assert all((side == v).sum() == 2 for v in side), "a pair stays on one side"
+    assert found.accuracy == pytest.approx(0.5), "the tested pairs hold one of each class"
+    assert found.test == 12
+    for x, y, _ in Recorder.seen[::2]:
+        assert ((x[:, 1] < 0) == (y == 1)).all(), "true labels when not shuffled"
+    X = draw(30, 3, 4, seed=5)
+    ensemble = Trajectories(X=X, states=(0, 1, 2), position=-1, provenance=Provenance())
+    train, test = (half.X for half in ensemble.split(seed=0))
+    parts: list[Any] = []
+    was, module.separability = (
+        module.separability,
+        lambda p, q, **o: parts.append((p, q, o)) or module.Accuracy(0.5, 0.4, 0.6, 0.5, 3),
+    )
+    try:
+        module.true_against_extrapolated(ensemble, start=0, map_type="linear")
+    finally:
+        module.separability = was
+    for end, (true, moved, options) in zip((1, 2), parts, strict=True):
+        fitted = np.linalg.lstsq(train[:, 0].numpy(), train[:, end].numpy(), rcond=None)[0]
+        assert torch.allclose(true, test[:, end])
+        assert np.allclose(moved.numpy(), test[:, 0].numpy() @ fitted)
+        assert options["paired"]
+
+
+def test_faults_of_separation_are_seen() -> None:
+    require_caught(
+        check_separation,
+        separation,
+        {
+            "standardised on the test rows": (
+                "mean, sd = x[~held].mean(0), x[~held].std(0)",
+                "mean, sd = x[held].mean(0), x[held].std(0)",
+            ),
+            "standardised on all rows": (
+                "mean, sd = x[~held].mean(0), x[~held].std(0)",
+                "mean, sd = x.mean(0), x.std(0)",
+            ),
+            "pairs torn apart": ("torch.cat([first, first])", "torch.cat([first, first.flip(0)])"),
+            "maps from the test half": (
+                "maps.to(train.X[:, end], map_type)",
+                "maps.to(test.X[:, end], map_type)",
+            ),
+            "starts of the test half": ("MapsFrom(train.X[:, row])", "MapsFrom(test.X[:, row])"),
+            "the training half measured": (
+                "moved = move(test.X[:, row].double())",
+                "moved = move(train.X[:, row].double())",
+            ),
+            "shuffled labels counted": ("scores[False], dtype", "scores[True], dtype"),
+            "labels shuffled always": ("if shuffled else y", "if True else y"),
+        },
+    )
+
+
+# ---- truncation
+
+
+def check_truncation(module: Any) -> None:
+    """The projection about a centre, the numbers of a curve from given divergences, and the
+    smallest K after which the curve stays low."""
+    h, center = draw(3, 5, 4, seed=1), draw(4, seed=2)
+    U = torch.linalg.qr(draw(4, 4, seed=3)).Q
+    keep = torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]).double()
+    for positions in ("pilot", "all"):
+        found = module._project(U, center, keep, positions)(h)
+        assert found.shape == h.shape
+        for i, k in enumerate((2, 1, 3)):
+            P = U[:, :k] @ U[:, :k].T
+            moved = (h[i] - center) @ P + center
+            wanted = moved if positions == "all" else torch.cat([h[i, :-1], moved[-1:]])
+            assert torch.allclose(found[i], wanted)
+    fields = {n: torch.zeros(5).double() for n in ("kl_se", "kl_reverse", "top1", "top5")}
+    curve = module.TruncationCurve(
+        K=(1, 2, 4, 8, 16),
+        kl=torch.tensor([1.0, 0.05, 0.3, 0.02, 0.0]).double(),
+        **fields,
+        baseline_mean=1.0,
+        baseline_median=0.1,
+        where="every",
+        positions="pilot",
+        held_out=True,
+        fitted=100,
+        claimed=True,
+        provenance=Provenance(),
+    )
+    assert curve.needed() == 8, "from which on it stays low, not the first crossing"
+    assert curve.needed(baseline="median") == 16
+    assert curve.needed(0.5) == 2
+
+
+def test_faults_of_truncation_are_seen() -> None:
+    require_caught(
+        check_truncation,
+        truncation,
+        {
+            "the first crossing": ("first = bad[-1] + 1", "first = bad[0] + 1"),
+            "off by one": ("first = bad[-1] + 1 if", "first = bad[-1] if"),
+            "the mean for the median": (
+                "if mean else self.baseline_median",
+                "if True else self.baseline_median",
+            ),
+            "about the origin": ("((x - center) @ U", "(x @ U"),
+            "the centre lost": ("@ U.mT + center", "@ U.mT"),
+            "all positions for the pilot": ("x = h if positions ==", "x = h if positions !="),
+        },
+    )

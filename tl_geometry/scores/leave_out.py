@@ -1,0 +1,220 @@
+"""Shares with groups of contexts left out of the corpus and of the basis: what the intervals of a
+sweep are made of.
+
+Mean and positional vectors are estimates, often from the very contexts whose shares are asked for,
+so that shares of position are too high, and no resampling of contexts alone sees it. With s the
+share in which every context uses a basis without its own group, a delete-group jackknife leaves
+group g out of the contexts and of every basis::
+
+    s_(-g)   contexts outside g; a context of group o uses the basis of all groups but o and g
+
+Parts are linear in the sums of the groups: with the shares ``w_g = n_g / C`` and the queries (or
+keys) ``M_g`` and ``P_g`` of ``w_g`` times mean and positional vectors of group g, any such basis L
+has ``bias = sum_(g not in L) c M_g``, ``pos = sum_(g not in L) c P_g``, ``c = 1 / (1 - sum_(g in L)
+w_g)``, and cvec is the rest. So one contraction with 2 G + 1 parts, added up by the contexts' own
+groups, gives all of them.
+
+Contexts that the basis does not hold have no own group; their basis and they are two independent
+sources of error, and two jackknives: over the groups of the basis, and over contiguous blocks of
+contexts. So it is with contexts of the basis that lie in few of its groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.base.results import row_hashes
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.scores.projection import Side
+from tl_geometry.scores.sums import ShareSums, share_sums
+
+BLOCKS = 8
+"""Blocks of contexts, at least (twice as many at most), that are left out in turn."""
+UNEVEN = 2.0
+"""A group of the basis may hold up to this many times its share of a sweep's contexts, and must
+hold one over this, for one jackknife to serve both."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupBasis:
+    """Mean and positional vectors of each group of contexts of one state, and the share of the
+    contexts in each."""
+
+    mean: Float[Tensor, "group d_model"]
+    pos: Float[Tensor, "group position d_model"]
+    share: Float[Tensor, " group"]
+
+    @staticmethod
+    def of(basis: PositionContext, layer: int, length: int) -> GroupBasis:
+        """The groups of a basis that hold contexts, in their order."""
+        used = basis.group_counts.nonzero().flatten()
+        counts = basis.group_counts[used].double()
+        means = basis.group_sums[used, basis.index(layer)] / counts[:, None, None]
+        mean = means[:, slice(*basis.window)].mean(1)
+        return GroupBasis(mean, means[:, :length] - mean.unsqueeze(1), counts / counts.sum())
+
+
+def own_groups(
+    basis: PositionContext, tokens: Int[Tensor, "batch position"]
+) -> Int[Tensor, " batch"]:
+    """The group of the basis (counted among those that hold contexts) of each context, by the hash
+    of its tokens; -1 for contexts that the basis does not hold."""
+    unknown = torch.full((len(tokens),), -1)
+    groups, hashes = basis.group_of, basis.token_hashes
+    if groups is None or hashes is None:
+        return unknown
+    place = (basis.group_counts > 0).long().cumsum(0) - 1
+    order = hashes.argsort(stable=True)
+    wanted = row_hashes(tokens)
+    at = torch.searchsorted(hashes[order], wanted).clamp(max=len(order) - 1)
+    return torch.where(hashes[order][at] == wanted, place[groups[order[at]]], unknown)
+
+
+def group_parts(
+    q: Float[Tensor, "batch position head d_head"],
+    bias: Float[Tensor, "group batch position head d_head"],
+    pos: Float[Tensor, "group batch position head d_head"],
+    share: Float[Tensor, " group"],
+) -> Float[Tensor, "part batch position head d_head"]:
+    """The 2 G + 1 parts whose sum is ``q``: bias and pos of each group times its share, and the
+    rest."""
+    weight = share.to(q).reshape(-1, 1, 1, 1, 1)
+    both = torch.cat([bias * weight, pos * weight])
+    return torch.cat([both, (q - both.sum(0)).unsqueeze(0)])
+
+
+def without(share: Float[Tensor, " group"], left_out: set[int]) -> Float[Tensor, "part column"]:
+    """Bias, pos and cvec of the basis without some groups as sums of the parts of
+    :func:`group_parts`.
+
+    >>> without(torch.tensor([0.25, 0.75]), {0})[:2, :4].round(decimals=2).tolist()
+    [[0.0, 1.3300000429153442, 0.0, 0.0], [0.0, 0.0, 0.0, 1.3300000429153442]]
+    """
+    kept = torch.tensor([float(g not in left_out) for g in range(len(share))]).to(share)
+    weight = kept / (share * kept).sum()
+    nothing = torch.zeros_like(weight)
+    bias, pos = torch.cat([weight, nothing]), torch.cat([nothing, weight])
+    both = torch.stack(
+        [torch.cat([bias, share.new_zeros(1)]), torch.cat([pos, share.new_zeros(1)])]
+    )
+    return torch.cat([both, (torch.ones_like(both[0]) - both.sum(0)).unsqueeze(0)])
+
+
+@dataclass(frozen=True, eq=False)
+class Resampled:
+    """Shares ``[head sample term]``: first the whole sample, then each group left out, jackknife by
+    jackknife; and the shares of the samples in the groups of each jackknife."""
+
+    shares: Float[Tensor, "head sample term"]
+    sizes: tuple[tuple[float, ...], ...]
+
+
+class LeaveOut:
+    """Sums in progress of one layer: numerators of all pairs of the 2 G + 1 parts, by own group and
+    block of contexts."""
+
+    def __init__(self, share: Float[Tensor, " group"]) -> None:
+        self.share = share
+        self.sums: dict[tuple[int, int], ShareSums] = {}
+        self.counts: dict[tuple[int, int], int] = {}
+        self.done, self.block = 0, 1
+
+    def add(self, sums: ShareSums, own: Int[Tensor, " context"]) -> None:
+        """Take in the sums of some contexts, in the order of the corpus."""
+        sums = sums.to("cpu")
+        for i, group in enumerate(own.tolist()):
+            at = self.done // self.block
+            if at == 2 * BLOCKS:
+                self._merge_pairs()
+                at = BLOCKS
+            key, one = (group, at), sums.context(i)
+            self.sums[key] = self.sums[key] + one if key in self.sums else one
+            self.counts[key] = self.counts.get(key, 0) + 1
+            self.done += 1
+
+    def _merge_pairs(self) -> None:
+        sums, counts = self.sums, self.counts
+        self.sums, self.counts, self.block = {}, {}, 2 * self.block
+        for (group, at), value in sums.items():
+            key = (group, at // 2)
+            self.sums[key] = self.sums[key] + value if key in self.sums else value
+            self.counts[key] = self.counts.get(key, 0) + counts[group, at]
+
+    def _counted(self, axis: int) -> dict[int, int]:
+        """Contexts by own group or by block."""
+        found: dict[int, int] = {}
+        for key, count in self.counts.items():
+            found[key[axis]] = found.get(key[axis], 0) + count
+        return found
+
+    @property
+    def spread(self) -> bool:
+        """Whether the contexts are those of the basis, about evenly: then a group is left out of
+        both at once."""
+        owned = self._counted(0)
+        expected = (self.share * self.done).tolist()
+        return -1 not in owned and all(
+            e / UNEVEN <= owned.get(g, 0) <= e * UNEVEN for g, e in enumerate(expected)
+        )
+
+    def _shares(self, left_out: int = -1, *, contexts: bool = False, block: int = -1) -> Tensor:
+        """Shares ``[head term]`` without a group of the basis (and, with ``contexts``, without its
+        contexts), or without a block of contexts."""
+        numerators, total = 0.0, 0.0
+        for (own, at), sums in self.sums.items():
+            if (contexts and own == left_out) or at == block:
+                continue
+            change = without(self.share, {own, left_out} - {-1})
+            n = change.shape[1]
+            table = sums.numerators[:, : n * n].unflatten(1, (n, n))
+            terms = einsum(change, table, change, "a m, h m n, b n -> h a b").flatten(1)
+            beside = sums.numerators[:, n * n :]
+            numerators = numerators + torch.cat([terms, beside], 1)
+            total = total + torch.where(sums.uniform, 0.0, sums.total)
+        total = torch.as_tensor(total)
+        return torch.as_tensor(numerators) / torch.where(total > 0, total, torch.nan).unsqueeze(-1)
+
+    def table(self, contexts: int) -> Resampled:
+        """The shares with each group left out; NaN where basis or sweep have too few contexts or
+        groups for an interval (``contexts`` of the basis)."""
+        whole, groups = self._shares(), range(len(self.share))
+        together = self.spread
+        samples = [self._shares(g, contexts=together) for g in groups]
+        sizes = [tuple(self.share.tolist())]
+        if not together:
+            blocks = self._counted(1)
+            samples += [self._shares(block=b) for b in sorted(blocks)]
+            sizes.append(tuple(blocks[b] / self.done for b in sorted(blocks)))
+        few = min(self.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
+        found = torch.stack([whole, *samples], dim=1)
+        return Resampled(torch.full_like(found, torch.nan) if few else found, tuple(sizes))
+
+
+class GroupProjections:
+    """Mean and positional vectors of the groups of one layer's input, mapped to queries and
+    keys."""
+
+    def __init__(self, layer: LayerView, basis: PositionContext, length: int) -> None:
+        self.groups = GroupBasis.of(basis, layer.layer, length)
+        self.normalized = basis.provenance.normalized
+        mean = self.groups.mean.unsqueeze(1).expand_as(self.groups.pos)
+        both = torch.stack([mean, self.groups.pos]).to(layer.h)
+        self.mapped = {"q": layer.q_map(both), "k": layer.k_map(both)}
+
+    def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
+        """Numerators of all pairs of the parts for some contexts."""
+        made: list[Tensor] = []
+        for which, whole, scale in (("q", layer.q, layer.scale), ("k", layer.k, 1.0)):
+            side = Side.of(layer, which, normalized=self.normalized)
+            side = side.select(rows, slice(None), slice(None))
+            bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
+            made.append(group_parts(whole[rows] * scale, bias, pos, self.groups.share))
+        options = {"bias": layer.bias, "drop": drop, "energy": False, "gain": False}
+        return share_sums(made[0], made[1], layer.allowed, **options)
