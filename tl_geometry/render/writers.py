@@ -78,7 +78,7 @@ def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
     texts = found.str_tokens or tuple(str(i) for i in range(found.heads.shape[-1]))
     figure, axes = canvas(1, 2, size=(7.5, 2.6), gridspec_kw={"height_ratios": [1, 3]})
     strip, bars = axes
-    seen = found.heads.sum((0, 1))[: found.position + 1]
+    seen = found.heads.sum((0, 1))[: found.position + 1].tolist()
     strip.bar(range(len(seen)), seen, color=[POSITIVE if v > 0 else NEGATIVE for v in seen])
     strip.set_xticks(range(len(seen)), [drawable(t) for t in texts[: len(seen)]], fontsize=6)
     strip.tick_params(axis="x", rotation=90)
