@@ -3,7 +3,7 @@
 Each script of ``docs/gallery`` runs as it stands; its ``view`` becomes ``docs/_static/NAME.png``
 (trimmed, with the script's digest inside, so that a test sees a picture that is older than its
 script) and, where it is an interactive page of moderate size, ``NAME.html``; what it prints becomes
-``docs/gallery/NAME.txt``.
+``docs/gallery/NAME.txt``. README's first code and output follow.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from PIL import Image, ImageChops, PngImagePlugin
 
 DOCS = Path(__file__).resolve().parent
 SCRIPTS = {path.stem: path for path in sorted((DOCS / "gallery").glob("*.py"))}
+FIRST = "induction"
+"""The script that README shows."""
 LARGEST, WIDEST, MARGIN = 400_000, 1600, 12
 """Bytes of an interactive page that is kept; pixels of a picture's width and margin."""
 
@@ -75,11 +77,25 @@ def draw(name: str) -> None:
         text.write_text(printed, "utf-8")
 
 
+def write_readme() -> None:
+    """README's first code and its output, from the first script of the gallery."""
+    path = DOCS.parent / "README.md"
+    script = SCRIPTS[FIRST]
+    saved = f'view.save("{FIRST}.html")  # linked panels, one page, offline\n'
+    printed = script.with_suffix(".txt").read_text("utf-8")
+    text = path.read_text("utf-8")
+    for form, body in (("python", script.read_text("utf-8") + saved), ("text", printed)):
+        start = text.index(f"```{form}\n") + len(f"```{form}\n")
+        text = text[:start] + body + text[text.index("```\n", start) :]
+    path.write_text(text, "utf-8")
+
+
 def main(names: list[str]) -> None:
     """Draw the pictures of these names, or all."""
     for name in names or SCRIPTS:
         draw(name)
         sys.stdout.write(f"{name}\n")
+    write_readme()
 
 
 if __name__ == "__main__":

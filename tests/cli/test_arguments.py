@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tl_geometry import cli, experiments
 from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.cli.options import EXAMPLES
 from tl_geometry.decomposition import processes
 from tl_geometry.report import build
 from tl_geometry.reproduce import tables
@@ -230,6 +232,20 @@ def test_every_option_says_what_it_is() -> None:
         "reproduce",
         "experiment",
     } == set(group.commands)
+
+
+def test_every_command_has_an_example_that_parses() -> None:
+    import typer.main
+
+    group: Any = typer.main.get_command(cli.app)
+    assert set(EXAMPLES) == set(group.commands)
+    for name, command in group.commands.items():
+        program, said, *words = shlex.split(EXAMPLES[name])
+        assert (program, said) == ("tl-geometry", name)
+        command.make_context(name, list(words))
+        assert EXAMPLES[name] in command.epilog
+    with pytest.raises(cli.USAGE):
+        group.commands["check"].make_context("check", ["--planted"])
 
 
 def test_the_version_and_being_stopped(

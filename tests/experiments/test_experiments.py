@@ -264,6 +264,8 @@ def test_digit_fracture_leaves_the_signs_out() -> None:
     assert score(curve) == pytest.approx(1.0)
     assert score(signs) == pytest.approx(1.0)
     assert score(broken) > 20
+    one_digit = curve[None, 1:5]  # of "1+1=2": no digit stands beside another
+    assert arithmetic.digit_fracture(one_digit, 1, 1).isnan().all()
     assert float(random_tokens.positional.fracture_score(signs[1:]).score) > 20
 
 

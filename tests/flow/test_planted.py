@@ -4,6 +4,7 @@ planted in the modules to see that each would be noticed."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from tests.planted import planted, require_caught
 from tl_geometry.base.results import Provenance
-from tl_geometry.flow import langevin, noise, residuals, separation, simulation, truncation
+from tl_geometry.flow import (
+    langevin,
+    noise,
+    replacing,
+    residuals,
+    separation,
+    simulation,
+    truncation,
+)
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.geodesic import geodesic_path
 
@@ -467,5 +476,72 @@ def test_faults_of_truncation_are_seen() -> None:
             "about the origin": ("((x - center) @ U", "(x @ U"),
             "the centre lost": ("@ U.mT + center", "@ U.mT"),
             "all positions for the pilot": ("x = h if positions ==", "x = h if positions !="),
+        },
+    )
+
+
+# ---- skipped layers
+
+
+def check_skipping(module: Any) -> None:
+    """Means, standard error and agreements of given divergences, in the cell of their pair."""
+    view = SimpleNamespace(n_layers=2)
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    jobs = [((0, 1), "ridge"), ((1, 2), "mean")]
+    work = module.Measure(view, {"pilot": jobs}, pairs, 8, None)
+    own = draw(7, 1, 30, seed=1).log_softmax(-1)
+    changed = draw(7, 1, 30, seed=2).log_softmax(-1)
+    increase = draw(7, 1, seed=3)
+    for part in (slice(0, 3), slice(3, 7)):
+        for job in jobs:
+            work._record("pilot", job, changed[part], own[part], increase[part])
+    work.loss["pilot"] = [torch.tensor([1.0, 2.0])]
+    values, loss = work.finish(("pilot",), ("ridge", "mean"))
+    kl = (own.exp() * (own - changed)).sum(-1)[:, 0]
+    shared = [
+        len(set(a.topk(5).indices.tolist()) & set(b.topk(5).indices.tolist())) / 5
+        for a, b in zip(own[:, 0], changed[:, 0], strict=True)
+    ]
+    wanted = {
+        "kl": float(kl.mean()),
+        "kl_se": float(kl.std()) / math.sqrt(7),
+        "top1": float((own.argmax(-1) == changed.argmax(-1)).double().mean()),
+        "top5": sum(shared) / 7,
+        "loss_increase": float(increase.mean()),
+    }
+    for metric, value in wanted.items():
+        table = values["pilot", "ridge", metric]
+        assert table.shape == (3, 3)
+        assert float(table[0, 1]) == pytest.approx(value), metric
+        assert int(torch.isfinite(table).sum()) == 1
+        same = values["pilot", "mean", metric]
+        assert same[1, 2] == same[0, 2] == pytest.approx(value), "the mean is the same from 0"
+    assert loss[0] == 1.5
+    assert math.isnan(loss[1])
+
+
+def test_faults_of_skipping_are_seen() -> None:
+    require_caught(
+        check_skipping,
+        replacing,
+        {
+            "no square root": (
+                "table[0].std() / table.shape[1] ** 0.5",
+                "table[0].std() / table.shape[1]",
+            ),
+            "five for a share": ("compared.top5 / k", "compared.top5"),
+            "the other divergence": (
+                "[compared.kl_reverse, compared.top1",
+                "[compared.kl, compared.top1",
+            ),
+            "row and column": (
+                "values[place, map_type, metric][a, b] = value",
+                "values[place, map_type, metric][b, a] = value",
+            ),
+            "no cell for the last state": (
+                "n = self.view.n_layers + 1",
+                "n = self.view.n_layers + 2",
+            ),
+            "one start for the mean": ("if p[1] == job[0][1]]", "if p == job[0]]"),
         },
     )

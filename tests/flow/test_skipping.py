@@ -66,7 +66,7 @@ def test_the_last_token_behind_kept_keys_gives_the_models_own_output(
     own = log_probabilities(view, ids, {})
     runs = pilot_runs(view, ids, own, 8)
     assert runs.kept is not None
-    assert runs.columns == 1
+    assert runs.positions == 1
     for copies in (1, 3):
         found = runs.log_probabilities(copies, {})
         torch.testing.assert_close(found, own.repeat(copies, 1), rtol=1e-4, atol=1e-4)

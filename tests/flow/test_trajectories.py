@@ -386,7 +386,9 @@ def test_unembedding_one_column_gives_the_models_own_logits(model_class, archite
     assert torch.allclose(
         log_probabilities(as_view(model), ids, {}).float(), full[:, -1], atol=1e-5
     )
-    assert torch.allclose(log_probabilities(as_view(model), ids, {}, column=None), full, atol=1e-5)
+    assert torch.allclose(
+        log_probabilities(as_view(model), ids, {}, position=None), full, atol=1e-5
+    )
 
 
 def test_distances_by_hand():

@@ -31,7 +31,8 @@ def check_kernels(module: Any) -> None:
     assert bool((coefficients < 0).any()), "coefficients are drawn from [-1, 1]"
     for (a, _), w in weights.items():
         rebuilt = sum(
-            c * np.outer(u, v) for c, u, v in zip(w.coefficients, w.left, w.right, strict=True)
+            float(c) * np.outer(u.numpy(), v.numpy())
+            for c, u, v in zip(w.coefficients, w.left, w.right, strict=True)
         )
         assert np.allclose(w.matrix, rebuilt)
         cosine = (g(w.left, dim=1) @ parts[a].T).abs().amax(1)

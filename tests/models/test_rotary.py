@@ -43,6 +43,7 @@ def yarn(base: float, d_rot: int, factor: float, original: float) -> Tensor:
 
 
 PLAIN = powers(10000.0, 8)
+LLAMA3, YARN = llama3(powers(500.0, 8), 4.0, 1.0, 4.0, 16.0), yarn(500.0, 8, 4.0, 16.0)
 EXPECTED: dict[str, tuple[str, Tensor, Tensor]] = {
     "llama": ("half", PLAIN, PLAIN),
     "mistral": ("half", PLAIN, PLAIN),
@@ -54,8 +55,8 @@ EXPECTED: dict[str, tuple[str, Tensor, Tensor]] = {
     "neox": ("half", powers(10000.0, 4), powers(10000.0, 4)),
     "phi": ("half", powers(10000.0, 4), powers(10000.0, 4)),
     "gptj": ("adjacent", powers(10000.0, 4), powers(10000.0, 4)),
-    "llama3-rope": ("half", *[llama3(powers(500.0, 8), 4.0, 1.0, 4.0, 16.0)] * 2),
-    "llama-yarn": ("half", *[yarn(500.0, 8, 4.0, 16.0)] * 2),
+    "llama3-rope": ("half", LLAMA3, LLAMA3),
+    "llama-yarn": ("half", YARN, YARN),
 }
 """Pairing, and frequencies of a local and a global layer, written out from the papers."""
 
@@ -128,8 +129,9 @@ def test_without_rotation_there_is_one_plane(architecture: str) -> None:
 def scaled_llama(parameters: dict[str, Any], **settings: Any) -> Any:
     import transformers
 
-    base = ARCHITECTURES["llama"][1] | {"rope_parameters": parameters} | settings
-    config = transformers.LlamaConfig(**base)
+    base: dict[str, Any] = ARCHITECTURES["llama"][1] | {"rope_parameters": parameters} | settings
+    make: Any = transformers.LlamaConfig
+    config = make(**base)
     config._attn_implementation = "eager"
     model: Any = transformers.LlamaForCausalLM(config).eval()
     randomize(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from matplotlib.colors import to_rgb
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, render, split_scores, sweep_heads
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.render.figure import View
 from tl_geometry.render.rotary import BANDS
 from tl_geometry.scores import PlaneTable, ScoreSplit
 
@@ -25,6 +27,11 @@ def tables(architecture: str = "neox") -> tuple[PlaneTable, ScoreSplit]:
     basis = decompose(model, tokens(24, 20, 2), progress=False)
     sweep = sweep_heads(model, PROMPTS, basis, detail="planes", progress=False)
     return sweep.planes(), split_scores(model, PROMPTS, basis, heads=["L0H1", "L1H2"])
+
+
+def containers(drawn: View) -> Any:
+    """The bars of the first axes, by their label."""
+    return drawn.figure.axes[0].containers
 
 
 @pytest.mark.parametrize("share", ["cs", "gs"])
@@ -44,7 +51,9 @@ def test_the_atlas_has_the_colour_of_the_largest_band(share: str) -> None:
         for b in bands.bands
         if bool((which == bands.bands.index(b)).any())
     )
-    texts = [t.get_text() for t in drawn.figure.axes[0].get_legend().get_texts()]
+    legend = drawn.figure.axes[0].get_legend()
+    assert legend is not None
+    texts = [t.get_text() for t in legend.get_texts()]
     assert all(t.split(":")[0] in BANDS for t in texts)
 
 
@@ -55,7 +64,7 @@ def test_bars_are_the_shares_and_the_curve_is_the_profile() -> None:
     assert drawn.title == "Which wavelengths carry L0H1, L1H2"
     assert len(drawn.figure.axes) == 4
     row = planes.heads.index((0, 1))
-    bars = [p for c in drawn.figure.axes[0].containers for p in c.patches]
+    bars = [p for c in containers(drawn) for p in c]
     totals = np.zeros(3)
     for i, bar in enumerate(bars):
         totals[i % 3] += bar.get_height()
@@ -87,7 +96,7 @@ def test_the_page_has_a_column_for_each_band() -> None:
 def test_a_model_without_rotation_is_one_hatched_bar() -> None:
     planes, split = tables("gpt2")
     drawn = render.head_planes(planes, split.offset_profile())
-    bars = [p for c in drawn.figure.axes[0].containers for p in c.patches]
+    bars = [p for c in containers(drawn) for p in c]
     assert len(bars) == 3
     assert {bar.get_hatch() for bar in bars} == {"//"}
     assert "pass in 8 of 8" in render.band_atlas(planes).title

@@ -22,6 +22,7 @@ from tl_geometry import __version__
 from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError, choice, require
 from tl_geometry.cli.options import (
+    EXAMPLES,
     Bos,
     BudgetOption,
     Class,
@@ -97,12 +98,16 @@ def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
+def _example(name: str) -> str:
+    return f"For example: {EXAMPLES[name]}"
+
+
 def _add(command: Callable[..., None], name: str, about: str, left_out: Set[str]) -> None:
     """Add a command without some of its function's options, which keep their defaults."""
     signature = inspect.signature(command, eval_str=True)
     kept = [p for p in signature.parameters.values() if p.name not in left_out]
     vars(command)["__signature__"] = signature.replace(parameters=kept)
-    app.command(name, help=about)(command)
+    app.command(name, help=about, epilog=_example(name))(command)
 
 
 def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
@@ -190,7 +195,7 @@ _analysis(
 )
 
 
-@app.command()
+@app.command(epilog=_example("fit"))
 def fit(
     model: Model = None,
     corpus: Corpus = None,
@@ -267,7 +272,7 @@ def fit(
             say(summary, as_json, f"{out}: {basis!r}")
 
 
-@app.command()
+@app.command(epilog=_example("check"))
 def check(
     model: Model = None,
     model_class: Class = "bridge",
@@ -286,7 +291,7 @@ def check(
     typer.echo(check_model(loaded).text())
 
 
-@app.command()
+@app.command(epilog=_example("readout"))
 def readout(
     model: Model = None,
     layer: Annotated[int, typer.Option("--layer", help="Block of the head, counted from 0.")] = 0,
@@ -320,7 +325,7 @@ def readout(
     typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
 
 
-@app.command()
+@app.command(epilog=_example("reproduce"))
 def reproduce(
     work: Annotated[str, typer.Argument(help="song-zhong, lines-of-thought or traveling-words.")],
     model: Annotated[
@@ -381,7 +386,7 @@ def reproduce(
     typer.echo(table.text())
 
 
-@app.command()
+@app.command(epilog=_example("experiment"))
 def experiment(
     name: Annotated[str, typer.Argument(help="randomisation, addition or nanogpt.")],
     scale: Annotated[

@@ -90,3 +90,15 @@ Sections = Annotated[
         help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.",
     ),
 ]
+EXAMPLES = {
+    "report": "tl-geometry report gpt2 --corpus book.txt --budget 1h --out report",
+    "heads": "tl-geometry heads smollm2 --corpus book.txt --planes --out heads",
+    "weights": "tl-geometry weights gpt2 --corpus book.txt --out weights",
+    "trajectories": "tl-geometry trajectories gpt2 --corpus walden.txt --out paths",
+    "fit": "tl-geometry fit gpt2 --corpus tokens.npy --out basis.safetensors --resume",
+    "check": "tl-geometry check gpt2 --class hooked",
+    "readout": "tl-geometry readout gpt2 --layer 5 --head 1 --weights OV --k 10",
+    "reproduce": "tl-geometry reproduce lines-of-thought --model gpt2 --corpus walden.txt",
+    "experiment": "tl-geometry experiment addition --scale smoke --out addition",
+}
+"""One for each command, shown below its help."""

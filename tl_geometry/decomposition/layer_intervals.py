@@ -13,6 +13,7 @@ from tl_geometry.decomposition.moments import GROUPED, Moments
 from tl_geometry.decomposition.variance import analysis
 
 SHARES = ("pos", "ctx", "resid")
+"""Parts of the total sum of squares, in the order of their axis here."""
 
 
 def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
@@ -44,7 +45,8 @@ def _total(m: Moments, without: int | None = None) -> Moments:
     return dataclasses.replace(m, **made, second=None, shift=None, tail=None)
 
 
-def _shares(m: Moments) -> Float[Tensor, "state column"]:
+def _shares(m: Moments) -> Float[Tensor, "state part"]:
+    """Shares of the total sum of squares (NaN where that is zero)."""
     values = analysis(m)
     total = torch.where(values["total"] > 0, values["total"], torch.nan)
     return torch.stack([values[name] / total for name in SHARES], dim=1).cpu()

@@ -40,8 +40,7 @@ class Anova(Result):
     value corrected for sampling noise by a jackknife over groups of contexts, and its 95% bounds
     (:func:`tl_geometry.decomposition.layer_intervals.anova_intervals`; empty below 10 contexts).
 
-    With one context ``identifiable`` is false, and the shares
-    of pos are NaN.
+    With one context ``identifiable`` is false, and the shares of pos are NaN.
     """
 
     states: tuple[int, ...]
@@ -78,6 +77,7 @@ class Anova(Result):
         return {"pos": pos / total, "ctx": self.ctx / total, "resid": self.resid / total}
 
     def _bounded(self) -> list[str]:
+        """The shares that have an interval."""
         return [name for name in self.shares if name in self.intervals]
 
     def columns(self) -> Sequence[str]:

@@ -135,7 +135,7 @@ def digit_fracture(
     pos: Float[Tensor, "state position d_model"], length: int, start: int
 ) -> Float[Tensor, " state"]:
     """Largest step over median step between neighbouring digits; steps from and to ``+`` and ``=``
-    are left out.
+    are left out. NaN for numbers of one digit, which have no neighbours.
 
     ``length`` is that of each number, ``start`` the position of the first row.
     """
@@ -143,6 +143,8 @@ def digit_fracture(
     left = torch.arange(start, start + step.shape[1])
     signs = torch.tensor([length, 2 * length + 1])
     kept = step[:, ~(torch.isin(left, signs) | torch.isin(left + 1, signs))]
+    if kept.shape[1] == 0:
+        return torch.full_like(step[:, 0], torch.nan)
     return kept.amax(-1) / kept.median(-1).values
 
 

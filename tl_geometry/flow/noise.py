@@ -281,7 +281,7 @@ def familywise_threshold(states: int, level: float = 0.05) -> float:
     draws = torch.randn(20_000, max(1, states), generator=generator, dtype=torch.float64)
     away = (draws - draws.quantile(0.5, dim=1, keepdim=True)).abs()
     mad = away.quantile(0.5, dim=1).clamp(min=1e-300)
-    return float((away.amax(1) / (1.4826 * mad)).quantile(1 - level))
+    return float((away.amax(1) / (MAD_TO_SD * mad)).quantile(1 - level))
 
 
 def layer_anomalies(

@@ -74,13 +74,13 @@ class Measure:
     ) -> None:
         """Measure the jobs of a place on some chunks. Those not reached by the deadline are left
         out here and later."""
-        view, column = self.view, -1 if place == "pilot" else None
+        view, position = self.view, -1 if place == "pilot" else None
         tokens = rows[:, :-1]
         target = rows[:, -1:] if place == "pilot" else rows[:, 2:]
         clean: dict[int, Tensor] = {}
         starts = {a for (a, _), _ in self.jobs[place]}
         plain = log_probabilities(
-            view, tokens, {view.state_hooks[s]: keep(clean, s) for s in starts}, column=column
+            view, tokens, {view.state_hooks[s]: keep(clean, s) for s in starts}, position=position
         )
         own = _from_second(plain, place)
         own_loss = token_losses(own, target)
@@ -119,7 +119,7 @@ class Measure:
             )
         if runs is not None:
             return runs.log_probabilities(len(group), hooks)
-        return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, column=None)
+        return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, position=None)
 
     def _record(self, place: str, job: Job, changed: Tensor, own: Tensor, increase: Tensor) -> None:
         compared = distances(changed, own)

@@ -239,8 +239,9 @@ def _dropped(aligned: AlignedBases, states: tuple[int, ...]) -> list[str]:
 def adjusted_over_pairs(p: Float[Tensor, "state state"]) -> Float[Tensor, "state state"]:
     """Benjamini-Hochberg adjusted p-values over all pairs (NaN where there is none).
 
-    >>> adjusted_over_pairs(torch.tensor([[0.01, 0.04], [torch.nan, 0.03]]).double())[0].tolist()
-    [0.03, 0.04]
+    >>> p = torch.tensor([[0.25, 1.0], [torch.nan, 0.5]], dtype=torch.float64)
+    >>> adjusted_over_pairs(p).tolist()
+    [[0.75, 1.0], [nan, 0.75]]
     """
     known = torch.isfinite(p)
     out = torch.full_like(p, torch.nan)

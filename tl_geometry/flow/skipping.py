@@ -167,7 +167,7 @@ def skip_map(
     chosen = _pairs(view, pairs)
     if pairs is None and view.n_layers > 2:
         flags.append(f"skips of {', '.join(map(str, SKIPS))} blocks only")
-    limit = batch_size or output_batch(view, source.length, all_columns="all" in places)
+    limit = batch_size or output_batch(view, source.length, all_positions="all" in places)
     states = sorted({s for pair in chosen for s in pair})
     jobs = _jobs(chosen, map_types)
     estimated = [t for t in map_types if t not in ("identity", "mean")]

@@ -158,7 +158,7 @@ def truncation_kl(
     _check_bos(view, ensemble, ids)
     states = [view.n_layers] if where == "final" else range(1, view.n_layers + 1)
     rows = {s: ensemble.row(s) for s in states}
-    limit = batch_size or output_batch(view, source.length, all_columns=False)
+    limit = batch_size or output_batch(view, source.length, all_positions=False)
     found, own = _run(view, ids, aligned, grid, rows, positions, limit, progress)
     (kl, reverse, top1, top5), chunks = found, distances(own[1:], own[:-1]).kl
     fitted = set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}

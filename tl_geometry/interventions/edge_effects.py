@@ -131,7 +131,7 @@ def edge_necessity(
     require(fits, "counted", expected="bool [batch position]", got=describe(keep))
     keep = keep.expand(rows.tokens.shape)[:, 1:]
     require(bool(keep.any(1).all()), "counted", expected="tokens of every prompt", got="none")
-    size = max(1, output_batch(view, rows.tokens.shape[1], all_columns=True))
+    size = max(1, output_batch(view, rows.tokens.shape[1], all_positions=True))
     order, found = derangement(len(rows), seed), []
     for at in torch.arange(len(rows)).split(size):
         run = clean_run(view, rows.tokens[at], [writer, *others], layers)

@@ -148,7 +148,7 @@ def measure_effects(
 ) -> tuple[Float[Tensor, "row batch"], Float[Tensor, "row batch"]]:
     """(loss, KL from clean) of each condition and prompt over its ``counted`` tokens; a condition
     is a function that makes a context manager, the first is clean."""
-    size = max(2, output_batch(view, tokens.shape[1], all_columns=True))
+    size = max(2, output_batch(view, tokens.shape[1], all_positions=True))
     parts = max(1, min(math.ceil(len(tokens) / size), len(tokens) // 2))
     sums = {name: _Sums([], [], []) for name in conditions}
     bar = tqdm(total=parts * len(conditions), disable=not progress, desc=view.name, unit="run")
@@ -159,7 +159,7 @@ def measure_effects(
             clean: Tensor | None = None
             for name, make in conditions.items():
                 with make():
-                    log_p = log_probabilities(view, batch, {}, column=None)
+                    log_p = log_probabilities(view, batch, {}, position=None)
                 clean = log_p if clean is None else clean
                 sums[name].add(log_p, clean, batch, chosen)
                 bar.update(1)

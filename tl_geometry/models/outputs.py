@@ -44,10 +44,10 @@ def require_output(view: ModelView, what: str) -> None:
     )
 
 
-def output_batch(view: ModelView, columns: int, *, all_columns: bool) -> int:
+def output_batch(view: ModelView, positions: int, *, all_positions: bool) -> int:
     """Rows of one forward pass whose logits are wanted."""
-    fit = ELEMENTS // (view.d_vocab * (columns if all_columns else 1))
-    return max(1, min(default_batch(columns, view.device), fit))
+    fit = ELEMENTS // (view.d_vocab * (positions if all_positions else 1))
+    return max(1, min(default_batch(positions, view.device), fit))
 
 
 def next_token_loss(
@@ -63,20 +63,20 @@ def log_probabilities(
     tokens: Int[Tensor, "batch position"],
     hooks: Mapping[str, Hook],
     *,
-    column: int | None = -1,
+    position: int | None = -1,
 ) -> Float[Tensor, "*batch d_vocab"]:
-    """Log-probabilities of the next token after ``column`` (after every column for ``None``),
-    float64 for one column.
+    """Log-probabilities of the next token after ``position`` (after every position for ``None``),
+    float64 for one position.
 
-    Where the model has a hook in front of its unembedding, only the wanted column is unembedded.
+    Where the model has a hook in front of its unembedding, only the wanted position is unembedded.
     """
-    if column is None:
+    if position is None:
         return view.logits(tokens, hooks).float().log_softmax(-1)
     point = view.unembed_hook if view.causal else None
     if point is not None:
-        hooks = {**hooks, point: lambda h: h[:, [column]]}
+        hooks = {**hooks, point: lambda h: h[:, [position]]}
     logits = view.logits(tokens, hooks)
-    return logits[:, 0 if point is not None else column].double().log_softmax(-1)
+    return logits[:, 0 if point is not None else position].double().log_softmax(-1)
 
 
 class PilotRuns(NamedTuple):
@@ -94,7 +94,7 @@ class PilotRuns(NamedTuple):
     """Edited copies of the chunks that one pass can take."""
 
     @property
-    def columns(self) -> int:
+    def positions(self) -> int:
         """Positions that hooks see."""
         return self.tokens.shape[1] if self.kept is None else 1
 
@@ -104,7 +104,7 @@ class PilotRuns(NamedTuple):
         """The next token after ``copies`` copies of the chunks, one after the other; hooks see the
         last token last."""
         view = self.view if self.kept is None else self.kept.times(copies)
-        return log_probabilities(view, self.tokens[:, -self.columns :].repeat(copies, 1), hooks)
+        return log_probabilities(view, self.tokens[:, -self.positions :].repeat(copies, 1), hooks)
 
 
 def pilot_runs(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.corpus import cutting as token_math
+from tl_geometry.corpus import cutting
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_view import ModelView
 
@@ -140,11 +140,11 @@ def draw(
     train = ids[: int(settings.train_share * len(ids))]
     if settings.overlap:
         parts = [
-            token_math.sample_starts(train.tolist(), settings.length, n, settings.seed + i)
+            cutting.sample_starts(train.tolist(), settings.length, n, settings.seed + i)
             for i, n in _sizes(settings)
         ]
     else:
-        whole = token_math.cut(train.tolist(), settings.length)
+        whole = cutting.cut(train.tolist(), settings.length)
         enough = (
             f"at least 2 windows of {settings.length} tokens in {settings.train_share:.0%} of the "
             "text"

@@ -27,6 +27,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, ReconstructionError, fail, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.results import Provenance, hash_tokens
+from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -178,11 +179,11 @@ def sweep_heads(
     rows = _rows_per_batch(view, source.length, memory_budget, batch_size)
     require_basis(basis)
     work = _Sweep(view, basis, chosen, source.length, wanted, memory_budget, seed)
-    done, token_hash, begins = 0, "", view.bos_id is not None
+    done, token_hash, begins = 0, "", True
     bar = tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name)
     with bar:
         for batch in source.batches(rows):
-            begins = begins and bool((batch[:, 0] == view.bos_id).all())
+            begins = begins and begins_with_bos(batch, view.bos_id)
             # a row without BOS decides, one with it does not
             basis.check_model(view, None if begins else False)
             if done == 0:

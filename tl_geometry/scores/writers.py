@@ -35,6 +35,7 @@ from tl_geometry.base.errors import BudgetError, ReconstructionError, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Provenance, Result, hash_tokens
 from tl_geometry.base.rows import row_center
+from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
@@ -375,10 +376,10 @@ def stream_writers(
     verified; returns how many positions are left out and what was read."""
     size = batch_of(batch_size, source.length, view.device)
     size = min(size, _fitting(view, source.length, memory_budget))
-    begins, done, token_hash, start = view.bos_id is not None, 0, "", drop
+    begins, done, token_hash, start = True, 0, "", drop
     with tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name) as bar:
         for batch in source.batches(size):
-            begins = begins and bool((batch[:, 0] == view.bos_id).all())
+            begins = begins and begins_with_bos(batch, view.bos_id)
             start = int(begins) if start is None else start
             expected, fits = f"more than {start + 1} positions", start + 1 < source.length
             require(fits, "tokens", expected=f"{expected} ({start} left out)", got=source.length)

@@ -1,0 +1,229 @@
+"""Every number of a sentence of the report is that of its table, and the nulls are nulls, with
+faults planted in the modules."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.planted import require_caught
+from tests.tiny import tiny, tokens
+from tl_geometry import decompose, decompose_activations, sweep_heads
+from tl_geometry.base.results import Provenance
+from tl_geometry.interventions.effects import Effects
+from tl_geometry.report import basis as basis_section
+from tl_geometry.report import flow as flow_section
+from tl_geometry.report import heads as heads_section
+from tl_geometry.report.section import Draft
+
+
+def check_nulls(module: Any) -> None:
+    """Gibberish is the null's tokens, untrained the null's model."""
+    seen: list[Any] = []
+    module.gibberish = lambda model, n, length, prepend_bos, seed: ("noise", n, length)
+    module.trajectories = lambda model, ids, progress: (model, ids)
+    module.compare_ensembles = lambda ensembles: seen.append(ensembles)
+
+    @contextmanager
+    def untrained(model: Any, seed: int) -> Any:
+        yield f"untrained {model}"
+
+    module.reinitialized = untrained
+    analysis = SimpleNamespace(
+        view=SimpleNamespace(bos_id=None), model="model", seed=0, clock=SimpleNamespace(say=str)
+    )
+    chunks = SimpleNamespace(has_bos=False, tokens=torch.zeros(3, 5))
+    chunks.__class__ = type("Chunks", (SimpleNamespace,), {"__len__": lambda self: 3})
+    module._nulls(Draft("flow"), analysis, chunks, "own")
+    assert seen == [
+        {
+            "text": "own",
+            "gibberish": ("model", ("noise", 3, 5)),
+            "untrained": ("untrained model", chunks),
+        }
+    ]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in re.findall(r"-?\d+\.\d+", text)]
+
+
+def check_anova(module: Any) -> None:
+    """The sentence on the middle state, by the table and by the states themselves."""
+    g = torch.Generator().manual_seed(3)
+    h = torch.randn(3, 16, 6, 5, generator=g).double() + torch.randn(3, 1, 6, 5, generator=g)
+    h = h + 0.7 * torch.randn(3, 16, 1, 5, generator=g)
+    basis, null = decompose_activations(h), decompose_activations(h.flip(1).roll(1, 2) ** 3)
+    module._beside = lambda draft, analysis: (null, None)
+    module.massive = SimpleNamespace(add=lambda draft, analysis: None)
+    stand_in = SimpleNamespace(html=str)
+    module.views = SimpleNamespace(
+        variance_shares=lambda table, control: stand_in,
+        spirals=lambda basis, control: stand_in,
+        norms=lambda basis: stand_in,
+        gram=lambda basis, state: stand_in,
+    )
+    section = module.section(SimpleNamespace(basis=basis))
+    said = next(t for t in section.text if t.startswith("At state 1:"))
+    table = basis.anova()
+    x = h[1] - h[1].mean((0, 1))
+    whole = float(x.square().sum())
+    pos = 16 * float(x.mean(0).square().sum()) / whole
+    ctx = 6 * float(x.mean(1).square().sum()) / whole
+    debiased, reliability = float(table.pos_debiased[1]), float(table.pos_reliability[1])
+    wanted = [100 * pos, 100 * debiased, reliability, 100 * ctx, 100 * (1 - pos - ctx)]
+    assert numbers(said) == pytest.approx(wanted, abs=0.051)
+    words = [said.index(w) for w in ("% position", "reliability", "% context", "% residual")]
+    assert words == sorted(words)
+    spliced = next(t for t in section.text if "spliced" in t)
+    shares = [100 * float(null.anova().shares["ctx"][1]), float(table.ctx_agreement[1])]
+    assert numbers(spliced) == pytest.approx(shares, abs=0.051)
+    assert section.tables["anova"].rows()[1][:2] == table.rows()[1][:2]
+
+
+def effects(*, better: float) -> Effects:
+    """Losses of twelve prompts; random terms cost ``better`` more than the dominant ones."""
+    g = torch.Generator().manual_seed(1)
+    clean = 3 + torch.rand(12, generator=g).double()
+    dominant = clean + 0.5 + 0.05 * torch.rand(12, generator=g).double()
+    random = dominant + better + 0.02 * (torch.arange(12) % 2 - 0.5)
+    rows = torch.stack([clean, dominant, dominant + 1, random, random + 2, random + 3])
+    return Effects(
+        conditions=(
+            "clean",
+            "dominant term",
+            "dominant group",
+            "random term",
+            "bias terms only",
+            "uniform attention",
+        ),
+        losses=rows,
+        induction_losses=rows,
+        kls=rows - rows[0],
+        provenance=Provenance(),
+    )
+
+
+def check_heads(module: Any) -> None:
+    """The sentences on dominance and on labels."""
+    better, same = effects(better=0.4), effects(better=0.0)
+    assert "save 0.40 nats" in module._dominance(better)
+    said = module._dominance(same)
+    gap = same.change("random term", against="dominant term")
+    assert "not shown to be better" in said
+    bounds = [float(gap.value), float(gap.low), float(gap.high)]
+    assert numbers(said) == pytest.approx(bounds, abs=0.006)
+    assert "not shown" in module._dominance(effects(better=-0.3))
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
+    table = sweep_heads(
+        model,
+        ids,
+        decompose(model, ids, progress=False),
+        detail=("intervals", "nulls"),
+        progress=False,
+    )
+    intervals = table.group_intervals
+    assert intervals is not None
+    for i, said in enumerate(module._named(table, "induction").split("; ")):
+        layer, head = table.heads[i]
+        group = int(table.group_cs[i].argmax())
+        mean = table.details.get(f"cs_{table.groups[group]}_shifted")
+        wanted = [
+            float(table.types["induction"][i]),
+            float(table.group_cs[i, group]),
+            float(intervals.low[i, group]),
+            float(intervals.high[i, group]),
+            *([] if mean is None else [float(mean[i])]),
+            float(table.group_gs[i, group]),
+        ]
+        assert said.startswith(f"L{layer}H{head} ")
+        assert f"({table.by_group.labels[i]} on this corpus: {table.groups[group]} " in said
+        assert numbers(said) == pytest.approx(wanted, abs=0.0051)
+        assert table.dropped_mass is not None
+        assert f"{float(table.dropped_mass[i]):.0%} of its attention" in said
+
+
+def test_faults_of_nulls_and_sentences_are_seen() -> None:
+    require_caught(
+        check_nulls,
+        flow_section,
+        {
+            "gibberish is text": (
+                '"gibberish": trajectories(model, noise',
+                '"gibberish": trajectories(model, chunks',
+            ),
+            "untrained is trained": (
+                '"untrained": trajectories(null, chunks',
+                '"untrained": trajectories(model, chunks',
+            ),
+            "untrained on gibberish": (
+                '"untrained": trajectories(null, chunks',
+                '"untrained": trajectories(null, noise',
+            ),
+        },
+    )
+    require_caught(
+        check_anova,
+        basis_section,
+        {
+            "context for position": (
+                "{float(shares['pos'][row]):.1%} position",
+                "{float(shares['ctx'][row]):.1%} position",
+            ),
+            "residual for context": (
+                "{float(shares['ctx'][row]):.1%} context",
+                "{float(shares['resid'][row]):.1%} context",
+            ),
+            "another state": (
+                "row, shares = basis.index(middle)",
+                "row, shares = basis.index(middle) + 1",
+            ),
+            "not debiased": (
+                "{float(table.pos_debiased[row]):.1%}",
+                "{float(shares['pos'][row]):.1%}",
+            ),
+            "agreement for reliability": (
+                "{float(table.pos_reliability[row]):.3f}",
+                "{float(table.ctx_agreement[row]):.3f}",
+            ),
+            "own share for the null": (
+                "{float(table.ctx_null[row]):.1%}",
+                "{float(shares['ctx'][row]):.1%}",
+            ),
+        },
+    )
+    require_caught(
+        check_heads,
+        heads_section,
+        {
+            "worse for better": (
+                'effect.change("random term", against="dominant term")',
+                'effect.change("dominant term", against="random term")',
+            ),
+            "against the clean run": (
+                'effect.change("random term", against="dominant term")',
+                'effect.change("random term")',
+            ),
+            "the upper bound for the lower": (
+                "{float(found.low[row, group]):.2f} to",
+                "{float(found.high[row, group]):.2f} to",
+            ),
+            "the first group": (
+                "{float(top.group_gs[i, largest]):.2f} of the gain",
+                "{float(top.group_gs[i, 0]):.2f} of the gain",
+            ),
+            "the share for the score": (
+                "{float(top.types[name][i]):.2f} (",
+                "{float(best.share[i]):.2f} (",
+            ),
+            "mass of the first head": (
+                "{float(top.dropped_mass[i]):.0%}",
+                "{float(top.dropped_mass[0]):.0%}",
+            ),
+        },
+    )
