@@ -168,7 +168,7 @@ def test_one_edge_carries_induction_in_smollm2() -> None:
         nulls = (table.other_gs, table.random_gs)
         assert all(abs(float(null[head, 1, previous])) < 0.2 for null in nulls)
     second = torch.arange(41) >= 22
-    # not mlp11: it writes the attention sink at BOS, which shares leave out and removing it does not
+    # not mlp11: it writes the sink at BOS, which shares leave out and a removal does not
     others = ["mlp16", "L16H2", "mlp15"]
     found = edge_necessity(model, prompts, "L16H0", INDUCTION, counted=second, controls=others)
     clean = found.of("clean")
