@@ -98,7 +98,7 @@ def pulled(layer: LayerView, drop: int, heads: Sequence[int] | None = None) -> P
             out_k[n][:, :, seen] += weight.mT @ query[:, :, at]
             total[n] += (weight * centred).sum((0, 2, 3), dtype=torch.float64)
             if added is not None:
-                alibi[n] += (weight * added).sum((0, 2, 3), dtype=torch.float64)
+                alibi[n] += (added * weight).sum((0, 2, 3), dtype=torch.float64)
     # as in share_sums: what rounding alone could leave
     sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)).double() for x in (query, key)]
     floor = (32 * unit_roundoff(q.dtype) * sizes[0] * sizes[1]).square().sum(0)
