@@ -356,12 +356,7 @@ def paired_effects(repeats: int) -> list[Outcome]:
         p = torch.tensor([sign_flip_p(draw(g)) for _ in range(repeats)])
         hits = (p <= 0.05).double().unsqueeze(1)
         out.append(outcome(f"sign flips of 12 prompts, {name}", hits, start, size=True))
-    start, g = time.perf_counter(), torch.Generator().manual_seed(1)
-    skewed = torch.randn(repeats, 12, generator=g).exp() - float(torch.tensor(0.5).exp())
-    p = torch.tensor([sign_flip_p(x) for x in skewed])
-    hits = (p <= 0.05).double().unsqueeze(1)
-    name = "sign flips as a test of the mean, skewed (not offered)"
-    return [*out, outcome(name, hits, start, size=True, promised=False)]
+    return out
 
 
 def head_types(repeats: int) -> list[Outcome]:
