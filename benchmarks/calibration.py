@@ -420,7 +420,7 @@ def anomalies(states: int, repeats: int) -> list[Outcome]:
     name, old = f"anomalous layers, {states} states", torch.stack(before)
     return [
         outcome(name, torch.stack(hits), start, size=True),
-        outcome(f"{name}, |z| > 3.5 (of before)", old, start, size=True, promised=False),
+        outcome(f"{name}, z above 3.5 (of before)", old, start, size=True, promised=False),
     ]
 
 

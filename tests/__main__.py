@@ -1,5 +1,5 @@
-"""``python -m tests``: format, lint, types, tests and doctests. ``--fast`` leaves out the slow
-tests, ``--only tests`` the rest."""
+"""``python -m tests``: format, lint, types, the site, tests and doctests. ``--fast`` leaves out
+the slow tests, ``--only tests`` the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__)
     parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
     parser.add_argument(
-        "--only", choices=("format", "lint", "types", "tests"), help="one of the checks"
+        "--only", choices=("format", "lint", "types", "docs", "tests"), help="one of the checks"
     )
     parser.add_argument("--workers", default=str(os.cpu_count() or 1), help="test processes")
     arguments = parser.parse_args()
@@ -28,6 +28,7 @@ def main() -> int:
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],
         "types": [*python, "pyright"],
+        "docs": [*python, "sphinx", "-q", "-W", "--keep-going", "docs", "docs/_build/html"],
         "tests": [
             *python,
             "pytest",

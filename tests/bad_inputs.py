@@ -27,6 +27,9 @@ import torch
 import tl_geometry as tlg
 from tl_geometry.base.errors import GeometryError
 
+PATH: Any = "basis.safetensors"
+"""What is often given where a basis is meant."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -96,6 +99,16 @@ def removed(world: World, **options: Any) -> Any:
 def run_removed(world: World, tokens: torch.Tensor, **options: Any) -> Any:
     with removed(world, **options):
         return world.model(tokens)
+
+
+def run_planes(world: World, planes: Any) -> Any:
+    with tlg.interventions.remove_planes(world.model, planes, "L1H0"):
+        return world.model(world.ids[:2])
+
+
+def run_edge(world: World, writer: str, tokens: torch.Tensor) -> Any:
+    with tlg.interventions.remove_edge(world.model, tokens, writer, "L1H0"):
+        return world.model(world.ids[:2])
 
 
 def replaced(world: World, **fields: Any) -> tlg.PositionContext:
@@ -264,7 +277,7 @@ SETTINGS = [
         check=lambda w, v: v.window == (1, 8),
     ),
     Call("a window of halves", lambda w: w.decompose(w.ids, window=(1.5, 8.0)), "window"),
-    Call("a window beyond the columns", lambda w: w.decompose(w.ids, window=(1, 99)), "window"),
+    Call("a window beyond the positions", lambda w: w.decompose(w.ids, window=(1, 99)), "window"),
     Call("a window the wrong way", lambda w: w.decompose(w.ids, window=(8, 1)), "window"),
     Call("a window of one number", lambda w: w.decompose(w.ids, window=8), "window"),
     Call("batch_size 0", lambda w: w.decompose(w.ids, batch_size=0), "batch_size"),
@@ -518,10 +531,83 @@ SPLITS = [
         lambda w: tlg.sweep_heads(w.model, w.ids, w.basis, memory_budget=1, progress=False),
         "memory_budget",
     ),
+    Call(
+        "writers without a basis",
+        lambda w: tlg.sweep_heads(w.model, w.ids, parts="writers", progress=False),
+    ),
+    Call(
+        "parts of no name",
+        lambda w: tlg.sweep_heads(w.model, w.ids, parts="heads", progress=False),  # type: ignore[call-overload]
+        "'writers', 'blocks'",
+    ),
+    Call(
+        "details of writers",
+        lambda w: tlg.sweep_heads(w.model, w.ids, parts="writers", detail="nulls", progress=False),
+        "no detail with writers",
+    ),
+    Call(
+        "composition of one prompt",
+        lambda w: tlg.composition(w.model, w.ids[:1], progress=False),
+        "at least 2 prompts",
+    ),
+    Call("a logit of two prompts", lambda w: tlg.explain_logit(w.model, w.ids, 3, 5), "one prompt"),
+    Call(
+        "a logit beyond the prompt",
+        lambda w: tlg.explain_logit(w.model, w.ids[:1], 99, 5),
+        "position",
+    ),
+    Call(
+        "a difference of three logits",
+        lambda w: tlg.explain_logit(w.model, w.ids[:1], 3, [1, 2, 3]),
+        "target",
+    ),
+    Call("an edge", lambda w: run_edge(w, "L0H0", w.ids[:2])),
+    Call("an edge from a later head", lambda w: run_edge(w, "L2H0", w.ids[:2]), "L2H0"),
+    Call(
+        "an edge of other tokens",
+        lambda w: run_edge(w, "L0H0", w.ids[2:4]),
+        "tokens of the clean run",
+    ),
+    Call(
+        "a dictionary of another width",
+        lambda w: tlg.scores.feature_shares(
+            w.model,
+            w.ids[:1],
+            tlg.scores.dictionary((torch.ones(1, 12, 3), torch.eye(3), torch.zeros(3)), 1),
+        ),
+        "d_model",
+    ),
+    Call(
+        "a dictionary that is none",
+        lambda w: tlg.scores.dictionary(torch.nn.Linear(2, 2), 1),
+        "encode, W_dec",
+    ),
+    Call("planes that were not asked for", lambda w: w.table.planes(), 'detail="planes"'),
+    Call("a plane beyond the last", lambda w: w.split.on_planes(1), "planes 0 to 0"),
+    Call("a band that has no name", lambda w: w.split.on_planes("fast"), "near.*far"),
+    Call(
+        "a profile of no term", lambda w: w.split.offset_profile("pos-nothing"), "terms: expected"
+    ),
+    Call(
+        "a kernel of a model without rotation",
+        lambda w: tlg.scores.relative_kernel(w.model, w.decompose(w.ids, normalize=True)),
+        "a rotary model",
+    ),
+    Call(
+        "a kernel on a raw basis",
+        lambda w: tlg.scores.relative_kernel(w.model, w.basis),
+        "normalize=True",
+    ),
     Call("a column that is not there", lambda w: w.table.top("nothing"), "column"),
     Call("a number of rows below zero", lambda w: w.table.top("induction", -1), "n|rows"),
 ]
 EDITS = [
+    Call(
+        "near planes of a model without rotation",
+        lambda w: run_planes(w, "near"),
+        "planes that the heads have",
+    ),
+    Call("the plane of all coordinates", lambda w: run_planes(w, "pass")),
     Call("an unknown term", lambda w: run_removed(w, w.ids[:2], term="pos-nothing"), "term"),
     Call("an unknown head", lambda w: run_removed(w, w.ids[:2], heads="L9H9"), "head"),
     Call("prompts without BOS", lambda w: run_removed(w, w.ids[:2, 1:]), "has_bos|BOS"),
@@ -563,6 +649,15 @@ VIEWS = [
     Call(
         "few positions for spectra",
         lambda w: tlg.positional_report(w.decompose(w.ids, window=(1, 3))),
+    ),
+    Call("a path as a positional basis", lambda w: tlg.positional_report(PATH), "PositionContext"),
+    Call("a path as a context basis", lambda w: tlg.contextual_report(PATH), "PositionContext"),
+    Call("a path to compare", lambda w: tlg.compare_bases(w.basis, PATH), "PositionContext"),
+    Call("axes from a path", lambda w: tlg.token_paths(w.model, w.ids, PATH), "PositionContext"),
+    Call(
+        "kernels of a path",
+        lambda w: tlg.measures.kernel_gaps(w.model, PATH),
+        "PositionContext",
     ),
     Call(
         "topics without labels",

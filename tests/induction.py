@@ -144,7 +144,7 @@ def attention_only() -> Any:
 
 
 def prompts(batch: int, period: int = 7, seed: int = 0) -> Tensor:
-    """BOS, then distinct random tokens repeated: ``[batch, 1 + 3 period]`` (at most 24 columns)."""
+    """BOS, then distinct random tokens repeated: ``[batch, 1 + 3 period]``, at most 24 of them."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.stack(
         [1 + torch.randperm(VOCAB - 1, generator=generator)[:period] for _ in range(batch)]

@@ -41,7 +41,95 @@ SUMS, TYPES, SWEEP, LEFT_OUT = (
 )
 ROTARY, PLANES = "tests/models/test_rotary.py", "tests/scores/test_planes.py"
 TERMS, LIVE = (f"tests/interventions/test_{n}.py" for n in ("terms", "live_edits"))
+WRITERS, EDGES = "tests/models/test_writers.py", "tests/interventions/test_edges.py"
+BY_WRITERS, LOGITS = "tests/scores/test_writers.py", "tests/scores/test_logits.py"
+COMPOSITION = "tests/scores/test_composition.py"
 FAULTS = (
+    Fault(
+        "a missing output bias",
+        "models",
+        'self.dense[f"mlp{layer}"] = mlp - block.b_out.to(h)',
+        'self.dense[f"mlp{layer}"] = mlp - 2 * block.b_out.to(h)',
+        WRITERS,
+    ),
+    Fault(
+        "a wrong frozen scale behind attention",
+        "models",
+        "own.W, own.scale = norm.centre(own.W) * norm.gain.to(h), own.scale / scale",
+        "own.W, own.scale = norm.centre(own.W) * norm.gain.to(h), own.scale / scale.mean()",
+        WRITERS,
+    ),
+    Fault(
+        "the embedding counted twice",
+        "models",
+        "found = dict(self.dense) | {CONSTANTS: self.constants}",
+        'found = dict(self.dense) | {CONSTANTS: self.constants + self.dense["embed"]}',
+        WRITERS,
+    ),
+    Fault(
+        "a writer of the same layer included",
+        "models",
+        "            on_layer(seen, written[0])",
+        "            written[0].extend(found)\n            on_layer(seen, written[0])",
+        BY_WRITERS,
+    ),
+    Fault(
+        "the source-independent write left in the heads",
+        "models",
+        "always = paid.unsqueeze(-1) * value",
+        "always = 0 * paid.unsqueeze(-1) * value",
+        WRITERS,
+    ),
+    Fault(
+        "a turned key that keeps its rotation",
+        "scores",
+        "back = _adjoint(layer, which, whole)[..., pick, :] * frozen",
+        "back = whole[..., pick, :] * frozen",
+        BY_WRITERS,
+    ),
+    Fault(
+        "a gain without its constants",
+        "scores",
+        'own = einsum(weight, constant[:, :, pick], "n b i h e, b i h e -> n h")',
+        'own = 0 * einsum(weight, constant[:, :, pick], "n b i h e, b i h e -> n h")',
+        BY_WRITERS,
+    ),
+    Fault(
+        "another context of the same prompt",
+        "scores",
+        "z = (heads.z * heads.scale[..., None, None]).roll(shift, 0)",
+        "z = (heads.z * heads.scale[..., None, None]).roll(0, 0)",
+        COMPOSITION,
+    ),
+    Fault(
+        "a source with its constants",
+        "scores",
+        "value = (layer.v - layer.v_constant)[0].double()",
+        "value = layer.v[0].double()",
+        LOGITS,
+    ),
+    Fault(
+        "a score that is not centred",
+        "scores",
+        "(k[:, source] - k[:, seen].mean(1)).mT",
+        "k[:, source].mT",
+        LOGITS,
+    ),
+    Fault(
+        "an edge with the running scale",
+        "interventions",
+        "whole = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]",
+        "whole = mapped / layer.norm.scale(layer.h + change)[..., None, None]"
+        " + clean.constant[which]",
+        EDGES,
+    ),
+    Fault(
+        "values that stay under an edge",
+        "models",
+        "        if self.edit.values is not None:\n            out =",
+        "        if self.edit.values is None:\n            out =",
+        EDGES,
+    ),
     Fault(
         "a dropped position",
         "decomposition",
@@ -129,8 +217,8 @@ FAULTS = (
     Fault(
         "context share not scaled by T",
         "decomposition",
-        "clip(t * (m.context_squares",
-        "clip((m.context_squares",
+        "above_rounding(t * (m.context_squares",
+        "above_rounding((m.context_squares",
         BASIS,
     ),
     Fault(

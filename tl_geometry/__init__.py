@@ -39,7 +39,13 @@ if TYPE_CHECKING:
     from tl_geometry.flow import flow_report, skip_map, trajectories, truncation_kl
     from tl_geometry.measures import compare_bases, contextual_report, positional_report
     from tl_geometry.models import ModelView, check_model, view
-    from tl_geometry.scores import split_scores, split_values, sweep_heads
+    from tl_geometry.scores import (
+        composition,
+        explain_logit,
+        split_scores,
+        split_values,
+        sweep_heads,
+    )
     from tl_geometry.sphere import token_paths
     from tl_geometry.weights import token_readout, weight_geometry
 
@@ -49,7 +55,7 @@ _HOME = {
     "base.results": ("Provenance", "Result"),
     "corpus": ("TokenWindows", "windows"),
     "decomposition": ("PositionContext", "decompose", "decompose_activations"),
-    "scores": ("split_scores", "split_values", "sweep_heads"),
+    "scores": ("composition", "explain_logit", "split_scores", "split_values", "sweep_heads"),
     "weights": ("token_readout", "weight_geometry"),
     "sphere": ("token_paths",),
     "measures": ("compare_bases", "contextual_report", "positional_report"),
@@ -69,9 +75,11 @@ __all__ = [
     "UnsupportedModelError",
     "check_model",
     "compare_bases",
+    "composition",
     "contextual_report",
     "decompose",
     "decompose_activations",
+    "explain_logit",
     "flow_report",
     "positional_report",
     "skip_map",

@@ -1,5 +1,5 @@
-"""Commands as a user gives them: what is resumed, what the null and the twin are, options that
-reach the results."""
+"""Commands as a user gives them: what is resumed, what the null and the control are, options
+that reach the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_null_is_glued_and_the_twin_is_untrained(
+def test_the_null_is_spliced_and_the_control_is_untrained(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Analysis] = []
@@ -44,16 +44,16 @@ def test_the_null_is_glued_and_the_twin_is_untrained(
     build.build(build.Request(corpus=(text,), **CORPUS), tmp_path, progress=False)
     (a,) = kept
     assert a.embedded
-    null, twin = basis_section.spliced(a, 12), basis_section.untrained(a, 12)
+    null, control = basis_section.spliced(a, 12), basis_section.untrained(a, 12)
     spliced = tlg.decompose(a.view, tlg.corpus.splice(a.windows, seed=3), progress=False)
     assert null.provenance.token_hash == spliced.provenance.token_hash
     shares, found = a.basis.anova().shares["ctx"], a.basis.anova(null=null).ctx_null
     assert found is not None
     assert torch.allclose(found, spliced.anova().shares["ctx"])
     assert not torch.allclose(found, shares, atol=1e-2)
-    assert twin.provenance.token_hash == a.basis.provenance.token_hash
+    assert control.provenance.token_hash == a.basis.provenance.token_hash
     assert (
-        twin.provenance.fingerprint
+        control.provenance.fingerprint
         == tlg.view(zoo.embedded(trained=False)).fingerprint
         != a.view.fingerprint
     )
@@ -135,6 +135,29 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny GPT-2 with a tokenizer and a text of its words, as a Hugging Face directory."""
     return model_directory(tmp_path_factory.mktemp("models") / "small", "gpt2")
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_planes_are_written_where_heads_are_rotated(architecture: str, tmp_path: Path) -> None:
+    folder = model_directory(tmp_path / "small", architecture)
+    sizes = ["--corpus", str(folder / "text.txt"), "--contexts", "32", "--length", "16"]
+    out = tmp_path / "out"
+    done = CliRunner().invoke(
+        app, ["heads", str(folder), *sizes, "--out", str(out), "--quiet", "--planes"]
+    )
+    assert done.exit_code == 0, done.output
+    page = (out / "report.html").read_text()
+    there = {path.stem for path in out.glob("*.csv")}
+    assert {"bands", "planes"} & there == (
+        {"bands", "planes"} if architecture == "llama" else set()
+    )
+    if architecture == "gpt2":
+        assert "rotary planes: left out, because the model has no rotary embedding" in page
+        return
+    assert "A rotary embedding turns pairs of coordinates" in page
+    rows = (out / "planes.csv").read_text().splitlines()
+    assert rows[0] == "layer,head,plane,wavelength,band,term,cs,gs"
+    assert len(rows) == 1 + 2 * 4 * 4 * 9
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def test_every_form_of_ids_gives_the_same_basis(model: Any, windows: tlg.TokenWi
         "list of tensors": list(ids),
         "list of arrays": list(ids.numpy()),
         "list of lists of one": [[row] for row in ids],
+        "list of lists of one array": [[row] for row in ids.numpy()],
     }
     for name, form in forms.items():
         found = tlg.decompose(model, form, progress=False)

@@ -60,7 +60,7 @@ def toy(
 
     fields: dict[str, Any] = {
         "name": "toy",
-        "kind": "toy",
+        "class_name": "toy",
         "library": "none",
         "processed": False,
         "bos_id": 7,

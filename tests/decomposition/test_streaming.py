@@ -415,10 +415,10 @@ def test_windows_are_cut_sampled_and_labelled() -> None:
         source.as_view = original
 
 
-def test_glued_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
+def test_spliced_windows_keep_positions_and_tokens_and_lose_the_context() -> None:
     ids = torch.arange(40)[:, None] * 100 + torch.arange(9)
     spliced = tlg.corpus.splice(tlg.TokenWindows(tokens=ids, has_bos=True), piece=2)
-    assert torch.equal(spliced.tokens % 100, ids % 100)  # every token stays in its column
+    assert torch.equal(spliced.tokens % 100, ids % 100)  # every token stays in its position
     assert torch.equal(spliced.tokens[:, 0], ids[:, 0])
     assert torch.equal(spliced.tokens.sort(0).values, ids)
     assert (spliced.tokens // 100 == ids // 100)[:, 1:].float().mean() < 0.2

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tl_geometry import cli, experiments
+from tl_geometry.base.arguments import EXPERIMENTS
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.experiments import (
     answers,
@@ -208,14 +209,14 @@ def test_exact_match_of_right_and_wrong_answers() -> None:
     lines = problems("carry", 60, low=1, high=4, seed=1) + problems(
         "no-carry", 60, low=1, high=4, seed=1
     )
-    columns = longest(4) - 1
-    assert answers.score(Oracle(), lines, columns, batch=50) == (1.0, 1.0)
+    positions = longest(4) - 1
+    assert answers.score(Oracle(), lines, positions, batch=50) == (1.0, 1.0)
     last_wrong = lambda p: p.answer[:-1] + str((int(p.answer[-1]) + 1) % 10)
-    exact, digits = answers.score(Oracle(last_wrong), lines, columns)
+    exact, digits = answers.score(Oracle(last_wrong), lines, positions)
     total = sum(len(p.c) for p in lines)
     assert exact == 0
     assert math.isclose(digits, (total - len(lines)) / total)
-    forwards = answers.score(Oracle(lambda p: p.c), lines, columns)
+    forwards = answers.score(Oracle(lambda p: p.c), lines, positions)
     assert forwards.exact == sum(p.c == p.answer for p in lines) / len(lines) < 0.5
 
 
@@ -243,17 +244,17 @@ def test_answers_do_not_depend_on_the_batch() -> None:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.5)
     lines = problems("no-carry", 12, low=1, high=4, seed=2)
-    columns = longest(4) - 1
-    together = answers.answers(model, lines, columns)
-    assert together == [answers.answers(model, [line], columns)[0] for line in lines]
+    positions = longest(4) - 1
+    together = answers.answers(model, lines, positions)
+    assert together == [answers.answers(model, [line], positions)[0] for line in lines]
     assert [len(x) for x in together] == [len(line.c) for line in lines]
     assert len(set("".join(together))) > 1
 
 
 def test_digit_fracture_leaves_the_signs_out() -> None:
     length, d = 4, 6
-    columns = 3 * length + 2
-    angle = 0.1 * torch.arange(columns, dtype=torch.float64)
+    positions = 3 * length + 2
+    angle = 0.1 * torch.arange(positions, dtype=torch.float64)
     curve = torch.stack([angle.cos(), angle.sin(), *[torch.zeros_like(angle)] * (d - 2)], dim=-1)
     signs = curve.clone()
     signs[length, 2], signs[2 * length + 1, 3] = 5.0, 5.0
@@ -263,6 +264,8 @@ def test_digit_fracture_leaves_the_signs_out() -> None:
     assert score(curve) == pytest.approx(1.0)
     assert score(signs) == pytest.approx(1.0)
     assert score(broken) > 20
+    one_digit = curve[None, 1:5]  # of "1+1=2": no digit stands beside another
+    assert arithmetic.digit_fracture(one_digit, 1, 1).isnan().all()
     assert float(random_tokens.positional.fracture_score(signs[1:]).score) > 20
 
 
@@ -378,6 +381,7 @@ def test_paper_scale_is_the_published_one_and_ambiguities_are_options() -> None:
         "addition": (8, 8, 512, 32),
         "nanogpt": (6, 6, 384, 128),
     }
+    assert tuple(experiments.MODULES) == EXPERIMENTS
     for name, module in experiments.MODULES.items():
         setup = module.SETUPS["paper"]
         assert {k: getattr(setup, k) for k in common} == common
@@ -395,6 +399,10 @@ def test_paper_scale_is_the_published_one_and_ambiguities_are_options() -> None:
         True,
         (0.9, 0.95),
     )
+    shown = random_tokens.SETUPS["smoke"].changed({"shown": "0,2"})
+    assert [(type(s), s) for s in shown.shown] == [(int, 0), (int, 2)]
+    with pytest.raises(GeometryError, match=r"shown: expected a state of 0 to 2, got \(9,\)"):
+        experiments.randomisation(shown.changed({"shown": "9"}), ["a b c"])
     with pytest.raises(GeometryError, match=r"--set: expected names among .*warmup.*, got warm_up"):
         adding.changed({"warm_up": "1"})
     with pytest.raises(GeometryError, match="--set warmup: expected a int, got 'x'"):
@@ -536,11 +544,11 @@ def test_randomisation_at_smoke_scale(tmp_path: Path) -> None:
         zip(final.column("trained"), final.column("measured"), strict=True)
     ) == dict.fromkeys([(a, b) for a in formats.FORMATS for b in formats.FORMATS], 3)
     grids: Any = outcome.tables["bases"]
-    assert grids.pos["full|partial"].shape == (3, 23, 32)
+    assert grids.pos["full", "partial"].shape == (3, 23, 32)
     assert [f.holds is not None for f in outcome.findings].count(True) == 9
     assert page_of(tmp_path).count("data:image/svg+xml;base64,") == 5
     loaded = random_tokens.FormatBases.load(tmp_path / "bases.safetensors")
-    assert torch.equal(loaded.pos["full|partial"], grids.pos["full|partial"])
+    assert torch.equal(loaded.pos["full", "partial"], grids.pos["full", "partial"])
     # the break of the tokens is seen in the bases of every model, as random tokens have another
     # mean than text
     assert {int(p) + 1 for p in final.column("jump_at", measured="partial", state=0)} == {12}

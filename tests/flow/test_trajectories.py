@@ -25,7 +25,7 @@ from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
 from tl_geometry.flow.alignment import fit_aligned_bases
 from tl_geometry.flow.ensemble import FOLDED, Trajectories, fit_law, split_rows, trajectories
 from tl_geometry.flow.noise import isotropy_tests
-from tl_geometry.flow.reports import FlowReport, bias_corrected, compare_ensembles, flow_report
+from tl_geometry.flow.reports import FlowReport, adjusted_over_pairs, compare_ensembles, flow_report
 from tl_geometry.flow.residuals import fit_map, flow_map, residual_statistics, score_map
 from tl_geometry.flow.separation import (
     ensembles_apart,
@@ -558,7 +558,7 @@ def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
         [[math.nan, 0.01, 0.5], [0.04, math.nan, 0.03], [0.2, 0.9, math.nan]], dtype=torch.float64
     )
     adjusted = false_discovery_control(some[torch.isfinite(some)].numpy())
-    assert np.allclose(bias_corrected(some)[torch.isfinite(some)], adjusted)
+    assert np.allclose(adjusted_over_pairs(some)[torch.isfinite(some)], adjusted)
 
 
 def test_the_flow_report_counts_dropped_directions_and_takes_one_kind():

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import colormaps
+from matplotlib.colors import to_rgb
 
 import tl_geometry as tlg
 from tests.browser import HOSTILE, Browser, as_cells
@@ -23,6 +25,7 @@ from tests.induction import corpus, induction_model, prompts
 from tl_geometry import GeometryError
 from tl_geometry.base.rows import row_center
 from tl_geometry.render import circuitsvis as views
+from tl_geometry.render.figure import DIVERGING
 from tl_geometry.render.page import PageView
 from tl_geometry.scores.split import ScoreSplit
 
@@ -50,6 +53,19 @@ def figures() -> dict[str, PageView]:
 def payload(view: PageView) -> dict[str, Any]:
     packed = view.page.split('id="data">')[1].split("<")[0]
     return json.loads(zlib.decompress(b64decode(packed)))
+
+
+def test_red_is_positive_and_blue_negative_as_in_every_view() -> None:
+    usual = colormaps[DIVERGING]
+    for view in figures().values():
+        props = payload(view)["props"]
+        for end, name in ((1.0, "positiveColor"), (0.0, "negativeColor")):
+            (red, _, blue), (r, _, b, _) = to_rgb(props[name]), usual(end)
+            assert (red > blue) == (r > b) == (end == 1.0)
+    image = figures()["pattern"].image
+    assert image is not None
+    drawn = image().figure.axes[0].images[0].get_cmap()
+    assert [drawn(end)[0] > drawn(end)[2] for end in (0.0, 1.0)] == [False, True]
 
 
 class Markup(HTMLParser):

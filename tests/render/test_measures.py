@@ -20,7 +20,8 @@ from tl_geometry.measures import (
     positional_report,
 )
 from tl_geometry.render import measures as views
-from tl_geometry.render.basis import spirals
+from tl_geometry.render.basis import spirals, variance_shares
+from tl_geometry.render.figure import require_3d, some
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,27 @@ def test_other_views_and_the_callers_axes(
     mine = Figure().subplots()
     assert views.measure_curves(positional, ["rank"], ax=mine).figure is mine.figure
     assert mine.get_title() == "rank"
+
+
+def test_one_axes_is_not_given_several_panels(
+    basis: PositionContext, positional: PositionalReport
+) -> None:
+    anova, mine = basis.anova(), Figure().subplots()
+    with pytest.raises(GeometryError, match="one measure when drawing into ax, got 2 measures"):
+        views.measure_curves(positional, ["rank", "roughness"], ax=mine)
+    with pytest.raises(GeometryError, match="one state when drawing into ax, got 2 states"):
+        views.singular_values(basis, states=(0, 1), ax=mine)
+    with pytest.raises(GeometryError, match="one table when drawing into ax, got 2 tables"):
+        variance_shares(anova, control=anova, ax=mine)
+    assert not mine.lines
+    assert variance_shares(anova, ax=mine).figure is mine.figure  # one panel is drawn
+    with pytest.raises(GeometryError, match="projection='3d'"):
+        require_3d(mine)
+
+
+def test_few_states_are_chosen_at_even_distances() -> None:
+    assert some(range(31), 7) == [0, 5, 10, 15, 20, 25, 30]
+    assert [len(some(range(9), most)) for most in (1, 2, 8, 9, 20)] == [1, 2, 8, 9, 9]
 
 
 def test_panels_say_what_their_axes_are(

@@ -163,6 +163,8 @@ def test_errors_say_what_to_do() -> None:
         match=r"low, high: expected at least 8 ids, got 3 from 0 to 2\. Use a wider range\.",
     ):
         repeated_random_tokens(low=0, high=3)
+    with pytest.raises(GeometryError, match=r"expected at least 1 ids, got 0 from 3 to 2"):
+        repeated_random_tokens(low=3, high=3, distinct=False)
     with pytest.raises(GeometryError, match=r"method: expected one of 'mean', 'mul', got 'abs'"):
         head_type_scores(random_pattern(1, 1, 24), repeated_random_tokens(), method="abs")
     with pytest.raises(

@@ -315,15 +315,15 @@ def test_a_freshly_initialised_model_is_not_refused() -> None:
     assert split_scores(model, ids[:2], decompose(model, ids, progress=False)).total().max() < 1
 
 
-def test_an_untrained_twin_is_read_anew() -> None:
-    """What is remembered of the trained layers does not reach the twin, and the trained model is as
-    before afterwards."""
+def test_an_untrained_control_is_read_anew() -> None:
+    """What is remembered of the trained layers does not reach the untrained control, and the
+    trained model is as before afterwards."""
     model, before = tiny("bridge", "gpt2"), swept("gpt2")
-    with reinitialized(model) as twin:
+    with reinitialized(model) as control:
         table = sweep_heads(
-            twin,
+            control,
             PROMPTS,
-            decompose(twin, tokens(batch=24, length=24, seed=2), progress=False),
+            decompose(control, tokens(batch=24, length=24, seed=2), progress=False),
             progress=False,
         )
     assert not torch.allclose(table.cs, before.cs, atol=1e-2)

@@ -176,7 +176,7 @@ def test_table_and_file_of_a_geometry(tmp_path: Any) -> None:
     table = g.to_dataframe()
     assert list(table["layer"]) == [1] * 4
     assert list(table["k"]) == [4] * 4
-    assert g.ranks == (14,)  # 15 window columns, centred
+    assert g.ranks == (14,)  # 15 positions of the window, centred
     assert bool((g.above_threshold_outside >= 0).all())
     assert g.L.shape == (4, 4, 4)
     again = WeightGeometry.load(g.save(tmp_path / "g.safetensors"))

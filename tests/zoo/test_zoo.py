@@ -55,7 +55,7 @@ def test_heads_of_the_embedded_model_on_repeated_random_tokens(period: int) -> N
     assert losses[:, period:].mean() < losses[:, :period].mean() - 2
 
 
-def test_the_untrained_twin_has_none_of_it() -> None:
+def test_the_untrained_control_has_none_of_it() -> None:
     tokens = repeated_random_tokens(25, 2, 16, low=1, high=2048, seed=25, bos_id=0)
     assert best(model(False), tokens, "previous")[0] < 0.2
     assert best(model(False), tokens, "induction")[0] < 0.2
@@ -70,8 +70,8 @@ def test_a_held_out_function_pasted_twice_is_easier_the_second_time() -> None:
     losses = token_losses(model(), torch.tensor([[0, *ids, *ids]]))[0]
     first, second = float(losses[:60].mean()), float(losses[60:].mean())
     assert second < first - 1
-    twin = token_losses(model(False), torch.tensor([[0, *ids, *ids]]))[0]
-    assert float(twin[60:].mean()) > float(twin[:60].mean()) - 0.5
+    control = token_losses(model(False), torch.tensor([[0, *ids, *ids]]))[0]
+    assert float(control[60:].mean()) > float(control[:60].mean()) - 0.5
 
 
 def _documents() -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -19,6 +19,11 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
 """Sections of a report in reading order; each is a module of :mod:`tl_geometry.report` with a
 ``section`` function."""
+EXPERIMENTS = ("randomisation", "addition", "nanogpt")
+SCALES = ("smoke", "cpu", "paper")
+"""Names and scales of the experiments; each is a function of :mod:`tl_geometry.experiments`."""
+WORKS = ("song-zhong", "lines-of-thought", "traveling-words")
+"""Published works that :func:`tl_geometry.reproduce.run` knows."""
 PLACES = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -33,6 +38,8 @@ PLACES = {
 """Errors of a file system, which a user can mend: one line. Others are ours and keep their
 traceback."""
 UNITS = {"s": 1, "m": 60, "h": 3600}
+ZEROS = ("utf-16", "utf-32", "utf_16", "utf_32", "utf16", "utf32")
+"""Encodings whose files hold zero bytes; in any other such a file is no text."""
 
 
 def at_least(value: int | None, low: int, what: str, *, instead: str | None = None) -> None:
@@ -156,12 +163,12 @@ def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
     return [printable(str(r)) for r in real]
 
 
-def existing(paths: Sequence[Path], what: str = "--corpus", kind: str = "text files") -> None:
-    """Refuse names of no file, and files that may not be read."""
+def existing(paths: Sequence[Path], what: str = "--corpus") -> None:
+    """Refuse names of no text file, and files that may not be read."""
     missing = [printable(str(p)) for p in paths if not p.is_file()]
-    require(not missing, what, expected=f"existing {kind}", got=", ".join(missing))
+    require(not missing, what, expected="existing text files", got=", ".join(missing))
     locked = [printable(str(p)) for p in paths if not os.access(p, os.R_OK)]
-    require(not locked, what, expected=f"{kind} that may be read", got=", ".join(locked))
+    require(not locked, what, expected="text files that may be read", got=", ".join(locked))
 
 
 def read_texts(
@@ -186,19 +193,12 @@ def read_texts(
     names = text_names(paths, what)
     for path, name in zip(paths, names, strict=True):
         raw = path.read_bytes()
-        nul = b"\0" in raw and not encoding.lower().replace("_", "-").startswith(
-            ("utf-16", "utf-32", "utf16", "utf32")
-        )
-        require(
-            path.suffix != ".npy" and not nul, what, expected="text files", got=name, instead=binary
-        )
+        nul = b"\0" in raw and not encoding.lower().startswith(ZEROS)
+        text = path.suffix != ".npy" and not nul
+        require(text, what, expected="text files", got=name, instead=binary)
         try:
-            texts.append(
-                raw.decode(encoding)
-                .removeprefix("\ufeff")
-                .replace("\r\n", "\n")
-                .replace("\r", "\n")
-            )
+            decoded = raw.decode(encoding).removeprefix("\ufeff")
+            texts.append(decoded.replace("\r\n", "\n").replace("\r", "\n"))
         except UnicodeError as error:
             at = (
                 f"byte {error.start} (0x{raw[error.start]:02x})"

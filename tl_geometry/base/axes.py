@@ -1,4 +1,4 @@
-"""The axis vocabulary: every array annotation of the package uses these names (tested).
+"""The axis vocabulary: every array annotation of the library uses these names (tested).
 
 Letters that stand for a size in a formula appear in the docstring of the function, never in an
 annotation.
@@ -12,7 +12,7 @@ AXES: dict[str, str] = {
     "layer": "blocks (attention and MLP), 0 to n_layers - 1",
     "context": "sequences of a corpus",
     "batch": "sequences of one forward pass or of one prompt set",
-    "position": "columns of a sequence (absolute, or rows of a window where the docstring says so)",
+    "position": "places in a sequence (absolute, or rows of a window where the docstring says so)",
     "d_model": "coordinates of the residual stream",
     "d_head": "coordinates of one head",
     "d_rot": "coordinates of one head that are rotated",

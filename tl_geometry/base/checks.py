@@ -11,19 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import choice, fail, message, require
+from tl_geometry.base.errors import choice, fail, require
 
 __all__ = [
     "choice",
     "describe",
-    "fail",
     "finite",
+    "head_name",
     "head_rows",
     "heads",
     "index",
     "indices",
-    "message",
-    "require",
     "whole",
     "window",
 ]
@@ -46,9 +44,7 @@ def describe(value: object) -> str:
 
 def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
-    if not bool(
-        torch.isfinite(values.sum())
-    ):  # a finite sum proves all finite; only otherwise look cell by cell
+    if not bool(torch.isfinite(values.sum())):  # a finite sum proves all finite: no second look
         bad = int((~torch.isfinite(values)).sum())
         require(
             bad == 0,
@@ -70,20 +66,26 @@ def index(value: Any, size: int, what: str) -> int:
 
 
 def whole(value: Any) -> int | None:
-    """An integer of any type as an int, ``None`` for anything else (truth values too)."""
+    """An integer of any type as an int, ``None`` for anything else (truth values too).
+
+    >>> whole(torch.tensor(3)), whole(3.0), whole(True)
+    (3, None, None)
+    """
+    if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
+        return None
     try:
-        return (
-            None
-            if str(getattr(value, "dtype", type(value).__name__)).endswith("bool")
-            else operator.index(value)
-        )
+        return operator.index(value)
     except TypeError:
         return None
 
 
 def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
     """All indices for ``None``, else the given ones, each checked, in the given order, without
-    repeats."""
+    repeats.
+
+    >>> indices(None, 3, "layers"), indices([2, 0], 3, "layers"), indices(1, 3, "layers")
+    ((0, 1, 2), (2, 0), (1,))
+    """
     if values is None:
         return tuple(range(size))
     given = tuple(values) if isinstance(values, Iterable) and whole(values) is None else (values,)
@@ -148,6 +150,15 @@ def heads(
     return tuple(dict.fromkeys(out))
 
 
+def head_name(head: tuple[int, int]) -> str:
+    """A head as it is shown.
+
+    >>> head_name((5, 1))
+    'L5H1'
+    """
+    return f"L{head[0]}H{head[1]}"
+
+
 def head_rows(
     values: Any, present: Sequence[tuple[int, int]], instead: str | None = None
 ) -> list[int]:
@@ -169,7 +180,11 @@ def head_rows(
 
 def window(value: tuple[int, int] | None, length: int, default_start: int) -> tuple[int, int]:
     """A half-open window inside ``length`` positions; ``(default_start, length)`` for ``None`` (all
-    if that is empty)."""
+    if that is empty).
+
+    >>> window(None, 8, 1), window((2, 5), 8, 1)
+    ((1, 8), (2, 5))
+    """
     if value is None:
         return (default_start if length > default_start else 0, length)
     start, end = value

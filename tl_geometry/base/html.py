@@ -12,6 +12,7 @@ STYLE = (
     "padding:1px 8px;border-bottom:1px solid #8884;text-align:",
     "padding:1px 8px;border-bottom:1px solid #8884;font-weight:600;text-align:",
 )
+"""Styles of a table, a cell and a heading; the last two want an alignment."""
 NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
 
 HIDDEN = re.compile(
@@ -79,24 +80,28 @@ def token_text(token: str) -> str:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 60
 ) -> str:
-    """An escaped HTML table of at most ``limit`` rows (the caption says how many were left out);
-    numbers stand to the right."""
+    """An escaped HTML table of at most ``limit`` rows (the caption says of how many); numbers stand
+    to the right.
+
+    >>> "&lt;b&gt;" in table(["token", "norm"], [("<b>", 2.5)])
+    True
+    """
     rows = list(rows)
     whole, cell, head = STYLE
     note = f" (first {limit} of {len(rows)} rows)" if len(rows) > limit else ""
-    left = [
+    sides = [
         "left" if any(isinstance(row[i], str) for row in rows) or not rows else "right"
         for i in range(len(columns))
     ]
     parts = [f'<div style="{NOTE}">{escape(caption + note)}</div><table style="{whole}"><tr>']
     parts += [
-        f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, left, strict=True)
+        f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, sides, strict=True)
     ]
     parts.append("</tr>")
     for row in rows[:limit]:
         cells = (
             f'<td style="{cell}{side}">{escape(number(v))}</td>'
-            for v, side in zip(row, left, strict=True)
+            for v, side in zip(row, sides, strict=True)
         )
         parts.append(f"<tr>{''.join(cells)}</tr>")
     parts.append("</table>")

@@ -47,8 +47,6 @@ _ACCENTS = {
     "\u0304": "=",
     "\u0306": "u",
     "\u0307": ".",
-}
-_ACCENTS |= {
     "\u0308": '"',
     "\u030a": "r",
     "\u030b": "H",
@@ -109,8 +107,19 @@ def table(
     booktabs: bool = True,
     note: str = "",
 ) -> str:
-    """A ``tabular``: text columns to the left, numbers to the right; ``note`` becomes a comment
-    above it."""
+    r"""A ``tabular``: text columns to the left, numbers to the right; ``note`` becomes a comment
+    above it.
+
+    >>> print(table(["head", "share"], [("L0H1", 0.5)], note="mine"), end="")
+    % mine; needs \usepackage{booktabs}
+    \begin{tabular}{lr}
+    \toprule
+    head & share \\
+    \midrule
+    L0H1 & 0.5 \\
+    \bottomrule
+    \end{tabular}
+    """
     rows = list(rows)
     number = [
         bool(rows)

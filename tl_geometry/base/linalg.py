@@ -46,7 +46,12 @@ def fix_signs(
     U: Float[Tensor, "*batch row rank"], V: Float[Tensor, "*batch column rank"]
 ) -> tuple[Tensor, Tensor]:
     """Flip pairs of singular vectors so that the largest-magnitude coordinate of each column of
-    ``V`` is positive."""
+    ``V`` is positive.
+
+    >>> U, V = fix_signs(torch.eye(2), torch.tensor([[0.6, 0.8], [-0.8, 0.6]]))
+    >>> V.tolist() == torch.tensor([[-0.6, 0.8], [0.8, 0.6]]).tolist()
+    True
+    """
     sign = _signs(V)
     return U * sign, V * sign
 
@@ -73,6 +78,10 @@ def product_svd(
     float64 the triangular factors come from Cholesky factors of the Gram matrices, about twice as
     fast as QR; where a factor's condition number (in Frobenius norm) is above 2000, so that vectors
     would not be orthonormal to 1e-9, and in lower precision, from Householder QR.
+
+    >>> left, right = torch.tensor([[3.0], [4.0]]), torch.tensor([[0.0], [2.0], [0.0]])
+    >>> round(float(product_svd(left, right).S), 4)
+    10.0
     """
     if left.dtype == torch.float64 and left.shape[-1] < min(left.shape[-2], right.shape[-2]):
         result, bad = _product_svd_cholesky(left, right)
@@ -140,7 +149,11 @@ def gram_spectrum(gram: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batc
 
 def cosines(positions: int, k: int) -> Float[Tensor, "position rank"]:
     """First k DCT-II vectors ``c_j(t) = cos(pi j (t + 1/2) / T)``, t = 0..T-1, j = 0..k-1, as
-    columns, not normalised, in float64."""
+    columns, not normalised, in float64.
+
+    >>> [round(v, 4) for v in cosines(2, 2)[:, 1].tolist()]
+    [0.7071, -0.7071]
+    """
     t = torch.arange(positions, dtype=torch.float64)[:, None]
     j = torch.arange(k, dtype=torch.float64)
     return torch.cos(torch.pi * j * (t + 0.5) / positions)
@@ -148,7 +161,12 @@ def cosines(positions: int, k: int) -> Float[Tensor, "position rank"]:
 
 def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "row position"]:
     """Orthonormal DCT-II: row j is ``a_j c_j`` (:func:`cosines`), ``a_0 = sqrt(1/T)``, else
-    ``sqrt(2/T)``."""
+    ``sqrt(2/T)``.
+
+    >>> C = dct_matrix(4)
+    >>> torch.allclose(C @ C.T, torch.eye(4, dtype=C.dtype))
+    True
+    """
     rows = cosines(positions, positions).mT * math.sqrt(2 / positions)
     rows[0] /= math.sqrt(2)
     return rows.to(dtype)
@@ -156,7 +174,11 @@ def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tens
 
 def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
     """Stable rank ``sum s_i^2 / s_1^2`` of a matrix with singular values ``s`` (NaN when all are
-    zero)."""
+    zero).
+
+    >>> float(stable_rank(torch.tensor([2.0, 1.0])))
+    1.25
+    """
     squares = singular_values.square()
     return squares.sum(-1) / squares.amax(-1)
 
@@ -164,11 +186,15 @@ def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, 
 def normalize_rows(
     rows: Float[Tensor, "*batch d_model"],
 ) -> tuple[Float[Tensor, "*batch d_model"], Bool[Tensor, "*batch"]]:
-    """Rows of unit Euclidean norm, and a mask of the degenerate (zero) rows, which stay zero."""
+    """Rows of unit Euclidean norm, and a mask of the degenerate (zero) rows, which stay zero.
+
+    >>> rows, zero = normalize_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0]]))
+    >>> rows.tolist(), zero.tolist()
+    ([[0.0, 1.0], [0.0, 0.0]], [False, True])
+    """
     largest = rows.abs().amax(-1, keepdim=True)
-    scaled = rows / torch.where(
-        largest > 0, largest, 1.0
-    )  # rows of any magnitude, without overflow or underflow of the squares
+    # divided first: rows of any magnitude, without overflow or underflow of the squares
+    scaled = rows / torch.where(largest > 0, largest, 1.0)
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return scaled / torch.where(norm > 0, norm, 1.0), largest[..., 0] == 0
 
@@ -177,7 +203,11 @@ def angle(
     a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batch d_model"]
 ) -> Float[Tensor, "*batch"]:
     """Angle between vectors in radians, ``2 atan2(|a^ - b^|, |a^ + b^|)``: accurate also near 0 and
-    pi. NaN where a vector is zero."""
+    pi. NaN where a vector is zero.
+
+    >>> round(float(angle(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 7.0]))), 4)
+    1.5708
+    """
     (a, zero_a), (b, zero_b) = normalize_rows(a), normalize_rows(b)
     theta = 2 * torch.atan2(
         torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1)
@@ -193,6 +223,10 @@ def principal_angles(
 
     Small angles come from the sine, large ones from the cosine (Bjoerck & Golub 1973), so that
     equal subspaces give 0 to rounding.
+
+    >>> axes = torch.eye(3)
+    >>> [round(v, 4) for v in principal_angles(axes[:, :2], axes[:, 1:]).tolist()]
+    [0.0, 1.5708]
     """
     if a.shape[-1] < b.shape[-1]:
         a, b = b, a
@@ -203,7 +237,11 @@ def principal_angles(
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Unit roundoff of a floating dtype: 2^-53, 2^-24, 2^-11 (float16), 2^-8 (bfloat16)."""
+    """Unit roundoff of a floating dtype: 2^-53, 2^-24, 2^-11 (float16), 2^-8 (bfloat16).
+
+    >>> unit_roundoff(torch.float32) == 2**-24
+    True
+    """
     return torch.finfo(dtype).eps / 2
 
 
@@ -212,7 +250,11 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
 
     Each 2 x 2 block is a plane rotation by an angle in (-pi, pi]; eigenvalues -1 (an even number of
     them) are paired into rotations by pi, for which the choice of plane is not unique. float64
-    inside.
+    inside. Raises ``GeometryError`` for what is no rotation.
+
+    >>> quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+    >>> round(float(rotation_log(quarter)[1, 0]), 4)
+    1.5708
     """
     matrix = rotation.double().cpu().numpy()
     size = matrix.shape[0]
@@ -251,12 +293,21 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
 
 
 def rotation_exp(log: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batch row row"]:
-    """Rotation ``exp(log)`` of a skew-symmetric matrix."""
+    """Rotation ``exp(log)`` of a skew-symmetric matrix: undoes :func:`rotation_log`.
+
+    >>> half = rotation_exp(torch.tensor([[0.0, -torch.pi], [torch.pi, 0.0]]))
+    >>> torch.allclose(half, -torch.eye(2), atol=1e-6)
+    True
+    """
     return torch.linalg.matrix_exp(log)
 
 
 def outer_moment(
     rows: Float[Tensor, "*batch position d_model"],
 ) -> Float[Tensor, "*batch d_model d_model"]:
-    """Uncentred second moment ``sum_t x_t x_t^T`` of the rows."""
+    """Uncentred second moment ``sum_t x_t x_t^T`` of the rows.
+
+    >>> outer_moment(torch.tensor([[1.0, 2.0], [0.0, 1.0]])).tolist()
+    [[1.0, 2.0], [2.0, 5.0]]
+    """
     return einsum(rows, rows, "... position i, ... position j -> ... i j")

@@ -54,7 +54,7 @@ class Provenance:
     ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``processed``
     says whether weights were folded or centred by TransformerLens, ``hooks`` names the hook points
     at which somebody else's hook acted, ``normalized`` says that states were normed before they
-    were decomposed, ``window`` is half-open in absolute columns, ``flags`` are remarks for the
+    were decomposed, ``window`` is half-open in absolute positions, ``flags`` are remarks for the
     reader.
     """
 
@@ -95,17 +95,19 @@ class Provenance:
 
     def line(self) -> str:
         """One line for captions."""
-        shown = [self.model, self.library, "processed" if self.processed else None, self.corpus]
-        shown += [
+        shown = [
+            self.model,
+            self.library,
+            "processed" if self.processed else None,
+            self.corpus,
             f"{self.contexts} contexts" if self.contexts else None,
             f"window {self.window}" if self.window else None,
-        ]
-        shown += [
             f"preset {self.preset}" if self.preset != "exact" else None,
             "normalised states" if self.normalized else None,
             self.dtype,
+            f"under hooks at {', '.join(self.hooks)}" if self.hooks else None,
+            *self.flags,
         ]
-        shown += [f"under hooks at {', '.join(self.hooks)}" if self.hooks else None, *self.flags]
         return ", ".join(s for s in shown if s)
 
 
@@ -170,9 +172,8 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
-        mode = stat.S_IMODE(
-            part.stat().st_mode
-        )  # what the user's umask leaves; safetensors makes files that nobody else may read
+        # what the user's umask leaves; safetensors makes files that nobody else may read
+        mode = stat.S_IMODE(part.stat().st_mode)
         save_file(held, part, metadata=metadata)
         part.chmod(mode)
         with part.open("rb") as handle:
@@ -265,15 +266,28 @@ def _tuples(value: Any) -> Any:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
     """Base of every result. Fields are tensors (or ``None``), mappings from strings (or
-    tuples of strings) to tensors, JSON values, and ``provenance``."""
+    tuples of strings) to tensors, JSON values, and ``provenance``.
+
+    A subclass is a dataclass with ``frozen=True, eq=False, kw_only=True`` and its own
+    :meth:`columns` and :meth:`rows`; a changed field raises its ``version``.
+
+    >>> @dataclass(frozen=True, eq=False, kw_only=True)
+    ... class Norms(Result):
+    ...     norms: Tensor
+    ...     def columns(self): return ("state", "norm")
+    ...     def rows(self): return list(enumerate(self.norms.tolist()))
+    >>> Norms(norms=torch.tensor([1.0, 2.5]), provenance=Provenance(corpus="mine"))
+    Norms(mine, float32)
+      state  norm
+      0      1
+      1      2.5
+    """
 
     provenance: Provenance
     version: ClassVar[int] = 1
 
     def __init_subclass__(cls) -> None:
-        if (
-            "__repr__" not in cls.__dict__
-        ):  # keeps the dataclass decorator from writing one that prints whole tensors
+        if "__repr__" not in cls.__dict__:  # or the dataclass writes one of whole tensors
             cls.__repr__ = Result.__repr__
 
     @classmethod
@@ -412,10 +426,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         table = list(self.rows())
-        names, cells = (
-            [str(self.readable(c)) for c in self.columns()],
-            [[self.readable(v) for v in row] for row in table],
-        )
+        names = [str(self.readable(c)) for c in self.columns()]
+        cells = [[self.readable(v) for v in row] for row in table]
         return html.table(names, cells, caption=self._caption(table))
 
 

@@ -84,7 +84,7 @@ def _check_run(
     arguments.at_least(contexts, 1, "--contexts")
     arguments.at_least(length, 2, "--length")
     arguments.at_least(seed, 0, "--seed")
-    arguments.check_corpus(corpus, encoding, tokens=False)
+    arguments.check_corpus(corpus, encoding)
 
 
 def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -92,11 +92,8 @@ def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
     if summary["failed"]:
         said = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
-        typer.echo(
-            f"tl-geometry: not everything could be computed ({said}); the tracebacks are in "
-            "the report",
-            err=True,
-        )
+        where = "the tracebacks are in the report"
+        typer.echo(f"tl-geometry: not everything could be computed ({said}); {where}", err=True)
         raise typer.Exit(1)
 
 
@@ -228,7 +225,7 @@ def fit(
     On many processes, on any number of machines: torchrun --nproc-per-node=8 -m tl_geometry fit
     MODEL --corpus FILE --device cuda
     """
-    ids = bool(corpus) and corpus is not None and corpus[0].suffix == ".npy"
+    ids = bool(corpus and corpus[0].suffix == ".npy")
     loading = {"model_class": model_class, "dtype": dtype, "device": device}
     _check_run(model, None if ids else corpus, contexts, length, seed, encoding, **loading)
     arguments.check_corpus(corpus, encoding, tokens=True)
@@ -266,11 +263,8 @@ def fit(
         if first:
             basis.save(out)
             checkpoint.unlink(missing_ok=True)
-            say(
-                {"file": str(out), **dataclasses.asdict(basis.provenance)},
-                as_json,
-                f"{out}: {basis!r}",
-            )
+            summary = {"file": str(out), **dataclasses.asdict(basis.provenance)}
+            say(summary, as_json, f"{out}: {basis!r}")
 
 
 @app.command()
@@ -286,13 +280,10 @@ def check(
     from tl_geometry.models.checking import check_model
     from tl_geometry.report.build import load_model
 
-    typer.echo(
-        check_model(
-            load_model(
-                model, model_class=model_class, processed=processed, dtype=dtype, device=device
-            )
-        ).text()
+    loaded = load_model(
+        model, model_class=model_class, processed=processed, dtype=dtype, device=device
     )
+    typer.echo(check_model(loaded).text())
 
 
 @app.command()
@@ -363,7 +354,7 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Published settings and numbers, with ours beside them."""
-    choice(work, ("song-zhong", "lines-of-thought", "traveling-words"), "work")
+    choice(work, arguments.WORKS, "work")
     arguments.model_options(model, model_class="bridge", dtype="float32", device="cpu")
     arguments.check_corpus(corpus, encoding)
     arguments.read_texts(topics or [], encoding, "--topics")
@@ -417,8 +408,8 @@ def experiment(
 ) -> None:
     """Train small models on other formats and measure their geometry on the way; a stopped run goes
     on in its folder."""
-    choice(name, ("randomisation", "addition", "nanogpt"), "experiment")
-    choice(scale, ("smoke", "cpu", "paper"), "--scale")
+    choice(name, arguments.EXPERIMENTS, "experiment")
+    choice(scale, arguments.SCALES, "--scale")
     for seed in seeds or ():
         arguments.at_least(seed, 0, "--seeds")
     arguments.check_device(device)
@@ -472,6 +463,7 @@ def main() -> None:
 
 
 def _line(text: str, code: int) -> int:
+    """Say what went wrong, and with which arguments, in one line on standard error."""
     said = " ".join(text.split())
     typer.echo(arguments.printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
     return code

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from tl_geometry.base.errors import require
 
-MANY_ROWS, CERTAIN_RUN = 16, 3
-"""Rows among which one padding token at an end may be chance, and the run of them that is none."""
+MANY_ROWS = 16
+"""Rows among which a single padding token at an end may be chance."""
+CERTAIN_RUN = 3
+"""Padding tokens in a run at an end that are no chance."""
 
 
 def cut(ids: Sequence[int], length: int) -> Int[Tensor, "context position"]:
@@ -28,7 +30,11 @@ def sample_starts(
     ids: Sequence[int], length: int, n: int, seed: int
 ) -> Int[Tensor, "context position"]:
     """``n`` windows at random starts, drawn with replacement (they overlap): the published sampling
-    of Song & Zhong 2023."""
+    of Song & Zhong 2023.
+
+    >>> sample_starts(range(9), 3, 2, seed=0).diff(dim=1).tolist()
+    [[1, 1], [1, 1]]
+    """
     require(
         len(ids) > length,
         "text",
@@ -51,13 +57,30 @@ def splice(
     positional statistics stay the same and only what lasts longer than a piece is lost.
     ``keep_first`` leaves position 0 (a BOS id) in place. The context share of such windows is what
     slow variation within a piece produces by itself: a null for the context share.
+
+    >>> windows = torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]])
+    >>> splice(windows, 1, keep_first=True).sort(0).values.equal(windows)
+    True
     """
     contexts, length = windows.shape
     require(1 <= piece <= length, "piece", expected=f"1 to {length} tokens", got=piece)
     generator = torch.Generator().manual_seed(seed)
-    body = windows[:, int(keep_first) :]
-    parts = [p[torch.randperm(contexts, generator=generator)] for p in body.split(piece, dim=1)]
-    return torch.cat([windows[:, : int(keep_first)], *parts], dim=1)
+    kept = int(keep_first)
+    parts = [
+        part[torch.randperm(contexts, generator=generator)]
+        for part in windows[:, kept:].split(piece, dim=1)
+    ]
+    return torch.cat([windows[:, :kept], *parts], dim=1)
+
+
+def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> bool:
+    """Whether every row begins with the BOS id (not where there is none).
+
+    >>> rows = torch.tensor([[0, 5], [0, 6]])
+    >>> begins_with_bos(rows, 0), begins_with_bos(rows, 5), begins_with_bos(rows, None)
+    (True, False, False)
+    """
+    return bos_id is not None and bool((ids[:, 0] == bos_id).all())
 
 
 def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:

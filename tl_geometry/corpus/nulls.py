@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
+from tl_geometry.corpus.sources import bos_to_prepend
 from tl_geometry.corpus.texts import windows
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.describing import as_view
@@ -37,15 +38,15 @@ def pseudo_sentences(
     >>> tlg.corpus.pseudo_sentences(model, "def f(x): return x " * 20, 10).tokens.shape[1]
     10
     """
-    cut = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
+    chunks = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
     require(
-        n is None or 1 <= n <= len(cut),
+        n is None or 1 <= n <= len(chunks),
         "n",
-        expected=f"1 to {len(cut)} chunks",
+        expected=f"1 to {len(chunks)} chunks",
         got=n,
         instead="n=None for all",
     )
-    return cut[: n or len(cut)]
+    return chunks[:n]
 
 
 def gibberish(
@@ -64,6 +65,8 @@ def gibberish(
     ``prepend_bos`` as in the chunks that it is compared with, or the missing BOS is part of the
     difference (it counts in ``length``).
 
+    Raises ``GeometryError`` for ``prepend_bos`` with a tokenizer that has no BOS.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> tlg.corpus.gibberish(model, 4, 10, prepend_bos=True).tokens.shape
@@ -79,15 +82,9 @@ def gibberish(
         rows = like.tokens[:, int(like.has_bos) :] if isinstance(like, TokenWindows) else like
         pool = rows.reshape(-1)
         tokens = pool[torch.randint(0, len(pool), (n, length), generator=generator)]
-    if prepend_bos:
-        require(
-            view.bos_id is not None,
-            "prepend_bos",
-            expected="a tokenizer with a BOS token",
-            got="none",
-            instead="prepend_bos=False",
-        )
-        tokens[:, 0] = view.bos_id or 0
+    bos = bos_to_prepend(view.bos_id, prepend_bos)
+    if bos is not None:
+        tokens[:, 0] = bos
     return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus=name)
 
 
@@ -103,7 +100,7 @@ def repeated_random_tokens(
     distinct: bool = True,
 ) -> Int[Tensor, "batch position"]:
     """Random token ids from ``low`` to ``high - 1``, ``period`` of them repeated ``copies`` times,
-    ``batch`` such rows.
+    ``batch`` such rows, behind ``bos_id`` where one is given.
 
     Tokens within a period are ``distinct`` unless told otherwise (rows with a repeat are drawn
     again). The defaults give the input of Song & Zhong 2023, Fig. 4: the text says "repeated
@@ -118,11 +115,11 @@ def repeated_random_tokens(
         expected="at least 1 each",
         got=(period, copies, batch),
     )
-    enough = high - low >= (period if distinct else 1)
+    needed = period if distinct else 1
     require(
-        enough,
+        high - low >= needed,
         "low, high",
-        expected=f"at least {period} ids",
+        expected=f"at least {needed} ids",
         got=f"{max(0, high - low)} from {low} to {high - 1}",
         instead="a wider range",
     )
@@ -132,7 +129,13 @@ def repeated_random_tokens(
         # redrawing would take long: a permutation of the range is distinct by construction
         drawn = [torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)]
         rows = low + torch.stack(drawn)
-    while distinct and bool((again := (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)).any()):
+    again = _repeat_a_token(rows)
+    while distinct and bool(again.any()):
         rows[again] = torch.randint(low, high, (int(again.sum()), period), generator=generator)
+        again = _repeat_a_token(rows)
     tokens = rows.repeat(1, copies)
     return tokens if bos_id is None else torch.cat([torch.full((batch, 1), bos_id), tokens], dim=1)
+
+
+def _repeat_a_token(rows: Int[Tensor, "batch position"]) -> Bool[Tensor, " batch"]:
+    return (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
-from tl_geometry.corpus import cutting as token_math
+from tl_geometry.corpus import cutting
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, double_bos
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.states import state_of
@@ -45,17 +45,19 @@ def token_rows(
     Strings need ``prepend_bos`` said explicitly; a text that begins with the BOS string gets no
     second one (and a note). Token ids are never edited, so that ``prepend_bos`` must be left out
     for them.
+
+    >>> from tl_geometry import zoo
+    >>> from tl_geometry.models.describing import as_view
+    >>> view = as_view(zoo.embedded())
+    >>> rows = token_rows(view, "def f(x):", prepend_bos=True)
+    >>> rows.has_bos, rows.corpus, token_rows(view, [5, 7]).tokens.tolist()
+    (True, 'prompt', [[5, 7]])
     """
     if _is_text(tokens):
         return _rows_of_texts(
             view, [tokens] if isinstance(tokens, str) else list(tokens), prepend_bos
         )
-    require(
-        prepend_bos is None,
-        "prepend_bos",
-        expected="None with token ids (they are never edited)",
-        got=prepend_bos,
-    )
+    _refuse_bos_for_ids(prepend_bos)
     if isinstance(tokens, TokenWindows):
         refuse_padding(view, tokens.tokens)
         texts = tokens.str_tokens or tuple(view.decode(tokens.tokens[0].tolist()))
@@ -67,7 +69,7 @@ def token_rows(
     refuse_padding(view, ids)
     return TokenWindows(
         tokens=ids.cpu(),
-        has_bos=view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
+        has_bos=cutting.begins_with_bos(ids, view.bos_id),
         str_tokens=tuple(view.decode(ids[0].tolist())),
         corpus="tokens",
     )
@@ -75,24 +77,13 @@ def token_rows(
 
 def _rows_of_texts(view: ModelView, texts: Sequence[str], prepend_bos: bool | None) -> TokenWindows:
     refuse_file_names(texts)
-    explicit = "prepend_bos=True or prepend_bos=False"
-    require(
-        isinstance(prepend_bos, bool),
-        "prepend_bos",
-        expected="True or False with text",
-        got=prepend_bos,
-        instead=explicit,
-    )
-    require(
-        not prepend_bos or view.bos_id is not None,
-        "prepend_bos",
-        expected="a tokenizer with a BOS token",
-        got="none",
-    )
-    encoded, notes = without_bos(
-        [view.encode(text) for text in texts], view.bos_id if prepend_bos else None
-    )
-    rows = [[*([view.bos_id] if prepend_bos else []), *row] for row in encoded]
+    if not isinstance(prepend_bos, bool):
+        explicit = "prepend_bos=True or prepend_bos=False"
+        expected = "True or False with text"
+        fail("prepend_bos", expected=expected, got=prepend_bos, instead=explicit)
+    bos = bos_to_prepend(view.bos_id, prepend_bos)
+    encoded, notes = without_bos([view.encode(text) for text in texts], bos)
+    rows = encoded if bos is None else [[bos, *row] for row in encoded]
     lengths = sorted({len(r) for r in rows})
     require(
         len(lengths) == 1,
@@ -111,8 +102,22 @@ def _rows_of_texts(view: ModelView, texts: Sequence[str], prepend_bos: bool | No
     ids = torch.tensor(rows, dtype=torch.int64)
     shown = tuple(view.decode(rows[0]))
     return TokenWindows(
-        tokens=ids, has_bos=bool(prepend_bos), str_tokens=shown, corpus="prompt", notes=notes
+        tokens=ids, has_bos=prepend_bos, str_tokens=shown, corpus="prompt", notes=notes
     )
+
+
+def _refuse_bos_for_ids(prepend_bos: bool | None) -> None:
+    expected = "None with token ids (they are never edited)"
+    require(prepend_bos is None, "prepend_bos", expected=expected, got=prepend_bos)
+
+
+def bos_to_prepend(bos_id: int | None, prepend_bos: bool) -> int | None:
+    """The BOS id that goes in front of a text, ``None`` where none does; refused for a tokenizer
+    without one."""
+    if prepend_bos and bos_id is None:
+        expected, instead = "a tokenizer with a BOS token", "prepend_bos=False"
+        fail("prepend_bos", expected=expected, got="none", instead=instead)
+    return bos_id if prepend_bos else None
 
 
 def without_bos(
@@ -123,9 +128,9 @@ def without_bos(
     if bos_id is None:
         return list(rows), ()
     bare = [list(itertools.dropwhile(lambda i: i == bos_id, row)) for row in rows]
-    cut = sum(len(a) != len(b) for a, b in zip(bare, rows, strict=True))
-    note = f"{cut} of {len(rows)} texts begin with the BOS string: not doubled"
-    return bare, (note,) if cut else ()
+    doubled = sum(len(a) != len(b) for a, b in zip(bare, rows, strict=True))
+    note = f"{doubled} of {len(rows)} texts begin with the BOS string: not doubled"
+    return bare, (note,) if doubled else ()
 
 
 def refuse_file_names(texts: Iterable[str]) -> None:
@@ -146,15 +151,20 @@ def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
     """Refuse rows that begin or end with padding: their positions are not those of the model, and
     every mean would hold padding."""
     if view.pad_id is not None:
-        padded = token_math.padded_rows(ids, view.pad_id)
+        padded = cutting.padded_rows(ids, view.pad_id)
         got = f"{padded} of {len(ids)} that begin or end with the padding token (id {view.pad_id})"
         require(padded == 0, "tokens", expected="rows without padding", got=got, instead=REPACK)
 
 
 @dataclass(eq=False)
 class TokenSource:
-    """Tokens of a corpus, in memory or not: ``contexts`` is ``None`` for an iterable of unknown
-    length."""
+    """Tokens of a corpus, in memory or not, as :meth:`batches` of ids.
+
+    ``tokens`` is what holds them (a tensor, an array, a data set, or an iterator), ``length`` the
+    positions of each context, ``contexts`` their number (``None`` for an iterable, whose end is not
+    known). ``labels``, ``names`` and ``notes`` are as in :class:`TokenWindows`. While batches are
+    taken, ``seen`` counts contexts, and ``doubled`` those that begin with BOS twice.
+    """
 
     view: ModelView
     tokens: Any
@@ -174,27 +184,15 @@ class TokenSource:
         """The source behind any form of tokens that :func:`tl_geometry.decompose` takes."""
         given: Any = _opened(_mapped(tokens))
         if _is_text(given):
-            given, prepend_bos = token_rows(view, given, prepend_bos=prepend_bos), None
-        require(
-            prepend_bos is None,
-            "prepend_bos",
-            expected="None with token ids (they are never edited)",
-            got=prepend_bos,
-        )
+            given = token_rows(view, given, prepend_bos=prepend_bos)
+        else:
+            _refuse_bos_for_ids(prepend_bos)
         about: dict[str, Any] = {}
         if isinstance(given, TokenWindows):
             labels = given.labels if labels is None else labels
             about = {"corpus": given.corpus, "names": given.names, "notes": given.notes}
             given = given.tokens
-        if isinstance(given, list | tuple) and not (
-            given and isinstance(given[0], Tensor | np.ndarray | Mapping | list | tuple)
-        ):
-            given = _ids(given)
-        if (
-            isinstance(given, list | tuple)
-            and isinstance(given[0], list | tuple)
-            and not isinstance(_of_item(given[0]), Tensor)
-        ):
+        if isinstance(given, list | tuple) and not _is_sequence_of_items(given):
             given = _ids(given)
         if isinstance(given, Tensor | np.ndarray):
             got = f"{type(given).__name__} of shape {tuple(given.shape)}"
@@ -220,7 +218,8 @@ class TokenSource:
     @property
     def flags(self) -> tuple[str, ...]:
         """What a result made from the batches so far should say."""
-        return (*self.notes, *([double_bos(self.doubled, self.seen)] if self.doubled else []))
+        twice = (double_bos(self.doubled, self.seen),) if self.doubled else ()
+        return (*self.notes, *twice)
 
     def batches(self, size: int) -> Iterator[Int[Tensor, "batch position"]]:
         """Batches of at most ``size`` contexts, in order."""
@@ -266,6 +265,13 @@ def _is_text(tokens: Any) -> TypeGuard[str | Sequence[str]]:
     )
 
 
+def _is_sequence_of_items(given: Sequence[Any]) -> bool:
+    """Whether a list holds tensors, arrays or items of a data set; else it holds ids, or rows of
+    them."""
+    first = given[0] if given else None
+    return isinstance(first, Mapping) or isinstance(_of_item(first), Tensor | np.ndarray)
+
+
 def _opened(tokens: Any) -> Any:
     """The array in a ``.npy`` file; other files are refused with what to do."""
     if isinstance(tokens, str | Path) and str(tokens).endswith(".npy"):
@@ -297,12 +303,9 @@ def _opened(tokens: Any) -> Any:
 
 def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
     """An iterable of rows or batches with its first item put back, and the length of a row."""
-    if (
-        hasattr(tokens, "__getitem__")
-        and hasattr(tokens, "__len__")
-        and not hasattr(tokens, "__iter__")
-    ):
-        tokens = map(tokens.__getitem__, range(len(tokens)))  # a torch data set
+    indexed = hasattr(tokens, "__getitem__") and hasattr(tokens, "__len__")
+    if indexed and not hasattr(tokens, "__iter__"):  # a torch data set
+        tokens = map(tokens.__getitem__, range(len(tokens)))
     try:
         stream = iter(tokens)
     except TypeError:
@@ -323,43 +326,33 @@ def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
 
 
 def _rows(tokens: Any, start: int, stop: int) -> Int[Tensor, "batch position"]:
-    if hasattr(tokens, "column_names"):  # a datasets.Dataset
-        return _ids(_of_item(tokens[start:stop]))
-    return _ids(tokens[start:stop])
+    """Some rows of a tensor, an array or a ``datasets.Dataset``."""
+    return _ids(_of_item(tokens[start:stop]))
 
 
 def _mapped(tokens: Any) -> Any:
     """The ids of what a tokenizer returns; a cache is refused."""
-    cached = hasattr(tokens, "cache_dict") or is_cache(tokens)
-    instead = "decompose_activations(cache), or cache= beside the tokens"
-    require(
-        not cached,
-        "tokens",
-        expected="ids, windows or texts",
-        got=type(tokens).__name__,
-        instead=instead,
-    )
+    if is_cache(tokens):
+        expected, got = "ids, windows or texts", type(tokens).__name__
+        instead = "decompose_activations(cache), or cache= beside the tokens"
+        fail("tokens", expected=expected, got=got, instead=instead)
     return _of_item(tokens) if isinstance(tokens, Mapping) else tokens
 
 
 def is_cache(source: Any) -> bool:
     """Whether something is a cache, as an object or as the plain dictionary that TransformerLens
     can return."""
-    hooks = isinstance(source, Mapping) and any(
-        isinstance(k, str) and re.search(r"(^|\.)hook_", k) for k in source
-    )
-    return hooks or hasattr(source, "cache_dict")
+    if hasattr(source, "cache_dict"):
+        return True
+    names = source if isinstance(source, Mapping) else ()
+    return any(isinstance(name, str) and re.search(r"(^|\.)hook_", name) for name in names)
 
 
 def _of_item(item: Any) -> Any:
     """Ids of one item of a data set; one that says it is padded is refused."""
-    if (
-        isinstance(item, list | tuple)
-        and len(item) == 1
-        and isinstance(item[0], Tensor | np.ndarray)
-        and item[0].ndim > 0
-    ):
-        return item[0]  # of a TensorDataset
+    if isinstance(item, list | tuple) and len(item) == 1:  # of a TensorDataset
+        alone = item[0]
+        return alone if isinstance(alone, Tensor | np.ndarray) and alone.ndim > 0 else item
     if not isinstance(item, Mapping):
         return item
     name = next((n for n in ("tokens", "input_ids") if n in item), None)
@@ -371,11 +364,8 @@ def _of_item(item: Any) -> Any:
     )
     mask = item.get("attention_mask")
     if mask is not None:
-        rows = (
-            mask
-            if isinstance(mask, list | tuple) and mask and hasattr(mask[0], "__len__")
-            else [mask]
-        )
+        several = isinstance(mask, list | tuple) and len(mask) > 0 and hasattr(mask[0], "__len__")
+        rows = mask if several else [mask]
         zeros = sum(int((np.asarray(r) == 0).sum()) for r in rows)
         require(
             zeros == 0,
@@ -400,15 +390,13 @@ def _ids(rows: Any) -> Tensor:
                 got=got,
                 instead="tl_geometry.windows(...)",
             )
-            rows = (
-                torch.stack([torch.as_tensor(r) for r in rows])
-                if lengths != [0]
-                else torch.tensor(rows)
-            )
+            flat = lengths == [0]
+            rows = torch.tensor(rows) if flat else torch.stack([torch.as_tensor(r) for r in rows])
+        # a copy: torch warns of arrays that cannot be written, such as memory maps
         ids = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        if isinstance(error, GeometryError):
-            raise
+    except GeometryError:
+        raise
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         fail(
             "tokens",
             expected="integer ids",
@@ -437,12 +425,10 @@ def label_ids(
     """One label for each context as numbers from 0, and their names where they are strings."""
     if labels is None:
         return None, ()
+    names: tuple[str, ...] = ()
     if isinstance(labels, Sequence) and len(labels) > 0 and all(isinstance(v, str) for v in labels):
         names = tuple(dict.fromkeys(labels))
-        labels, found = [names.index(v) for v in labels], names
-    else:
-        found = ()
-    expected = f"one integer label (0 or more) for each of {contexts} contexts"
+        labels = [names.index(v) for v in labels]
     if contexts is None:
         fail(
             "labels",
@@ -450,6 +436,7 @@ def label_ids(
             got=describe(labels),
             instead="a tensor or a data set",
         )
+    expected = f"one integer label (0 or more) for each of {contexts} contexts"
     try:
         given = torch.as_tensor(labels).cpu()
     except (TypeError, ValueError, RuntimeError):
@@ -462,7 +449,7 @@ def label_ids(
     )
     ok = ok and not given.is_complex() and bool((given >= 0).all())
     require(ok, "labels", expected=expected, got=describe(given))
-    return given.long(), found
+    return given.long(), names
 
 
 def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[int, ...]:
@@ -473,8 +460,6 @@ def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[i
     (1, 2, 0)
     """
     given = [values] if isinstance(values, str) else values
-    if given is None or not isinstance(given, Iterable) or isinstance(given, Tensor | np.ndarray):
-        return checks.indices(given, count, "states")
-    return checks.indices(
-        [state_of(v, count, hooks) if isinstance(v, str) else v for v in given], count, "states"
-    )
+    if isinstance(given, Iterable) and not isinstance(given, Tensor | np.ndarray):
+        given = [state_of(v, count, hooks) if isinstance(v, str) else v for v in given]
+    return checks.indices(given, count, "states")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, whole
 from tl_geometry.base.errors import fail, require
-from tl_geometry.corpus import cutting as token_math
-from tl_geometry.corpus.sources import refuse_file_names, without_bos
+from tl_geometry.corpus import cutting
+from tl_geometry.corpus.sources import bos_to_prepend, refuse_file_names, without_bos
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
@@ -54,12 +54,10 @@ def windows(
     """
     view = as_view(model)
     documents = _documents(texts)
-    size, bos = whole(length), view.bos_id if prepend_bos else None
+    size = whole(length)
     ok, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
     require(ok, "length", expected=expected, got=length)
-    if prepend_bos and bos is None:
-        expected, instead = "a tokenizer with a BOS token", "prepend_bos=False"
-        fail("prepend_bos", expected=expected, got="none", instead=instead)
+    bos = bos_to_prepend(view.bos_id, prepend_bos)
     named = [str(v) for v in (range(len(documents)) if labels is None else labels)]
     one_each, expected = len(named) == len(documents), f"one for each of {len(documents)} texts"
     require(one_each, "labels", expected=expected, got=len(named))
@@ -101,7 +99,7 @@ def _in_order(
 ) -> tuple[list[Int[Tensor, "context position"]], tuple[str, ...]]:
     """All non-overlapping windows, by text, without those that begin with ``bos``; and a note of
     how many these were."""
-    cut = [token_math.cut(row, length) for row in ids]
+    cut = [cutting.cut(row, length) for row in ids]
     if bos is None:
         return cut, ()
     kept = [c[c[:, 0] != bos] for c in cut]
@@ -125,9 +123,9 @@ def _documents(texts: Any) -> list[str]:
         )
         whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
         texts = texts["text"] if whole_column else (row["text"] for row in texts)
-    given = (
-        [texts] if isinstance(texts, str | Path) or not isinstance(texts, Iterable) else list(texts)
-    )
+    given: Any = texts
+    if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
+        given = [texts]
     documents = [_read(t) if isinstance(t, Path) else t for t in given]
     ok = documents and all(isinstance(t, str) for t in documents)
     require(
@@ -169,11 +167,8 @@ def _anywhere(
         got="none",
         instead="prepend_bos=False",
     )
-    drawn = (
-        torch.randint(int(ends[-1]), (n,), generator=torch.Generator().manual_seed(seed))
-        .sort()
-        .values
-    )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(int(ends[-1]), (n,), generator=generator).sort().values
     sizes = torch.bincount(torch.bucketize(drawn, ends, right=True), minlength=len(ids)).tolist()
     at = torch.cat(starts)[drawn].split(sizes)
     return [row[place[:, None] + torch.arange(length)] for row, place in zip(rows, at, strict=True)]
@@ -194,7 +189,7 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     torch.Size([8, 16])
     """
     length = source.tokens.shape[1]
-    rows = token_math.splice(
+    rows = cutting.splice(
         source.tokens, piece or max(1, length // 8), seed=seed, keep_first=source.has_bos
     )
     return TokenWindows(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, whole
@@ -17,15 +17,7 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
 
-Selection = (
-    int
-    | slice
-    | Sequence[int]
-    | Sequence[bool]
-    | Int[Tensor, "batch"]
-    | Bool[Tensor, "context"]
-    | Any
-)
+Selection = Any
 """Contexts: one, a slice, or several (a list, a tensor, an array), as numbers or as a mask."""
 
 
@@ -80,34 +72,29 @@ class TokenWindows:
         [[[2, 3]], [[4, 5]], [[0, 1]]]
         """
         chosen = self._rows(contexts)
-        labels, tokens = None if self.labels is None else self.labels[chosen], self.tokens[chosen]
-        texts = (
-            self.str_tokens if len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0]) else ()
-        )
+        tokens, labels = self.tokens[chosen], None if self.labels is None else self.labels[chosen]
+        same_first = len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0])
+        texts = self.str_tokens if same_first else ()
         return dataclasses.replace(self, tokens=tokens, labels=labels, str_tokens=texts)
 
-    def _rows(self, contexts: Any) -> Int[Tensor, " batch"]:
-        every = torch.arange(len(self))
+    def _rows(self, contexts: Selection) -> Int[Tensor, " batch"]:
+        size = len(self)
+        every = torch.arange(size)
         if isinstance(contexts, slice):
             return every[contexts]
-        if whole(contexts) is not None and not getattr(
-            contexts, "shape", ()
-        ):  # a tensor of one number is a tensor
+        has_axes = bool(getattr(contexts, "shape", ()))  # a tensor of one number is several
+        if whole(contexts) is not None and not has_axes:
             return every[contexts].unsqueeze(0)  # IndexError beyond the last ends a loop
         try:
-            index = torch.as_tensor(
-                contexts if isinstance(contexts, Tensor) else list(contexts)
-            ).cpu()
-            mask = index.dtype == torch.bool
-            if (
-                index.dim() == 1
-                and not index.is_floating_point()
-                and len(index) == (len(self) if mask else max(1, len(index)))
-            ):
-                return every[index if mask else index.long()]
+            given = contexts if isinstance(contexts, Tensor) else list(contexts)
+            index = torch.as_tensor(given).cpu()
+            if index.dim() == 1 and index.dtype == torch.bool and len(index) == size:
+                return every[index]
+            numbers = not index.is_floating_point() and index.dtype != torch.bool
+            if index.dim() == 1 and numbers and len(index) > 0:
+                return every[index.long()]
         except (TypeError, ValueError, IndexError, RuntimeError):
             pass
-        size = len(self)
         return fail(
             "contexts",
             expected=f"a slice, numbers from 0 to {size - 1}, or a mask of {size}",
@@ -123,12 +110,10 @@ class TokenWindows:
     def flags(self) -> tuple[str, ...]:
         """What a result made from these windows should say: notes, and how many of them begin with
         BOS twice."""
-        twice = (
-            int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
-            if self.has_bos and self.tokens.shape[1] > 1
-            else 0
-        )
-        return (*self.notes, *([double_bos(twice, len(self))] if twice else []))
+        if not self.has_bos or self.tokens.shape[1] < 2:
+            return self.notes
+        twice = int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
+        return (*self.notes, double_bos(twice, len(self))) if twice else self.notes
 
     def __repr__(self) -> str:
         contexts, length = self.tokens.shape
@@ -138,11 +123,8 @@ class TokenWindows:
         ]
         known += [f"corpus {self.corpus[:60]!r}"] if self.corpus else []
         known += [f"{len(self.names)} documents"] if self.names else []
-        known += (
-            [repr("".join(self.str_tokens)[:60])]
-            if self.str_tokens
-            else [str(self.tokens[0, :8].tolist())]
-        )
+        text, ids = "".join(self.str_tokens)[:60], self.tokens[0, :8].tolist()
+        known.append(repr(text) if self.str_tokens else str(ids))
         return f"TokenWindows({plain('; '.join([*known, *self.flags]))})"
 
 

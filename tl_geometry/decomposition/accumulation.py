@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import whole
+from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, fail, require
 from tl_geometry.base.results import Provenance, hash_tokens, row_hashes
+from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.decomposition.largest import Largest
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.position_context import PositionContext
@@ -69,15 +70,9 @@ class Accumulation:
         contexts: int | None,
         device: torch.device | str,
     ) -> None:
-        start, end = plan.window or (0, length)
-        require(
-            0 <= start < end <= length,
-            "window",
-            expected=f"0 <= start < end <= {length} (positions of the input)",
-            got=repr(plan.window),
-        )
+        start, end = checks.window(plan.window, length, 0)
         for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
-            value = whole(getattr(plan, name))
+            value = checks.whole(getattr(plan, name))
             good = value is not None and value >= least
             require(good, name, expected=f"at least {least}", got=repr(getattr(plan, name)))
         self.plan, self.length, self.contexts, self.d_model = plan, length, contexts, d_model
@@ -149,10 +144,8 @@ class Accumulation:
         """
         device = self.moments.sums.device
         self.make_room(size)
-        groups, marks = (
-            self._groups(size, device),
-            None if labels is None else labels.to(device, non_blocking=True),
-        )
+        groups = self._groups(size, device)
+        marks = None if labels is None else labels.to(device, non_blocking=True)
         chosen = self._sample(size, tokens)
         order = range(len(self.plan.states))
         means: list[list[Tensor]] = [[] for _ in order]
@@ -254,15 +247,12 @@ class Accumulation:
         if tokens is not None:
             self.token_hash = hash_tokens(tokens, self.token_hash)
             self.hashes.append(row_hashes(tokens))
-            begins = bos_id is not None and bool((tokens[:, 0] == bos_id).all())
-            self.has_bos = begins and self.has_bos is not False
+            self.has_bos = begins_with_bos(tokens, bos_id) and self.has_bos is not False
         self.done += size
         if self.keep_ctx:
             self.means.append(self.nothing(size))
-            if (
-                self.plan.keep_ctx == "auto"
-                and 8 * self.done * self.d_model * len(self.plan.states) > KEEP_LIMIT
-            ):
+            held = 8 * self.done * self.d_model * len(self.plan.states)
+            if self.plan.keep_ctx == "auto" and held > KEEP_LIMIT:
                 self.keep_ctx, self.means = False, []
                 self.provenance = self.provenance.flagged("context vectors not kept (over 1 GiB)")
 
@@ -273,13 +263,17 @@ class Accumulation:
         )
 
     def _run(
-        self, feed: Feed, whole: slice, take: Callable[[int, Tensor, slice], None], taken: set[int]
+        self,
+        feed: Feed,
+        contexts: slice,
+        take: Callable[[int, Tensor, slice], None],
+        taken: set[int],
     ) -> None:
         """Run contexts in parts that fit into memory; ``taken`` are the states that have been taken
         in for all of them."""
-        low = whole.start
-        while low < whole.stop:
-            part = slice(low, min(low + (self.limit or whole.stop), whole.stop))
+        low = contexts.start
+        while low < contexts.stop:
+            part = slice(low, min(low + (self.limit or contexts.stop), contexts.stop))
             known = set(taken)
             if not self._fits(feed, part, take, known):
                 size = part.stop - part.start

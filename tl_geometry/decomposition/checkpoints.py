@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ SAME = ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")
 
 def settings(work: Accumulation) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it."""
-    plan = {f.name: getattr(work.plan, f.name) for f in dataclasses.fields(work.plan)}
+    plan = vars(work.plan)
     fields = {name: getattr(work.provenance, name) for name in SAME}
     counts = work.moments.label_counts
     sizes = {"length": work.length, "window": work.moments.window, "contexts": work.contexts}

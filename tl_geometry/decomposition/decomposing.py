@@ -1,5 +1,5 @@
-"""The main job: windows of a corpus, and the mean decomposition of every state of a model over
-them."""
+"""The mean decomposition of every state of a model over a corpus, or of activations that are there
+already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import describe, whole
+from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.sources import TokenSource, is_cache, label_ids, state_indices
@@ -83,7 +83,10 @@ def decompose(
         checkpoint: file that holds the finished batches at every moment; a run that finds it goes
             on from there, if its model, hooks, tokens, labels and settings are the same. Writing
             takes at most 5% of the time, so that on big models it holds all but the last minute.
+        progress: show a progress bar.
         device: where the sums live, by default the model's device.
+        seed: of the sample that ``keep`` asks for.
+        prepend_bos: whether strings get the BOS token; ``None`` for everything else.
         moments_dtype: dtype of the products in second moments (``torch.float64``: partitions agree
             to 1e-10).
         group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD``), all of
@@ -217,14 +220,17 @@ def checked_window(value: Any, length: int, default_start: int) -> tuple[int, in
     if value is None:
         return checks.window(None, length, default_start)
     try:
-        start, end = (
-            v if isinstance(v, bool) else int(v) if float(v) == int(v) else v for v in value
-        )
-    except (TypeError, ValueError, RuntimeError):
+        start, end = (_whole_number(v) for v in value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         fail("window", expected="(start, end) in positions", got=describe(value))
-    ok = all(whole(v) is not None for v in (start, end))
-    require(ok, "window", expected="whole numbers (start, end)", got=repr(value))
+    if start is None or end is None:
+        fail("window", expected="whole numbers (start, end)", got=repr(value))
     return checks.window((start, end), length, default_start)
+
+
+def _whole_number(value: Any) -> int | None:
+    """``2`` or ``2.0`` as an int; ``None`` for ``2.5`` and truth values."""
+    return None if isinstance(value, bool) or float(value) != int(value) else int(value)
 
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:

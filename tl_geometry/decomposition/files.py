@@ -17,8 +17,16 @@ from tl_geometry.decomposition.moments import SETTINGS, Moments
 from tl_geometry.decomposition.reservoir import Reservoir
 
 HEADER = (
-    *("schema", "provenance", "states", "window", "names", "product_dtype", "reservoir"),
-    *("largest_texts", "contiguous", "checksum"),
+    "schema",
+    "provenance",
+    "states",
+    "window",
+    "names",
+    "product_dtype",
+    "reservoir",
+    "largest_texts",
+    "contiguous",
+    "checksum",
 )
 """Fields of the header."""
 PLAIN = ("context_means", "labels", "token_hashes")

@@ -22,12 +22,13 @@ from tl_geometry.base.results import Result
 
 KEPT = 32
 """Tokens of largest norm that are kept for each state."""
-TOP_SHARE, SINK_SHARE = 1000, 0.25
-"""One token in ``TOP_SHARE`` (at least one in all) is "the largest"; where they hold more than
-``SINK_SHARE``, it is said."""
+ONE_IN = 1000
+"""One token in so many (at least one in all) counts among the largest."""
+SINK_SHARE = 0.25
+"""Share of the sum of squares above which the largest tokens are remarked on."""
 CONCENTRATED = 10
-"""How many times more than their number they must hold as well: one of two tokens holds half of
-everything."""
+"""Times their share of the tokens that the largest must hold as well to be remarked on: one of two
+tokens holds half of everything anyway."""
 PER_OCTAVE, OCTAVES = 8, 256
 """Bins of the histogram: eighths of a power of two, of squared norms from 2^-128 to 2^128 (the ends
 take what lies beyond)."""
@@ -45,9 +46,8 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     at = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
     at = (at + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
     out = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
-    out[0].scatter_add_(
-        0, at, torch.ones_like(flat)
-    )  # index_add_ takes twenty times as long on a CPU
+    # index_add_ takes twenty times as long on a CPU
+    out[0].scatter_add_(0, at, torch.ones_like(flat))
     out[1].scatter_add_(0, at, flat)
     return out
 
@@ -75,7 +75,7 @@ def top_share(
 
 def tokens_in(tokens: Float[Tensor, "*state"]) -> Float[Tensor, "*state"]:
     """How many tokens the largest 0.1% are: at least one."""
-    return (tokens / TOP_SHARE).floor().clamp(min=1)
+    return (tokens / ONE_IN).floor().clamp(min=1)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -195,10 +195,9 @@ def sinks_of(
     named = {int(t): text for t, text in zip(largest.token[row].tolist(), texts, strict=False)}
     where = _some("position", [str(p) for p in positions])
     what = _some("token", [repr(named[t]) if t in named else str(t) for t in ids]) if ids else ""
-    few = share > max(SINK_SHARE, CONCENTRATED * tokens / of) if of else False
     known = ", ".join(filter(None, (where, what)))
     held = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({known})"
-    remark = held if few else ""
+    remark = held if of and share > max(SINK_SHARE, CONCENTRATED * tokens / of) else ""
     return Sinks(tokens, of, share, tuple(positions), tuple(ids), remark)
 
 

@@ -17,8 +17,6 @@ from tl_geometry.decomposition.reservoir import Reservoir
 MOST_SHARED = 0.5
 """Share of a part's contexts that another part may hold too before both are taken for the same
 shard."""
-
-
 ONE_SETTING = ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized")
 """Fields of the provenance that are the same in all parts."""
 
@@ -67,12 +65,10 @@ def joined(parts: Sequence[Moments], *, contiguous: bool = True) -> Moments:
     groups, total, start = max(len(m.counts) for m in parts), sum(m.contexts for m in parts), 0
     whole = parts[0]
     for i, part in enumerate(parts):
-        middle = start + part.counts.cumsum(0) - (part.counts + 1) // 2
-        group_of = (
-            (middle * groups // total).clamp(0, groups - 1)
-            if contiguous
-            else torch.arange(len(part.counts))
-        )
+        group_of = torch.arange(len(part.counts))
+        if contiguous:
+            middle = start + part.counts.cumsum(0) - (part.counts + 1) // 2
+            group_of = (middle * groups // total).clamp(0, groups - 1)
         mine = part if len(parts) == 1 else part.regrouped(group_of, groups)
         whole = mine if i == 0 else Moments.merge(whole, mine)
         start += part.contexts
@@ -86,10 +82,8 @@ def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> 
     shared = 0
     for i, part in enumerate(parts):
         for k in range(i):
-            same, got = (
-                torch.equal(parts[k].sums, part.sums),
-                f"parts {k} and {i} with the same sums",
-            )
+            same = torch.equal(parts[k].sums, part.sums)
+            got = f"parts {k} and {i} with the same sums"
             require(not same, "merge", expected="disjoint contexts", got=got, instead=instead)
             mine, theirs = hashes[i], hashes[k]
             if mine is None or theirs is None:

@@ -164,12 +164,8 @@ class Moments:
         h = h.to(device)  # a model spread over several devices
         batch, length, width = h.shape
         fill = {"dtype": torch.float64, "device": device}
-        member = (
-            torch.arange(len(self.counts), device=device)
-            .unsqueeze(1)
-            .eq(group_of.to(device))
-            .double()
-        )
+        groups = torch.arange(len(self.counts), device=device)
+        member = (groups.unsqueeze(1) == group_of.to(device)).double()  # [group batch]
         step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
         norms = torch.empty(batch, length, **fill)
         whole, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
@@ -232,9 +228,8 @@ class Moments:
             self.fixed.add(state)
         dtype = h.dtype if half and h.is_cuda and HALF_PRODUCTS else self.product_dtype
         rows = self.scratch.get("rows", h.shape, dtype, h.device)
-        if (
-            h.element_size() >= dtype.itemsize
-        ):  # in the dtype of the states: rounded to a narrower one first, they lose what is left
+        if h.element_size() >= dtype.itemsize:
+            # subtract first: states rounded to a narrower dtype would lose what is left
             torch.sub(h, self.shift[state].to(h.dtype), out=rows)
         else:
             rows.copy_(h).sub_(self.shift[state].to(dtype))
@@ -362,12 +357,8 @@ class Moments:
 
     def tensors(self) -> dict[str, Tensor]:
         """All sums by name, as they are stored in a file."""
-        found = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in SETTINGS
-        }
-        return {k: v for k, v in found.items() if v is not None}
+        sums = {name: value for name, value in vars(self).items() if name not in SETTINGS}
+        return {name: value for name, value in sums.items() if value is not None}
 
     @classmethod
     def of(

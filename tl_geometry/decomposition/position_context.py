@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ from tl_geometry.models.model_view import ModelView
 RAW = "basis of raw activations: its model is not known"
 """Flag of results that use a basis without a fingerprint with a model."""
 READABLE = tuple(f"tl_geometry/PositionContext/{version}" for version in (2, 1))
-"""File formats of before that can be read (the oldest with a flag)."""
+"""File formats of earlier versions that can be read (the oldest with a flag)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,12 +101,11 @@ class PositionContext(Result):
     def group_of(self) -> Int[Tensor, " context"] | None:
         """Group of each context: contiguous blocks (``None`` for merged files of earlier versions,
         which do not say)."""
+        counts = self.group_counts
         if self.contiguous:
-            return torch.repeat_interleave(torch.arange(len(self.group_counts)), self.group_counts)
-        found = torch.arange(self.contexts) % len(self.group_counts)
-        known = torch.equal(
-            torch.bincount(found, minlength=len(self.group_counts)), self.group_counts
-        )
+            return torch.repeat_interleave(torch.arange(len(counts)), counts)
+        found = torch.arange(self.contexts) % len(counts)
+        known = torch.equal(torch.bincount(found, minlength=len(counts)), counts)
         return found if known else None
 
     @property
@@ -194,17 +194,11 @@ class PositionContext(Result):
         ``identifiable`` is false and the shares of pos are NaN; with one position pos and resid are
         zero.
         """
-        values, held = analysis(self.moments), self._top_share()
-        reliability = values["pos_reliability"]
-        remarks = [self._remark(row, float(reliability[row])) for row in range(len(self.states))]
-        low = [
-            s for s, r in zip(self.states, reliability.tolist(), strict=True) if r < LOW_RELIABILITY
-        ]
-        flags = (
-            [f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"]
-            if low
-            else []
-        )
+        values = analysis(self.moments)
+        reliability = dict(zip(self.states, values["pos_reliability"].tolist(), strict=True))
+        low = [state for state, r in reliability.items() if r < LOW_RELIABILITY]
+        unsure = f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"
+        flags = [unsure] if low else []
         return Anova(
             provenance=self.provenance.flagged(*self.flags(), *flags),
             states=self.states,
@@ -213,17 +207,18 @@ class PositionContext(Result):
             **values,
             ctx_null=None if null is None else null.anova().shares["ctx"],
             identifiable=self.contexts > 1,
-            top_share=held,
-            remarks=tuple(remarks),
+            top_share=self._top_share(),
+            remarks=tuple(self._remark(state, r) for state, r in reliability.items()),
             intervals=anova_intervals(self.moments),
         )
 
-    def _remark(self, row: int, reliability: float) -> str:
+    def _remark(self, state: int, reliability: float) -> str:
         """What makes the row of one state hard to read."""
         found = ["one context: position and content together"] if self.contexts == 1 else []
         found += [f"reliability below {LOW_RELIABILITY}"] if reliability < LOW_RELIABILITY else []
-        held = self.sinks(self.states[row])
-        return "; ".join([*found, *([held.remark] if held is not None and held.remark else [])])
+        held = self.sinks(state)
+        found += [held.remark] if held is not None and held.remark else []
+        return "; ".join(found)
 
     def _top_share(self) -> Float[Tensor, " state"]:
         if self.moments.tail is None or self.largest is None:
@@ -232,7 +227,7 @@ class PositionContext(Result):
 
     def sinks(self, state: int) -> Sinks | None:
         """How much of a state's sum of squares its largest tokens hold, in numbers and words;
-        ``None`` for files of before.
+        ``None`` for files of earlier versions.
 
         >>> h = torch.ones(4, 50, 3)
         >>> h[:, 1] += 99
@@ -409,7 +404,7 @@ class PositionContext(Result):
             require(same, "merge: groups", expected=expected, got=got, instead=instead)
             a, b = first.names, other.names
             require(a == b, "merge: document names", expected=a, got=b)
-        starts = [sum(p.contexts for p in parts[:i]) for i in range(len(parts))]
+        starts = [0, *accumulate(p.contexts for p in parts[:-1])]
         sums, hashes = [p.moments for p in parts], [p.token_hashes for p in parts]
         moments = merging.joined(sums, contiguous=first.contiguous)
         tops = [p.largest for p in parts if p.largest is not None]
@@ -461,8 +456,8 @@ class PositionContext(Result):
 
     @classmethod
     def load(cls, path: str | Path) -> PositionContext:
-        """Read a file that :meth:`save` wrote, of this version or before; a truncated, altered or
-        foreign file, and one of a newer version, is refused."""
+        """Read a file that :meth:`save` wrote, in this version or an earlier one; a truncated,
+        altered or foreign file, and one of a newer version, is refused."""
         return cls(**files.fields_of(*files.read(path, cls.schema(), *READABLE)))
 
     def columns(self) -> Sequence[str]:
@@ -471,15 +466,20 @@ class PositionContext(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         return self.anova().rows()
 
-    def __repr__(self) -> str:
+    @property
+    def kept(self) -> str:
+        """What is held besides the sums, in words."""
         kept = ["second moments"] if self.has_second_moments else []
         kept += ["ctx"] if self.ctx is not None else []
         kept += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
+        return ", ".join(kept) or "sums"
+
+    def __repr__(self) -> str:
         outside = self.length - (self.window[1] - self.window[0])
         some = f"{outside} of {self.length} positions outside the window"
         note = some if outside else "all positions in the statistics"
         states = f"states {self.states[0]}..{self.states[-1]}"
-        shown = [self.provenance.line(), states, note, f"kept: {', '.join(kept) or 'sums'}"]
+        shown = [self.provenance.line(), states, note, f"kept: {self.kept}"]
         return f"PositionContext({'; '.join(shown)})"
 
     def _repr_html_(self) -> str:
@@ -489,10 +489,6 @@ class PositionContext(Result):
 def require_basis(value: object) -> None:
     """Raise unless ``value`` is a :class:`PositionContext` (a path or a table in its place is a
     common slip)."""
-    ok = isinstance(value, PositionContext)
-    instead = (
-        "PositionContext.load(path)"
-        if isinstance(value, str | Path)
-        else "decompose(model, tokens)"
-    )
+    ok, is_path = isinstance(value, PositionContext), isinstance(value, str | Path)
+    instead = "PositionContext.load(path)" if is_path else "decompose(model, tokens)"
     require(ok, "basis", expected="a PositionContext", got=describe(value), instead=instead)

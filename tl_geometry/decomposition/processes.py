@@ -42,17 +42,14 @@ class Processes:
             got=group,
             instead="torch.distributed.init_process_group()",
         )
-        self.rank, self.size = (
-            torch.distributed.get_rank(group),
-            torch.distributed.get_world_size(group),
-        )
+        self.rank = torch.distributed.get_rank(group)
+        self.size = torch.distributed.get_world_size(group)
         require(
             self.rank >= 0, "group", expected="a group that this process belongs to", got="another"
         )
-        nccl = torch.distributed.get_backend(group) == "nccl"
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        )
+        self.device = torch.device("cpu")
+        if torch.distributed.get_backend(group) == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def takes(self, batch: int) -> bool:
         """Whether this process computes batch number ``batch``: they are dealt out in turn."""
@@ -85,10 +82,8 @@ class Processes:
         size = torch.tensor([len(text.encode())])
         self.share(size)
         data = torch.zeros(int(size), dtype=torch.uint8)
-        if self.rank == 0:
-            data.copy_(
-                torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-            ) if text else None
+        if self.rank == 0 and text:
+            data.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
         self.share(data)
         return bytes(data.tolist()).decode()
 

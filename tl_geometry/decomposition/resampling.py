@@ -71,10 +71,8 @@ def window_means(
     or signed combinations of them."""
     sums = basis.group_sums[:, row, slice(*basis.window)]
     total = weights.abs() @ basis.group_counts.to(weights)
-    return (
-        einsum(weights, sums, "sample group, group position d_model -> sample position d_model")
-        / total[:, None, None]
-    )
+    pattern = "sample group, group position d_model -> sample position d_model"
+    return einsum(weights, sums, pattern) / total[:, None, None]
 
 
 def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " state"]:
@@ -107,8 +105,6 @@ def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor
     for row in weights:
         order = used[torch.randperm(len(used), generator=generator)]
         plus, minus = order[:half], order[half : 2 * half]
-        row[plus], row[minus] = (
-            1.0,
-            -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum(),
-        )
+        row[plus] = 1.0
+        row[minus] = -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum()
     return weights

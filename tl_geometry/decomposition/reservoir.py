@@ -18,7 +18,16 @@ class Reservoir:
     context's index.
 
     The choice depends on the seed and the indices only, never on the batches, and two reservoirs
-    merge by keeping the lowest priorities of both.
+    merge by keeping the lowest priorities of both. ``priorities``, ``contexts`` and, where they are
+    known, ``states`` and ``tokens`` have a row for each sampled context (``states`` and ``tokens``
+    also for those of ``size`` that are still free, until :meth:`ordered`).
+
+    >>> sample = Reservoir(size=2, seed=0)
+    >>> entered = [sample.enter(0, 3), sample.enter(3, 3)]
+    >>> at_once = Reservoir(size=2, seed=0)
+    >>> entered.append(at_once.enter(0, 6))
+    >>> sorted(sample.contexts.tolist()) == sorted(at_once.contexts.tolist())
+    True
     """
 
     size: int
@@ -50,14 +59,12 @@ class Reservoir:
         drawn = [
             (float(np.random.default_rng((self.seed, first + i)).random()), i) for i in range(count)
         ]
+        # a slot of the sample as a negative number, a row of the batch as it is
         known = [(p, -1 - slot) for slot, p in enumerate(self.priorities.tolist())]
         kept = sorted(known + drawn)[: self.size]
         stay = {-1 - i for _, i in kept if i < 0}
         free = [slot for slot in range(self.size) if slot not in stay]
-        chosen = [
-            (slot, pair)
-            for slot, pair in zip(free, (pair for pair in kept if pair[1] >= 0), strict=False)
-        ]
+        chosen = list(zip(free, [pair for pair in kept if pair[1] >= 0], strict=False))
         grown = max([len(known), *(slot + 1 for slot, _ in chosen)])
         extra = grown - len(known)
         self.priorities = torch.cat([self.priorities, torch.zeros(extra, dtype=torch.float64)])
@@ -82,6 +89,7 @@ class Reservoir:
             self.tokens[slots] = tokens[rows].cpu()
 
     def _padded(self, values: Tensor | None, empty: Tensor) -> Tensor:
+        """Rows for the whole sample: ``values`` as they are, or moved into ``empty``."""
         if values is not None and len(values) == self.size:
             return values
         if values is not None:
@@ -91,12 +99,11 @@ class Reservoir:
     def ordered(self) -> Reservoir:
         """The sample by priority, without unused room."""
         order = torch.argsort(self.priorities, stable=True)
-        rows = None if torch.equal(order, torch.arange(len(order))) else order
+        in_order = torch.equal(order, torch.arange(len(order)))
+        rows = slice(len(order)) if in_order else order  # a slice copies nothing
 
         def pick(values: Tensor | None) -> Tensor | None:
-            return (
-                None if values is None else values[: len(order)] if rows is None else values[rows]
-            )
+            return None if values is None else values[rows]
 
         return Reservoir(
             size=self.size,
@@ -116,9 +123,9 @@ class Reservoir:
             return dataclasses.replace(b, contexts=contexts) if a.states is None else a
         priorities = torch.cat([a.priorities, b.priorities])
         kept = torch.argsort(priorities, stable=True)[: a.size]
-        tokens = (
-            None if a.tokens is None or b.tokens is None else torch.cat([a.tokens, b.tokens])[kept]
-        )
+        tokens = None
+        if a.tokens is not None and b.tokens is not None:
+            tokens = torch.cat([a.tokens, b.tokens])[kept]
         return Reservoir(
             size=a.size,
             seed=a.seed,

@@ -20,7 +20,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.results import hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.decomposition import checkpoints, sharing
-from tl_geometry.decomposition.accumulation import Accumulation, OnState, Plan
+from tl_geometry.decomposition.accumulation import Accumulation, Feed, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.processes import Processes
 from tl_geometry.models.batches import batch_of, device_of
@@ -64,8 +64,8 @@ def run_corpus(
     )
     if source.labels is not None:
         work.set_labels(source.labels)
-    run = [checkpoints.settings(work), checkpoints.label_hash(work, source.contexts or 0)]
-    processes.agree(json.dumps([*run, size, str(checkpoint)]), "arguments of decompose")
+    mine = [checkpoints.settings(work), checkpoints.label_hash(work, source.contexts or 0)]
+    processes.agree(json.dumps([*mine, size, str(checkpoint)]), "arguments of decompose")
     saver = _Saver(work, processes, None if checkpoint is None else Path(checkpoint))
     bar = tqdm(
         total=source.contexts,
@@ -77,16 +77,8 @@ def run_corpus(
     with bar:
         for number, (tokens, labels) in enumerate(_remaining(source, work, size, str(checkpoint))):
             if processes.takes(number):
-                run = _ahead(tokens, view.device)
-                work.update(
-                    len(tokens),
-                    lambda part, on_state, run=run: forward_states(
-                        view, plan.states, run[part], _normalizing(on_state, norms)
-                    ),
-                    tokens,
-                    labels,
-                    view.bos_id,
-                )
+                feed = _feeding(view, plan.states, _ahead(tokens, view.device), norms)
+                work.update(len(tokens), feed, tokens, labels, view.bos_id)
             else:
                 work.skip(tokens, view.bos_id)
             if number == 0:
@@ -108,9 +100,8 @@ def _texts(view: ModelView, basis: PositionContext) -> tuple[tuple[str, ...], ..
     ids = basis.largest.token.clamp(min=0)
     unique = ids.unique().tolist()
     text = dict(zip(unique, view.decode(unique), strict=True))
-    return tuple(
-        tuple(text[i] for i in row) for row in ids.tolist()
-    )  # those of places that are not filled are never shown
+    # places that are not filled get the text of token 0, which is never shown
+    return tuple(tuple(text[i] for i in row) for row in ids.tolist())
 
 
 def state_norms(
@@ -122,21 +113,33 @@ def state_norms(
     States without such a norm (models that norm behind their blocks, heads that are not linear
     behind a norm) are left out.
     """
-    found = {s: view.attention_norm(s) if s < view.n_layers else view.final_norm() for s in states}
-    norms = {
-        row: norm
-        for row, s in enumerate(states)
-        if (norm := found[s]) is not None and norm.norm_type is not None
-    }
-    bare = [s for row, s in enumerate(states) if row not in norms and s < view.n_layers]
-    flags = (
-        [f"states {', '.join(map(str, bare))} as they are: their blocks read them without a norm"]
-        if bare
-        else []
-    )
-    if view.n_layers in states and states.index(view.n_layers) not in norms:
+    norms: dict[int, NormWeights] = {}
+    bare: list[int] = []
+    for row, s in enumerate(states):
+        norm = view.attention_norm(s) if s < view.n_layers else view.final_norm()
+        if norm is None or norm.norm_type is None:
+            bare.append(s)
+        else:
+            norms[row] = norm
+    flags: list[str] = []
+    read = ", ".join(str(s) for s in bare if s < view.n_layers)
+    if read:
+        flags.append(f"states {read} as they are: their blocks read them without a norm")
+    if view.n_layers in bare:
         flags.append(f"state {view.n_layers} as it is: no norm in front of a linear output head")
     return norms, tuple(flags)
+
+
+def _feeding(
+    view: ModelView, states: Sequence[int], tokens: Tensor, norms: Mapping[int, NormWeights]
+) -> Feed:
+    """A batch for :meth:`Accumulation.update`: runs some of its contexts, and norms their states
+    where norms are given."""
+
+    def feed(contexts: slice, on_state: OnState) -> None:
+        forward_states(view, states, tokens[contexts], _normalizing(on_state, norms))
+
+    return feed
 
 
 def _normalizing(on_state: OnState, norms: Mapping[int, NormWeights]) -> OnState:
@@ -144,10 +147,9 @@ def _normalizing(on_state: OnState, norms: Mapping[int, NormWeights]) -> OnState
     reader."""
 
     def normalized(row: int, h: Tensor) -> None:
-        norm = norms.get(row)
-        on_state(
-            row, h if norm is None else norm.normalize(h.float() if h.element_size() < 4 else h)
-        )
+        if row in norms:
+            h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
+        on_state(row, h)
 
     return normalized if norms else on_state
 

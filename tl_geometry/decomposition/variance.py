@@ -25,8 +25,8 @@ class Anova(Result):
     Sums of squares (units of the activations squared): ``total = pos + ctx + resid``. Degrees of
     freedom per coordinate: pos T - 1, ctx C - 1, resid (C - 1)(T - 1). ``pos_debiased`` is the
     share of pos after subtracting what C contexts of noise leave in an average,
-    ``max(0, SS_pos - (T - 1) SS_resid / ((C - 1)(T - 1)))``; it assumes residuals independent
-    across contexts. ``pos_reliability`` is the mean cosine of pos from two disjoint halves of the
+    ``max(0, SS_pos - SS_resid / (C - 1)) / SS_total``; it assumes residuals independent across
+    contexts. ``pos_reliability`` is the mean cosine of pos from two disjoint halves of the
     contexts.
 
     The context share has no such correction, because residuals are correlated along a text: any
@@ -73,76 +73,62 @@ class Anova(Result):
 
         With one context ``pos`` is NaN: what would be 100% is position and content together.
         """
-        found = {
-            k: getattr(self, k) / torch.where(self.total > 0, self.total, torch.nan)
-            for k in ("pos", "ctx", "resid")
-        }
-        return (
-            found if self.identifiable else found | {"pos": torch.full_like(self.total, torch.nan)}
-        )
+        total = torch.where(self.total > 0, self.total, torch.nan)
+        pos = self.pos if self.identifiable else torch.full_like(total, torch.nan)
+        return {"pos": pos / total, "ctx": self.ctx / total, "resid": self.resid / total}
 
     def _bounded(self) -> list[str]:
         return [name for name in self.shares if name in self.intervals]
 
     def columns(self) -> Sequence[str]:
-        names = [
+        measures = ["pos_debiased", "pos_reliability", "ctx_agreement"]
+        null = [] if self.ctx_null is None else ["ctx_null"]
+        return [
             "state",
             "ss_total",
             "pos",
             "ctx",
             "resid",
-            "pos_debiased",
-            "pos_reliability",
-            "ctx_agreement",
-        ]
-        return [
-            *names,
+            *measures,
             *(f"{name}_{bound}" for name in self._bounded() for bound in ("low", "high")),
-            *(["ctx_null"] if self.ctx_null is not None else []),
+            *null,
             "top_share",
             "remarks",
         ]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        values = [
-            self.total,
-            *self.shares.values(),
-            self.pos_debiased,
-            self.pos_reliability,
-            self.ctx_agreement,
-        ]
-        values += [bound for n in self._bounded() for bound in self.intervals[n][:, 1:].unbind(1)]
-        values += [self.ctx_null] if self.ctx_null is not None else []
-        values += [
-            torch.full_like(self.total, torch.nan) if self.top_share is None else self.top_share
-        ]
+        measures = [self.pos_debiased, self.pos_reliability, self.ctx_agreement]
+        bounds = [b for name in self._bounded() for b in self.intervals[name][:, 1:].unbind(1)]
+        null = [] if self.ctx_null is None else [self.ctx_null]
+        unknown = torch.full_like(self.total, torch.nan)
+        top_share = unknown if self.top_share is None else self.top_share
+        values = [self.total, *self.shares.values(), *measures, *bounds, *null, top_share]
         texts = self.remarks or ("",) * len(self.states)
         return [[s, *(float(v[i]) for v in values), texts[i]] for i, s in enumerate(self.states)]
 
 
 def analysis(m: Moments) -> dict[str, Float[Tensor, " state"]]:
-    """The columns of :class:`Anova` that follow from sums."""
+    """The fields of :class:`Anova` that follow from sums."""
     start, end = m.window
     c, t = m.contexts, end - start
     mean = m.window_sum() / (c * t)
     curve = m.sums[:, :, start:end].sum(0) / c - mean.unsqueeze(1)
     raw, squares = m.squares[:, :, start:end].sum((0, 2)), mean.square().sum(-1)
-    clip = lambda x: torch.where(x > 1e-12 * raw, x, 0.0)  # noqa: E731 (rounding of the difference)
-    total = clip(raw - c * t * squares)
-    nothing, unknown = torch.zeros_like(total), torch.full_like(total, torch.nan)
-    pos = torch.minimum(c * curve.square().sum((1, 2)), total) if t > 1 else nothing
-    ctx = (
-        torch.minimum(clip(t * (m.context_squares.sum(0) - c * squares)), total)
-        if c > 1
-        else nothing
-    )
-    resid = (total - pos - ctx).clamp(min=0) if c > 1 and t > 1 else nothing
-    if c == 1 or t == 1:
-        pos, ctx = (total, ctx) if c == 1 and t > 1 else (pos, total)
-    noise = resid / max(1, c - 1)
-    debiased = (
-        (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan) if c > 1 else unknown
-    )
+
+    def above_rounding(difference: Tensor) -> Tensor:
+        return torch.where(difference > 1e-12 * raw, difference, 0.0)
+
+    total = above_rounding(raw - c * t * squares)
+    pos = torch.minimum(c * curve.square().sum((1, 2)), total)
+    ctx = above_rounding(t * (m.context_squares.sum(0) - c * squares)).minimum(total)
+    resid = (total - pos - ctx).clamp(min=0)
+    if c == 1 or t == 1:  # all of the variation is between positions, or between contexts
+        resid = nothing = torch.zeros_like(total)
+        pos, ctx = (nothing, total) if t == 1 else (total, nothing)
+    debiased = torch.full_like(total, torch.nan)
+    if c > 1:
+        noise = resid / (c - 1)
+        debiased = (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan)
     found = {"total": total, "pos": pos, "ctx": ctx, "resid": resid, "pos_debiased": debiased}
     return found | {"pos_reliability": _reliability(m), "ctx_agreement": _agreement(m)}
 
@@ -162,6 +148,7 @@ def half_pos(
 
 
 def _reliability(m: Moments) -> Float[Tensor, " state"]:
+    """Mean cosine over positions between the positional bases of two halves of the contexts."""
     halves = half_pos(m)
     if halves is None:
         return torch.full((m.sums.shape[1],), torch.nan, dtype=torch.float64)
@@ -180,9 +167,8 @@ def _agreement(m: Moments) -> Float[Tensor, " state"]:
     var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
     floor = 1e-12 * (aa + bb)  # below it the difference is rounding
     known = (var_a > floor) & (var_b > floor)
-    return torch.where(
-        known, (ab - c * (a * b).sum(-1)) / (var_a * var_b).clamp(min=1e-300).sqrt(), torch.nan
-    )
+    covariance, size = ab - c * (a * b).sum(-1), (var_a * var_b).clamp(min=1e-300).sqrt()
+    return torch.where(known, covariance / size, torch.nan)
 
 
 def spans(states: Sequence[int]) -> str:
@@ -198,6 +184,5 @@ def spans(states: Sequence[int]) -> str:
         else:
             runs.append([s])
     return ", ".join(
-        str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]}" if len(r) > 2 else f"{r[0]}, {r[1]}"
-        for r in runs
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
     )

@@ -15,20 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tl_geometry.base.arguments import own_folder, read_texts
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.arguments import EXPERIMENTS, SCALES, own_folder, read_texts
+from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.experiments import arithmetic, characters, random_tokens
 from tl_geometry.experiments.arithmetic import addition
 from tl_geometry.experiments.characters import nanogpt
 from tl_geometry.experiments.outcome import Finding, Outcome
 from tl_geometry.experiments.random_tokens import randomisation
-from tl_geometry.experiments.setup import SCALES, Setup, Table
+from tl_geometry.experiments.setup import Setup, Table
 
 MODULES: dict[str, Any] = {
     "randomisation": random_tokens,
     "addition": arithmetic,
     "nanogpt": characters,
 }
+"""The module of each experiment, by the name of its function."""
 
 
 def run(
@@ -51,14 +52,10 @@ def run(
     ``texts`` are files to train on (addition makes its own lines). A folder that holds another
     experiment, or a report, is refused.
     """
-    module = MODULES[choice(name, tuple(MODULES), "experiment")]
+    module = MODULES[choice(name, EXPERIMENTS, "experiment")]
     setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
-    require(
-        not texts or name != "addition",
-        "--text",
-        expected="none for addition, which makes its own",
-        got=len(texts or ()),
-    )
+    if texts and name == "addition":
+        fail("--text", expected="none for addition, which makes its own", got=len(texts))
     require(len(seeds) > 0, "--seeds", expected="at least one", got="none")
     options: dict[str, Any] = {
         "seeds": tuple(seeds),

@@ -33,9 +33,8 @@ def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[
     with torch.inference_mode():
         for k in range(max(wanted)):
             seen = tokens[:, : min(positions, int(starts.max()) + k)]
-            at = (starts + k - 1).clamp(
-                max=seen.shape[1] - 1
-            )  # rows that are finished write past their sum, which is cut below
+            # rows that are finished write past their sum, which is cut below
+            at = (starts + k - 1).clamp(max=seen.shape[1] - 1)
             tokens[rows, starts + k] = model(seen).logits[rows, at].argmax(-1)
     return [
         "".join(ALPHABET[int(i)] for i in tokens[row, s : s + n])

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import require
 from tl_geometry.base.results import Provenance
 from tl_geometry.experiments.formats import shifted
 from tl_geometry.experiments.outcome import (
@@ -30,7 +30,7 @@ from tl_geometry.experiments.outcome import (
     table_of,
 )
 from tl_geometry.experiments.random_tokens import held_out_windows, text_windows
-from tl_geometry.experiments.setup import SCALES, Setup, run_training
+from tl_geometry.experiments.setup import PAPER, SMOKE, Setup, chosen, run_training
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.render import experiments as views
 from tl_geometry.render import measures as measure_views
@@ -51,20 +51,7 @@ SUMMARY = {
 reference form."""
 
 SETUPS: dict[str, Setup] = {
-    "smoke": Setup(
-        scale="smoke",
-        layers=2,
-        heads=2,
-        d_model=32,
-        context=24,
-        batch=8,
-        steps=20,
-        warmup=5,
-        learning_rate=3e-3,
-        measurements=1,
-        contexts=32,
-        frequencies=3,
-    ),
+    "smoke": Setup(**SMOKE, context=24, batch=8, steps=20, frequencies=3),
     "cpu": Setup(
         scale="cpu",
         layers=4,
@@ -80,23 +67,13 @@ SETUPS: dict[str, Setup] = {
         contexts=1024,
         frequencies=4,
     ),
-    "paper": Setup(
-        scale="paper",
-        layers=6,
-        heads=6,
-        d_model=384,
-        context=128,
-        batch=64,
-        steps=100_000,
-        warmup=1000,
-        contexts=6400,
-    ),
+    "paper": Setup(**PAPER, layers=6, heads=6, d_model=384, context=128, contexts=6400),
 }
 """Settings by scale. The published text has context 128 and a warm-up of 1000 steps (used here),
 the configuration 256 and 200."""
 
 
-def character_ids(text: str, alphabet: str) -> Int[Tensor, " row"]:
+def character_ids(text: str, alphabet: str) -> Int[Tensor, " token"]:
     """Places of a text's characters in an alphabet; characters that are not in it are left out.
 
     >>> character_ids("abxba", "ab").tolist()
@@ -109,7 +86,7 @@ def character_ids(text: str, alphabet: str) -> Int[Tensor, " row"]:
 def held_out_loss(
     model: nn.Module, windows: Int[Tensor, "context position"], batch: int = 64
 ) -> float:
-    """Cross-entropy in nats per character."""
+    """Next-character cross-entropy of a model on some windows, in nats per character."""
     device, total = next(model.parameters()).device, 0.0
     with torch.inference_mode():
         for part in windows.to(device).split(batch):
@@ -136,7 +113,11 @@ def nanogpt(
             modules.
         other: documents for the row of Table 2; ``None``: held-out standard-library modules.
             Characters that the training text does not have are left out.
-        seeds: a run for each; out: folder for checkpoints and weights of each measured step.
+        seeds: a run for each; figures show the first.
+        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
+            step.
+        device: where the models are trained.
+        progress: show a bar.
 
     >>> short = SETUPS["smoke"].changed({"steps": "2"})
     >>> roses, other = ["a rose is a rose. " * 100], ["roses are. " * 50]
@@ -144,7 +125,7 @@ def nanogpt(
     >>> outcome.tables["summary"].names[:4]
     ('seed', 'measured', 'measure', 'mean')
     """
-    setup = scale if isinstance(scale, Setup) else SETUPS[choice(scale, SCALES, "scale")]
+    setup = chosen(scale, SETUPS)
     text = "\n".join(corpus.training_texts()[:60] if texts is None else texts)
     alphabet = "".join(sorted(set(text)))
     stream = character_ids(text, alphabet)
@@ -188,13 +169,8 @@ def nanogpt(
         if seed == seeds[0]:
             basis = basis_of(bridge_of(model, "NanoGPT"), windows["own text"], "own text")
             figures = {"planes": measure_views.planes(basis), "cosines": views.state_cosines(basis)}
-    return _outcome(
-        setup,
-        rows,
-        figures,
-        tuple(seeds),
-        "standard-library modules" if texts is None else "the user's text",
-    )
+    label = "standard-library modules" if texts is None else "the user's text"
+    return _outcome(setup, rows, figures, tuple(seeds), label)
 
 
 def _outcome(
@@ -212,7 +188,7 @@ def _outcome(
         for seed in seeds
         for measure in SUMMARY
     ]
-    figures["curves"] = views.training_curves(
+    curves = views.training_curves(
         [r for r in rows if r["state"] == min(1, setup.layers)],
         ("loss", "rank", "relative_norm", "low_frequency"),
         by="measured",
@@ -232,7 +208,7 @@ def _outcome(
         corpus=label,
         findings=tuple(_findings(summary, rows, seeds)),
         tables=dict(tables),
-        figures=figures,
+        figures=figures | {"curves": curves},
         notes=(note,),
     )
 

@@ -23,6 +23,7 @@ FORMATS = ("baseline", "partial", "full")
 ALPHABET = "\n+0123456789="
 """The 13 characters of an addition, sorted; their places are their ids."""
 TASKS = ("carry", "no-carry")
+"""Additions in any digits, and those in which no place carries."""
 
 
 def randomise(
@@ -42,7 +43,7 @@ def randomise(
     return torch.where(torch.arange(tokens.shape[1]) < start, tokens, noise)
 
 
-def shifted(rows: Int[Tensor, "batch column"]) -> Batch:
+def shifted(rows: Int[Tensor, "batch token"]) -> Batch:
     """Inputs (all positions but the last), targets (all but the first): a random token is its own
     target, too.
 
@@ -161,7 +162,11 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Characters of ids: the inverse of :func:`encode`."""
+    """Characters of ids: the inverse of :func:`encode`.
+
+    >>> decode(encode("1+2="))
+    '1+2='
+    """
     return "".join(ALPHABET[i] for i in ids)
 
 

@@ -52,8 +52,8 @@ class Finding:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outcome:
-    """Result of an experiment: ``curves`` has a row per measurement, ``findings`` compares with
-    what was expected or published."""
+    """Result of an experiment: ``findings`` compares with what was expected or published,
+    ``tables["curves"]`` has a row per measurement, ``figures`` are views by name."""
 
     name: str
     title: str
@@ -102,8 +102,9 @@ class Outcome:
         ]
 
     def save(self, out: Path, *, command: Sequence[str] = ()) -> Path:
-        """Write ``report.html``, a CSV and a safetensors file per table, a PNG per figure and
-        ``run.json``; return the page's path."""
+        """Write ``report.html``, a safetensors file per table (and a CSV where it is a plain
+        :class:`~tl_geometry.experiments.setup.Table`), a PNG per figure and ``run.json``; return
+        the page's path."""
         out.mkdir(parents=True, exist_ok=True)
         sections = self.sections()
         for name, table in [item for section in sections for item in section.tables.items()]:

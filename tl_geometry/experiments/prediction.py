@@ -19,6 +19,7 @@ PREDICTORS = (
     "wpe_fracture",
     "wpe_roughness",
 )
+"""Measures of geometry that might say which lengths a model will fail at."""
 
 
 def by_step(

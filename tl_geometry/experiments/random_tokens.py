@@ -21,13 +21,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.experiments.formats import FORMATS, randomise, shifted
 from tl_geometry.experiments.outcome import (
@@ -38,7 +38,7 @@ from tl_geometry.experiments.outcome import (
     state_measures,
     table_of,
 )
-from tl_geometry.experiments.setup import SCALES, Setup, Table, run_training
+from tl_geometry.experiments.setup import PAPER, SMOKE, Setup, Table, chosen, run_training
 from tl_geometry.measures import positional
 from tl_geometry.render import experiments as views
 from tl_geometry.zoo import corpus
@@ -57,17 +57,10 @@ class RandomisationSetup(Setup):
 
 SETUPS: dict[str, RandomisationSetup] = {
     "smoke": RandomisationSetup(
-        scale="smoke",
-        layers=2,
-        heads=2,
-        d_model=32,
+        **SMOKE,
         context=24,
         batch=8,
         steps=20,
-        warmup=5,
-        learning_rate=3e-3,
-        measurements=1,
-        contexts=32,
         frequencies=3,
         characters=100_000,
         shown=(1, 2),
@@ -90,14 +83,11 @@ SETUPS: dict[str, RandomisationSetup] = {
         shown=(1, 3),
     ),
     "paper": RandomisationSetup(
-        scale="paper",
+        **PAPER,
         layers=8,
         heads=8,
         d_model=512,
         context=256,
-        batch=64,
-        steps=100_000,
-        warmup=1000,
         tokenizer="gpt2",
         contexts=6400,
         frequencies=10,
@@ -111,16 +101,18 @@ configuration 200. ``setup.changed({"context": "512"})`` takes the other."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FormatBases(Result):
-    """Positional bases after training: ``pos["full|baseline"] [state position d_model]`` is trained
-    on full, measured on baseline."""
+    """Positional bases after training: ``pos["full", "baseline"] [state position d_model]`` is that
+    of a model trained on ``"full"``, measured on ``"baseline"``; the random half of ``"partial"``
+    begins at position ``half``."""
 
-    pos: dict[str, Float[Tensor, "state position d_model"]]
+    version: ClassVar[int] = 2
+    pos: dict[tuple[str, str], Float[Tensor, "state position d_model"]]
     half: int
 
 
 def token_stream(
     setup: RandomisationSetup, texts: Sequence[str] | None
-) -> tuple[Int[Tensor, " row"], Int[Tensor, " position"], int, str]:
+) -> tuple[Int[Tensor, " token"], Int[Tensor, " position"], int, str]:
     """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to
     1."""
     from transformers import AutoTokenizer
@@ -132,15 +124,12 @@ def token_stream(
             AutoTokenizer.from_pretrained(setup.tokenizer) if setup.tokenizer else zoo.tokenizer()
         )
     except (OSError, ValueError) as error:
-        reason, advice = (
-            str(error).split("\n")[0],
-            "--set tokenizer=DIRECTORY, or --set tokenizer= for the embedded one",
-        )
+        reason = str(error).split("\n")[0]
         fail(
             "tokenizer",
             expected="one that can be loaded",
             got=f"{setup.tokenizer!r} ({reason})",
-            instead=advice,
+            instead="--set tokenizer=DIRECTORY, or --set tokenizer= for the embedded one",
         )
 
     def ids(documents: Sequence[str]) -> Tensor:
@@ -177,7 +166,7 @@ def _first(texts: Sequence[str], characters: int) -> list[str]:
 
 
 def text_windows(
-    stream: Int[Tensor, " row"], length: int, n: int, seed: int
+    stream: Int[Tensor, " token"], length: int, n: int, seed: int
 ) -> Int[Tensor, "context position"]:
     """``n`` windows at random places of a token stream (for training: drawn with replacement)."""
     require(
@@ -194,9 +183,9 @@ def text_windows(
 
 
 def held_out_windows(
-    stream: Int[Tensor, " row"], length: int, n: int, seed: int
+    stream: Int[Tensor, " token"], length: int, n: int, seed: int
 ) -> Int[Tensor, "context position"]:
-    """At most ``n`` of the windows that do not overlap."""
+    """At most ``n`` of the windows of a token stream that do not overlap, in a seeded order."""
     require(
         len(stream) >= 2 * length,
         "text",
@@ -237,24 +226,18 @@ def _grid(
     windows: Tensor,
     trained: str,
     d_vocab: int,
-    keep: dict[str, Tensor],
+    keep: dict[tuple[str, str], Tensor],
 ) -> list[dict[str, Any]]:
     """Measures of one model on the three formats, a row per format and state; the bases go into
     ``keep``."""
     half, rows, bridge = setup.context // 2, [], bridge_of(model, f"trained on {trained}")
     for format in FORMATS:
         basis = basis_of(bridge, randomise(windows, format, d_vocab, half=half, seed=1), format)
-        keep[f"{trained}|{format}"] = basis.pos.float().cpu()
+        keep[trained, format] = basis.pos.float().cpu()
         parts = halves(basis.pos, half - basis.window[0], setup.frequencies)
         for i, row in enumerate(state_measures(basis, setup.frequencies)):
-            rows.append(
-                {
-                    "trained": trained,
-                    "measured": format,
-                    **row,
-                    **{n: float(v[i]) for n, v in parts.items()},
-                }
-            )
+            of_halves = {n: float(v[i]) for n, v in parts.items()}
+            rows.append({"trained": trained, "measured": format, **row, **of_halves})
     return rows
 
 
@@ -278,17 +261,24 @@ def randomisation(
         seeds: a run for each; figures show the first.
         out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
             step.
+        device: where the models are trained.
+        progress: show a bar.
 
     The curves hold a row for each seed, training format, inference format, number of steps and
     state.
+
+    >>> short = SETUPS["smoke"].changed({"steps": "2"})
+    >>> outcome = randomisation(short, ["for i in range(3): print(i) " * 400], progress=False)
+    >>> outcome.tables["bases"].pos["full", "partial"].shape
+    torch.Size([3, 23, 32])
     """
-    setup = (
-        scale if isinstance(scale, RandomisationSetup) else SETUPS[choice(scale, SCALES, "scale")]
-    )
+    setup = chosen(scale, SETUPS)
+    some = any(state <= setup.layers for state in setup.shown)
+    require(some, "shown", expected=f"a state of 0 to {setup.layers}", got=setup.shown)
     stream, other, d_vocab, label = token_stream(setup, texts)
     folder = None if out is None else Path(out)
     rows: list[dict[str, Any]] = []
-    bases: dict[str, Tensor] = {}
+    bases: dict[tuple[str, str], Tensor] = {}
     for seed in seeds:
         windows = held_out_windows(other, setup.context, setup.contexts, seed)
         for trained in FORMATS:
@@ -300,7 +290,7 @@ def randomisation(
                     randomise(taken, trained, d_vocab, half=setup.context // 2, seed=places)
                 )
 
-            keep: dict[str, Tensor] = {}
+            keep: dict[tuple[str, str], Tensor] = {}
             model = setup.model(d_vocab, seed).to(device)
             place = None if folder is None else folder / f"{trained}-{seed}"
             losses, records = run_training(
@@ -326,15 +316,13 @@ def randomisation(
 def _outcome(
     setup: RandomisationSetup,
     rows: list[dict[str, Any]],
-    bases: dict[str, Tensor],
+    bases: dict[tuple[str, str], Tensor],
     seeds: tuple[int, ...],
     label: str,
 ) -> Outcome:
     provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
-    curves, final = (
-        table_of(rows, provenance),
-        table_of([r for r in rows if r["step"] == setup.steps], provenance),
-    )
+    curves = table_of(rows, provenance)
+    final = table_of([r for r in rows if r["step"] == setup.steps], provenance)
     grids = FormatBases(pos=bases, half=setup.context // 2, provenance=provenance)
     shown = [s for s in setup.shown if s <= setup.layers]
     figures = {
@@ -353,14 +341,11 @@ def _outcome(
     )
     notes = (
         "Rows of each grid are training formats, columns inference formats. The first position of "
-        "a "
-        "window is left out. Measures of a half "
-        "are those of its own positions less their own mean, without the position before the "
-        "middle: "
-        "its target is random already, so that "
-        "what the model has to do changes one position before the tokens. split_half near one says "
-        "that sampling noise is small. Numbers in "
-        "the findings are by state, 0 to the input of the last block, a group for each seed.",
+        "a window is left out. Measures of a half are those of its own positions less their own "
+        "mean, without the position before the middle: its target is random already, so that what "
+        "the model has to do changes one position before the tokens. split_half near one says "
+        "that sampling noise is small. Numbers in the findings are by state, 0 to the input of "
+        "the last block, a group for each seed.",
     )
     return Outcome(
         name="randomisation",

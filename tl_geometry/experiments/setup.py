@@ -13,11 +13,24 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.arguments import SCALES
+from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.results import Result, write_atomically
 from tl_geometry.zoo.trainer import Batch, TrainSettings, train
 
-SCALES = ("smoke", "cpu", "paper")
+SMOKE: dict[str, Any] = {
+    "scale": "smoke",
+    "layers": 2,
+    "heads": 2,
+    "d_model": 32,
+    "warmup": 5,
+    "learning_rate": 3e-3,
+    "measurements": 1,
+    "contexts": 32,
+}
+"""What the smoke scales of all experiments share."""
+PAPER: dict[str, Any] = {"scale": "paper", "batch": 64, "steps": 100_000, "warmup": 1000}
+"""What the published settings of all experiments share."""
 S = TypeVar("S", bound="Setup")
 
 
@@ -120,15 +133,22 @@ class Setup:
         )
 
 
+def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
+    """The setup of a scale by its name, or one's own as it is."""
+    if isinstance(scale, type(setups["paper"])):
+        return scale
+    return setups[choice(str(scale), SCALES, "scale")]
+
+
 def _read(name: str, text: str, old: Any) -> Any:
     """A value of the type of ``old``."""
     if isinstance(old, bool):
         require(text in ("true", "false"), f"--set {name}", expected="true or false", got=text)
         return text == "true"
     try:
-        return (
-            tuple(float(v) for v in text.split(",")) if isinstance(old, tuple) else type(old)(text)
-        )
+        if isinstance(old, tuple):
+            return tuple(type(old[0])(v) for v in text.split(","))
+        return type(old)(text)
     except ValueError:
         fail(f"--set {name}", expected=f"a {type(old).__name__}", got=repr(text))
 
@@ -170,8 +190,9 @@ def run_training(
     progress: bool,
 ) -> tuple[list[float], list[dict[str, Any]]]:
     """Train, measuring on the way: the losses, and the rows of every measurement (each with its
-    number of steps).
+    number of steps, ``"step"``).
 
+    ``measure(step, model)`` gives the rows after so many steps, numbers and strings only.
     In ``folder`` lie the trainer's checkpoint, from which a run that was stopped goes on (its
     measurements with it), and the weights at every measurement, ``step-000100.safetensors``. A
     finished run is not trained again.
@@ -205,6 +226,7 @@ def run_training(
     return losses, records
 
 
-def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Weights of a measured step into a model of the same setup."""
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Weights of a measured step, as :func:`run_training` writes them, into a model of the same
+    setup."""
     model.load_state_dict(load_file(path), strict=False)  # the output head is tied to the embedding

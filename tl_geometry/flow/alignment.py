@@ -100,8 +100,8 @@ def fit_aligned_bases(
 
     ``M_t = U_t S_t V_t^T`` in float64, from the triangular factor where there are more trajectories
     than coordinates. Uncentred, the first direction is nearly that of the ensemble mean. Sarfati et
-    al. 2025, section 2 ("latent space bases"); ``align`` as in
-    :func:`align_directions`.
+    al. 2025, section 2 ("latent space bases"); ``align`` as in :func:`align_directions`. Raises
+    ``GeometryError`` for states that are not finite.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> f = fit_aligned_bases(X)
@@ -132,6 +132,8 @@ def fit_aligned_bases(
 
 
 def _left(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
+    """Directions ``U_t`` and singular values of one state's ``M_t``, whose transpose are the
+    rows."""
     if rows.shape[0] > rows.shape[1]:
         rows = torch.linalg.qr(rows, mode="r").R
     factors = svd(rows)
@@ -143,7 +145,11 @@ def inverse_values(
 ) -> Float[Tensor, "*batch rank"]:
     """``1 / S``, and 0 for singular values below ``rtol`` times the largest: those directions are
     dropped. Far above rounding (:func:`tl_geometry.base.linalg.numerical_rank`), since states in
-    float32 are divided by them."""
+    float32 are divided by them.
+
+    >>> inverse_values(torch.tensor([2.0, 0.0])).tolist()
+    [0.5, 0.0]
+    """
     kept = S.amax(-1, keepdim=True) * rtol < S
     return torch.where(kept, 1 / torch.where(kept, S, 1.0), 0.0)
 
@@ -151,13 +157,12 @@ def inverse_values(
 def _right_overlaps(
     X: Tensor, U: Tensor, S: Tensor, center: Tensor
 ) -> Float[Tensor, "state state rank"]:
+    """``v_i(s).v_i(t)`` for all pairs of states, with ``v_i(t) = M_t^T u_i(t) / s_i(t)``."""
     total = torch.zeros(X.shape[1], X.shape[1], S.shape[1], dtype=torch.float64, device=X.device)
     inverse = inverse_values(S)
     for part in X.split(CHUNK):
-        V = (
-            einsum(part.double() - center, U, "n state d, state d rank -> state n rank")
-            * inverse[:, None]
-        )
+        V = einsum(part.double() - center, U, "n state d, state d rank -> state n rank")
+        V = V * inverse[:, None]
         total += einsum(V, V, "s n rank, t n rank -> s t rank")
     return total
 
@@ -173,6 +178,11 @@ def align_directions(
     largest sum of absolute cosines. ``"sign"``: no reordering. All then choose signs that make the
     cosines positive. ``"none"`` leaves everything as it is. Singular values must be permuted with
     the columns (the published code does not; :func:`fit_aligned_bases` does).
+
+    >>> U = torch.stack([torch.eye(2), -torch.eye(2).flip(1)])
+    >>> order, sign = align_directions(U)
+    >>> order[1].tolist(), sign[1].tolist()
+    ([1, 0], [-1.0, -1.0])
     """
     states, _, rank = U.shape
     order = torch.arange(rank, device=U.device).repeat(states, 1)
@@ -191,10 +201,10 @@ def align_directions(
 
 
 def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
+    """The column that continues each row."""
     if method == "hungarian":
-        return torch.from_numpy(
-            np.ascontiguousarray(linear_sum_assignment(similarity, maximize=True)[1])
-        )
+        order = linear_sum_assignment(similarity, maximize=True)[1]
+        return torch.from_numpy(np.ascontiguousarray(order))
     left, rank = similarity.copy(), len(similarity)
     order = np.empty(rank, dtype=np.int64)
     for i in range(rank):
@@ -244,17 +254,16 @@ def common_basis(
     require(1 <= size <= X.shape[2], "rank", expected=f"1 to {X.shape[2]}", got=rank)
     d = X.shape[2]
     gram = torch.zeros(d, d, dtype=torch.float64, device=X.device)
-    for s in range(X.shape[1]):
-        rows = X[:, s].double()
+    for state in X.unbind(1):
+        rows = state.double()
         gram += rows.mT @ rows
     vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :size].contiguous()
     basis = fix_signs(vectors, vectors)[1]
     outside = []
-    for s in range(X.shape[1]):
-        rows = X[:, s].double()
-        energy = rows.square().sum()
-        inside = (rows @ basis).square().sum()
-        outside.append(1 - inside / energy if energy > 0 else energy)
+    for state in X.unbind(1):
+        rows = state.double()
+        energy, inside = rows.square().sum(), (rows @ basis).square().sum()
+        outside.append(1 - inside / energy if energy > 0 else torch.zeros_like(energy))
     return basis, torch.stack(outside).clamp(min=0)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange, reduce
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
@@ -38,16 +38,20 @@ def basis_angles(
     u = rearrange(U[:, :, :k], "state d rank -> rank state d").double()
     cosine = einsum(u, u, "rank s d, rank t d -> rank s t")
     flip = torch.where(cosine < 0, -1.0, 1.0)
-    apart = (
-        u[:, :, None] - flip[..., None] * u[:, None]
-    )  # half-angle form: exact at 0, where arccos loses half the digits
+    # half-angle form: exact at 0, where arccos loses half the digits
+    apart = u[:, :, None] - flip[..., None] * u[:, None]
     angle = 2 * torch.asin((torch.linalg.vector_norm(apart, dim=-1) / 2).clamp(max=1))
     return torch.rad2deg(angle)
 
 
 def subspace_angles(U: Float[Tensor, "state d_model rank"]) -> Float[Tensor, "state state rank"]:
     """Principal angles (degrees, ascending) between the spans of ``U`` at every two states; free of
-    signs and order inside a span."""
+    signs and order inside a span.
+
+    >>> axes = torch.eye(3).double()
+    >>> subspace_angles(torch.stack([axes[:, :2], axes[:, 1:]]))[0, 1].tolist()
+    [0.0, 90.0]
+    """
     rows = [principal_angles(U[s].expand(len(U), -1, -1).contiguous(), U) for s in range(len(U))]
     return torch.rad2deg(torch.stack(rows))
 
@@ -78,10 +82,9 @@ def spectra(S: Float[Tensor, "state rank"]) -> Spectra:
     y = torch.where(ok, torch.log(torch.where(ok, used, 1.0)), 0.0)
     w = ok.double()
     count = w.sum(-1)
-    mx, my = (w * x).sum(-1) / count, (w * y).sum(-1) / count
-    slope = (w * (x - mx[:, None]) * (y - my[:, None])).sum(-1) / (
-        w * (x - mx[:, None]).square()
-    ).sum(-1)
+    dx = x - ((w * x).sum(-1) / count)[:, None]
+    dy = y - ((w * y).sum(-1) / count)[:, None]
+    slope = (w * dx * dy).sum(-1) / (w * dx.square()).sum(-1)
     return Spectra(stable_rank(values), entropy.exp(), torch.where(count >= 2, slope, torch.nan))
 
 
@@ -107,7 +110,13 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
     beside those of a null ensemble.
 
     ``parallel`` and ``neighbours`` have one entry per step (states minus one). The null for
-    ``neighbours`` is ``k / (N - 1)``.
+    ``neighbours`` is ``k / (N - 1)``. Raises ``GeometryError`` for a single state or fewer than
+    three trajectories.
+
+    >>> X = torch.randn(5, 1, 2, generator=torch.Generator().manual_seed(0))
+    >>> straight = bundle(torch.cat([X, X + 1, X + 2], dim=1), k=2)
+    >>> straight.parallel.round(decimals=4).tolist(), straight.neighbours.tolist()
+    ([1.0, 1.0], [1.0, 1.0])
     """
     n, states, _ = X.shape
     require(states >= 2, "trajectories", expected="at least two states", got=states)
@@ -122,21 +131,24 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
         unit, degenerate = normalize_rows(step)
         m = n - int(degenerate.sum())
         zero += n - m
-        parallel.append(
-            (unit.sum(0).square().sum() - m) / (m * (m - 1))
-            if m > 1
-            else unit.new_tensor(torch.nan)
-        )
+        cosines = unit.sum(0).square().sum() - m  # of the m (m - 1) ordered pairs, summed
+        parallel.append(cosines / (m * (m - 1)) if m > 1 else torch.full_like(cosines, torch.nan))
         after = _nearest(X[:, s + 1].double(), k)
         kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
         before = after
-    straightness = torch.where(
-        length > 0, straight / torch.where(length > 0, length, 1.0), torch.nan
+    return Bundle(
+        straightness=torch.where(length > 0, straight / length, torch.nan),
+        parallel=torch.stack(parallel),
+        neighbours=torch.stack(kept),
+        neighbours_chance=k / (n - 1),
+        degenerate=zero,
     )
-    return Bundle(straightness, torch.stack(parallel), torch.stack(kept), k / (n - 1), zero)
 
 
-def _nearest(rows: Float[Tensor, "trajectory d_model"], k: int, chunk: int = 1024) -> Tensor:
+def _nearest(
+    rows: Float[Tensor, "trajectory d_model"], k: int, chunk: int = 1024
+) -> Int[Tensor, "trajectory rank"]:
+    """The ``k`` nearest other trajectories of each."""
     found = []
     squares = rows.square().sum(-1)
     for start in range(0, len(rows), chunk):
@@ -167,17 +179,14 @@ def outliers(X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10
     >>> outliers(X).indices
     (3,)
     """
-    r = torch.stack(
-        [torch.linalg.vector_norm(X[:, s].double(), dim=-1) for s in range(X.shape[1])], dim=1
-    )
+    norms = [torch.linalg.vector_norm(state.double(), dim=-1) for state in X.unbind(1)]
+    r = torch.stack(norms, dim=1)
     away = (r - r.quantile(0.5, dim=0)).abs()
     mad = away.quantile(0.5, dim=0)
     out = away > factor * MAD_TO_SD * mad
     mask = out.any(1)
     found = tuple(int(i) for i in mask.nonzero()[:, 0])
-    score = torch.where(
-        mad > 0, away / torch.where(mad > 0, mad, 1.0), torch.where(away > 0, torch.inf, 0.0)
-    )
+    score = torch.where(mad > 0, away / mad, torch.where(away > 0, torch.inf, 0.0))
     worst = tuple(int(score[i].argmax()) for i in found)
     return Outliers(mask, found, worst, tuple(int(s) for s in (mad == 0).nonzero()[:, 0]))
 
@@ -195,12 +204,11 @@ def gaussian_wasserstein(
     True
     """
     a, b = a.double(), b.double()
-    ca, cb = (a - a.mean(0)) / (len(a) - 1) ** 0.5, (b - b.mean(0)) / (len(b) - 1) ** 0.5
-    ra, rb = torch.linalg.qr(ca, mode="r").R, torch.linalg.qr(cb, mode="r").R
+    apart = (a.mean(0) - b.mean(0)).square().sum()
+    ca, cb = ((x - x.mean(0)) / (len(x) - 1) ** 0.5 for x in (a, b))
+    ra, rb = (torch.linalg.qr(c, mode="r").R for c in (ca, cb))
     shared = torch.linalg.svdvals(ra @ rb.mT).sum()
-    square = (
-        (a.mean(0) - b.mean(0)).square().sum() + ca.square().sum() + cb.square().sum() - 2 * shared
-    )
+    square = apart + ca.square().sum() + cb.square().sum() - 2 * shared
     return float(square.clamp(min=0).sqrt())
 
 
@@ -225,6 +233,10 @@ def mmd(
 
     ``paired=True`` exchanges the labels inside pairs (row i of ``a`` and of ``b``), for a state and
     its own extrapolation. Gretton et al. 2012. Memory: (rows of both)^2.
+
+    >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    >>> mmd(x[:10], x[10:] + 5, permutations=99).p_value
+    0.01
     """
     n, m = len(a), len(b)
     require(min(n, m) >= 2, "samples", expected="at least two rows each", got=f"{n} and {m}")

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from tl_geometry.base.checks import finite, index, indices
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
+from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import bases, noise, residuals
@@ -41,11 +42,11 @@ class Trajectories(Result):
     n_layers, before the final norm.
 
     ``position`` is that of the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an
-    encoder.
-    ``post_norm`` is the last state after the model's own final norm, where it was asked for: what
-    Hugging Face returns as the last hidden state, except for processed models (flagged), whose norm
-    has lost its gain and bias to the unembedding. The methods are shortcuts to the functions of
-    :mod:`tl_geometry.flow.bases`, ``residuals``, ``noise`` and ``langevin``, which document them.
+    encoder. ``post_norm`` is the last state after the model's own final norm, where it was asked
+    for: what Hugging Face returns as the last hidden state, except for processed models (flagged),
+    whose norm has lost its gain and bias to the unembedding. The methods are shortcuts to the
+    functions of :mod:`tl_geometry.flow.bases`, ``residuals``, ``noise`` and ``langevin``, which
+    document them.
     """
 
     version: ClassVar[int] = 2
@@ -152,10 +153,9 @@ class Trajectories(Result):
         in :meth:`residuals`."""
         _require_apart(train, self)
         a, b = self.row(start), self.row(end)
-        moved = residuals.flow_map((train or self).aligned_bases(align=align), a, b, signs=signs)(
-            self.X[:, a].double()
-        )
-        return noise.isotropy_tests(self.X[:, b].double() - moved, fdr=fdr)
+        move = residuals.flow_map((train or self).aligned_bases(align=align), a, b, signs=signs)
+        residual = self.X[:, b].double() - move(self.X[:, a].double())
+        return noise.isotropy_tests(residual, fdr=fdr)
 
     def langevin(
         self,
@@ -173,9 +173,8 @@ class Trajectories(Result):
             noise = (law.alpha, law.rate)
             if law.rate <= 0:
                 noise = (0.0, 0.0)
-                provenance = provenance.flagged(
-                    f"noise law has lambda {law.rate:.3g} < 0: no noise"
-                )
+                negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
+                provenance = provenance.flagged(negative)
         return LangevinModel.fit(
             self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options
         )
@@ -216,7 +215,8 @@ def split_rows(
     first = torch.zeros(n, dtype=torch.bool)
     names = torch.empty(0) if labels is None else labels.unique()
     if labels is None or len(names) < 2:
-        first[torch.randperm(n, generator=generator)[: min(max(1, round(share * n)), n - 1)]] = True
+        size = min(max(1, round(share * n)), n - 1)
+        first[torch.randperm(n, generator=generator)[:size]] = True
     else:
         order = names[torch.randperm(len(names), generator=generator)]
         sizes = torch.stack([(labels == name).sum() for name in order]).cumsum(0)
@@ -243,8 +243,8 @@ def shared_rows(
     """
     if rows.shape[1] != fitted.shape[1]:
         return torch.zeros(len(rows), dtype=torch.bool)
-    known = {hash_tokens(row[None]) for row in fitted}
-    return torch.tensor([hash_tokens(row[None]) in known for row in rows], dtype=torch.bool)
+    known = {tuple(row) for row in fitted.tolist()}
+    return torch.tensor([tuple(row) in known for row in rows.tolist()], dtype=torch.bool)
 
 
 def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
@@ -293,8 +293,8 @@ def trajectories(
     so that memory is chunks x blocks x d_model, or none with ``path``.
 
     Args:
-        tokens: chunks as :func:`tl_geometry.decompose` takes them; see :func:`pseudo_sentences` for
-            those of the paper.
+        tokens: chunks as :func:`tl_geometry.decompose` takes them; see
+            :func:`tl_geometry.corpus.pseudo_sentences` for those of the paper.
         position: ``"pilot"`` (last token), ``"cls"`` (first) or a number. By default the pilot of
             a causal model, the first token of an encoder: its last token is no more a summary of
             the text than any other.
@@ -318,25 +318,21 @@ def trajectories(
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
     followed = _position(view, position, source.length)
-    chosen = (
-        tuple(range(1, view.n_layers + 1))
-        if states is None
-        else indices(states, view.n_layers + 1, "state")
-    )
+    wanted = range(1, view.n_layers + 1) if states is None else states
+    chosen = indices(wanted, view.n_layers + 1, "state")
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     X, ids = _follow(view, source, followed, chosen, path, batch_size, progress)
     finite(X.sum(1), "states of the followed token")
-    flags = (
-        []
-        if followed == 0 or view.causal
-        else ["an encoder's last token is not a pilot: it does not gather the text before it"]
-    )
+    flags: list[str] = []
     if followed == 0:
         flags.append("first token followed")
+    elif not view.causal:
+        summary = "it does not gather the text before it"
+        flags.append(f"an encoder's last token is not a pilot: {summary}")
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=hash_tokens(ids),
-        has_bos=view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
+        has_bos=begins_with_bos(ids, view.bos_id),
         window=(0, source.length),
         contexts=len(X),
         sources=SOURCE,
@@ -356,6 +352,7 @@ def trajectories(
 
 
 def _position(view: ModelView, position: str | int | None, length: int) -> int:
+    """The followed position as a number: -1 the last, 0 the first."""
     if position is None:
         return -1 if view.causal else 0
     if isinstance(position, str):
@@ -378,6 +375,7 @@ def _follow(
     batch: int | None,
     progress: bool,
 ) -> tuple[Float[Tensor, "trajectory state d_model"], Int[Tensor, "trajectory position"]]:
+    """The states of the followed position, in memory or in the file at ``path``, and the tokens."""
     dtype = torch.float64 if view.dtype == torch.float64 else torch.float32
     shape = (source.contexts or 0, len(states), view.d_model)
     if path is not None:
@@ -396,14 +394,11 @@ def _follow(
     ids, parts, done = [], [], 0
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
         for rows in source.batches(batch or default_batch(source.length, view.device)):
-            into = (
-                X[done : done + len(rows)]
-                if source.contexts is not None
-                else torch.empty(len(rows), *shape[1:], dtype=dtype)
-            )
-            view.run(
-                rows, {view.state_hooks[s]: _store(into, i, position) for i, s in enumerate(states)}
-            )
+            into = X[done : done + len(rows)]
+            if source.contexts is None:
+                into = torch.empty(len(rows), *shape[1:], dtype=dtype)
+            hooks = {view.state_hooks[s]: _store(into, i, position) for i, s in enumerate(states)}
+            view.run(rows, hooks)
             parts.append(into)
             ids.append(rows)
             done += len(rows)
@@ -412,6 +407,8 @@ def _follow(
 
 
 def _store(into: Tensor, row: int, position: int) -> Hook:
+    """A hook that writes one position of a state into its row of the ensemble."""
+
     def hook(h: Tensor) -> None:
         into[:, row] = h[:, position].detach().to(into)
 

@@ -17,6 +17,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import rotation_exp, rotation_log
 
 NODES, WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(16))
+"""Of the 16-point Gauss-Legendre rule on [-1, 1]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ STRETCHES = ("spectral", "regression")
 DT = 0.1
 """The published step, in layers."""
 TINY = torch.finfo(torch.float64).tiny
+"""The smallest number whose logarithm is taken."""
 FLOOR = 1e-10
 """Singular values are kept above this share of the state's largest, so that their logarithm
 exists."""
@@ -143,6 +144,7 @@ class LangevinModel(Result):
         """Fit rotations, stretches and noise to an ensemble.
 
         Args:
+            X: the ensemble.
             noise: ``(alpha, lambda)``, for instance of a fitted noise law; ``"sde"`` estimates them
                 by the equation's own covariance, least squares on the log variances of the
                 co-moving increments ``y(k+1) - y(k)``.
@@ -152,8 +154,13 @@ class LangevinModel(Result):
                 without any noise); ``"regression"``: those ratios times ``v_i(k).v_i(k+1)``, the
                 regression of each direction on itself, which leaves room for the noise and is what
                 recovers a planted equation.
+            times: layers of the states, by default 1, 2, ...
             rank: directions of the common basis where there are fewer trajectories than
                 coordinates.
+            provenance: where the ensemble comes from.
+
+        Raises ``GeometryError`` for a single state, states that are not finite, and more directions
+        than trajectories.
 
         >>> g = torch.Generator().manual_seed(0)
         >>> x = torch.randn(50, 1, 3, generator=g, dtype=torch.float64)
@@ -177,7 +184,7 @@ class LangevinModel(Result):
         if stretch == "regression":
             link = torch.stack([aligned.overlap[k, k + 1] for k in range(states - 1)])
             clamped += int((link < 1e-3).sum())
-            growth = (S[1:] / S[:-1]).log() + link.clamp(min=1e-3).log()
+            growth = (S[1:] / S[:-1]).log() + link.clamp(min=1e-3).log()  # of each interval
             S = torch.cat([S[:1], S[:1] * growth.cumsum(0).exp()])
         layers = torch.arange(1, states + 1) if times is None else times.cpu()
         source = provenance or Provenance(sources=("sarfati2025",), dtype="float64", contexts=n)
@@ -218,9 +225,7 @@ class LangevinModel(Result):
         """
         y = einsum(X.double(), self.U, "n state a, state a rank -> n state rank") / self.S
         measured = y.diff(dim=1).var(0).clamp(min=TINY).log()
-
-        times = self.times.tolist()
-        steps = list(pairwise(times))
+        steps = list(pairwise(self.times.tolist()))
 
         def misfit(rate: float) -> tuple[float, float]:
             left = measured - torch.stack([self.path.integral(a, b, rate) for a, b in steps]).log()
@@ -228,14 +233,13 @@ class LangevinModel(Result):
 
         grid = np.linspace(-2, 2, 41)
         near = grid[int(np.argmin([misfit(g)[0] for g in grid]))]
-        found = minimize_scalar(
+        found: Any = minimize_scalar(
             lambda r: misfit(r)[0],
             bounds=(near - 0.1, near + 0.1),
             method="bounded",
             options={"xatol": 1e-8},
         )
-        rate = float(getattr(found, "x"))  # noqa: B009 (an attribute that scipy's stubs do not declare)
-        rate = math.copysign(max(abs(rate), 1e-6), rate)
+        rate = math.copysign(max(abs(found.x), 1e-6), found.x)
         return math.exp(misfit(rate)[1]) / rate, rate
 
     @cached_property
@@ -404,20 +408,16 @@ class LangevinModel(Result):
                 a, b = float(self.times[s]), float(self.times[t])
                 noise = self.S[t].square() * self.noise_integral(a, b)
                 flow = (self.observed[s] * self.S[t] / self.S[s]).square().sum()
-                growth = -math.expm1(-self.rate * (b - a)) if self.rate else math.nan
-                log_alpha = math.log(self.alpha) if self.alpha > 0 else math.nan
-                table[:, s, t] = torch.stack(
-                    [
-                        (directions[t] @ noise).log().mean(),
-                        torch.tensor(log_alpha + self.rate * b, dtype=torch.float64),
-                        torch.tensor(
-                            log_alpha
-                            + self.rate * b
-                            + (math.log(growth) if growth > 0 else math.nan),
-                            dtype=torch.float64,
-                        ),
-                        noise.max() / noise.min(),
-                        (flow + self.trajectories * noise.sum()) / self.observed[t].square().sum(),
-                    ]
+                gained = -math.expm1(-self.rate * (b - a))
+                asymptotic = self.rate * b + (math.log(self.alpha) if self.alpha > 0 else math.nan)
+                increment = asymptotic + (math.log(gained) if gained > 0 else math.nan)
+                energy = flow + self.trajectories * noise.sum()
+                values = (
+                    (directions[t] @ noise).log().mean(),
+                    noise.new_tensor(asymptotic),
+                    noise.new_tensor(increment),
+                    noise.max() / noise.min(),
+                    energy / self.observed[t].square().sum(),
                 )
+                table[:, s, t] = torch.stack(values)
         return Consistency(*table.unbind(0))

@@ -16,6 +16,7 @@ from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from tl_geometry.base.errors import choice, require
+from tl_geometry.flow.bases import MAD_TO_SD
 
 LAWS = ("asymptotic", "increment")
 """Laws of the residual variance, see :func:`fit_noise_law`."""
@@ -45,21 +46,28 @@ class NoiseLaw(NamedTuple):
 
 
 def _shape(law: str, rate: float, start: Tensor, end: Tensor) -> Tensor:
+    """``ln v - ln alpha`` of a law."""
     if law == "asymptotic":
         return rate * end
     tau = end - start
     small = abs(rate) < 1e-9
-    grown = (
-        tau if small else torch.expm1(rate * tau) / rate
-    )  # (e^{rate tau} - 1) / rate: smooth through rate 0
+    # (e^{rate tau} - 1) / rate: smooth through rate 0
+    grown = tau if small else torch.expm1(rate * tau) / rate
     return rate * start + grown.log() + (0.0 if small else math.log(abs(rate)))
+
+
+def _times(values: Tensor, times: Tensor | None) -> Float[Tensor, " state"]:
+    """The times of a map's states: layers from 1 unless given."""
+    if times is None:
+        return torch.arange(1, len(values) + 1, dtype=torch.float64)
+    return times.double()
 
 
 def _pairs(
     values: Tensor, times: Tensor | None, drop_first: int, drop_last: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    states = len(values)
-    times = torch.arange(1, states + 1, dtype=torch.float64) if times is None else times.double()
+    """Start, end and value of every pair of states that is kept and known."""
+    states, times = len(values), _times(values, times)
     keep = torch.zeros(states, dtype=torch.bool)
     keep[drop_first : states - drop_last] = True
     start, end = torch.triu_indices(states, states, 1)
@@ -153,7 +161,8 @@ class Isotropy(NamedTuple):
 
 def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float = 0.05) -> Isotropy:
     """Tests of the claim that residuals are isotropic, uncorrelated Gaussian noise (Sarfati et al.
-    2025, section 4).
+    2025, section 4). Raises ``GeometryError`` for fewer than 8 trajectories or 2 coordinates that
+    vary.
 
     >>> tests = isotropy_tests(torch.randn(400, 6, generator=torch.Generator().manual_seed(1)))
     >>> tests.sphericity_p > 0.01, tests.gaussian_rejected
@@ -189,41 +198,46 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
         correlation_chance=math.sqrt(2 / (math.pi * n)),
         participation=1 / sphericity,
         participation_chance=1 / (1 + (d + 1) / (n - 1)),
-        sphericity_p=float(1 - ndtr(z)),
+        sphericity_p=float(ndtr(-z)),
         gaussian_rejected=float((corrected < fdr).double().mean()),
         gaussian_rejected_raw=float((p < fdr).double().mean()),
         degenerate=bad,
     )
 
 
-def anderson_darling(columns: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
-    """Anderson-Darling statistic A^2 of normality with estimated mean and variance, for each column
-    (constant columns: NaN)."""
-    n = len(columns)
-    x = columns.double()
+def anderson_darling(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
+    """Anderson-Darling statistic A^2 of normality with estimated mean and variance, for each
+    coordinate (constant ones: NaN)."""
+    n = len(residual)
+    x = residual.double()
     sd = x.std(0)
     rows = ((x - x.mean(0)) / torch.where(sd > 0, sd, torch.nan)).mT.contiguous()
-    z = torch.from_numpy(np.sort(rows.cpu().numpy(), axis=-1)).to(
-        rows
-    )  # numpy sorts six times as fast as torch
+    # numpy sorts six times as fast as torch
+    z = torch.from_numpy(np.sort(rows.cpu().numpy(), axis=-1)).to(rows)
     i = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)
     below, above = torch.special.log_ndtr(z), torch.special.log_ndtr(-z.flip(-1))
     return -n - ((2 * i - 1) * (below + above)).sum(-1) / n
 
 
-def normality_p(columns: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
-    """p-values of :func:`anderson_darling` (D'Agostino & Stephens 1986, Table 4.9; about 1e-10 at
-    the smallest)."""
-    n = len(columns)
-    a = anderson_darling(columns) * (1 + 0.75 / n + 2.25 / n**2)
+def normality_p(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
+    """p-values of :func:`anderson_darling` (D'Agostino & Stephens 1986, Table 4.9; 0 beyond the
+    range of the table, 1 for constant coordinates).
+
+    >>> g = torch.Generator().manual_seed(0)
+    >>> p = normality_p(torch.stack([torch.randn(200, generator=g), torch.arange(200.0)], dim=1))
+    >>> (p > 0.05).tolist()
+    [True, False]
+    """
+    n = len(residual)
+    a = anderson_darling(residual) * (1 + 0.75 / n + 2.25 / n**2)
     high = torch.exp(1.2937 - 5.709 * a + 0.0186 * a**2)
     middle = torch.exp(0.9177 - 4.279 * a - 1.38 * a**2)
     low = 1 - torch.exp(-8.318 + 42.796 * a - 59.938 * a**2)
     lowest = 1 - torch.exp(-13.436 + 101.14 * a - 223.73 * a**2)
-    p = torch.where(
-        a >= 0.6, high, torch.where(a >= 0.34, middle, torch.where(a >= 0.2, low, lowest))
-    )
-    p = torch.where(a > 13, torch.zeros_like(p), p)
+    p = torch.where(a >= 0.2, low, lowest)
+    p = torch.where(a >= 0.34, middle, p)
+    p = torch.where(a >= 0.6, high, p)
+    p = torch.where(a > 13, 0.0, p)
     return torch.where(torch.isnan(p), 1.0, p).clamp(0, 1)
 
 
@@ -235,10 +249,9 @@ def _least_absolute(
     floor = 1e-6 * float(y.std()) + 1e-300
     solution = torch.zeros(design.shape[1], dtype=y.dtype)
     for _ in range(50):
-        root = weight.sqrt()
-        solution = torch.linalg.lstsq(
-            design * root[:, None], (y * root)[:, None], driver="gelsd"
-        ).solution[:, 0]
+        root = weight.sqrt()[:, None]
+        fit = torch.linalg.lstsq(design * root, y[:, None] * root, driver="gelsd")
+        solution = fit.solution[:, 0]
         weight = 1 / (y - design @ solution).abs().clamp(min=floor)
     return solution
 
@@ -289,12 +302,9 @@ def layer_anomalies(
     that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
     """
     start, end, y = _pairs(values, times, 0, 0)
-    where = (
-        torch.arange(1, len(values) + 1, dtype=torch.float64) if times is None else times.double()
-    )
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
     excess = torch.full((len(values),), torch.nan, dtype=torch.float64)
-    for b, time in enumerate(where):
+    for b, time in enumerate(_times(values, times)):
         own = end == time
         if bool(own.any()) and int((~own).sum()) >= 6:
             excess[b] = (y[own] - design[own] @ _least_absolute(design[~own], y[~own])).mean()
@@ -303,11 +313,8 @@ def layer_anomalies(
     if int(known.sum()) >= 4:
         away = excess - excess[known].quantile(0.5)
         mad = away[known].abs().quantile(0.5)
-        z = torch.where(
-            mad > 0,
-            away / (1.4826 * torch.where(mad > 0, mad, 1.0)),
-            torch.where(away == 0, 0.0, torch.inf),
-        )
+        infinite = torch.where(away == 0, 0.0, torch.inf)
+        z = torch.where(mad > 0, away / (MAD_TO_SD * mad), infinite)
         z = torch.where(known, z, torch.nan)
     limit = familywise_threshold(int(known.sum())) if threshold is None else threshold
     return Anomalies(excess, z, (z.abs() > limit) & known)

@@ -18,6 +18,7 @@ from tl_geometry.models.outputs import PilotRuns, log_probabilities, pilot_runs
 from tl_geometry.models.running import keep
 
 METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
+"""What is measured of every map, see :class:`tl_geometry.flow.SkipMap`."""
 Pair = tuple[int, int]
 """States a < b: the map of state a takes the place of state b."""
 Job = tuple[Pair, str]
@@ -48,8 +49,9 @@ def put(moved: Float[Tensor, "row position d_model"], rows: slice) -> Hook:
 
 
 class Measure:
-    """Results in progress, chunk by chunk. ``jobs`` are those still measured at each place, ``bar``
-    counts forward passes."""
+    """Results in progress, chunk by chunk. ``jobs`` are those still measured at each place,
+    ``pairs`` all that were asked for, ``limit`` the most rows of one forward pass; ``bar`` counts
+    passes."""
 
     def __init__(
         self,
@@ -125,11 +127,12 @@ class Measure:
         row = torch.stack(
             [compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]
         ).mean(2)
-        alike = (
-            [p for p in self.pairs if p[1] == job[0][1]] if job[1] == "mean" else [job[0]]
-        )  # the mean is the same from every start
-        for pair in alike:
-            self.found.setdefault((place, job[1], pair), []).append(row.double().cpu())
+        pair, map_type = job
+        alike = [pair]
+        if map_type == "mean":  # the same from every start
+            alike = [p for p in self.pairs if p[1] == pair[1]]
+        for one in alike:
+            self.found.setdefault((place, map_type, one), []).append(row.double().cpu())
 
     def finish(
         self, places: Sequence[str], map_types: Sequence[str]
@@ -151,8 +154,10 @@ class Measure:
 
 
 def _moved(found: LayerMap, state: Tensor, place: str) -> Tensor:
+    """The mapped state at the positions of a place: the last, or all but the first."""
     return found(state[:, -1:] if place == "pilot" else state[:, 1:])
 
 
 def _from_second(values: Tensor, place: str) -> Tensor:
+    """Values ``[batch position d_vocab]`` of the positions of a place."""
     return values[:, None] if place == "pilot" else values[:, 1:]

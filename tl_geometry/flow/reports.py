@@ -20,6 +20,7 @@ from tl_geometry.flow import noise
 from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
 from tl_geometry.flow.residuals import (
+    ALWAYS,
     MAPS,
     LayerMap,
     MapOf,
@@ -31,10 +32,7 @@ from tl_geometry.flow.residuals import (
 )
 
 BASELINES = ("linear", "ridge", "scaled", "shift", "identity", "mean")
-ALWAYS = ("ridge", "identity")
-"""Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the
-best linear map."""
-ISOTROPY = noise.Isotropy._fields
+"""Maps that the flow is compared with."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,8 +70,8 @@ class FlowReport(Result):
             got=name,
             instead="more states",
         )
-        v = [float(x) for x in self.laws[name]]
-        return noise.NoiseLaw(name, v[0], v[1], v[2], v[3], v[4], int(v[5]))
+        *numbers, pairs = self.laws[name].tolist()
+        return noise.NoiseLaw(name, *numbers, pairs=int(pairs))
 
     def flagged(self, threshold: float | None = None) -> dict[str, tuple[int, ...]]:
         """States that each measure calls anomalous, ``|z| > threshold`` (by default
@@ -129,6 +127,8 @@ def flow_report(
     ``signs`` as in :func:`tl_geometry.flow.alignment.fit_aligned_bases` and
     :func:`tl_geometry.flow.residuals.flow_map`.
 
+    Raises ``GeometryError`` for fewer than 16 trajectories or two states.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=24)
@@ -154,14 +154,15 @@ def flow_report(
     aligned = train.aligned_bases(align=align)
     flow = partial(flow_map, aligned, signs=signs)
     n = len(ensemble.states)
-    tests = {k: torch.full((n, n), torch.nan, dtype=torch.float64) for k in ISOTROPY}
+    empty = torch.full((n, n), torch.nan, dtype=torch.float64)
+    tests = {name: empty.clone() for name in noise.Isotropy._fields}
 
     def look(start: int, end: int, residual: Tensor) -> None:
         for name, value in noise.isotropy_tests(residual, fdr=fdr)._asdict().items():
             tests[name][start, end] = value
 
     inside, outside = residual_maps(train.X, flow), residual_maps(test.X, flow, collect=look)
-    tests["sphericity_q"] = bias_corrected(tests["sphericity_p"])
+    tests["sphericity_q"] = adjusted_over_pairs(tests["sphericity_p"])
     laws = _laws(inside.log_variance, ensemble.times, drop_first, drop_last)
     anomalies = _anomalies(inside, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
@@ -235,15 +236,20 @@ def _dropped(aligned: AlignedBases, states: tuple[int, ...]) -> list[str]:
     return [f"directions of {aligned.rank} dropped: {text}"] if text else []
 
 
-def bias_corrected(p: Tensor) -> Tensor:
-    """Benjamini-Hochberg adjusted p-values over all pairs."""
+def adjusted_over_pairs(p: Float[Tensor, "state state"]) -> Float[Tensor, "state state"]:
+    """Benjamini-Hochberg adjusted p-values over all pairs (NaN where there is none).
+
+    >>> adjusted_over_pairs(torch.tensor([[0.01, 0.04], [torch.nan, 0.03]]).double())[0].tolist()
+    [0.03, 0.04]
+    """
     known = torch.isfinite(p)
     out = torch.full_like(p, torch.nan)
     out[known] = torch.from_numpy(false_discovery_control(p[known].numpy()))
     return out
 
 
-def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Tensor]:
+def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Float[Tensor, "row state"]]:
+    """``[excess, z]`` of each target state by three measures, their names with a suffix."""
     out = {}
     for name in ("log_variance", "mean_over_sd", "relative_error"):
         found = noise.layer_anomalies(getattr(maps, name), times=times)
@@ -277,6 +283,13 @@ def compare_ensembles(
 
     The published claims to look for: an untrained model shows no law ``e^{lambda (t + tau)}`` and a
     mean |kurtosis| of 1 to 1.5 where the trained one has 0 to 0.3 (Sarfati et al. 2025).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> text = tlg.trajectories(model, tlg.zoo.default_windows(model, 16, n=24), progress=False)
+    >>> null = tlg.trajectories(model, tlg.corpus.gibberish(model, 24, 16), progress=False)
+    >>> tlg.flow.compare_ensembles({"text": text, "gibberish": null}).names
+    ('text', 'gibberish')
     """
     require(len(ensembles) >= 1, "ensembles", expected="at least one", got="none")
     table: dict[str, list[float]] = {}
@@ -293,21 +306,15 @@ def compare_ensembles(
             "abs_kurtosis": float(maps.abs_kurtosis.nanmean()),
             "mean_over_sd": float(maps.mean_over_sd.nanmean()),
         }
-        enough = len(one.states) >= 3
+        laws = _laws(maps.log_variance, one.times, 0, 0)
         for law in noise.LAWS:
-            fit = (
-                noise.fit_noise_law(maps.log_variance, law=law, times=one.times) if enough else None
-            )
-            row |= {
-                f"{law}_rate": fit.rate if fit else math.nan,
-                f"{law}_r2": fit.r2 if fit else math.nan,
-            }
+            _, rate, _, r2, *_ = laws[law].tolist() if law in laws else [math.nan] * 6
+            row |= {f"{law}_rate": rate, f"{law}_r2": r2}
         for name, value in row.items():
             table.setdefault(name, []).append(value)
     first = next(iter(ensembles.values()))
     fewest = min(ensembles.values(), key=len)
-    provenance = first.provenance.flagged(
-        *too_few(len(fewest), fewest.X.shape[-1], "directions and maps")
-    )
+    few = too_few(len(fewest), fewest.X.shape[-1], "directions and maps")
+    provenance = first.provenance.flagged(*few)
     statistics = {name: torch.tensor(values, dtype=torch.float64) for name, values in table.items()}
     return NullComparison(names=tuple(ensembles), statistics=statistics, provenance=provenance)

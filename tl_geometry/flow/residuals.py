@@ -27,6 +27,9 @@ from tl_geometry.flow.alignment import AlignedBases, inverse_values
 
 MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
 """Types of map from one state to another, see :func:`fit_map`."""
+ALWAYS = ("ridge", "identity")
+"""Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the
+best linear map."""
 SIGNS = ("U", "V")
 """Signs of the directions: as the aligned bases were aligned (published), or the ones that minimise
 the residual."""
@@ -195,7 +198,11 @@ def fit_map(
     the flow); ``"ridge"``: the best affine map with a ridge penalty chosen by generalised
     cross-validation (Golub, Heath & Wahba 1979), the fair baseline where trajectories are few;
     ``"mean"``: the constant mean(after); ``"flow"``: rotation and stretch between the two aligned
-    bases, sign-aligned.
+    bases, sign-aligned. Raises ``GeometryError`` for states of different shapes or not finite.
+
+    >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    >>> fit_map(x, x + 1, "shift").output.round(decimals=4).tolist()
+    [1.0, 1.0, 1.0]
     """
     return MapsFrom(before).to(after, map_type, rtol=rtol)
 
@@ -247,10 +254,11 @@ def score_map(
     moved, true = moved.double(), true.double()
     missing = (true - moved).square().sum()
     spread = (true - true.mean(0)).square().sum()
-    relative = float((missing / true.square().sum()).sqrt())
     cosine = torch.nn.functional.cosine_similarity(moved, true, dim=-1, eps=1e-300)
     return Fit(
-        relative, float(1 - missing / spread) if spread > 0 else float("nan"), float(cosine.mean())
+        relative_error=float((missing / true.square().sum()).sqrt()),
+        r2=float(1 - missing / spread) if spread > 0 else float("nan"),
+        cosine=float(cosine.mean()),
     )
 
 

@@ -21,7 +21,7 @@ from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_at
-from tl_geometry.flow.residuals import LayerMap, MapsFrom, flow_map
+from tl_geometry.flow.residuals import ALWAYS, LayerMap, MapsFrom, flow_map
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -31,10 +31,10 @@ MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mea
 """Maps that take the place of blocks: the published flow, the flow with the best signs, and the
 baselines of ``residuals.fit_map``."""
 PLACES = ("pilot", "all")
+"""Where a mapped state takes the place of the true one: the last position that has a target, or all
+but the first."""
 SKIPS = (1, 2, 4)
 """Blocks that are skipped at a time unless pairs are given."""
-ALWAYS = ("ridge", "identity")
-"""Maps that stand beside the flow whatever was asked for."""
 PART = 32
 """Test chunks that are measured at a time."""
 LOST = 0.75
@@ -132,16 +132,18 @@ def skip_map(
     would decide every fit), a whole forward pass for each map and pair.
 
     Args:
-        tokens: chunks; the last token is only a target. Split by document where labelled, else at
-            random, unless ``test`` is given.
+        tokens: chunks; the last token is only a target. A share ``train_share`` is fitted on, whole
+            documents where they are labelled, unless ``test`` is given.
         test: chunks to measure on. Those whose tokens also stand in ``tokens`` are left out, with a
             flag.
         pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default
             skips of 1, 2 and 4 blocks.
         places: ``"pilot"``, ``"all"`` or both. On a deep model ``"all"`` takes as many times longer
             as a chunk has tokens.
-        fit_rows: states that the maps of place ``"all"`` are fitted on, a seeded sample of
-            positions.
+        align: order and signs of the flow's directions, see
+            :func:`tl_geometry.flow.alignment.align_directions`.
+        fit_rows: states that the maps of place ``"all"`` are fitted on, a sample of positions drawn
+            with ``seed``.
         budget: seconds for the measuring. The shortest skips come first; what is left out (pairs,
             then chunks) is a flag.
 
@@ -214,6 +216,7 @@ def _near_chance(loss: tuple[float, float], d_vocab: int) -> list[str]:
 
 
 def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[str, ...]:
+    """One name or several, each one of the options."""
     names = (value,) if isinstance(value, str) else tuple(value)
     require(len(names) > 0, f"{what}s", expected=f"some of {', '.join(options)}", got="none")
     for name in names:
@@ -281,9 +284,8 @@ def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
         require(pairs == "all", "pairs", expected='"all", or states (a, b)', got=repr(pairs))
         chosen = every
     else:
-        chosen = (
-            [(a, b) for a, b in every if b - a in SKIPS] if pairs is None else sorted(set(pairs))
-        )
+        few = [(a, b) for a, b in every if b - a in SKIPS]
+        chosen = few if pairs is None else sorted(set(pairs))
     ok = bool(chosen) and all(0 <= a < b <= n for a, b in chosen)
     require(ok, "pairs", expected=f"states 0 <= a < b <= {n}", got=chosen)
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
@@ -372,16 +374,19 @@ def _collect(
 def _fit(
     X: Float[Tensor, "trajectory state d_model"], states: list[int], jobs: Sequence[Job], align: str
 ) -> dict[Job, LayerMap]:
+    """The map of every job; what depends on the start alone is computed once."""
     flows = any(map_type.startswith("flow") for _, map_type in jobs)
     aligned: AlignedBases | None = fit_aligned_bases(X, align=align) if flows else None
     maps: dict[Job, LayerMap] = {}
-    for a in states:
-        i = states.index(a)
+    for i, state in enumerate(states):
         start = MapsFrom(X[:, i])
-        for job in (job for job in jobs if job[0][0] == a):
-            j, map_type = states.index(job[0][1]), job[1]
+        for (a, b), map_type in jobs:
+            if a != state:
+                continue
+            j = states.index(b)
             if map_type.startswith("flow") and aligned is not None:
-                maps[job] = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
+                found = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
             else:
-                maps[job] = start.to(X[:, j], map_type)
+                found = start.to(X[:, j], map_type)
+            maps[(a, b), map_type] = found
     return maps

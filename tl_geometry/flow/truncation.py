@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
+from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases
@@ -31,20 +33,27 @@ from tl_geometry.models.outputs import log_probabilities, output_batch, pilot_ru
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 """Published numbers of directions; those that the aligned bases do not have are left out, all of
 them are added."""
-
-
 CURVES = ("K", "kl", "kl_se", "kl_reverse", "top1", "top5")
-ONCE = (
-    *("baseline_mean", "baseline_median", "where", "positions"),
-    *("held_out", "fitted", "claimed"),
+"""Columns of the table of a :class:`TruncationCurve` with a value for each K."""
+SHARED = (
+    "baseline_mean",
+    "baseline_median",
+    "where",
+    "positions",
+    "held_out",
+    "fitted",
+    "claimed",
 )
-"""Columns of the table of a :class:`TruncationCurve`: a value for each K, and one for all."""
+"""Its columns with one value for all K."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TruncationCurve(Result):
-    """KL (nats) and top-5 overlap between the truncated and the model's own next-token
-    distribution, for each K.
+    """How far the next-token distribution of truncated states is from the model's own, for each K.
+
+    ``kl`` is KL(truncated | own) in nats, ``kl_se`` its standard error over chunks, ``kl_reverse``
+    KL(own | truncated), ``top1`` the share of chunks whose most likely token agrees, ``top5`` the
+    mean number of tokens among the five most likely of both (0 to 5).
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for
     "unrelated": the published code takes the median, its caption says average. ``needed(share)`` is
@@ -81,13 +90,13 @@ class TruncationCurve(Result):
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
-        return (*CURVES, *ONCE)
+        return (*CURVES, *SHARED)
 
     def rows(self) -> list[tuple[object, ...]]:
         """Rows of the table."""
         curves = zip(*(getattr(self, name) for name in CURVES), strict=True)
-        once = [getattr(self, name) for name in ONCE]
-        return [(int(k), *(float(x) for x in v), *once) for k, *v in curves]
+        shared = [getattr(self, name) for name in SHARED]
+        return [(int(k), *(float(x) for x in v), *shared) for k, *v in curves]
 
 
 def truncation_kl(
@@ -223,11 +232,9 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
 
 
 def _check_bos(view: ModelView, ensemble: Trajectories, ids: Tensor) -> None:
+    """Refuse chunks with BOS for directions of chunks without, and the other way round."""
     said = {True: "with BOS", False: "without BOS"}
-    known, found = (
-        ensemble.provenance.has_bos,
-        view.bos_id is not None and bool((ids[:, 0] == view.bos_id).all()),
-    )
+    known, found = ensemble.provenance.has_bos, begins_with_bos(ids, view.bos_id)
     require(
         known is None or known == found,
         "tokens",
@@ -247,6 +254,8 @@ def _run(
     limit: int,
     progress: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Distances ``[chunk K]`` (KL, its reverse, top 1, top 5) of the truncated outputs, and the
+    model's own log-probabilities ``[chunk d_vocab]``."""
     chunk = max(1, limit // len(grid))
     U = {s: aligned.U[r].to(view.device, view.dtype) for s, r in rows.items()}
     center = {s: aligned.center[r].to(view.device, view.dtype) for s, r in rows.items()}
@@ -261,31 +270,33 @@ def _run(
             own.append(plain.cpu())
             runs = pilot_runs(view, tokens, plain, limit) if positions == "pilot" else None
             at_once = max(1, limit // len(tokens)) if runs is None else runs.copies
-            columns = []
+            measured = []
             for start in range(0, len(grid), at_once):
                 ks = torch.tensor(grid[start : start + at_once], device=view.device)
-                keep = (ranks < ks[:, None]).to(view.dtype).repeat_interleave(len(tokens), 0)
+                kept = (ranks < ks[:, None]).to(view.dtype)
+                kept = repeat(kept, "k rank -> (k chunk) rank", chunk=len(tokens))
                 hooks = {
-                    view.state_hooks[s]: _project(U[s], center[s], keep, positions) for s in rows
+                    view.state_hooks[s]: _project(U[s], center[s], kept, positions) for s in rows
                 }
                 if runs is None:
                     changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
                 else:
                     changed = runs.log_probabilities(len(ks), hooks)
-                compared = distances(changed, plain.repeat(len(ks), 1))
-                columns.append(
-                    torch.stack([v.view(len(ks), len(tokens)).T.cpu() for v in compared])
-                )
+                compared = torch.stack(list(distances(changed, plain.repeat(len(ks), 1))))
+                turn = "metric (k chunk) -> metric chunk k"
+                measured.append(rearrange(compared, turn, k=len(ks)).cpu())
                 bar.update(len(ks) * len(tokens))
-            parts.append(torch.cat(columns, dim=2))
+            parts.append(torch.cat(measured, dim=2))
     kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
     return (kl, reverse, top1, top5), torch.cat(own)
 
 
-def _project(U: Tensor, center: Tensor, keep: Tensor, positions: str) -> Hook:
+def _project(U: Tensor, center: Tensor, kept: Tensor, positions: str) -> Hook:
+    """A hook that leaves of a state its part in some directions: row i those ``kept[i]``."""
+
     def hook(h: Tensor) -> Tensor:
         x = h if positions == "all" else h[:, -1:]
-        kept = ((x - center) @ U * keep[:, None]) @ U.mT + center
-        return kept if positions == "all" else torch.cat([h[:, :-1], kept], dim=1)
+        part = ((x - center) @ U * kept[:, None]) @ U.mT + center
+        return part if positions == "all" else torch.cat([h[:, :-1], part], dim=1)
 
     return hook

@@ -15,10 +15,12 @@ from torch import Tensor
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures import rank as ranks
 
 Pair = tuple[int, int]
+"""A state of one basis and a state of another."""
+NAN = torch.tensor(torch.nan, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,14 +90,19 @@ def compare_bases(
     """How far two positional bases agree, state by state, beside how far each agrees with itself
     over halves of its contexts.
 
-    Args: ``states`` common to both (all by default) or pairs (state of a, state of b), also of one
-    basis given twice; ``rank`` the number of leading directions (by default the ScreeNOT rank of a,
-    at least 1). Both need windows of equal length. With different d_model there are no angles
-    (NaN): ``procrustes`` compares the curves only.
+    Args:
+        a: a basis.
+        b: another, with a window of equal length, or the same one again. With another d_model there
+            are no angles (NaN): ``procrustes`` compares the curves only.
+        states: states common to both, by default all, or pairs (state of a, state of b).
+        rank: number of leading directions, by default the ScreeNOT rank of a, at least 1.
 
     The floors are conservative: a half has half the contexts, so the difference between halves
     carries twice the noise variance of the difference of two whole bases of that size. Agreement
     above the floor cannot be told from identity.
+
+    Raises ``GeometryError`` for windows of different lengths, one basis of normalised states and
+    one of raw ones, and more directions than there are.
 
     >>> from tl_geometry import decompose_activations
     >>> g = torch.Generator().manual_seed(0)
@@ -105,10 +112,11 @@ def compare_bases(
     >>> round(float(c.procrustes), 6), round(float(c.angle_max), 6)
     (1.0, 0.0)
     """
+    for basis in (a, b):
+        require_basis(basis)
     pairs = _checked_pairs(a, b, states)
     halves = [x.half_pos() for x in (a, b)]
     positions, d_model = a.pos.shape[1:]
-    nan = torch.tensor(torch.nan, dtype=torch.float64)
     rows: list[dict[str, Tensor]] = []
     used: list[int] = []
     for state_a, state_b in pairs:
@@ -118,7 +126,7 @@ def compare_bases(
         limit = min(len(p.S) for p in parts)
         require(1 <= r <= limit, "rank", expected=f"1 to {limit} directions", got=r)
         same_space = d_model == b.mean.shape[1]
-        mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else nan
+        mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else NAN
         random = torch.tensor(r / d_model, dtype=torch.float64)
         own = [(h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None]
         chance = {"overlap_random": random, "mean_cosine": mean}
@@ -138,9 +146,8 @@ def _checked_pairs(
 ) -> tuple[Pair, ...]:
     """The pairs of states to compare, of two bases that can be compared."""
     normalized = [f"normalized={x.provenance.normalized}" for x in (a, b)]
-    same = normalized[0] == normalized[1]
     require(
-        same,
+        normalized[0] == normalized[1],
         "bases",
         expected=f"states of one kind, {normalized[0]}",
         got=normalized[1],
@@ -171,35 +178,32 @@ def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Ten
     where no basis has halves."""
     own = [_agreement(linalg.svd(one), linalg.svd(two), rank) for one, two in halves]
     worst = {"overlap": torch.amin, "procrustes": torch.amin, "difference": torch.amax}
-    nan = torch.tensor(torch.nan, dtype=torch.float64)
     return {
-        f"{name}_floor": noisier(torch.stack([o[name] for o in own])) if own else nan
+        f"{name}_floor": noisier(torch.stack([o[name] for o in own])) if own else NAN
         for name, noisier in worst.items()
     }
 
 
 def _rank(s: Tensor, shape: tuple[int, int]) -> int:
+    """The ScreeNOT rank, at least 1."""
     k = ranks.usable_k(20, min(shape))
     return max(1, int(ranks.screenot(s, shape, k=k).rank)) if k >= 1 else 1
 
 
 def _agreement(a: linalg.SVD, b: linalg.SVD, r: int) -> dict[str, Tensor]:
     """Mean and largest angle, overlap, Procrustes similarity, relative difference."""
-    nan = torch.tensor(torch.nan, dtype=torch.float64)
     similar = procrustes_similarity(a, b)
     if a.V.shape[0] != b.V.shape[0]:
-        same = ("angle_mean", "angle_max", "overlap", "difference")
-        return {"procrustes": similar, **dict.fromkeys(same, nan)}
+        unknown = ("angle_mean", "angle_max", "overlap", "difference")
+        return {"procrustes": similar, **dict.fromkeys(unknown, NAN)}
     angles = linalg.principal_angles(a.V[:, :r], b.V[:, :r])
     rows = [p.U * p.S @ p.V.mT for p in (a, b)]
     size = torch.linalg.vector_norm(a.S) * torch.linalg.vector_norm(b.S)
-    difference = torch.where(
-        size > 0, torch.linalg.vector_norm(rows[0] - rows[1]) / size.sqrt(), torch.nan
-    )
+    apart = torch.linalg.vector_norm(rows[0] - rows[1])
     return {
         "angle_mean": angles.mean(),
         "angle_max": angles.max(),
         "overlap": angles.cos().square().mean(),
         "procrustes": similar,
-        "difference": difference,
+        "difference": torch.where(size > 0, apart / size.sqrt(), torch.nan),
     }

@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.linalg import numerical_rank
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import Subsets, subsets, window_means
 from tl_geometry.measures import contextual
 from tl_geometry.measures.contextual import Space
@@ -66,6 +66,9 @@ def contextual_report(
     labels in random order. Errors are delete-one jackknife errors over groups of contexts: windows
     of one document are not independent, so with few documents they speak of these documents only.
 
+    Raises ``GeometryError`` for a basis without context vectors or of one context, and for labels
+    that do not fit its contexts.
+
     >>> h = torch.randn(16, 5, 6, generator=torch.Generator().manual_seed(0))
     >>> h[:8] += 9 * torch.eye(6)[0]
     >>> from tl_geometry import decompose_activations
@@ -74,15 +77,11 @@ def contextual_report(
     >>> bool(report["intra"] > 0.9), bool(report["compactness_raw"] > chance)
     (True, True)
     """
+    require_basis(basis)
     means = basis.context_means
-    require(
-        means is not None,
-        "basis",
-        expected="context vectors",
-        got="a basis without",
-        instead="decompose(..., keep_ctx=True)",
-    )
-    assert means is not None
+    if means is None:
+        instead = "decompose(..., keep_ctx=True)"
+        fail("basis", expected="context vectors", got="a basis without", instead=instead)
     z = _labels(basis, labels)
     basis.require_identifiable("contextual_report")
     sets = subsets(basis, jackknife=jackknife and basis.group_of is not None)
@@ -189,14 +188,16 @@ def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
     """Measures of how the two bases lie towards each other; no overlap of more directions than
     centred rows have."""
     i = contextual.incoherence(pos, ctx)
-    enough = 1 <= rank < min(len(pos), len(ctx))
-    overlap = (
-        contextual.subspace_overlap(pos, ctx, rank).overlap
-        if enough
-        else i.avg.new_tensor(torch.nan)
-    )
-    names = ("max", "avg", "rms", "signed")
-    return {f"incoherence_{n}": v for n, v in zip(names, i[:4], strict=True)} | {"overlap": overlap}
+    overlap = i.avg.new_tensor(torch.nan)
+    if 1 <= rank < min(len(pos), len(ctx)):
+        overlap = contextual.subspace_overlap(pos, ctx, rank).overlap
+    return {
+        "incoherence_max": i.max,
+        "incoherence_avg": i.avg,
+        "incoherence_rms": i.rms,
+        "incoherence_signed": i.signed,
+        "overlap": overlap,
+    }
 
 
 def _flipped_overlap(pos: Tensor, ctx: Tensor, signs: Tensor, rank: int) -> Tensor:
@@ -231,15 +232,13 @@ def _compactness(
     second, pairs = basis.second_moment(basis.states[row]), []
     for z in orders:
         counts = torch.bincount(z)
-        sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64).index_add_(
-            0, z, basis.context_means[row].double()
-        )
+        sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64)
+        sums.index_add_(0, z, basis.context_means[row].double())
         means = sums / counts.clamp(min=1)[:, None] - basis.mean[row]
-        pairs.append(
-            contextual.compactness_from_moments(
-                second, basis.pos[row], means, counts, accuracy=accuracy, **options
-            )
+        found = contextual.compactness_from_moments(
+            second, basis.pos[row], means, counts, accuracy=accuracy, **options
         )
+        pairs.append(found)
     return {
         "compactness_cvec": torch.stack([p.cvec for p in pairs]),
         "compactness_raw": torch.stack([p.raw for p in pairs]),

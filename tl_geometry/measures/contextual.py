@@ -54,9 +54,9 @@ def cosine_baseline(d_model: int, pairs: int = 1) -> CosineBaseline:
     [0.0288, 0.0361, 0.1497]
     """
     avg = math.exp(math.lgamma(d_model / 2) - math.lgamma((d_model + 1) / 2)) / math.sqrt(math.pi)
-    largest = (
-        math.sqrt(1 - float(betaincinv((d_model - 1) / 2, 0.5, 1 / pairs))) if d_model > 1 else 1.0
-    )
+    largest = 1.0
+    if d_model > 1:  # 1 - cos^2 is Beta((d-1)/2, 1/2)
+        largest = math.sqrt(1 - float(betaincinv((d_model - 1) / 2, 0.5, 1 / pairs)))
     return CosineBaseline(avg, 1 / math.sqrt(d_model), largest)
 
 
@@ -94,9 +94,7 @@ def incoherence(
     for block in others.split(BLOCK, dim=-2):
         cosine = rows @ block.mT
         size = cosine.abs()
-        sums += torch.stack(
-            [size.sum((-2, -1)), cosine.square().sum((-2, -1)), cosine.sum((-2, -1))]
-        )
+        sums += torch.stack([x.sum((-2, -1)) for x in (size, cosine.square(), cosine)])
         largest = torch.maximum(largest, size.amax((-2, -1)))
     pairs = (~zero_pos).sum(-1) * (~zero_ctx).sum(-1)
     avg, square, signed = torch.where(pairs > 0, sums / pairs, torch.nan)
@@ -136,14 +134,13 @@ def subspace_overlap(
         limit = min(rows.shape[-2:])
         require(1 <= r <= limit, f"rank of {name}", expected=f"1 to {limit} directions", got=r)
     mine, theirs = svd(pos), svd(ctx)
-    enough = (numerical_rank(mine.S, pos.shape) >= rank) & (
-        numerical_rank(theirs.S, ctx.shape) >= other_rank
+    short = (numerical_rank(mine.S, pos.shape) < rank) | (
+        numerical_rank(theirs.S, ctx.shape) < other_rank
     )
     angles = principal_angles(mine.V[..., :rank], theirs.V[..., :other_rank])
-    angles = torch.where(enough.unsqueeze(-1), angles, torch.nan)
-    return SubspaceOverlap(
-        angles, angles.cos().square().mean(-1), max(rank, other_rank) / pos.shape[-1]
-    )
+    angles = torch.where(short.unsqueeze(-1), torch.nan, angles)
+    baseline = max(rank, other_rank) / pos.shape[-1]
+    return SubspaceOverlap(angles, angles.cos().square().mean(-1), baseline)
 
 
 class ClusterSimilarity(NamedTuple):
@@ -215,8 +212,11 @@ def cluster_similarity(
     if preset == "exact":
         totals, pairs = totals - torch.diag_embed(counts), pairs - torch.diag_embed(counts)
     same = torch.eye(member.shape[1], dtype=torch.bool, device=rows.device)
-    mean = lambda where: _ratio((totals * where).sum((-2, -1)), (pairs * where).sum((-2, -1)))  # noqa: E731
-    return ClusterSimilarity(mean(same), mean(~same), _ratio(totals, pairs))
+    intra, inter = (
+        _ratio((totals * where).sum((-2, -1)), (pairs * where).sum((-2, -1)))
+        for where in (same, ~same)
+    )
+    return ClusterSimilarity(intra, inter, _ratio(totals, pairs))
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -253,9 +253,9 @@ def cluster_compactness(
     ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space:
     ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots.
     At least 0, 0 only for equal means, and unchanged by any invertible affine map of the points.
-    Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with N -
-    K < d_model (or clusters in a subspace) a GeometryError asks for PCA or ``ridge``, which adds
-    ridge * tr(S_W) / d to the diagonal of S_W.
+    Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with
+    ``N - K < d_model`` (or clusters in a subspace) a GeometryError asks for PCA or ``ridge``, which
+    adds ridge * tr(S_W) / d to the diagonal of S_W.
 
     >>> x = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
     >>> round(float(cluster_compactness(x, torch.tensor([0, 0, 1, 1]))), 6)
@@ -297,14 +297,18 @@ def compactness_from_moments(
 ) -> CompactnessPair:
     """:func:`cluster_compactness` of all states of a corpus, of cvec and raw, from sums alone.
 
-    Args: ``second_moment`` the centred sum over C contexts and T positions, ``label_means`` the
-    mean of h over each label's contexts minus the mean of all, ``label_counts`` contexts per label
-    (every context has one). ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full
-    space without a ridge **cvec is never less compact than raw**: what the paper observes at three
-    layers is an inequality. In a PCA space each side uses its own components and the inequality
-    need not hold. ``accuracy`` is the relative accuracy of ``second_moment`` (about 1e-6 for
-    float32 products): an eigenvalue of the within-cluster correlations below it is taken as zero.
-    States behind a LayerNorm (BERT) have one.
+    ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full space without a ridge
+    **cvec is never less compact than raw**: what the paper observes at three layers is an
+    inequality. In a PCA space each side uses its own components and the inequality need not hold.
+
+    Args:
+        second_moment: the centred sum over C contexts and T positions.
+        pos: the positional basis.
+        label_means: mean of h over each label's contexts minus the mean of all.
+        label_counts: contexts of each label (every context has one).
+        accuracy: relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an
+            eigenvalue of the within-cluster correlations below it is taken as zero. States behind a
+            LayerNorm (BERT) have one.
     """
     positions, contexts = pos.shape[-2], label_counts.sum()
     kept = label_counts > 0
@@ -329,8 +333,8 @@ def _compactness(
     ridge: float | None,
     accuracy: float = 1e-12,
 ) -> Tensor:
-    """tr(S_B S_W^-1) from the within-cluster sum of squares [d d], the centred cluster means [label
-    d] and their counts."""
+    """``tr(S_B S_W^-1)`` from the within-cluster sum of squares ``[d_model d_model]``, the centred
+    cluster means ``[label d_model]`` and their counts."""
     checks.choice(norm, ("N", "dof"), "norm")
     n, clusters = float(counts.sum()), len(counts)
     require(clusters >= 2, "labels", expected="at least two labels", got=clusters)
@@ -355,23 +359,19 @@ def _compactness(
     if ridge is not None:
         variance = variance + ridge * variance.mean(-1, keepdim=True)
         within = within + torch.diag_embed(variance - within.diagonal(dim1=-2, dim2=-1))
-    scale = (
-        torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)
-    )  # unit variances first: outlier coordinates do no harm
+    # unit variances first: outlier coordinates do no harm
+    scale = torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)
     correlation = scale * (within + within.mT) / 2 * scale.mT
     root, info = torch.linalg.cholesky_ex(correlation)
     singular = bool((info > 0).any())
-    if not singular and not bool(
-        (root.diagonal(dim1=-2, dim2=-1).square() > accuracy * size).all()
-    ):  # perhaps: look closely
+    pivots = root.diagonal(dim1=-2, dim2=-1).square()
+    if not singular and not bool((pivots > accuracy * size).all()):  # perhaps: look closely
         singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
     if singular or (ridge is None and n - clusters < size):
-        enough = (
-            f"within-cluster covariance of full rank (N - K >= {size} points in general position)"
-        )
+        points = f"N - K >= {size} points in general position"
         fail(
             "cluster_compactness",
-            expected=enough,
+            expected=f"within-cluster covariance of full rank ({points})",
             got=f"N - K = {n - clusters:.0f}, or dependent points",
             instead='space=("pca", k) or ridge=',
             error=SingularError,

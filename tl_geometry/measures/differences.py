@@ -78,12 +78,14 @@ def smoothness(
     """
     require(m >= 0, "m", expected="0 or more differences", got=m)
     largest = torch.linalg.vector_norm(pos, dim=-1).amax(-1)
-    # by symmetry the rows of X repeat beyond the first T + m, up to sign
-    rows = torch.cat(
-        [pos[..., :m, :].flip(-2), pos, pos[..., pos.shape[-2] - m :, :].flip(-2)], dim=-2
-    )
-    size = rows.diff(n=m, dim=-2) if m <= pos.shape[-2] else _halved_difference(pos, m) * 2.0**m
-    ratio = torch.linalg.vector_norm(size, dim=-1).amax(-1) / largest * float(pos.shape[-2]) ** m
+    positions = pos.shape[-2]
+    if m <= positions:  # by symmetry the rows of X repeat beyond the first T + m, up to sign
+        before, after = pos[..., :m, :].flip(-2), pos[..., positions - m :, :].flip(-2)
+        differences = torch.cat([before, pos, after], dim=-2).diff(n=m, dim=-2)
+    else:
+        differences = _halved_difference(pos, m) * 2.0**m
+    size = torch.linalg.vector_norm(differences, dim=-1).amax(-1)
+    ratio = size / largest * float(positions) ** m
     return torch.where(largest > 0, ratio.square(), torch.nan)
 
 
@@ -94,6 +96,9 @@ def dct_vectors(positions: int, k: int, *, printed: bool = False) -> Float[Tenso
     ``printed=True`` gives the vectors as the paper prints them, ``cos((j - 1/2)(t - 1) pi / T)``
     with j the number of the vector: time and frequency have changed places, and with these vectors
     the theorem is false (see :func:`theorem1`).
+
+    >>> (dct_vectors(4, 2).T @ dct_vectors(4, 2)).round(decimals=6).abs().tolist()
+    [[4.0, 0.0], [0.0, 2.0]]
     """
     if not printed:
         return cosines(positions, k)
@@ -121,36 +126,43 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     cosines.
 
     Statement. Let P be centred (rows sum to zero), G = P P^T, c_1..c_k the first DCT-II vectors
-    (:func:`dct_vectors`), F = [c_1..c_k], Pi the orthogonal projector on their span, g_j = 1 / (2T
-    sin(pi j / 2T)). With B B^T = T^-2 W F^T G F W, W = diag(1, 2, ..., 2):
+    (:func:`dct_vectors`), F = [c_1..c_k], Pi the orthogonal projector on their span, and
+    g_j = 1 / (2T sin(pi j / 2T)). With B B^T = T^-2 W F^T G F W, W = diag(1, 2, ..., 2):
 
-        (1/T) |G - F B B^T F^T|_op  <=  [(g_k g_1)^m + g_k^(2m)] |Delta^(m,m) G~|_max  <=  6 /
-        (4k)^m |Delta^(m,m) G~|_max
+        (1/T) |G - F B B^T F^T|_op  <=  [(g_k g_1)^m + g_k^(2m)] |Delta^(m,m) G~|_max
+                                    <=  6 / (4k)^m |Delta^(m,m) G~|_max
 
-    Derivation. (1) |c_1|^2 = T and |c_j|^2 = T/2 otherwise, so Pi = F W F^T / T and F B B^T F^T =
-    Pi G Pi exactly. (2) The reflected rows P~ are even about the half sample, so their discrete
-    Fourier transform of length 2T holds only the cosines c_(j+1), j = 0..T-1, and the j = 0 term
-    vanishes since P is centred. One periodic difference times T multiplies frequency j by T |1 -
-    exp(-i pi j / T)| = 2T sin(pi j / 2T) = 1 / g_j, which increases with j. (3) Write D for the
-    diagonal of g_j over j = 1..T-1 and split it in low (j < k) and high (j >= k) frequencies. In
-    the Fourier basis G~ = D^m H D^m with H = Delta^(m,m) G~ up to unit phases, positive
-    semidefinite. G - Pi G Pi has the blocks (low, high), (high, low) and (high, high). Their norms
-    are at most g_1^m g_k^m |H|_op and g_k^(2m) |H|_op, the two off-diagonal blocks together have
-    the norm of one of them, and |G~|_op = 2 |G|_op. (4) |H|_op <= 2T |H|_max. Dividing by T gives
-    the first inequality, or its sharper form with
-    |Delta|_op / 2T in place of |Delta|_max (``bound_operator``). (5) sin x >= 2x/pi gives
-    g_j <= 1/(2j), so the bracket is at most 2 / (4k)^m.
+    Derivation:
+
+    1. |c_1|^2 = T and |c_j|^2 = T/2 otherwise, so Pi = F W F^T / T and F B B^T F^T = Pi G Pi
+       exactly.
+    2. The reflected rows P~ are even about the half sample, so their discrete Fourier transform of
+       length 2T holds only the cosines c_(j+1), j = 0..T-1, and the j = 0 term vanishes since P is
+       centred. One periodic difference times T multiplies frequency j by
+       T |1 - exp(-i pi j / T)| = 2T sin(pi j / 2T) = 1 / g_j, which increases with j.
+    3. Write D for the diagonal of g_j over j = 1..T-1 and split it in low (j < k) and high (j >= k)
+       frequencies. In the Fourier basis G~ = D^m H D^m with H = Delta^(m,m) G~ up to unit phases,
+       positive semidefinite. G - Pi G Pi has the blocks (low, high), (high, low) and (high, high).
+       Their norms are at most g_1^m g_k^m |H|_op and g_k^(2m) |H|_op, the two off-diagonal blocks
+       together have the norm of one of them, and |G~|_op = 2 |G|_op.
+    4. |H|_op <= 2T |H|_max. Dividing by T gives the first inequality, or its sharper form with
+       |Delta|_op / 2T in place of |Delta|_max (``bound_operator``).
+    5. sin x >= 2x/pi gives g_j <= 1/(2j), so the bracket is at most 2 / (4k)^m.
 
     Errata. The paper prints 6 / (8k)^m (``bound_paper``) and the vectors of
-    ``dct_vectors(printed=True)``. With those vectors the claim is false: T = 64, G = c_2 c_2^T, k =
-    8, m = 4 leaves at least 1.8e-2 for any B (``lhs_paper``) against a bound of 3.4e-3. With the
-    right vectors 8k still fails for k close to T and large m. It also writes (F B)^T F B for the T
-    x T matrix F B (F B)^T.
+    ``dct_vectors(printed=True)``. With those vectors the claim is false: T = 64, G = c_2 c_2^T,
+    k = 8, m = 4 leaves at least 1.8e-2 for any B (``lhs_paper``) against a bound of 3.4e-3. With
+    the right vectors 8k still fails for k close to T and large m. It also writes (F B)^T F B for
+    the T x T matrix F B (F B)^T.
 
-    Args: ``pos`` centred [T d_model] (units of the stream), 1 <= k <= T frequencies, m >= 1
-    differences. Returns both sides, B [k rank] and F [T k]. ``lhs_paper`` is what the printed
-    vectors leave for the best B at least. ``lhs`` is zero at k = T and need not fall monotonically
-    with k. Raises GeometryError for an uncentred basis.
+    Args:
+        pos: centred basis ``[T d_model]``, in units of the stream.
+        k: frequencies, 1 to T.
+        m: differences, at least 1.
+
+    Returns both sides, B ``[k rank]`` and F ``[T k]``. ``lhs_paper`` is what the printed vectors
+    leave at least, for the best B. ``lhs`` is zero at k = T and need not fall monotonically with k.
+    Raises ``GeometryError`` for an uncentred basis.
 
     >>> c = dct_vectors(64, 2)[:, 1:]
     >>> r = theorem1(c, k=8, m=4)
@@ -180,10 +192,9 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     spectral = float(torch.linalg.svdvals(halved)[0]) ** 2 / (2 * positions)
     sine = [math.sin(math.pi * j / (2 * positions)) for j in (1, k)]
     bracket = (sine[0] * sine[1]) ** -m + sine[1] ** (-2 * m)  # [(g_k g_1)^m + g_k^2m] (2T)^2m
+    # any B B^T in the printed span leaves at least (I - Pi') G (I - Pi')
     paper = torch.linalg.qr(dct_vectors(positions, k, printed=True)).Q
-    rest = pos - paper @ (
-        paper.T @ pos
-    )  # any B B^T in the printed span leaves at least (I - Pi') G (I - Pi')
+    rest = pos - paper @ (paper.T @ pos)
     per_frequency = float(2 * positions) ** 2
     return LowFrequencyBound(
         lhs=_remainder(pos, F, weight),
@@ -200,9 +211,8 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
 
 def _remainder(pos: Tensor, F: Tensor, weight: Tensor) -> float:
     """(1/T) |G - Pi G Pi|_op."""
-    low = (
-        einsum(F, weight[:, 0], F.T @ pos, "position rank, rank, rank d_model -> position d_model")
-        / pos.shape[0]
-    )
+    positions = len(pos)
+    pattern = "position rank, rank, rank d_model -> position d_model"
+    low = einsum(F, weight[:, 0], F.T @ pos, pattern) / positions  # Pi P
     difference = pos @ pos.T - low @ low.T
-    return float(torch.linalg.eigvalsh(difference).abs().amax()) / pos.shape[0]
+    return float(torch.linalg.eigvalsh(difference).abs().amax()) / positions

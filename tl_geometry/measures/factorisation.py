@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import fail
 from tl_geometry.base.results import Result
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures import contextual, kernels
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
@@ -79,27 +79,32 @@ def kernel_gaps(
     at all.
 
     Raises ``GeometryError`` for a basis of another model or without sampled contexts.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> gaps = kernel_gaps(model, tlg.decompose(model, windows, progress=False), layers=0)
+    >>> gaps.relative.shape, bool((gaps.relative >= 0).all())
+    (torch.Size([4]), True)
     """
     view = as_view(model)
+    require_basis(basis)
     if basis.samples is None:
         fail("basis", expected="sampled contexts", got="none", instead="decompose(..., keep=32)")
     geometry = weight_geometry(
         view, basis, "QK", layers=layers, rank=rank, draws=0, shown=rank or 20, seed=seed
     )
-    width, per_layer, found = geometry.L.shape[-1], view.n_heads, []
+    width, per_layer = geometry.L.shape[-1], view.n_heads
+    found: list[dict[str, Tensor]] = []
     for i, layer in enumerate(geometry.layers):
         row, norm = basis.index(layer), view.attention_norm(layer).norm_type
-        norm = "LN" if norm == "LN" else None
         pos = remove_mean(basis.pos[row], norm)
         h = basis.samples[:, row, slice(*basis.window)].double()
         cvec = remove_mean((h - basis.mean[row] - basis.pos[row]).flatten(0, 1), norm)
         V = bilinear.leading_directions(basis.pos[row], width, centered=norm == "LN")[0]
-        random = remove_mean(
-            torch.randn(
-                pos.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-            ),
-            norm,
-        )
+        generator = torch.Generator().manual_seed(seed)
+        random = torch.randn(pos.shape, generator=generator, dtype=torch.float64)
+        random = remove_mean(random, norm)
         mine = slice(i * per_layer, (i + 1) * per_layer)
         arguments = (V, geometry.L[mine], geometry.delta[mine])
         gaps, null = (
@@ -107,23 +112,22 @@ def kernel_gaps(
             for p in (pos, random)
         )
         incoherent = contextual.incoherence(pos, cvec)
-        layer_wide = [x.expand(per_layer) for x in (incoherent.max, incoherent.avg)]
-        found.append([_ratio(gaps), _ratio(null), gaps.r_max, geometry.r2_joint[mine], *layer_wide])
-    names = (
-        "relative",
-        "relative_random",
-        "gap_max",
-        "explained",
-        "incoherence_max",
-        "incoherence_avg",
-    )
-    table = {name: torch.cat([f[k] for f in found]) for k, name in enumerate(names)}
+        numbers = {
+            "relative": _ratio(gaps),
+            "relative_random": _ratio(null),
+            "gap_max": gaps.r_max,
+            "explained": geometry.r2_joint[mine],
+            "incoherence_max": incoherent.max.expand(per_layer),
+            "incoherence_avg": incoherent.avg.expand(per_layer),
+        }
+        found.append(numbers)
     return KernelGaps(
         provenance=dataclasses.replace(geometry.provenance, seed=seed),
         heads=geometry.heads,
-        **table,
+        **{name: torch.cat([numbers[name] for numbers in found]) for name in found[0]},
     )
 
 
-def _ratio(gaps: kernels.StructuredGaps) -> Tensor:
+def _ratio(gaps: kernels.StructuredGaps) -> Float[Tensor, " head"]:
+    """Root mean square of the gap over that of the scores."""
     return torch.where(gaps.score_rms > 0, gaps.r_rms / gaps.score_rms, torch.nan)

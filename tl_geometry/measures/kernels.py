@@ -63,9 +63,8 @@ def kernel_attention(
     """
     scores = log_kernel(x, x, W)
     if causal:
-        scores = scores.masked_fill(
-            torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -math.inf
-        )
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
     return scores.softmax(-1) @ values
 
 
@@ -146,14 +145,14 @@ def factorisation_gap(
     weights: dict[tuple[int, int], SparseWeight],
     bases: tuple[Float[Tensor, "row d_model"], Float[Tensor, "column d_model"]],
 ) -> FactorisationGap:
-    """How far attention is from factorising: ``r = log K_W(q_1 + q_2, k_1 + k_2) - sum_ab q_a^T
-    W_ab k_b`` (Theorem 2).
+    """How far attention is from factorising (Theorem 2):
+    ``r = log K_W(q_1 + q_2, k_1 + k_2) - sum_ab q_a^T W_ab k_b``.
 
     ``queries`` and ``keys`` are (context part, position part), each a multiple in [-1, 1] of a row
     of its basis; ``weights`` maps (query basis, key basis) to sparse matrices, W their sum;
     ``bases`` are the two bases with rows of norm at most 1, ``incoh`` the largest |<u, v>| between
-    them (the *maximum*: averages as in Table 1 bound nothing). Then with A = sum of all |a_k| <= 4
-    s
+    them (the *maximum*: averages as in Table 1 bound nothing). Then with A = sum of all |a_k|, at
+    most 4 s,
 
         |r| <= A (2 incoh + incoh^2)
 
@@ -216,10 +215,10 @@ def noise_tail(
     zero, 1-subgaussian (Theorem 2).
 
     With |q|, |k| <= 1 its variance proxy is at most 1/d:
-    ``P(|q^T Z k| / sqrt(d) > x) <= 2 exp(-d x^2 / 2)``. The paper's probability 1 - O(|B_1||B_2|
-    exp(-incoh^2 d)) is the union of such events over all pairs, and says something only while
-    |B_1||B_2| is small against exp(incoh^2 d). ``noise`` is ``"gaussian"`` or ``"sign"`` (random
-    signs).
+    ``P(|q^T Z k| / sqrt(d) > x) <= 2 exp(-d x^2 / 2)``. The paper's probability
+    ``1 - O(|B_1||B_2| exp(-incoh^2 d))`` is the union of such events over all pairs, and says
+    something only while |B_1||B_2| is small against exp(incoh^2 d). ``noise`` is ``"gaussian"`` or
+    ``"sign"`` (random signs).
 
     >>> n = noise_tail(torch.eye(16).double()[0], torch.full((16,), 0.25).double())
     >>> bool((n.share <= n.bound).all())
@@ -314,14 +313,13 @@ def empirical_gap(
     whole = torch.stack([w.double() for w in weights.values()]).sum(0)
     score = ((q[0] + q[1]) @ whole * (k[0] + k[1])).sum(-1)
     own = torch.stack([(q[a] @ w.double() * k[b]).sum(-1) for (a, b), w in weights.items()]).sum(0)
-    cosine = (rows[0] @ rows[1].T).abs()
-    rms = [float(x.square().mean().sqrt()) for x in (score - own, score)]
+    gap, cosine = score - own, (rows[0] @ rows[1].T).abs()
     return EmpiricalGap(
-        rms[0],
-        float((score - own).abs().amax()),
-        rms[1],
-        float(cosine.amax()),
-        float(cosine.mean()),
+        r_rms=float(gap.square().mean().sqrt()),
+        r_max=float(gap.abs().amax()),
+        score_rms=float(score.square().mean().sqrt()),
+        incoh_max=float(cosine.amax()),
+        incoh_avg=float(cosine.mean()),
     )
 
 
@@ -355,25 +353,22 @@ def structured_gaps(
     >>> g.r_max.tolist()
     [0.0]
     """
-    q, k = draw_pairs(unit_bases(pos, cvec), pairs, seed)
-    projected = [[x @ V.double() for x in side] for side in (q, k)]
+    (q_context, q_position), (k_context, k_position) = draw_pairs(
+        unit_bases(pos, cvec), pairs, seed
+    )
+    V, L, delta = V.double(), L.double(), delta.double()
 
-    def score(parts: tuple[int, ...], others: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        low = [
-            torch.stack([side[a] for a in chosen]).sum(0)
-            for side, chosen in zip(projected, (parts, others), strict=True)
-        ]
-        whole = [
-            torch.stack([side[a] for a in chosen]).sum(0)
-            for side, chosen in zip((q, k), (parts, others), strict=True)
-        ]
-        block = einsum(low[0], L.double(), low[1], "sample i, head i j, sample j -> head sample")
-        return block, einsum(
-            whole[0] * whole[1], delta.double(), "sample d_model, head d_model -> head sample"
-        )
+    def low_rank(q: Tensor, k: Tensor) -> Float[Tensor, "head sample"]:
+        return einsum(q @ V, L, k @ V, "sample i, head i j, sample j -> head sample")
 
-    total = torch.stack(score((0, 1), (0, 1))).sum(0)
-    gap = total - score((1,), (1,))[0] - score((0,), (0,))[1]
+    def diagonal(q: Tensor, k: Tensor) -> Float[Tensor, "head sample"]:
+        return einsum(q * k, delta, "sample d_model, head d_model -> head sample")
+
+    q, k = q_context + q_position, k_context + k_position
+    total = low_rank(q, k) + diagonal(q, k)
+    gap = total - low_rank(q_position, k_position) - diagonal(q_context, k_context)
     return StructuredGaps(
-        gap.square().mean(-1).sqrt(), gap.abs().amax(-1), total.square().mean(-1).sqrt()
+        r_rms=gap.square().mean(-1).sqrt(),
+        r_max=gap.abs().amax(-1),
+        score_rms=total.square().mean(-1).sqrt(),
     )

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import linalg
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import noise_weights, subsets, window_means
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, spans
 from tl_geometry.measures import differences, positional
@@ -36,8 +36,9 @@ class PositionalReport(StateMeasures):
     adjacent: Float[Tensor, "state position"]
 
 
-def _join(parts: Sequence[Values]) -> dict[str, list[Tensor]]:
-    return {n: [p[n] for p in parts] for n in parts[0]}
+def _joined(parts: Sequence[Values]) -> Values:
+    """Measures of several batches of bases, one after another."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _shape(pos: Tensor, axes: Tensor, frequencies: int) -> Values:
@@ -62,20 +63,23 @@ def _spectral(
 ) -> Values:
     """Measures of the singular values [sample rank]; ``sizes`` are sigma_1 of all states over
     sqrt(C), centred and raw."""
-    nothing = s.new_full(s.shape[:-1], torch.nan)
-    rank, threshold, r = nothing, nothing, torch.zeros(s.shape[:-1], dtype=torch.int64)
+    rank = threshold = explained = explained_energy = s.new_full(s.shape[:-1], torch.nan)
     if k >= 1:
         estimate = ranks.screenot(s, shape, k=k, strategy=strategy)
-        rank, threshold, r = estimate.rank.double(), estimate.threshold, estimate.rank
-    explained = [positional.explained_ratio(s, r, power=p) if k >= 1 else nothing for p in (1, 2)]
-    names = ("relative_norm", "relative_norm_reference")
+        rank, threshold = estimate.rank.double(), estimate.threshold
+        explained, explained_energy = (
+            positional.explained_ratio(s, estimate.rank, power=power) for power in (1, 2)
+        )
+    centred, raw = sizes
     return {
         "rank": rank,
         "threshold": threshold,
         "stable_rank": linalg.stable_rank(s),
-        "explained": explained[0],
-        "explained_energy": explained[1],
-    } | {name: s[..., 0] / size for name, size in zip(names, sizes, strict=True)}
+        "explained": explained,
+        "explained_energy": explained_energy,
+        "relative_norm": s[..., 0] / centred,
+        "relative_norm_reference": s[..., 0] / raw,
+    }
 
 
 def _gram_spectrum(pos: Tensor) -> Tensor:
@@ -128,6 +132,8 @@ def positional_report(
     is one more basis: run this on it. ``jackknife=False`` leaves errors and curve out (3 times
     faster). The relative norms' errors and nulls keep the denominators of the whole corpus.
 
+    Raises ``GeometryError`` for a basis of one context.
+
     >>> from tl_geometry import decompose_activations
     >>> noise = torch.randn(16, 9, 6, generator=torch.Generator().manual_seed(0))
     >>> report = positional_report(
@@ -136,34 +142,28 @@ def positional_report(
     >>> int(report["rank"]), round(float(report["relative_norm"]), 2), report["low_frequency"].shape
     (1, 0.98, torch.Size([1]))
     """
+    require_basis(basis)
     basis.require_identifiable("positional_report")
     positions, d_model = basis.pos.shape[1:]
     used = min(k, ranks.usable_k(k, min(positions, d_model)))
     sets = subsets(basis, jackknife=jackknife)
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
-    unsure = [
-        s
-        for s, r in zip(basis.states, _split_half(basis).tolist(), strict=True)
-        if r < LOW_RELIABILITY
-    ]
-    flags += (
-        [f"split_half below {LOW_RELIABILITY} in states {spans(unsure)}: mostly noise"]
-        if unsure
-        else []
-    )
+    halves = _split_half(basis)
+    pairs = zip(basis.states, halves.tolist(), strict=True)
+    unsure = [state for state, cosine in pairs if cosine < LOW_RELIABILITY]
+    if unsure:
+        flags.append(f"split_half below {LOW_RELIABILITY} in states {spans(unsure)}: mostly noise")
     found, spectra, blocks, adjacent = [], [], [], []
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(positions, generator=generator) for _ in range(draws)]
     gaussian = torch.randn(draws, positions, d_model, generator=generator, dtype=torch.float64)
     gaussian = gaussian - gaussian.mean(1, keepdim=True)
     gaussian = gaussian / torch.linalg.vector_norm(gaussian, dim=(1, 2), keepdim=True)
-    isotropic = (
-        (_gram_spectrum(gaussian), _shape(gaussian, gaussian[0].T, frequencies))
-        if nulls and d_model > 1
-        else None
-    )
-    signs, halves = noise_weights(basis, max(1, draws // 2), seed), _split_half(basis)
+    isotropic = None
+    if nulls and d_model > 1:
+        isotropic = (_gram_spectrum(gaussian), _shape(gaussian, gaussian[0].T, frequencies))
+    signs = noise_weights(basis, max(1, draws // 2), seed)
     for row in range(len(basis.states)):
         pos, sizes = basis.pos[row], _sizes(basis, row)
         parts = linalg.svd(pos)
@@ -217,8 +217,7 @@ class _Measure:
         """All measures of many bases, a few at a time so that they stay in cache (three times as
         fast at 511 x 768)."""
         step = max(1, CACHE // (pos[0].numel() * pos.element_size()))
-        parts = [self(p) for p in pos.split(step)]
-        return {n: torch.cat(v) for n, v in _join(parts).items()}
+        return _joined([self(p) for p in pos.split(step)])
 
 
 def _split_half(basis: PositionContext) -> Float[Tensor, " state"]:
@@ -243,10 +242,7 @@ def _positional_nulls(
     noise = window_means(basis, row, signs)
     noise = noise - noise.mean(1, keepdim=True)
     tables = {
-        "shuffled": {
-            n: torch.cat(v)
-            for n, v in _join([measure.curve(pos[None, order]) for order in orders]).items()
-        },
+        "shuffled": _joined([measure.curve(pos[None, order]) for order in orders]),
         "noise": measure.each(noise) if len(noise) else {},
         "isotropic": measure.spectrum(torch.linalg.vector_norm(pos) * isotropic[0]) | isotropic[1],
     }

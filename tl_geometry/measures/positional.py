@@ -18,11 +18,13 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.linalg import dct_matrix, gram_spectrum, normalize_rows, outer_moment
 
 PRESETS = ("exact", "paper", "reference")
+"""Denominators of :func:`relative_norm`."""
 ADJUSTMENTS = ("first_context", "subsample", "sqrt_C")
+"""How :func:`singular_value_profiles` matches sizes."""
 
 
 def explained_ratio(
@@ -40,9 +42,8 @@ def explained_ratio(
     """
     require(power in (1, 2), "power", expected="1 (singular values) or 2 (energy)", got=power)
     values = singular_values**power
-    kept = torch.arange(values.shape[-1], device=values.device) < torch.as_tensor(
-        r, device=values.device
-    ).unsqueeze(-1)
+    leading = torch.as_tensor(r, device=values.device).unsqueeze(-1)
+    kept = torch.arange(values.shape[-1], device=values.device) < leading
     total = values.sum(-1)
     return torch.where(total > 0, (values * kept).sum(-1) / total, torch.nan)
 
@@ -67,13 +68,19 @@ def relative_norm(
     """Operator norm of the positional part against that of all states, ``sqrt(C) s_1(P) / s_1(M)``,
     from accumulated moments.
 
-    Args: ``singular_values`` of P; ``second_moment`` the *centred* sum over C contexts and T
-    positions of (h - mean)(h - mean)^T. ``"exact"`` and ``"paper"`` (section 2 of the paper): M has
-    rows h - mean; in [0, 1] in sample, 1 if the strongest direction is purely positional.
-    ``"reference"`` is what the published Table 5 (and the column of Table 1) contains: the
-    denominator of its code is the *raw* stream, with the mean added back; it needs ``mean`` and
-    ``positions``, and is never larger in sample. A model whose stream has a large mean looks far
-    less positional in it. No matrix of C T rows is formed. 0 for P = 0, NaN for M = 0.
+    Args:
+        singular_values: those of P.
+        second_moment: the *centred* sum over C contexts and T positions of
+            (h - mean)(h - mean)^T.
+        contexts: C.
+        positions: T, and ``mean``: only for ``"reference"``.
+        preset: ``"exact"`` and ``"paper"`` (section 2 of the paper): M has rows h - mean; in [0, 1]
+            in sample, 1 if the strongest direction is purely positional. ``"reference"`` is what
+            the published Table 5 (and the column of Table 1) contains: the denominator of its code
+            is the *raw* stream, with the mean added back; never larger in sample. A model whose
+            stream has a large mean looks far less positional in it.
+
+    No matrix of C T rows is formed. 0 for P = 0, NaN for M = 0.
 
     >>> P = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     >>> M = 3 * P.T @ P + torch.diag(torch.tensor([2.0, 0.0]))
@@ -86,18 +93,11 @@ def relative_norm(
     """
     checks.choice(preset, PRESETS, "preset")
     if preset == "reference":
-        known = mean is not None and positions is not None
-        require(
-            known,
-            "relative_norm",
-            expected='mean= and positions= with preset="reference" (raw denominator)',
-            got="neither or one",
-        )
-        assert mean is not None
-        assert positions is not None
-        second_moment = second_moment + contexts * positions * einsum(
-            mean, mean, "... i, ... j -> ... i j"
-        )
+        if mean is None or positions is None:
+            expected = 'mean= and positions= with preset="reference" (raw denominator)'
+            fail("relative_norm", expected=expected, got="neither or one")
+        outer = einsum(mean, mean, "... i, ... j -> ... i j")
+        second_moment = second_moment + contexts * positions * outer
     size = top_singular_value(second_moment)
     return torch.where(size > 0, math.sqrt(contexts) * singular_values[..., 0] / size, torch.nan)
 
@@ -133,15 +133,12 @@ def singular_value_profiles(
             for x in (cvec, resid)
         ]
     if adjust == "subsample":
-        chosen = torch.randperm(
-            contexts * positions, generator=torch.Generator().manual_seed(seed)
-        )[:positions]
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(contexts * positions, generator=generator)[:positions]
         rows = [x[..., chosen, :] for x in rows]
     scale = math.sqrt(contexts) if adjust == "sqrt_C" else 1.0
-    return {
-        name: torch.linalg.svdvals(x)[..., :top]
-        for name, x in zip(("P", "Cvec", "R"), [scale * pos, *rows])
-    }
+    compared = {"P": scale * pos, "Cvec": rows[0], "R": rows[1]}
+    return {name: torch.linalg.svdvals(x)[..., :top] for name, x in compared.items()}
 
 
 def spectra_from_moments(
@@ -252,7 +249,11 @@ def off_diagonal_share(fourier_gram: Float[Tensor, "*batch row column"]) -> Floa
 
 def adjacent_cosine(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row"]:
     """Cosine of each positional vector with the next, ``cos(pos_t, pos_(t+1))`` [T - 1]; NaN where
-    one of them is zero."""
+    one of them is zero.
+
+    >>> adjacent_cosine(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])).tolist()
+    [1.0, 0.0]
+    """
     return 1 - _adjacent_step(pos)
 
 
@@ -260,9 +261,8 @@ def _adjacent_step(pos: Tensor) -> Tensor:
     """``1 - cos`` of neighbours as half the squared chord, accurate also for nearly parallel rows;
     NaN at zero rows."""
     rows, zero = normalize_rows(pos)
-    return torch.where(
-        zero[..., 1:] | zero[..., :-1], torch.nan, rows.diff(dim=-2).square().sum(-1) / 2
-    )
+    step = rows.diff(dim=-2).square().sum(-1) / 2
+    return torch.where(zero[..., 1:] | zero[..., :-1], torch.nan, step)
 
 
 class Fracture(NamedTuple):
@@ -288,9 +288,8 @@ def fracture_score(pos: Float[Tensor, "*batch position d_model"]) -> Fracture:
     """
     step = _adjacent_step(pos)
     if step.shape[-1] == 0:
-        return Fracture(
-            pos.new_full(pos.shape[:-2], torch.nan), torch.zeros(pos.shape[:-2], dtype=torch.int64)
-        )
+        unknown = pos.new_full(pos.shape[:-2], torch.nan)
+        return Fracture(unknown, torch.zeros_like(unknown, dtype=torch.int64))
     largest, where = torch.nan_to_num(step, nan=-1.0).max(-1)
     score = torch.where(largest >= 0, largest / step.nanquantile(0.5, dim=-1), torch.nan)
     return Fracture(score, where)
@@ -320,8 +319,8 @@ def pca_view(
 
 
 def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tensor, "*batch"]:
-    """Turns of a plane curve about the origin: angle increments, each in [-pi, pi], summed, over 2
-    pi. NaN if a point is the origin.
+    """Turns of a plane curve about the origin: angle increments, each in [-pi, pi], summed, over
+    2 pi. NaN if a point is the origin.
 
     The sign follows the signs of the two axes. Song & Zhong 2023 describe the first two components
     of pos as a spiral.

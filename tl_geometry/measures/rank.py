@@ -54,22 +54,21 @@ def pseudo_noise(
     ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with
     ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k; ``"w"``: ``f_l = s_(k+1)``;
     ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p.
+
+    >>> pseudo_noise(torch.tensor([9.0, 8.0, 3.0, 2.0, 1.0]), 2, "w").tolist()
+    [3.0, 3.0, 3.0, 2.0, 1.0]
     """
     checks.choice(strategy, STRATEGIES, "strategy")
     p = singular_values.shape[-1]
-    needed = 2 * k + 1 if strategy == "i" else k
-    expected = (
-        f"k >= 1 and {'2k + 1' if strategy == 'i' else 'k'} < {p} (the smaller side of the matrix)"
-    )
-    require(
-        k >= 1 and needed < p, "k", expected=expected, got=k, instead=f"k={max(1, usable_k(k, p))}"
-    )
+    needed, shown = (2 * k + 1, "2k + 1") if strategy == "i" else (k, "k")
+    expected = f"k >= 1 and {shown} < {p} (the smaller side of the matrix)"
+    instead = f"k={max(1, usable_k(k, p))}"
+    require(k >= 1 and needed < p, "k", expected=expected, got=k, instead=instead)
     edge = singular_values[..., k : k + 1]
     if strategy == "i":
-        l = torch.arange(k, dtype=singular_values.dtype, device=singular_values.device)
-        head = edge + (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1) * (
-            edge - singular_values[..., 2 * k : 2 * k + 1]
-        )
+        l = torch.arange(1, k + 1, dtype=singular_values.dtype, device=singular_values.device)
+        a = (1 - ((l - 1) / k) ** (2 / 3)) / (2 ** (2 / 3) - 1)
+        head = edge + a * (edge - singular_values[..., 2 * k : 2 * k + 1])
     else:
         head = edge.expand(*edge.shape[:-1], k) * (strategy == "w")
     return torch.cat([head, singular_values[..., k:]], dim=-1)
@@ -127,8 +126,8 @@ def screenot(
     scaled = torch.where(top[..., None] > 0, f / safe[..., None], 1.0)
     ratio = p / max(shape)
     low, high = torch.ones_like(top), torch.full_like(top, 2.0)
-    while bool((grow := _psi(high, scaled, ratio) < -4).any()):
-        low, high = torch.where(grow, high, low), torch.where(grow, 2 * high, high)
+    while bool((below := _psi(high, scaled, ratio) < -4).any()):
+        low, high = torch.where(below, high, low), torch.where(below, 2 * high, high)
     while bool(((high - low) > 1e-12 * high).any()):
         middle = (low + high) / 2
         below = _psi(middle, scaled, ratio) < -4

@@ -28,8 +28,8 @@ class StateMeasures(Result):
     """Measures of each state: ``report["rank"]`` is one of them ``[state]``; the table has a row
     per state.
 
-    ``errors`` are delete-one jackknife standard errors over the G groups of contexts: a 95% interval
-    is the measure ``+- t_(G-1)`` errors (2.36 for eight groups).
+    ``errors`` are delete-one jackknife standard errors over the G groups of contexts: a 95%
+    interval is the measure ``+- t_(G-1)`` errors (2.36 for eight groups).
     ``curve["rank"] [level state]`` is the measure at ``curve_contexts`` contexts (mean over
     disjoint blocks, the last level all contexts): what still moves there depends on the size of the
     corpus. ``nulls["rank", "noise"] [state]`` is the measure of a basis in which the effect is
@@ -73,12 +73,11 @@ class StateMeasures(Result):
 
     def learning_curve(self) -> list[tuple[str, int, int, float]]:
         """``(measure, contexts, state, value)`` for every level of the curve."""
-        rows = list(enumerate(self.curve_contexts))
         return [
-            (m, c, s, float(v[i, j]))
-            for m, v in self.curve.items()
-            for i, c in rows
-            for j, s in enumerate(self.states)
+            (measure, contexts, state, float(values[i, j]))
+            for measure, values in self.curve.items()
+            for i, contexts in enumerate(self.curve_contexts)
+            for j, state in enumerate(self.states)
         ]
 
 
@@ -86,25 +85,27 @@ def state_fields(
     basis: PositionContext,
     sets: Subsets,
     per_state: list[tuple[Values, Nulls]],
+    *,
+    flags: Sequence[str] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state."""
+    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state, and ``more``
+    of the report's own."""
     names = list(per_state[0][0])
     table = {n: torch.stack([v[n] for v, _ in per_state], dim=1) for n in names}  # [sample state]
     # fracture_at is a place: it has no mean over subsets
     varied = [n for n in names if len(table[n]) > 1 and n != "fracture_at"]
-    curve = {
-        n: torch.stack([*(table[n][span].mean(0) for _, span in sets.levels), table[n][0]])
-        for n in varied
-        if sets.levels
-    }
-    errors = {
-        n: jackknife_error(table[n][sets.jackknife]) for n in varied if sets.jackknife.stop > 1
-    }
-    flags = list(more.pop("flags", ()))
+    curve: Values = {}
+    if sets.levels:
+        for n in varied:
+            levels = [table[n][rows].mean(0) for _, rows in sets.levels]
+            curve[n] = torch.stack([*levels, table[n][0]])
+    errors: Values = {}
+    if sets.jackknife.stop > 1:
+        errors = {n: jackknife_error(table[n][sets.jackknife]) for n in varied}
     if errors and basis.contexts < FEWEST:
         errors = {n: torch.full_like(v, torch.nan) for n, v in errors.items()}
-        flags.append(f"fewer than {FEWEST} contexts: no errors")
+        flags = (*flags, f"fewer than {FEWEST} contexts: no errors")
     return {
         "provenance": basis.provenance.flagged(*flags, *basis.flags()),
         "states": basis.states,

@@ -132,9 +132,7 @@ def _layers(view: ModelView, tokens: Tensor) -> list[Row]:
         except GeometryError as error:
             rows.append((f"scores of layer {layer}", "do not add up", f"refused: {error}"))
             continue
-        checks = found[0].reconstruction.checks
-        worst = max(checks, key=lambda name: checks[name][0] / max(checks[name][1], 1e-300))
-        error, bound = checks[worst]
+        worst, error, bound = found[0].reconstruction.nearest or ("nothing", 0.0, 0.0)
         sizes = f"sizes up to {found[0].reconstruction.scale:.3g}"
         verdict = f"verified, {worst} within {error:.1e} (allowed {bound:.1e})"
         rows.append((f"scores of layer {layer}", sizes, verdict))

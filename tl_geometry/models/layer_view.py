@@ -69,19 +69,20 @@ class LayerView:
     over the allowed keys (and one more logit, ``sinks[h]``, where there are sinks); scores are
     before any soft cap.
 
-    ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q, the linear part of
-    QK-norm, the rotation by the position; ``q_scale`` the frozen scales (one over norm scale, and
-    over the QK-norm's); ``q_constant`` the bias of norm and projection, scaled and rotated alike.
-    ``added`` is the positional embedding of models that add it to the inputs of queries and keys
-    only (Shortformer), and its share of the constants: position, though not in the stream. Grouped
-    keys are expanded to all heads. ``bias`` is ALiBi, analytic or measured (``bias_source``), else
-    ``None``. ``allowed`` is the mask (causal, sliding window, bidirectional). ``pattern`` and
-    ``scores`` are the model's own (``scores`` is ``None`` where the hook holds the pattern; it is
-    masked and after the soft cap). Tensors have ``dtype`` float32, or float64 for float64 models,
-    on the layer's device. ``v`` and ``z`` are the model's values (expanded) and its mixed values
-    ``[batch position head d_head]``, ``v_map`` and ``v_constant`` the values of a part (``v_scale``
-    is one over the norm scale). ``turn`` is the rotation inside the maps, where there is one.
-    ``reconstruction`` is the report of the checks that were made.
+    ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q (``projected``), then
+    the linear part of QK-norm and the rotation by the position (``turned``); ``q_scale`` the frozen
+    scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
+    projection, scaled and rotated alike. ``added`` is the positional embedding of models that add
+    it to the inputs of queries and keys only (Shortformer), and its share of the constants:
+    position, though not in the stream. Grouped keys are expanded to all heads. ``bias`` is ALiBi,
+    analytic or measured (``bias_source``), else ``None``. ``allowed`` is the mask (causal, sliding
+    window, bidirectional). ``pattern`` and ``scores`` are the model's own (``scores`` is ``None``
+    where the hook holds the pattern; it is masked and after the soft cap). Tensors have ``dtype``
+    float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the model's
+    values (expanded) and its mixed values ``[batch position head d_head]``, ``v_map`` and
+    ``v_constant`` the values of a part (``v_scale`` is one over the norm scale). ``turn`` is the
+    rotation inside the maps, where there is one. ``reconstruction`` is the report of the checks
+    that were made.
     """
 
     layer: int
@@ -97,6 +98,8 @@ class LayerView:
     q_map: LinearMap
     k_map: LinearMap
     v_map: LinearMap
+    projected: Callable[[Tensor, str], Tensor]
+    turned: Callable[[Tensor, str], Tensor]
     q_scale: Float[Tensor, "batch position head"]
     k_scale: Float[Tensor, "batch position head"]
     v_scale: Float[Tensor, "batch position head"]

@@ -262,10 +262,10 @@ class Layers:
                 # constant of each row too much
                 bias = bias - facts.slopes[:, None, None] * (kept.shape[-1] - length)
             return bias, "analytic"
-        self._measure((layer,), length)
+        self.measure((layer,), length)
         return self.memo["bias", layer, length].to(h), "measured"
 
-    def _measure(self, layers: Sequence[int], length: int) -> None:
+    def measure(self, layers: Sequence[int], length: int) -> None:
         """Score minus content of layers with an unknown bias, on two random sequences; kept only if
         both give the same."""
         measured = [l for l in layers if self.facts(l).bias_form == "measured"]
@@ -306,7 +306,7 @@ class Layers:
     ) -> None:
         """One forward pass; each layer is handed over at its end and let go."""
         # before the pass: a model cannot be run from within its own hooks
-        self._measure(layers, tokens.shape[-1])
+        self.measure(layers, tokens.shape[-1])
         self._stream(tokens, layers, lambda l, found: on_layer(self._build(l, found, verify)))
 
     def _stream(
@@ -386,7 +386,8 @@ def _frozen(
             scale[w] = scale[w] / own
             constant[w] = constant[w] / own.unsqueeze(-1)
             whole[w] = raw[w] / own.unsqueeze(-1)
-    fields: dict[str, Any] = {"norm_scale": norm_scale}
+    fields: dict[str, Any] = {"norm_scale": norm_scale, "projected": facts.projected}
+    fields["turned"] = partial(facts.head_map, turn=turn)
     for w in "qkv":
         fields[f"{w}_map"] = partial(facts.linear, which=w, turn=None if w == "v" else turn)
         fields[f"{w}_scale"] = scale[w]

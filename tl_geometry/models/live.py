@@ -61,6 +61,8 @@ and without any."""
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 """Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
 to use."""
+ValueEdit = Callable[[LayerView, Float[Tensor, "batch key head d_head"]], Tensor]
+"""Receives a layer and the values of the edited heads and returns the values to use."""
 STREAM_HOOKS = (
     "hook_resid_pre",
     "attn.hook_v",
@@ -74,7 +76,7 @@ read, those after it act on it)."""
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """New scores for some heads of one layer.
+    """New scores for some heads of one layer, and new values where ``values`` is given.
 
     ``on_tokens`` is called with the token ids of a pass, where they are known; it refuses them, or
     returns a flag or ``None``.
@@ -84,6 +86,7 @@ class Edit:
     heads: tuple[int, ...]
     scores: ScoreEdit
     on_tokens: Callable[[Tensor], str | None] | None = None
+    values: ValueEdit | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,8 +282,21 @@ class _LiveLayer:
         )
         bound = self._pattern_bound(layer, None) * float(v.detach().abs().max())
         out = self._settled("z", by_head, (after, own, new), bound, 2, "pattern @ v")
+        if self.edit.values is not None:
+            out = self._revalued(layer, v, by_head if out is None else out, out is None)
         self.seen, self.left, self.step = {}, {}, None
         return None if out is None else out.reshape(value.shape)
+
+    def _revalued(self, layer: LayerView, v: Tensor, z: Tensor, obeyed: bool) -> Tensor:
+        """Mixed edited values, under the pattern that the model attends by."""
+        assert self.edit.values is not None
+        left = self.left.get(self.pattern)
+        if obeyed and left is not None:
+            pattern = left[:, self.heads].to(v)
+        else:
+            pattern = layer.pattern_of(self._begin().new, self.heads)
+        change = self.edit.values(layer, v) - v
+        return self._moved(z, einsum(pattern, change, "b h i j, b j h e -> b i h e"), 2)
 
     def _settled(
         self,

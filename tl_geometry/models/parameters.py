@@ -50,8 +50,7 @@ def _attached(value: Tensor, source: Tensor | None) -> Tensor:
     if source is None or not source.requires_grad:
         return value
     change = (source - source.detach()).to(value)
-    # one gain of each head, or one of all (grouped) heads in a row
-    if change.dim() == 1 and value.dim() == 2:
+    if value.dim() == 2:  # one gain of each (grouped) head, of all heads in a row, or for all heads
         change = change.reshape(-1, value.shape[-1])
         change = change.repeat_interleave(len(value) // len(change), 0)
     return value + change

@@ -41,6 +41,13 @@ class ReconstructionReport:
         return all(error <= bound for error, bound in self.checks.values())
 
     @property
+    def nearest(self) -> tuple[str, float, float] | None:
+        """Name, error and bound of the check that comes nearest to its bound (or is furthest beyond
+        it); ``None`` where nothing was checked."""
+        found = ((name, error, bound) for name, (error, bound) in self.checks.items())
+        return max(found, key=lambda check: check[1] / max(check[2], 1e-300), default=None)
+
+    @property
     def worst(self) -> float:
         """The largest error as a fraction of its bound."""
         return max(

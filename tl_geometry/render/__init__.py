@@ -1,8 +1,9 @@
 """Views of results. Each function returns an object that shows itself in Jupyter and saves itself
 as HTML, PNG, SVG or PDF.
 
-``split``, ``heads``, ``bundle_3d`` and ``sphere_3d`` are interactive pages (self-contained,
-offline, in a sandboxed frame); the others are matplotlib figures, most of which draw into ``ax=``.
+``split``, ``heads``, ``bands_page``, ``bundle_3d`` and ``sphere_3d`` are interactive pages
+(self-contained, offline, in a sandboxed frame); the others are matplotlib figures, which draw into
+``ax=`` where they draw one axes (of several panels the first).
 :mod:`tl_geometry.render.circuitsvis` has the familiar circuitsvis views.
 """
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         similarity,
         singular_values,
     )
+    from tl_geometry.render.rotary import band_atlas, bands_page, head_planes
     from tl_geometry.render.skipping import skip_figure
     from tl_geometry.render.space import bundle_3d, sphere_3d
     from tl_geometry.render.split_view import split
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         surrogate_bars,
         weight_blocks,
     )
+    from tl_geometry.render.writers import composition_figure, logit_figure
 
 _VIEWS = {
     "basis": ("gram", "norms", "spirals", "variance_shares"),
@@ -69,32 +72,39 @@ _VIEWS = {
         "similarity",
         "singular_values",
     ),
+    "rotary": ("band_atlas", "bands_page", "head_planes"),
     "skipping": ("skip_figure",),
     "space": ("bundle_3d", "sphere_3d"),
     "split_view": ("split",),
     "sweeps": ("head_shares", "head_types"),
     "weights": ("coverage_curves", "sphere_paths", "surrogate_bars", "weight_blocks"),
+    "writers": ("composition_figure", "logit_figure"),
 }
 """Public views by the module that holds them; a module is loaded when one is first used."""
 HOME = {name: module for module, names in _VIEWS.items() for name in names}
 
 __all__ = [
     "angle_maps",
+    "band_atlas",
+    "bands_page",
     "baseline_figure",
     "bundle_3d",
     "bundle_figure",
     "circuitsvis",
     "clouds",
+    "composition_figure",
     "coverage_curves",
     "first_coordinate",
     "fourier",
     "gram",
     "head_grid",
+    "head_planes",
     "head_shares",
     "head_types",
     "heads",
     "incoherence",
     "learning_curve",
+    "logit_figure",
     "measure_curves",
     "noise_figure",
     "norms",
@@ -115,9 +125,8 @@ __all__ = [
 ]
 
 
-if (
-    not TYPE_CHECKING
-):  # a type checker reads the imports above, and would take every unknown name for Any
+# a type checker reads the imports above, and would take every unknown name for Any
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in HOME:

@@ -16,12 +16,16 @@ from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.variance import Anova
 from tl_geometry.render.figure import (
+    BLUE,
     DIVERGING,
+    GREY,
     PARTS,
     SEQUENTIAL,
+    VERMILION,
     View,
     canvas,
     drawable,
+    one_panel,
     some,
     whole_ticks,
 )
@@ -37,12 +41,18 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     The dashed line is the context share of spliced windows (no common context), where the table
     holds one.
 
+    Args:
+        table: from :meth:`~tl_geometry.PositionContext.anova`.
+        control: the same of the untrained control, in a second panel.
+        ax: axes to draw into (without ``control``).
+
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> variance_shares(basis.anova()).title
     'Variance of each state'
     """
     tables = [t for t in (table, control) if t is not None]
+    one_panel(ax, len(tables), "table")
     figure, axes = canvas(len(tables), ax=ax, size=(4.4, 2.8), sharey=True)
     for axis, current, name in zip(axes, tables, ("trained", "untrained control"), strict=False):
         bottom = torch.zeros(len(current.states), dtype=torch.float64)
@@ -83,6 +93,10 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     """Root-mean-square norms per state: of the mean, of a positional vector, of a context vector,
     of the residual.
 
+    Args:
+        basis: from :func:`tl_geometry.decompose`.
+        ax: axes to draw into.
+
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> norms(basis).title
@@ -121,9 +135,12 @@ def spirals(
     """The positional basis of each state on its first two principal directions, shaded by position
     (Song & Zhong 2023, Fig. 1).
 
-    By default at most seven states at even distances. A second row shows the untrained control on
-    its own directions. Axes are scaled per panel; the share of |pos|^2 that the two directions hold
-    stands above it.
+    Axes are scaled per panel; the share of |pos|^2 that the two directions hold stands above it.
+
+    Args:
+        basis: from :func:`tl_geometry.decompose`.
+        states: which, by default at most seven at even distances.
+        control: the basis of the untrained control, on its own directions in a second row.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -139,7 +156,7 @@ def spirals(
             pos = current.pos[current.index(state)]
             found = linalg.svd(pos)
             points = pos @ found.V[:, :2]
-            outside = _frame(axis, points)
+            outside = _fit_axes(axis, points)
             x, y = points[:, 0].numpy(), points[:, -1].numpy()
             axis.plot(x, y, color="#8888", lw=0.6, zorder=1)
             shade = axis.scatter(x, y, c=range(*current.window), cmap=SEQUENTIAL, s=7, zorder=2)
@@ -173,7 +190,7 @@ def spirals(
     )
 
 
-def _frame(axis: Axes, points: torch.Tensor) -> int:
+def _fit_axes(axis: Axes, points: Tensor) -> int:
     """Fit the axes to all but extreme points (beyond 6 interquartile ranges) and return how many
     lie outside."""
     low, middle, high = torch.quantile(
@@ -193,6 +210,12 @@ def gram(
 ) -> View:
     """Cosines between all positional vectors and (ordered by document) context vectors of one state
     (Song & Zhong 2023, Fig. 2).
+
+    Args:
+        basis: from :func:`tl_geometry.decompose`; without context vectors only positions are shown.
+        state: which state.
+        contexts: at most so many context vectors, at even distances.
+        ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -215,9 +238,8 @@ def gram(
     image = axes[0].imshow(
         (rows @ rows.T).numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest"
     )
-    for edge in (len(pos) - 0.5,):
-        axes[0].axhline(edge, color="k", lw=0.6)
-        axes[0].axvline(edge, color="k", lw=0.6)
+    for line in (axes[0].axhline, axes[0].axvline):
+        line(len(pos) - 0.5, color="k", lw=0.6)
     ticks = [len(pos) / 2, len(pos) + (len(rows) - len(pos)) / 2][: len(blocks)]
     axes[0].set_xticks(ticks, ["positions", "contexts"][: len(blocks)])
     axes[0].set_yticks(ticks, ["positions", "contexts"][: len(blocks)], rotation=90, va="center")
@@ -240,25 +262,40 @@ def token_norms(
     provenance: Provenance,
     ax: Axes | None = None,
 ) -> View:
-    """Norm of every token of some contexts by its position, the largest ones named: ``marked``
-    holds position, norm and token of each.
+    """Norm of every token of some contexts by its position, the largest ones named.
 
     Where a few tokens stand far above the others, sums of squares are about them.
+
+    Args:
+        norms: of the tokens of some contexts.
+        window: the positions, half-open.
+        marked: position, norm and token of the largest, descending.
+        state: which state they are of, for the label.
+        title: what the figure shows.
+        provenance: what the norms were computed from.
+        ax: axes to draw into.
+
+    >>> view = token_norms(
+    ...     torch.rand(4, 8), (0, 8), [(0, 9.0, "the")], state=1, title="Norms",
+    ...     provenance=Provenance(),
+    ... )
+    >>> view.title
+    'Norms'
     """
     figure, axes = canvas(ax=ax, size=(6.4, 3.2))
-    axis, column = axes[0], torch.arange(*window)
+    axis, positions = axes[0], torch.arange(*window)
     axis.scatter(
-        column.expand_as(norms).flatten(),
+        positions.expand_as(norms).flatten(),
         norms.flatten(),
         s=3,
-        color="#999999",
+        color=GREY,
         alpha=0.35,
         lw=0,
         rasterized=True,
     )
-    axis.plot(column, norms.median(0).values, color="#0072b2", lw=1, label="median of the contexts")
+    axis.plot(positions, norms.median(0).values, color=BLUE, lw=1, label="median of the contexts")
     axis.scatter(
-        [p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color="#d55e00", zorder=3
+        [p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color=VERMILION, zorder=3
     )
     axis.set_yscale("log")
     seen: dict[tuple[int, str], float] = {}

@@ -11,8 +11,8 @@ follows a figure (tried with 1.43.3). A figure is one page of its own:
    and decoded by the browser.
 3. A content policy allows that script only, by a nonce, and no request; in a notebook the page
    lives in a sandboxed frame.
-4. Colours run symmetrically from ``-limit`` to ``limit``, the same for all heads and terms of a
-   figure; the caption says what lies beyond.
+4. Colours run symmetrically from ``-limit`` (blue) to ``limit`` (red), the same for all heads and
+   terms of a figure; the caption says what lies beyond.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.checks import Head, describe
+from tl_geometry.base.checks import Head, describe, head_name
 from tl_geometry.base.errors import require
 from tl_geometry.base.rows import row_center
 from tl_geometry.render import circuitsvis_images
 from tl_geometry.render.cells import compressed
-from tl_geometry.render.circuitsvis_images import NEGATIVE, POSITIVE
+from tl_geometry.render.figure import NEGATIVE, POSITIVE, check_limit
 from tl_geometry.render.page import PageView
 from tl_geometry.scores.split import ScoreSplit
 
@@ -62,9 +62,11 @@ def attention_heads(
 
     Args:
         attention: any values per head, query and key, or a split, whose heads are all shown.
-        tokens: their texts (a split of one prompt knows them).
+        tokens: their texts (a split knows those of its first prompt).
+        names: what the heads are called; a split knows it.
         term: of a split: ``"pattern"``, ``"total"``, or a term as ``"pos-cvec"``; scores are
             row-centred, as softmax sees them.
+        context: of a split: which prompt.
         limit: value of the full colour, by default 1 for a pattern, else the largest absolute
             value; colours are shared by all heads.
 
@@ -122,7 +124,12 @@ def colored_tokens(
     title: str = "Coloured tokens",
 ) -> PageView:
     """Text with a value behind each token (circuitsvis ``colored_tokens``), symmetric about 0;
-    hover to read it. At most 2,000 tokens.
+    hover to read it.
+
+    Args:
+        tokens: texts, at most 2,000.
+        values: a number for each.
+        limit: value of the full colour, by default the largest absolute value.
 
     >>> colored_tokens(["a", "<b>"], [0.5, -1.0]).title
     'Coloured tokens'
@@ -180,6 +187,9 @@ def induction(
         split: from :func:`tl_geometry.split_scores`; ``head`` says which of its heads (its only one
             by default).
         query: position to begin with.
+        tokens: texts; a split knows those of its first prompt.
+        context: which prompt.
+        limit: score of the full colour, by default the largest absolute value.
 
     Raises ``GeometryError`` over 128 tokens: split a shorter prompt, or use ``render.split``.
 
@@ -214,7 +224,7 @@ def induction(
         else checks.index(query, size, "query")
     )
     top = _limit(values[1:], limit)
-    label = "L{}H{}".format(*split.heads[row])
+    label = head_name(split.heads[row])
     data = {
         "view": "induction",
         "tokens": [_running(t) for t in texts],
@@ -256,8 +266,10 @@ def _reconstruction(split: ScoreSplit) -> str:
     """How far the sum of the terms is from the model's scores."""
     if split.provenance.preset != "exact":
         return "these terms do not sum to the model's scores"
-    error, bound = max(split.reconstruction.checks.values(), key=lambda c: c[0] / max(c[1], 1e-300))
-    return f"sum of terms within {error:.1e} of the model (allowed {bound:.1e})"
+    found = split.reconstruction.nearest
+    if found is None:
+        return "sum of terms not compared with the model"
+    return f"sum of terms within {found[1]:.1e} of the model (allowed {found[2]:.1e})"
 
 
 def _row(split: ScoreSplit, head: Head | None) -> int:
@@ -310,11 +322,9 @@ def _values(
 ) -> tuple[Float[Tensor, "head query key"], list[str], list[str], str]:
     """Values of each head, texts of the tokens, names of the heads, and what the values are."""
     if isinstance(attention, ScoreSplit):
-        values, what = (
-            _of_split(attention, term, context),
-            "-".join(term) if isinstance(term, tuple) else term,
-        )
-        labels = ["L{}H{}".format(*h) for h in attention.heads]
+        values = _of_split(attention, term, context)
+        what = "-".join(term) if isinstance(term, tuple) else term
+        labels = [head_name(h) for h in attention.heads]
         texts = _texts(attention, tokens, context)
     else:
         require(
@@ -398,15 +408,10 @@ def _within(size: int, most: int, what: str, instead: str) -> None:
 
 def _limit(values: Tensor, limit: float | None) -> float:
     """Value of the full colour."""
-    require(
-        limit is None or (math.isfinite(limit) and limit > 0),
-        "limit",
-        expected="a positive number",
-        got=limit,
-    )
-    return (
-        float(limit if limit is not None else values.abs().max() if values.numel() else 1.0) or 1.0
-    )
+    check_limit(limit)
+    if limit is not None:
+        return float(limit)
+    return (float(values.abs().max()) if values.numel() else 1.0) or 1.0
 
 
 def _scale(values: Tensor, top: float) -> dict[str, Any]:
@@ -444,12 +449,8 @@ def _lines(texts: Sequence[str], margin: int = 0) -> int:
 def bundle() -> str:
     """The script of circuitsvis itself, from the installed package."""
     spec = importlib.util.find_spec("circuitsvis")
-    path = (
-        Path(spec.origin if spec and spec.origin else "circuitsvis").parent
-        / "dist"
-        / "cdn"
-        / "iife.js"
-    )
+    folder = Path(spec.origin if spec and spec.origin else "circuitsvis").parent
+    path = folder / "dist" / "cdn" / "iife.js"
     require(
         path.is_file(),
         "circuitsvis",
@@ -474,9 +475,6 @@ def _page(title: str, caption: str, data: dict[str, Any], *, width: int = WIDTH 
         "DATA": compressed(raw),
         "BUNDLE": bundle(),
     }
-    parts = (
-        (Path(__file__).parent / "assets" / "circuitsvis.html")
-        .read_text(encoding="utf-8")
-        .split("@")
-    )
+    template = Path(__file__).parent / "assets" / "circuitsvis.html"
+    parts = template.read_text(encoding="utf-8").split("@")
     return "".join(fields[part] if i % 2 else part for i, part in enumerate(parts))

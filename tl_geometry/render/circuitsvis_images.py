@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.render.figure import View, canvas
-
-POSITIVE, NEGATIVE = "#0072b2", "#d55e00"
-"""Colours of the two ends (Okabe-Ito); zero is white."""
+from tl_geometry.render.figure import NEGATIVE, POSITIVE, View, canvas
 
 
 def _colours() -> Any:
+    """The colours of the pages: circuitsvis mixes the two ends with white."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("circuitsvis", [NEGATIVE, "white", POSITIVE])

@@ -10,24 +10,37 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base import linalg
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import positional
-from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import (
+    AMBER,
+    BLUE,
+    DIVERGING,
+    GREEN,
+    GREY,
+    PINK,
+    SEQUENTIAL,
+    VERMILION,
+    View,
+    canvas,
+)
 from tl_geometry.scores.split import ScoreSplit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#999999")
-"""One colour per line (Okabe-Ito), in order of appearance."""
+COLOURS = (BLUE, VERMILION, GREEN, PINK, AMBER, GREY)
+"""One colour per line, in order of appearance."""
 
 
 def _cells(
-    bases: Mapping[str, Tensor], state: int, size: tuple[float, float]
+    bases: Mapping[tuple[str, str], Tensor], state: int, size: tuple[float, float]
 ) -> tuple[Any, list[tuple[Axes, Tensor]]]:
     """A figure with a row per training format and a column per inference format, and each panel
     with its basis."""
-    formats = list(dict.fromkeys(key.split("|")[0] for key in bases))
+    formats = list(dict.fromkeys(trained for trained, _ in bases))
     figure, axes = canvas(len(formats), len(formats), size=size)
     pairs = [(a, b) for a in formats for b in formats]
     for axis, (trained, measured) in zip(axes, pairs, strict=True):
@@ -37,17 +50,26 @@ def _cells(
             axis.set_title(f"measured on {measured}", fontsize=8)
         if measured == formats[0]:
             axis.set_ylabel(f"trained on {trained}", fontsize=8)
-    return figure, [
-        (axis, bases["|".join(pair)][state]) for axis, pair in zip(axes, pairs, strict=True)
-    ]
+    return figure, [(axis, bases[pair][state]) for axis, pair in zip(axes, pairs, strict=True)]
 
 
-def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: int = 0) -> View:
+def format_planes(
+    bases: Mapping[tuple[str, str], Tensor], state: int, *, half: int, start: int = 0
+) -> View:
     """Positional bases on their two leading directions, a row per training format (Song & Zhong
     2023, Fig. 6 a to c and 42 to 50).
 
-    ``bases["trained|measured"]`` is ``[state position d_model]``; rows are positions ``start``
-    on; from ``half`` on points are crosses.
+    Args:
+        bases: ``bases[trained, measured]`` is the basis ``[state position d_model]`` of a model
+            trained on one format, measured on another.
+        state: which state.
+        half: points from this position on are crosses.
+        start: position of the first row of a basis.
+
+    >>> formats = ("text", "noise")
+    >>> bases = {(a, b): torch.randn(2, 8, 4) for a in formats for b in formats}
+    >>> format_planes(bases, 1, half=4).title
+    'Positional bases by training and inference format, state 1'
     """
     figure, cells = _cells(bases, state, (2.1, 2.0))
     image = None
@@ -79,8 +101,17 @@ def format_planes(bases: Mapping[str, Tensor], state: int, *, half: int, start: 
     )
 
 
-def format_cosines(bases: Mapping[str, Tensor], state: int, *, half: int, start: int = 0) -> View:
-    """Cosines between positions, a row per training format; lines mark position ``half``."""
+def format_cosines(
+    bases: Mapping[tuple[str, str], Tensor], state: int, *, half: int, start: int = 0
+) -> View:
+    """Cosines between positions, a row per training format; lines mark position ``half``. Arguments
+    as :func:`format_planes`.
+
+    >>> formats = ("text", "noise")
+    >>> bases = {(a, b): torch.randn(2, 8, 4) for a in formats for b in formats}
+    >>> format_cosines(bases, 1, half=4).title
+    'Cosines of position by training and inference format, state 1'
+    """
     figure, cells = _cells(bases, state, (2.1, 1.9))
     image = None
     for axis, pos in cells:
@@ -93,8 +124,7 @@ def format_cosines(bases: Mapping[str, Tensor], state: int, *, half: int, start:
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="cosine", shrink=0.5)
     caption = (
         f"cosines between positional vectors at state {state}, positions {start} on; dotted: "
-        "position "
-        f"{half}"
+        f"position {half}"
     )
     return View(
         figure,
@@ -107,27 +137,46 @@ def training_curves(
     rows: Sequence[Mapping[str, Any]], measures: Sequence[str], *, by: str, caption: str
 ) -> View:
     """Measures against steps of training, a panel each: a line per seed, a colour per value of the
-    column ``by``."""
-    figure, axes = canvas(min(4, len(measures)), -(-len(measures) // 4), size=(2.7, 2.3))
-    kinds = list(dict.fromkeys(row[by] for row in rows))
-    for axis, measure in zip(axes, measures, strict=False):
-        for kind, colour in zip(kinds, COLOURS, strict=False):
-            for i, seed in enumerate(dict.fromkeys(row["seed"] for row in rows)):
-                line = [
-                    (row["step"], row[measure])
-                    for row in rows
-                    if row[by] == kind and row["seed"] == seed
-                ]
-                axis.plot(
-                    *zip(*line, strict=True),
-                    ".-",
-                    ms=4,
-                    lw=1,
-                    color=colour,
-                    label=str(kind) if i == 0 else None,
-                )
+    column ``by``.
+
+    Args:
+        rows: measurements, each with ``"seed"``, ``"step"``, the column ``by`` and the measures.
+        measures: names of the measures.
+        by: the column that colours tell apart.
+        caption: what to know about the rows.
+
+    >>> rows = [{"seed": 0, "step": s, "task": "sums", "rank": s} for s in (0, 10)]
+    >>> training_curves(rows, ["rank"], by="task", caption="").title
+    'Geometry over training'
+    """
+    figure, axes = _panels(rows, [("step", m) for m in measures], by, (2.7, 2.3), most=4, lw=1.0)
+    for axis, measure in zip(axes, measures, strict=True):
         axis.set_title(measure.replace("_", " "), fontsize=9)
         axis.set_xlabel("steps")
+    return View(figure, title="Geometry over training", caption=caption)
+
+
+def _panels(
+    rows: Sequence[Mapping[str, Any]],
+    pairs: Sequence[tuple[str, str]],
+    by: str,
+    size: tuple[float, float],
+    *,
+    most: int,
+    lw: float,
+) -> tuple[Any, list[Axes]]:
+    """A figure with a panel for each pair of columns (across, up), ``most`` side by side: a line
+    per seed, a colour per value of the column ``by``."""
+    figure, axes = canvas(min(most, len(pairs)), -(-len(pairs) // most), size=size)
+    groups = list(dict.fromkeys(row[by] for row in rows))
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    for axis, (across, up) in zip(axes, pairs, strict=False):
+        for group, colour in zip(groups, COLOURS, strict=False):
+            for seed in seeds:
+                mine = [row for row in rows if row[by] == group and row["seed"] == seed]
+                label = str(group) if seed == seeds[0] else None
+                x, y = [row[across] for row in mine], [row[up] for row in mine]
+                axis.plot(x, y, ".-", ms=4, lw=lw, color=colour, label=label)
     figure.legend(
         *axes[0].get_legend_handles_labels(),
         loc="outside right upper",
@@ -135,45 +184,33 @@ def training_curves(
         title=by,
         title_fontsize=7,
     )
-    for axis in axes[len(measures) :]:
+    for axis in axes[len(pairs) :]:
         axis.set_visible(False)
-    return View(figure, title="Geometry over training", caption=caption)
+    return figure, axes[: len(pairs)]
 
 
 def scatter(
     rows: Sequence[Mapping[str, Any]], measures: Sequence[str], score: str, *, by: str, caption: str
 ) -> View:
     """A score against each measure, a panel each, a colour per value of the column ``by``; points
-    are joined in the order of steps."""
-    figure, axes = canvas(min(3, len(measures)), -(-len(measures) // 3), size=(2.8, 2.3))
-    kinds = list(dict.fromkeys(row[by] for row in rows))
-    for axis, measure in zip(axes, measures, strict=False):
-        for kind, colour in zip(kinds, COLOURS, strict=False):
-            for i, seed in enumerate(dict.fromkeys(row["seed"] for row in rows)):
-                line = [
-                    (row[measure], row[score])
-                    for row in rows
-                    if row[by] == kind and row["seed"] == seed
-                ]
-                axis.plot(
-                    *zip(*line, strict=True),
-                    ".-",
-                    ms=5,
-                    lw=0.4,
-                    color=colour,
-                    label=str(kind) if i == 0 else None,
-                )
+    are joined in the order of steps.
+
+    Args:
+        rows: measurements in the order of steps, each with ``"seed"``, the column ``by``, the
+            measures and the score.
+        measures: names of the measures, across.
+        score: name of the score, up.
+        by: the column that colours tell apart.
+        caption: what to know about the rows.
+
+    >>> rows = [{"seed": 0, "task": "sums", "rank": r, "right": 1 - r} for r in (0.1, 0.9)]
+    >>> scatter(rows, ["rank"], "right", by="task", caption="").title
+    'right against geometry'
+    """
+    figure, axes = _panels(rows, [(m, score) for m in measures], by, (2.8, 2.3), most=3, lw=0.4)
+    for axis, measure in zip(axes, measures, strict=True):
         axis.set_xlabel(measure.replace("_", " "), fontsize=8)
     axes[0].set_ylabel(score.replace("_", " "))
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside right upper",
-        fontsize=7,
-        title=by,
-        title_fontsize=7,
-    )
-    for axis in axes[len(measures) :]:
-        axis.set_visible(False)
     return View(figure, title=f"{score} against geometry", caption=caption)
 
 
@@ -183,23 +220,28 @@ def score_panels(
     """The four terms, their sum and the pattern of a few heads on the first context (Song & Zhong
     2023, Fig. 6 d, e and 51 to 56).
 
-    ``rows`` are places in ``split.heads``. Each term is centred over the keys that a query may see
-    (a constant per row does nothing), and a head's terms share one colour scale.
+    Each term is centred over the keys that a query may see (a constant per row does nothing), and a
+    head's terms share one colour scale.
+
+    Args:
+        split: of the parts ``pos`` and ``cvec``.
+        rows: places in ``split.heads``.
+        labels: texts of the tokens.
+        title: of the figure.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> basis = tlg.decompose(model, tlg.zoo.default_windows(model, 16, n=8), progress=False)
+    >>> scores = tlg.split_scores(model, "a b a b", basis, heads="L1H0", prepend_bos=True)
+    >>> score_panels(scores, [0], labels=scores.str_tokens, title="One head").title
+    'One head'
     """
     names = [("pos", "pos"), ("pos", "cvec"), ("cvec", "pos"), ("cvec", "cvec")]
     figure, axes = canvas(6, len(rows), size=(1.75, 1.9))
     for i, row in enumerate(rows):
         allowed = split.allowed[row]
-
-        def centred(x: Tensor, allowed: Tensor = allowed) -> Tensor:
-            mean = torch.where(allowed, x, 0).sum(-1, keepdim=True) / allowed.sum(
-                -1, keepdim=True
-            ).clamp(min=1)
-            return torch.where(allowed, x - mean, torch.nan)
-
-        panels = [centred(split.terms[name][0, row]) for name in names] + [
-            centred(split.total()[0, row])
-        ]
+        shown = [*(split.terms[name][0, row] for name in names), split.total()[0, row]]
+        panels = [torch.where(allowed, row_center(x, allowed), torch.nan) for x in shown]
         limit = max(float(p.nan_to_num().abs().amax()) for p in panels) or 1.0
         for axis, values, name in zip(
             axes[6 * i :], panels, [*("-".join(n) for n in names), "score"], strict=False
@@ -216,7 +258,7 @@ def score_panels(
             interpolation="nearest",
         )
         axes[6 * i + 5].set_title("pattern", fontsize=8)
-        axes[6 * i].set_ylabel("L{}H{}".format(*split.heads[row]), fontsize=9)
+        axes[6 * i].set_ylabel(head_name(split.heads[row]), fontsize=9)
         for axis in axes[6 * i : 6 * i + 6]:
             axis.set_xticks(range(len(labels)), labels, fontsize=5)
             axis.set_yticks(range(len(labels)), labels, fontsize=5)
@@ -229,8 +271,18 @@ def score_panels(
 def state_cosines(
     basis: PositionContext, *, labels: Sequence[str] = (), title: str = "Cosines of position"
 ) -> View:
-    """Cosines between positional vectors, a panel per state; ``labels`` name the positions from the
-    first on."""
+    """Cosines between positional vectors, a panel per state.
+
+    Args:
+        basis: from :func:`tl_geometry.decompose`.
+        labels: names of all positions from 0 on, such as the tokens of one context.
+        title: of the figure.
+
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> state_cosines(basis).title
+    'Cosines of position'
+    """
     figure, axes = canvas(len(basis.states), size=(1.9, 2.0))
     image = None
     for axis, state, pos in zip(axes, basis.states, basis.pos, strict=True):
@@ -247,8 +299,5 @@ def state_cosines(
             axis.set_xticks(range(len(shown)), shown, fontsize=5)
             axis.set_yticks(range(len(shown)), shown, fontsize=5)
     figure.colorbar(image, ax=axes, shrink=0.7)  # type: ignore[arg-type]
-    return View(
-        figure,
-        title=title,
-        caption=f"tokens of one context name the positions; {basis.provenance.line()}",
-    )
+    named = "tokens of one context name the positions" if labels else "by position"
+    return View(figure, title=title, caption=f"{named}; {basis.provenance.line()}")

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tl_geometry.base import html
-from tl_geometry.base.errors import fail
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.errors import fail, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
-"""Colour maps that stay readable for colour-blind readers and in print."""
+"""Colour maps that stay readable for colour-blind readers and in print: the diverging one is red
+where it is positive."""
+POSITIVE, NEGATIVE = "#b2182b", "#2166ac"
+"""The two signs as single colours: those of the diverging map."""
+BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
+PINK, AMBER, GREY = "#cc79a7", "#e69f00", "#999999"
+"""Colours of lines and points, told apart by colour-blind readers (Okabe-Ito)."""
 PARTS = {
-    "pos": "#0072b2",
-    "ctx": "#d55e00",
-    "resid": "#999999",
-    "bias": "#cc79a7",
-    "cvec": "#e69f00",
-    "mean": "#009e73",
+    "pos": BLUE,
+    "ctx": VERMILION,
+    "resid": GREY,
+    "bias": PINK,
+    "cvec": AMBER,
+    "mean": GREEN,
 }
-"""One colour for each part in every figure (Okabe-Ito)."""
+"""One colour for each part in every figure."""
 LONGEST = 80
 """Characters of a label or title."""
 SETTINGS: dict[Any, Any] = {
@@ -55,9 +63,7 @@ class View:
         import matplotlib
 
         buffer = io.BytesIO()
-        stamp: dict[str, Any] = (
-            {"Date": None} if form == "svg" else ({"CreationDate": None} if form == "pdf" else {})
-        )
+        stamp: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
         with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": "tl_geometry"}):
             self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
         return buffer.getvalue()
@@ -115,15 +121,43 @@ def canvas(
 
 
 def some(values: Sequence[int], most: int) -> list[int]:
-    """At most ``most`` of the values at even distances, the first and the last among them.
+    """At most ``most`` of the values at even distances, the first and (of two or more) the last
+    among them.
 
-    >>> some(range(31), 7)
-    [0, 5, 10, 15, 20, 25, 30]
+    >>> some(range(31), 7), some(range(31), 1)
+    ([0, 5, 10, 15, 20, 25, 30], [0])
     """
     last = len(values) - 1
     if last < most:
         return list(values)
-    return [values[round(i * last / (most - 1))] for i in range(most)]
+    return [values[round(i * last / max(most - 1, 1))] for i in range(most)]
+
+
+def one_panel(ax: object, count: int, what: str) -> None:
+    """Refuse several panels where the user gave one axes, rather than leave the others out."""
+    expected = f"one {what} when drawing into ax"
+    require(ax is None or count == 1, "ax", expected=expected, got=f"{count} {what}s")
+
+
+def require_3d(axis: object) -> None:
+    """Refuse axes that have no third dimension."""
+    got = type(axis).__name__
+    require(hasattr(axis, "get_zlim"), "ax", expected="axes with projection='3d'", got=got)
+
+
+def check_limit(limit: float | None) -> None:
+    """Refuse an end of a colour scale that is no positive number; ``None`` is the default."""
+    known = limit is None or (math.isfinite(limit) and limit > 0)
+    require(known, "limit", expected="a positive number", got=limit)
+
+
+def head_names(heads: Sequence[tuple[int, int]]) -> str:
+    """Names of a few heads, or how many there are.
+
+    >>> head_names([(0, 1), (2, 3)]), head_names([(0, h) for h in range(5)])
+    ('L0H1, L2H3', '5 heads')
+    """
+    return ", ".join(map(head_name, heads)) if len(heads) <= 4 else f"{len(heads)} heads"
 
 
 def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:

@@ -16,7 +16,16 @@ from tl_geometry.flow.noise import LAWS
 from tl_geometry.flow.reports import FlowReport
 from tl_geometry.flow.residuals import flow_map
 from tl_geometry.flow.truncation import TruncationCurve
-from tl_geometry.render.figure import SEQUENTIAL, View, canvas, shades, whole_ticks
+from tl_geometry.render.figure import (
+    BLUE,
+    SEQUENTIAL,
+    VERMILION,
+    View,
+    canvas,
+    require_3d,
+    shades,
+    whole_ticks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +46,8 @@ def coordinates(
     """Paths ``[trajectory state k]`` of at most ``limit`` trajectories and the names of the axes.
 
     On the first ``k`` singular directions of the ``reference`` state (default the last), or on
-    Cartesian coordinates ``axes`` (from 0; the paper shows 268, 218 and 590 of GPT-2-medium).
+    Cartesian coordinates ``axes`` (from 0; the paper shows 268, 218 and 590 of GPT-2-medium). Which
+    trajectories are taken is chosen by ``seed``.
     """
     n = len(ensemble)
     rows = (
@@ -65,12 +75,17 @@ def bundle_figure(
     reference: int | None = None,
     axes: Sequence[int] | None = None,
     limit: int = 100,
-    ax: Any = None,
+    ax: Axes | None = None,
 ) -> View:
-    """Paths in three dimensions, coloured by layer (Sarfati et al. 2025, Fig. 1). ``ax`` must be a
-    3-D axis.
+    """Paths in three dimensions, coloured by state (Sarfati et al. 2025, Fig. 1);
+    :func:`tl_geometry.render.bundle_3d` is a view that turns.
 
-    See :func:`tl_geometry.render.space.bundle_3d` for a view that turns.
+    Args:
+        ensemble: from :func:`tl_geometry.trajectories`.
+        reference: state whose singular directions (u1, u2, u3) are the axes, by default the last.
+        axes: three Cartesian coordinates in place of singular directions.
+        limit: at most so many trajectories.
+        ax: axes to draw into, with ``projection="3d"``.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -82,6 +97,7 @@ def bundle_figure(
     points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit)
     figure, drawn = canvas(ax=ax, size=(4.6, 4.2), subplot_kw={"projection": "3d"})
     axis: Any = drawn[0]
+    require_3d(axis)
     for path in points:
         axis.plot(*path.T, color="#8886", lw=0.5)
     shade = None
@@ -108,6 +124,11 @@ def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None 
     """Histogram of the first singular coordinate of every state, one row each: nearly the ensemble
     mean, far from zero.
 
+    Args:
+        ensemble: from :func:`tl_geometry.trajectories`.
+        bins: of each histogram.
+        ax: axes to draw into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
@@ -128,7 +149,7 @@ def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None 
             (edge[:-1] + edge[1:]) / 2,
             state + torch.zeros_like(height),
             state + 0.9 * height,
-            color="#0072b2",
+            color=BLUE,
             alpha=0.6,
         )
     axes[0].set(xlabel="u1 coordinate / its root mean square", ylabel="state")
@@ -145,6 +166,13 @@ def angle_maps(
     """Degrees between direction i at every two states, one panel for each of the first ``k``
     (Sarfati et al. 2025, Fig. 2a).
 
+    Args:
+        ensemble: from :func:`tl_geometry.trajectories`.
+        k: how many directions.
+        align: how directions of two states are paired, see
+            :func:`tl_geometry.flow.fit_aligned_bases`.
+        ax: axes to draw direction 1 into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
@@ -153,10 +181,7 @@ def angle_maps(
     'Angles between directions'
     """
     angles = ensemble.angles(k, align=align)
-    count = 1 if ax is not None else len(angles)
-    figure, axes = (
-        canvas(count, ax=ax, size=(2.3, 2.4), sharey=True) if ax is None else canvas(ax=ax)
-    )
+    figure, axes = canvas(len(angles), ax=ax, size=(2.3, 2.4), sharey=True)
     image = None
     for i, axis in enumerate(axes):
         image = axis.imshow(
@@ -187,6 +212,10 @@ def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
     """Singular values of every state against rank, log-log; rank 1 (the mean) is left out (Sarfati
     et al. 2025, Fig. 2b).
 
+    Args:
+        ensemble: from :func:`tl_geometry.trajectories`.
+        ax: axes to draw into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
@@ -214,6 +243,11 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     """KL against the number of directions kept, with the distance of unrelated chunks (Sarfati et
     al. 2025, Fig. 2c).
 
+    Args:
+        curves: one or several, from :func:`tl_geometry.flow.truncation_kl`; the baselines are those
+            of the first.
+        ax: axes to draw into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
@@ -232,10 +266,10 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
         axes[0].errorbar(curve.K, curve.kl, yerr=2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=name)
     first = curves[0]
     axes[0].axhline(
-        first.baseline_mean, color="#d55e00", ls="--", lw=1, label="consecutive chunks, mean"
+        first.baseline_mean, color=VERMILION, ls="--", lw=1, label="consecutive chunks, mean"
     )
     axes[0].axhline(
-        first.baseline_median, color="#d55e00", ls=":", lw=1, label="consecutive chunks, median"
+        first.baseline_median, color=VERMILION, ls=":", lw=1, label="consecutive chunks, median"
     )
     axes[0].set_xscale("log", base=2)
     axes[0].set(xlabel="directions kept, K", ylabel="KL (nats)")
@@ -256,6 +290,11 @@ def residual_figure(
     held_out: bool = True,
 ) -> View:
     """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4).
+
+    Args:
+        report: from :func:`tl_geometry.flow.flow_report`.
+        names: some of its tables, a panel each.
+        held_out: of trajectories that the maps were not fitted on.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -288,6 +327,10 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Held-out relative error of one layer's step by each map: rotation and stretch beside the
     identity, the best linear map, ...
 
+    Args:
+        report: from :func:`tl_geometry.flow.flow_report`.
+        ax: axes to draw into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=32)
@@ -314,13 +357,10 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
         ylim=(0, None),
         xticks=whole_ticks(report.states[1:]),
     )
-    usual = max(
-        float(step.nan_to_num().quantile(0.9)) for step in (v.diagonal(1) for v in curves.values())
-    )
-    if (
-        max(float(v.diagonal(1).nan_to_num().max()) for v in curves.values()) > 5 * usual > 0
-    ):  # one jump would flatten all the rest
-        axes[0].set_yscale("log")
+    steps = [table.diagonal(1).nan_to_num() for table in curves.values()]
+    usual = max(float(step.quantile(0.9)) for step in steps)
+    if max(float(step.max()) for step in steps) > 5 * usual > 0:
+        axes[0].set_yscale("log")  # one jump would flatten all the rest
     axes[0].legend(fontsize=7)
     return View(
         figure,
@@ -333,6 +373,10 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati
     et al. 2025, Eq. 2).
 
+    Args:
+        report: from :func:`tl_geometry.flow.flow_report`.
+        ax: axes to draw into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=32)
@@ -344,10 +388,8 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = canvas(ax=ax, size=(4.8, 3.0))
-    table, states = (
-        report.in_sample["log_variance"],
-        torch.tensor(report.states, dtype=torch.float64),
-    )
+    table = report.in_sample["log_variance"]
+    states = torch.tensor(report.states, dtype=torch.float64)
     shade = shades(figure, axes[0], report.states[:-1], "t", TIME)
     for i in range(len(states) - 1):
         colour = shade(report.states[i])
@@ -389,8 +431,16 @@ def clouds(
     """True states and their extrapolations on a plane of singular directions of the end state
     (Sarfati et al. 2025, Fig. 3).
 
-    A grid: start states down, end states across. Directions of ``train`` make it held out. The
-    paper shows (u2, u3); u1 is the mean.
+    A grid: start states down, end states across. The paper shows (u2, u3); u1 is the mean.
+
+    Args:
+        ensemble: from :func:`tl_geometry.trajectories`.
+        start: states to begin from.
+        end: states to extrapolate to; a pair that goes back is left empty.
+        train: trajectories that directions and maps are fitted on, which makes it held out.
+        plane: which two singular directions, from 1.
+        signs: how the directions are signed, see :func:`tl_geometry.flow.residuals.flow_map`.
+        limit: at most so many trajectories.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -418,8 +468,8 @@ def clouds(
         U = top_directions(aligned, j, max(plane))[:, [a - 1, b - 1]]
         moved = flow_map(aligned, i, j, signs=signs)(ensemble.X[:limit, i].double()) @ U
         true = ensemble.X[:limit, j].double() @ U
-        axis.scatter(*true.T, s=2, color="#0072b2", alpha=0.5, lw=0, label="true")
-        axis.scatter(*moved.T, s=2, color="#d55e00", alpha=0.5, lw=0, label="extrapolated")
+        axis.scatter(*true.T, s=2, color=BLUE, alpha=0.5, lw=0, label="true")
+        axis.scatter(*moved.T, s=2, color=VERMILION, alpha=0.5, lw=0, label="extrapolated")
         axis.set_title(f"{s} → {e}", fontsize=8)
         axis.set_xlabel(f"u{a}")
         axis.set_ylabel(f"u{b}")

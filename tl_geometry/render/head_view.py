@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable, whole_ticks
 from tl_geometry.render.page import PageView, document
@@ -36,6 +36,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         value: column shown at first, by default the share of position. Shares run from -1 to 1,
             head types from 0 to 1, other columns to their largest absolute value. NaN is hatched,
             heads that the table does not have are blank.
+        title: of the page, by default the name of the result.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -88,8 +89,12 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
 
 
 def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None) -> View:
-    """The same map as an image for paper, with the number in each cell of a small one. Arguments as
-    :func:`heads`.
+    """The map of :func:`heads` as an image for paper, with the number in each cell of a small one.
+
+    Args:
+        sweep: any result with one row per layer and head.
+        value: the column that is shown, by default the share of position.
+        ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -103,7 +108,8 @@ def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None
     name = _chosen(value, columns)
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
     tall = 0.34 if rows * count <= NUMBERED else 0.2
-    figure, axes = canvas(ax=ax, size=(0.5 * count + 1.8 if count <= 16 else 9, tall * rows + 1.2))
+    wide = 0.5 * count + 1.8 if count <= 16 else 9
+    figure, axes = canvas(ax=ax, size=(wide, tall * rows + 1.2))
     shown = str(sweep.readable(name))
     draw_map(axes[0], pairs, columns[name], shown.replace("_", " "), *scale(name, columns[name]))
     axes[0].set_ylabel("layer")
@@ -115,12 +121,11 @@ def _table(value: object, what: str) -> Result:
     """``value`` if it is a result with a row for each head, else an error that says where one comes
     from."""
     if not isinstance(value, Result) or not {"layer", "head"} <= set(value.columns()):
-        got, instead = (
-            type(value).__name__,
-            "sweep_heads(model, tokens, basis) or weight_geometry(model, basis)",
-        )
-        checks.fail(
-            what, expected="a table with a row for each layer and head", got=got, instead=instead
+        fail(
+            what,
+            expected="a table with a row for each layer and head",
+            got=type(value).__name__,
+            instead="sweep_heads(model, tokens, basis) or weight_geometry(model, basis)",
         )
     return value
 

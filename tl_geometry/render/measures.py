@@ -18,12 +18,18 @@ from tl_geometry.measures.position_report import PositionalReport
 from tl_geometry.measures.state_measures import StateMeasures
 from tl_geometry.render.figure import (
     DIVERGING,
+    GREEN,
+    GREY,
     PARTS,
+    PINK,
     SEQUENTIAL,
+    VERMILION,
     View,
     canvas,
     drawable,
+    one_panel,
     shades,
+    some,
     whole_ticks,
 )
 
@@ -31,13 +37,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NULLS = {
-    "shuffled": "#d55e00",
-    "noise": "#999999",
-    "isotropic": "#009e73",
-    "random": "#009e73",
-    "flipped": "#cc79a7",
+    "shuffled": VERMILION,
+    "noise": GREY,
+    "isotropic": GREEN,
+    "random": GREEN,
+    "flipped": PINK,
 }
-"""One colour for each null in every figure (Okabe-Ito)."""
+"""One colour for each null in every figure."""
 POSITIONAL = (
     "rank",
     "stable_rank",
@@ -51,16 +57,14 @@ POSITIONAL = (
 """Measures of a positional report that are drawn unless others are named."""
 CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw")
 """Measures of a contextual report that are drawn unless others are named."""
-
-
 NAMED = 24
 """Characters of a document's name, its last ones, that stand on an axis."""
 
 
-def _some(states: Sequence[int], chosen: Sequence[int] | None, most: int) -> list[int]:
+def _rows(states: Sequence[int], chosen: Sequence[int] | None, most: int) -> list[int]:
     """Rows of the chosen states, by default at most ``most`` at even distances."""
     if chosen is None:
-        return torch.linspace(0, len(states) - 1, min(most, len(states))).round().int().tolist()
+        return some(range(len(states)), most)
     missing = [s for s in chosen if s not in states]
     require(not missing, "states", expected=f"some of {tuple(states)}", got=missing)
     return [list(states).index(s) for s in chosen]
@@ -78,10 +82,16 @@ def singular_values(
     """Leading singular values of P, Cvec and R, one panel per state (Song & Zhong 2023, Fig. 3
     left).
 
-    ``adjust`` makes their sizes comparable
-    (:func:`tl_geometry.measures.positional.singular_value_profiles`): ``"sqrt_C"`` takes all rows,
-    from second moments; ``"first_context"`` and ``"subsample"`` take as many rows as P has, from
-    the sampled contexts.
+    Args:
+        basis: from :func:`tl_geometry.decompose`.
+        states: which, by default at most four at even distances (with ``ax`` one).
+        adjust: makes their sizes comparable
+            (:func:`tl_geometry.measures.positional.singular_value_profiles`): ``"sqrt_C"`` takes
+            all rows, from second moments; ``"first_context"`` and ``"subsample"`` take as many rows
+            as P has, from the sampled contexts.
+        top: at most so many singular values.
+        seed: of the subsample.
+        ax: axes to draw one state into.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -89,7 +99,8 @@ def singular_values(
     'Singular values'
     """
     checks.choice(adjust, positional.ADJUSTMENTS, "adjust")
-    rows = _some(basis.states, states, 1 if ax is not None else 4)
+    rows = _rows(basis.states, states, 1 if ax is not None else 4)
+    one_panel(ax, len(rows), "state")
     figure, axes = canvas(len(rows), ax=ax, size=(2.8, 2.6), sharey=True)
     for axis, row in zip(axes, rows, strict=False):
         pos = basis.pos[row]
@@ -140,8 +151,12 @@ def fourier(
     """Leading block of the 2-D cosine transform of the cosines between positions, a panel per state
     (Song & Zhong 2023, Fig. 3 right).
 
-    Mass in the top left corner means that positions lie on a smooth curve. ``skip_constant`` leaves
-    out frequency 0.
+    Mass in the top left corner means that positions lie on a smooth curve.
+
+    Args:
+        report: from :func:`tl_geometry.positional_report`.
+        states: which, by default at most six at even distances.
+        skip_constant: leave out frequency 0.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -149,10 +164,11 @@ def fourier(
     >>> fourier(report).title
     'Fourier transform of the positional cosines'
     """
-    rows = _some(report.states, states, 6)
-    block = report.fourier[rows][:, int(skip_constant) :, int(skip_constant) :]
+    rows = _rows(report.states, states, 6)
+    low, count = int(skip_constant), report.fourier.shape[-1]
+    block = report.fourier[rows][:, low:, low:]
     limit = float(block.nan_to_num().abs().amax()) or 1.0
-    first, last = int(skip_constant) - 0.5, report.fourier.shape[-1] - 0.5
+    first, last = low - 0.5, count - 0.5
     look: dict[str, Any] = {
         "cmap": DIVERGING,
         "vmin": -limit,
@@ -167,13 +183,10 @@ def fourier(
             f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8
         )
         axis.set_xlabel("frequency")
-        axis.set_xticks(whole_ticks(range(int(skip_constant), report.fourier.shape[-1]), 6))
+        axis.set_xticks(whole_ticks(range(low, count), 6))
     figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")
-    caption = (
-        "shared colour limits; the percentage is the share of the first "
-        f"{report.fourier.shape[-1]} frequencies"
-    )
+    caption = f"shared colour limits; the percentage is the share of the first {count} frequencies"
     return View(
         figure,
         title="Fourier transform of the positional cosines",
@@ -190,12 +203,17 @@ def planes(
     Context vectors are grey; where they scatter as widely as the coloured curve, position does not
     dominate this plane.
 
+    Args:
+        basis: from :func:`tl_geometry.decompose`.
+        states: which, by default at most seven at even distances.
+        contexts: how many of the sampled contexts.
+
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> planes(basis).title
     'Position and context in the plane of pos'
     """
-    rows = _some(basis.states, states, 7)
+    rows = _rows(basis.states, states, 7)
     figure, axes = canvas(len(rows), size=(2.0, 2.1))
     for axis, row in zip(axes, rows, strict=True):
         pos = basis.pos[row]
@@ -224,6 +242,7 @@ def planes(
 
 
 def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
+    """One measure over the states, with its errors and nulls."""
     value, error = report[name], report.errors.get(name)
     axis.errorbar(
         report.states,
@@ -251,6 +270,12 @@ def measure_curves(
     """Measures over the states, with jackknife errors (bars) and nulls (dashed); what lies on a
     null is no finding.
 
+    Args:
+        report: from :func:`tl_geometry.positional_report` or
+            :func:`tl_geometry.contextual_report`.
+        names: measures, a panel each; the usual ones of the report by default.
+        ax: axes to draw one measure into.
+
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
@@ -260,6 +285,7 @@ def measure_curves(
     usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
+    one_panel(ax, len(chosen), "measure")
     columns = min(4, len(chosen))
     figure, axes = canvas(columns, -(-len(chosen) // columns), ax=ax, size=(2.7, 2.2))
     for axis, name in zip(axes, chosen, strict=False):
@@ -278,13 +304,17 @@ def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
     """Mean and largest |cos| between positional and context vectors, beside random directions and
     sign-flipped coordinates.
 
+    Args:
+        report: from :func:`tl_geometry.contextual_report`.
+        ax: axes to draw the mean into.
+
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.contextual_report(basis)
     >>> incoherence(report).title
     'Incoherence of position and context'
     """
-    figure, axes = canvas(2 if ax is None else 1, ax=ax, size=(3.2, 2.4))
+    figure, axes = canvas(2, ax=ax, size=(3.2, 2.4))
     for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=False):
         _draw(axis, report, name)
         axis.set_ylim(bottom=0)
@@ -302,6 +332,12 @@ def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
 def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) -> View:
     """A measure against the number of contexts, a line per state: what still moves at the right end
     depends on the size of the corpus.
+
+    Args:
+        report: from :func:`tl_geometry.positional_report` or
+            :func:`tl_geometry.contextual_report`, with ``jackknife=True``.
+        name: the measure.
+        ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -340,8 +376,12 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
 def similarity(
     report: ContextualReport, *, state: int | None = None, ax: Axes | None = None
 ) -> View:
-    """Mean |cos| between the context vectors of every pair of documents, of one state (by default
-    the middle one).
+    """Mean |cos| between the context vectors of every pair of documents, in one state.
+
+    Args:
+        report: from :func:`tl_geometry.contextual_report` of a corpus with documents.
+        state: which state, by default the middle one.
+        ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8), labels=[0, 1] * 6)
@@ -356,7 +396,7 @@ def similarity(
             got="none",
             instead="contextual_report(basis, labels=...)",
         )
-    row = len(report.states) // 2 if state is None else _some(report.states, [state], 1)[0]
+    row = len(report.states) // 2 if state is None else _rows(report.states, [state], 1)[0]
     figure, axes = canvas(ax=ax, size=(3.6, 3.0))
     image = axes[0].imshow(
         report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest"

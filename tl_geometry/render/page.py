@@ -69,12 +69,11 @@ class PageView:
         return self.image().save(path)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        png = (
-            {}
-            if self.image is None
-            else {"image/png": base64.b64encode(small_png(self.image(), FALLBACK)).decode()}
-        )
-        return {"text/html": self.html(), **png, "text/plain": repr(self)}
+        shown = {"text/html": self.html(), "text/plain": repr(self)}
+        if self.image is not None:
+            png = small_png(self.image(), FALLBACK)
+            shown["image/png"] = base64.b64encode(png).decode()
+        return shown
 
     def __repr__(self) -> str:
         size = len(self.html().encode()) / 1000
@@ -117,11 +116,9 @@ def _shown(value: Any) -> Any:
         return html.visible(value)
     if isinstance(value, Mapping):
         return {_shown(k): _shown(v) for k, v in value.items()}
-    return (
-        [_shown(v) for v in value]
-        if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float)
-        else value
-    )
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+        return [_shown(v) for v in value]
+    return value  # a number, or a row of numbers
 
 
 def small_png(view: View, limit: int) -> bytes:

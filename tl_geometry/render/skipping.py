@@ -29,6 +29,13 @@ def skip_figure(
     where it was measured. Of deep models with few of their pairs measured, a line for each map
     instead, one panel per number of blocks skipped.
 
+    Args:
+        skips: from :func:`tl_geometry.skip_map`.
+        map_types: some of its maps, in this order; all by default.
+        metric: what it costs, a column of the table of ``skips``.
+        place: which tokens count: ``"pilot"``, or ``"all"`` positions.
+        ax: axes to draw the first map into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=16)
@@ -38,34 +45,23 @@ def skip_figure(
     """
     from matplotlib.ticker import MaxNLocator
 
-    if (
-        ax is None
-        and len(skips.table(skips.map_types[0], metric, place=place)) > 9
-        and len({b - a for a, b in skips.pairs()}) <= 4
-    ):
-        return _skip_lines(skips, list(map_types or skips.map_types), metric, place)
-
     shown = list(map_types or skips.map_types)
-    figure, axes = (
-        canvas(1 if ax is not None else len(shown), ax=ax, size=(2.6, 2.4))
-        if ax is None
-        else canvas(ax=ax)
-    )
-    tables = [skips.table(k, metric, place=place) for k in shown[: len(axes)]]
-    reference = (
-        skips.table("mean", metric, place=place)
-        if "mean" in skips.map_types
-        else torch.stack(tables)
-    )
+    lengths = {b - a for a, b in skips.pairs()}
+    deep = len(skips.table(shown[0], metric, place=place)) > 9
+    if ax is None and deep and len(lengths) <= 4:
+        return _skip_lines(skips, shown, metric, place)
+    figure, axes = canvas(len(shown), ax=ax, size=(2.6, 2.4))
+    tables = [skips.table(name, metric, place=place) for name in shown[: len(axes)]]
+    forgotten = "mean" in skips.map_types
+    reference = skips.table("mean", metric, place=place) if forgotten else torch.stack(tables)
     high = float(reference.nan_to_num().max())
     image = None
     for axis, map_type, table in zip(axes, shown, tables, strict=False):
-        low, top = (0.0, 1.0) if metric.startswith("top") else (0.0, high)
         image = axis.imshow(
             table[:-1, 1:].numpy(),
             cmap=SEQUENTIAL,
-            vmin=low,
-            vmax=top,
+            vmin=0.0,
+            vmax=1.0 if _is_share(metric) else high,
             extent=(0.5, len(table) - 0.5, len(table) - 1.5, -0.5),
         )
         axis.set_title(map_type, fontsize=9)
@@ -85,13 +81,17 @@ def skip_figure(
                 )
     axes[0].set_ylabel("first block skipped")
     if image is not None:
-        figure.colorbar(
-            image,
-            ax=axes,
-            label=metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else ""),
-            shrink=0.8,
-        )
+        figure.colorbar(image, ax=axes, label=_with_unit(metric), shrink=0.8)
     return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
+
+
+def _is_share(metric: str) -> bool:
+    """Whether a metric is a share of tokens (the same first choice) and no loss."""
+    return metric.startswith("top")
+
+
+def _with_unit(metric: str) -> str:
+    return metric.replace("_", " ") + ("" if _is_share(metric) else " (nats)")
 
 
 def _skip_caption(skips: SkipMap, place: str) -> str:
@@ -117,18 +117,11 @@ def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: st
                 lw=2 if map_type == "flow" else 1,
                 label=map_type,
             )
-        if "mean" in map_types and not metric.startswith("top"):
-            axis.set_ylim(
-                None,
-                1.2
-                * float(
-                    skips.table("mean", metric, place=place).diagonal(length).nan_to_num().max()
-                ),
-            )
+        if "mean" in map_types and not _is_share(metric):
+            forgotten = skips.table("mean", metric, place=place).diagonal(length)
+            axis.set_ylim(None, 1.2 * float(forgotten.nan_to_num().max()))
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
         axis.set_xlabel("first block skipped")
-    axes[0].set_ylabel(
-        metric.replace("_", " ") + (" (nats)" if not metric.startswith("top") else "")
-    )
+    axes[0].set_ylabel(_with_unit(metric))
     axes[0].legend(fontsize=6)
     return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))

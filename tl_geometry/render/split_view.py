@@ -22,11 +22,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.checks import Head
+from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.render import cells
-from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable
+from tl_geometry.render.figure import (
+    DIVERGING,
+    SEQUENTIAL,
+    View,
+    canvas,
+    check_limit,
+    drawable,
+    head_names,
+)
 from tl_geometry.render.page import PageView, document
 from tl_geometry.scores.split import ScoreSplit
 from tl_geometry.scores.terms import CONTEXT_PARTS, group_of
@@ -67,7 +75,8 @@ def split(
     Args:
         split: from :func:`tl_geometry.split_scores`.
         heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; all by default.
-        context: which prompt. tokens: their texts (a split knows those of its first prompt).
+        context: which prompt.
+        tokens: texts of its tokens (a split knows those of its first prompt).
         panels: ``"groups"``: ``position``, ``position-content`` (query part first),
             ``content-position`` and ``content``, which sum to the total; ``"terms"``: all nine or
             sixteen; or names of groups and terms. Groups by default, terms if the parts are your
@@ -79,8 +88,9 @@ def split(
             scale from 0 to 1.
         query: the query chosen at first, by default the last.
         max_cells: more tokens are shown as block maxima (of the absolute value, with its sign).
-            max_bytes: size of the page (2 MB for up to four panels, else 4 MB), kept by coarser
-            steps, then by larger blocks.
+        max_bytes: size of the page (2 MB for up to four panels, else 4 MB), kept by coarser steps,
+            then by larger blocks.
+        title: of the page, by default the names of the heads.
 
     What is read is within half a quantisation step of the split: float16 up to 64 tokens, else int8
     of each panel's largest value. The caption has the step, the reconstruction error, and what is
@@ -106,7 +116,7 @@ def split(
     chosen = panels_of(one, panels)
     texts = _texts(split, tokens, context)
     most = max_bytes or SIZES[len(chosen) > 4]
-    name = title or f"Split of the scores of {_names(one.heads)}"
+    name = title or f"Split of the scores of {head_names(one.heads)}"
     for block in _blocks(len(texts), max_cells):
         drawn = draw_panels(one, chosen, block, centered)
         for levels in cells.LEVELS if drawn.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
@@ -204,6 +214,8 @@ def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
         sinks=split.sinks[rows],
         scores=None if split.scores is None else split.scores[at, rows],
         q_again=None if split.q_again is None else split.q_again[:, at, :, rows],
+        plane=None if split.plane is None else split.plane[rows],
+        theta=None if split.theta is None else split.theta[rows],
     )
 
 
@@ -220,10 +232,6 @@ def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> lis
         instead="tokens=model.to_str_tokens(...)",
     )
     return [str(t) for t in texts]
-
-
-def _names(heads: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(f"L{l}H{h}" for l, h in heads) if len(heads) <= 4 else f"{len(heads)} heads"
 
 
 def _page(
@@ -248,7 +256,7 @@ def _page(
     grid = math.ceil(rows * (cell * drawn.values.shape[-1] + 22) + 76)
     readings = math.ceil(len(names) / max(1, (max(width, 760) - 24) // 118))
     data = {
-        "heads": [f"L{l}H{h}" for l, h in split.heads],
+        "heads": [head_name(h) for h in split.heads],
         "planes": names,
         "places": places,
         "tokens": [html.token_text(t) for t in texts],
@@ -280,24 +288,19 @@ def _page(
     )
 
 
+def _allowed(drawn: Drawn, values: Tensor) -> Tensor:
+    """The values of some panels where a key is allowed, in a row."""
+    return values[drawn.allowed[:, None].expand_as(values)]
+
+
 def _limit(drawn: Drawn, limit: float | None) -> tuple[float, float]:
     """Value of the full colour, and the largest absolute value."""
-    shown = drawn.values[:, :-1][
-        drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)
-    ]
+    shown = _allowed(drawn, drawn.values[:, :-1])
     sizes = shown[torch.isfinite(shown)].abs()
     high = float(sizes.max()) if len(sizes) else 0.0
-    require(
-        limit is None or (math.isfinite(limit) and limit > 0),
-        "limit",
-        expected="a positive number",
-        got=limit,
-    )
-    usual = (
-        2 * float(sizes.kthvalue(max(1, math.ceil(0.99 * len(sizes)))).values)
-        if len(sizes)
-        else 0.0
-    )
+    check_limit(limit)
+    percentile = max(1, math.ceil(0.99 * len(sizes)))
+    usual = 2 * float(sizes.kthvalue(percentile).values) if len(sizes) else 0.0
     return (limit or (min(high, usual) if usual > 0 else high) or 1.0), high or 1.0
 
 
@@ -329,14 +332,9 @@ def _caption(
     top: float,
     centered: bool,
 ) -> str:
-    shown = drawn.values[drawn.allowed[:, None].expand_as(drawn.values)].reshape(-1)
-    scores = drawn.values[:, :-1][
-        drawn.allowed[:, None].expand(-1, drawn.values.shape[1] - 1, -1, -1)
-    ]
-    beyond, holes = (
-        int((scores.abs() > top * (1 + 1e-9)).sum()),
-        int((~torch.isfinite(shown)).sum()),
-    )
+    shown, scores = (_allowed(drawn, v) for v in (drawn.values, drawn.values[:, :-1]))
+    beyond = int((scores.abs() > top * (1 + 1e-9)).sum())
+    holes = int((~torch.isfinite(shown)).sum())
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
     whole = {t for members in panels.values() for t in members} == set(split.terms)
     form = (
@@ -344,12 +342,7 @@ def _caption(
         if packed.exact
         else f"int8 in {2 * packed.fields['levels'] + 1} steps of each panel's largest value"
     )
-    checks = split.reconstruction.checks.items()
-    error, bound, what = max(
-        ((e, b, n) for n, (e, b) in checks),
-        key=lambda c: c[0] / max(c[1], 1e-300),
-        default=(None, None, ""),
-    )
+    what, error, bound = split.reconstruction.nearest or ("", None, None)
     said = [
         f"{'row-centred' if centered else 'raw'} scores by query (down) and key (across), "
         f"{tokens} tokens",
@@ -393,16 +386,13 @@ def _image(
     rows, columns = (1 + max(p[i] for panels in at for p in panels) for i in (0, 1))
     high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
     signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
-    shades = (
-        ScalarMappable(Normalize(-top, top), signed),
-        ScalarMappable(Normalize(0, 1), SEQUENTIAL),
-    )
+    score = ScalarMappable(Normalize(-top, top), signed)
+    pattern = ScalarMappable(Normalize(0, 1), SEQUENTIAL)
     sheet = np.zeros(((rows - 1) * high + n, (columns - 1) * wide + n, 4), dtype=np.uint8)
     for row, panels in enumerate(at):
-        for i, (r, c) in enumerate(panels):
-            sheet[r * high : r * high + n, c * wide : c * wide + n] = _painted(
-                drawn.values[row, i], drawn.allowed[row], shades[names[i] == "pattern"]
-            )
+        for values, name, (r, c) in zip(drawn.values[row], names, panels, strict=True):
+            painted = _painted(values, drawn.allowed[row], pattern if name == "pattern" else score)
+            sheet[r * high : r * high + n, c * wide : c * wide + n] = painted
     inch = 2.1 if single else 1.0
     figure, axes = canvas(
         size=(1.15 * inch * columns + 0.8, inch * rows * high / n + (0.7 if single else 0.2))
@@ -414,25 +404,20 @@ def _image(
     for name, (r, c) in zip(names, at[0], strict=True):
         axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
     every = -(-len(texts) // LABELLED)
-    labels = (
-        [drawable(html.token_text(t)) for t in texts[::every]]
-        if single and drawn.block == 1
-        else []
-    )
-    ticks = range(0, len(texts), every) if labels else ()
-    named = [f"L{l}H{h}" for l, h in split.heads[:count]]
+    labelled = texts[::every] if single and drawn.block == 1 else []
+    labels = [drawable(html.token_text(t)) for t in labelled]
+    ticks = range(0, every * len(labels), every)
     below = [c for r, c in at[0] if r == rows - 1]
-    axis.set_xticks(
-        [c * wide + t for c in below for t in ticks], labels * len(below), rotation=90, fontsize=5
-    )
+    across = [c * wide + t for c in below for t in ticks]
+    axis.set_xticks(across, labels * len(below), rotation=90, fontsize=5)
     if single:
-        axis.set_yticks(
-            [r * high + t for r in range(rows) for t in ticks], labels * rows, fontsize=5
-        )
+        down = [r * high + t for r in range(rows) for t in ticks]
+        axis.set_yticks(down, labels * rows, fontsize=5)
     else:
+        named = [head_name(h) for h in split.heads[:count]]
         axis.set_yticks([r * high + n / 2 for r in range(rows)], named, fontsize=8)
     axis.tick_params(length=0)
-    for shade, label, ends in ((shades[1], "pattern", "neither"), (shades[0], "score", "both")):
+    for shade, label, ends in ((pattern, "pattern", "neither"), (score, "score", "both")):
         figure.colorbar(
             shade,
             ax=axis,

@@ -11,8 +11,10 @@ from tl_geometry.scores.sweep import SweepTable
 def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     """Shares of position, content and mixed terms for every head; each triple adds up to one.
 
-    ``share`` is ``"cs"`` (of the covariance over all cells) or ``"gs"`` (gain: of where attention
-    goes).
+    Args:
+        sweep: from :func:`tl_geometry.sweep_heads`.
+        share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (gain: of where attention
+            goes).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -29,8 +31,8 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     title, said = about[choice(share, tuple(about), "share")]
     values = {"cs": sweep.group_cs, "gs": sweep.group_gs}[share]
     figure, axes = canvas(len(sweep.groups), size=(3.4, _height(sweep)))
-    for column, (axis, group) in enumerate(zip(axes, sweep.groups, strict=True)):
-        draw_map(axis, sweep.heads, values[:, column], f"share of {group}", -1.0, 1.0)
+    for axis, group, column in zip(axes, sweep.groups, values.T, strict=True):
+        draw_map(axis, sweep.heads, column, f"share of {group}", -1.0, 1.0)
     axes[0].set_ylabel("layer")
     return View(
         figure,
@@ -47,6 +49,9 @@ def _height(sweep: SweepTable) -> float:
 def head_types(sweep: SweepTable) -> View:
     """Head-type scores on repeated random tokens for every head; uniform attention's score stands
     in each title.
+
+    Args:
+        sweep: from :func:`tl_geometry.sweep_heads` over heads whose types were scored.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

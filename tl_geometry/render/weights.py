@@ -7,12 +7,26 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.checks import Head
+from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import require
 from tl_geometry.interventions.surrogates import SurrogateEffect
-from tl_geometry.render.figure import SEQUENTIAL, View, canvas, drawable, shades, whole_ticks
+from tl_geometry.render.figure import (
+    BLUE,
+    GREY,
+    SEQUENTIAL,
+    View,
+    canvas,
+    drawable,
+    head_names,
+    one_panel,
+    require_3d,
+    shades,
+    whole_ticks,
+)
 from tl_geometry.sphere.paths import TokenPaths
 from tl_geometry.weights.heads import TokenReadout, WeightGeometry
 
@@ -30,9 +44,16 @@ def weight_blocks(
     """Each head's diagonal (red) and rotated off-diagonal block above the threshold (blue), in
     absolute value (Song & Zhong 2023, Fig. 5).
 
-    One panel per head, by default those of the first layer; red cells show the first ``size``
-    entries of diag(W) in the model's coordinates, blue cells the first ``size`` directions of the
-    basis, each scaled to its head's largest value. The dashed frame is the k x k block.
+    One panel per head; red cells show the first entries of diag(W) in the model's coordinates, blue
+    cells the first directions of the basis, each scaled to its head's largest value. The dashed
+    frame is the k x k block.
+
+    Args:
+        geometry: from :func:`tl_geometry.weight_geometry`.
+        heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; those of the first layer by
+            default.
+        size: at most so many entries and directions.
+        ax: axes to draw one head into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -46,12 +67,7 @@ def weight_blocks(
     chosen = list(
         checks.heads(heads, n_layers, n_heads, geometry.layers[0] if heads is None else None)
     )
-    require(
-        ax is None or len(chosen) == 1,
-        "ax",
-        expected="one head when drawing into ax",
-        got=f"{len(chosen)} heads",
-    )
+    one_panel(ax, len(chosen), "head")
     rows = [geometry.head(pair) for pair in chosen]
     columns = min(4, len(rows))
     figure, axes = canvas(columns, -(-len(rows) // columns), ax=ax, size=(2.1, 2.2))
@@ -65,7 +81,7 @@ def weight_blocks(
         axis.set_xlim(-0.5, size - 0.5)
         axis.set_ylim(size - 0.5, -0.5)
         lift = float(geometry.lift[row])
-        axis.set_title(f"L{layer}H{head}: {lift:.3g} x chance", fontsize=8)
+        axis.set_title(f"{head_name((layer, head))}: {lift:.3g} x chance", fontsize=8)
         axis.set_xlabel("key" if geometry.matrix == "QK" else "output", fontsize=8)
         axis.set_ylabel("query" if geometry.matrix == "QK" else "input", fontsize=8)
         axis.set_xticks([])
@@ -83,13 +99,15 @@ def weight_blocks(
     )
 
 
-def _pictures(geometry: WeightGeometry, rows: Sequence[int], size: int) -> torch.Tensor:
-    """Colour images [head row column 3]: white paper, blue for the block, red for the diagonal."""
+def _pictures(
+    geometry: WeightGeometry, rows: Sequence[int], size: int
+) -> Float[Tensor, "head row column 3"]:
+    """Colour images: white paper, blue for the block, red for the diagonal."""
     block = geometry.block[rows, :size, :size].abs()
     block = torch.where(block > geometry.threshold[rows, None, None], block, 0.0)
     diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
 
-    def scaled(x: torch.Tensor) -> torch.Tensor:
+    def scaled(x: Tensor) -> Tensor:
         return (x / x.amax((-2, -1), keepdim=True).clamp(min=1e-300)).sqrt().unsqueeze(-1)
 
     blue, red = torch.tensor([0.0, 0.45, 0.70]), torch.tensor([0.84, 0.10, 0.11])
@@ -102,6 +120,11 @@ def coverage_curves(
     """Cumulative share of the singular values of each head, one line per head and one colour per
     layer.
 
+    Args:
+        readout: from :func:`tl_geometry.token_readout`.
+        layers: some of its layers, all by default.
+        ax: axes to draw into.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> readout = tlg.token_readout(model)
@@ -109,9 +132,7 @@ def coverage_curves(
     'Coverage of W_QK'
     """
     present = sorted({l for l, _ in readout.heads})
-    chosen = (
-        checks.indices(layers, 1 + max(present), "layers") if layers is not None else tuple(present)
-    )
+    chosen = present if layers is None else checks.indices(layers, 1 + max(present), "layers")
     require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
     figure, axes = canvas(ax=ax, size=(4.8, 3.0))
     steps = range(1, readout.values.shape[1] + 1)
@@ -144,6 +165,12 @@ def sphere_paths(
     """Paths of tokens through the layers in three dimensions, colour by state, the last state
     labelled by its token.
 
+    Args:
+        paths: from :func:`tl_geometry.sphere.token_paths`.
+        context: which prompt.
+        positions: some of its tokens, all by default.
+        ax: axes to draw into, with ``projection="3d"``.
+
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> paths = tlg.sphere.token_paths(model, "for i in range(3):", prepend_bos=True)
@@ -155,25 +182,15 @@ def sphere_paths(
     chosen = checks.indices(positions, length, "positions")
     figure, axes = canvas(ax=ax, size=(5.2, 4.6), subplot_kw={"projection": "3d"})
     axis: Any = axes[0]
-    require(
-        hasattr(axis, "get_zlim"),
-        "ax",
-        expected="axes with projection='3d'",
-        got=type(axis).__name__,
-    )
+    require_3d(axis)
     points = paths.coordinates[context]
     shade = None
     for t in chosen:
         x, y, z = points[t].unbind(-1)
         axis.plot(x, y, z, color="#8888", lw=0.8)
         shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
-        axis.text(
-            float(x[-1]),
-            float(y[-1]),
-            float(z[-1]),
-            drawable(html.token_text(paths.str_tokens[context][t])),
-            fontsize=7,
-        )
+        token = drawable(html.token_text(paths.str_tokens[context][t]))
+        axis.text(*points[t, -1].tolist(), token, fontsize=7)
     for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
         label(f"{paths.method} {n}")
     if shade is not None:
@@ -194,7 +211,11 @@ def sphere_paths(
 
 
 def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
-    """Change in next-token loss when W_QK is replaced by each part of it.
+    """Change in next-token loss when W_QK is replaced by each part of it; controls are grey.
+
+    Args:
+        effect: from :func:`tl_geometry.interventions.surrogate_effect`.
+        ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -206,20 +227,14 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     """
     figure, axes = canvas(ax=ax, size=(4.4, 2.8))
     change = effect.loss - effect.clean_loss
-    colours = [
-        "#999999" if part in ("random", "none", "whole") else "#0072b2" for part in effect.parts
-    ]
+    colours = [GREY if part in ("random", "none", "whole") else BLUE for part in effect.parts]
     axes[0].bar(effect.parts, change.tolist(), color=colours)
     axes[0].axhline(0, color="k", lw=0.6)
     axes[0].tick_params(axis="x", labelrotation=30)
     axes[0].set_ylabel("change in loss (nats)")
-    heads = (
-        f"{len(effect.heads)} heads"
-        if len(effect.heads) > 4
-        else ", ".join(f"L{l}H{h}" for l, h in effect.heads)
-    )
     caption = (
-        f"W_QK of {heads} replaced; loss of the model {effect.clean_loss:.3f}; grey: controls; "
+        f"W_QK of {head_names(effect.heads)} replaced; loss of the model "
+        f"{effect.clean_loss:.3f}; grey: controls; "
         f"{effect.provenance.line()}"
     )
     return View(figure, title="Surrogates of W_QK", caption=caption)

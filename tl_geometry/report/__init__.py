@@ -25,7 +25,15 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.report.clock import Clock
 from tl_geometry.report.folder import Folder
-from tl_geometry.report.section import Card, Draft, Figure, Section, failure, upright
+from tl_geometry.report.section import (
+    Card,
+    Draft,
+    Figure,
+    Section,
+    failure,
+    refusal,
+    upright,
+)
 
 TITLES = {
     "overview": "What was analysed",
@@ -50,10 +58,10 @@ WEIGHTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds of a forward pass for each token, without and with the output head, and of a singular
-    value decomposition.
+    """Seconds of a forward pass for each token, without (``token``) and with the output head
+    (``output``), and of a singular value decomposition.
 
-    The last is for each ``rows * columns * min(rows, columns)``: how fast this machine, as busy as
+    ``svd`` is for each ``rows * columns * min(rows, columns)``: how fast this machine, as busy as
     it is, does linear algebra.
     """
 
@@ -87,9 +95,8 @@ class Analysis:
         """``count`` windows at even distances."""
         import torch
 
-        return self.windows[
-            torch.linspace(0, len(self.windows) - 1, min(count, len(self.windows))).long()
-        ]
+        last = len(self.windows) - 1
+        return self.windows[torch.linspace(0, last, min(count, last + 1)).long()]
 
 
 def make(analysis: Analysis, name: str) -> Section:
@@ -99,10 +106,7 @@ def make(analysis: Analysis, name: str) -> Section:
         analysis.clock.begin(name, estimate(analysis, name), title)
         return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
     except GeometryError as error:
-        return Section(
-            title=title,
-            figures=[Card(status="refused", what="this section", why=" ".join(str(error).split()))],
-        )
+        return Section(title=title, figures=[refusal("this section", error)])
     except Exception as error:
         return Section(title=title, figures=[failure("this section", error)])
 

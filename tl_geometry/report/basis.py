@@ -19,14 +19,11 @@ NULL_CONTEXTS = 256
 def estimate(analysis: Analysis) -> float:
     """Seconds of the null (and the control) at full size."""
     count = min(NULL_CONTEXTS, len(analysis.windows))
-    return (
-        5.0
-        + 1.1
-        * (1 + analysis.embedded)
-        * analysis.costs.token
-        * count
-        * analysis.windows.tokens.shape[1]
-    )
+    return 5.0 + (1 + analysis.embedded) * count * _window_cost(analysis)
+
+
+def _window_cost(analysis: Analysis) -> float:
+    return 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
 
 
 def spliced(analysis: Analysis, count: int) -> PositionContext:
@@ -110,7 +107,7 @@ def _beside(
     draft: Draft, analysis: Analysis
 ) -> tuple[PositionContext | None, PositionContext | None]:
     """The null and the control, as far as the time allows."""
-    clock, each = analysis.clock, 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
+    clock, each = analysis.clock, _window_cost(analysis)
     most = min(NULL_CONTEXTS, len(analysis.windows))
     null = control = None
     least = min(16, most)

@@ -39,6 +39,7 @@ SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 """Bytes that position sums may take before windows are halved, and bytes of the contexts that are
 kept whole."""
 GROUPS = 8
+"""Groups of contexts, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +102,14 @@ def load_model(
     trained: bool = True,
 ) -> Any:
     """The model that a command names: a TransformerLens name, a local directory, ``smollm2``,
-    ``minilm``, or the embedded model."""
+    ``minilm``, or (``None``) the embedded model; ``trained=False`` gives its untrained control."""
     choice(model_class, CLASSES, "--class")
     choice(dtype, DTYPES, "--dtype")
     if name is None:
         model = zoo.embedded(model_class=model_class, trained=trained, processed=processed)
-        return (
-            model.to(device).to(getattr(torch, dtype))
-            if (device, dtype) != ("cpu", "float32")
-            else model
-        )
+        if (device, dtype) == ("cpu", "float32"):
+            return model
+        return model.to(device).to(getattr(torch, dtype))
     return zoo.by_name(
         name,
         model_class=model_class,
@@ -223,12 +222,8 @@ def corpus_windows(
     if contexts is not None and contexts > len(everything):
         expected = f"at most {len(everything)} windows of {length} tokens in this corpus"
         fail("--contexts", expected=expected, got=contexts, instead="more --corpus")
-    kept = (
-        torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))[:n]
-        .sort()
-        .values
-    )
-    return everything[kept]
+    generator = torch.Generator().manual_seed(seed)
+    return everything[torch.randperm(len(everything), generator=generator)[:n].sort().values]
 
 
 def token_cost(view: ModelView, tokens: torch.Tensor, *, logits: bool = False) -> float:
@@ -277,18 +272,14 @@ def choose_sizes(
         found = corpus_windows(view, corpus, length=length, **options)
         wanted = len(found)  # a token of a shorter window costs less, if anything
     costs = measured_costs(view, found.tokens, token if length == usual else None)
-    smaller = (
-        [
-            f"windows of {length} tokens in place of {usual}, to keep the budget of "
-            f"{span(clock.budget)}"
-        ]
-        if length < usual
-        else []
-    )
+    kept = f"to keep the budget of {span(clock.budget)}"
+    smaller = []
+    if length < usual:
+        smaller.append(f"windows of {length} tokens in place of {usual}, {kept}")
     if request.contexts is None:
         fit = max(min(32, wanted), clock.fits(1.1 * costs.token * length, wanted, 1))
         if fit < wanted:
-            smaller.append(f"{fit} of {wanted} windows, to keep the budget of {span(clock.budget)}")
+            smaller.append(f"{fit} of {wanted} windows, {kept}")
             found = corpus_windows(view, corpus, length=length, **{**options, "contexts": fit})
     return found, costs, tuple(smaller)
 
@@ -302,23 +293,20 @@ def basis_of(
     view: ModelView,
     tokens: TokenWindows,
     folder: Folder,
-    settings: dict[str, Any],
     *,
     seed: int,
     resume: bool,
 ) -> PositionContext:
-    """The basis of the windows: that of a stopped run of the same settings, or computed now and
-    saved."""
+    """The basis of the windows: that of a stopped run of the same model, tokens and seed, or
+    computed now and saved."""
     out = folder.out
     kept, checkpoint = out / "basis.safetensors", out / "checkpoint.safetensors"
     if resume and kept.is_file():
         try:
             basis = PositionContext.load(kept)
             basis.check_model(view)
-            if basis.provenance.token_hash == tokens.token_hash and basis.provenance.seed in (
-                None,
-                seed,
-            ):
+            same = basis.provenance.token_hash == tokens.token_hash
+            if same and basis.provenance.seed in (None, seed):
                 return basis
         except GeometryError:
             pass  # of another model or version: computed again
@@ -375,7 +363,7 @@ def build(
     clock.say(
         f"{count} windows of {length} tokens, about {span(1.1 * costs.token * count * length)}"
     )
-    basis = basis_of(view, tokens, folder, settings, seed=request.seed, resume=resume)
+    basis = basis_of(view, tokens, folder, seed=request.seed, resume=resume)
     analysis = Analysis(
         model=model,
         view=view,

@@ -3,7 +3,7 @@ noise laws, skipped layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 
 import torch
 
@@ -27,6 +27,7 @@ output-based measures use."""
 SHALLOW = 12
 """Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
 MAP_TYPES = ("flow", "ridge", "identity", "mean")
+"""Maps that stand in for skipped blocks."""
 
 
 def estimate(analysis: Analysis) -> float:
@@ -47,10 +48,8 @@ def _length(analysis: Analysis) -> int:
 
 def _maps_cost(analysis: Analysis, chunks: int) -> float:
     """Maps between all pairs of states, in-sample, held out, and for each baseline."""
-    pairs = analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
-    return 2 + 4 * analysis.costs.svd * pairs * chunks * analysis.view.d_model * min(
-        chunks, analysis.view.d_model
-    )
+    d, pairs = analysis.view.d_model, analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
+    return 2 + 4 * analysis.costs.svd * pairs * chunks * d * min(chunks, d)
 
 
 def _truncation_cost(analysis: Analysis) -> float:
@@ -61,11 +60,8 @@ def _truncation_cost(analysis: Analysis) -> float:
 def _skip_cost(analysis: Analysis, chunks: int) -> float:
     """The passes that maps are fitted on and that all of them share, and the fitting; the measuring
     takes what time is left."""
-    states = min(analysis.view.n_layers + 1, 31)
-    small = min(chunks, analysis.view.d_model)
-    fitting = (
-        8 * analysis.costs.svd * states * len(MAP_TYPES) * chunks * small * analysis.view.d_model
-    )
+    d, states = analysis.view.d_model, min(analysis.view.n_layers + 1, 31)
+    fitting = 8 * analysis.costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
     return 1 + 1.5 * analysis.costs.output * _length(analysis) * chunks + fitting
 
 
@@ -86,13 +82,7 @@ def section(analysis: Analysis) -> Section:
         draft.too_long("trajectories", FEWEST * each)
         return draft.section()
     few = analysis.pick(count)
-    chunks = TokenWindows(
-        tokens=few.tokens[:, :length],
-        has_bos=few.has_bos,
-        labels=few.labels,
-        names=few.names,
-        corpus=few.corpus,
-    )
+    chunks = dataclasses.replace(few, tokens=few.tokens[:, :length], str_tokens=())
     if count < most:
         draft.text.append(f"{count} chunks in place of {most}, to keep the budget.")
     if count // 2 < view.d_model:
@@ -144,18 +134,16 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
 
 
 def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Trajectories) -> None:
+    """The same numbers of gibberish and of the model with untrained weights."""
     view, model = analysis.view, analysis.model
     analysis.clock.say("gibberish and the untrained model")
     bos = bool(chunks.has_bos) and view.bos_id is not None
     noise = gibberish(
         model, len(chunks), chunks.tokens.shape[1], prepend_bos=bos, seed=analysis.seed
     )
-    ensembles: Mapping[str, Trajectories] = {
-        "text": ensemble,
-        "gibberish": trajectories(model, noise, progress=False),
-    }
+    ensembles = {"text": ensemble, "gibberish": trajectories(model, noise, progress=False)}
     with reinitialized(model, seed=analysis.seed) as null:
-        ensembles = {**ensembles, "untrained": trajectories(null, chunks, progress=False)}
+        ensembles["untrained"] = trajectories(null, chunks, progress=False)
     draft.tables["flow_nulls"] = compare_ensembles(ensembles)
 
 

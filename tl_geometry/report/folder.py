@@ -31,13 +31,13 @@ def digest(settings: Mapping[str, Any]) -> str:
     >>> digest({"a": 1}) == digest({"a": 1}), digest({"a": 1}) == digest({"a": 2})
     (True, False)
     """
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def put(path: Path, text: str) -> None:
-    """Write a text so that ``path`` always holds the old one or the new one, whole."""
+    """Write a text so that ``path`` always holds the old one or the new one, whole; half
+    characters are written out."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -86,12 +86,8 @@ class Folder:
         """Take away what an earlier run has written, so that its tables do not stand beside
         others."""
         for name, entry in old.get("manifest", {}).items():
-            for file in [*entry.get("files", []), f"{PARTS}/{name}.json"]:
-                if (
-                    Path(file).name
-                    and not Path(file).is_absolute()
-                    and ".." not in Path(file).parts
-                ):
+            for file in map(Path, [*entry.get("files", []), f"{PARTS}/{name}.json"]):
+                if file.name and not file.is_absolute() and ".." not in file.parts:
                     (self.out / file).unlink(missing_ok=True)
 
     def planned(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,43 +162,27 @@ class Folder:
         bodies = [self.parts[name]["html"] for name in done]
         sources = [SOURCES[key] for key in self.provenance.sources]
         missing = [name for name in self.names if name not in self.parts]
-        note = (
-            ""
-            if not missing
-            else (
-                f"Being written: {len(done)} of {len(self.names)} sections are here, "
-                f"{', '.join(missing)} to come."
-            )
-        )
-        put(
-            self.out / PAGE,
-            page.document(f"Geometry of {self.model}", bodies, titles, sources, note=note),
-        )
+        here = f"Being written: {len(done)} of {len(self.names)} sections are here"
+        note = f"{here}, {', '.join(missing)} to come." if missing else ""
+        title = f"Geometry of {self.model}"
+        put(self.out / PAGE, page.document(title, bodies, titles, sources, note=note))
+        own = {name for name in ("basis.safetensors",) if (self.out / name).is_file()}
         self.summary |= {
             "sections": titles,
             "finished": finished,
             "failed": {name: e["failed"] for name, e in self.manifest.items() if e["failed"]},
             "manifest": {name: self.manifest[name] for name in done},
             "plan": self.plan,
-            "files": sorted(
-                {f for name in done for f in self.manifest[name]["files"]} | self._own()
-            ),
+            "files": sorted({f for name in done for f in self.manifest[name]["files"]} | own),
         }
         put(self.out / RECORD, json.dumps(self.summary, indent=2, default=str) + "\n")
-
-    def _own(self) -> set[str]:
-        return {name for name in ("basis.safetensors",) if (self.out / name).is_file()}
 
     def finish(self, seconds: float) -> dict[str, Any]:
         """The record as finished, and with the tables for who wants to print them."""
         self.summary["seconds"] = round(seconds, 1)
         self.write(finished=True)
-        return {
-            **self.summary,
-            "tables": {
-                n: t for name in self.finished() for n, t in self.parts[name]["tables"].items()
-            },
-        }
+        tables = [self.parts[name]["tables"] for name in self.finished()]
+        return {**self.summary, "tables": {n: t for held in tables for n, t in held.items()}}
 
 
 def read_record(out: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tl_geometry.base.checks import head_name
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
@@ -106,7 +107,7 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
             seed=analysis.seed,
         )
         draft.tables["heads"] = table
-        if count < min(PROMPTS, len(analysis.windows)):
+        if count < most:
             draft.text.append(f"{count} windows in place of {most}, to keep the budget.")
         known = [k for k in ("previous", "induction") if k in table.types]
         for name, words in zip(known, ("previous-token", "induction")):
@@ -128,7 +129,7 @@ def _details(analysis: Analysis) -> tuple[str, ...]:
 def _named(top: SweepTable, name: str) -> str:
     """Heads with their score, and with what their label on this corpus rests on."""
     best, found = top.by_group, []
-    for i, (layer, head) in enumerate(top.heads):
+    for i, pair in enumerate(top.heads):
         held = (
             ""
             if top.dropped_mass is None
@@ -140,7 +141,7 @@ def _named(top: SweepTable, name: str) -> str:
             f"score and {float(top.group_gs[i, largest]):.2f} of the gain"
         )
         found.append(
-            f"L{layer}H{head} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
+            f"{head_name(pair)} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
             f"{shares}{held})"
         )
     return "; ".join(found)
@@ -161,20 +162,15 @@ def _evidence(table: SweepTable, row: int, group: int) -> str:
 
 
 def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
+    what = "the example on repeated text"
     if not analysis.view.causal:
-        draft.leave_out(
-            "the example on repeated text",
-            "an encoder has no previous-token or induction heads to show",
-        )
+        draft.leave_out(what, "an encoder has no previous-token or induction heads to show")
         return
     example = repeated(analysis, table)
     if example is None:
-        draft.leave_out(
-            "the example on repeated text",
-            "windows of fewer than 9 tokens hold no piece of text written twice",
-        )
+        draft.leave_out(what, "windows of fewer than 9 tokens hold no piece of text written twice")
         return
-    shown = [f"L{layer}H{head}" for layer, head in example.heads]
+    shown = [head_name(pair) for pair in example.heads]
     title = (
         f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
     )
@@ -200,9 +196,9 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
     chosen = dict.fromkeys(
         table.top(name, 1).heads[0] for name in ("previous", "induction") if name in table.types
     )
-    return (
-        split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen)) if chosen else None
-    )
+    if not chosen:
+        return None
+    return split_scores(analysis.model, prompt, analysis.basis, heads=list(chosen))
 
 
 def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -212,17 +208,15 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         return
     from tl_geometry.interventions.causal import dominant_only
 
-    # fewer draws, then fewer windows; the sequences of repeated tokens that go through every
-    # condition too cost about three windows
+    # fewer draws, then fewer windows; REPEATS: repeated tokens go through every condition too
     draws, each = DRAWS, _edit_cost(analysis)
-    repeats = REPEATS
-    while draws > 1 and (5 + draws) * each * (KEPT + repeats) > analysis.clock.left():
+    while draws > 1 and (5 + draws) * each * (KEPT + REPEATS) > analysis.clock.left():
         draws -= 1
     cost = (5 + draws) * each
     most = min(KEPT, len(analysis.windows))
-    count = analysis.clock.fits(cost, most + repeats, 2 + repeats) - repeats
+    count = analysis.clock.fits(cost, most + REPEATS, 2 + REPEATS) - REPEATS
     if count < 1:
-        draft.too_long(what, cost * (2 + repeats))
+        draft.too_long(what, cost * (2 + REPEATS))
         return
     analysis.clock.say(f"{what}, {count} windows")
     effect = dominant_only(

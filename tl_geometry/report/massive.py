@@ -32,14 +32,11 @@ def add(draft: Draft, analysis: Analysis) -> None:
     if basis.samples is None or len(basis.samples) == 0:
         return
     norms = torch.linalg.vector_norm(basis.samples[:, row, slice(*basis.window)], dim=-1)
-    marked = list(
-        zip(table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True)
-    )
     draft.draw(
         views.token_norms(
             norms,
             basis.window,
-            marked[:LISTED],
+            largest(table, row)[:LISTED],
             state=table.states[row],
             title=title(basis, table, row),
             provenance=table.provenance,
@@ -52,6 +49,12 @@ def texts(table: LargestTokens, row: int) -> list[str]:
     if not table.str_tokens:
         return [f"token {t}" for t in table.token[row].tolist()]
     return [html.token_text(t) for t in table.str_tokens[row]]
+
+
+def largest(table: LargestTokens, row: int) -> list[tuple[int, float, str]]:
+    """Position, norm and text of the largest tokens of a state, descending."""
+    places, sizes = table.position[row].tolist(), table.norm[row].tolist()
+    return list(zip(places, sizes, texts(table, row), strict=True))
 
 
 def title(basis: PositionContext, table: LargestTokens, row: int) -> str:
@@ -75,9 +78,7 @@ def sentence(basis: PositionContext, table: LargestTokens, row: int) -> str:
         return f"{title(basis, table, row)}, more than of any other state."
     usual = float(table.median[row])
     named: dict[tuple[int, str], None] = {}
-    for at, norm, text in zip(
-        table.position[row].tolist(), table.norm[row].tolist(), texts(table, row), strict=True
-    ):
+    for at, norm, text in largest(table, row):
         if norm > 3 * usual:
             named[at, text if len(text) <= 16 else f"{text[:15]}…"] = None
     places = ", ".join(f"{text!r} at position {at}" for at, text in list(named)[:3])

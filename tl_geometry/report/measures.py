@@ -5,9 +5,11 @@ from __future__ import annotations
 from tl_geometry.measures import contextual_report, positional_report
 from tl_geometry.render import measures as views
 from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
 
 SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture")
+"""Measures of position that are drawn."""
 FEWEST = 8
 """Positions that measures of a positional basis need."""
 DECOMPOSITIONS = 70
@@ -30,10 +32,11 @@ def section(analysis: Analysis) -> Section:
     if width < FEWEST:
         draft.leave_out("measures", f"{width} positions are fewer than {FEWEST}")
         return draft.section()
-    needed = estimate(analysis)
-    jackknife = needed <= 2 * analysis.clock.left()
-    if needed / 3 > 3 * analysis.clock.left():
-        draft.too_long("measures", needed / 3)
+    needed, left = estimate(analysis), analysis.clock.left()
+    jackknife = needed <= PATIENCE * left
+    smallest = needed / 3  # without errors and learning curves
+    if smallest > 3 * left:
+        draft.too_long("measures", smallest)
         return draft.section()
     if not jackknife:
         draft.text.append("Errors and learning curves are left out, to keep the budget.")

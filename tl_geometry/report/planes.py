@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from tl_geometry.render.rotary import band_atlas, bands_page, head_planes
 from tl_geometry.report import Analysis
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.plane_tables import BandTable
+from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
+
+PROMPTS, SPLIT = 16, 4.0
+"""Windows of the offset profile, and forward passes that a split of one costs."""
 
 
 def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -25,11 +30,25 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         f"is a wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, "
         "which hardly sees the offset at all."
     )
+    draft.draw(band_atlas(planes))
+    draft.draw(bands_page(planes))
+    shown: list[tuple[int, int]] = []
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
         if name in table.types:
             layer, head = table.top(name, 1).heads[0]
             at = table.heads.index((layer, head))
+            shown.append((layer, head))
             draft.text.append(f"The strongest {words} head, L{layer}H{head}: {_shares(bands, at)}.")
+    if shown:
+        chosen = list(dict.fromkeys(shown))
+        each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
+        count = analysis.clock.fits(each, min(PROMPTS, len(analysis.windows)), 2)
+        profile = None
+        if count:
+            rows = analysis.pick(count)
+            split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
+            profile = split.offset_profile()
+        draft.draw(head_planes(planes, profile, heads=chosen))
 
 
 def _counted(bands: BandTable) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
+from tl_geometry.report.clock import span
 
 
 @runtime_checkable
@@ -37,7 +38,7 @@ class Drawn:
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """In the place of something that is not there: what, why, and for an unexpected error where it
-    came from."""
+    came from. ``status`` is ``"refused"``, ``"left out"`` or ``"failed"``."""
 
     status: str
     what: str
@@ -121,8 +122,8 @@ class Draft:
     'refused'
     """
 
-    def __init__(self, title: str, *, progress: bool = False) -> None:
-        self.title, self.progress = title, progress
+    def __init__(self, title: str) -> None:
+        self.title = title
         self.text: list[str] = []
         self.figures: list[Figure] = []
         self.tables: dict[str, Result] = {}
@@ -133,7 +134,7 @@ class Draft:
         try:
             yield
         except GeometryError as error:
-            self.figures.append(Card(status="refused", what=what, why=" ".join(str(error).split())))
+            self.figures.append(refusal(what, error))
         except Exception as error:
             self.figures.append(failure(what, error))
 
@@ -148,8 +149,6 @@ class Draft:
 
     def too_long(self, what: str, needed: float) -> None:
         """Say that something did not fit the time."""
-        from tl_geometry.report.clock import span
-
         self.leave_out(
             what, f"it takes about {span(needed)} at its smallest, which --budget does not leave"
         )
@@ -159,6 +158,11 @@ class Draft:
         return Section(
             title=self.title, text=tuple(self.text), figures=tuple(self.figures), tables=self.tables
         )
+
+
+def refusal(what: str, error: GeometryError) -> Card:
+    """The card of what a model or its input does not allow."""
+    return Card(status="refused", what=what, why=" ".join(str(error).split()))
 
 
 def failure(what: str, error: BaseException) -> Card:

@@ -3,6 +3,7 @@ paths on the norm's sphere."""
 
 from __future__ import annotations
 
+from tl_geometry.base.checks import head_name
 from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
@@ -28,21 +29,14 @@ OFFSETS, LENGTHS = 12_000, (128, 64, 32, 16)
 def estimate(analysis: Analysis) -> float:
     """Seconds; most of it singular value decompositions of all heads, and the surrogates of a
     decoder."""
-    view = analysis.view
-    heads_ = view.n_layers * view.n_heads
-    length = analysis.windows.tokens.shape[1] if view.position != "rotary" else LENGTHS[-1]
-    geometry = analysis.costs.svd * heads_ * view.d_model * (70 * view.d_model + 1.4 * view.d_vocab)
-    decoder = view.causal and view.head_trained
-    return (
-        3
-        + geometry
-        + (
-            _surrogate_cost(analysis, length) * min(SURROGATES, len(analysis.windows))
-            + _offset_cost(analysis, length)
-            if decoder
-            else 0.0
-        )
-    )
+    view, d = analysis.view, analysis.view.d_model
+    geometry = view.n_layers * view.n_heads * d * (70 * d + 1.4 * view.d_vocab)
+    seconds = 3 + analysis.costs.svd * geometry
+    if view.causal and view.head_trained:
+        length = analysis.windows.tokens.shape[1] if view.position != "rotary" else LENGTHS[-1]
+        windows = min(SURROGATES, len(analysis.windows))
+        seconds += windows * _surrogate_cost(analysis, length) + _offset_cost(analysis, length)
+    return seconds
 
 
 def _surrogate_cost(analysis: Analysis, length: int) -> float:
@@ -76,17 +70,13 @@ def section(analysis: Analysis) -> Section:
     """Concentration of the weights in the positional directions with its null, surrogates of W_QK,
     readouts, paths."""
     draft, basis, view = Draft(TITLES["weights"]), analysis.basis, analysis.view
-    width = basis.window[1] - basis.window[0]
+    width, what = basis.window[1] - basis.window[0], "weights in the geometry of the basis"
     if width < FEWEST:
-        draft.leave_out(
-            "weights in the geometry of the basis", f"{width} positions are fewer than {FEWEST}"
-        )
+        draft.leave_out(what, f"{width} positions are fewer than {FEWEST}")
     elif basis.states != tuple(view.states):
-        draft.leave_out(
-            "weights in the geometry of the basis", "the basis does not hold every state"
-        )
+        draft.leave_out(what, "the basis does not hold every state")
     else:
-        with draft.part("weights in the geometry of the basis"):
+        with draft.part(what):
             _geometry(draft, analysis)
     with draft.part("what heads write, in tokens"):
         analysis.clock.say("what heads write, in tokens")
@@ -111,13 +101,13 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
     draft.tables["weights_qk"] = qk
     draft.tables["weights_ov"] = weight_geometry(model, basis, "OV", seed=analysis.seed)
     best = max(range(len(qk.heads)), key=lambda i: float(qk.lift[i].nan_to_num(nan=-1.0)))
-    layer, head = qk.heads[best]
+    layer, _ = qk.heads[best]
     draft.text += [
         "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) "
         "lies in the leading positional directions? The concentration is divided by its exact "
         "expectation for a random subspace (lift); weights and activations share outlier "
         "directions, so a second null takes random subspaces of the activations: see the table.",
-        f"Largest lift: L{layer}H{head} with {float(qk.lift[best]):.1f} times chance "
+        f"Largest lift: {head_name(qk.heads[best])} with {float(qk.lift[best]):.1f} times chance "
         f"(concentration {float(qk.concentration[best]):.2f}, activation null "
         f"{float(qk.activation_null[best]):.2f}).",
     ]
@@ -133,11 +123,8 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     from tl_geometry.interventions.surrogates import surrogate_effect
 
     length = _surrogate_length(analysis)
-    most, each, once = (
-        min(SURROGATES, len(analysis.windows)),
-        _surrogate_cost(analysis, length),
-        _offset_cost(analysis, length),
-    )
+    most = min(SURROGATES, len(analysis.windows))
+    each, once = _surrogate_cost(analysis, length), _offset_cost(analysis, length)
     left = analysis.clock.left()
     if once > PATIENCE * left:
         draft.too_long(what, once)

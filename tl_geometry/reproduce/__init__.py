@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tl_geometry.base.arguments import read_texts
+from tl_geometry.base.arguments import WORKS, read_texts
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
 from tl_geometry.models.describing import as_view
@@ -18,9 +18,6 @@ from tl_geometry.reproduce.tables import Reproduction, loaded, published_tables,
 from tl_geometry.reproduce.topics import topic_bases, topic_windows
 from tl_geometry.reproduce.traveling_words import molina
 from tl_geometry.zoo.corpus import held_out_documents
-
-WORKS = ("song-zhong", "lines-of-thought", "traveling-words")
-"""What :func:`run` knows."""
 
 
 def run(

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from tl_geometry.corpus.nulls import repeated_random_tokens
+from tl_geometry.scores.composing import Composition, composition
+from tl_geometry.scores.features import (
+    Dictionary,
+    FeatureShares,
+    dictionary,
+    feature_shares,
+)
 from tl_geometry.scores.head_types import HeadTypes, head_type_scores, token_range
+from tl_geometry.scores.logits import LogitExplanation, explain_logit
 from tl_geometry.scores.plane_tables import BandTable, PlaneTable
 from tl_geometry.scores.planes import Band, HeadPlanes, default_bands
 from tl_geometry.scores.relative import OffsetProfile, RelativeKernel, relative_kernel
@@ -13,12 +21,17 @@ from tl_geometry.scores.sweep import sweep_heads
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.tables import ShareTable
 from tl_geometry.scores.values import ValueSplit, split_values
+from tl_geometry.scores.writers import WriterSweep
 
 __all__ = [
     "Band",
     "BandTable",
+    "Composition",
+    "Dictionary",
+    "FeatureShares",
     "HeadPlanes",
     "HeadTypes",
+    "LogitExplanation",
     "OffsetProfile",
     "PlaneTable",
     "RelativeKernel",
@@ -27,7 +40,12 @@ __all__ = [
     "ShareTable",
     "SweepTable",
     "ValueSplit",
+    "WriterSweep",
+    "composition",
     "default_bands",
+    "dictionary",
+    "explain_logit",
+    "feature_shares",
     "head_type_scores",
     "relative_kernel",
     "repeated_random_tokens",

@@ -33,7 +33,7 @@ class PlaneIndex(NamedTuple):
     """The rotary plane of each coordinate of a layer's heads, and how many planes there are."""
 
     plane: Int[Tensor, " d_head"]
-    count: int
+    planes: int
 
 
 def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
@@ -85,7 +85,7 @@ def contracted_by_plane(
     by_row = rearrange(rows, "b h a i e -> b h i a e")
     found = [(by_row * weighted[..., c : c + 1, :]).sum(2) for c in range(parts)]
     each = rearrange(torch.stack(found, -1), "b h a e c -> b h e (a c)").double()
-    out = each.new_zeros(*each.shape[:2], planes.count, parts**2)
+    out = each.new_zeros(*each.shape[:2], planes.planes, parts**2)
     return out.index_add_(2, planes.plane.to(out.device), each)
 
 

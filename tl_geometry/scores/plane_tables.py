@@ -16,6 +16,29 @@ from tl_geometry.scores.terms import BIAS_BIAS, label
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class HeadBands(Result):
+    """Shares of bands of wavelengths, one row for each head: what :meth:`BandTable.by_head`
+    returns."""
+
+    heads: tuple[tuple[int, int], ...]
+    bands: tuple[str, ...]
+    dominant: tuple[str, ...]
+    cs: Float[Tensor, "head band"]
+    gs: Float[Tensor, "head band"]
+
+    def columns(self) -> Sequence[str]:
+        shares = [f"{share}_{band}" for share in ("cs", "gs") for band in self.bands]
+        return ("layer", "head", "dominant", *shares)
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        shares = torch.cat([self.cs, self.gs], 1).tolist()
+        return [
+            (layer, head, self.dominant[h], *shares[h])
+            for h, (layer, head) in enumerate(self.heads)
+        ]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class BandTable(Result):
     """Shares of bands of wavelengths, by term, for each head: what :meth:`PlaneTable.by_band`
     returns.
@@ -47,6 +70,17 @@ class BandTable(Result):
         blank, total = torch.isnan(self.total_cs).any(-1), torch.nan_to_num(self.total_cs)
         found = zip(total.argmax(-1).tolist(), blank.tolist(), strict=True)
         return tuple("uniform" if none else self.bands[at] for at, none in found)
+
+    def by_head(self) -> HeadBands:
+        """The same with one row for each head, all terms together."""
+        return HeadBands(
+            provenance=self.provenance,
+            heads=self.heads,
+            bands=self.bands,
+            dominant=self.dominant,
+            cs=self.total_cs,
+            gs=self.total_gs,
+        )
 
     def columns(self) -> Sequence[str]:
         return ("layer", "head", "band", "term", "cs", "gs")

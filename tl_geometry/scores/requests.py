@@ -3,7 +3,7 @@ layers from a forward pass or a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from tl_geometry.base.errors import BudgetError, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import LayerHook, ModelView
+from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
 from tl_geometry.scores.terms import ALIBI
 
 BIAS = "bias"
@@ -35,8 +37,16 @@ UserParts = Mapping[
 ]
 
 
-def part_names(parts: Sequence[str] | UserParts, preset: str) -> tuple[str, ...]:
-    """Names of the parts in the order of the part axis, or an error that lists what is possible."""
+def part_names(
+    parts: Sequence[str] | UserParts, preset: str, view: ModelView, layers: Sequence[int]
+) -> tuple[str, ...]:
+    """Names of the parts in the order of the part axis, or an error that lists what is possible;
+    writers are those of the last of ``layers``."""
+    if isinstance(parts, str):
+        require(parts in GRAINS, "parts", expected=f"one of {STREAM_PARTS + GRAINS}", got=parts)
+        expected, got = "'exact' with writers", repr(preset)
+        require(preset == "exact", "preset", expected=expected, got=got)
+        return (BIAS, *(writer.name for writer in writer_names(view, max(layers), parts)))
     if isinstance(parts, Mapping):
         require(
             preset == "exact", "preset", expected="'exact' with parts of your own", got=repr(preset)
@@ -53,7 +63,7 @@ def part_names(parts: Sequence[str] | UserParts, preset: str) -> tuple[str, ...]
     require(
         given in STREAM_PARTS,
         "parts",
-        expected=f"one of {STREAM_PARTS}, or a mapping from names to tensors",
+        expected=f"one of {STREAM_PARTS + GRAINS}, or a mapping from names to tensors",
         got=repr(given),
     )
     if preset == "exact":
@@ -99,9 +109,25 @@ def check_request(
 
 
 def each_layer(
-    view: ModelView, rows: TokenWindows, cache: Any, layers: Sequence[int], on_layer: LayerHook
+    view: ModelView,
+    rows: TokenWindows,
+    cache: Any,
+    layers: Sequence[int],
+    on_layer: LayerHook,
+    on_written: Callable[[Written], None] | None = None,
 ) -> None:
-    """Views of the layers, from one forward pass or from a cache of these tokens."""
+    """Views of the layers, from one forward pass or from a cache of these tokens; where it is asked
+    for, each after the writers of its input."""
+    if on_written is not None:
+
+        def both(layer: LayerView, written: Written) -> None:
+            on_written(written)
+            on_layer(layer)
+
+        if cache is not None:
+            _check_cache(view, rows, cache)
+        run_written(view, rows.tokens, layers, both, cache=cache)
+        return
     if cache is None:
         view.run_layers(rows.tokens, layers, on_layer)
         return
@@ -154,9 +180,12 @@ def provenance_of(
     preset: str,
     flags: Sequence[str],
     normalized: bool,
+    *,
+    after_bos: bool = False,
 ) -> Provenance:
-    """What a split was computed from."""
-    start = 0 if basis is None else min(basis.window[0], rows.tokens.shape[1] - 1)
+    """What a split was computed from; without a basis the window starts at 0, or ``after_bos``."""
+    start = int(after_bos and rows.has_bos) if basis is None else basis.window[0]
+    start = min(start, rows.tokens.shape[1] - 1)
     window, about = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
     return view.provenance(
         rows, window=window, preset=preset, flags=(*flags, *about), normalized=normalized

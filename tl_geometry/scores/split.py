@@ -39,6 +39,7 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
+from tl_geometry.models.writers import CONSTANTS
 from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 from tl_geometry.scores.relative import OffsetProfile, offset_profile, offset_share
@@ -265,6 +266,7 @@ class ScoreSplit(Result):
             bias = None if self.bias is None else self.bias[rows]
             cap = float(self.softcap[rows[0]])
             options = {"bias": bias, "drop": start, "softcap": cap if math.isfinite(cap) else None}
+            options["energy"] = CONSTANTS not in self.parts  # not of writers, which are too many
             options["planes"] = PlaneIndex(planes.plane[rows[0]], planes.theta.shape[1])
             q, k = self.q[..., rows, :], self.k[..., rows, :]
             found.append(share_sums(q, k, self.allowed[rows[0]], **options).pooled())
@@ -336,13 +338,16 @@ def split_scores(
         tokens: prompts of equal length: a string or strings (with ``prepend_bos``), ids
             ``[position]`` or ``[batch position]``.
         basis: from :func:`tl_geometry.decompose` of the same model; ``None`` only with the caller's
-            own ``parts``.
+            own ``parts`` and with writers (shares then leave out a BOS token).
         layers, heads: which heads, ``(layer, head)`` or ``"L5H1"``; all of ``layers`` by default.
         parts: ``("pos", "cvec")`` (with ``bias`` holding mean and constants),
             ``("pos", "ctx", "resid")``, either with ``"mean"`` first to keep the mean apart from
             the constants, or a mapping from names to tensors ``[batch position
             d_model]`` (or ``[layer batch position
-            d_model]``, one for each block or each of ``layers``) that sum to the stream.
+            d_model]``, one for each block or each of ``layers``) that sum to the stream;
+            ``"writers"`` (each embedding, head and MLP that wrote the input) or ``"blocks"``
+            (attention and MLP of a block as wholes), with ``"constants"`` for what is written
+            whatever the tokens (:mod:`tl_geometry.models.writers`) and without energy shares.
         preset: ``"exact"``; ``"paper"``: the equation as printed,
             ``p_a W_Q W_K^T p_b / sqrt(d_head)`` without LayerNorm, biases and rotation;
             ``"reference"``: the published code, each of ``pos`` and ``h - pos`` through the whole
@@ -375,11 +380,16 @@ def split_scores(
     checks.choice(preset, PRESETS, "preset")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    names = part_names(parts, preset)
-    cells = len(rows) * len(chosen) * rows.tokens.shape[1] ** 2
-    size = len(names) ** 2 * cells * max(4, view.dtype.itemsize)
-    check_request(view, rows, basis, size, memory_budget, len(chosen))
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
+    names = part_names(parts, preset, view, layers_of)
+    by_writers = isinstance(parts, str)
+    cells = len(rows) * len(chosen) * rows.tokens.shape[1]
+    each = len(names) ** 2 * rows.tokens.shape[1]
+    if by_writers:  # nobody looks at all of their terms at once
+        each = 2 * len(names) * max(view.d_head, view.d_model // len(chosen))
+    check_request(
+        view, rows, basis, each * cells * max(4, view.dtype.itemsize), memory_budget, len(chosen)
+    )
     splitter = Splitter(view, basis, parts, preset, legacy_double_ln, layers_of)
     found: list[HeadTerms] = []
 
@@ -387,7 +397,8 @@ def split_scores(
         mine = [h for l, h in chosen if l == layer.layer]
         found.append(splitter.layer(layer, mine, device))
 
-    each_layer(view, rows, cache, splitter.layers, on_layer)
+    on_written = splitter.on_written if by_writers else None
+    each_layer(view, rows, cache, splitter.layers, on_layer, on_written)
     order = [(terms.layer, h) for terms in found for h in terms.heads]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
 
@@ -399,7 +410,15 @@ def split_scores(
         return beside(known, axis) if len(known) == len(values) else None
 
     return ScoreSplit(
-        provenance=provenance_of(view, rows, basis, preset, splitter.flags, splitter.normalized),
+        provenance=provenance_of(
+            view,
+            rows,
+            basis,
+            preset,
+            splitter.flags,
+            splitter.normalized,
+            after_bos=by_writers,
+        ),
         heads=chosen,
         parts=names,
         q=beside([t.q for t in found], 3),

@@ -28,6 +28,7 @@ from tl_geometry.models.reconstruction import (
     require_reconstruction,
 )
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.models.writers import Written, writer_names
 from tl_geometry.scores.projection import Side
 from tl_geometry.scores.requests import UserParts
 
@@ -70,14 +71,15 @@ class Splitter:
         double: bool,
         layers: Sequence[int],
     ) -> None:
-        own = isinstance(parts, Mapping)
+        own = isinstance(parts, Mapping | str)
         if basis is None and not own:
             instead = "decompose(model, tokens)"
             fail("basis", expected="a PositionContext", got=None, instead=instead)
         known = not double or preset == "reference"
         require(known, "legacy_double_ln", expected="preset='reference'", got=repr(preset))
         self.view, self.basis, self.parts = view, basis, parts
-        self.preset, self.double = preset, double
+        self.preset, self.double, self.own = preset, double, own
+        self.written: Written | None = None
         self.layers = tuple(sorted(layers))
         self.normalized = not own and basis is not None and basis.provenance.normalized
         require(
@@ -98,6 +100,8 @@ class Splitter:
         own."""
         if isinstance(self.parts, Mapping):
             return _own_parts(self.parts, layer, self.layers, self.view.n_layers)
+        if isinstance(self.parts, str):
+            return self._by_writers(layer, self.parts)
         basis = cast(PositionContext, self.basis)
         row, h = basis.index(layer.layer), layer.h.double()
         length = h.shape[1]
@@ -110,6 +114,17 @@ class Splitter:
             ctx = cvec[:, inside].mean(1, keepdim=True).expand_as(h)
             found = {"mean": found["mean"], "pos": found["pos"], "ctx": ctx, "resid": cvec - ctx}
         return {name: value.to(layer.h) for name, value in found.items()}
+
+    def on_written(self, written: Written) -> None:
+        """Take the writers of the next layer's input."""
+        self.written = written
+
+    def _by_writers(self, layer: LayerView, grain: str) -> dict[str, Tensor]:
+        """Writers of a layer's input, zeros for those that come later and are read by another."""
+        found = cast(Written, self.written).parts(grain)
+        nothing = torch.zeros_like(layer.h)
+        names = [w.name for w in writer_names(self.view, max(self.layers), grain)]
+        return {name: found.get(name, nothing) for name in names}
 
     def reading(self, layer: LayerView) -> LayerView:
         """The layer as a function of what is split: its input, or with a normalised basis the
@@ -165,9 +180,7 @@ class Splitter:
             q_again=None if again is None else again[..., cells, :].to(device),
             checks=checks,
             scale=scale,
-            rotary=layer.rotary
-            and not isinstance(self.parts, Mapping)
-            and "mean" not in self.parts,
+            rotary=layer.rotary and not self.own and "mean" not in self.parts,
             relative=is_relative(layer),
             planes=rotary_planes(layer),
         )
@@ -181,7 +194,7 @@ class Splitter:
     ) -> Float[Tensor, "part batch position head d_head"]:
         """All parts by themselves, the constants with ``bias``; nothing is got by subtraction."""
         side, parts = Side.of(layer, which), self.stream(layer)
-        if isinstance(self.parts, Mapping):
+        if self.own:
             own = side.project(torch.stack(list(parts.values())))
             return torch.cat([side.constant.unsqueeze(0), own])
         mapped = side.map(torch.stack(list(parts.values())))

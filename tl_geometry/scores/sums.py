@@ -313,7 +313,7 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
 class _ByPlane(NamedTuple):
     """Contractions that add up by plane on the way, where planes are wanted."""
 
-    index: PlaneIndex | None
+    wanted: PlaneIndex | None
     sums: dict[str, Tensor]
 
     @staticmethod
@@ -321,7 +321,7 @@ class _ByPlane(NamedTuple):
         index = wanted.planes
         if index is None:
             return _ByPlane(None, {})
-        shape = (*sizes[:2], index.count, sizes[2])
+        shape = (*sizes[:2], index.planes, sizes[2])
         names = ("numerators", "gains")[: 1 + wanted.gain]
         return _ByPlane(index, {name: torch.zeros(shape, **made) for name in names})
 
@@ -329,9 +329,9 @@ class _ByPlane(NamedTuple):
         self, name: str, weight: Tensor, rows: Tensor, tables: Tensor, added: Tensor | None
     ) -> Float[Tensor, "batch head term"]:
         """:func:`tl_geometry.scores.blockwise.contracted`."""
-        if self.index is None:
+        if self.wanted is None:
             return contracted(weight, rows, tables, added)
-        found = contracted_by_plane(weight, rows, tables, self.index)
+        found = contracted_by_plane(weight, rows, tables, self.wanted)
         self.sums[name] += found
         return with_added(found.sum(2), weight, added)
 

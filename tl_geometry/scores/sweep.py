@@ -17,7 +17,7 @@ Head types come from repeated random tokens made for the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -53,16 +53,19 @@ from tl_geometry.scores.splitter import is_relative
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label, term_names
+from tl_geometry.scores.writers import WriterSweep, sweep_writers
 
 WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 """Bytes that one step works on: about the cache of a CPU core, enough to fill a GPU."""
 
 
+@overload
 def sweep_heads(
     model: ModelLike,
     tokens: TokensLike,
     basis: PositionContext,
     *,
+    parts: tuple[str, str] = PARTS[1:],
     layers: Sequence[int] | int | None = None,
     detail: Sequence[str] | str = (),
     memory_budget: int = 2**31,
@@ -70,7 +73,36 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> SweepTable:
+) -> SweepTable: ...
+@overload
+def sweep_heads(
+    model: ModelLike,
+    tokens: TokensLike,
+    basis: PositionContext | None = None,
+    *,
+    parts: Literal["writers", "blocks"],
+    layers: Sequence[int] | int | None = None,
+    detail: Sequence[str] | str = (),
+    memory_budget: int = 2**31,
+    batch_size: int | None = None,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> WriterSweep: ...
+def sweep_heads(
+    model: ModelLike,
+    tokens: TokensLike,
+    basis: PositionContext | None = None,
+    *,
+    parts: tuple[str, str] | str = PARTS[1:],
+    layers: Sequence[int] | int | None = None,
+    detail: Sequence[str] | str = (),
+    memory_budget: int = 2**31,
+    batch_size: int | None = None,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> SweepTable | WriterSweep:
     """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a
     term as a matrix.
 
@@ -87,6 +119,10 @@ def sweep_heads(
             (the same scores, other terms; see :func:`tl_geometry.split_scores`). The first
             ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an
             attention sink); the attention paid to them is the column ``dropped_mass``.
+        parts: ``"writers"`` or ``"blocks"`` for who wrote what each head reads: a
+            :class:`~tl_geometry.scores.writers.WriterSweep` with the share of every earlier head,
+            MLP and embedding on the query and on the key side. It needs no basis (which then only
+            says how many positions to leave out; without one a BOS token is).
         layers: blocks to look at, all by default.
         detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern
             without each term), ``"toeplitz"`` and ``"offsets"`` (how far the positional terms
@@ -117,6 +153,22 @@ def sweep_heads(
     ((1, 0), (1, 3))
     """
     view = as_view(model)
+    if isinstance(parts, str):
+        fits, got = not detail, f"detail={detail!r} with parts={parts!r}"
+        require(fits, "detail", expected="no detail with writers", got=got)
+        options: dict[str, Any] = {
+            "memory_budget": memory_budget,
+            "batch_size": batch_size,
+            "seed": seed,
+        }
+        options |= {"prepend_bos": prepend_bos, "progress": progress, "layers": layers}
+        drop = None if basis is None else basis.window[0]
+        return sweep_writers(view, tokens, grain=parts, drop=drop, **options)
+    if basis is None:
+        instead = 'decompose(model, tokens), or parts="writers"'
+        fail("basis", expected="a PositionContext", got=None, instead=instead)
+    fits, expected = parts == PARTS[1:], f'{PARTS[1:]}, "writers" or "blocks"'
+    require(fits, "parts", expected=expected, got=parts, instead="split_scores(..., parts=...)")
     wanted = (detail,) if isinstance(detail, str) else tuple(detail)
     for name in wanted:
         checks.choice(name, DETAILS, "detail")

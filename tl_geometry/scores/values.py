@@ -145,7 +145,8 @@ def split_values(
     view = as_view(model)
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    names = part_names(parts, "exact")
+    layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
+    names = part_names(parts, "exact", view, layers_of)
     wanted = () if token_ids is None else target_ids(view, token_ids)
     numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_request(
@@ -154,7 +155,6 @@ def split_values(
     readout = (
         None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
     )
-    layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
     splitter = Splitter(view, basis, parts, "exact", False, layers_of)
     z: list[Tensor] = []
     W_O: list[Tensor] = []
@@ -167,7 +167,8 @@ def split_values(
         )
         W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
 
-    each_layer(view, rows, cache, splitter.layers, on_layer)
+    on_written = splitter.on_written if isinstance(parts, str) else None
+    each_layer(view, rows, cache, splitter.layers, on_layer, on_written)
     order = [(l, h) for layer in splitter.layers for l, h in chosen if l == layer]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)

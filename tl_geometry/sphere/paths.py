@@ -17,7 +17,7 @@ from tl_geometry.base.errors import BudgetError, GeometryError, fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
@@ -28,8 +28,8 @@ from tl_geometry.weights.vocabulary import embeddings, output_rows, weight_prove
 
 UPDATES = ("attention", "mlp")
 """Order of the two updates of a block."""
-PER_BATCH = ("radial", "tangential", "turn")
-"""Fields whose third axis is that of the contexts; the first of all others is."""
+SPLIT = ("radial", "tangential", "turn")
+"""Fields ``[update layer batch position]``; all others have the contexts first."""
 HELD = 16
 """Copies of all states that are held at once in float64: states, outputs of attention and MLP, and
 what is made of them."""
@@ -67,28 +67,15 @@ class TokenPaths(Result):
 
     def columns(self) -> Sequence[str]:
         """Column names of the table."""
-        updates = [
-            f"{name}_{update}" for update in UPDATES for name in ("radial", "tangential", "turn")
-        ]
-        return [
-            "context",
-            "position",
-            "token",
-            "state",
-            "next_angle",
-            "next_rank",
-            "step",
-            *updates,
-            "length",
-            "net",
-            "tortuosity",
-        ]
+        where = ["context", "position", "token", "state", "next_angle", "next_rank", "step"]
+        updates = [f"{name}_{update}" for update in UPDATES for name in SPLIT]
+        return [*where, *updates, "length", "net", "tortuosity"]
 
     def rows(self) -> Sequence[Sequence[object]]:
         """Rows of the table."""
         out: list[list[object]] = []
         batch, position, states = self.angle.shape
-        fields = (self.radial, self.tangential, self.turn)
+        fields = [getattr(self, name) for name in SPLIT]
         for b in range(batch):
             for t in range(position):
                 whole = [v[b, t].item() for v in (self.length, self.net, self.tortuosity)]
@@ -96,7 +83,7 @@ class TokenPaths(Result):
                     last = s == states - 1
                     parts = [
                         torch.nan if last else f[u, s, b, t].item()
-                        for u in range(2)
+                        for u in range(len(UPDATES))
                         for f in fields
                     ]
                     step = torch.nan if last else self.steps[b, t, s].item()
@@ -142,6 +129,7 @@ def token_paths(
     checks.choice(method, ("pca", "umap"), "method")
     view = as_view(model)
     if basis is not None:
+        require_basis(basis)
         basis.check_model(view)
         basis.require_raw("token_paths")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
@@ -150,7 +138,7 @@ def token_paths(
     words = output_rows(view)
     parts = [_measured(view, part, words, place) for part in rows.tokens.split(size)]
     joined = {
-        name: torch.cat([p[name] for p in parts], dim=2 if name in PER_BATCH else 0)
+        name: torch.cat([p[name] for p in parts], dim=2 if name in SPLIT else 0)
         for name in parts[0]
     }
     apart = any(bool(p["radial"].isnan().all()) for p in parts)
@@ -180,22 +168,21 @@ def _contexts_per_batch(
     view: ModelView, rows: TokenWindows, method: str, memory_budget: int, batch_size: int | None
 ) -> int:
     """How many contexts are followed at once: as many as the budget holds, all of them for UMAP."""
-    columns = rows.tokens.shape[1]
+    length = rows.tokens.shape[1]
     per_state = 8 * (HELD * view.d_model + min(view.d_vocab, projection.VOCABULARY_CHUNK))
-    per_context = per_state * (view.n_layers + 1) * columns
+    per_context = per_state * (view.n_layers + 1) * length
     least = len(rows) if method == "umap" else 1
     need = least * per_context
     require(
         memory_budget >= need,
         "memory_budget",
-        expected=f"at least {need} bytes for {least} x {columns} tokens",
+        expected=f"at least {need} bytes for {least} x {length} tokens",
         got=memory_budget,
         instead="shorter or fewer windows, or a larger memory_budget=",
         error=BudgetError,
     )
-    return max(
-        least, min(memory_budget // per_context, batch_size or default_batch(columns, view.device))
-    )
+    wanted = batch_size or default_batch(length, view.device)
+    return max(least, min(memory_budget // per_context, wanted))
 
 
 Place = Callable[[Tensor], Tensor]
@@ -218,7 +205,7 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
         "angle": torch.where(last, torch.nan, near.angle),
         "rank": torch.where(last, 0, near.rank),
         "coordinates": place(states).double(),
-        **dict(zip(PER_BATCH, split, strict=True)),
+        **dict(zip(SPLIT, split, strict=True)),
     }
     return {name: value.cpu() for name, value in (found | path._asdict()).items()}
 
@@ -256,23 +243,17 @@ def _projection(
         rows, name = embeddings(view), "token embeddings"
     else:
         if basis.samples is None:
-            fail(
-                "basis",
-                expected="sampled states",
-                got="a basis without",
-                instead="decompose(..., keep=32)",
-            )
+            instead = "decompose(..., keep=32)"
+            fail("basis", expected="sampled states", got="a basis without", instead=instead)
         rows, name = basis.samples.flatten(0, 2), "sampled states"
-    unit = torch.nn.functional.normalize(remove_mean(rows.double(), view.norm), dim=-1)
 
-    def points(states: Tensor) -> Tensor:
+    def on_sphere(states: Tensor) -> Tensor:
         return torch.nn.functional.normalize(remove_mean(states, view.norm), dim=-1)
 
+    unit = on_sphere(rows.double())
     if method == "umap":
-        return (
-            float("nan"),
-            lambda states: projection.umap_coordinates(unit, points(states), seed=seed),
-            name,
-        )
+        nan = float("nan")  # UMAP has no share of the variance
+        umap = projection.umap_coordinates
+        return nan, lambda states: umap(unit, on_sphere(states), seed=seed), name
     found = projection.principal_projection(unit.to(view.device), 3)
-    return float(found.share.sum()), lambda states: found(points(states)), name
+    return float(found.share.sum()), lambda states: found(on_sphere(states)), name

@@ -21,10 +21,9 @@ from tl_geometry.base import linalg
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.models.norms import remove_mean
+from tl_geometry.weights.readout import VOCABULARY_CHUNK
 
 NORMS = ("LN", "RMS")
-VOCABULARY_CHUNK = 8192
-"""Tokens compared at a time."""
 
 
 class NormGeometry(NamedTuple):
@@ -65,9 +64,8 @@ def norm_geometry(
     c = remove_mean(x.double(), norm_type)
     length = torch.linalg.vector_norm(c, dim=-1)
     # a constant vector leaves rounding errors behind when it is centred: they are no direction
-    degenerate = length <= 8 * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(
-        x.double(), dim=-1
-    )
+    rounding = torch.finfo(torch.float64).eps * torch.linalg.vector_norm(x.double(), dim=-1)
+    degenerate = length <= 8 * rounding
     c = torch.where(degenerate.unsqueeze(-1), 0.0, c)
     length = torch.where(degenerate, 0.0, length)
     scale = (length.square() + size * eps).sqrt()
@@ -81,13 +79,13 @@ def norm_geometry(
     ellipsoid = (back.square().sum(-1) - radius.square()).abs() / size
     plane = back.sum(-1).abs() / (size**0.5 * torch.where(radius > 0, radius, 1.0))
     return NormGeometry(
-        z,
-        y,
-        radius,
-        deficit,
-        plane if norm_type == "LN" else torch.full_like(plane, torch.nan),
-        ellipsoid,
-        degenerate,
+        z=z,
+        y=y,
+        radius=radius,
+        deficit=deficit,
+        hyperplane_residual=plane if norm_type == "LN" else torch.full_like(plane, torch.nan),
+        ellipsoid_residual=ellipsoid,
+        degenerate=degenerate,
     )
 
 
@@ -95,7 +93,7 @@ class PathGeometry(NamedTuple):
     """Angles of a path of states seen from the centre of the sphere (radians); ``tortuosity`` is
     ``length / net`` (NaN if net is 0)."""
 
-    steps: Float[Tensor, "*batch column"]
+    steps: Float[Tensor, "*batch layer"]
     length: Float[Tensor, "*batch"]
     net: Float[Tensor, "*batch"]
     tortuosity: Float[Tensor, "*batch"]
@@ -227,8 +225,8 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
     mean = reduce(rows.double(), "row d_model -> d_model", "mean")
     c = rows.double() - mean
     if len(rows) > 2 * rows.shape[1]:
-        # tall: eigenvectors of the covariance, whose squared condition leaves the leading axes
-        # alone
+        # tall: eigenvectors of the covariance; the squared condition number does not harm the
+        # leading axes
         values, vectors = torch.linalg.eigh(c.mT @ c)
         variance = values.flip(-1).clamp(min=0)
         axes = linalg.fix_signs(vectors, vectors)[1].flip(-1)
@@ -264,6 +262,5 @@ def umap_coordinates(
     reducer = umap.UMAP(n_neighbors=15, min_dist=0.1, n_components=k, random_state=seed)
     reducer.fit(fit[:10_000].double().cpu().numpy())
     flat = rearrange(points, "... d_model -> (...) d_model")
-    return torch.as_tensor(reducer.transform(flat.double().cpu().numpy())).reshape(
-        *points.shape[:-1], k
-    )
+    found = torch.as_tensor(reducer.transform(flat.double().cpu().numpy()))
+    return found.reshape(*points.shape[:-1], k)

@@ -35,6 +35,7 @@ from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
 
 MATRICES = ("QK", "OV")
+"""W_QK = W_Q W_K^T and W_OV = W_V W_O."""
 DENSE_BYTES = 2**28
 """Memory of the dense rotated matrices that exist at one time when the full rotation is asked
 for."""
@@ -182,9 +183,8 @@ def rotated_block(
     ``right`` to ``left``."""
     right = left if right is None else right
     diag = factors.diagonal if remove is None else remove
-    return project(left, factors.left) @ project(right, factors.right).mT - rotate_diagonal(
-        left, diag, right
-    )
+    whole = project(left, factors.left) @ project(right, factors.right).mT
+    return whole - rotate_diagonal(left, diag, right)
 
 
 def complete(
@@ -269,7 +269,7 @@ def structure(
     threshold = math.sqrt(2 * math.log(size**2)) * std
     above = block.abs() > rearrange(threshold, "... head -> ... head 1 1")
     inner = block[..., :k, :k]
-    energy_ratio = torch.where(total > 0, inner.square().sum((-2, -1)) / total, torch.nan)
+    concentration = torch.where(total > 0, inner.square().sum((-2, -1)) / total, torch.nan)
     above_threshold = above[..., :k, :k].sum((-2, -1))
     highest, lowest = block.amax((-2, -1)), block.amin((-2, -1))
     beyond = torch.full_like(above_threshold, -1)
@@ -277,17 +277,17 @@ def structure(
         highest, lowest, every = _dense_extremes(factors, left, right, threshold)
         beyond = every - above_threshold
     return Structure(
-        factors.diagonal,
-        block,
-        product[..., :-1, :-1],
-        mean,
-        std,
-        threshold,
-        highest,
-        lowest,
-        above_threshold,
-        beyond,
-        energy_ratio,
+        diagonal=factors.diagonal,
+        block=block,
+        product=product[..., :-1, :-1],
+        mean=mean,
+        std=std,
+        threshold=threshold,
+        highest=highest,
+        lowest=lowest,
+        above_threshold=above_threshold,
+        above_threshold_outside=beyond,
+        concentration=concentration,
     )
 
 
@@ -341,9 +341,10 @@ def haar_null(
         other = k if k_right is None else k_right
         return torch.where(total > 0, torch.full_like(total, k * other / d**2), torch.nan)
     diag = factors.diagonal
-    squares = factors.trace_of_square + (
-        -diag.square().sum(-1) if off_diagonal else diag.sum(-1).square()
-    )
+    if off_diagonal:  # tr(W_o W_o), and W_o has no trace
+        squares = factors.trace_of_square - diag.square().sum(-1)
+    else:
+        squares = factors.trace_of_square + diag.sum(-1).square()
     alpha = k * ((d + 1) * k - 2) / (d * (d - 1) * (d + 2))
     beta = k * (d - k) / (d * (d - 1) * (d + 2))
     return torch.where(total > 0, alpha + beta * squares / total, torch.nan)
@@ -370,10 +371,9 @@ def subspace_null(
     total = factors.off_diagonal_energy
 
     def draw(rows: Tensor) -> Tensor:
-        weights = torch.randn(draws * k, len(rows), generator=generator, dtype=torch.float64).to(
-            rows.device
-        )
-        mixed = rearrange(weights @ rows.double(), "(sample k) d -> sample d k", sample=draws)
+        weights = torch.randn(draws * k, len(rows), generator=generator, dtype=torch.float64)
+        mixed = weights.to(rows.device) @ rows.double()
+        mixed = rearrange(mixed, "(sample k) d -> sample d k", sample=draws)
         return torch.linalg.qr(mixed).Q
 
     bases = draw(left)

@@ -35,9 +35,23 @@ from tl_geometry.weights.vocabulary import (
 NULL_ROWS = 512
 """Activations that the activation null draws from, at most."""
 NUMBERS = (
-    *("std", "threshold", "highest", "lowest", "above_threshold", "above_threshold_outside"),
-    *("concentration", "null", "lift", "activation_null", "activation_high"),
-    *("r2_low_rank", "r2_diagonal", "r2_joint", "null_r2", "symmetric", "singular"),
+    "std",
+    "threshold",
+    "highest",
+    "lowest",
+    "above_threshold",
+    "above_threshold_outside",
+    "concentration",
+    "null",
+    "lift",
+    "activation_null",
+    "activation_high",
+    "r2_low_rank",
+    "r2_diagonal",
+    "r2_joint",
+    "null_r2",
+    "symmetric",
+    "singular",
 )
 """Fields and properties of a :class:`WeightGeometry` that its table shows for every head."""
 
@@ -131,8 +145,10 @@ def weight_geometry(
     state l and the right one that of state l + 1.
 
     Args:
-        model: a TransformerLens model; ``basis``: its decomposition, with state l (and l + 1 for
-            ``"OV"``) of every layer.
+        model: a TransformerLens model.
+        basis: its decomposition, with state l (and l + 1 for ``"OV"``) of every layer.
+        matrix: ``"QK"`` or ``"OV"``.
+        layers: which layers, by default all.
         rank: dimension of the subspace, by default the smaller of 20 and the numerical rank of the
             positional vectors.
         raw: weights as they are, without gain and centring, and the plain positional vectors: the
@@ -142,7 +158,8 @@ def weight_geometry(
             the k x k block and find the extremes there.
         offsets: for rotary models, the query-key offsets that W_QK is averaged over (``(0,)``, or
             ``range(1, 17)``).
-        shown: directions in ``block``; draws, seed: random activation subspaces of the second null.
+        shown: directions in ``block``.
+        draws: random activation subspaces of the second null, drawn with ``seed``.
 
     Raises ``GeometryError`` for a basis of another model or without the states needed.
 
@@ -339,15 +356,8 @@ class TokenReadout(Result):
     def columns(self) -> Sequence[str]:
         """Column names of the table."""
         sides = ("queries", "keys") if self.matrix == "QK" else ("reads", "writes")
-        return [
-            "layer",
-            "head",
-            "feature",
-            "value",
-            "coverage",
-            "degenerate",
-            *(f"{s}{e}" for s in sides for e in ("", "_opposite")),
-        ]
+        tokens = [f"{side}{end}" for side in sides for end in ("", "_opposite")]
+        return ["layer", "head", "feature", "value", "coverage", "degenerate", *tokens]
 
     def rows(self) -> Sequence[Sequence[object]]:
         """Rows of the table."""
@@ -358,16 +368,12 @@ class TokenReadout(Result):
             self.right_opposite_tokens,
         )
         out: list[list[object]] = []
+        coverage = self.coverage
         for i, (layer, head) in enumerate(self.heads):
             for f in range(self.features):
-                numbers = (
-                    self.values[i, f].item(),
-                    self.coverage[i, f].item(),
-                    bool(self.degenerate[i, f]),
-                )
-                out.append(
-                    [layer, head, f, *numbers, *(" ".join(t[i * self.features + f]) for t in texts)]
-                )
+                numbers = (self.values[i, f].item(), coverage[i, f].item())
+                tokens = (" ".join(rows[i * self.features + f]) for rows in texts)
+                out.append([layer, head, f, *numbers, bool(self.degenerate[i, f]), *tokens])
         return out
 
 
@@ -392,12 +398,18 @@ def token_readout(
     norm's output and the unembedding's own rows, as published.
 
     Args:
-        layers, heads: which heads (``(layer, head)`` or ``"L5H1"``), by default all.
-        features: singular directions per head; k: tokens at each end.
+        matrix: ``"QK"`` or ``"OV"``.
+        layers: which layers, by default all.
+        heads: which heads (``(layer, head)`` or ``"L5H1"``), by default all of the layers.
+        features: singular directions per head.
+        k: tokens at each end of a direction.
         offsets: for rotary models, the offsets that W_QK is averaged over.
         factors: read this TransformerLens ``FactoredMatrix`` (or pair of factors) instead of the
             model's; ``layers`` then names the one layer whose norm reads the tokens, and heads are
             numbered as the factors are.
+
+    Raises ``GeometryError`` for heads, layers or offsets that the model does not have, and for more
+    ``features`` or tokens than there are.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -451,22 +463,21 @@ def _readout(
     values = torch.cat([S for S, _, _ in parts]).cpu()
     fields: dict[str, Any] = {}
     for i, side in enumerate(("left", "right"), start=1):
-        ends: list[Any] = [part[i] for part in parts]
-        for end, name in (("top", side), ("bottom", f"{side}_opposite")):
-            ids, scores = (
-                torch.cat([getattr(e, f"{end}_{what}").flatten(0, -2) for e in ends]).cpu()
-                for what in ("ids", "scores")
-            )
-            fields |= {
-                f"{name}_ids": ids,
-                f"{name}_scores": scores,
-                f"{name}_tokens": decode_table(view, ids),
-            }
-    flags = (
-        []
-        if view.head_trained or matrix == "QK"
-        else ["output head not trained: writes are read in the embedding"]
-    )
+        found = [
+            torch.cat([v.flatten(0, -2) for v in layers]).cpu()
+            for layers in zip(*(part[i] for part in parts), strict=True)
+        ]
+        ends = readout.Extremes(*found)
+        fields |= {
+            f"{side}_ids": ends.top_ids,
+            f"{side}_scores": ends.top_scores,
+            f"{side}_tokens": decode_table(view, ends.top_ids),
+            f"{side}_opposite_ids": ends.bottom_ids,
+            f"{side}_opposite_scores": ends.bottom_scores,
+            f"{side}_opposite_tokens": decode_table(view, ends.bottom_ids),
+        }
+    untrained = matrix == "OV" and not view.head_trained
+    flags = ["output head not trained: writes are read in the embedding"] if untrained else []
     return TokenReadout(
         provenance=weight_provenance(
             view, sources=("molina2023",), preset="paper" if raw else "exact", flags=flags

@@ -76,27 +76,23 @@ def fit_low_rank_diagonal(
     delta, singular = solve_diagonal(left, right_basis, target.mT)
     delta = delta.mT
     L = full - rotate_diagonal(left, delta, right_basis)
-    residual = (
-        total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - L.square().sum((-2, -1))
-    )
+    size = L.square().sum((-2, -1))
+    residual = total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - size
 
     def share(value: Tensor) -> Tensor:
         return torch.where(total > 0, value / total, torch.nan)
 
-    square = L.shape[-1] == L.shape[-2]
-    symmetric = (
-        ((L + L.mT) / 2).square().sum((-2, -1)) / L.square().sum((-2, -1))
-        if square
-        else torch.full_like(total, torch.nan)
-    )
+    symmetric = torch.full_like(total, torch.nan)
+    if L.shape[-1] == L.shape[-2]:
+        symmetric = ((L + L.mT) / 2).square().sum((-2, -1)) / size
     return LowRankDiagonal(
-        L,
-        delta,
-        share(full.square().sum((-2, -1))),
-        share(diag.square().sum(-1)),
-        1 - share(residual.clamp(min=0)),
-        symmetric,
-        singular,
+        L=L,
+        delta=delta,
+        r2_low_rank=share(full.square().sum((-2, -1))),
+        r2_diagonal=share(diag.square().sum(-1)),
+        r2_joint=1 - share(residual.clamp(min=0)),
+        symmetric=symmetric,
+        singular=singular,
     )
 
 
@@ -106,14 +102,18 @@ def random_fits(
     """Null of the joint fit: ``r2_joint`` in uniformly random k-dimensional subspaces, one row per
     draw.
 
-    The mean of ``r2_low_rank`` in such subspaces is known exactly (:func:`haar_null` with
-    ``off_diagonal=False``); the joint share is larger by what the diagonal explains.
+    The mean of ``r2_low_rank`` in such subspaces is known exactly
+    (:func:`tl_geometry.weights.bilinear.haar_null` with ``off_diagonal=False``); the joint share is
+    larger by what the diagonal explains.
+
+    >>> eye = torch.eye(8).double()[None]
+    >>> random_fits(Factors(eye, eye), 2, draws=3).round(decimals=6).flatten().tolist()
+    [1.0, 1.0, 1.0]
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (draws, factors.left.shape[-2], k)
-    bases = torch.linalg.qr(
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(factors.left)
-    ).Q
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+    bases = torch.linalg.qr(normal.to(factors.left)).Q
     return torch.stack([fit_low_rank_diagonal(factors, V).r2_joint for V in bases])
 
 
@@ -137,9 +137,8 @@ def solve_diagonal(
     if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
         pairs = _pairs(left, right)
         small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
-        return target + pairs @ torch.cholesky_solve(
-            pairs.mT @ target, torch.linalg.cholesky(small)
-        ), bound < 0
+        inner = torch.cholesky_solve(pairs.mT @ target, torch.linalg.cholesky(small))
+        return target + pairs @ inner, bound < 0
     matrix = eye - (left @ left.mT) * (right @ right.mT)
     if bool((bound > 1e-6).all()):
         return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0

@@ -61,9 +61,7 @@ class _Output(NamedTuple):
         require_trained_head(view, what)
         norm = view.final_norm()
         rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
-        if norm is None:
-            ones = torch.ones(view.d_model)
-            norm = NormWeights(norm_type=None, gain=ones, bias=0 * ones, eps=0.0)
+        norm = _plain_norm(view, None, 0.0) if norm is None else norm
         bias = rearrange(view.unembed_bias().to(rows), "d_vocab -> d_vocab 1")
         return _Output(norm, torch.cat([rows, bias], dim=1))
 
@@ -75,13 +73,20 @@ class _Output(NamedTuple):
         return found.top_ids.reshape(*states.shape[:-1], k)
 
 
+def _plain_norm(view: ModelView, norm_type: str | None, eps: float) -> NormWeights:
+    """A norm without gain and bias; none at all for ``None``."""
+    gain, bias = torch.ones(view.d_model), torch.zeros(view.d_model)
+    return NormWeights(norm_type=norm_type, gain=gain, bias=bias, eps=eps)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NounProbe(Result):
     """For every layer, head and noun: the keys that its query fits best, and the tokens that its
     value promotes.
 
-    ``sum_*`` are those of all heads of the layer together. ``norms`` are lengths of the written
-    vectors.
+    ``key_ids`` and ``value_ids`` hold the ids, best first; ``sum_*`` are those of all heads of the
+    layer together. ``norms`` are lengths of the written vectors, ``skipped`` the nouns of several
+    tokens, ``texts`` the text of every id shown.
     """
 
     nouns: tuple[str, ...]
@@ -134,7 +139,7 @@ def noun_probe(
     (where value biases were folded into b_O, single heads lack theirs).
 
     Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
-    writes: then neither is the formula.
+    writes (neither formula then holds), and for models without a trained output head.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -144,15 +149,11 @@ def noun_probe(
     view = as_view(model)
     output = _Output.of(view, "noun_probe")
     last = view.n_layers - 1
-    chosen = (
-        tuple(sorted({0, last // 2, last}))
-        if layers is None
-        else checks.indices(layers, view.n_layers, "layers")
-    )
+    wanted = sorted({0, last // 2, last}) if layers is None else layers
+    chosen = checks.indices(wanted, view.n_layers, "layers")
     _require_plain_heads(view, chosen, "noun_probe")
-    given = (
-        common_nouns() if nouns is None else (nouns,) if isinstance(nouns, str) else tuple(nouns)
-    )
+    nouns = common_nouns() if nouns is None else nouns
+    given = (nouns,) if isinstance(nouns, str) else tuple(nouns)
     encoded = {noun: view.encode(noun) for noun in given}
     kept = tuple(n for n in given if len(encoded[n]) == 1)
     require(
@@ -203,6 +204,7 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
 def _probe_layer(
     view: ModelView, layer: int, rows: Tensor, ids: Tensor, output: _Output, k: int, biases: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Ids of keys, values and summed values of one layer, and the lengths that are written."""
     w, norm = _single(view.weights(layer)), view.attention_norm(layer)
     reads = normalized_rows(rows, norm, affine=True)
     x = reads[ids]
@@ -219,18 +221,14 @@ def _probe_layer(
 
 
 def _single(w: HeadWeights) -> HeadWeights:
-    return HeadWeights(
-        **{
-            name: getattr(w, name).detach().float()
-            for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
-        }
-    )
+    """The same weights in float32."""
+    return HeadWeights(**{name: value.detach().float() for name, value in vars(w).items()})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BiasReadout(Result):
     """Tokens at both ends of each head's bias directions: ``query``, ``key`` and ``value`` per head
-    (see :func:`bias_readout`)."""
+    (see :func:`bias_readout`), and the directions' ``lengths``."""
 
     heads: tuple[tuple[int, int], ...]
     lengths: Float[Tensor, "head 3"]
@@ -273,6 +271,11 @@ def bias_readout(
 
     Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
     writes: no bias is then a direction.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.weights.bias_readout(model, heads="L1H0", k=3).top_ids.shape  # head, bias, token
+    torch.Size([1, 3, 3])
     """
     view = as_view(model)
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
@@ -293,9 +296,8 @@ def bias_readout(
         found.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
     lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*found, strict=True))
     shown = {int(t) for ids in (top, bottom) for t in ids.unique()}
-    flags = (
-        [] if view.head_trained else ["output head not trained: values are read in the embedding"]
-    )
+    untrained = "output head not trained: values are read in the embedding"
+    flags = [] if view.head_trained else [untrained]
     return BiasReadout(
         provenance=weight_provenance(view, sources=SOURCE, flags=flags),
         heads=pairs,
@@ -359,26 +361,35 @@ def embedding_norm_table(model: ModelLike, *, k: int = 5) -> EmbeddingNorms:
     the largest logit above the vocabulary's mean that any state can give the token (A the centring
     of a LayerNorm, U without its mean over the vocabulary, the unembedding's own bias added where
     there is one). The first four depend on whether the gain was folded in, the last does not.
+
+    Raises ``UnsupportedModelError`` for models without a trained output head.
+
+    >>> import tl_geometry as tlg
+    >>> table = tlg.weights.embedding_norm_table(tlg.zoo.embedded(), k=2)
+    >>> table.scores[-1], bool((table.top_values >= table.bottom_values).all())
+    ('max_logit', True)
     """
     view = as_view(model)
     output = _Output.of(view, "embedding_norm_table")
     rows, constant = output.rows[:, :-1].double(), output.rows[:, -1].double()
     centered = rows - rows.mean(0)
     gain, bias = output.norm.gain.double(), output.norm.bias.double()
-    shift, length = rows @ bias, torch.linalg.vector_norm
+    shift = rows @ bias
+    norm, scaled = (torch.linalg.vector_norm(x, dim=-1) for x in (rows, gain * rows))
+    read = remove_mean(gain * centered, output.norm.norm_type)
+    reach = view.d_model**0.5 * torch.linalg.vector_norm(read, dim=-1)
     scores = {
-        "norm": length(rows, dim=-1),
-        "scaled": length(gain * rows, dim=-1),
-        "bias": length(rows, dim=-1) + shift,
-        "scaled_bias": length(gain * rows, dim=-1) + shift,
-        "max_logit": view.d_model**0.5
-        * length(remove_mean(gain * centered, output.norm.norm_type), dim=-1)
-        + (centered @ bias + constant - constant.mean()),
+        "norm": norm,
+        "scaled": scaled,
+        "bias": norm + shift,
+        "scaled_bias": scaled + shift,
+        "max_logit": reach + centered @ bias + constant - constant.mean(),
     }
     stacked = torch.stack(list(scores.values()))
     require(1 <= k <= stacked.shape[1], "k", expected=f"1 to {stacked.shape[1]} tokens", got=k)
     ends = [stacked.sort(dim=-1, descending=d, stable=True) for d in (True, False)]
     (top, top_ids), (bottom, bottom_ids) = ((v[:, :k].cpu(), i[:, :k].cpu()) for v, i in ends)
+    shown = [*top_ids.flatten().tolist(), *bottom_ids.flatten().tolist()]
     return EmbeddingNorms(
         provenance=weight_provenance(view, sources=SOURCE),
         scores=tuple(scores),
@@ -386,9 +397,7 @@ def embedding_norm_table(model: ModelLike, *, k: int = 5) -> EmbeddingNorms:
         top_values=top,
         bottom_ids=bottom_ids,
         bottom_values=bottom,
-        texts=tuple(
-            token_texts(view, [*top_ids.flatten().tolist(), *bottom_ids.flatten().tolist()]).items()
-        ),
+        texts=tuple(token_texts(view, shown).items()),
     )
 
 
@@ -426,17 +435,20 @@ def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
     For E, E without its mean over the vocabulary, E scaled by ``sqrt(d) / mean |E_t|``, and both:
     L2 distance to ``norm(E_t)``, and one minus the cosine. Scaling cannot change a cosine, so those
     rows agree in pairs; it removes most of the L2 distance only if embeddings are already spread
-    over a sphere.
+    over a sphere. Units are those of the embedding.
+
+    Raises ``GeometryError`` for an embedding of zeros.
+
+    >>> import tl_geometry as tlg
+    >>> table = tlg.weights.embedding_distance_table(tlg.zoo.embedded())
+    >>> table.matrices
+    ('original', 'centred', 'scaled', 'centred, scaled')
+    >>> bool(torch.isclose(table.cosine_mean[0], table.cosine_mean[2]))
+    True
     """
     view = as_view(model)
     rows = embeddings(view, centered=False).double()
-    plain = NormWeights(
-        norm_type="RMS" if view.norm == "RMS" else "LN",
-        gain=torch.ones(view.d_model),
-        bias=torch.zeros(view.d_model),
-        eps=1e-5,
-    )
-    target = plain.normalize(rows)
+    target = _plain_norm(view, "RMS" if view.norm == "RMS" else "LN", 1e-5).normalize(rows)
     mean_norm = torch.linalg.vector_norm(rows, dim=-1).mean()
     require(bool(mean_norm > 0), "embeddings", expected="rows that are not all zero", got="zeros")
     scale = view.d_model**0.5 / mean_norm

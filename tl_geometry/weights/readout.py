@@ -74,10 +74,9 @@ def _extremes(rows: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Ten
             found, where = _best(sign * scores, ids, k)
             if start == 0:
                 best.append((found, where))
-            else:
-                best[end] = _best(
-                    torch.cat([best[end][0], found], -1), torch.cat([best[end][1], where], -1), k
-                )
+                continue
+            before, there = best[end]
+            best[end] = _best(torch.cat([before, found], -1), torch.cat([there, where], -1), k)
     (high, high_ids), (low, low_ids) = best
     return high_ids, high, low_ids, -low
 
@@ -96,12 +95,15 @@ def features_needed(
     singular_values: Float[Tensor, "*batch rank"], share: float = 0.99
 ) -> Int[Tensor, "*batch"]:
     """Number of singular directions whose coverage first exceeds ``share`` (0 where all singular
-    values are zero)."""
+    values are zero).
+
+    >>> int(features_needed(torch.tensor([3.0, 1.0, 0.0]), share=0.7))
+    1
+    """
     require(0 < share < 1, "share", expected="a number between 0 and 1", got=share)
     curve = coverage(singular_values)
-    return torch.where(curve[..., -1].isnan(), 0, (curve <= share).sum(-1) + 1).clamp(
-        max=singular_values.shape[-1]
-    )
+    needed = ((curve <= share).sum(-1) + 1).clamp(max=singular_values.shape[-1])
+    return torch.where(curve[..., -1].isnan(), 0, needed)
 
 
 def near_degenerate(

@@ -19,6 +19,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
+from tl_geometry.weights.readout import VOCABULARY_CHUNK
 
 ROWS = 256
 """Coordinates of the stream projected at a time, and tokens in one window of the vocabulary."""
@@ -54,9 +55,8 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
         if not torch.allclose(first, rows[: len(first)].to(first), rtol=1e-5, atol=1e-6):
             width = min(ROWS, view.n_ctx)
             ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
-            rows = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])[
-                : len(rows)
-            ]
+            states = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])
+            rows = states[: len(rows)]
     return remove_mean(rows, view.norm if centered else None)
 
 
@@ -72,7 +72,7 @@ def normalized_rows(
     if norm.norm_type is None:
         return rows
     through = norm.apply if affine else norm.normalize
-    return torch.cat([through(part.double()).float() for part in rows.split(8192)])
+    return torch.cat([through(p.double()).float() for p in rows.split(VOCABULARY_CHUNK)])
 
 
 def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab d_model"]:
@@ -112,7 +112,6 @@ def score_factors(
     *,
     raw: bool,
     offsets: tuple[int, ...] = (0,),
-    scale: float | None = None,
 ) -> Factors:
     """Factors of W_QK of all heads of a layer (canonical, or raw), times the model's own attention
     scale.
@@ -124,7 +123,7 @@ def score_factors(
     """
     norm, w = view.attention_norm(layer), view.weights(layer)
     if raw or seen is None:
-        return bilinear.fold(w, norm, "QK", raw=raw, scale=scale)
+        return bilinear.fold(w, norm, "QK", raw=raw)
     plain = bilinear.fold(w, norm, "QK", scale=seen.scale)
     if offsets == (0,) and _agrees(seen, plain):
         return plain

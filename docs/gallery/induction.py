@@ -1,0 +1,12 @@
+import tl_geometry as tlg
+
+model = tlg.zoo.embedded()  # the one line to change
+windows = tlg.zoo.default_windows(model, 128, n=128)
+basis = tlg.decompose(model, windows, progress=False)  # mean, position, context of every state
+top = tlg.sweep_heads(model, windows[:32], basis, progress=False).top("induction", 3)
+columns = ["layer", "head", "induction", "induction_uniform", "dominant_group", "group_share"]
+print(top.to_dataframe()[columns].round(2).to_string(index=False))
+prompt = "def area(width, height):\n    return width * height\n"
+split = tlg.split_scores(model, prompt, basis, heads=top.heads[:1], prepend_bos=True)
+print(f"terms miss the model's scores by {split.reconstruction.worst:.1f} of what rounding allows")
+view = tlg.render.split(split, centered=True)

@@ -1,0 +1,8 @@
+import tl_geometry as tlg
+
+model = tlg.zoo.embedded()
+text = "\n".join(tlg.zoo.corpus.held_out_documents().texts)
+texts = tlg.corpus.pseudo_sentences(model, text, 50, n=384, prepend_bos=True)
+maps = ("flow", "ridge", "identity", "mean")
+skips = tlg.skip_map(model, texts[:96], pairs="all", map_types=maps, progress=False)
+view = tlg.render.skip_figure(skips)

@@ -1,0 +1,174 @@
+"""Removing an edge is HookedTransformer's split-input patching with frozen norms, acts in every
+class, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tokens
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.intervals import paired_interval, sign_flip_p
+from tl_geometry.interventions import edge_necessity, remove_edge, swap_edge
+from tl_geometry.models import from_hf, view
+from tl_geometry.models.output_head import next_token_losses
+from tl_geometry.models.writers import run_written
+
+PROMPTS = tokens(batch=3, length=12, seed=7)
+
+
+def writer_of(model: Any, name: str, prompts: Tensor = PROMPTS) -> Tensor:
+    found: list[Tensor] = []
+    run_written(view(model), prompts, [1], lambda _, w: found.append(w.parts()[name]))
+    return found[0]
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("side", ["query", "key", "value"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
+@torch.no_grad()
+def test_edges_are_those_of_split_inputs(architecture: str, side: str, swap: bool) -> None:
+    """Independent route: HookedTransformer's ``hook_k_input`` and alike, norm scales held."""
+    dtype = torch.float64
+    model = from_hf(hf_model(architecture, dtype), None, model_class="hooked", dtype=dtype)
+    w = writer_of(model, "L0H1")
+    change = w.roll(1, 0) - w if swap else -w
+    plain = model(PROMPTS)
+    if swap:
+        context = swap_edge(model, PROMPTS, "L0H1", "L1H2", side=side, other=PROMPTS.roll(1, 0))
+    else:
+        context = remove_edge(model, PROMPTS, "L0H1", "L1H2", side=side)
+    with context:
+        ours = model(PROMPTS)
+    cache = model.run_with_cache(PROMPTS)[1]
+    model.set_use_split_qkv_input(True)
+    model.set_ungroup_grouped_query_attention(True)
+
+    def take(value: Tensor, hook: Any) -> Tensor:
+        value = value.clone()
+        value[:, :, 2] += change
+        return value
+
+    def hold(value: Tensor, hook: Any) -> Tensor:
+        kept = cache[hook.name]
+        if hook.name.endswith("ln1.hook_scale"):
+            return kept.unsqueeze(2).expand(value.shape)
+        if kept.shape != value.shape:  # grouped keys were normed once for a group
+            kept = kept.view(3, 12, -1, 1).repeat_interleave(2, 2).reshape(value.shape)
+        return kept
+
+    letter = side[0]
+    hooks: list[Any] = [(f"blocks.1.hook_{letter}_input", take), ("blocks.1.ln1.hook_scale", hold)]
+    if architecture == "qwen3":
+        hooks += [(f"blocks.1.attn.{w}_norm.hook_scale", hold) for w in "qk"]
+    theirs = model.run_with_hooks(PROMPTS, fwd_hooks=hooks)
+    assert float((ours - theirs).abs().max()) < 1e-11
+    assert float((ours - plain).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_edges_act_in_every_class(architecture: str) -> None:
+    found: list[Tensor] = []
+    for kind, processed in loadable(architecture):
+        model = tiny(kind, architecture, processed)
+        plain = model(PROMPTS)
+        for side in ("query", "key", "value"):
+            with remove_edge(model, PROMPTS, "L0H1", ["L1H2", "L1H0"], side=side):
+                edited = model(PROMPTS)
+            assert float((edited - plain).abs().max()) > 1e-4, (kind, side)
+        change = (edited - plain).log_softmax(-1) if architecture == "bert" else edited - plain
+        found.append(change - change.mean(-1, keepdim=True))
+        assert torch.equal(model(PROMPTS), plain)
+    for one in found[1:]:
+        assert float((one - found[0]).abs().max()) < 1e-3 * float(found[0].abs().max() + 1)
+
+
+def test_removing_everything_leaves_the_constants() -> None:
+    """All writers out of the keys: scores are those of the constants, the same for every key."""
+    model = tiny("bridge", "gpt2")
+    names = ["embed", "pos_embed", "constants", "attn0", "mlp0"]
+    with remove_edge(model, PROMPTS, names, "L1H2"):
+        pattern = model.run_with_cache(PROMPTS)[1]["pattern", 1][:, 2]
+    even = torch.ones(12, 12).tril()
+    assert torch.allclose(pattern, (even / even.sum(-1, keepdim=True)).expand(3, -1, -1), atol=1e-5)
+
+
+def test_swapping_with_the_same_prompts_changes_nothing() -> None:
+    model = tiny("bridge", "llama")
+    plain = model(PROMPTS)
+    with swap_edge(model, PROMPTS, "L0H1", "L1H2", other=PROMPTS):
+        assert torch.allclose(model(PROMPTS), plain, atol=1e-5)
+    with swap_edge(model, PROMPTS, "L0H1", "L1H2"):
+        assert float((model(PROMPTS) - plain).abs().max()) > 1e-3
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    model = tiny("bridge", "gpt2")
+    with pytest.raises(GeometryError, match="L1H0"), remove_edge(model, PROMPTS, "L1H0", "L1H2"):
+        pass
+    wrong = remove_edge(model, PROMPTS, "L0H0", "L1H2", side="keys")
+    with pytest.raises(GeometryError, match="side"), wrong:
+        pass
+    other = pytest.raises(GeometryError, match="tokens of the clean run")
+    with remove_edge(model, PROMPTS, "L0H0", "L1H2"), other:
+        model(PROMPTS.flip(0))
+    alone = swap_edge(model, PROMPTS[:1], "L0H0", "L1H2")
+    with pytest.raises(GeometryError, match="2 prompts"), alone:
+        pass
+
+
+def test_necessity_is_paired_over_prompts() -> None:
+    """Losses are those of the context managers, intervals and p-values those of their paired
+    differences; the largest other writers are the controls."""
+    model = tlg.zoo.embedded()
+    prompts = tlg.scores.repeated_random_tokens(12, 2, 12, low=3, high=view(model).d_vocab)
+    second = torch.arange(24) >= 13
+    heads = ["L1H0", "L2H1"]
+    found = edge_necessity(model, prompts, "L0H0", heads, counted=second, controls=3)
+    assert found.conditions[:3] == ("clean", "remove", "swap")
+    with torch.no_grad(), remove_edge(model, prompts, "L0H0", heads):
+        own = next_token_losses(model(prompts), prompts)[:, second[1:]].mean(1)
+    assert torch.allclose(found.losses[1].float(), own, atol=1e-5)
+    assert float((found.losses[1] - found.losses[0]).abs().max()) > 1e-3
+    assert float((found.losses[2] - found.losses[1]).abs().max()) > 1e-3
+    shares = found.share[3:].abs()
+    assert bool((shares[:-1] >= shares[1:]).all())
+    assert found.change("remove") == paired_interval(found.losses[1] - found.losses[0])
+    assert found.p_value("remove", against="swap") == sign_flip_p(found.losses[1] - found.losses[2])
+    few = edge_necessity(model, prompts[:3], "L0H0", heads, controls=["mlp0"])
+    assert few.conditions == ("clean", "remove", "swap", "mlp0")
+    assert few.change("remove").low.isnan()
+    with pytest.raises(GeometryError, match="counted"):
+        edge_necessity(model, prompts, "L0H0", heads, counted=second[:5])
+
+
+INDUCTION = ["L17H3", "L17H4", "L17H5", "L18H6", "L18H7", "L23H2"]
+"""Induction heads of SmolLM2-135M."""
+
+
+@pytest.mark.smollm2
+@pytest.mark.slow
+def test_one_edge_carries_induction_in_smollm2() -> None:
+    """The strongest writer of the induction heads' keys is a previous-token head, far above its
+    nulls, and without that edge nothing is copied; other edges of the largest share do nothing."""
+    model = tlg.zoo.smollm2()
+    bos = view(model).bos_id
+    prompts = tlg.scores.repeated_random_tokens(20, 2, 6, low=1000, high=40000, bos_id=bos)
+    table = tlg.composition(model, prompts, heads=INDUCTION[:5], progress=False)
+    previous = table.parts.index("L16H0")
+    for head in range(5):
+        assert int(table.gs[head, 1].argmax()) == previous
+        assert float(table.gs[head, 1, previous]) > 0.5
+        nulls = (table.other_gs, table.random_gs)
+        assert all(abs(float(null[head, 1, previous])) < 0.2 for null in nulls)
+    second = torch.arange(41) >= 22
+    found = edge_necessity(model, prompts, "L16H0", INDUCTION, counted=second, controls=4)
+    clean = found.of("clean")
+    assert found.of("remove") > clean + 4
+    assert found.of("swap") > clean + 4
+    assert all(abs(found.of(name) - clean) < 1 for name in found.conditions[3:])

@@ -1,0 +1,142 @@
+"""The site and README: what they show was made by the code that stands beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from PIL import Image
+
+from tests import support
+from tests.tiny import ARCHITECTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [path for path in PAGES if "_build" not in path.parts]
+
+
+def module(name: str) -> ModuleType:
+    """A script of ``docs/``, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+pictures = module("pictures")
+SCRIPTS: dict[str, Path] = pictures.SCRIPTS
+
+
+def blocks(form: str) -> list[str]:
+    """README's code of one language."""
+    return re.findall(rf"^```{form}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_every_picture_is_that_of_its_script_and_stands_in_the_gallery() -> None:
+    gallery = (DOCS / "gallery.md").read_text("utf-8")
+    shown = set(re.findall(r"_static/(\w+)\.png", gallery))
+    assert shown == set(SCRIPTS) == set(re.findall(r"literalinclude\} gallery/(\w+)\.py", gallery))
+    for name, path in SCRIPTS.items():
+        script = path.read_text("utf-8")
+        assert len(script.splitlines()) <= 12, name
+        with Image.open(DOCS / "_static" / f"{name}.png") as image:
+            assert image.text["script"] == pictures.digest(script), name  # type: ignore[attr-defined]
+            assert image.width <= pictures.WIDEST
+    assert pictures.digest("a") != pictures.digest("b")
+
+
+def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
+    code, change = blocks("python")
+    script = SCRIPTS["induction"].read_text("utf-8")
+    assert code == f'{script}view.save("induction.html")  # linked panels, one page, offline\n'
+    assert blocks("text")[0] == SCRIPTS["induction"].with_suffix(".txt").read_text("utf-8")
+    assert re.findall(r"!\[.*\]\((.*)\)", README) == ["docs/_static/induction.png"]
+    marked = [line for line in script.splitlines() if line.endswith("# the one line to change")]
+    assert [line.split(" = ")[0] for line in marked] == ["model"]
+    assert change.splitlines()[-1].startswith("model = TransformerBridge.boot_transformers(")
+
+
+@pytest.mark.slow
+def test_the_first_script_prints_what_is_stored() -> None:
+    view, printed = pictures.run(SCRIPTS["induction"].read_text("utf-8"))
+    assert printed == blocks("text")[0]
+    assert "L1H0" in view.title
+
+
+def links(page: str) -> set[str]:
+    """Relative files that a page leads to."""
+    found = re.findall(r"\]\(([^)\s#]+)", page)
+    return {link for link in found if "://" not in link and not link.startswith("mailto:")}
+
+
+def test_links_lead_to_files() -> None:
+    pages = {path: links(path.read_text("utf-8")) for path in PAGES}
+    absent = {
+        str(path.relative_to(ROOT)): link
+        for path, found in pages.items()
+        for link in found
+        if not (path.parent / link).exists()
+    }
+    assert not absent
+    assert sum(map(len, pages.values())) > 30
+    assert links("[a](b.md) [c](d.md#e) ![f](g.png) [h](https://i.j) [k](#l)") == {
+        "b.md",
+        "d.md",
+        "g.png",
+    }
+
+
+def test_the_support_table_has_every_architecture_and_nothing_between() -> None:
+    stored = json.loads(support.STORED.read_text("utf-8"))
+    assert support.TABLE.read_text("utf-8") == support.table(stored)
+    assert [lens.split(".")[0] for lens in stored] == ["3", "4"]
+    for columns in stored.values():
+        for cells in columns.values():
+            assert list(cells) == list(ARCHITECTURES)
+            for cell in cells.values():
+                exact = cell["verdict"] == "exact" and 0 < cell["worst"] <= 1
+                assert exact != (cell["verdict"] == "refused" and len(cell["why"]) > 10)
+    assert set(stored["3.9.0"]) == set(support.NAMES.values())
+    said = re.search(r"\[(\d+) architectures measured\]", README)
+    assert said is not None
+    assert int(said[1]) == len(ARCHITECTURES)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what Hugging Face and TransformerLens say of what they load
+def test_the_support_table_is_what_is_measured() -> None:
+    """Of this TransformerLens: one that is exact, one with a part refused, and refused ones."""
+    stored = json.loads(support.STORED.read_text("utf-8"))
+    mine = next(
+        stored[lens] for lens in stored if (lens[0] == "3") == ("hooked" in support.CLASSES)
+    )
+    some = ("gpt2", "bert", "roberta", "bloom6")
+    found = support.measure_all(some)
+    for name, cells in found.items():
+        for architecture, cell in cells.items():
+            wanted = mine[name][architecture]
+            assert cell["verdict"] == wanted["verdict"], (name, architecture)
+            assert cell.get("without") == wanted.get("without"), (name, architecture)
+    assert any(c["verdict"] == "refused" for c in found["TransformerBridge"].values()) == (
+        "HookedTransformer" in found
+    )
+
+
+def test_the_api_has_a_page_for_every_public_package() -> None:
+    source = (DOCS / "conf.py").read_text("utf-8")
+    named = re.findall(r'^    "(\w+)",$', source.split("PACKAGES = (")[1].split(")")[0], re.M)
+    index = (DOCS / "api" / "index.md").read_text("utf-8")
+    assert re.findall(r"^(\w+)$", index, re.M) == ["results", *named]
+    import tl_geometry
+
+    assert tuple(named) == tl_geometry._PACKAGES
+    assert "sphinx" not in sys.modules

@@ -1,0 +1,37 @@
+"""Views of writers: edges and graphs name what the table has, and text from a model is drawn as
+text."""
+
+from __future__ import annotations
+
+import json
+
+import tl_geometry as tlg
+from tl_geometry.render import composition_figure, logit_figure
+
+
+def test_the_composition_and_its_graph() -> None:
+    model = tlg.zoo.embedded()
+    windows = tlg.zoo.default_windows(model, 16, n=8)
+    found = tlg.composition(model, windows, layers=[1, 2], progress=False)
+    view = composition_figure(found, n=12)
+    texts = {text.get_text() for text in view.figure.axes[0].texts}
+    edges = found.edges(n=12)
+    assert texts == {name for edge in edges for name in edge[:2]}
+    assert "12 strongest" in view.caption
+    graph = json.loads(json.dumps(found.graph(n=12)))
+    assert {node["id"] for node in graph["nodes"]} == texts
+    first = graph["links"][0]
+    assert (first["source"], first["target"], first["side"], first["weight"]) == edges[0]
+
+
+def test_a_logit_shows_its_sources_and_why() -> None:
+    model = tlg.zoo.embedded()
+    windows = tlg.zoo.default_windows(model, 16, n=1)
+    found = tlg.explain_logit(model, windows, 14, 5, top=4)
+    view = logit_figure(found)
+    bars = view.figure.axes[1]
+    assert len(bars.get_yticklabels()) == 4
+    layer, head, source = found.pairs[0]
+    assert bars.get_yticklabels()[0].get_text().startswith(f"L{layer}H{head} from {source} ")
+    assert "attention" in bars.texts[0].get_text()
+    assert view.html().count("<img") == 1

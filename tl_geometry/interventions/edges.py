@@ -1,0 +1,231 @@
+"""Take one writer out of what chosen heads read, or put another prompt's in its place: path
+patching of the edge from a writer to the query, key or value input of a head.
+
+The writer's output and the reader's norm scale (QK-norm's too) are those of the clean run on the
+same tokens; everything after the reader is live. With w the clean output of the writer and h the
+running stream,
+
+    remove      k' = ((h - w) A / s_clean gain) W_K + constants       (query and value alike)
+    swap        k' = ((h - w + w') A / s_clean gain) W_K + constants,  w' of another prompt
+
+so that an edge takes exactly that writer's terms out of the scores, the terms that
+:func:`tl_geometry.composition` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import fail, require
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.interventions.terms import HeadsLike, derangement
+from tl_geometry.models.describing import as_view
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.writers import Written, run_written, writer_names
+
+SIDES = {"query": "q", "key": "k", "value": "v"}
+"""Sides of a head that an edge can end at, and their letters."""
+Writers = str | Sequence[str]
+"""One writer, or several that are edited together."""
+Sides = str | Sequence[str]
+"""One side, or several."""
+
+
+@dataclass(frozen=True, eq=False)
+class CleanReader:
+    """What one layer read in the clean run: frozen scales and constants of its sides, and what each
+    chosen writer had written."""
+
+    scale: Mapping[str, Float[Tensor, "batch position head"]]
+    constant: Mapping[str, Float[Tensor, "batch position head d_head"]]
+    writers: Mapping[str, Float[Tensor, "batch position d_model"]]
+
+
+@dataclass(frozen=True, eq=False)
+class CleanRun:
+    """The clean run behind edits of edges, of the tokens that it was made from."""
+
+    view: ModelView
+    tokens: Int[Tensor, "batch position"]
+    readers: Mapping[int, CleanReader]
+
+
+def clean_run(
+    view: ModelView,
+    tokens: Int[Tensor, "batch position"],
+    writers: Sequence[str],
+    layers: Iterable[int],
+) -> CleanRun:
+    """Run the model once and keep what edges from ``writers`` to heads of ``layers`` need."""
+    chosen = sorted(set(layers))
+    for layer in chosen:
+        known = [w.name for w in writer_names(view, layer)]
+        known += [w.name for w in writer_names(view, layer, "blocks") if w.name not in known]
+        for name in writers:
+            checks.choice(name, known, f"writer before block {layer}")
+    readers: dict[int, CleanReader] = {}
+
+    def take(layer: LayerView, written: Written) -> None:
+        parts = written.parts("blocks") | written.parts()
+        readers[layer.layer] = CleanReader(
+            {w: getattr(layer, f"{w}_scale") for w in "qkv"},
+            {w: getattr(layer, f"{w}_constant") for w in "qkv"},
+            {name: parts[name] for name in writers},
+        )
+
+    run_written(view, tokens, chosen, take)
+    return CleanRun(view, tokens, readers)
+
+
+def edge_edits(
+    run: CleanRun,
+    writers: Writers,
+    heads: Sequence[tuple[int, int]],
+    sides: Sides,
+    other: CleanRun | None = None,
+) -> list[Edit]:
+    """One edit for each layer that has chosen heads: ``writers`` out of their inputs, and those of
+    ``other`` in, where it is given."""
+    names = [writers] if isinstance(writers, str) else list(writers)
+    given = [sides] if isinstance(sides, str) else list(sides)
+    letters = [SIDES[checks.choice(side, tuple(SIDES), "side")] for side in given]
+    out: list[Edit] = []
+    for at in sorted({layer for layer, _ in heads}):
+        clean = run.readers[at]
+        change = -torch.stack([clean.writers[name] for name in names]).sum(0)
+        if other is not None:
+            found = other.readers[at].writers
+            change = change + torch.stack([found[name] for name in names]).sum(0)
+        mine = tuple(sorted(head for layer, head in heads if layer == at))
+        out.append(_edit(run, at, mine, change, letters))
+    return out
+
+
+def _edit(
+    run: CleanRun, at: int, heads: tuple[int, ...], change: Tensor, letters: Sequence[str]
+) -> Edit:
+    clean, pick = run.readers[at], list(heads)
+
+    def side(layer: LayerView, which: str) -> Float[Tensor, "batch position head d_head"]:
+        """Queries, keys or values of the changed input, under the clean run's scales."""
+        mapped = getattr(layer, f"{which}_map")(layer.h + change.to(layer.h))
+        whole = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]
+        return whole[:, :, pick]
+
+    def scores(layer: LayerView, whole: Tensor) -> Tensor:
+        if not {"q", "k"} & set(letters):
+            return whole
+        q = side(layer, "q") if "q" in letters else layer.q[:, :, pick]
+        k = side(layer, "k") if "k" in letters else layer.k[:, :, pick]
+        found = layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
+        return found if layer.bias is None else found + layer.bias[pick]
+
+    def on_tokens(ids: Tensor) -> None:
+        same = ids.shape == run.tokens.shape and bool((ids.cpu() == run.tokens.cpu()).all())
+        expected, instead = "the tokens of the clean run", "remove_edge(model, these tokens, ...)"
+        require(same, "tokens inside an edit", expected=expected, got="others", instead=instead)
+
+    values = (lambda layer, v: side(layer, "v")) if "v" in letters else None
+    return Edit(at, heads, scores, on_tokens, values)
+
+
+@contextmanager
+def _apply(
+    model: ModelLike,
+    tokens: TokensLike,
+    writers: Writers,
+    heads: HeadsLike,
+    side: Sides,
+    other: TokensLike | None,
+    swap: bool,
+    prepend_bos: bool | None,
+    seed: int,
+) -> Iterator[OpenEdit]:
+    view = as_view(model)
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos).tokens
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
+    names = [writers] if isinstance(writers, str) else list(writers)
+    layers = {layer for layer, _ in chosen}
+    run = clean_run(view, rows, names, layers)
+    source = None
+    if swap:
+        source = clean_run(view, _others(view, rows, other, prepend_bos, seed), names, layers)
+    with edited_scores(view, edge_edits(run, names, chosen, side, source)) as edit:
+        yield edit
+
+
+def _others(
+    view: ModelView, rows: Tensor, other: TokensLike | None, prepend_bos: bool | None, seed: int
+) -> Int[Tensor, "batch position"]:
+    """The prompts that a swap takes writers from: given, or the same ones in another order."""
+    if other is None:
+        if len(rows) < 2:
+            got = "one prompt"
+            fail("swap", expected="at least 2 prompts", got=got, instead="other=other_tokens")
+        return rows[derangement(len(rows), seed)]
+    found = token_rows(view, other, prepend_bos=prepend_bos).tokens
+    fits, got = found.shape == rows.shape, tuple(found.shape)
+    require(fits, "other", expected=f"tokens {tuple(rows.shape)}", got=got)
+    return found
+
+
+def remove_edge(
+    model: ModelLike,
+    tokens: TokensLike,
+    writer: Writers,
+    heads: Sequence[Head] | Head,
+    *,
+    side: Sides = "key",
+    prepend_bos: bool | None = None,
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: take a writer out of what ``heads`` read, on the ``"query"``, ``"key"`` or
+    ``"value"`` side.
+
+    ``with remove_edge(model, tokens, "L0H3", "L1H0"): model(tokens)``. Writers are named as in
+    ``sweep_heads(..., parts="writers")`` (``"embed"``, ``"L0H3"``, ``"mlp0"``, ``"constants"``), or
+    as in ``"blocks"`` (``"attn0"``); several are removed together. The passes inside must be over
+    ``tokens``, whose clean run gives the writer's output and the norm's scale.
+
+    Raises ``GeometryError`` for a writer that does not come before every reader, and for other
+    tokens inside; else as :func:`remove_term`.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tokens = tlg.zoo.default_windows(model, 16, n=2).tokens
+    >>> with tlg.interventions.remove_edge(model, tokens, "L0H0", "L1H0"):
+    ...     logits = model(tokens)
+    """
+    return _apply(model, tokens, writer, heads, side, None, False, prepend_bos, 0)
+
+
+def swap_edge(
+    model: ModelLike,
+    tokens: TokensLike,
+    writer: Writers,
+    heads: Sequence[Head] | Head,
+    *,
+    side: Sides = "key",
+    other: TokensLike | None = None,
+    prepend_bos: bool | None = None,
+    seed: int = 0,
+) -> AbstractContextManager[OpenEdit]:
+    """Context manager: what a writer wrote in other prompts in place of what it wrote in these, in
+    the inputs of ``heads`` alone.
+
+    ``other`` are as many prompts of the same length, by default the same prompts in another order.
+    See :func:`remove_edge`.
+    """
+    return _apply(model, tokens, writer, heads, side, other, True, prepend_bos, seed)

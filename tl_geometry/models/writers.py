@@ -1,0 +1,295 @@
+"""Who wrote the residual stream: at each block the stream as a sum over embeddings, heads, MLPs and
+constants, by one forward pass.
+
+1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds; b_O, b_out and the part of z
+   that does not depend on the source, ``(beta W_V + b_V) W_O sum_j p_ij``, are ``constants``, so
+   that raw and folded weights give the same writers.
+2. A norm behind a write is frozen at its scale: what was written goes through ``A``, gain and 1/s,
+   the norm's bias joins the constants. An encoder's norms (BERT) do this to everything before.
+3. Heads stay factored: z with a scale for each token, and W_O with the centrings and gains of the
+   norms behind it, ``w[b, i, h] = scale[b, i] z[b, i, h] W[h]``. No vector of d_model is held for
+   each head.
+4. The parts are added up and compared with the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.checks import choice
+from tl_geometry.base.errors import require
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import upcast
+from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
+from tl_geometry.models.running import Hook, keep
+from tl_geometry.models.writing import Writing, by_head, writing_of
+
+CONSTANTS = "constants"
+"""The writer that holds b_O, b_out, the biases of norms behind writes, and what heads write
+whatever they attend to."""
+GRAINS = ("writers", "blocks")
+"""How finely the stream is divided: every head by itself, or the attention of a block as a
+whole."""
+
+
+class Writer(NamedTuple):
+    """One writer of the stream: its name, and the block and head that it is (-1 for what is written
+    before the first block, and for MLPs and constants no head)."""
+
+    name: str
+    layer: int
+    head: int
+
+
+def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[Writer, ...]:
+    """Writers of the input of block ``layer`` (of the last state for ``n_layers``), those of
+    earlier blocks first; constants stand before the heads, so that a later block has more at the
+    end."""
+    choice(grain, GRAINS, "parts")
+    writing = writing_of(view)
+    found = [Writer(name, -1, -1) for name, _ in writing.embedding.hooks]
+    found.append(Writer(CONSTANTS, -1, -1))
+    for at in range(layer):
+        if grain == "writers":
+            found += [Writer(f"L{at}H{head}", at, head) for head in range(view.n_heads)]
+        else:
+            found.append(Writer(f"attn{at}", at, -1))
+        if writing.blocks[at].mlp is not None:
+            found.append(Writer(f"mlp{at}", at, -1))
+    return tuple(found)
+
+
+@dataclass(eq=False)
+class HeadWrites:
+    """What the heads of one block wrote, ``scale z W`` with the norms behind it in scale and W."""
+
+    layer: int
+    z: Float[Tensor, "batch position head d_head"]
+    W: Float[Tensor, "head d_head d_model"]
+    scale: Float[Tensor, "batch position"]
+
+    def each(self) -> Float[Tensor, "head batch position d_model"]:
+        """Every head's write as a vector of the stream."""
+        scaled = self.z * self.scale[..., None, None]
+        return einsum(scaled, self.W, "b i h e, h e d -> h b i d")
+
+    def whole(self) -> Float[Tensor, "batch position d_model"]:
+        """Their sum."""
+        scaled = self.z * self.scale[..., None, None]
+        return einsum(scaled, self.W, "b i h e, h e d -> b i d")
+
+
+class Written:
+    """The stream so far as a sum over writers, for one forward pass; grows block by block.
+
+    ``dense`` holds embeddings and MLPs as vectors ``[batch position d_model]`` by name,
+    ``constants`` alike, ``heads`` the writes of each block's heads in factors.
+    """
+
+    def __init__(self, view: ModelView, writing: Writing, found: Mapping[str, Tensor]) -> None:
+        self.view, self.writing = view, writing
+        first = upcast(found["blocks.0.hook_resid_pre"])
+        self.dense = {
+            name: upcast(found[hook]).to(first).expand_as(first)
+            for name, hook in writing.embedding.hooks
+        }
+        self.constants = torch.zeros_like(first)
+        self.heads: list[HeadWrites] = []
+        if writing.embedding.norm is not None:
+            whole = torch.stack(list(self.dense.values())).sum(0)
+            self._through(writing.embedding.norm, writing.embedding.norm.scale(whole))
+
+    @property
+    def layer(self) -> int:
+        """The block whose input has been written."""
+        return len(self.heads)
+
+    def extend(self, found: Mapping[str, Tensor]) -> None:
+        """Take in what the next block wrote."""
+        layer, block = self.layer, self.writing.blocks[self.layer]
+        h = upcast(found[f"blocks.{layer}.hook_resid_pre"])
+        z = by_head(upcast(found[f"blocks.{layer}.attn.hook_z"]), self.view.n_heads).to(h)
+        own, constant, b_O = self._heads(layer, z, found)
+        attention = own.whole() + constant + b_O
+        if block.after_attention is not None:
+            norm = block.after_attention
+            scale = norm.scale(attention)
+            own.W, own.scale = norm.centre(own.W) * norm.gain.to(h), own.scale / scale
+            constant = _normed(constant + b_O, norm, scale) + norm.bias.to(h)
+        else:
+            constant = constant + b_O
+        self.heads.append(own)
+        self.constants = self.constants + constant
+        if block.around is not None:
+            self._through(block.around[0], block.around[0].scale(h + attention))
+            h = block.around[0].apply(h + attention)
+        if block.mlp is not None:
+            mlp = upcast(found[block.mlp]).to(h)
+            self.dense[f"mlp{layer}"] = mlp - block.b_out.to(h)
+            self.constants = self.constants + block.b_out.to(h)
+            h = h + mlp
+        if block.around is not None:
+            self._through(block.around[1], block.around[1].scale(h))
+
+    def _heads(
+        self, layer: int, z: Tensor, found: Mapping[str, Tensor]
+    ) -> tuple[HeadWrites, Tensor, Tensor]:
+        """Heads without what they write whatever they attend to, that constant, and b_O."""
+        weights, norm = self.view.weights(layer), self.view.attention_norm(layer)
+        value = einsum(norm.bias.to(weights.W_V), weights.W_V, "d, h d e -> h e") + weights.b_V
+        value, W_O = value.to(z), weights.W_O.to(z)
+        if self.view.layer_facts(layer).sinks is None:
+            paid = z.new_ones(z.shape[:3])
+        else:  # a sink takes its share
+            pattern = upcast(found[f"blocks.{layer}.attn.hook_pattern"])
+            paid = pattern.sum(-1).mT.to(z)
+        always = paid.unsqueeze(-1) * value
+        own = HeadWrites(layer, z - always, W_O, torch.ones_like(z[..., 0, 0]))
+        return own, einsum(always, W_O, "b i h e, h e d -> b i d"), weights.b_O.to(z)
+
+    def _through(self, norm: NormWeights, scale: Float[Tensor, "batch position"]) -> None:
+        """Everything so far through a norm whose scale is frozen; its bias joins the constants."""
+        self.dense = {name: _normed(value, norm, scale) for name, value in self.dense.items()}
+        self.constants = _normed(self.constants, norm, scale) + norm.bias.to(self.constants)
+        for heads in self.heads:
+            heads.W = norm.centre(heads.W) * norm.gain.to(heads.W)
+            heads.scale = heads.scale / scale
+
+    def names(self, grain: str = "writers") -> tuple[Writer, ...]:
+        """The writers so far, in the order of :meth:`parts`."""
+        return writer_names(self.view, self.layer, grain)
+
+    def parts(self, grain: str = "writers") -> dict[str, Float[Tensor, "batch position d_model"]]:
+        """Every writer's part of the stream by name; they sum to it."""
+        found = dict(self.dense) | {CONSTANTS: self.constants}
+        for heads in self.heads:
+            if grain == "writers":
+                found |= {f"L{heads.layer}H{h}": x for h, x in enumerate(heads.each())}
+            else:
+                found[f"attn{heads.layer}"] = heads.whole()
+        return {writer.name: found[writer.name] for writer in self.names(grain)}
+
+    def check(self, h: Float[Tensor, "batch position d_model"], roundoff: float) -> None:
+        """Compare the sum of all parts with the stream, by the rule of every comparison with a
+        model's own numbers.
+
+        Raises ``ReconstructionError`` where they differ: a hook of somebody's writes into the
+        stream too.
+        """
+        total, size = torch.zeros_like(h, dtype=torch.float64), torch.zeros_like(h)
+        for part in self.parts().values():
+            total += part.double()
+            size += part.abs()
+        what = f"the stream before block {self.layer}"
+        if self.layer == self.view.n_layers:
+            what = "the last state"
+        error = float((total - h.double()).abs().max())
+        bound = reconstruction_bound(roundoff, float(size.max()))
+        require_reconstruction(
+            [(self.layer, "sum of the writers", error, bound)], f"{what} of {self.view.name}"
+        )
+
+
+def _normed(x: Tensor, norm: NormWeights, scale: Float[Tensor, "batch position"]) -> Tensor:
+    """A part of what a norm was given, with the norm's scale frozen."""
+    return norm.centre(x) / scale.unsqueeze(-1) * norm.gain.to(x)
+
+
+OnWritten = Callable[[LayerView, Written], None]
+"""Receives a layer, and its input by writers; both are for the duration of the call."""
+OnEnd = Callable[[Tensor, Written], None]
+"""Receives the last state, and that by writers."""
+
+
+def run_written(
+    view: ModelView,
+    tokens: Tensor,
+    layers: Sequence[int],
+    on_layer: OnWritten,
+    *,
+    verify: bool = True,
+    on_end: OnEnd | None = None,
+    cache: Any = None,
+) -> None:
+    """One forward pass over ``tokens [batch position]`` (or a cache of it) that hands over each of
+    ``layers`` with the writers of its input, and, if asked, the last state with its own.
+
+    With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
+    added up and compared with the stream.
+    """
+    writing, wanted = writing_of(view), set(layers)
+    until = view.n_layers if on_end is not None else max(wanted)
+    written: list[Written] = []
+
+    def take(layer: int, found: Mapping[str, Tensor]) -> None:
+        if layer == 0:
+            written.append(Written(view, writing, found))
+        if layer in wanted:
+            seen = view.layer(layer, found, verify=verify)
+            if verify:
+                written[0].check(seen.h, seen.roundoff)
+            on_layer(seen, written[0])
+        if layer < until:
+            written[0].extend(found)
+
+    names: dict[int, list[str]] = {}
+    for layer in range(min(until + 1, view.n_layers)):
+        own = view.layer_hooks(layer) if layer in wanted else ()
+        if view.layer_facts(layer).sinks is not None:
+            own = (*own, f"blocks.{layer}.attn.hook_pattern")
+        names[layer] = list(dict.fromkeys([*own, *writing.hooks(layer)]))
+    last = view.state_hooks[-1]
+    if cache is None:
+        held = _stream(view, tokens, names, take, last if on_end is not None else None)
+    else:
+        held = getattr(cache, "cache_dict", cache)
+        needed = [*(n for of in names.values() for n in of), *([last] if on_end else [])]
+        missing = [name for name in needed if name not in held]
+        got, instead = (
+            f"no {', '.join(missing[:4])}",
+            "model.run_with_cache(tokens), without filter",
+        )
+        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
+        for layer, some in names.items():
+            take(layer, {name: held[name] for name in some})
+    if on_end is not None:
+        h = upcast(held[last])
+        if verify:
+            written[0].check(h, view._layers.roundoff(view.n_layers - 1))
+        on_end(h, written[0])
+
+
+def _stream(
+    view: ModelView,
+    tokens: Tensor,
+    names: Mapping[int, Sequence[str]],
+    take: Callable[[int, Mapping[str, Tensor]], None],
+    last: str | None,
+) -> dict[str, Tensor]:
+    """Run the model, handing over each block's activations at its end and letting them go."""
+    view._layers.measure(list(names), tokens.shape[-1])  # a model cannot be run from its own hooks
+    held: dict[str, Tensor] = {}
+    hooks = {name: keep(held, name) for some in names.values() for name in some}
+
+    def finish(layer: int, before: Hook | None) -> Hook:
+        def hook(value: Tensor) -> None:
+            take(layer, {name: held.pop(name) for name in names[layer]})
+            if before is not None:
+                before(value)
+
+        return hook
+
+    if last is not None:
+        hooks[last] = keep(held, last)
+    ends = {view.state_hooks[layer + 1]: layer for layer in names}
+    view.run(tokens, hooks | {name: finish(l, hooks.get(name)) for name, l in ends.items()})
+    return held

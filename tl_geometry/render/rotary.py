@@ -1,0 +1,206 @@
+"""Views of rotary planes: which frequencies carry a head's scores, and which offsets it scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import require
+from tl_geometry.render.figure import PARTS, View, canvas, whole_ticks
+from tl_geometry.render.head_view import heads
+from tl_geometry.render.page import PageView
+from tl_geometry.scores.plane_tables import PlaneTable
+from tl_geometry.scores.planes import NEAR, PASS, default_bands
+from tl_geometry.scores.relative import OffsetProfile
+from tl_geometry.scores.terms import group_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BANDS = {"near": "#d55e00", "middle": "#009e73", "far": "#0072b2", PASS: "#999999"}
+"""One colour for each band in every figure (Okabe-Ito), of different greys."""
+GROUPS = {"position": PARTS["pos"], "content": PARTS["cvec"], "mixed": "#56b4e9"}
+"""Colours of groups of terms."""
+REACH = 32
+"""Offsets that a profile shows."""
+
+
+def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None) -> View:
+    """Every head in the colour of the band of wavelengths with the largest share of its scores, the
+    stronger the larger that share.
+
+    Args:
+        planes: from ``sweep_heads(..., detail="planes").planes()``.
+        share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (of where attention goes).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, detail="planes", progress=False)
+    >>> band_atlas(sweep.planes()).title  # a model without rotation has one plane
+    'The band of wavelengths that carries each head: pass in 8 of 8'
+    """
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
+    checks.choice(share, ("cs", "gs"), "share")
+    bands = planes.by_band()
+    values = torch.nan_to_num(bands.total_cs if share == "cs" else bands.total_gs)
+    top, which = values.max(-1)
+    layers = sorted({layer for layer, _ in planes.heads})
+    width = 1 + max(head for _, head in planes.heads)
+    grid = torch.ones(len(layers), width, 3)
+    rows = zip(planes.heads, top.clamp(0, 1).tolist(), which.tolist(), strict=True)
+    for (layer, head), strength, at in rows:
+        colour = torch.tensor(to_rgb(BANDS[bands.bands[at]]))
+        grid[layers.index(layer), head] = 1 - (1 - colour) * (0.15 + 0.85 * strength)
+    size = (0.3 * width + 2.6, max(2.6, 0.16 * len(layers) + 1.2))
+    figure, axes = canvas(ax=ax, size=size)
+    axes[0].imshow(grid.numpy(), aspect="auto", interpolation="nearest")
+    axes[0].set_xlabel("head")
+    axes[0].set_ylabel("layer")
+    axes[0].set_xticks(whole_ticks(range(width), 17))
+    ticks = whole_ticks(range(len(layers)), 17)
+    axes[0].set_yticks(ticks, [str(layers[row]) for row in ticks])
+    named = _named(planes.length)
+    used = [band for i, band in enumerate(bands.bands) if bool((which == i).any())]
+    patches = [Patch(color=BANDS[band], label=f"{band}: {named[band]}") for band in used]
+    axes[0].legend(handles=patches, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    counts = ", ".join(f"{b} in {int((which == bands.bands.index(b)).sum())}" for b in used)
+    title = f"The band of wavelengths that carries each head: {counts} of {len(planes.heads)}"
+    axes[0].set_title(f"carried by {counts} of {len(planes.heads)} heads", fontsize=9)
+    about = {"cs": "covariance of scores", "gs": "gain (where attention goes)"}[share]
+    caption = f"colour: band of rotary planes with the largest share of the {about}; the stronger, "
+    caption += f"the larger that share; {planes.provenance.line()}"
+    return View(figure, title=title, caption=caption)
+
+
+def bands_page(planes: PlaneTable, *, value: str | None = None) -> PageView:
+    """The same as an interactive map: choose the band whose share it shows, click a head for its
+    whole row.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, detail="planes", progress=False)
+    >>> bands_page(sweep.planes()).title
+    'Shares of bands of rotary planes by layer and head'
+    """
+    title = "Shares of bands of rotary planes by layer and head"
+    table = planes.by_band().by_head()
+    first = "cs_near" if "cs_near" in table.columns() else None
+    return heads(table, value or first, title=title)
+
+
+def head_planes(
+    planes: PlaneTable,
+    profile: OffsetProfile | None = None,
+    *,
+    heads: Sequence[Head] | Head | None = None,
+) -> View:
+    """A row for each head: the share of each plane by its wavelength, position and content stacked,
+    and beside it the mean score at each offset with its band of error.
+
+    Args:
+        planes: from a split's or a sweep's shares, ``.planes()``.
+        profile: from ``split.offset_profile()`` of the same heads, for the second column.
+        heads: some of the heads of ``planes`` (at most 12); by default all, or those of
+            ``profile``.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
+    >>> head_planes(split.shares().planes(), split.offset_profile()).title
+    'Which wavelengths carry L1H0'
+    """
+    known = profile.heads if heads is None and profile is not None else planes.heads
+    chosen = known if heads is None else checks.heads(heads, 10**6, 10**6)
+    missing = [h for h in chosen if h not in planes.heads or (profile and h not in profile.heads)]
+    require(not missing, "heads", expected="heads of the table and the profile", got=missing)
+    require(len(chosen) <= 12, "heads", expected="at most 12 to draw", got=len(chosen))
+    columns = 1 if profile is None else 2
+    figure, axes = canvas(columns, len(chosen), size=(4.2, 1.9))
+    for row, head in enumerate(chosen):
+        _draw_shares(axes[row * columns], planes, planes.heads.index(head), head)
+        if profile is not None:
+            _draw_profile(axes[row * columns + 1], profile, profile.heads.index(head))
+    axes[-columns].set_xlabel("wavelength of the plane (tokens)")
+    axes[0].legend(fontsize=7)
+    if profile is not None:
+        axes[-1].set_xlabel("offset, query minus key (tokens)")
+        axes[1].legend(fontsize=7)
+    names = ", ".join(f"L{layer}H{head}" for layer, head in chosen)
+    caption = "bars: share of the covariance of scores (left to right: fast to slow planes; grey "
+    caption += f"lines: {NEAR} and {planes.length} tokens; hatched: not rotated)"
+    if profile is not None:
+        level = f"{profile.level:.0%}"
+        caption += f"; curve: mean of {profile.term} at each offset, {level} interval over prompts"
+    title = f"Which wavelengths carry {names}"
+    return View(figure, title=title, caption=f"{caption}; {planes.provenance.line()}")
+
+
+def _named(length: int) -> dict[str, str]:
+    """What each band is, in words."""
+    bands = default_bands(length)
+    middle, far = bands["middle"], bands["far"]
+    return {
+        "near": f"up to {NEAR} tokens",
+        "middle": f"{middle.over:g} to {middle.up_to:g} tokens",
+        "far": f"over {far.over:g} tokens",
+        PASS: "not rotated",
+    }
+
+
+def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int]) -> None:
+    """Bars of one head's planes, stacked by group of terms where terms have groups."""
+    waves = planes.wavelength[at]
+    there = ~waves.isnan()
+    turned = there & ~waves.isinf()
+    last = float(waves[turned].max()) if bool(turned.any()) else 1.0
+    centre = torch.where(waves.isinf(), 4 * last, waves)[there].log10()
+    width = 0.7 * float(centre.diff().abs().min()) if len(centre) > 1 else 0.5
+    groups = [group_of(term) or "all terms" for term in planes.terms]
+    up, down = torch.zeros(len(centre)).double(), torch.zeros(len(centre)).double()
+    for name in dict.fromkeys(groups):
+        member = torch.tensor([g == name for g in groups])
+        share = torch.nan_to_num(planes.cs[at][there][:, member].sum(-1).double())
+        base = torch.where(share >= 0, up, down)
+        axis.bar(
+            centre.numpy(),
+            share.numpy(),
+            width,
+            bottom=base.numpy(),
+            color=GROUPS.get(name, PARTS["resid"]),
+            label=name,
+            hatch=["//" if w else "" for w in waves[there].isinf().tolist()],
+        )
+        up, down = up + share.clamp(min=0), down + share.clamp(max=0)
+    for edge in (NEAR, planes.length):
+        axis.axvline(math.log10(edge), color="0.7", lw=0.8)
+    axis.axhline(0, color="0.3", lw=0.6)
+    low, high = math.floor(float(centre.min())), math.ceil(float(centre.max()))
+    ticks = range(low, high + 1)
+    axis.set_xticks(list(ticks), [f"$10^{{{t}}}$" for t in ticks])
+    axis.set_title(f"L{head[0]}H{head[1]}", fontsize=9)
+    axis.set_ylabel("share (cs)")
+
+
+def _draw_profile(axis: Axes, profile: OffsetProfile, at: int) -> None:
+    """The profile of one head, with its band."""
+    shown = profile.offsets.abs() < REACH
+    x, mean = profile.offsets[shown].numpy(), profile.mean[at][shown].numpy()
+    low, high = profile.low[at][shown].numpy(), profile.high[at][shown].numpy()
+    axis.fill_between(x, low, high, color=PARTS["pos"], alpha=0.25, lw=0)
+    axis.plot(x, mean, ".-", ms=3, lw=0.9, color=PARTS["pos"], label="mean score")
+    axis.axhline(0, color="0.3", lw=0.6)
+    axis.axvline(1, color="0.7", lw=0.8, label="the token before")
+    axis.set_ylabel("score")
