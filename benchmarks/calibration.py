@@ -356,7 +356,10 @@ def paired_effects(repeats: int) -> list[Outcome]:
         p = torch.tensor([sign_flip_p(draw(g)) for _ in range(repeats)])
         hits = (p <= 0.05).double().unsqueeze(1)
         out.append(outcome(f"sign flips of 12 prompts, {name}", hits, start, size=True))
-    return out
+    skewed = torch.randn(repeats, 12, generator=torch.Generator().manual_seed(1)).exp()
+    p = torch.tensor([sign_flip_p(x - x.new_tensor(0.5).exp()) for x in skewed])
+    name, hits = "sign flips as a test of the mean, skewed (not offered)", (p <= 0.05).double()
+    return [*out, outcome(name, hits[:, None], time.perf_counter(), size=True, promised=False)]
 
 
 def head_types(repeats: int) -> list[Outcome]:
