@@ -146,12 +146,12 @@ def test_faults_of_nulls_and_sentences_are_seen() -> None:
                 '"gibberish": trajectories(model, chunks',
             ),
             "untrained is trained": (
-                '"untrained": trajectories(null, chunks',
-                '"untrained": trajectories(model, chunks',
+                '"untrained"] = trajectories(null, chunks',
+                '"untrained"] = trajectories(model, chunks',
             ),
             "untrained on gibberish": (
-                '"untrained": trajectories(null, chunks',
-                '"untrained": trajectories(null, noise',
+                '"untrained"] = trajectories(null, chunks',
+                '"untrained"] = trajectories(null, noise',
             ),
         },
     )
