@@ -158,7 +158,7 @@ def test_faults_of_the_noise_law_are_seen() -> None:
             "chance of the variances": ("math.sqrt(2 / (n - 1))", "math.sqrt(1 / (n - 1))"),
             "chance of correlations": ("math.sqrt(2 / (math.pi * n))", "math.sqrt(2 / n)"),
             "chance of participation": ("1 / (1 + (d + 1) / (n - 1))", "1 / (1 + (d + 1) / d)"),
-            "the other tail": ("float(1 - ndtr(z))", "float(ndtr(z))"),
+            "the other tail": ("float(ndtr(-z))", "float(ndtr(z))"),
             "raw for corrected": ("float((corrected < fdr)", "float((p < fdr)"),
             "correlations with themselves": ("(correlation.sum() - d)", "correlation.sum()"),
         },
