@@ -356,12 +356,10 @@ def paired_effects(repeats: int) -> list[Outcome]:
         p = torch.tensor([sign_flip_p(draw(g)) for _ in range(repeats)])
         hits = (p <= 0.05).double().unsqueeze(1)
         out.append(outcome(f"sign flips of 12 prompts, {name}", hits, start, size=True))
-    start, g = time.perf_counter(), torch.Generator().manual_seed(1)
-    skewed = torch.randn(repeats, 12, generator=g).exp() - float(torch.tensor(0.5).exp())
-    p = torch.tensor([sign_flip_p(x) for x in skewed])
-    hits = (p <= 0.05).double().unsqueeze(1)
-    name = "sign flips as a test of the mean, skewed (not offered)"
-    return [*out, outcome(name, hits, start, size=True, promised=False)]
+    skewed = torch.randn(repeats, 12, generator=torch.Generator().manual_seed(1)).exp()
+    p = torch.tensor([sign_flip_p(x - x.new_tensor(0.5).exp()) for x in skewed])
+    name, hits = "sign flips as a test of the mean, skewed (not offered)", (p <= 0.05).double()
+    return [*out, outcome(name, hits[:, None], time.perf_counter(), size=True, promised=False)]
 
 
 def head_types(repeats: int) -> list[Outcome]:
@@ -425,7 +423,7 @@ def anomalies(states: int, repeats: int) -> list[Outcome]:
     name, old = f"anomalous layers, {states} states", torch.stack(before)
     return [
         outcome(name, torch.stack(hits), start, size=True),
-        outcome(f"{name}, |z| > 3.5 (of before)", old, start, size=True, promised=False),
+        outcome(f"{name}, z above 3.5 (of before)", old, start, size=True, promised=False),
     ]
 
 

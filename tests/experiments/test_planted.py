@@ -16,13 +16,11 @@ def check_held_out(module: Any) -> None:
     text = "abcdefghij" * 7 + "klmnopqrst" * 3 + "abcdefghij"
     other = "tsrqponmlk" * 4
     seen: dict[str, Any] = {"windows": [], "trained": []}
-    module.Setup = SimpleNamespace
+    module.chosen = lambda scale, setups: scale
     setup = SimpleNamespace(
         context=5, contexts=3, batch=2, frequencies=2, model=lambda n, seed: torch.nn.Linear(1, 1)
     )
-    module.held_out_windows = lambda ids, context, contexts, seed: (
-        seen["windows"].append(ids) or ids
-    )
+    module.held_out_windows = lambda ids, *sizes: seen["windows"].append(ids) or ids
     module.text_windows = lambda ids, length, batch, seed: seen["trained"].append((ids, seed))
     module.shifted = lambda windows: windows
 

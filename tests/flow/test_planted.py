@@ -133,7 +133,10 @@ def test_faults_of_the_noise_law_are_seen() -> None:
         check_law,
         noise,
         {
-            "times from zero": ("torch.arange(1, states + 1", "torch.arange(0, states"),
+            "times from zero": (
+                "return torch.arange(1, len(values) + 1",
+                "return torch.arange(0, len(values)",
+            ),
             "first and last swapped": (
                 "keep[drop_first : states - drop_last]",
                 "keep[drop_last : states - drop_first]",
@@ -155,7 +158,7 @@ def test_faults_of_the_noise_law_are_seen() -> None:
             "chance of the variances": ("math.sqrt(2 / (n - 1))", "math.sqrt(1 / (n - 1))"),
             "chance of correlations": ("math.sqrt(2 / (math.pi * n))", "math.sqrt(2 / n)"),
             "chance of participation": ("1 / (1 + (d + 1) / (n - 1))", "1 / (1 + (d + 1) / d)"),
-            "the other tail": ("float(1 - ndtr(z))", "float(ndtr(z))"),
+            "the other tail": ("float(ndtr(-z))", "float(ndtr(z))"),
             "raw for corrected": ("float((corrected < fdr)", "float((p < fdr)"),
             "correlations with themselves": ("(correlation.sum() - d)", "correlation.sum()"),
         },
@@ -322,8 +325,8 @@ def test_faults_of_the_stochastic_equation_are_seen() -> None:
                 "noise.max() / noise.mean()",
             ),
             "time of the start": (
-                "log_alpha + self.rate * b, dtype",
-                "log_alpha + self.rate * a, dtype",
+                "asymptotic = self.rate * b",
+                "asymptotic = self.rate * a",
             ),
             "a whole stretch in the reference": (
                 "return 0.5 if self.preset",
@@ -542,6 +545,6 @@ def test_faults_of_skipping_are_seen() -> None:
                 "n = self.view.n_layers + 1",
                 "n = self.view.n_layers + 2",
             ),
-            "one start for the mean": ("if p[1] == job[0][1]]", "if p == job[0]]"),
+            "one start for the mean": ("if p[1] == pair[1]]", "if p == pair]"),
         },
     )

@@ -133,8 +133,8 @@ def test_faults_of_kernels_are_seen() -> None:
             "coefficients above zero": ("return 2 * torch.rand(", "return 1 + 0 * torch.rand("),
             "the future seen": ("if causal:", "if not causal:"),
             "the gap against itself": (
-                "x in (score - own, score)]",
-                "x in (score - own, own)]",
+                "gap, cosine = score - own,",
+                "gap, cosine = score + own,",
             ),
         },
     )

@@ -15,6 +15,7 @@ from tests.planted import require_caught
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, decompose_activations, sweep_heads
 from tl_geometry.base.results import Provenance
+from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.interventions.effects import Effects
 from tl_geometry.report import basis as basis_section
 from tl_geometry.report import flow as flow_section
@@ -37,8 +38,7 @@ def check_nulls(module: Any) -> None:
     analysis = SimpleNamespace(
         view=SimpleNamespace(bos_id=None), model="model", seed=0, clock=SimpleNamespace(say=str)
     )
-    chunks = SimpleNamespace(has_bos=False, tokens=torch.zeros(3, 5))
-    chunks.__class__ = type("Chunks", (SimpleNamespace,), {"__len__": lambda self: 3})
+    chunks = TokenWindows(tokens=torch.zeros(3, 5, dtype=torch.int64), has_bos=False)
     module._nulls(Draft("flow"), analysis, chunks, "own")
     assert seen == [
         {
@@ -94,14 +94,7 @@ def effects(*, better: float) -> Effects:
     random = dominant + better + 0.02 * (torch.arange(12) % 2 - 0.5)
     rows = torch.stack([clean, dominant, dominant + 1, random, random + 2, random + 3])
     return Effects(
-        conditions=(
-            "clean",
-            "dominant term",
-            "dominant group",
-            "random term",
-            "bias terms only",
-            "uniform attention",
-        ),
+        conditions=("clean", "dominant term", "dominant group", "random term", "bias", "uniform"),
         losses=rows,
         induction_losses=rows,
         kls=rows - rows[0],
@@ -120,13 +113,8 @@ def check_heads(module: Any) -> None:
     assert numbers(said) == pytest.approx(bounds, abs=0.006)
     assert "not shown" in module._dominance(effects(better=-0.3))
     model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
-    table = sweep_heads(
-        model,
-        ids,
-        decompose(model, ids, progress=False),
-        detail=("intervals", "nulls"),
-        progress=False,
-    )
+    basis, detail = decompose(model, ids, progress=False), ("intervals", "nulls")
+    table = sweep_heads(model, ids, basis, detail=detail, progress=False)
     intervals = table.group_intervals
     assert intervals is not None
     for i, said in enumerate(module._named(table, "induction").split("; ")):
@@ -158,12 +146,12 @@ def test_faults_of_nulls_and_sentences_are_seen() -> None:
                 '"gibberish": trajectories(model, chunks',
             ),
             "untrained is trained": (
-                '"untrained": trajectories(null, chunks',
-                '"untrained": trajectories(model, chunks',
+                '"untrained"] = trajectories(null, chunks',
+                '"untrained"] = trajectories(model, chunks',
             ),
             "untrained on gibberish": (
-                '"untrained": trajectories(null, chunks',
-                '"untrained": trajectories(null, noise',
+                '"untrained"] = trajectories(null, chunks',
+                '"untrained"] = trajectories(null, noise',
             ),
         },
     )

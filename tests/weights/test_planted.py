@@ -129,8 +129,8 @@ def test_faults_of_readouts_and_probes_are_seen() -> None:
                 "left, _flip(right, flip)",
             ),
             "the last piece of the vocabulary alone": (
-                "torch.cat([best[end][0], found], -1), torch.cat([best[end][1], where], -1), k",
-                "found, where, k",
+                "_best(torch.cat([before, found], -1), torch.cat([there, where], -1), k)",
+                "(found, where)",
             ),
             "both ends alike": ("_best(sign * scores, ids, k)", "_best(scores, ids, k)"),
         },

@@ -28,7 +28,8 @@ class StateMeasures(Result):
     """Measures of each state: ``report["rank"]`` is one of them ``[state]``; the table has a row
     per state.
 
-    ``errors`` are delete-one jackknife standard errors over groups of contexts.
+    ``errors`` are delete-one jackknife standard errors over the G groups of contexts: a 95%
+    interval is the measure ``+- t_(G-1)`` errors (2.36 for eight groups).
     ``curve["rank"] [level state]`` is the measure at ``curve_contexts`` contexts (mean over
     disjoint blocks, the last level all contexts): what still moves there depends on the size of the
     corpus. ``nulls["rank", "noise"] [state]`` is the measure of a basis in which the effect is

@@ -295,7 +295,8 @@ def measure_curves(
     return View(
         figure,
         title="Measures by state",
-        caption=f"bars: jackknife errors; dashed: nulls; {report.provenance.line()}",
+        caption="bars: one jackknife standard error (for 95% times Student's t, with one degree of "
+        f"freedom fewer than groups); dashed: nulls; {report.provenance.line()}",
     )
 
 

@@ -211,7 +211,8 @@ class GroupProjections:
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
         """Numerators of all pairs of the parts for some contexts."""
         made: list[Tensor] = []
-        for which, whole, scale in (("q", layer.q, layer.scale), ("k", layer.k, 1.0)):
+        for which, whole in (("q", layer.q), ("k", layer.k)):
+            scale = layer.scale if which == "q" else 1.0
             side = Side.of(layer, which, normalized=self.normalized)
             side = side.select(rows, slice(None), slice(None))
             bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
