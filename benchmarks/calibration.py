@@ -161,6 +161,8 @@ def layer_of(h: Tensor) -> LayerView:
         v=None,
         z=None,
         roundoff=2.0**-24,
+        projected=lambda parts, side: to_q(parts) if side == "q" else to_k(parts),
+        turned=lambda values, *_: values,
         reconstruction=ReconstructionReport(checks={}, scale=1.0),
         **sides,
     )
