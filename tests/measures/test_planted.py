@@ -42,7 +42,7 @@ def check_kernels(module: Any) -> None:
     c = float(np.abs(context.numpy() @ position.numpy().T).max())
     assert found.incoh == pytest.approx(c)
     assert found.bound == pytest.approx(float(coefficients.abs().sum()) * (2 * c + c * c))
-    W = sum(w.matrix for w in weights.values()).numpy()
+    W = torch.stack([w.matrix for w in weights.values()]).sum(0).numpy()
     lhs = (queries[0] + queries[1]).numpy() @ W @ (keys[0] + keys[1]).numpy().T
     own = sum(
         queries[a].numpy() @ w.matrix.numpy() @ keys[b].numpy().T for (a, b), w in weights.items()

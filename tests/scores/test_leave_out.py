@@ -55,6 +55,12 @@ def split_sums(architecture: str, ids: Tensor, basis: PositionContext) -> ShareS
     return split_scores(tiny("bridge", architecture), ids, basis).shares(drop=1).sums
 
 
+def pooled_shares(parts: list[ShareSums]) -> torch.Tensor:
+    """Covariance shares of sums over contexts that were split by different bases."""
+    total = torch.stack([p.total for p in parts]).sum(0)
+    return torch.stack([p.numerators for p in parts]).sum(0) / total.unsqueeze(-1)
+
+
 @pytest.mark.parametrize(
     ("architecture", "normalize"), [("gpt2", False), ("llama", True), ("bloom", False)]
 )
@@ -75,7 +81,7 @@ def test_resampled_shares_are_those_of_bases_made_without_the_groups(
             for own in range(8)
             if own != left_out
         ]
-        expected = sum(p.numerators for p in parts) / sum(p.total for p in parts).unsqueeze(-1)
+        expected = pooled_shares(parts)
         assert torch.allclose(table.resampled[:, sample], expected, atol=2e-5)
         assert float((expected - table.cs).abs().max()) > 1e-3, "it matters which basis is used"
 
@@ -174,7 +180,7 @@ def test_contexts_of_few_groups_are_resampled_apart_from_the_basis() -> None:
     assert [len(s) for s in table.resampled_sizes] == [8, 12]
     assert table.resampled is not None
     parts = [split_sums("gpt2", KNOWN[g == GROUP], without("gpt2", False, g)) for g in range(4)]
-    expected = sum(p.numerators for p in parts) / sum(p.total for p in parts).unsqueeze(-1)
+    expected = pooled_shares(parts)
     assert torch.allclose(table.resampled[:, 0], expected[:4], atol=2e-5)
 
 
@@ -199,7 +205,8 @@ def test_blocks_of_contexts_merge_in_pairs() -> None:
     sizes = work.table(100).sizes[1]
     assert BLOCKS <= len(sizes) <= 2 * BLOCKS
     assert [round(contexts * s) for s in sizes] == [8] * 9 + [3]
-    assert torch.allclose(sum(s.total for s in work.sums.values()), sums.total.sum(0))
+    summed = torch.stack([s.total for s in work.sums.values()]).sum(0)
+    assert torch.allclose(summed, sums.total.sum(0))
 
 
 # ---- the null of position
