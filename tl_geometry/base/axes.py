@@ -38,6 +38,10 @@ AXES: dict[str, str] = {
     "row": "rows of a general matrix",
     "column": "columns of a general matrix",
     "time": "times of a flow, in layers",
+    "condition": "what was done to a model: clean, removed, swapped, another term removed",
+    "feature": "directions of a dictionary of the stream",
+    "source": "positions that a head reads from",
+    "weight": "weightings of cells: row-centred scores (cs), attention above uniform (gs)",
     "symbol": "characters of a small alphabet",
     "vocab": "token ids of a model that is trained here",
 }

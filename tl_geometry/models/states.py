@@ -4,7 +4,7 @@ states of a cache."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,20 @@ def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
     expected = f'a number from 0 to {count - 1} or a hook such as "blocks.1.{BEFORE}"'
     require(0 <= state < count, "states", expected=expected, got=repr(name))
     return state
+
+
+def other_states(setting: Callable[[str], Any], state: int) -> list[str]:
+    """Hooks that an autoencoder's settings name (``hook_name``, ``hook_name_out`` of SAELens) and
+    that hold something else than a state.
+
+    >>> other_states({"hook_name": "blocks.2.hook_resid_pre"}.get, 2)
+    []
+    >>> other_states({"hook_name": "blocks.2.hook_mlp_out"}.get, 2)
+    ['hook_name=blocks.2.hook_mlp_out']
+    """
+    own = (f"blocks.{state}.{BEFORE}", f"blocks.{state - 1}.{AFTER}")
+    named = {name: setting(name) for name in ("hook_name", "hook_name_out")}
+    return [f"{name}={hook}" for name, hook in named.items() if hook not in (None, *own)]
 
 
 def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:

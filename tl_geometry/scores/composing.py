@@ -297,7 +297,7 @@ class _Edges:
 
 def _value_weight(
     layer: LayerView, view: ModelView, drop: int, heads: Sequence[int]
-) -> tuple[Float[Tensor, "one batch key head d_head"], Float[Tensor, " head"]]:
+) -> tuple[Float[Tensor, "1 batch key head d_head"], Float[Tensor, " head"]]:
     """What a part of the values is multiplied by to give ``sum o_a . o``, and ``sum o . o``."""
     weights, norm = view.weights(layer.layer), layer.norm
     require(layer.pattern is not None and layer.z is not None, "layer", expected="z", got="none")
@@ -312,7 +312,7 @@ def _value_weight(
     return einsum(pattern, out, "b h i j, b i h e -> b j h e").unsqueeze(0), energy
 
 
-def _products(written: Written, drop: int, grain: str) -> Float[Tensor, "two part"]:
+def _products(written: Written, drop: int, grain: str) -> Float[Tensor, "2 part"]:
     """``sum w . w'`` and ``sum w . w`` of each writer, w' of the context before in the batch."""
     found: dict[str, Tensor] = {}
     kept = slice(drop, None)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, describe
-from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
+from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, require
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.corpus.sources import token_rows
@@ -29,6 +29,7 @@ from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.states import other_states
 from tl_geometry.scores.requests import BIAS
 from tl_geometry.scores.writers import WEIGHTS, Reader, pulled
 
@@ -121,12 +122,8 @@ def _account(source: Any, layer: int, view: ModelView | None) -> str:
         return next((value for value in values if value is not None), None)
 
     what = f"dictionary {type(source).__name__}"
-    own = (f"blocks.{layer}.hook_resid_pre", f"blocks.{layer - 1}.hook_resid_post")
-    for name in ("hook_name", "hook_name_out"):
-        hook = setting(name)
-        if hook is not None and hook not in own:
-            expected = f"one of the stream before block {layer} ({own[0]})"
-            fail(what, expected=expected, got=f"{name}={hook}", error=UnsupportedModelError)
+    others, expected = other_states(setting, layer), f"the stream before block {layer}"
+    require(not others, what, expected=expected, got=others, error=UnsupportedModelError)
     kwargs = setting("model_from_pretrained_kwargs") or {}
     if view is not None:
         centred = bool(kwargs.get("center_writing_weights", False))
@@ -156,7 +153,7 @@ class FeatureShares(Result):
     feature_ids: Int[Tensor, " feature"]
     cs: Float[Tensor, "head side part"]
     gs: Float[Tensor, "head side part"]
-    pairs: Int[Tensor, "head pair two"]
+    pairs: Int[Tensor, "head kept 2"]
     pair_cs: Float[Tensor, "head pair"]
     pair_gs: Float[Tensor, "head pair"]
     unexplained: float

@@ -149,7 +149,7 @@ class Reader:
         *,
         shift: int = 0,
         turns: Sequence[Float[Tensor, "d_model d_model"] | None] = (None,),
-    ) -> Float[Tensor, "turn weight head part"]:
+    ) -> Float[Tensor, "sample weight head part"]:
         """``sum_i w_a[i] . (matrix pulled[i])`` of each writer, for each of ``turns``, orthogonal
         maps of what it wrote. ``shift`` takes what it wrote in another context of the batch."""
         found = self._vectors(written, shift, turns)
