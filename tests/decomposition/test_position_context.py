@@ -324,7 +324,7 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
     assert list(loaded.to_dataframe().columns) == list(table.columns())
     with pytest.raises(
         tlg.GeometryError,
-        match="expected schema tl_geometry/PositionContext/3, got 'tl_geometry/Anova/1'",
+        match="expected schema tl_geometry/PositionContext/3, got 'tl_geometry/Anova/2'",
     ):
         PositionContext.load(tmp_path / "anova.safetensors")
     whole = (tmp_path / "basis.safetensors").read_bytes()

@@ -72,6 +72,7 @@ def test_edges_are_those_of_split_inputs(architecture: str, side: str, swap: boo
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
 def test_edges_act_in_every_class(architecture: str) -> None:
     found: list[Tensor] = []
     for kind, processed in loadable(architecture):

@@ -111,7 +111,8 @@ def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
         (["report", "."], "expected a Hugging Face directory with config.json"),
         (
             ["reproduce", "nothing"],
-            "work: expected one of 'song-zhong', 'lines-of-thought', got 'nothing'",
+            "work: expected one of 'song-zhong', 'lines-of-thought', 'traveling-words', "
+            "got 'nothing'",
         ),
     ],
 )

@@ -44,7 +44,7 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, detail="planes", progress=False)
     >>> band_atlas(sweep.planes()).title  # a model without rotation has one plane
-    'The band of wavelengths that carries each head: pass in 8 of 8'
+    'The band of wavelengths that carries each head: pass in 16 of 16'
     """
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
