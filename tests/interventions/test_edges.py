@@ -3,6 +3,7 @@ class, and leaves the model as it was."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,12 @@ def writer_of(model: Any, name: str, prompts: Tensor = PROMPTS) -> Tensor:
     found: list[Tensor] = []
     run_written(view(model), prompts, [1], lambda _, w: found.append(w.parts()[name]))
     return found[0]
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
@@ -72,7 +79,6 @@ def test_edges_are_those_of_split_inputs(architecture: str, side: str, swap: boo
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@torch.no_grad()
 def test_edges_act_in_every_class(architecture: str) -> None:
     found: list[Tensor] = []
     for kind, processed in loadable(architecture):

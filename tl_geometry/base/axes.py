@@ -41,6 +41,7 @@ AXES: dict[str, str] = {
     "condition": "what was done to a model: clean, removed, swapped, another term removed",
     "feature": "directions of a dictionary of the stream",
     "source": "positions that a head reads from",
+    "writer": "what wrote the stream: embeddings, heads, MLPs, constants",
     "weight": "weightings of cells: row-centred scores (cs), attention above uniform (gs)",
     "symbol": "characters of a small alphabet",
     "vocab": "token ids of a model that is trained here",

@@ -64,7 +64,7 @@ class LogitExplanation(Result):
     logit: float
     heads: Float[Tensor, "layer head source"]
     other_names: tuple[str, ...]
-    others: Float[Tensor, " part"]
+    others: Float[Tensor, " writer"]
     parts: tuple[str, ...]
     pairs: tuple[tuple[int, int, int], ...]
     pair_values: Float[Tensor, "pair part"]
