@@ -638,6 +638,7 @@ def test_classifiers_separate_what_is_separable_and_only_that():
         assert abs(same.accuracy - 0.5) < 0.1
         assert apart.accuracy > 0.95
         assert abs(apart.shuffled - 0.5) < 0.1
+        assert same.low < 0.5 < same.high or abs(same.accuracy - 0.5) < 0.06
         assert same.low <= same.accuracy <= same.high
     # Identical copies: whoever saw the twin of a test row in training with the other label does
     # worse than chance.
