@@ -81,7 +81,7 @@ def straightforward(basis: PositionContext) -> list[dict[str, float]]:
     for row, state in enumerate(basis.states):
         sizes = [
             float(
-                np.linalg.eigvalsh(basis.second_moment(state, centred=centred).numpy())[-1]
+                np.linalg.eigvalsh(basis.second_moment(state, centered=centred).numpy())[-1]
                 / basis.contexts
             )
             ** 0.5

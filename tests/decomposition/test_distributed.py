@@ -107,7 +107,7 @@ def assert_same(
         else:
             assert torch.equal(found, expected), name
     for state in a.states if a.has_second_moments else ():
-        trace = float(b.second_moment(state, centred=False).trace())
+        trace = float(b.second_moment(state, centered=False).trace())
         assert (
             float((a.second_moment(state) - b.second_moment(state)).abs().max())
             <= tolerance * trace

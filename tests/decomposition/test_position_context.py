@@ -81,7 +81,7 @@ def test_matrix_anova(contexts: int, positions: int, d_model: int, seed: int) ->
     cvec = parts.cvec.flatten(0, 1)
     assert close(cvec.T @ cvec, positions * parts.ctx.T @ parts.ctx + within.T @ within, 1e-8)
     raw = h[0].flatten(0, 1)
-    assert close(basis.second_moment(0, centred=False), raw.T @ raw, 1e-8)
+    assert close(basis.second_moment(0, centered=False), raw.T @ raw, 1e-8)
 
 
 @given(**SIZES)
@@ -148,7 +148,7 @@ def test_streaming_equals_memory_under_every_partition(
         assert close(basis.ctx + basis.mean.unsqueeze(1), whole.ctx + whole.mean.unsqueeze(1))
         assert basis.contexts == contexts
     a, b = merged.second_moment(1), streamed.second_moment(1)
-    assert (a - b).abs().max() <= 1e-10 * streamed.second_moment(1, centred=False).trace()
+    assert (a - b).abs().max() <= 1e-10 * streamed.second_moment(1, centered=False).trace()
     assert (merged.anova().total - streamed.anova().total).abs().max() <= 1e-10 * h.square().sum()
 
 

@@ -167,7 +167,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(
     assert same(resumed, whole)
     assert (
         resumed.second_moment(1) - whole.second_moment(1)
-    ).abs().max() <= 1e-10 * whole.second_moment(1, centred=False).trace()
+    ).abs().max() <= 1e-10 * whole.second_moment(1, centered=False).trace()
     assert resumed.provenance.token_hash == whole.provenance.token_hash
     again.clear()
     assert same(tlg.decompose(model, ids, **options), whole)

@@ -89,6 +89,36 @@ def test_jackknife_is_that_of_the_decomposition_without_each_group(
         assert np.allclose(report.errors[name], expected, rtol=1e-6)
 
 
+def test_the_error_of_the_raw_relative_norm_moves_its_denominator() -> None:
+    contexts, mean = 64, gaussian(102, D)
+    size = 1 + 0.6 * gaussian(5, contexts)[:, None, None]  # contexts differ along the mean
+    h = planted(contexts=contexts)[0] - 10 * mean + 10 * mean * size
+    basis = basis_of(h)
+    error = float(position_report.positional_report(basis).errors["relative_norm_reference"])
+    assert basis.group_of is not None
+    exact, fixed = [], []
+    for g in range(8):
+        kept = h[basis.group_of != g]
+        top = torch.linalg.svdvals(kept.mean(0) - kept.mean((0, 1)))[0]
+        raw = torch.linalg.svdvals(kept.flatten(0, 1))[0] / len(kept) ** 0.5
+        exact.append(top / raw)
+        fixed.append(top / torch.linalg.svdvals(h.flatten(0, 1))[0] * contexts**0.5)
+    expected, kept_whole = (
+        resampling.jackknife_error(torch.stack(x)[:, None]) for x in (exact, fixed)
+    )
+    assert error == pytest.approx(float(expected), rel=0.1)
+    assert error > 2 * kept_whole, "one denominator for all would hide most of it"
+
+
+def test_levels_of_the_curve_are_the_contexts_that_were_used() -> None:
+    basis = basis_of(planted(contexts=29))
+    sets = resampling.subsets(basis)
+    for contexts, rows in sets.levels:
+        used = [sets.contexts[i] for i in range(rows.start, rows.stop)]
+        assert contexts == round(sum(used) / len(used))
+        assert max(used) - min(used) <= 1
+
+
 def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(
     report: position_report.PositionalReport,
 ) -> None:

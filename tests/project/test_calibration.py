@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks.calibration import (
-    World,
     anova_shares,
     outcome,
     paired_effects,
@@ -15,6 +14,7 @@ from benchmarks.calibration import (
     simulations,
     sweep_intervals,
 )
+from benchmarks.planted import World
 
 
 def test_intervals_of_a_sweep_cover_and_the_bootstrap_does_not() -> None:

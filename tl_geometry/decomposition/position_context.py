@@ -172,10 +172,10 @@ class PositionContext(Result):
         return self.moments.second is not None
 
     def second_moment(
-        self, state: int, *, centred: bool = True
+        self, state: int, *, centered: bool = True
     ) -> Float[Tensor, "d_model d_model"]:
         """``sum (h - mean)(h - mean)^T`` over contexts and window positions, or ``sum h h^T`` with
-        ``centred=False``.
+        ``centered=False``.
 
         Equals ``C pos^T pos + T ctx^T ctx + resid^T resid`` (all cross terms vanish).
         """
@@ -184,7 +184,7 @@ class PositionContext(Result):
             fail("second_moment", expected="second moments", got="a basis without", instead=instead)
         row = self.index(state)
         mean = self.mean[row]
-        return self.moments.centred_second(row, mean if centred else torch.zeros_like(mean))
+        return self.moments.centred_second(row, mean if centered else torch.zeros_like(mean))
 
     def anova(self, *, null: PositionContext | None = None) -> Anova:
         """The analysis of variance table; ``null`` is the basis of windows spliced from random

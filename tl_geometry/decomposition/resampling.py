@@ -50,7 +50,8 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
         for share in (8, 4, 2):
             if len(used) >= share:
                 blocks = torch.arange(len(used)).tensor_split(share)
-                spans.append((int(counts.sum()) // share, slice(len(rows), len(rows) + share)))
+                used_up = round(int(counts.sum()) / share)  # the blocks share all contexts
+                spans.append((used_up, slice(len(rows), len(rows) + share)))
                 rows += [
                     torch.zeros(len(used), dtype=torch.bool).index_fill(0, b, True) for b in blocks
                 ]

@@ -101,6 +101,23 @@ def _sizes(basis: PositionContext, row: int) -> tuple[Tensor, Tensor]:
     return sizes[0], sizes[1]
 
 
+def _raw_sizes(
+    basis: PositionContext,
+    row: int,
+    pos: Float[Tensor, "sample position d_model"],
+    mean: Float[Tensor, "sample d_model"],
+) -> Float[Tensor, " sample"]:
+    """The raw size of :func:`_sizes` for bases of parts of the contexts: along the whole corpus's
+    leading direction v, ``|P v|^2 + T (mean . v)^2`` is each basis's own, and what v has of the
+    variance within positions, which group sums do not hold, the whole's."""
+    centre = basis.mean[row]
+    second = basis.second_moment(basis.states[row]) / basis.contexts
+    raw = second + pos.shape[1] * torch.outer(centre, centre)
+    v = torch.linalg.eigh(raw)[1][:, -1]
+    within = v @ second @ v - (basis.pos[row] @ v).square().sum()
+    return (within + (pos @ v).square().sum(1) + pos.shape[1] * (mean @ v).square()).sqrt()
+
+
 def positional_report(
     basis: PositionContext,
     *,
@@ -130,7 +147,8 @@ def positional_report(
     no position effect but all its sampling noise (this noise is correlated, so its rank is not 0: a
     rank near it says nothing); ``isotropic`` Gaussian rows of the same energy. An untrained model
     is one more basis: run this on it. ``jackknife=False`` leaves errors and curve out (3 times
-    faster). The relative norms' errors and nulls keep the denominators of the whole corpus.
+    faster). Nulls of the relative norms keep the denominators of the whole corpus, and so do the
+    errors of ``relative_norm``; those of ``relative_norm_reference`` move with the mean.
 
     Raises ``GeometryError`` for a basis of one context.
 
@@ -170,9 +188,13 @@ def positional_report(
         axes = parts.V if parts.V.shape[1] > 1 else torch.nn.functional.pad(parts.V, (0, 1))
         measure = _Measure(axes, (positions, d_model), used, strategy, sizes, frequencies)
         others = window_means(basis, row, sets.member[1:].double())
-        others = others - others.mean(1, keepdim=True)
+        means = others.mean(1)
+        others = others - means.unsqueeze(1)
         whole = measure(pos[None], parts.S[None])
         rest = measure.each(others) if len(others) else {n: v[:0] for n, v in whole.items()}
+        if len(others) and basis.has_second_moments:
+            moved = sizes[1] / _raw_sizes(basis, row, others, means)
+            rest["relative_norm_reference"] = rest["relative_norm_reference"] * moved
         values = {n: torch.cat([whole[n], rest[n]]) for n in whole}
         values["fracture_at"] = values["fracture_at"] + basis.window[0]
         absent = (

@@ -245,7 +245,7 @@ def _measure(
     k = min(used.k, ranks.usable_k(used.k, min(shape)))
     other = decompose(view, fresh, second_moments=True, **small) if used.raw_denominator else basis
     moments = torch.stack(
-        [other.second_moment(state, centred=not used.raw_denominator) for state in states]
+        [other.second_moment(state, centered=not used.raw_denominator) for state in states]
     )
     measured = {
         "rank": ranks.screenot(s, shape, k=k, strategy=used.strategy).rank.double(),

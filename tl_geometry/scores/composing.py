@@ -15,6 +15,7 @@ Nulls, each as a share beside the writer's own:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -115,7 +116,7 @@ class Composition(Result):
             for p in range(1, len(self.parts))
             if self.wrote[p] < layer and (not heads_only or self.writer_heads[p] >= 0)
         ]
-        found = [edge for edge in found if edge[3] == edge[3]]
+        found = [edge for edge in found if not math.isnan(edge[3])]
         return sorted(found, key=lambda edge: -abs(edge[3]))[:n]
 
     def graph(self, *, share: str = "cs", n: int = 100) -> dict[str, Any]:

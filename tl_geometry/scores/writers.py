@@ -246,7 +246,8 @@ class WriterSweep(Result):
         self, head: checks.Head, n: int = 5, *, side: str = "key", share: str = "gs"
     ) -> tuple[tuple[str, float], ...]:
         """The ``n`` writers with the largest share in a head, largest first."""
-        at, side_at = self.heads.index(_head(head, self.heads)), SIDES.index(side)
+        at = self.heads.index(_head(head, self.heads))
+        side_at = SIDES.index(checks.choice(side, SIDES, "side"))
         values = getattr(self, checks.choice(share, WEIGHTS, "share"))[at, side_at]
         best = values.sort(descending=True, stable=True)
         return tuple(
