@@ -189,10 +189,12 @@ def fingerprint(model: Any) -> str:
 
 def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and the saved buffers that act, by name."""
-    require_numbers(model)
-    for name, value in model.named_parameters():
+    # a walk through a bridge takes as long as its weights
+    parameters, modules = list(model.named_parameters()), list(model.named_modules())
+    _require_numbers(model, parameters, modules)
+    for name, value in parameters:
         yield _called(name), value.detach()
-    for prefix, module in model.named_modules():
+    for prefix, module in modules:
         for name, value in module.named_buffers(recurse=False):
             derived = name in module._non_persistent_buffers_set or value.is_meta
             unread = name == "IGNORE" and float(value) <= ACTS
@@ -202,26 +204,30 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def require_numbers(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` unless all weights are there, as floating-point numbers."""
-    for name, value in model.named_parameters():
-        if value.dtype not in DTYPES or value.is_meta:
-            got = (
-                f"{name} on the meta device, without values"
-                if value.is_meta
-                else f"{name} in {str(value.dtype).removeprefix('torch.')}"
-            )
-            _refuse(
-                model,
-                got,
-                "a model whose weights are loaded"
-                if value.is_meta
-                else "the model without quantisation",
-            )
-    for name, module in model.named_modules():
-        if any(
-            text in f"{type(module).__module__}.{type(module).__name__}".lower()
-            for text in QUANTISED
-        ):
+    _require_numbers(model, list(model.named_parameters()), list(model.named_modules()))
+
+
+def _require_numbers(
+    model: nn.Module,
+    parameters: Sequence[tuple[str, Tensor]],
+    modules: Sequence[tuple[str, nn.Module]],
+) -> None:
+    for name, value in parameters:
+        if value.is_meta:
+            got = f"{name} on the meta device, without values"
+            _refuse(model, got, "a model whose weights are loaded")
+        if value.dtype not in DTYPES:
+            got = f"{name} in {str(value.dtype).removeprefix('torch.')}"
+            _refuse(model, got, "the model without quantisation")
+    for name, module in modules:
+        if _is_quantised(type(module)):
             _refuse(model, f"{name}, a {type(module).__name__}", "the model without quantisation")
+
+
+@cache
+def _is_quantised(kind: type) -> bool:
+    called = f"{kind.__module__}.{kind.__name__}".lower()
+    return any(text in called for text in QUANTISED)
 
 
 def _refuse(model: nn.Module, got: str, instead: str) -> NoReturn:

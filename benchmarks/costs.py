@@ -1,0 +1,158 @@
+"""What each question costs beside the forward pass that it needs: GPT-2 small's shape and SmolLM2,
+against the same weights as transformers runs them, without the output head.
+
+Ratios are to eager attention, whose patterns TransformerLens hooks; those to SDPA stand beside.
+Nothing else should run on the machine: ``OMP_NUM_THREADS=1 python -m benchmarks --only costs``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
+
+import tl_geometry as tlg
+from benchmarks.harness import Row, synchronize
+from tl_geometry.models import from_hf
+from tl_geometry.models.identity import fingerprint
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.scores.details import DETAILS
+from tl_geometry.zoo.pretrained import smollm2_hugging_face
+
+EAGER, SDPA = "transformers, eager", "transformers, SDPA"
+SIZES = {"smoke": (2, 64, 32, 4), "cpu": (12, 768, 256, 32), "gpu": (12, 768, 256, 256)}
+"""Layers, d_model, positions and windows of GPT-2's shape."""
+ROUNDS = {"smoke": 1, "cpu": 5, "gpu": 7}
+BATCH = 2048
+"""Tokens of one forward pass on a CPU."""
+
+
+class Case(NamedTuple):
+    """One model: its view, the same weights as transformers runs them, and tokens."""
+
+    name: str
+    view: ModelView
+    plain: dict[str, Any]
+    tokens: Tensor
+    batch: int
+
+
+def plain_models(model: Any, device: str) -> dict[str, Any]:
+    """The weights of a causal model without its head, with both kinds of attention."""
+    made: dict[str, Any] = {}
+    for name, kind in ((EAGER, "eager"), (SDPA, "sdpa")):
+        own = AutoModel.from_config(model.config, attn_implementation=kind)
+        own.load_state_dict(model.base_model.state_dict())
+        made[name] = own.eval().to(device)
+    return made
+
+
+def cases(size: str) -> list[Case]:
+    """GPT-2 small's shape with random weights, and SmolLM2 where it is installed."""
+    layers, width, length, windows = SIZES[size]
+    device = "cuda" if size == "gpu" else "cpu"
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    settings = small if size == "smoke" else {}
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=width // 64, n_positions=length, **settings
+    )
+    some = [("GPT-2 small's shape", GPT2LMHeadModel(config).eval(), None, length)]
+    if size != "smoke":
+        with suppress(tlg.GeometryError):  # one case fewer where it is not installed
+            some.append(("SmolLM2-135M", *smollm2_hugging_face(), 128))
+    found = []
+    for name, model, tokenizer, positions in some:
+        plain = plain_models(model, device)
+        view = tlg.view(from_hf(model.to(device), tokenizer, model_class="bridge", name=name))
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, view.d_vocab, (windows, positions), generator=generator)
+        batch = max(1, (32 * BATCH if size == "gpu" else BATCH) // positions)
+        found.append(Case(name, view, plain, tokens, batch))
+    return found
+
+
+def agreement(case: Case) -> None:
+    """Both kinds of attention give the states that the view gives."""
+    few, hooks = case.tokens[:2], case.view.state_hooks[:-1]
+    ours = case.view.activations(few, hooks)
+    for name, model in case.plain.items():
+        with torch.inference_mode():
+            states = model(few.to(model.device), output_hidden_states=True).hidden_states
+        for hook, state in zip(hooks, states, strict=False):
+            far = float((ours[hook] - state).norm() / state.norm())
+            assert far < 1e-4, f"{name} gives another {hook}: {far:.2g}"
+
+
+def routes(case: Case) -> dict[str, Callable[[], object]]:
+    """What is timed, over all tokens; the baseline first."""
+    view, batch = case.view, case.batch
+    basis = tlg.decompose(view, case.tokens, second_moments=False, progress=False)
+
+    def forward(model: Any) -> None:
+        with torch.inference_mode():
+            for part in case.tokens.split(batch):
+                model(part.to(model.device), use_cache=False)
+
+    def bare() -> None:
+        for part in case.tokens.split(batch):
+            view.run(part, {}, stop_at=view.n_layers)
+
+    quiet: dict[str, Any] = {"batch_size": batch, "progress": False}
+    fit = partial(tlg.decompose, view, case.tokens, keep_ctx=False, keep=4, **quiet)
+    sweep = partial(tlg.sweep_heads, view, case.tokens, basis, **quiet)
+    made: dict[str, Callable[[], object]] = {
+        name: partial(forward, model) for name, model in case.plain.items()
+    }
+    made |= {
+        "TransformerLens, stopped before its head": bare,
+        "decompose, sums alone": partial(fit, second_moments=False),
+        "decompose, second moments": partial(fit, second_moments=True),
+        "sweep of all heads": sweep,
+        "fingerprint of all weights": partial(fingerprint, view._model),
+    }
+    details = [d for d in ("planes", "intervals") if d != "planes" or view.position == "rotary"]
+    made |= {f"sweep with {d}": partial(sweep, detail=(d,)) for d in details}
+    every = tuple(d for d in DETAILS if d != "planes" or view.position == "rotary")
+    return made | {"sweep with every detail": partial(sweep, detail=every)}
+
+
+def timed(case: Case, rounds: int) -> list[Row]:
+    """Every route in turn, after one warm-up each."""
+    found = routes(case)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for i in range(rounds + 1):
+        for name, route in found.items():
+            synchronize()
+            start = time.perf_counter()
+            route()
+            synchronize()
+            if i > 0:
+                times[name].append(time.perf_counter() - start)
+    rows = []
+    for name, own in times.items():
+        eager, sdpa = (
+            sorted(a / b for a, b in zip(own, times[base], strict=True)) for base in (EAGER, SDPA)
+        )
+        note = f"{eager[0]:.2f} to {eager[-1]:.2f}; of SDPA {statistics.median(sdpa):.2f}"
+        row = Row(
+            f"costs, {case.name}", name, statistics.median(own), statistics.median(eager), note
+        )
+        rows.append(row)
+    return rows
+
+
+def run(size: str) -> list[Row]:
+    """Every case, agreement first."""
+    rows = []
+    for case in cases(size):
+        agreement(case)
+        rows += timed(case, ROUNDS[size])
+    return rows
