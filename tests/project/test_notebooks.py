@@ -1,19 +1,19 @@
-"""The notebooks: stored without outputs (but for the one that needs a real model), run at reduced
-size, with public names only; what they show is self-contained, has fallbacks, and is small."""
+"""The notebooks: stored with the outputs of their code, run at reduced size, with public names
+only; what they show is self-contained, has fallbacks, and is small."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+
+from tests.project.test_docs import module
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -35,18 +35,14 @@ EACH = [
     for path in NOTEBOOKS
 ]
 ADDRESS = re.compile(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", re.IGNORECASE)
-WIDGETS = "IProgress not found"
-"""What tqdm says at its import where no notebook widgets are installed."""
+execute = module("execute")
+code, run = execute.code, execute.executed
 NAMESPACES = ("www.w3.org", "purl.org", "creativecommons.org", "matplotlib.org")
 """Hosts that stand in SVG files as names and are never asked."""
 
 
 def read(path: Path) -> Any:
     return nbformat.read(path, as_version=4)
-
-
-def code(notebook: Any) -> list[Any]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def reduced(notebook: Any, source: str) -> Any:
@@ -60,26 +56,11 @@ def reduced(notebook: Any, source: str) -> Any:
     return notebook
 
 
-def run(notebook: Any, folder: Path) -> Any:
-    """Execute every cell in a fresh kernel, offline, with this checkout."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "MPLBACKEND": "Agg",
-    }
-    NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute(env=environment)
-    return notebook
-
-
 def check_outputs(outputs: list[Any]) -> None:
     """No error and no warning; rich outputs with fallbacks, self-contained and small."""
     for output in outputs:
         assert output.output_type != "error", output
-        assert output.get("name") != "stderr" or WIDGETS in output.text, output.text
+        assert output.get("name") != "stderr" or execute.WIDGETS in output.text, output.text
         data = output.get("data", {})
         sizes = {
             kind: len(value if isinstance(value, str) else "".join(value))
@@ -103,7 +84,9 @@ def test_all_seven_are_here() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_stored_without_outputs_and_says_what_will_be_seen(path: Path) -> None:
+def test_outputs_are_those_of_the_code_and_the_first_cell_says_what_will_be_seen(
+    path: Path,
+) -> None:
     notebook = read(path)
     nbformat.validate(notebook)
     first = notebook.cells[0]
@@ -111,15 +94,15 @@ def test_stored_without_outputs_and_says_what_will_be_seen(path: Path) -> None:
     assert first.source.startswith("# ")
     assert "**What you will see.**" in first.source
     made, offer = REAL.get(path.stem, ("zoo.embedded()", "gpt2"))
-    if path.stem in REAL:
-        assert [cell.execution_count for cell in code(notebook)] == [
-            1 + i for i in range(len(code(notebook)))
-        ]
-        assert sum(bool(cell.outputs) for cell in code(notebook)) >= 6
-        check_outputs([output for cell in code(notebook) for output in cell.outputs])
-        assert path.stat().st_size < 1_500_000
-    else:
-        assert all(cell.outputs == [] and cell.execution_count is None for cell in code(notebook))
+    cells = code(notebook)
+    assert notebook.metadata[execute.MARK] == execute.digest(notebook), "run docs/execute.py"
+    assert [cell.execution_count for cell in cells] == [1 + i for i in range(len(cells))]
+    assert sum(bool(cell.outputs) for cell in cells) >= 5
+    outputs = [output for cell in cells for output in cell.outputs]
+    check_outputs(outputs)
+    assert not [o for o in outputs if execute.WIDGETS in o.get("text", "")]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert path.stat().st_size < 1_500_000
     lines = [line for cell in code(notebook) for line in cell.source.splitlines()]
     assert [line for line in lines if line.endswith("# the one line to change")] == [
         f"model = {made}  # the one line to change"
@@ -133,6 +116,24 @@ def test_stored_without_outputs_and_says_what_will_be_seen(path: Path) -> None:
     assert all(
         len(cell.source.splitlines()) <= 22 for cell in code(notebook)
     )  # short enough to read in a course
+
+
+def test_changed_code_and_large_pages_are_seen() -> None:
+    cell = nbformat.v4.new_code_cell("1 + 1")
+    large = {"text/html": "x" * execute.LARGEST, "text/plain": "a", "image/png": "b"}
+    cell.outputs = [
+        nbformat.v4.new_output("stream", name="stderr", text=f"warning: {execute.WIDGETS}"),
+        nbformat.v4.new_output("display_data", large),
+        nbformat.v4.new_output("display_data", large | {"text/html": "<p>small</p>"}),
+    ]
+    notebook = execute.stored(nbformat.v4.new_notebook(cells=[cell]))
+    assert [sorted(o.data) for o in cell.outputs] == [
+        ["image/png", "text/plain"],
+        ["image/png", "text/html", "text/plain"],
+    ]
+    assert notebook.metadata[execute.MARK] == execute.digest(notebook)
+    cell.source = "1 + 2"
+    assert notebook.metadata[execute.MARK] != execute.digest(notebook)
 
 
 def hidden(source: str) -> list[str]:

@@ -1,0 +1,89 @@
+"""``python docs/execute.py [NAME ...]``: run the notebooks and store their outputs.
+
+Each runs as it stands, offline, from an empty folder. A stored notebook holds the digest of its
+code, so that a test sees outputs that are older than it, and at most :data:`LARGEST` bytes: where
+pages are larger, the largest leave only their pictures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+LARGEST = 1_400_000
+"""Bytes of a stored notebook."""
+MARK = "tl_geometry_code"
+"""Where the digest stands in a notebook's metadata."""
+WIDGETS = "IProgress not found"
+"""What tqdm says at its import where no notebook widgets are installed: no output of ours."""
+
+
+def code(notebook: Any) -> list[Any]:
+    """The cells that run."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def digest(notebook: Any) -> str:
+    """Of all code of a notebook."""
+    whole = "\n\n".join(cell.source for cell in code(notebook))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+def executed(notebook: Any, folder: Path) -> Any:
+    """The notebook after a run in a fresh kernel, offline, with this checkout."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+    }
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=resources)
+    client.execute(env=environment)
+    return notebook
+
+
+def stored(notebook: Any) -> Any:
+    """What is kept of a run: no times, no message about widgets, no more than fits."""
+    for cell in code(notebook):
+        cell.metadata.pop("execution", None)
+        said = [o for o in cell.outputs if WIDGETS not in o.get("text", "")]
+        cell.outputs = said
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata["language_info"] = {"name": "python"}  # of no single version
+    notebook.metadata[MARK] = digest(notebook)
+    while len(nbformat.writes(notebook)) > LARGEST:
+        pages = [
+            output.data
+            for cell in code(notebook)
+            for output in cell.outputs
+            if "image/png" in output.get("data", {}) and "text/html" in output.data
+        ]
+        if not pages:
+            raise ValueError(f"outputs larger than {LARGEST} bytes without a page to leave out")
+        del max(pages, key=lambda data: len(data["text/html"]))["text/html"]
+    return notebook
+
+
+def main(names: list[str]) -> None:
+    """Run and store the named notebooks, or all."""
+    for name in names or list(NOTEBOOKS):
+        path = NOTEBOOKS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            notebook = executed(nbformat.read(path, as_version=4), Path(folder))
+        nbformat.write(stored(notebook), path)
+        sys.stdout.write(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
