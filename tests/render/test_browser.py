@@ -129,6 +129,33 @@ def test_hostile_tokens_stay_text(name: str, browser: Browser, tmp_path: Path) -
         assert len(page.frames) == 3
 
 
+@pytest.mark.parametrize(("system", "around"), [(False, True), (True, False), (True, True)])
+def test_a_frame_is_dark_where_the_page_around_it_is(
+    system: bool, around: bool, browser: Browser
+) -> None:
+    shown = render.split(synthetic(1, 4))._repr_mimebundle_()["text/html"]
+    whole = f'<body data-jp-theme-light="{str(not around).lower()}">{shown}</body>'
+    with browser.open(as_cells(whole), dark=system, height=1200) as page:
+        page.wait("document.body.dataset.drawn", frame=1)
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor", frame=1)
+        assert paper == ("rgb(18, 18, 18)" if around else "rgb(255, 255, 255)")
+        covered = (
+            "(([i, f]) => f.width >= i.width && f.height >= i.height)(['img', 'iframe'].map("
+            "t => document.querySelector(t).getBoundingClientRect()))"
+        )
+        assert page.evaluate(covered), "the image lies below the live view"
+
+
+def test_without_frames_the_image_is_seen(browser: Browser) -> None:
+    view = render.split(synthetic(1, 4))
+    shown = view._repr_mimebundle_()["text/html"]
+    sanitised = re.sub("<style>.*?</style>|<iframe.*?</iframe>", "", shown, flags=re.DOTALL)
+    with browser.open(as_cells(sanitised), width=400) as page:
+        assert page.evaluate("document.querySelector('img').naturalWidth") > 300
+        assert page.evaluate("document.querySelector('img').getBoundingClientRect().right") <= 400
+        assert page.evaluate("document.querySelectorAll('iframe').length") == 0
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_tables_images_and_the_report_hold_hostile_names(name: str, browser: Browser) -> None:
     found = table(name)

@@ -23,6 +23,12 @@ from tl_geometry.render.figure import View
 
 FALLBACK = 300_000
 """Most bytes of the image in a notebook."""
+DARK = (
+    'body[data-jp-theme-light="false"],body.vscode-dark,html[theme="dark"],'
+    'body[data-theme="dark"]{--tlg-dark:1px}'
+)
+"""Dark pages as notebooks have them (JupyterLab, VS Code, Colab, furo). A frame cannot see the page
+around it; one pixel more tells it."""
 
 
 class PageView:
@@ -49,13 +55,23 @@ class PageView:
         """The whole HTML document."""
         return self._page if isinstance(self._page, str) else self._page()
 
-    def html(self) -> str:
-        """The page in a frame of its own and of fixed size, so that several live side by side."""
-        style = f"display:block;width:{self.width}px;height:{self.height}px;border:0"
-        title, page = html.escape(self.title), html.escape(self.page)
-        held = f'sandbox="allow-scripts" style="{style}" srcdoc="{page}"'
+    def html(self, png: str = "") -> str:
+        """The page in a frame of its own and of fixed size, so that several live side by side.
+
+        ``png`` (base64) lies below the frame, and is seen where no frame is let in: in notebooks
+        that are not trusted, on code hosts, in e-mail.
+        """
+        size = f"width:{self.width}px;height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
+        held = self.page.replace("<html ", f'<html data-height="{self.height}" ', 1)
+        title, page = html.escape(self.title), html.escape(held)
+        place = "position:absolute;top:0;left:0" if png else "display:block"
+        held = f'sandbox="allow-scripts" style="{place};{size}" srcdoc="{page}"'
         frame = f'<iframe title="{title}" {held}></iframe>'
-        return f'<div style="overflow-x:auto">{frame}</div>'
+        if png:
+            image = f'<img alt="{title}" style="width:100%" src="data:image/png;base64,{png}">'
+            room = f"position:relative;max-width:{self.width}px;min-height:{self.height}px"
+            frame = f'<div style="{room}">{image}{frame}</div>'
+        return f'<style>{DARK}</style><div style="overflow-x:auto">{frame}</div>'
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an
@@ -69,11 +85,10 @@ class PageView:
         return self.image().save(path)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        shown = {"text/html": self.html(), "text/plain": repr(self)}
-        if self.image is not None:
-            png = small_png(self.image(), FALLBACK)
-            shown["image/png"] = base64.b64encode(png).decode()
-        return shown
+        if self.image is None:
+            return {"text/html": self.html(), "text/plain": repr(self)}
+        png = base64.b64encode(small_png(self.image(), FALLBACK)).decode()
+        return {"text/html": self.html(png), "text/plain": repr(self), "image/png": png}
 
     def __repr__(self) -> str:
         size = len(self.html().encode()) / 1000

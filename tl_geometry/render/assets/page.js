@@ -1,5 +1,10 @@
 const DATA = JSON.parse(document.getElementById('data').textContent);
-const dark = matchMedia('(prefers-color-scheme: dark)');
+/* Dark where the page around is dark: a frame is a pixel higher there, whatever the system prefers. */
+const tall = +document.documentElement.dataset.height;
+const dark = matchMedia(tall ? `(min-height: ${tall + 0.5}px)` : '(prefers-color-scheme: dark)');
+const wear = () => document.documentElement.classList.toggle('dark', dark.matches);
+dark.addEventListener('change', wear);
+wear();
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const SIGNED = {light: [[5,48,97],[67,147,195],[255,255,255],[214,96,77],[103,0,31]], dark: [[120,190,255],[40,98,160],[16,16,18],[168,60,44],[255,160,130]]};
 const PLAIN = [[68,1,84],[59,82,139],[33,145,140],[94,201,98],[253,231,37]];
