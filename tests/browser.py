@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page as Tab
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
-FLAGS = ("--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-unsafe-swiftshader")
-"""No network, and three dimensions without a graphics card."""
+FLAGS = (
+    "--disable-quic",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--enable-unsafe-swiftshader",
+)
+"""No network but this machine, and three dimensions without a graphics card."""
 HOSTILE = (
     "</script><img src=x onerror=window.planted=1>",
     "<img/src='x'onerror='window.planted=1'>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ def expected() -> dict[str, bool]:
         r".*expected TransformerLens 3 for Hooked(Transformer|Encoder).*": not HAS_HOOKED,
         r".*(CUDA|GPU).*": not torch.cuda.is_available(),
         r"needs Linux with .*": not linux,
+        r"needs jupyterlab .*": importlib.util.find_spec("jupyterlab") is None,
     }
 
 
