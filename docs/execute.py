@@ -23,8 +23,6 @@ LARGEST = 1_400_000
 """Bytes of a stored notebook."""
 MARK = "tl_geometry_code"
 """Where the digest stands in a notebook's metadata."""
-WIDGETS = "IProgress not found"
-"""What tqdm says at its import where no notebook widgets are installed: no output of ours."""
 
 
 def code(notebook: Any) -> list[Any]:
@@ -54,11 +52,9 @@ def executed(notebook: Any, folder: Path) -> Any:
 
 
 def stored(notebook: Any) -> Any:
-    """What is kept of a run: no times, no message about widgets, no more than fits."""
+    """What is kept of a run: no times, and no more than fits."""
     for cell in code(notebook):
         cell.metadata.pop("execution", None)
-        said = [o for o in cell.outputs if WIDGETS not in o.get("text", "")]
-        cell.outputs = said
     notebook.metadata.pop("widgets", None)
     notebook.metadata["language_info"] = {"name": "python"}  # of no single version
     notebook.metadata[MARK] = digest(notebook)

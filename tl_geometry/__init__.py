@@ -9,6 +9,8 @@ them.
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tl_geometry.base.errors import (
@@ -112,9 +114,13 @@ _PACKAGES = (
 )
 """Subpackages that load on first use."""
 
-if (
-    not TYPE_CHECKING
-):  # a type checker reads the imports above, and would take every unknown name for Any
+if "ipykernel" in sys.modules:  # tqdm warns where widgets are missing; a bar of text is as good
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")
+        importlib.import_module("tqdm.auto")
+
+# a type checker reads the imports above, and would take every unknown name for Any
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
