@@ -642,6 +642,11 @@ EDITS = [
 ]
 VIEWS = [
     Call("a basis as a split", lambda w: tlg.render.split(w.basis), "ScoreSplit"),  # pyright: ignore[reportArgumentType]
+    Call(
+        "a split as a logit",
+        lambda w: tlg.render.circuitsvis.induction(w.split),
+        r"ScoreSplit\. Use explain_logit",
+    ),
     Call("a basis as heads", lambda w: tlg.render.heads(w.basis, "induction"), "table|heads"),  # pyright: ignore[reportArgumentType]
     Call("a value that is not there", lambda w: tlg.render.heads(w.table, "nothing"), "nothing"),
     Call("a matrix that is not there", lambda w: tlg.weight_geometry(w.model, w.basis, "QV"), "QK"),

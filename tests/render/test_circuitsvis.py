@@ -46,7 +46,6 @@ def figures() -> dict[str, PageView]:
         "heads": views.attention_heads(split, title="<b>heads</b>"),
         "pattern": views.attention_pattern(split.terms["cvec", "cvec"][0, 1], TEXTS),
         "tokens": views.colored_tokens(TEXTS, torch.linspace(-1, 2, len(TEXTS))),
-        "induction": views.induction(split, head="L1H0"),
     }
 
 
@@ -111,59 +110,11 @@ def test_what_a_notebook_gets(tmp_path: Path) -> None:
 
 
 def test_the_payload_is_the_tensor() -> None:
-    split, seen = copying(), payload(figures()["induction"])
-    assert seen["terms"] == ["pattern", "total", *("-".join(t) for t in split.terms)]
-    values = torch.tensor(seen["values"], dtype=torch.float64)
-    expected = [
-        split.pattern()[0, 1],
-        *(
-            row_center(x[0, 1].double(), split.allowed[1])
-            for x in (split.total(), *split.terms.values())
-        ),
-    ]
-    for ours, theirs in zip(values, expected, strict=True):
-        assert torch.allclose(ours, theirs.double(), rtol=6e-4, atol=1e-12)
-    assert torch.allclose(values[2:].sum(0), values[1], atol=1e-3 * seen["limit"])
-    assert seen["query"] in range(8, 22)  # a second or third copy
-    assert seen["limit"] == pytest.approx(float(max(x.abs().max() for x in expected[1:])))
-
-
-def test_induction_begins_where_the_head_copies() -> None:
-    """Its first query attends to the tokens that followed its earlier copies, and the content term
-    is what takes it there."""
-    split = dataclasses.replace(copying(), str_tokens=tuple(str(t) for t in prompts(1)[0].tolist()))
-    seen = payload(views.induction(split, head="L1H0"))
-    query, values = seen["query"], torch.tensor(seen["values"])
-    assert query > 7
-    assert seen["copies"][query] == [
-        j for j in range(query + 1) if j and (j - 1) % 7 == query % 7 and j - 1 < query
-    ]
-    assert float(values[0, query, seen["copies"][query]].sum()) > 0.9
-    best = int(values[2:, query, seen["copies"][query][0]].argmax())
-    assert seen["terms"][2 + best] == "cvec-cvec"
-    other = payload(views.induction(split, head=(0, 0)))
-    assert (
-        float(torch.tensor(other["values"])[0, query, other["copies"][query]].sum()) < 0.5
-    )  # the previous-token head does not
-
-
-def test_without_copies_it_begins_at_the_end_and_published_splits_say_that_they_do_not_close() -> (
-    None
-):
-    split = copying()
-    assert (
-        payload(views.induction(split, head="L1H0", tokens=[str(i) for i in range(22)]))["query"]
-        == 21
-    )
-    assert "sum of terms within" in views.induction(split, head="L1H0").caption
-    basis = tlg.decompose(induction_model(), corpus(), progress=False)
-    for preset in ("paper", "reference"):
-        published = tlg.split_scores(
-            induction_model(), prompts(1), basis, heads="L1H0", preset=preset
-        )
-        assert (
-            "do not sum to the model's scores" in views.induction(published, tokens=TEXTS).caption
-        )
+    split, seen = copying(), payload(figures()["heads"])["props"]
+    values = torch.tensor(seen["attention"], dtype=torch.float64)
+    assert torch.allclose(values, split.pattern()[0].double(), rtol=6e-4, atol=1e-12)
+    coloured = payload(figures()["tokens"])["props"]
+    assert coloured["values"] == [float(f"{v:.4g}") for v in torch.linspace(-1, 2, len(TEXTS))]
 
 
 def test_limits_are_named() -> None:
@@ -176,10 +127,6 @@ def test_limits_are_named() -> None:
         views.attention_heads(wide, ["a"] * 64)
     with pytest.raises(GeometryError, match=r"tokens: expected at most 2000, got 2001"):
         views.colored_tokens(["a"] * 2001, torch.zeros(2001))
-    with pytest.raises(
-        GeometryError, match=r"at most 128, got 129\. Use a shorter prompt, or render\.split"
-    ):
-        views.induction(split, head="L1H0", tokens=["a"] * 129)
     bad = torch.zeros(1, 3, 3)
     bad[0, 2, 0] = torch.nan
     with pytest.raises(GeometryError, match="1 NaN or infinite"):
@@ -189,7 +136,7 @@ def test_limits_are_named() -> None:
     with pytest.raises(GeometryError, match="texts for"):
         views.attention_heads(torch.zeros(1, 3, 3), list("ab"))
     with pytest.raises(GeometryError, match=r"one of the split's heads.*head=\(0, 0\)"):
-        views.induction(split)
+        views.attention_pattern(split)
     with pytest.raises(GeometryError, match="'pos-cvec'"):
         views.attention_heads(split, term="pos-nothing")
     with pytest.raises(GeometryError, match="a positive number"):
@@ -207,10 +154,8 @@ def test_a_split_gives_heads_terms_and_contexts() -> None:
     both = payload(views.attention_heads(split, TEXTS, context=1))["props"]
     assert both["attentionHeadNames"] == ["L0H0", "L1H0"]
     assert torch.allclose(torch.tensor(both["attention"]), split.pattern()[1], rtol=6e-4, atol=1e-6)
-    with pytest.raises(
-        GeometryError, match="texts of the tokens"
-    ):  # a split knows those of its first prompt only
-        views.induction(split, head="L1H0", context=1)
+    with pytest.raises(GeometryError, match="texts of the tokens"):  # a split knows its first's
+        views.attention_heads(split, context=1)
     with pytest.raises(GeometryError, match="context: expected an index from 0 to 1"):
         views.attention_heads(split, TEXTS, context=2)
 
@@ -250,17 +195,15 @@ FIGURE = "document.getElementById('figure')"
 def test_hostile_tokens_are_shown_and_nothing_runs(browser: Browser, dark: bool) -> None:
     made = figures()
     with browser.open(as_cells(*(v.html() for v in made.values())), dark=dark, height=2400) as page:
-        for frame in range(1, 5):
+        for frame in range(1, 4):
             page.wait(DRAWN, frame=frame)
         page.assert_harmless()
         assert page.evaluate("document.getElementById('after').textContent") == "the end"
-        for frame, name in ((3, "tokens"), (4, "induction")):
-            shown = page.wait(
-                f"[...{FIGURE}.querySelectorAll('span > span')].map(s => s.textContent)",
-                frame=frame,
-            )
-            assert [s.replace("\xa0", " ") for s in shown] == payload(made[name])["tokens"]
-            assert shown[7] == "<s>"
+        shown = page.wait(
+            f"[...{FIGURE}.querySelectorAll('span > span')].map(s => s.textContent)", frame=3
+        )
+        assert [s.replace("\xa0", " ") for s in shown] == payload(made["tokens"])["tokens"]
+        assert shown[7] == "<s>"
         drawn = (
             "(c => [c.length, c.every(x => x.getContext('2d').getImageData(0, 0, "
             "x.width, x.height).data.some(v => v))])"
@@ -271,35 +214,13 @@ def test_hostile_tokens_are_shown_and_nothing_runs(browser: Browser, dark: bool)
 
 
 @pytest.mark.slow
-def test_clicks_and_tooltips_read_the_tensor(browser: Browser, tmp_path: Path) -> None:
-    view = figures()["induction"]
+def test_tooltips_read_the_tensor(browser: Browser, tmp_path: Path) -> None:
+    view = figures()["tokens"]
     data = payload(view)
     with browser.open(view.save(tmp_path / "a.html")) as page:
         page.wait(DRAWN)
-        query, term = 17, data["terms"].index("cvec-cvec")
-        for group, index in (("p:nth-of-type(2)", query), ("p:nth-of-type(3)", term)):
-            page.evaluate(f"document.querySelectorAll('#before {group} button')[{index}].click()")
-        paid = data["values"][0][query]
-        best = max(data["allowed"][query], key=lambda j: paid[j])
-        table = page.evaluate(
-            "[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.textContent))"
-        )
-        assert table[0][1] == f"{best} {data['tokens'][best]}"
-        assert {row[0]: float(row[1]) for row in table[2:]} == {
-            name: float(f"{v[query][best]:.3g}")
-            for name, v in zip(data["terms"], data["values"], strict=True)
-        }
-        assert [row[0] for row in table[2:4]] == ["pattern", "total"]
-        assert (
-            table[4][0]
-            == max(
-                zip(data["terms"][2:], data["values"][2:], strict=True),
-                key=lambda t: abs(t[1][query][best]),
-            )[0]
-        )
-        assert (
-            page.evaluate("document.getElementById('high').textContent") == f"{data['limit']:.3g}"
-        )
+        best = data["tokens"].index("<s>")
+        assert page.evaluate("document.getElementById('high').textContent") == "2.00"
         spans = f"[...{FIGURE}.querySelectorAll('span > span')]"
         x, y = page.wait(
             f"(b => [b.left + b.width / 2, b.top + 8])({spans}[{best}].getBoundingClientRect())"
@@ -307,7 +228,7 @@ def test_clicks_and_tooltips_read_the_tensor(browser: Browser, tmp_path: Path) -
         page.hover(x, y)
         tip = page.wait(f"{FIGURE}.querySelector('strong')?.parentElement.innerText")
         text, number = tip.rsplit("\n", 1)
-        assert (text, float(number)) == (data["tokens"][best], data["values"][term][query][best])
+        assert (text, float(number)) == (data["tokens"][best], data["props"]["values"][best])
         page.assert_harmless()
 
 

@@ -1,9 +1,9 @@
 """Views of results. Each function returns an object that shows itself in Jupyter and saves itself
 as HTML, PNG, SVG or PDF.
 
-``split``, ``heads``, ``bands_page``, ``bundle_3d`` and ``sphere_3d`` are interactive pages
-(self-contained, offline, in a sandboxed frame); the others are matplotlib figures, which draw into
-``ax=`` where they draw one axes (of several panels the first).
+``split``, ``heads``, ``logit_page``, ``bands_page``, ``bundle_3d`` and ``sphere_3d`` are
+interactive pages (self-contained, offline, in a sandboxed frame); the others are matplotlib
+figures, which draw into ``ax=`` where they draw one axes (of several panels the first).
 :mod:`tl_geometry.render.circuitsvis` has the familiar circuitsvis views.
 """
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         truncation_figure,
     )
     from tl_geometry.render.head_view import head_grid, heads
+    from tl_geometry.render.logit_view import logit_page
     from tl_geometry.render.measures import (
         fourier,
         incoherence,
@@ -63,6 +64,7 @@ _VIEWS = {
         "baseline_figure",
     ),
     "head_view": ("head_grid", "heads"),
+    "logit_view": ("logit_page",),
     "measures": (
         "fourier",
         "incoherence",
@@ -105,6 +107,7 @@ __all__ = [
     "incoherence",
     "learning_curve",
     "logit_figure",
+    "logit_page",
     "measure_curves",
     "noise_figure",
     "norms",

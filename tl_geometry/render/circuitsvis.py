@@ -1,5 +1,5 @@
-"""The familiar circuitsvis views, hardened: attention heads, one pattern, coloured tokens, and
-which sources an induction head reads.
+"""The familiar circuitsvis views, hardened: attention heads, one pattern, coloured tokens; and what
+an induction head reads and writes, which is drawn without circuitsvis.
 
 circuitsvis draws; everything around it is made here, because its own pages run script that token
 text holds, drop tokens that look like tags, ask the network on every display, and delete what
@@ -37,14 +37,16 @@ from tl_geometry.base.rows import row_center
 from tl_geometry.render import circuitsvis_images
 from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import NEGATIVE, POSITIVE, check_limit
+from tl_geometry.render.logit_view import explanations, followers, logit_page
 from tl_geometry.render.page import PageView
+from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.split import ScoreSplit
 
-CELLS, TOKENS, SOURCES = 50_000, 2_000, 128
-"""Most cells over all heads of a heat map (12 heads of 64 tokens take a browser some 8 s), coloured
-tokens, tokens of an attribution."""
-WIDTH, ROWS = 800, 12
-"""Pixels of a figure across, and terms (with pattern and total) that an attribution lists."""
+CELLS, TOKENS = 50_000, 2_000
+"""Most cells over all heads of a heat map (12 heads of 64 tokens take a browser some 8 s), and
+coloured tokens."""
+WIDTH = 800
+"""Pixels of a figure across."""
 
 
 def attention_heads(
@@ -166,110 +168,38 @@ def colored_tokens(
 
 
 def induction(
-    split: ScoreSplit,
+    found: LogitExplanation | Sequence[LogitExplanation],
     *,
     head: Head | None = None,
     query: int | None = None,
-    tokens: Sequence[str] | None = None,
-    context: int = 0,
-    limit: float | None = None,
 ) -> PageView:
-    """Over the text itself: which source tokens a head reads for a query token, and through which
-    terms of the split.
-
-    Click a query token, then a term: sources are coloured by the pattern (0 to 1) or by the term's
-    score, row-centred over the keys that the query may attend to, on one scale for all terms and
-    queries, so that colours of terms add up to those of ``total``. The table below lists the five
-    most attended sources with every term. The first query shown is the one that pays most attention
-    to tokens which follow an earlier copy of it: what an induction head does.
+    """:func:`tl_geometry.render.logit_page` opened where a head copies: at the position where it
+    wrote most towards the target from the tokens that followed an earlier copy of the token there
+    (dashed), which is what an induction head reads.
 
     Args:
-        split: from :func:`tl_geometry.split_scores`; ``head`` says which of its heads (its only one
-            by default).
-        query: position to begin with.
-        tokens: texts; a split knows those of its first prompt.
-        context: which prompt.
-        limit: score of the full colour, by default the largest absolute value.
-
-    Raises ``GeometryError`` over 128 tokens: split a shorter prompt, or use ``render.split``.
+        found: of :func:`tl_geometry.explain_logit`, best one for every position of a prompt.
+        head: the head that is shown, by default the one that copies most.
+        query: the position, by default where it does.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> scores = tlg.split_scores(model, "a b a b", basis, heads="L1H0", prepend_bos=True)
-    >>> induction(scores).title
-    'What L1H0 reads'
+    >>> ids = model.to_tokens("width, height = width, height", prepend_bos=True)
+    >>> places = range(6, ids.shape[1] - 1)
+    >>> each = [tlg.explain_logit(model, ids, i, int(ids[0, i + 1]), top=4) for i in places]
+    >>> induction(each).title[:4]
+    'L1H3'
     """
-    row = _row(split, head)
-    texts = _texts(split, tokens, context)
-    size = len(texts)
-    _within(
-        size,
-        SOURCES,
-        "tokens of an attribution",
-        "a shorter prompt, or render.split(split, heads=...)",
-    )
-    allowed = split.allowed[row]
-    names = ["pattern", "total", *("-".join(t) for t in split.terms)]
-    values = torch.stack([_of_split(split, name, context)[row] for name in names])
-    copies = [
-        [j for j in range(1, i + 1) if texts[j - 1] == texts[i] and bool(allowed[i, j])]
-        for i in range(size)
+    each = [e for e in explanations(found) if query in (None, e.position)]
+    wanted = None if head is None else checks.heads(head, 10**6, 10**6)[0]
+    copied = [
+        (float(e.heads[h][followers(e)].sum()), e.position, h)
+        for e in each
+        for h in dict.fromkeys(pair[:2] for pair in e.pairs)
+        if wanted in (None, h)
     ]
-    paid = torch.stack([values[0, i, copies[i]].sum() for i in range(size)])
-    first = (
-        (int(paid.argmax()) if float(paid.max()) > 0 else size - 1)
-        if query is None
-        else checks.index(query, size, "query")
-    )
-    top = _limit(values[1:], limit)
-    label = head_name(split.heads[row])
-    data = {
-        "view": "induction",
-        "tokens": [_running(t) for t in texts],
-        "values": [[_short(r) for r in v] for v in values],
-        "terms": names,
-        "query": first,
-        "rows": ROWS,
-        "copies": copies,
-        "allowed": [a.nonzero()[:, 0].tolist() for a in allowed],
-        **_scale(values[1:], top),
-        "props": {"positiveColor": POSITIVE, "negativeColor": NEGATIVE},
-    }
-    caption = (
-        f"terms are row-centred scores, full colour at {top:.3g} (pattern: "
-        f"1){_beyond(values[1:], top)}; "
-        f"{_reconstruction(split)}; {split.provenance.line()}"
-    )
-    title = f"What {label} reads"
-    page = _page(title, caption, data)
-    shown = [html.token_text(t) for t in texts]
-    image = functools.partial(
-        circuitsvis_images.strip,
-        values[:, first],
-        names,
-        shown,
-        top,
-        f"{title} for {first} {shown[first]}",
-        caption,
-    )
-    height = (
-        210
-        + 21 * min(len(names), ROWS)
-        + sum(_lines(t, m) for t, m in ((data["tokens"], 18), (data["tokens"], 0), (names, 18)))
-    )
-    return PageView(page, title=title, caption=caption, width=WIDTH, height=height, image=image)
-
-
-def _reconstruction(split: ScoreSplit) -> str:
-    """How far the sum of the terms is from the model's scores."""
-    if split.provenance.preset != "exact":
-        return "these terms do not sum to the model's scores"
-    found = split.reconstruction.nearest
-    if found is None:
-        return "sum of terms not compared with the model"
-    return f"sum of terms within {found[1]:.1e} of the model (allowed {found[2]:.1e})"
+    _, query, head = max(copied, default=(0.0, query, head))
+    return logit_page(found, query=query, head=head)
 
 
 def _row(split: ScoreSplit, head: Head | None) -> int:
@@ -434,13 +364,12 @@ def _running(token: str) -> str:
     return "".join(c if c == " " else html.token_text(c) for c in token) or "∅"
 
 
-def _lines(texts: Sequence[str], margin: int = 0) -> int:
-    """Height in pixels of wrapped tokens (of buttons, with a margin), at most 260 (the frame
-    scrolls)."""
+def _lines(texts: Sequence[str]) -> int:
+    """Height in pixels of wrapped tokens, at most 260 (the frame scrolls)."""
     width, lines = 0, 1
     for text in texts:
-        width += 7 * len(text) + 3 + margin
-        if width > WIDTH - 60 or ("⏎" in text and not margin):
+        width += 7 * len(text) + 3
+        if width > WIDTH - 60 or "⏎" in text:
             width, lines = 0, lines + 1
     return min(27 * lines, 260)
 

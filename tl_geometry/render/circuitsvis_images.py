@@ -52,30 +52,7 @@ def maps(
     return View(figure, title=title, caption=caption)
 
 
-def strip(
-    values: Tensor,
-    names: Sequence[str],
-    tokens: Sequence[str],
-    top: float,
-    title: str,
-    caption: str,
-) -> View:
-    """Sources of one query against pattern and terms, the last 40 of them."""
-    shown, texts = values[:, -40:].clone(), tokens[-40:]
-    shown[0] *= top
-    figure, axes = canvas(size=(1.6 + 0.24 * len(texts), 1.1 + 0.22 * len(names)))
-    image = axes[0].imshow(
-        shown.numpy(), cmap=_colours(), vmin=-top, vmax=top, interpolation="nearest", aspect="auto"
-    )
-    axes[0].set_yticks(range(len(names)), ["pattern (0 to 1)", *names[1:]], fontsize=7)
-    _ticks(axes[0], texts, rows=False)
-    axes[0].set_title(title.replace("$", r"\$"), fontsize=8)
-    figure.colorbar(image, ax=axes[0], shrink=0.8)
-    return View(figure, title=title, caption=caption)
-
-
-def _ticks(axis: Any, tokens: Sequence[str], *, rows: bool = True) -> None:
+def _ticks(axis: Any, tokens: Sequence[str]) -> None:
     texts = [t.replace("$", r"\$") for t in tokens]
     axis.set_xticks(range(len(texts)), texts, rotation=90, fontsize=6)
-    if rows:
-        axis.set_yticks(range(len(texts)), texts, fontsize=6)
+    axis.set_yticks(range(len(texts)), texts, fontsize=6)

@@ -33,7 +33,8 @@ around it; one pixel more tells it."""
 
 class PageView:
     """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline,
-    or a PNG, SVG or PDF of ``image``."""
+    or a PNG, SVG or PDF of ``image``. A ``fluid`` page is as wide as what holds it, ``width`` at
+    most."""
 
     def __init__(
         self,
@@ -44,11 +45,13 @@ class PageView:
         width: int,
         height: int,
         image: Callable[[], View] | None = None,
+        fluid: bool = False,
     ) -> None:
         self._page = page
         self.title, self.caption = title, caption
         self.width, self.height = width, height
         self.image = image
+        self.fluid = fluid
 
     @property
     def page(self) -> str:
@@ -61,14 +64,16 @@ class PageView:
         ``png`` (base64) lies below the frame, and is seen where no frame is let in: in notebooks
         that are not trusted, on code hosts, in e-mail.
         """
-        size = f"width:{self.width}px;height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
+        wide = f"width:100%;max-width:{self.width}px" if self.fluid else f"width:{self.width}px"
+        size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
         held = self.page.replace("<html ", f'<html data-height="{self.height}" ', 1)
         title, page = html.escape(self.title), html.escape(held)
         place = "position:absolute;top:0;left:0" if png else "display:block"
         held = f'sandbox="allow-scripts" style="{place};{size}" srcdoc="{page}"'
         frame = f'<iframe title="{title}" {held}></iframe>'
         if png:
-            image = f'<img alt="{title}" style="width:100%" src="data:image/png;base64,{png}">'
+            fit = f"width:100%;max-height:{self.height}px;object-fit:contain;object-position:0 0"
+            image = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">'
             room = f"position:relative;max-width:{self.width}px;min-height:{self.height}px"
             frame = f'<div style="{room}">{image}{frame}</div>'
         return f'<style>{DARK}</style><div style="overflow-x:auto">{frame}</div>'
@@ -98,13 +103,15 @@ class PageView:
 
 
 def document(title: str, data: Mapping[str, Any], script: str, library: str = "") -> str:
-    """The page that runs ``assets/<script>.js`` on ``data``; ``library`` is a script that it may
-    start."""
+    """The page that runs ``assets/<script>.js`` on ``data``, dressed by ``<script>.css`` if there
+    is one; ``library`` is a script that it may start."""
     assets = files("tl_geometry.render") / "assets"
     style, helpers, body = (
         (assets / name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js", f"{script}.js")
     )
+    own = assets / f"{script}.css"
+    style += own.read_text(encoding="utf-8") if own.is_file() else ""
     code = f"'use strict';\n{helpers}{body}"
     allowed = " ".join(_hash(text) for text in (code, library) if text)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
@@ -113,6 +120,7 @@ def document(title: str, data: Mapping[str, Any], script: str, library: str = ""
         text = text.replace(character, f"\\u{ord(character):04x}")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>"
         f'<script type="application/json" id="data">{text}</script>'

@@ -143,16 +143,7 @@ def _blocks(tokens: int, max_cells: int) -> Iterator[int]:
 def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str, list[Term]]:
     """Name of each panel and the terms that it sums."""
     terms = {f"{a}-{b}": [(a, b)] for a, b in split.terms}
-    groups: dict[str, list[Term]] = {}
-    if all(group_of(name) for name in terms):
-        side = lambda part: "content" if part in CONTEXT_PARTS else "position"  # noqa: E731
-        for name in GROUPS:
-            members = [
-                (a, b)
-                for a, b in split.terms
-                if name in (f"{side(a)}-{side(b)}", side(a) if side(a) == side(b) else None)
-            ]
-            groups |= {name: members} if members else {}
+    groups = groups_of(list(split.terms))
     if panels is None:
         return groups or terms
     if isinstance(panels, str) and panels in ("groups", "terms"):
@@ -173,6 +164,23 @@ def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str
         got=unknown or "none",
     )
     return {p: known[p] for p in wanted}
+
+
+def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
+    """The terms of each of the four groups that has one; none where the parts are one's own.
+
+    >>> groups_of([("pos", "pos"), ("pos", "cvec"), ("alibi", "alibi")])
+    {'position': [('pos', 'pos'), ('alibi', 'alibi')], 'position-content': [('pos', 'cvec')]}
+    >>> groups_of([("mlp0", "embed")])
+    {}
+    """
+    if not all(group_of(f"{a}-{b}") for a, b in terms):
+        return {}
+    side = lambda part: "content" if part in CONTEXT_PARTS else "position"  # noqa: E731
+    found: dict[str, list[Term]] = {name: [] for name in GROUPS}
+    for a, b in terms:
+        found[side(a) if side(a) == side(b) else f"{side(a)}-{side(b)}"].append((a, b))
+    return {name: members for name, members in found.items() if members}
 
 
 class Drawn(NamedTuple):

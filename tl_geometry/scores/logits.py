@@ -36,6 +36,7 @@ from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
 from tl_geometry.scores.requests import UserParts, check_request, part_names, provenance_of
 from tl_geometry.scores.splitter import Splitter
+from tl_geometry.scores.terms import BIAS_BIAS, bias_label
 from tl_geometry.scores.values import target_ids
 
 TOLERANCE = 1e-6
@@ -55,6 +56,7 @@ class LogitExplanation(Result):
     the contribution by the ``parts`` of the source, and ``pair_terms[pair, query part, key part]``
     the score of that cell minus the mean of its row, which made the head look there; ``pair_alibi``
     is ALiBi's share of it, ``pair_scores`` the sum, ``pair_patterns`` the attention paid.
+    ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`).
     """
 
     position: int
@@ -72,7 +74,8 @@ class LogitExplanation(Result):
     pair_alibi: Float[Tensor, " pair"]
     pair_scores: Float[Tensor, " pair"]
     pair_patterns: Float[Tensor, " pair"]
-    version: ClassVar[int] = 1
+    bias_label: str = BIAS_BIAS
+    version: ClassVar[int] = 2
 
     @property
     def total(self) -> float:
@@ -186,6 +189,7 @@ def explain_logit(
         pair_alibi=details.alibi.cpu(),
         pair_scores=details.terms.sum((1, 2)).cpu() + details.alibi.cpu(),
         pair_patterns=details.patterns.cpu(),
+        bias_label=bias_label(rotary=details.rotary, relative=details.relative),
     )
     bound = TOLERANCE if view.dtype.itemsize >= 4 else 1e-2
     require(
@@ -292,6 +296,7 @@ class _Pairs:
         self.values = torch.zeros(len(pairs), parts, **made)
         self.terms = torch.zeros(len(pairs), parts, parts, **made)
         self.alibi, self.patterns = (torch.zeros(len(pairs), **made) for _ in "ab")
+        self.rotary = self.relative = True
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Split the pairs of one layer."""
@@ -299,6 +304,7 @@ class _Pairs:
         mine = [p for p, (at, _, _) in enumerate(self.pairs) if at == layer.layer]
         heads = sorted({self.pairs[p][1] for p in mine})
         terms = self.splitter.layer(layer, heads, layer.h.device)
+        self.rotary, self.relative = self.rotary and terms.rotary, self.relative and terms.relative
         values = self.splitter.values(layer).double()
         values[0] -= layer.v_constant.double()  # what is written whatever the source is
         seen = layer.allowed[self.position]

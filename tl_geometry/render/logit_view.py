@@ -1,0 +1,274 @@
+"""What wrote a logit, over the text itself: arcs from the chosen token to what heads read there,
+and head by head what was written towards the target and the terms of the score behind it.
+
+1. One or several :class:`~tl_geometry.scores.logits.LogitExplanation` of one prompt, a position
+   each.
+2. The (head, source) pairs of each go to cards, a head each; terms are summed to the groups of
+   ``render.split`` (of writers: by the writer of the key), and listed one by one.
+3. What is in no pair stands in the last card, so that the page adds up to the model's logit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tl_geometry.base import checks, html
+from tl_geometry.base.checks import Head, head_name
+from tl_geometry.base.errors import fail, require
+from tl_geometry.render.page import PageView, document
+from tl_geometry.render.split_view import groups_of
+from tl_geometry.render.writers import logit_figure
+from tl_geometry.scores.logits import LogitExplanation
+from tl_geometry.scores.terms import ALIBI, label, term_pairs
+
+HEADS, FEW, MANY = 5, 4, 9
+"""Heads that have a card; writers that a list names at first, and on demand."""
+SAID = {
+    "bias": "constants (bias)",
+    "pos": "position (pos)",
+    "cvec": "content (cvec)",
+    "ctx": "context (ctx)",
+    "resid": "residual (resid)",
+}
+"""Parts of a source as the page names them."""
+WIDTH, TALLEST = 1080, 1100
+"""Pixels of the page across, and down at most."""
+LARGEST = 2_000_000
+"""Most bytes of the page."""
+
+Bars = list[tuple[str, float]]
+
+
+def logit_page(
+    found: LogitExplanation | Sequence[LogitExplanation],
+    *,
+    query: int | None = None,
+    head: Head | None = None,
+) -> PageView:
+    """What wrote a logit, over the text: arcs run from the chosen token to the sources that heads
+    read there, as wide as what was written from them towards the target, red where it raised the
+    logit and blue where it lowered it.
+
+    Below, head by head: what it wrote from each source, the attention paid, the terms of the score
+    that made it look there (relative to the mean of the row; groups as in ``render.split``, for
+    writers by who wrote the key), and the parts of the source that were written. A click on a head
+    shows it alone, one on an underlined token its own logit. Every list sums to its number, the
+    page to the model's logit.
+
+    Args:
+        found: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
+        query: the position shown at first, by default that of the first explanation.
+        head: the head shown at first, by default all.
+
+    Raises ``GeometryError`` for explanations of several prompts or parts, or two of one position,
+    for a ``query`` that is not explained and a ``head`` that is in none of the pairs there, and for
+    pages of more than 2 MB.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=1)
+    >>> ids = windows.tokens[0].tolist()
+    >>> found = [tlg.explain_logit(model, windows, i, ids[i + 1], top=4) for i in (9, 14)]
+    >>> logit_page(found, query=14).title[:14]  # view.save("logit.html") writes the page
+    'What wrote the'
+    """
+    each = explanations(found)
+    positions = [e.position for e in each]
+    if query is not None and query not in positions:
+        fail("query", expected=f"one of the explained positions {positions}", got=query)
+    first = 0 if query is None else positions.index(query)
+    wanted = None
+    if head is not None:
+        names = dict.fromkeys(pair[:2] for pair in each[first].pairs)
+        wanted = checks.heads(head, 10**6, 10**6)[0]
+        expected = f"one of {', '.join(map(head_name, names))}"
+        require(wanted in names, "head", expected=expected, got=head_name(wanted))
+    queries = [_query(e, wanted) for e in each]
+    texts = texts_of(each[0])
+    title, caption = queries[first]["title"], _caption(each[first])
+    data = {
+        "tokens": [html.token_text(t) for t in texts],
+        "breaks": [t.count("\n") + t.count("\u010a") > 0 for t in texts],
+        "limit": max(abs(v) for q in queries for h in (q, *q["heads"]) for v in h["marks"]) or 1.0,
+        "longest": [_longest(queries, "score"), _longest(queries, "value")],
+        "details": _details(each[0]),
+        "queries": queries,
+        "first": first,
+        "head": -1 if wanted is None else 0,
+        "caption": caption,
+    }
+    page = document(title, data, "logit")
+    size, instead = len(page), "fewer explanations"
+    require(size <= LARGEST, "found", expected="a page of 2 MB", got=size, instead=instead)
+    image = functools.partial(logit_figure, each[first])
+    height = _height(texts, queries[first])
+    return PageView(
+        page, title=title, caption=caption, width=WIDTH, height=height, image=image, fluid=True
+    )
+
+
+def explanations(
+    found: LogitExplanation | Sequence[LogitExplanation],
+) -> tuple[LogitExplanation, ...]:
+    """Explanations of one prompt with the same parts, at different positions."""
+    each = tuple(found) if isinstance(found, Sequence) else (found,)
+    instead = "explain_logit(model, tokens, position, target)"
+    if not each or not all(isinstance(e, LogitExplanation) for e in each):
+        got = "none" if not each else type(each[0]).__name__
+        fail("found", expected="explanations of logits", got=got, instead=instead)
+    one = [(e.str_tokens, e.heads.shape, e.parts, e.provenance.token_hash) for e in each]
+    what, got = "explanations of one prompt, by the same parts", f"{len(set(one))} kinds"
+    require(len(set(one)) == 1, "found", expected=what, got=got)
+    at = [e.position for e in each]
+    require(len(set(at)) == len(at), "found", expected="one explanation a position", got=at)
+    return each
+
+
+def texts_of(found: LogitExplanation) -> list[str]:
+    """Texts of the tokens, or their positions where they have none."""
+    return [str(t) for t in found.str_tokens or range(found.heads.shape[-1])]
+
+
+def followers(found: LogitExplanation) -> list[int]:
+    """Positions behind earlier copies of the explained token: what an induction head reads."""
+    texts, at = texts_of(found), found.position
+    return [j for j in range(1, at + 1) if texts[j - 1] == texts[at]]
+
+
+def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str, Any]:
+    """What the page shows of one explanation: heads of the largest pairs, ``wanted`` before."""
+    at, texts = found.position, texts_of(found)
+    order = dict.fromkeys(pair[:2] for pair in found.pairs)
+    heads = sorted(order, key=lambda h: h != wanted)[:HEADS]
+    shown = [p for p, pair in enumerate(found.pairs) if pair[:2] in heads]
+    written = found.heads[:, :, : at + 1]
+    cards = [
+        {
+            "name": head_name(h),
+            "sum": _short(float(written[h].sum())),
+            "marks": _row(written[h]),
+            "pairs": [_pair(found, p) for p in shown if found.pairs[p][:2] == h],
+        }
+        for h in heads
+    ]
+    inside = sum(float(found.heads[found.pairs[p]]) for p in shown)
+    rest = _listed(zip(found.other_names, found.others.tolist(), strict=True), MANY, "writers")
+    rest.insert(0, ("other heads and sources", _short(float(found.heads.sum()) - inside)))
+    return {
+        "position": at,
+        "title": _title(found),
+        "target": " − ".join(html.token_text(t) for t in found.target_tokens),
+        "logit": _short(found.logit),
+        "total": _short(found.total),
+        "marks": _row(written.sum((0, 1))),
+        "copies": followers(found),
+        "token": html.token_text(texts[at]),
+        "heads": cards,
+        "rest": rest,
+    }
+
+
+def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
+    """One (head, source): what was written, and the score behind it, in few words and in many."""
+    terms: dict[tuple[str, str], float] = dict(
+        zip(term_pairs(found.parts), found.pair_terms[p].flatten().tolist(), strict=True)
+    )
+    biased = bool(found.pair_alibi.any())
+    terms |= {(ALIBI, ALIBI): float(found.pair_alibi[p])} if biased else {}
+    groups = groups_of(list(terms))
+    named = [(label(f"{a}-{b}", found.bias_label), v) for (a, b), v in terms.items()]
+    values = list(zip(found.parts, found.pair_values[p].tolist(), strict=True))
+    if groups:
+        few = [(name, sum(terms[t] for t in members)) for name, members in groups.items()]
+        score = [[(n, _short(v)) for n, v in few], _listed(named, len(named), "")]
+        value = [[(SAID.get(n, n), _short(v)) for n, v in values]] * 2
+    else:
+        keys = [(b, sum(v for (_, k), v in terms.items() if k == b)) for b in found.parts]
+        keys += [(ALIBI, terms[ALIBI, ALIBI])] if biased else []
+        score = [_listed(keys, FEW, "writers"), _listed(named, MANY, "terms")]
+        value = [_listed(values, n, "writers") for n in (FEW, MANY)]
+    return {
+        "source": found.pairs[p][2],
+        "written": _short(float(found.heads[found.pairs[p]])),
+        "attention": _short(float(found.pair_patterns[p])),
+        "total": _short(float(found.pair_scores[p])),
+        "score": score,
+        "value": value,
+    }
+
+
+def _details(found: LogitExplanation) -> list[str]:
+    """Names of the short and of the long lists."""
+    if groups_of(term_pairs(found.parts)):
+        return ["groups", f"all {len(found.parts) ** 2} terms"]
+    return ["writers of the key", "writers of query and key"]
+
+
+def _listed(bars: Iterable[tuple[str, float]], most: int, what: str) -> Bars:
+    """The largest, with the sum of the others as the last."""
+    order = sorted(bars, key=lambda bar: -abs(bar[1]))
+    shown, others = order[:most], order[most:]
+    if len(others) == 1:
+        shown, others = order, []
+    found = [(name, _short(value)) for name, value in shown]
+    if others:
+        found.append((f"{len(others)} smaller {what}", _short(sum(v for _, v in others))))
+    return found
+
+
+def _title(found: LogitExplanation) -> str:
+    """The finding: the largest contribution of a head and its source."""
+    target = " minus ".join(f"“{html.token_text(t)}”" for t in found.target_tokens)
+    if not found.pairs:
+        return f"What wrote the logit of {target}"
+    layer, head, source = found.pairs[0]
+    value = f"{float(found.heads[layer, head, source]):+.2f}".replace("-", "−")
+    logit = f"{found.logit:.2f}".replace("-", "−")
+    text = html.token_text(texts_of(found)[source])
+    wrote = f"{head_name((layer, head))} wrote {value} of the logit {logit} of {target}"
+    return f"{wrote}, from “{text}” at {source}"
+
+
+def _caption(found: LogitExplanation) -> str:
+    return (
+        f"contributions to the logit before any soft cap, every later norm frozen at its scale: "
+        f"they sum to {found.total:.4f}, the model's logit is {found.logit:.4f} (difference "
+        f"{found.error:.0e} of the sum of sizes); scores are relative to the mean over the allowed "
+        f"keys, terms have the query part first; {found.provenance.line()}"
+    )
+
+
+def _longest(queries: Sequence[dict[str, Any]], what: str) -> float:
+    """The largest bar of a list, over the page."""
+    pairs = [pair for q in queries for h in q["heads"] for pair in h["pairs"]]
+    return max((abs(v) for pair in pairs for bars in pair[what] for _, v in bars), default=1.0) or 1
+
+
+def _row(values: Tensor) -> list[float]:
+    return [_short(v) for v in values.tolist()]
+
+
+def _short(value: float) -> float:
+    """Five significant digits."""
+    return float(f"{value:.5g}")
+
+
+def _height(texts: Sequence[str], query: dict[str, Any]) -> int:
+    """Pixels that the page is likely to need; what is taller scrolls."""
+    width, lines = 0.0, 1
+    for text in texts:
+        width += 7.3 * len(text) + 7
+        if width > WIDTH - 40 or "\n" in text:
+            width, lines = 0.0, lines + 1
+    tall = [100 + 17 * len(query["rest"])]
+    for head in query["heads"]:
+        first = head["pairs"][0]
+        bars = len(first["score"][0]) + len(first["value"][0])
+        tall.append(102 + 24 * len(head["pairs"]) + 17 * bars)
+    rows = sorted(tall)[-math.ceil(len(tall) / 3) :]
+    return min(TALLEST, 180 + min(53 * lines, 420) + sum(rows))
