@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from functools import cache
 from typing import Any
@@ -11,10 +13,12 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
+from tests.browser import HOSTILE, Browser, as_cells
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, render, split_scores, sweep_heads
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.render.figure import View
+from tl_geometry.render.page import PageView
 from tl_geometry.render.rotary import BANDS
 from tl_geometry.scores import PlaneTable, ScoreSplit
 
@@ -82,15 +86,104 @@ def test_bars_are_the_shares_and_the_curve_is_the_profile() -> None:
         render.band_atlas(planes, share="es")
 
 
-def test_the_page_has_a_column_for_each_band() -> None:
-    planes, _ = tables()
-    page = render.bands_page(planes)
-    assert all(f"{s}_{b}" in page.page for s in ("cs", "gs") for b in BANDS)
-    assert page.image is not None
-    table = planes.by_band().by_head()
-    assert len(table.rows()) == 8
+def payload(view: PageView) -> dict[str, Any]:
+    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
+
+
+@pytest.mark.parametrize("share", ["cs", "gs"])
+def test_the_page_holds_the_table(share: str) -> None:
+    planes, split = tables()
+    profile = split.offset_profile()
+    view = render.bands_page(planes, profile, share=share)
+    data = payload(view)
+    assert [name for name, _, _ in data["bands"]] == list(BANDS)
+    assert data["share"] == share
+    assert view.title == render.band_atlas(planes, share=share).title
+    total = planes.total_cs if share == "cs" else planes.total_gs
+    bands = planes.by_band()
+    each = bands.total_cs if share == "cs" else bands.total_gs
+    for i in range(len(planes.heads)):
+        shown = np.array(data["shares"][share]["planes"][i]) / 1e4
+        assert np.allclose(shown.sum(1), total[i].numpy(), atol=2e-4)
+        assert np.allclose(data["shares"][share]["bands"][i], each[i].numpy(), rtol=1e-3)
+        context = [t.count("cvec") for t in planes.terms]
+        own = (planes.cs if share == "cs" else planes.gs)[i]
+        for g, count in ((0, 0), (1, 2), (2, 1)):
+            member = torch.tensor([c == count for c in context])
+            assert np.allclose(shown[:, g], own[:, member].sum(-1).numpy(), atol=1e-4)
+    assert [name for name, _ in data["groups"]] == ["position", "content", "mixed"]
+    assert data["head"] == planes.heads.index((0, 1))
+    curve = data["profile"]["heads"][str(planes.heads.index((1, 2)))]
+    for shown, values in zip(curve, (profile.mean, profile.low, profile.high), strict=True):
+        assert np.allclose(shown, values[1].numpy(), rtol=1e-3)
+    assert payload(render.bands_page(planes))["profile"] is None
+    chosen = payload(render.bands_page(planes, profile, head="L1H3"))["head"]
+    assert planes.heads[chosen] == (1, 3)
+    table = bands.by_head()
     assert torch.allclose(table.cs.sum(-1), torch.ones(8).double(), atol=1e-6)
     assert {"near", "far", "pass"} >= set(table.dominant)
+    fewer = dataclasses.replace(profile, heads=((0, 1), (9, 9)))
+    with pytest.raises(GeometryError, match="profile: expected heads of the table"):
+        render.bands_page(planes, fewer)
+    with pytest.raises(GeometryError, match="share"):
+        render.bands_page(planes, share="es")
+
+
+BARS = """[...document.querySelectorAll('rect')].map(
+  r => [+r.dataset.value, +r.dataset.wave, +r.getAttribute('height'), r.dataset.group])"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_click_on_a_head_shows_its_planes(browser: Browser, dark: bool) -> None:
+    planes, split = tables()
+    view = render.bands_page(planes, split.offset_profile())
+    with browser.open(view.page, dark=dark, width=1000) as page:
+        page.wait("document.body.dataset.drawn")
+        at = planes.heads.index((1, 2))
+        box = f"cells[{at}].getBoundingClientRect()"
+        page.click(*page.evaluate(f"(r => [r.left + 4, r.top + 9])({box})"))
+        assert page.evaluate("document.querySelector('h2').textContent") == "L1H2"
+        bars = page.evaluate(BARS)
+        total = planes.total_cs[at].tolist()
+        count = len(bars) // 3
+        drawn = [sum(b[0] for b in bars[3 * m : 3 * m + 3]) for m in range(count)]
+        assert drawn == pytest.approx(total[:count], abs=3e-4)
+        tall = max(bars, key=lambda b: b[2])
+        assert abs(tall[0]) == max(abs(b[0]) for b in bars)
+        waves = planes.wavelength[at]
+        assert bars[0][1] == pytest.approx(float(waves[0]), rel=1e-3)
+        dots = page.evaluate("[...document.querySelectorAll('circle')].map(c => +c.dataset.value)")
+        assert dots == pytest.approx(split.offset_profile().mean[1].tolist(), rel=1e-3)
+        page.tab.keyboard.press("ArrowRight")
+        assert page.evaluate("document.querySelector('h2').textContent") == "L1H3"
+        assert page.evaluate("document.querySelectorAll('circle').length") == 0
+        page.evaluate("{const s = document.querySelector('select'); s.value = 'gs'; s.onchange()}")
+        other = page.evaluate(BARS)
+        at = planes.heads.index((1, 3))
+        drawn = [sum(b[0] for b in other[3 * m : 3 * m + 3]) for m in range(count)]
+        assert drawn == pytest.approx(planes.total_gs[at].tolist()[:count], abs=3e-4)
+        bands = planes.by_band()
+        names = [bands.bands[i] for i in bands.total_gs.nan_to_num().argmax(-1).tolist()]
+        assert page.evaluate("cells.map(c => c.dataset.band)") == names
+        page.assert_harmless()
+    with browser.open(as_cells(view.html()), dark=dark, width=400) as page:
+        page.wait("document.body.dataset.drawn", frame=1)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth", frame=1)
+        page.assert_harmless()
+
+
+@pytest.mark.slow
+def test_a_name_from_a_model_stays_text(browser: Browser) -> None:
+    planes, _ = tables("gpt2")  # nothing is rotated
+    for name in HOSTILE[:4]:
+        source = dataclasses.replace(planes.provenance, model=name)
+        view = render.bands_page(dataclasses.replace(planes, provenance=source))
+        with browser.open(view.page) as page:
+            page.wait("document.body.dataset.drawn")
+            assert name in page.evaluate("document.body.textContent")
+            assert page.evaluate("document.querySelectorAll('rect').length") == 3
+            page.assert_harmless()
 
 
 def test_a_model_without_rotation_is_one_hatched_bar() -> None:

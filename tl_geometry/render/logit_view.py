@@ -22,7 +22,7 @@ from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.render.page import PageView, document
 from tl_geometry.render.split_view import groups_of
-from tl_geometry.render.writers import logit_figure
+from tl_geometry.render.writers import finding, logit_figure, texts_of
 from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
@@ -129,11 +129,6 @@ def explanations(
     return each
 
 
-def texts_of(found: LogitExplanation) -> list[str]:
-    """Texts of the tokens, or their positions where they have none."""
-    return [str(t) for t in found.str_tokens or range(found.heads.shape[-1])]
-
-
 def followers(found: LogitExplanation) -> list[int]:
     """Positions behind earlier copies of the explained token: what an induction head reads."""
     texts, at = texts_of(found), found.position
@@ -161,7 +156,7 @@ def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str,
     rest.insert(0, ("other heads and sources", _short(float(found.heads.sum()) - inside)))
     return {
         "position": at,
-        "title": _title(found),
+        "title": finding(found),
         "target": " − ".join(html.token_text(t) for t in found.target_tokens),
         "logit": _short(found.logit),
         "total": _short(found.total),
@@ -219,19 +214,6 @@ def _listed(bars: Iterable[tuple[str, float]], most: int, what: str) -> Bars:
     if others:
         found.append((f"{len(others)} smaller {what}", _short(sum(v for _, v in others))))
     return found
-
-
-def _title(found: LogitExplanation) -> str:
-    """The finding: the largest contribution of a head and its source."""
-    target = " minus ".join(f"“{html.token_text(t)}”" for t in found.target_tokens)
-    if not found.pairs:
-        return f"What wrote the logit of {target}"
-    layer, head, source = found.pairs[0]
-    value = f"{float(found.heads[layer, head, source]):+.2f}".replace("-", "−")
-    logit = f"{found.logit:.2f}".replace("-", "−")
-    text = html.token_text(texts_of(found)[source])
-    wrote = f"{head_name((layer, head))} wrote {value} of the logit {logit} of {target}"
-    return f"{wrote}, from “{text}” at {source}"
 
 
 def _caption(found: LogitExplanation) -> str:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
 from tl_geometry.render.figure import PARTS, View, canvas, whole_ticks
-from tl_geometry.render.head_view import heads
-from tl_geometry.render.page import PageView
-from tl_geometry.scores.plane_tables import PlaneTable
+from tl_geometry.render.page import PageView, document
+from tl_geometry.scores.plane_tables import BandTable, PlaneTable
 from tl_geometry.scores.planes import NEAR, PASS, default_bands
 from tl_geometry.scores.relative import OffsetProfile
 from tl_geometry.scores.terms import group_of
@@ -26,6 +28,8 @@ BANDS = {"near": "#d55e00", "middle": "#009e73", "far": "#0072b2", PASS: "#99999
 """One colour for each band in every figure (Okabe-Ito), of different greys."""
 GROUPS = {"position": PARTS["pos"], "content": PARTS["cvec"], "mixed": "#56b4e9"}
 """Colours of groups of terms."""
+CARRIED = "The band of wavelengths that carries each head"
+"""Title of the atlas."""
 REACH = 32
 """Offsets that a profile shows."""
 
@@ -50,9 +54,7 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     from matplotlib.patches import Patch
 
     checks.choice(share, ("cs", "gs"), "share")
-    bands = planes.by_band()
-    values = torch.nan_to_num(bands.total_cs if share == "cs" else bands.total_gs)
-    top, which = values.max(-1)
+    bands, top, which, counts = _carried(planes, share)
     layers = sorted({layer for layer, _ in planes.heads})
     width = 1 + max(head for _, head in planes.heads)
     grid = torch.ones(len(layers), width, 3)
@@ -72,31 +74,142 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     used = [band for i, band in enumerate(bands.bands) if bool((which == i).any())]
     patches = [Patch(color=BANDS[band], label=f"{band}: {named[band]}") for band in used]
     axes[0].legend(handles=patches, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
-    counts = ", ".join(f"{b} in {int((which == bands.bands.index(b)).sum())}" for b in used)
-    title = f"The band of wavelengths that carries each head: {counts} of {len(planes.heads)}"
-    axes[0].set_title(f"carried by {counts} of {len(planes.heads)} heads", fontsize=9)
+    axes[0].set_title(f"carried by {counts} heads", fontsize=9)
     about = {"cs": "covariance of scores", "gs": "gain (where attention goes)"}[share]
     caption = f"colour: band of rotary planes with the largest share of the {about}; the stronger, "
     caption += f"the larger that share; {planes.provenance.line()}"
-    return View(figure, title=title, caption=caption)
+    return View(figure, title=f"{CARRIED}: {counts}", caption=caption)
 
 
-def bands_page(planes: PlaneTable, *, value: str | None = None) -> PageView:
-    """The same as an interactive map: choose the band whose share it shows, click a head for its
-    whole row.
+def _carried(planes: PlaneTable, share: str) -> tuple[BandTable, Tensor, Tensor, str]:
+    """Bands, the largest share of each head and the band that has it, and how many have which."""
+    bands = planes.by_band()
+    top, which = torch.nan_to_num(bands.total_cs if share == "cs" else bands.total_gs).max(-1)
+    each = [(band, int((which == i).sum())) for i, band in enumerate(bands.bands)]
+    said = ", ".join(f"{band} in {count}" for band, count in each if count)
+    return bands, top, which, f"{said} of {len(planes.heads)}"
+
+
+def bands_page(
+    planes: PlaneTable,
+    profile: OffsetProfile | None = None,
+    *,
+    head: Head | None = None,
+    share: str = "cs",
+) -> PageView:
+    """The atlas as an interactive page: choose a head, by a click or the arrow keys, and beside it
+    follow its planes (the share of each by its wavelength, position and content stacked) and, where
+    there is one, its mean score at each offset.
+
+    Args:
+        planes: from ``sweep_heads(..., detail="planes").planes()``.
+        profile: from ``split.offset_profile()`` of some of these heads.
+        head: the head shown at first, by default the first of ``profile``, or the one with the
+            largest share of a band that turns.
+        share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (of where attention goes), as
+            shown at first.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, detail="planes", progress=False)
-    >>> bands_page(sweep.planes()).title
-    'Shares of bands of rotary planes by layer and head'
+    >>> bands_page(sweep.planes(), head="L1H0").title
+    'The band of wavelengths that carries each head: pass in 16 of 16'
     """
-    title = "Shares of bands of rotary planes by layer and head"
-    table = planes.by_band().by_head()
-    first = "cs_near" if "cs_near" in table.columns() else None
-    return heads(table, value or first, title=title)
+    checks.choice(share, ("cs", "gs"), "share")
+    known = profile.heads if profile is not None else ()
+    missing = [h for h in known if h not in planes.heads]
+    require(not missing, "profile", expected="heads of the table", got=missing)
+    atlas = functools.partial(band_atlas, planes, share=share)
+    layers, counts = sorted({layer for layer, _ in planes.heads}), _carried(planes, share)[-1]
+    first = known[0] if known else _strongest(planes)
+    if head is not None:
+        first = checks.head_rows(head, planes.heads, "sweep_heads(..., layers=...)")[0]
+        first = planes.heads[first]
+    bands, named, title = planes.by_band(), _named(planes.length), f"{CARRIED}: {counts}"
+    groups, tables = _groups(planes), (("cs", bands.total_cs), ("gs", bands.total_gs))
+    caption = (
+        "bars: share of the covariance of scores, or of gain (where attention goes), of each "
+        f"rotary plane; {planes.provenance.line()}"
+    )
+    data = {
+        "heads": [[layers.index(layer), number] for layer, number in planes.heads],
+        "layers": layers,
+        "count": 1 + max(number for _, number in planes.heads),
+        "bands": [[name, named[name], BANDS[name]] for name in bands.bands],
+        "groups": [[name, _colour(name)] for name in groups],
+        "shares": {
+            name: {"bands": _rows(total), "planes": [_parts(x) for x in _stacked(planes, name)]}
+            for name, total in tables
+        },
+        "waves": [[_finite(w) for w in row if w == w] for row in planes.wavelength.tolist()],
+        "marks": [NEAR, planes.length],
+        "profile": None if profile is None else _profile(planes, profile),
+        "share": share,
+        "head": planes.heads.index(first),
+        "caption": caption,
+    }
+    high = max(520, 150 + 19 * len(layers)) + (0 if profile is None else 40)
+    return PageView(
+        document(title, data, "planes"),
+        title=title,
+        caption=caption,
+        width=1000,
+        height=high,
+        image=atlas,
+        fluid=True,
+    )
+
+
+def _strongest(planes: PlaneTable) -> tuple[int, int]:
+    """The head with the largest share of one band that turns, or of any."""
+    bands = planes.by_band()
+    total = torch.nan_to_num(bands.total_cs)
+    turns = torch.tensor([name != PASS for name in bands.bands])
+    total = total[:, turns] if bool(total[:, turns].any()) else total
+    return planes.heads[int(total.amax(-1).argmax())]
+
+
+def _groups(planes: PlaneTable) -> dict[str, Bool[Tensor, " term"]]:
+    """The terms of each group; all together where terms have none."""
+    names = [group_of(term) or "all terms" for term in planes.terms]
+    each = [name for name in (*GROUPS, "all terms") if name in names]
+    return {n: torch.tensor([name == n for name in names]) for n in each}
+
+
+def _colour(group: str) -> str:
+    return GROUPS.get(group, PARTS["resid"])
+
+
+def _stacked(planes: PlaneTable, share: str) -> list[Float[Tensor, "plane group"]]:
+    """Shares of the planes of each head by group of terms."""
+    values = torch.nan_to_num(planes.cs if share == "cs" else planes.gs).double()
+    member = torch.stack(list(_groups(planes).values()), -1).to(values)
+    there = ~planes.wavelength.isnan()
+    return [x[t] @ member for x, t in zip(values, there, strict=True)]
+
+
+def _profile(planes: PlaneTable, profile: OffsetProfile) -> dict[str, Any]:
+    """The offset profile of the heads that have one."""
+    shown = profile.offsets.abs() < REACH
+    curves = [_rows(x[:, shown]) for x in (profile.mean, profile.low, profile.high)]
+    at = {str(planes.heads.index(h)): list(c) for h, *c in zip(profile.heads, *curves, strict=True)}
+    said = f"mean of {profile.term}, with its {profile.level:.0%} interval over prompts"
+    return {"offsets": profile.offsets[shown].tolist(), "heads": at, "said": said}
+
+
+def _rows(values: Tensor) -> list[list[float | None]]:
+    return [[_finite(v) for v in row] for row in values.tolist()]
+
+
+def _parts(values: Tensor) -> list[list[int]]:
+    """Shares in parts of 10,000: a table of many planes takes a third of the bytes."""
+    return (1e4 * values).round().int().tolist()
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def head_planes(
@@ -168,10 +281,8 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
     last = float(waves[turned].max()) if bool(turned.any()) else 1.0
     centre = torch.where(waves.isinf(), 4 * last, waves)[there].log10()
     width = 0.7 * float(centre.diff().abs().min()) if len(centre) > 1 else 0.5
-    groups = [group_of(term) or "all terms" for term in planes.terms]
     up, down = torch.zeros(len(centre)).double(), torch.zeros(len(centre)).double()
-    for name in dict.fromkeys(groups):
-        member = torch.tensor([g == name for g in groups])
+    for name, member in _groups(planes).items():
         share = torch.nan_to_num(planes.cs[at][there][:, member].sum(-1).double())
         base = torch.where(share >= 0, up, down)
         axis.bar(
@@ -179,7 +290,7 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
             share.numpy(),
             width,
             bottom=base.numpy(),
-            color=GROUPS.get(name, PARTS["resid"]),
+            color=_colour(name),
             label=name,
             hatch=["//" if w else "" for w in waves[there].isinf().tolist()],
         )

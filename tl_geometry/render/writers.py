@@ -3,13 +3,15 @@ with the sources and scores behind it."""
 
 from __future__ import annotations
 
+from tl_geometry.base import html
 from tl_geometry.base.errors import choice
-from tl_geometry.render.figure import View, canvas, drawable
+from tl_geometry.render.figure import NEGATIVE, POSITIVE, View, canvas, drawable
 from tl_geometry.scores.composing import SIDES, Composition
 from tl_geometry.scores.logits import LogitExplanation
+from tl_geometry.scores.terms import label
 
-POSITIVE, NEGATIVE = "#b2182b", "#2166ac"
-"""Red is positive and blue negative, as everywhere."""
+PAIRS, LABELS = 12, 40
+"""(head, source) pairs, and names of tokens, that the image of a logit shows."""
 COLOURS = {"query": "#0072b2", "key": "#d55e00", "value": "#009e73"}
 """One colour for each side that a writer is read on."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
@@ -66,40 +68,76 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
 
 
 def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
-    """One logit: the text with its sources marked by what was written from them, and the largest
-    (head, source) pairs with the terms of the score that made the head look there.
+    """One logit: what was written from each token of the text, and the largest (head, source) pairs
+    with the terms of the score that made the head look there.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=1)
-    >>> logit_figure(tlg.explain_logit(model, windows, 14, 5)).title[:12]
-    'What wrote t'
+    >>> logit_figure(tlg.explain_logit(model, windows, 14, 5)).title[:4]
+    'L0H3'
     """
-    texts = found.str_tokens or tuple(str(i) for i in range(found.heads.shape[-1]))
-    figure, axes = canvas(1, 2, size=(7.5, 2.6), gridspec_kw={"height_ratios": [1, 3]})
-    strip, bars = axes
+    texts = [drawable(html.token_text(t)) for t in texts_of(found)]
+    pairs = found.pairs[:PAIRS]
+    size = (8.4, 2.3 + 0.19 * len(pairs))
+    heights = {"height_ratios": [1.2, 0.19 * len(pairs) + 0.2]}
+    figure, (strip, bars) = canvas(1, 2, size=(size[0], size[1] / 2), gridspec_kw=heights)
     seen = found.heads.sum((0, 1))[: found.position + 1].tolist()
     strip.bar(range(len(seen)), seen, color=[POSITIVE if v > 0 else NEGATIVE for v in seen])
-    strip.set_xticks(range(len(seen)), [drawable(t) for t in texts[: len(seen)]], fontsize=6)
-    strip.tick_params(axis="x", rotation=90)
-    strip.axhline(0, color="#999999", linewidth=0.5)
-    strip.set_ylabel("all heads (logits)")
+    order = sorted(range(len(seen)), key=lambda i: -abs(seen[i]))
+    named = sorted(order[:LABELS])  # of a long text the tokens that matter
+    strip.set_xticks(named, [texts[i] for i in named], fontsize=7, rotation=90)
+    strip.axhline(0, color="0.6", linewidth=0.5)
+    strip.set_ylabel("from each token\n(logits, all heads)", fontsize=7)
     labels: list[str] = []
-    for row, (layer, head, source) in enumerate(found.pairs):
+    for row, (layer, head, source) in enumerate(pairs):
         value = float(found.heads[layer, head, source])
         bars.barh(row, value, color=POSITIVE if value > 0 else NEGATIVE)
-        labels.append(f"L{layer}H{head} from {source} {drawable(texts[source])!r}")
-        why = ", ".join(f"{a}-{b} {x:+.1f}" for a, b, x in found.terms(row)[:terms])
-        paid, score = float(found.pair_patterns[row]), float(found.pair_scores[row])
-        said = f" attention {paid:.2f}, score {score:+.1f}: {why}"
-        bars.text(max(value, 0.0), row, drawable(said), va="center", fontsize=6)
-    bars.set_yticks(range(len(labels)), labels, fontsize=6)
+        labels.append(f"L{layer}H{head} from {source} {texts[source]}")
+        place = {"transform": bars.get_yaxis_transform(), "va": "center", "fontsize": 7}
+        bars.text(1.02, row, drawable(f"{_signed(value)}   {_why(found, row, terms)}"), **place)
+    bars.set_yticks(range(len(labels)), labels, fontsize=7)
+    bars.axvline(0, color="0.6", linewidth=0.5)
     bars.invert_yaxis()
-    bars.set_xlabel("written towards the target (logits)")
-    target = " minus ".join(repr(drawable(t)) for t in found.target_tokens)
-    caption = (
-        f"Logit {found.logit:.2f} at position {found.position}; bars sum with MLPs, embeddings and "
-        f"constants to {found.total:.2f}. Scores are relative to the mean of their row, with their "
-        f"largest terms (query part first); {found.provenance.line()}"
+    bars.set_xlabel(
+        "written towards the target (logits); the score with its largest terms", fontsize=8
     )
-    return View(figure, title=f"What wrote the logit of {target}", caption=caption)
+    for axis in (strip, bars):
+        axis.tick_params(length=0, labelsize=7)
+    title = finding(found)
+    figure.suptitle(drawable(title), x=0.01, ha="left", fontsize=10, weight="bold")
+    caption = (
+        f"Logit {found.logit:.2f} at position {found.position}; what all heads wrote sums with "
+        f"MLPs, embeddings and constants to {found.total:.2f}. Scores are relative to the mean of "
+        f"their row, terms have the query part first; {found.provenance.line()}"
+    )
+    return View(figure, title=title, caption=caption)
+
+
+def _why(found: LogitExplanation, pair: int, terms: int) -> str:
+    """Attention, score and its largest terms of one pair, in words."""
+    named = ((label(f"{a}-{b}", found.bias_label), x) for a, b, x in found.terms(pair)[:terms])
+    made = ", ".join(f"{name} {_signed(x, 1)}" for name, x in named)
+    paid, score = float(found.pair_patterns[pair]), float(found.pair_scores[pair])
+    return f"attention {paid:.2f}, score {_signed(score, 1)}: {made}"
+
+
+def _signed(value: float, digits: int = 2) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def texts_of(found: LogitExplanation) -> list[str]:
+    """Texts of the tokens, or their positions where they have none."""
+    return [str(t) for t in found.str_tokens or range(found.heads.shape[-1])]
+
+
+def finding(found: LogitExplanation) -> str:
+    """The largest contribution of a head and its source, in a sentence."""
+    target = " minus ".join(f"“{html.token_text(t)}”" for t in found.target_tokens)
+    logit = f"the logit {found.logit:.2f} of {target}".replace("-", "−")
+    if not found.pairs:
+        return f"What wrote {logit}"
+    layer, head, source = found.pairs[0]
+    value = _signed(float(found.heads[layer, head, source]))
+    text = html.token_text(texts_of(found)[source])
+    return f"L{layer}H{head} wrote {value} of {logit}, from “{text}” at {source}"

@@ -31,7 +31,7 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         "which hardly sees the offset at all."
     )
     draft.draw(band_atlas(planes))
-    draft.draw(bands_page(planes))
+    profile = None
     shown: list[tuple[int, int]] = []
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
         if name in table.types:
@@ -43,12 +43,12 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         chosen = list(dict.fromkeys(shown))
         each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
         count = analysis.clock.fits(each, min(PROMPTS, len(analysis.windows)), 2)
-        profile = None
         if count:
             rows = analysis.pick(count)
             split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
             profile = split.offset_profile()
         draft.draw(head_planes(planes, profile, heads=chosen))
+    draft.draw(bands_page(planes, profile))
 
 
 def _counted(bands: BandTable) -> str:
