@@ -79,7 +79,7 @@ function upright(svg, x, said, anchor = 'start') {
 function bars(i) {
   const waves = DATA.waves[i], values = shares().planes[i].map(row => row.map(v => v / 1e4)), turned = waves.filter(w => w !== null);
   const last = turned.length ? Math.max(...turned) : 1, centre = waves.map(w => Math.log10(w ?? 4 * last));
-  const gaps = [...centre].sort((a, b) => a - b).map((c, m, all) => m ? c - all[m - 1] : Infinity).filter(g => g > 1e-6);
+  const gaps = [...centre].sort((a, b) => a - b).map((c, m, all) => m ? c - all[m - 1] : 0).filter(g => g > 1e-6);
   const width = gaps.length ? 0.7 * Math.min(...gaps) : 0.5;
   const ends = [Math.min(...centre) - width, Math.max(...centre) + width];
   const x = u => LEFT + 4 + (u - ends[0]) / (ends[1] - ends[0]) * (RIGHT - LEFT - 8);
