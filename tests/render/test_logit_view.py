@@ -15,9 +15,11 @@ import torch
 
 import tl_geometry as tlg
 from tests.browser import HOSTILE, Browser, as_cells
+from tests.planted import require_caught
 from tl_geometry import render
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.render import logit_view
 from tl_geometry.render.logit_view import followers
 from tl_geometry.render.page import PageView
 from tl_geometry.scores.logits import LogitExplanation
@@ -51,8 +53,14 @@ def payload(view: PageView) -> dict[str, Any]:
 
 @pytest.mark.parametrize("writers", [False, True])
 def test_the_page_adds_up_to_the_logit(writers: bool) -> None:
+    check_sums(logit_view, writers=writers)
+
+
+def check_sums(module: Any, *, writers: bool = False) -> None:
+    """Every list of the page sums to its number, the page to the logit, and its numbers are those
+    of the explanation's table."""
     each = explained(writers=writers)
-    for e, q in zip(each, payload(render.logit_page(each))["queries"], strict=True):
+    for e, q in zip(each, payload(module.logit_page(each))["queries"], strict=True):
         near = pytest.approx
         pairs = [(head["name"], pair) for head in q["heads"] for pair in head["pairs"]]
         written = sum(pair["written"] for _, pair in pairs) + sum(v for _, v in q["rest"])
@@ -60,6 +68,7 @@ def test_the_page_adds_up_to_the_logit(writers: bool) -> None:
         assert (q["total"], q["logit"]) == (near(e.total, rel=1e-4), near(e.logit, rel=1e-4))
         table = {(row[0], row[3]): row[5:] for row in e.rows()}
         for name, pair in pairs:
+            assert (name, pair["source"]) in table
             row = table[name, pair["source"]]
             assert (pair["written"], pair["attention"], pair["total"]) == near(row, rel=1e-4)
             for mode in (0, 1):
@@ -77,8 +86,13 @@ def test_the_page_adds_up_to_the_logit(writers: bool) -> None:
 
 
 def test_groups_and_writers_are_sums_of_terms() -> None:
+    check_groups(logit_view)
+
+
+def check_groups(module: Any) -> None:
+    """Groups of terms, and writers of the key, are sums over the right side."""
     e = explained()[-1]
-    data = payload(render.logit_page(e))
+    data = payload(module.logit_page(e))
     assert data["details"] == ["groups", "all 9 terms"]
     pair = data["queries"][0]["heads"][0]["pairs"][0]
     terms, context = e.pair_terms[0], e.parts.index("cvec")
@@ -93,7 +107,7 @@ def test_groups_and_writers_are_sums_of_terms() -> None:
     assert found["content-position"] == pytest.approx(queries - content, rel=1e-3, abs=1e-4)
     assert dict(pair["score"][1])["cvec-cvec"] == found["content"]
     w = explained(writers=True)[-1]
-    data = payload(render.logit_page(w))
+    data = payload(module.logit_page(w))
     assert data["details"][0] == "writers of the key"
     pair = data["queries"][0]["heads"][0]["pairs"][0]
     by_key = w.pair_terms[0].sum(0)
@@ -103,15 +117,57 @@ def test_groups_and_writers_are_sums_of_terms() -> None:
     assert re.fullmatch(r"\d+ smaller terms", pair["score"][1][-1][0])
 
 
+def test_faults_of_the_page_are_seen() -> None:
+    check = lambda module: (check_sums(module), check_sums(module, writers=True))
+    require_caught(
+        lambda module: check(module) and None,
+        logit_view,
+        {
+            "another pair's pattern": ("found.pair_patterns[p]", "found.pair_patterns[p - 1]"),
+            "the source's number wrong": (
+                '"source": found.pairs[p][2]',
+                '"source": found.pairs[p][1]',
+            ),
+            "what is in cards counted twice": (
+                "_short(float(found.heads.sum()) - inside)",
+                "_short(float(found.heads.sum()))",
+            ),
+            "smaller ones left out": (
+                "_short(sum(v for _, v in others))",
+                "_short(sum(0 * v for _, v in others))",
+            ),
+            "marks of one source too few": (": at + 1]", ": at]"),
+            "a head's pairs alone as its sum": (
+                "_short(float(written[h].sum()))",
+                "_short(float(written[h].abs().max()))",
+            ),
+        },
+    )
+    require_caught(
+        check_groups,
+        logit_view,
+        {
+            "writers of the query as of the key": (
+                "for (_, k), v in terms.items() if k == b",
+                "for (k, _), v in terms.items() if k == b",
+            ),
+            "query and key swapped": (
+                "zip(term_pairs(found.parts), found.pair_terms[p].flatten()",
+                "zip(term_pairs(found.parts), found.pair_terms[p].T.flatten()",
+            ),
+        },
+    )
+
+
 def test_induction_opens_where_the_head_copies() -> None:
     each = explained()
     view = render.circuitsvis.induction(each)
     data = payload(view)
     q = data["queries"][data["first"]]
-    head = q["heads"][data["head"]]
     copied = lambda e, h: float(e.heads[h][followers(e)].sum())
     best = max((copied(e, p[:2]), e.position, p[:2]) for e in each for p in e.pairs)
-    assert (q["position"], head["name"]) == (best[1], "L{}H{}".format(*best[2]))
+    assert (q["position"], data["head"]) == (best[1], -1)
+    assert "L{}H{}".format(*best[2]) in [head["name"] for head in q["heads"]]
     assert best[0] > 1
     texts = each[0].str_tokens
     assert all(texts[j - 1] == texts[q["position"]] for j in q["copies"])
@@ -119,6 +175,7 @@ def test_induction_opens_where_the_head_copies() -> None:
     other = payload(render.circuitsvis.induction(each, query=each[0].position, head="L0H3"))
     first = other["queries"][other["first"]]
     assert (first["position"], first["heads"][0]["name"]) == (each[0].position, "L0H3")
+    assert other["head"] == 0
 
 
 def test_refusals() -> None:
@@ -251,3 +308,53 @@ def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser)
         page.wait("window.planted")
         with pytest.raises(AssertionError):
             page.assert_harmless()
+
+
+DRAWN = """({
+  bars: [...document.querySelectorAll('.pair[open] [role=listitem]')].map(r => {
+    const u = r.querySelector('u'), t = r.querySelector('i');
+    return [+r.dataset.value, u.offsetLeft + u.offsetWidth / 2 - t.clientWidth / 2, u.offsetWidth,
+            getComputedStyle(u).backgroundColor];
+  }),
+  arcs: [...document.querySelectorAll('path')].map(p => [p.dataset.pair, +p.getAttribute(
+    'stroke-width'), getComputedStyle(p).stroke]),
+  written: Object.fromEntries(pairs().map(([h, _, p]) => [
+    `${at().heads[h].name} ${p.source}`, p.written])),
+})"""
+RED, BLUE = "rgb(178, 24, 43)", "rgb(33, 102, 172)"
+
+
+def check_drawn(page: Any) -> None:
+    """Bars and arcs are as long and as wide as their numbers, red and to the right where these are
+    positive."""
+    page.wait("document.body.dataset.drawn")
+    seen = page.evaluate(DRAWN)
+    large = [bar for bar in seen["bars"] if bar[2] >= 4]
+    assert {bar[0] > 0 for bar in large} == {True, False}
+    for value, middle, _, colour in large:
+        assert (value > 0) == (middle > 0)
+        assert colour == (RED if value > 0 else BLUE)
+    arcs = [(seen["written"][pair], wide, colour) for pair, wide, colour in seen["arcs"]]
+    assert len(arcs) >= 3
+    for value, wide, colour in arcs:
+        assert colour == (RED if value > 0 else BLUE)
+        assert wide == pytest.approx(0.8 + 5 * abs(value) / page.evaluate("DATA.limit"), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_bars_and_arcs_are_drawn_to_their_numbers(browser: Browser) -> None:
+    text = render.logit_page(explained()).page
+    with browser.open(text, width=1100) as page:
+        check_drawn(page)
+    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    for old, new in [
+        ("colour = v => v < 0", "colour = v => v > 0"),
+        ("value < 0 ? 'right' : 'left'", "value > 0 ? 'right' : 'left'"),
+        ("Math.abs(pair.written) / DATA.limit", "pair.attention / DATA.limit"),
+    ]:
+        assert free.count(old) == 1
+        with (
+            browser.open(free.replace(old, new), width=1100) as page,
+            pytest.raises(AssertionError),
+        ):
+            check_drawn(page)

@@ -14,9 +14,11 @@ import torch
 from matplotlib.colors import to_rgb
 
 from tests.browser import HOSTILE, Browser, as_cells
+from tests.planted import require_caught
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, render, split_scores, sweep_heads
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.render import rotary
 from tl_geometry.render.figure import View
 from tl_geometry.render.page import PageView
 from tl_geometry.render.rotary import BANDS
@@ -92,9 +94,34 @@ def payload(view: PageView) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", ["cs", "gs"])
 def test_the_page_holds_the_table(share: str) -> None:
+    check_page(rotary, share)
+
+
+def test_faults_of_the_page_are_seen() -> None:
+    require_caught(
+        lambda module: [check_page(module, s) for s in ("cs", "gs")] and None,
+        rotary,
+        {
+            "covariance as gain": ('planes.cs if share == "cs"', 'planes.cs if share != ""'),
+            "groups in another order": ("for name in (*GROUPS", "for name in (*reversed(GROUPS)"),
+            "low and high swapped": (
+                "(profile.mean, profile.low, profile.high)",
+                "(profile.mean, profile.high, profile.low)",
+            ),
+            "the profile of another head": (
+                "str(planes.heads.index(h))",
+                "str(planes.heads.index(h) ^ 1)",
+            ),
+            "another head chosen": ("planes.heads[first]", "planes.heads[first - 1]"),
+        },
+    )
+
+
+def check_page(module: Any, share: str) -> None:
+    """The page has the shares of the table, in groups, and the profile."""
     planes, split = tables()
     profile = split.offset_profile()
-    view = render.bands_page(planes, profile, share=share)
+    view = module.bands_page(planes, profile, share=share)
     data = payload(view)
     assert [name for name, _, _ in data["bands"]] == list(BANDS)
     assert data["share"] == share
@@ -113,20 +140,22 @@ def test_the_page_holds_the_table(share: str) -> None:
             assert np.allclose(shown[:, g], own[:, member].sum(-1).numpy(), atol=1e-4)
     assert [name for name, _ in data["groups"]] == ["position", "content", "mixed"]
     assert data["head"] == planes.heads.index((0, 1))
+    known = {str(planes.heads.index(h)) for h in profile.heads}
+    assert set(data["profile"]["heads"]) == known
     curve = data["profile"]["heads"][str(planes.heads.index((1, 2)))]
     for shown, values in zip(curve, (profile.mean, profile.low, profile.high), strict=True):
         assert np.allclose(shown, values[1].numpy(), rtol=1e-3)
-    assert payload(render.bands_page(planes))["profile"] is None
-    chosen = payload(render.bands_page(planes, profile, head="L1H3"))["head"]
+    assert payload(module.bands_page(planes))["profile"] is None
+    chosen = payload(module.bands_page(planes, profile, head="L1H3"))["head"]
     assert planes.heads[chosen] == (1, 3)
     table = bands.by_head()
     assert torch.allclose(table.cs.sum(-1), torch.ones(8).double(), atol=1e-6)
     assert {"near", "far", "pass"} >= set(table.dominant)
     fewer = dataclasses.replace(profile, heads=((0, 1), (9, 9)))
     with pytest.raises(GeometryError, match="profile: expected heads of the table"):
-        render.bands_page(planes, fewer)
+        module.bands_page(planes, fewer)
     with pytest.raises(GeometryError, match="share"):
-        render.bands_page(planes, share="es")
+        module.bands_page(planes, share="es")
 
 
 BARS = """[...document.querySelectorAll('rect')].map(

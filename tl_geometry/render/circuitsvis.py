@@ -179,7 +179,8 @@ def induction(
 
     Args:
         found: of :func:`tl_geometry.explain_logit`, best one for every position of a prompt.
-        head: the head that is shown, by default the one that copies most.
+        head: the head that is meant and shown alone, by default the one that copies most, among the
+            others.
         query: the position, by default where it does.
 
     >>> import tl_geometry as tlg
@@ -198,7 +199,8 @@ def induction(
         for h in dict.fromkeys(pair[:2] for pair in e.pairs)
         if wanted in (None, h)
     ]
-    _, query, head = max(copied, default=(0.0, query, head))
+    if copied:
+        query = max(copied)[1]
     return logit_page(found, query=query, head=head)
 
 

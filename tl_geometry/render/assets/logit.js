@@ -8,7 +8,8 @@ const colour = v => v < 0 ? 'var(--negative)' : 'var(--positive)';
 
 const title = make('h1', '', {'aria-live': 'polite'});
 make('p', 'Arcs run from the chosen token to what heads read there; the wider, the more was written from it towards the target, red for it and blue against it. '
-  + (DATA.queries.length > 1 ? 'Click an underlined token to see its own logit, ' : 'Click ') + 'a head to see it alone, a source to see why it was read.', {class: 'how'});
+  + (DATA.queries.length > 1 ? 'Click an underlined token to see its own logit, ' : 'Click ') + 'a head to see it alone, a source to see why it was read.'
+  + (DATA.queries.some(q => q.copies.length) ? ' Dashed tokens followed an earlier copy of the chosen one.' : ''), {class: 'how'});
 const text = make('div', null, {class: 'text', role: 'group', 'aria-label': 'text'});
 const arcs = document.createElementNS(SVG, 'svg');
 arcs.setAttribute('aria-hidden', 'true'); text.appendChild(arcs);
