@@ -112,6 +112,12 @@ def test_one_axes_is_not_given_several_panels(
         variance_shares(anova, control=anova, ax=mine)
     assert not mine.lines
     assert variance_shares(anova, ax=mine).figure is mine.figure  # one panel is drawn
+    drawn = {str(line.get_label()): np.asarray(line.get_ydata()) for line in mine.lines}
+    for part, value in anova.shares.items():
+        assert np.allclose(drawn[part], value.numpy(), equal_nan=True)
+    null = dataclasses.replace(anova, ctx_null=anova.shares["ctx"] / 3)
+    dashed = variance_shares(null).figure.axes[0].lines[-1]
+    assert np.allclose(np.asarray(dashed.get_ydata()), (anova.shares["ctx"] / 3).numpy())
     with pytest.raises(GeometryError, match="projection='3d'"):
         require_3d(mine)
 

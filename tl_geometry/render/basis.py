@@ -3,6 +3,7 @@ Gram matrix."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 
 def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | None = None) -> View:
-    """Share of each state's variance that is position, context and residual, as stacked bars; an
-    untrained control beside it.
+    """Share of each state's variance that is position, context and residual; an untrained control
+    beside it.
 
     The dashed line is the context share of spliced windows (no common context), where the table
     holds one.
@@ -48,45 +49,46 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> variance_shares(basis.anova()).title
-    'Variance of each state'
+    >>> variance_shares(basis.anova()).title[:19]
+    'Shares of variance:'
     """
     tables = [t for t in (table, control) if t is not None]
     one_panel(ax, len(tables), "table")
-    figure, axes = canvas(len(tables), ax=ax, size=(4.4, 2.8), sharey=True)
+    figure, axes = canvas(len(tables), ax=ax, size=(4.2, 2.9), sharey=True)
     for axis, current, name in zip(axes, tables, ("trained", "untrained control"), strict=False):
-        bottom = torch.zeros(len(current.states), dtype=torch.float64)
         for part, value in current.shares.items():
-            axis.bar(
-                current.states,
-                value.numpy(),
-                bottom=bottom.numpy(),
-                color=PARTS[part],
-                label=part,
-                width=0.8,
-            )
-            bottom = bottom + torch.nan_to_num(value)
-        if current.ctx_null is not None:
             axis.plot(
-                current.states,
-                (current.shares["pos"] + current.ctx_null).numpy(),
-                "k--",
-                lw=1,
-                label="ctx of spliced windows",
+                current.states, value.numpy(), "o-", ms=3.5, lw=1.6, color=PARTS[part], label=part
             )
+        if current.ctx_null is not None:
+            null = current.ctx_null.numpy()
+            label = "ctx of spliced windows (null)"
+            axis.plot(current.states, null, "--", color=PARTS["ctx"], lw=1.2, label=label)
         axis.set_xlabel("state")
-        axis.set_title(name if control is not None else "")
+        axis.set_xticks(whole_ticks(current.states))
+        axis.set_ylim(0, 1.02)
+        axis.set_title(name if control is not None else "", fontsize=9)
     axes[0].set_ylabel("share of variance")
-    axes[0].legend(loc="upper right", fontsize=7, framealpha=0.9)
-    axes[0].set_xticks(whole_ticks(table.states))
-    return View(
-        figure,
-        title="Variance of each state",
-        caption=(
-            "position, context and residual (interaction of the two), per state; "
-            f"{table.provenance.line()}"
-        ),
+    lines, labels = axes[0].get_legend_handles_labels()
+    where = {"loc": "outside lower center", "ncol": len(labels)} if ax is None else {}
+    (figure if ax is None else axes[0]).legend(lines, labels, fontsize=7, frameon=False, **where)
+    title = f"Shares of variance: {_change(table, 'pos', 'position')}, "
+    title += _change(table, "ctx", "context")
+    if ax is None:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=9, weight="bold")
+    caption = (
+        "position, context and residual (interaction of the two) of each state; "
+        f"{table.provenance.line()}"
     )
+    return View(figure, title=title, caption=caption)
+
+
+def _change(table: Anova, part: str, name: str) -> str:
+    """How a share changes from the first to the last state, in words."""
+    first, last = (float(table.shares[part][i]) for i in (0, -1))
+    if math.isnan(first) or math.isnan(last):
+        return f"{name} not told apart"
+    return f"{name} {100 * first:.2g}% to {100 * last:.2g}%"
 
 
 def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from tl_geometry.render.figure import (
 from tl_geometry.render.page import PageView, document
 from tl_geometry.scores.split import ScoreSplit
 from tl_geometry.scores.terms import CONTEXT_PARTS, group_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Term = tuple[str, str]
 GROUPS = ("position", "position-content", "content-position", "content")
@@ -402,27 +405,21 @@ def _image(
             painted = _painted(values, drawn.allowed[row], pattern if name == "pattern" else score)
             sheet[r * high : r * high + n, c * wide : c * wide + n] = painted
     inch = 2.1 if single else 1.0
-    figure, axes = canvas(
-        size=(1.15 * inch * columns + 0.8, inch * rows * high / n + (0.7 if single else 0.2))
-    )
+    across = 1.15 * inch * columns + 0.8
+    side = 0.9 * (across - 1.4) / (1.06 * columns)  # of a panel, beside labels and colour bars
+    figure, axes = canvas(size=(across, side * rows * high / n + (1.1 if single else 0.65)))
     axis = axes[0]
+    axis.set_anchor("N")
+    axis.set_title(drawable(title), loc="left", pad=18, fontsize=10, weight="bold")
     axis.imshow(sheet, interpolation="nearest")
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    axis.spines[:].set_visible(False)
     for name, (r, c) in zip(names, at[0], strict=True):
         axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
-    every = -(-len(texts) // LABELLED)
-    labelled = texts[::every] if single and drawn.block == 1 else []
-    labels = [drawable(html.token_text(t)) for t in labelled]
-    ticks = range(0, every * len(labels), every)
-    below = [c for r, c in at[0] if r == rows - 1]
-    across = [c * wide + t for c in below for t in ticks]
-    axis.set_xticks(across, labels * len(below), rotation=90, fontsize=5)
     if single:
-        down = [r * high + t for r in range(rows) for t in ticks]
-        axis.set_yticks(down, labels * rows, fontsize=5)
+        _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide)
     else:
         named = [head_name(h) for h in split.heads[:count]]
+        axis.set_xticks([])
         axis.set_yticks([r * high + n / 2 for r in range(rows)], named, fontsize=8)
     axis.tick_params(length=0)
     for shade, label, ends in ((pattern, "pattern", "neither"), (score, "score", "both")):
@@ -438,6 +435,20 @@ def _image(
         )
     more = f"; {count} of {len(split.heads)} heads" if count < len(split.heads) else ""
     return View(figure, title=title, caption=caption + more)
+
+
+def _name_tokens(
+    axis: Axes, places: list[tuple[int, int]], texts: list[str], high: int, wide: int
+) -> None:
+    """Texts of the tokens at the left of each row of panels and below the last one."""
+    every, last = max(1, -(-len(texts) // LABELLED)), max(r for r, _ in places)
+    labels = [drawable(html.token_text(t)) for t in texts[::every]]
+    ticks = range(0, every * len(labels), every)
+    below = [c for r, c in places if r == last]
+    right = [c * wide + t for c in below for t in ticks]
+    axis.set_xticks(right, labels * len(below), rotation=90, fontsize=5)
+    down = [r * high + t for r in range(last + 1) for t in ticks]
+    axis.set_yticks(down, labels * (last + 1), fontsize=5)
 
 
 def _painted(values: Tensor, allowed: Tensor, shade: Any) -> np.ndarray:

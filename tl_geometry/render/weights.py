@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,6 +34,9 @@ from tl_geometry.weights.heads import TokenReadout, WeightGeometry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, right and top, in pixels."""
 
 
 def weight_blocks(
@@ -163,7 +168,7 @@ def sphere_paths(
     ax: Axes | None = None,
 ) -> View:
     """Paths of tokens through the layers in three dimensions, colour by state, the last state
-    labelled by its token.
+    labelled by its token where there is room (in the interactive :func:`sphere_3d` all are).
 
     Args:
         paths: from :func:`tl_geometry.sphere.token_paths`.
@@ -183,14 +188,13 @@ def sphere_paths(
     figure, axes = canvas(ax=ax, size=(5.2, 4.6), subplot_kw={"projection": "3d"})
     axis: Any = axes[0]
     require_3d(axis)
+    axis.set_box_aspect(None, zoom=1.1)
     points = paths.coordinates[context]
     shade = None
     for t in chosen:
         x, y, z = points[t].unbind(-1)
         axis.plot(x, y, z, color="#8888", lw=0.8)
         shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
-        token = drawable(html.token_text(paths.str_tokens[context][t]))
-        axis.text(*points[t, -1].tolist(), token, fontsize=7)
     for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
         label(f"{paths.method} {n}")
     if shade is not None:
@@ -202,12 +206,42 @@ def sphere_paths(
             pad=0.12,
             ticks=whole_ticks(range(points.shape[1])),
         )
+    names = [drawable(html.token_text(paths.str_tokens[context][t])) for t in chosen]
+    named = _name_ends(axis, points[list(chosen), -1], names)
     held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
     caption = (
         f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; "
-        f"{paths.provenance.line()}"
+        f"{named} of {len(names)} tokens have room for their name; {paths.provenance.line()}"
     )
     return View(figure, title="Paths on the sphere", caption=caption)
+
+
+def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) -> int:
+    """Write names beside points, each at the first of four sides where it is over no other, as the
+    axes are turned now; return how many found room."""
+    from matplotlib.patheffects import withStroke
+    from mpl_toolkits.mplot3d.proj3d import proj_transform
+
+    halo = [withStroke(linewidth=2, foreground="white")]
+    x, y, _ = proj_transform(*ends.double().numpy().T, axis.get_proj())
+    pixels = axis.transData.transform(np.stack([x, y], 1))
+    wide, high = 5.2, 11.0  # of a character of 7 points, in pixels
+    taken: list[Box] = []
+    for (u, v), end, name in zip(pixels.tolist(), ends.tolist(), names, strict=True):
+        for across, up in product(("left", "right"), ("bottom", "top")):
+            left = u + 3 if across == "left" else u - 3 - wide * len(name)
+            low = v if up == "bottom" else v - high
+            box = (left, low, left + wide * len(name), low + high)
+            if not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                said = f" {name}" if across == "left" else f"{name} "
+                axis.text(*end, said, fontsize=7, ha=across, va=up, path_effects=halo, zorder=9)
+                break
+    return len(taken)
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
