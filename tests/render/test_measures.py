@@ -3,6 +3,7 @@ what they cannot draw."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
