@@ -74,8 +74,6 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     (figure if ax is None else axes[0]).legend(lines, labels, fontsize=7, frameon=False, **where)
     title = f"Shares of variance: {_change(table, 'pos', 'position')}, "
     title += _change(table, "ctx", "context")
-    if ax is None:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=9, weight="bold")
     caption = (
         "position, context and residual (interaction of the two) of each state; "
         f"{table.provenance.line()}"
