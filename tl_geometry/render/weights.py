@@ -223,7 +223,8 @@ def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) 
     from mpl_toolkits.mplot3d.proj3d import proj_transform
 
     halo = [withStroke(linewidth=2, foreground="white")]
-    x, y, _ = proj_transform(*ends.double().numpy().T, axis.get_proj())
+    x, y, z = ends.double().numpy().T
+    x, y, _ = proj_transform(x, y, z, axis.get_proj())
     pixels = axis.transData.transform(np.stack([x, y], 1))
     wide, high = 5.2, 11.0  # of a character of 7 points, in pixels
     taken: list[Box] = []
