@@ -5,8 +5,6 @@ windows = tlg.zoo.default_windows(model, 128, n=128)
 basis = tlg.decompose(model, windows, progress=False)
 prompt = "def area(width, height):\n    return width * height\n"
 ids = model.to_tokens(prompt, prepend_bos=True)
-following = [
-    (i, int(ids[0, i + 1])) for i in range(1, ids.shape[1] - 1)
-]  # the text's own next token
-found = [tlg.explain_logit(model, ids, i, token, basis) for i, token in following]
+places = range(1, ids.shape[1] - 1)  # at each of them the logit of the text's own next token
+found = [tlg.explain_logit(model, ids, i, int(ids[0, i + 1]), basis) for i in places]
 view = tlg.render.circuitsvis.induction(found)

@@ -205,15 +205,6 @@ def test_without_texts_tokens_are_numbers_and_alibi_is_a_position_term() -> None
     assert dict(data[1])["alibi-alibi"] == 2.0
 
 
-def test_html_holds_its_image_and_fits_what_holds_it() -> None:
-    view = render.logit_page(explained())
-    assert view.html().count("<iframe") == 1
-    left = re.sub(r"<iframe.*?</iframe>", "", view.html(), flags=re.S)
-    assert left.count("<img") == 1
-    assert "data:image/png" in left
-    assert len(view.html()) < 400_000
-
-
 STATE = """({
   here: document.querySelector('.here').dataset.at, title: document.querySelector('h1').textContent,
   arcs: [...document.querySelectorAll('path')].map(p => [p.dataset.pair, p.getAttribute('d')]),
@@ -293,11 +284,19 @@ def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> 
 
 
 @pytest.mark.slow
-def test_without_the_frame_its_image_is_seen(browser: Browser) -> None:
-    text = re.sub(r"<iframe.*?</iframe>", "", render.logit_page(hostile()).html(), flags=re.S)
-    with browser.open(as_cells(text), width=900) as page:
+def test_a_notebook_holds_the_image_and_the_page_above_it(browser: Browser) -> None:
+    whole = render.logit_page(hostile())._repr_mimebundle_()["text/html"]
+    assert len(whole) < 500_000
+    with browser.open(as_cells(re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S))) as page:
         assert page.wait("document.querySelector('img').naturalWidth") > 400
         page.assert_harmless()
+    covered = """(([f, i]) => f.left === i.left && f.top === i.top && f.right >= i.right &&
+      f.bottom >= i.bottom && f.right <= innerWidth)(['iframe', 'img'].map(
+        n => document.querySelector(n).getBoundingClientRect()))"""
+    for width in (400, 1200):
+        with browser.open(as_cells(whole), width=width) as page:
+            page.wait("document.body.dataset.drawn", frame=1)
+            assert page.wait(covered)
 
 
 @pytest.mark.slow
