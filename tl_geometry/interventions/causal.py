@@ -220,8 +220,8 @@ def dominant_only(
     Every head of every layer keeps the term (or the group) with its largest covariance share, with
     all terms that have bias on either side; beside it the bias terms alone, uniform attention, and
     as control a term drawn at random for each head (mean of ``draws``). A label of dominance is no
-    summary of a model: on SmolLM2-135M (loss 4.78 nats) keeping the
-    dominant terms gives 5.37 and random ones 5.36.
+    summary of a model: on SmolLM2-135M (12 windows of Wikipedia, loss 4.21 nats) keeping the
+    dominant terms gives 5.43 and random ones 5.55 (95% interval of the difference -0.23 to 0.01).
     ``result.survival("dominant term")`` is ``(L_bias - L_dominant) / (L_bias - L_clean)``.
     ``table`` is a finished :func:`tl_geometry.sweep_heads` of the model, by default made from the
     same prompts.
