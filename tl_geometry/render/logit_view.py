@@ -74,8 +74,8 @@ def logit_page(
     >>> windows = tlg.zoo.default_windows(model, 16, n=1)
     >>> ids = windows.tokens[0].tolist()
     >>> found = [tlg.explain_logit(model, windows, i, ids[i + 1], top=4) for i in (9, 14)]
-    >>> logit_page(found, query=14).title[:14]  # view.save("logit.html") writes the page
-    'What wrote the'
+    >>> logit_page(found, query=14).title  # .save("logit.html") writes the page
+    'L1H0 wrote +0.30 of the logit 3.99 of “␣t”, from “<|endoftext|>” at 0'
     """
     each = explanations(found)
     positions = [e.position for e in each]

@@ -74,8 +74,8 @@ def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=1)
-    >>> logit_figure(tlg.explain_logit(model, windows, 14, 5)).title[:4]
-    'L0H3'
+    >>> logit_figure(tlg.explain_logit(model, windows, 14, 5)).title[:10]
+    'L1H0 wrote'
     """
     texts = [drawable(html.token_text(t)) for t in texts_of(found)]
     pairs = found.pairs[:PAIRS]
