@@ -731,7 +731,7 @@ def report() -> FlowReport:
 def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     from matplotlib.figure import Figure
 
-    from tl_geometry.render import flow, skipping
+    from tl_geometry.render import extrapolation, flow, skipping
 
     e = ensemble()
     train, test = e.split()
@@ -749,7 +749,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
         flow.residual_figure(report()),
         flow.baseline_figure(report()),
         flow.noise_figure(report()),
-        flow.clouds(test, (1, 2), (2, 3), train=train),
+        extrapolation.clouds(test, (1, 2), (2, 3), train=train),
         skipping.skip_figure(skips),
         skipping.skip_figure(skips, ("flow",), metric="top1"),
     ]

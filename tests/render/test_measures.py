@@ -54,9 +54,9 @@ def test_measures_draw_every_value_error_and_null(positional: PositionalReport) 
         positional.nulls["stable_rank", "isotropic"],
     ]
     assert all(any(len(d) == 3 and np.allclose(d, e) for d in drawn) for e in expected)
-    legend = view.figure.axes[0].get_legend()
-    assert legend is not None
-    assert {t.get_text() for t in legend.get_texts()} == {"noise", "isotropic"}
+    (legend,) = view.figure.legends
+    named = {"measured", "null: noise", "null: isotropic"}
+    assert {t.get_text() for t in legend.get_texts()} == named
     assert len(views.measure_curves(positional).figure.axes) == len(views.POSITIONAL)
 
 
@@ -79,9 +79,11 @@ def test_singular_values_of_three_parts(basis: PositionContext, adjust: str) -> 
         str(line.get_label()): np.asarray(line.get_ydata())
         for line in view.figure.axes[0].get_lines()
     }
-    assert set(lines) == {"P", "Cvec", "R"}
+    assert set(lines) == {"position", "context + residual", "residual"}
     scale = 4.0 if adjust == "sqrt_C" else 1.0
-    assert lines["P"][0] == pytest.approx(scale * float(torch.linalg.svdvals(basis.pos[1])[0]))
+    assert lines["position"][0] == pytest.approx(
+        scale * float(torch.linalg.svdvals(basis.pos[1])[0])
+    )
     assert adjust in view.caption
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tl_geometry.render import circuitsvis
     from tl_geometry.render.basis import gram, norms, spirals, variance_shares
+    from tl_geometry.render.extrapolation import clouds
     from tl_geometry.render.flow import (
         angle_maps,
         baseline_figure,
         bundle_figure,
-        clouds,
         first_coordinate,
         noise_figure,
         residual_figure,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tl_geometry.render.sweeps import head_shares, head_types
     from tl_geometry.render.weights import (
         coverage_curves,
+        effect_bars,
         sphere_paths,
         surrogate_bars,
         weight_blocks,
@@ -52,10 +53,10 @@ if TYPE_CHECKING:
 
 _VIEWS = {
     "basis": ("gram", "norms", "spirals", "variance_shares"),
+    "extrapolation": ("clouds",),
     "flow": (
         "angle_maps",
         "bundle_figure",
-        "clouds",
         "first_coordinate",
         "noise_figure",
         "residual_figure",
@@ -79,7 +80,13 @@ _VIEWS = {
     "space": ("bundle_3d", "sphere_3d"),
     "split_view": ("split",),
     "sweeps": ("head_shares", "head_types"),
-    "weights": ("coverage_curves", "sphere_paths", "surrogate_bars", "weight_blocks"),
+    "weights": (
+        "coverage_curves",
+        "effect_bars",
+        "sphere_paths",
+        "surrogate_bars",
+        "weight_blocks",
+    ),
     "writers": ("composition_figure", "logit_figure"),
 }
 """Public views by the module that holds them; a module is loaded when one is first used."""
@@ -96,6 +103,7 @@ __all__ = [
     "clouds",
     "composition_figure",
     "coverage_curves",
+    "effect_bars",
     "first_coordinate",
     "fourier",
     "gram",

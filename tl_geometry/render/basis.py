@@ -23,6 +23,7 @@ from tl_geometry.render.figure import (
     PARTS,
     SEQUENTIAL,
     VERMILION,
+    WIDTH,
     View,
     canvas,
     drawable,
@@ -33,6 +34,9 @@ from tl_geometry.render.figure import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+WORDS = {"pos": "position", "ctx": "context", "resid": "residual"}
+"""What the parts are called in legends."""
 
 
 def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | None = None) -> View:
@@ -100,9 +104,9 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> norms(basis).title
-    'Norms of the parts'
+    'How large is each part of a state?'
     """
-    figure, axes = canvas(ax=ax, size=(4.4, 2.8))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     table, t = basis.anova(), basis.window[1] - basis.window[0]
     n = basis.contexts * t
     values = {
@@ -113,16 +117,24 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     }
     for name, value in values.items():
         axes[0].semilogy(
-            basis.states, value.clamp(min=1e-12).numpy(), "o-", ms=3, color=PARTS[name], label=name
+            basis.states,
+            value.clamp(min=1e-12).numpy(),
+            "o-",
+            ms=3,
+            color=PARTS[name],
+            label=WORDS.get(name, name),
         )
     axes[0].set_xlabel("state")
     axes[0].set_xticks(whole_ticks(basis.states))
-    axes[0].set_ylabel("root mean square norm")
-    axes[0].legend(fontsize=7)
+    axes[0].set_ylabel("norm (units of the stream)")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return View(
         figure,
-        title="Norms of the parts",
-        caption=f"root mean square over contexts and positions; {basis.provenance.line()}",
+        title="How large is each part of a state?",
+        caption="Each line is the root mean square norm of one part over contexts and positions; "
+        "the axis is logarithmic.",
+        null="Sizes have no null: the parts add up to the state exactly.",
+        source=basis.provenance.line(),
     )
 
 
@@ -145,11 +157,11 @@ def spirals(
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> spirals(basis).title
-    'Positional basis of each state'
+    'What curve do positions lie on in each state?'
     """
-    chosen = states or tuple(some(basis.states, 7))
+    chosen = states or tuple(some(basis.states, 5))
     rows = [b for b in (basis, control) if b is not None]
-    figure, axes = canvas(len(chosen), len(rows), size=(1.9, 2.0))
+    figure, axes = canvas(len(chosen), len(rows), size=(WIDTH / min(len(chosen), 5), 1.6))
     for r, current in enumerate(rows):
         for c, state in enumerate(chosen):
             axis = axes[r * len(chosen) + c]
@@ -175,18 +187,19 @@ def spirals(
                 )
             if c == len(chosen) - 1:
                 figure.colorbar(shade, ax=axis, label="position", shrink=0.8)
-    which = (
-        "" if len(chosen) == len(basis.states) else f"{len(chosen)} of {len(basis.states)} states; "
-    )
     caption = (
-        f"{which}two leading principal directions of pos, colour by position; above, their share "
-        "of |pos|^2 and how many outliers lie off "
-        "the frame"
+        f"Each point is the positional vector of one position, on the two leading directions of "
+        f"its state ({len(chosen)} of {len(basis.states)} states; axes scaled per panel). Above: "
+        "the share of |pos|² that the two directions hold, and how many outliers lie off the frame."
     )
     return View(
         figure,
-        title="Positional basis of each state",
-        caption=f"{caption}; {basis.provenance.line()}",
+        title="What curve do positions lie on in each state?",
+        caption=caption,
+        null="No null is drawn: the measures of position have theirs."
+        if control is None
+        else "The lower row is the untrained control.",
+        source=basis.provenance.line(),
     )
 
 
@@ -220,7 +233,7 @@ def gram(
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> gram(basis, 1).title
-    'Normalised Gram matrix, state 1'
+    'Which positions and contexts of state 1 point the same way?'
     """
     row = basis.index(state)
     pos, _ = linalg.normalize_rows(basis.pos[row])
@@ -234,7 +247,7 @@ def gram(
         picked = order[torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()]
         blocks.append(linalg.normalize_rows(basis.ctx[row, picked])[0])
     rows = torch.cat(blocks)
-    figure, axes = canvas(ax=ax, size=(4.2, 3.6))
+    figure, axes = canvas(ax=ax, size=(0.75 * WIDTH, 4.2))
     image = axes[0].imshow(
         (rows @ rows.T).numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest"
     )
@@ -244,11 +257,16 @@ def gram(
     axes[0].set_xticks(ticks, ["positions", "contexts"][: len(blocks)])
     axes[0].set_yticks(ticks, ["positions", "contexts"][: len(blocks)], rotation=90, va="center")
     figure.colorbar(image, ax=axes[0], label="cosine", shrink=0.8)
-    axes[0].set_title(f"state {state}", fontsize=9)
+    axes[0].set_xlabel("vector (one for each position, one for each context)")
+    axes[0].set_ylabel("vector (in the same order)")
+    chance = rows.shape[1] ** -0.5
     return View(
         figure,
-        title=f"Normalised Gram matrix, state {state}",
-        caption=f"cosines; contexts ordered by document; {basis.provenance.line()}",
+        title=f"Which positions and contexts of state {state} point the same way?",
+        caption="Each cell is the cosine of two vectors, positions first, then contexts ordered by "
+        "document: red is alike, blue opposite.",
+        null=f"Random directions of as many dimensions have a cosine of 0 ± {chance:.2f}.",
+        source=basis.provenance.line(),
     )
 
 
@@ -282,7 +300,7 @@ def token_norms(
     >>> view.title
     'Norms'
     """
-    figure, axes = canvas(ax=ax, size=(6.4, 3.2))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 3.2))
     axis, positions = axes[0], torch.arange(*window)
     axis.scatter(
         positions.expand_as(norms).flatten(),
@@ -317,8 +335,13 @@ def token_norms(
             fontsize=7,
         )
     axis.set_xlabel("position")
-    axis.set_ylabel(f"norm in state {state}")
-    axis.set_title(drawable(title), fontsize=9, loc="left")
-    axis.legend(fontsize=7, loc="lower right")
-    caption = f"a point for every token of {len(norms)} sampled contexts; the largest are named"
-    return View(figure, title=title, caption=f"{caption}; {provenance.line()}")
+    axis.set_ylabel(f"norm in state {state} (units of the stream)")
+    axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+    caption = f"Each point is a token of {len(norms)} sampled contexts; the largest are named."
+    return View(
+        figure,
+        title=title,
+        caption=caption,
+        null="The line is the median token of each position.",
+        source=provenance.line(),
+    )

@@ -34,6 +34,8 @@ PARTS = {
     "mean": GREEN,
 }
 """One colour for each part in every figure."""
+WIDTH = 7.2
+"""Inches of a figure as wide as the text of a page."""
 LONGEST = 80
 """Characters of a label or title."""
 SETTINGS: dict[Any, Any] = {
@@ -43,6 +45,7 @@ SETTINGS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.facecolor": "white",
+    "legend.frameon": False,
 }
 
 
@@ -50,13 +53,18 @@ class View:
     """A drawn figure: shows itself in a notebook, ``save`` writes HTML, PNG, SVG or PDF by the
     suffix, ``figure`` is matplotlib's own.
 
-    The HTML is one self-contained image with its caption: no script, no network.
+    The HTML is one self-contained image with its caption: no script, no network. ``title`` says the
+    finding or the question, ``caption`` how to read it, ``null`` what is drawn of chance (or why
+    there is no such thing), ``source`` what it was computed from.
     """
 
-    def __init__(self, figure: Figure, *, title: str, caption: str = "") -> None:
+    def __init__(
+        self, figure: Figure, *, title: str, caption: str = "", source: str = "", null: str = ""
+    ) -> None:
         self.figure = figure
         self.title = title
         self.caption = caption
+        self.source, self.null = source, null
 
     def bytes(self, form: str) -> bytes:
         """The image as ``"png"``, ``"svg"`` or ``"pdf"`` (fonts embedded)."""
@@ -72,9 +80,14 @@ class View:
         """The figure as an HTML fragment."""
         data = base64.b64encode(self.bytes("svg")).decode()
         held = f'src="data:image/svg+xml;base64,{data}" style="max-width:100%;background:white"'
-        image = f'<img alt="{html.escape(self.title)}" {held}>'
-        caption = f"<figcaption>{html.escape(self.caption)}</figcaption>"
-        return f"<figure style='margin:0'>{image}{caption}</figure>"
+        kept = ' class="kept"' if self._sequential() else ""
+        image = f'<img alt="{html.escape(self.title)}"{kept} {held}>'
+        return framed(image, self.title, self.caption, self.null, self.source)
+
+    def _sequential(self) -> bool:
+        """Whether it holds a map of colours that mean nothing when they are inverted, as dark pages
+        do with lines and signed maps."""
+        return any(i.get_cmap().name == SEQUENTIAL for a in self.figure.axes for i in a.images)
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""
@@ -97,6 +110,27 @@ class View:
     def __repr__(self) -> str:
         width, height = (int(v * 100) for v in self.figure.get_size_inches())
         return f"{self.title} ({width} x {height} px): {self.caption}"
+
+
+def framed(image: str, title: str, caption: str, null: str = "", source: str = "") -> str:
+    """An image (HTML) with its title and how to read it above, and what it was made from folded
+    below."""
+    said = " ".join(filter(None, (caption, null)))
+    head = f'<b>{html.escape(title)}</b><span class="how">{html.escape(said)}</span>'
+    top = f'<figcaption style="margin:0 0 .5em">{head.replace("</b>", "</b> ")}</figcaption>'
+    body = f'<div class="plot" style="overflow-x:auto">{image}</div>'
+    return f'<figure style="margin-left:0;margin-right:0">{top}{body}{folded(source)}</figure>'
+
+
+def folded(source: str) -> str:
+    """What a figure was computed from, in one folded line.
+
+    >>> folded("")
+    ''
+    """
+    if not source:
+        return ""
+    return f"<details><summary>How this was made</summary>{html.escape(source)}</details>"
 
 
 def canvas(

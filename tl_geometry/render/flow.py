@@ -14,12 +14,12 @@ from tl_geometry.flow.alignment import top_directions
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.noise import LAWS
 from tl_geometry.flow.reports import FlowReport
-from tl_geometry.flow.residuals import flow_map
 from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.render.figure import (
     BLUE,
     SEQUENTIAL,
     VERMILION,
+    WIDTH,
     View,
     canvas,
     require_3d,
@@ -30,6 +30,9 @@ from tl_geometry.render.figure import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+BUNDLE = "Do tokens travel through the layers as a bundle?"
+BUNDLE_NULL = "No null is drawn: gibberish and the untrained model are rows of a table."
+"""Title and null of the bundle, drawn flat or in space."""
 TIME = "coolwarm"
 """Colour of layers, blue first and red last, as published."""
 
@@ -92,7 +95,7 @@ def bundle_figure(
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> bundle_figure(paths, limit=5).title
-    'Bundle of trajectories'
+    'Do tokens travel through the layers as a bundle?'
     """
     points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit)
     figure, drawn = canvas(ax=ax, size=(4.6, 4.2), subplot_kw={"projection": "3d"})
@@ -116,8 +119,21 @@ def bundle_figure(
         figure.colorbar(
             shade, ax=axis, label="state", shrink=0.6, pad=0.15, ticks=whole_ticks(ensemble.states)
         )
-    caption = f"{len(points)} of {len(ensemble)} trajectories; {ensemble.provenance.line()}"
-    return View(figure, title="Bundle of trajectories", caption=caption)
+    return View(
+        figure,
+        title=BUNDLE,
+        caption=bundle_caption(len(points), len(ensemble)),
+        null=BUNDLE_NULL,
+        source=ensemble.provenance.line(),
+    )
+
+
+def bundle_caption(drawn: int, count: int) -> str:
+    """How the bundle is read."""
+    return (
+        f"Each line is the path of one token through the states, {drawn} of {count} trajectories; "
+        "colour is the state."
+    )
 
 
 def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None = None) -> View:
@@ -134,7 +150,7 @@ def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None 
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> first_coordinate(paths).title
-    'First singular coordinate'
+    'How far from zero is the mean of each state?'
     """
     aligned = ensemble.aligned_bases(align="none")
     figure, axes = canvas(ax=ax, size=(4.4, max(3.2, 0.16 * len(ensemble.states) + 0.8)))
@@ -155,8 +171,10 @@ def first_coordinate(ensemble: Trajectories, *, bins: int = 60, ax: Axes | None 
     axes[0].set(xlabel="u1 coordinate / its root mean square", ylabel="state")
     return View(
         figure,
-        title="First singular coordinate",
-        caption=f"height normalised per state; {ensemble.provenance.line()}",
+        title="How far from zero is the mean of each state?",
+        caption="Each row is the histogram of the first singular coordinate of one state, of equal "
+        "height.",
+        source=ensemble.provenance.line(),
     )
 
 
@@ -178,7 +196,7 @@ def angle_maps(
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> angle_maps(paths, 2).title
-    'Angles between directions'
+    'How far do singular directions turn from state to state?'
     """
     angles = ensemble.angles(k, align=align)
     figure, axes = canvas(len(angles), ax=ax, size=(2.3, 2.4), sharey=True)
@@ -199,8 +217,9 @@ def angle_maps(
         figure.colorbar(image, ax=axes, label="degrees", shrink=0.8)
     return View(
         figure,
-        title="Angles between directions",
-        caption=f"{align} alignment; {ensemble.provenance.line()}",
+        title="How far do singular directions turn from state to state?",
+        caption=f"Each cell is the angle between one direction at two states ({align} alignment).",
+        source=ensemble.provenance.line(),
     )
 
 
@@ -221,21 +240,24 @@ def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> spectra_figure(paths).title
-    'Singular values'
+    'In how many directions does the bundle spread?'
     """
     S = ensemble.aligned_bases(align="none").S
-    figure, axes = canvas(ax=ax, size=(4.6, 3.0))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     colour = shades(figure, axes[0], ensemble.states, "state", TIME)
     for t, state in enumerate(ensemble.states):
         values = S[t, 1:512]
         axes[0].loglog(
             range(2, 2 + len(values)), values.clamp(min=1e-12), color=colour(state), lw=1
         )
-    axes[0].set(xlabel="rank", ylabel="singular value")
+    axes[0].set(xlabel="rank", ylabel="singular value (units of the stream)")
     return View(
         figure,
-        title="Singular values",
-        caption=f"from rank 2, blue first layers, red last; {ensemble.provenance.line()}",
+        title="In how many directions does the bundle spread?",
+        caption="Each line is a state, blue the first and red the last; both axes are logarithmic, "
+        "and rank 1, the mean, is left out.",
+        null="No null is drawn: gibberish and the untrained model are rows of a table.",
+        source=ensemble.provenance.line(),
     )
 
 
@@ -254,10 +276,10 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> curve = tlg.flow.truncation_kl(model, windows, paths, progress=False)
     >>> truncation_figure(curve).title
-    'Output with K directions'
+    'How many directions does the output need?'
     """
     require(len(curves) > 0, "curves", expected="at least one", got="none")
-    figure, axes = canvas(ax=ax, size=(4.4, 3.0))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     for curve in curves:
         name = (
             f"{'held out' if curve.held_out else 'in-sample'}, {curve.where} block, "
@@ -266,21 +288,36 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
         axes[0].errorbar(curve.K, curve.kl, yerr=2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=name)
     first = curves[0]
     axes[0].axhline(
-        first.baseline_mean, color=VERMILION, ls="--", lw=1, label="consecutive chunks, mean"
+        first.baseline_mean, color=VERMILION, ls="--", lw=1, label="null: consecutive chunks, mean"
     )
     axes[0].axhline(
-        first.baseline_median, color=VERMILION, ls=":", lw=1, label="consecutive chunks, median"
+        first.baseline_median,
+        color=VERMILION,
+        ls=":",
+        lw=1,
+        label="null: consecutive chunks, median",
     )
     axes[0].set_xscale("log", base=2)
+    axes[0].set_xticks(first.K, [str(k) for k in first.K])
+    axes[0].minorticks_off()
     axes[0].set(xlabel="directions kept, K", ylabel="KL (nats)")
-    axes[0].legend(fontsize=7)
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    needed = first.needed()
     low = (
-        f"10% of the mean baseline from K = {first.needed()}"
-        if first.claimed
-        else "no K claimed from fewer chunks than dimensions"
+        "No K is claimed from fewer chunks than dimensions."
+        if not first.claimed
+        else f"A tenth of the mean baseline is reached from {needed} directions on."
+        if needed is not None
+        else f"No K up to {max(first.K)} comes within a tenth of the mean baseline."
     )
-    caption = f"two standard errors; {low}; {first.provenance.line()}"
-    return View(figure, title="Output with K directions", caption=caption)
+    return View(
+        figure,
+        title="How many directions does the output need?",
+        caption="Each point is how far the next-token distribution moves when states keep K "
+        f"directions, with two standard errors. {low}",
+        null="The dashed lines are the distance of unrelated chunks.",
+        source=first.provenance.line(),
+    )
 
 
 def residual_figure(
@@ -302,24 +339,31 @@ def residual_figure(
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> report = tlg.flow_report(paths)
     >>> residual_figure(report).title
-    'Residuals of rotation and stretch'
+    'What do rotation and stretch leave?'
     """
+    from matplotlib.ticker import MaxNLocator
+
     tables = report.held_out if held_out else report.in_sample
     unknown = [n for n in names if n not in tables]
     require(not unknown, "names", expected=f"some of {', '.join(tables)}", got=unknown)
-    figure, axes = canvas(len(names), size=(2.7, 2.5))
+    figure, axes = canvas(len(names), size=(WIDTH / max(len(names), 3), 2.0))
     for axis, name in zip(axes, names, strict=True):
         image = axis.imshow(
             tables[name].numpy(), cmap=SEQUENTIAL, origin="lower", extent=_extent(report.states)
         )
         axis.set_title(name.replace("_", " "), fontsize=9)
-        axis.set(xlabel="t + τ", ylabel="t")
-        figure.colorbar(image, ax=axis, shrink=0.8)
-    where = "held out" if held_out else "in-sample"
+        axis.set(xlabel="state t + τ", ylabel="state t" if axis is axes[0] else "")
+        for ticks in (axis.xaxis, axis.yaxis):
+            ticks.set_major_locator(MaxNLocator(integer=True))
+        figure.colorbar(image, ax=axis, location="top", shrink=0.9)
+    where = "chunks that the map was not fitted on" if held_out else "the chunks it was fitted on"
     return View(
         figure,
-        title="Residuals of rotation and stretch",
-        caption=f"{where}; {report.provenance.line()}",
+        title="What do rotation and stretch leave?",
+        caption=f"Each cell is the map from state t to state t + τ, on {where}; a panel for each "
+        "measure of what it leaves.",
+        null="A relative error of 1 is that of putting zero in the state's place.",
+        source=report.provenance.line(),
     )
 
 
@@ -337,9 +381,9 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> report = tlg.flow_report(paths)
     >>> baseline_figure(report).title
-    'Maps from one state to the next'
+    'Which map predicts the next state?'
     """
-    figure, axes = canvas(ax=ax, size=(4.4, 3.0))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     curves = {"rotation and stretch": report.held_out["relative_error"], **report.baselines}
     for name, table in curves.items():
         step = table.diagonal(1)
@@ -352,20 +396,24 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
             label=name,
         )
     axes[0].set(
-        xlabel="t + 1",
-        ylabel="relative error, t to t + 1",
+        xlabel="state t + 1",
+        ylabel="relative error (|error| / |state|)",
         ylim=(0, None),
         xticks=whole_ticks(report.states[1:]),
     )
     steps = [table.diagonal(1).nan_to_num() for table in curves.values()]
-    usual = max(float(step.quantile(0.9)) for step in steps)
+    usual = float(torch.cat(steps).median())
     if max(float(step.max()) for step in steps) > 5 * usual > 0:
         axes[0].set_yscale("log")  # one jump would flatten all the rest
-    axes[0].legend(fontsize=7)
+    axes[0].axhline(1.0, color="k", ls="--", lw=0.8, label="null: zero in its place")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return View(
         figure,
-        title="Maps from one state to the next",
-        caption=f"held out; {report.provenance.line()}",
+        title="Which map predicts the next state?",
+        caption="Each line is the error of one map from a state to the next, on chunks it was not "
+        "fitted on.",
+        null="Above the dashed line a map is worse than putting zero in the state's place.",
+        source=report.provenance.line(),
     )
 
 
@@ -383,11 +431,12 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     >>> paths = tlg.trajectories(model, windows, progress=False)
     >>> report = tlg.flow_report(paths)
     >>> noise_figure(report).title
-    'Law of the residual variance'
+    'Does the residual grow as noise does?'
     """
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = canvas(ax=ax, size=(4.8, 3.0))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     table = report.in_sample["log_variance"]
     states = torch.tensor(report.states, dtype=torch.float64)
     shade = shades(figure, axes[0], report.states[:-1], "t", TIME)
@@ -404,7 +453,13 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
                     color=colour,
                     lw=1,
                 )
-    axes[0].set(xlabel="t + τ", ylabel="mean ln variance")
+    styles = [
+        Line2D([], [], color="k", ls=style, lw=1, label=f"{law} law")
+        for law, style in zip(LAWS, ("-", ":"), strict=True)
+        if law in report.laws
+    ]
+    axes[0].legend(handles=styles, fontsize=8, frameon=False)
+    axes[0].set(xlabel="state t + τ", ylabel="mean ln variance (of the residual)")
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     said = [
         f"{n}: alpha {report.law(n).alpha:.3g}, lambda {report.law(n).rate:.3g}, R² "
@@ -412,73 +467,13 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
         for n in report.laws
     ]
     caption = (
-        f"colour by t; line: asymptotic law, dotted: increment law; {'; '.join(said)}; "
-        f"{report.provenance.line()}"
+        "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by "
+        f"t; lines are two laws of noise fitted to them ({'; '.join(said)})."
     )
-    return View(figure, title="Law of the residual variance", caption=caption)
-
-
-def clouds(
-    ensemble: Trajectories,
-    start: Sequence[int],
-    end: Sequence[int],
-    *,
-    train: Trajectories | None = None,
-    plane: tuple[int, int] = (2, 3),
-    signs: str = "U",
-    limit: int = 1000,
-) -> View:
-    """True states and their extrapolations on a plane of singular directions of the end state
-    (Sarfati et al. 2025, Fig. 3).
-
-    A grid: start states down, end states across. The paper shows (u2, u3); u1 is the mean.
-
-    Args:
-        ensemble: from :func:`tl_geometry.trajectories`.
-        start: states to begin from.
-        end: states to extrapolate to; a pair that goes back is left empty.
-        train: trajectories that directions and maps are fitted on, which makes it held out.
-        plane: which two singular directions, from 1.
-        signs: how the directions are signed, see :func:`tl_geometry.flow.residuals.flow_map`.
-        limit: at most so many trajectories.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> paths = tlg.trajectories(model, windows, progress=False)
-    >>> clouds(paths, [1, 2], [3, 4]).title
-    'True and extrapolated states'
-    """
-    aligned = (train or ensemble).aligned_bases(align="greedy")
-    a, b = plane
-    require(
-        1 <= a != b >= 1 and max(a, b) <= aligned.rank,
-        "plane",
-        expected=f"two of 1 to {aligned.rank}",
-        got=plane,
-    )
-    figure, axes = canvas(len(end), len(start), size=(2.0, 2.0))
-    for axis, (s, e) in zip(axes, [(s, e) for s in start for e in end], strict=True):
-        axis.set_xticks([])
-        axis.set_yticks([])
-        if s >= e:
-            axis.set_axis_off()
-            continue
-        i, j = ensemble.row(s), ensemble.row(e)
-        U = top_directions(aligned, j, max(plane))[:, [a - 1, b - 1]]
-        moved = flow_map(aligned, i, j, signs=signs)(ensemble.X[:limit, i].double()) @ U
-        true = ensemble.X[:limit, j].double() @ U
-        axis.scatter(*true.T, s=2, color=BLUE, alpha=0.5, lw=0, label="true")
-        axis.scatter(*moved.T, s=2, color=VERMILION, alpha=0.5, lw=0, label="extrapolated")
-        axis.set_title(f"{s} → {e}", fontsize=8)
-        axis.set_xlabel(f"u{a}")
-        axis.set_ylabel(f"u{b}")
-    shown = next((x for x in axes if x.collections), None)
-    if shown is not None:
-        shown.legend(fontsize=6, markerscale=3)
-    held = "held out" if train is not None else "in-sample"
     return View(
         figure,
-        title="True and extrapolated states",
-        caption=f"plane (u{a}, u{b}) of the end state; {held}; {ensemble.provenance.line()}",
+        title="Does the residual grow as noise does?",
+        caption=caption,
+        null="The dotted line is the law of independent increments.",
+        source=report.provenance.line(),
     )

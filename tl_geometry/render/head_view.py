@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FIRST = ("cs_position", "lift")
 """Columns shown at first, the first that a table has."""
+NULL = "Nulls are numbers of their own: shifted positions, uniform attention, random subspaces."
 NUMBERED = 160
 """Cells of a map up to which each has its number written in it."""
 
@@ -56,7 +57,10 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
     cell = min(46, max(14, 640 // count))
     width, height = max(560, 60 + count * cell + 20), len(layers) * 22 + 42
-    caption = f"one row of the table for each of {len(pairs)} heads; {sweep.provenance.line()}"
+    caption = (
+        f"Each cell is one of {len(pairs)} heads. Choose the number that is shown; click a head "
+        "for its whole row, nulls among it."
+    )
     name = title or f"{type(sweep).__name__} by layer and head"
     data = {
         "heads": [[layers.index(l), h] for l, h in pairs],
@@ -73,7 +77,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         },
         "words": words,
         "value": str(sweep.readable(chosen)),
-        "caption": caption,
+        "caption": f"{caption} {NULL}",
     }
     entries = -(-(len(columns) + len(words)) // max(1, (max(width, 760) - 24) // 118))
     tall = 128 + height + min(34 * entries, 300) + 18 * math.ceil(len(caption) / 105)
@@ -85,6 +89,8 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         width=max(width, 760) + 24,
         height=tall,
         image=image,
+        source=sweep.provenance.line(),
+        null=NULL,
     )
 
 
@@ -114,7 +120,13 @@ def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None
     draw_map(axes[0], pairs, columns[name], shown.replace("_", " "), *scale(name, columns[name]))
     axes[0].set_ylabel("layer")
     title = f"{type(sweep).__name__}: {shown}"
-    return View(figure, title=title, caption=f"{shown} of each head; {sweep.provenance.line()}")
+    return View(
+        figure,
+        title=title,
+        caption=f"Each cell is a head: its {shown.replace('_', ' ')}.",
+        null=NULL,
+        source=sweep.provenance.line(),
+    )
 
 
 def _table(value: object, what: str) -> Result:
@@ -177,9 +189,11 @@ def draw_map(
     title: str,
     low: float,
     high: float,
+    *,
+    bar: bool = True,
 ) -> None:
-    """A map on axes of one's own: signed colours where ``low`` is negative; blank where there is no
-    head or no number."""
+    """A map on axes of one's own, with its colour ``bar``: signed colours where ``low`` is
+    negative; blank where there is no head or no number."""
     layers = sorted({l for l, _ in heads})
     grid = torch.full((len(layers), 1 + max(h for _, h in heads)), torch.nan, dtype=torch.float64)
     for value, (layer, head) in zip(values.tolist(), heads, strict=True):
@@ -200,7 +214,7 @@ def draw_map(
     for row, column in torch.isfinite(grid).nonzero().tolist() if grid.numel() <= NUMBERED else ():
         value = float(grid[row, column])
         bright = abs(value) < 0.6 * high if low < 0 else value > (low + high) / 2
-        text = f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
+        text = f"{round(value, 2) + 0.0:.2f}" if abs(value) < 10 else f"{value:.3g}"
         axis.text(
             column,
             row,
@@ -210,7 +224,8 @@ def draw_map(
             fontsize=6.5,
             color="black" if bright else "white",
         )
-    axis.figure.colorbar(image, ax=axis, shrink=0.8)
+    if bar:
+        axis.figure.colorbar(image, ax=axis, shrink=0.8)
 
 
 def _chosen(value: str | None, columns: dict[str, Tensor]) -> str:

@@ -24,6 +24,7 @@ from tl_geometry.render.figure import (
     PINK,
     SEQUENTIAL,
     VERMILION,
+    WIDTH,
     View,
     canvas,
     drawable,
@@ -35,6 +36,7 @@ from tl_geometry.render.figure import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 NULLS = {
     "shuffled": VERMILION,
@@ -44,6 +46,28 @@ NULLS = {
     "flipped": PINK,
 }
 """One colour for each null in every figure."""
+SPECTRA = {
+    "P": (PARTS["pos"], "position"),
+    "Cvec": (PARTS["cvec"], "context + residual"),
+    "R": (PARTS["resid"], "residual"),
+}
+"""Colour and name of each part in spectra."""
+UNITS = {
+    "rank": "directions",
+    "stable_rank": "directions",
+    "relative_norm": "ratio of norms",
+    "relative_norm_reference": "ratio of norms",
+    "low_frequency": "share of energy",
+    "smoothness": "ratio (differences to size)",
+    "fracture": "ratio",
+    "roughness": "ratio",
+    "split_half": "cosine",
+    "incoherence_avg": "|cos|",
+    "incoherence_max": "|cos|",
+    "intra": "|cos|",
+    "inter": "|cos|",
+}
+"""Units of measures; the others are shares."""
 POSITIONAL = (
     "rank",
     "stable_rank",
@@ -96,12 +120,12 @@ def singular_values(
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> singular_values(basis).title
-    'Singular values'
+    'In how many directions do position and context lie?'
     """
     checks.choice(adjust, positional.ADJUSTMENTS, "adjust")
     rows = _rows(basis.states, states, 1 if ax is not None else 4)
     one_panel(ax, len(rows), "state")
-    figure, axes = canvas(len(rows), ax=ax, size=(2.8, 2.6), sharey=True)
+    figure, axes = canvas(len(rows), ax=ax, size=(max(1.8, WIDTH / 4), 2.4), sharey=True)
     for axis, row in zip(axes, rows, strict=False):
         pos = basis.pos[row]
         if adjust == "sqrt_C":
@@ -121,7 +145,7 @@ def singular_values(
             spectra = positional.singular_value_profiles(
                 pos, h - basis.mean[row] - pos, adjust=adjust, top=top, seed=seed
             )
-        for name, colour in (("P", PARTS["pos"]), ("Cvec", PARTS["cvec"]), ("R", PARTS["resid"])):
+        for name, (colour, word) in SPECTRA.items():
             if name in spectra:
                 values = spectra[name]
                 kept = values > 1e-9 * values[0]
@@ -132,16 +156,22 @@ def singular_values(
                     ms=3,
                     lw=0.8,
                     color=colour,
-                    label=name,
+                    label=word,
                 )
         axis.set_title(f"state {basis.states[row]}", fontsize=9)
-        axis.set_xlabel("index")
-    axes[0].set_ylabel("singular value")
-    axes[0].legend(fontsize=7)
+        axis.set_xlabel("rank")
+    axes[0].set_ylabel("singular value\n(units of the stream)")
+    if ax is None:
+        _legend(figure, axes)
+    else:
+        axes[0].legend(fontsize=7)
     return View(
         figure,
-        title="Singular values",
-        caption=f"of P, Cvec and R, sizes matched by {adjust}; {basis.provenance.line()}",
+        title="In how many directions do position and context lie?",
+        caption="Each line is the singular values of one part, largest first, on a logarithmic "
+        f"axis: the faster it falls, the fewer directions. Sizes are matched by {adjust}.",
+        null="What noise gives is the null of the rank among the measures of position.",
+        source=basis.provenance.line(),
     )
 
 
@@ -162,9 +192,9 @@ def fourier(
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
     >>> fourier(report).title
-    'Fourier transform of the positional cosines'
+    'Are neighbouring positions alike?'
     """
-    rows = _rows(report.states, states, 6)
+    rows = _rows(report.states, states, 5)
     low, count = int(skip_constant), report.fourier.shape[-1]
     block = report.fourier[rows][:, low:, low:]
     limit = float(block.nan_to_num().abs().amax()) or 1.0
@@ -175,7 +205,7 @@ def fourier(
         "vmax": limit,
         "extent": (first, last, last, first),
     }
-    figure, axes = canvas(len(rows), size=(1.9, 2.1))
+    figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.9))
     image = None
     for axis, row, values in zip(axes, rows, block, strict=True):
         image = axis.imshow(values.numpy(), interpolation="nearest", **look)
@@ -184,13 +214,21 @@ def fourier(
         )
         axis.set_xlabel("frequency")
         axis.set_xticks(whole_ticks(range(low, count), 6))
-    figure.colorbar(image, ax=axes[-1], shrink=0.8)  # type: ignore[arg-type]
+    figure.colorbar(image, ax=axes, shrink=0.8, label="coefficient")  # type: ignore[arg-type]
     axes[0].set_ylabel("frequency")
-    caption = f"shared colour limits; the percentage is the share of the first {count} frequencies"
+    caption = (
+        "Each panel is the leading block of the cosine transform of the cosines between positions: "
+        "mass in the top left corner means that neighbours are alike. The percentage is the share "
+        f"of the energy in the first {count} frequencies."
+    )
+    order = report.nulls.get(("low_frequency", "shuffled"))
+    null = "" if order is None else f"In random order they hold {float(order[rows].max()):.0%}."
     return View(
         figure,
-        title="Fourier transform of the positional cosines",
-        caption=f"{caption}; {report.provenance.line()}",
+        title="Are neighbouring positions alike?",
+        caption=caption,
+        null=null,
+        source=report.provenance.line(),
     )
 
 
@@ -211,10 +249,10 @@ def planes(
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> planes(basis).title
-    'Position and context in the plane of pos'
+    'Does context stay out of the plane of position?'
     """
-    rows = _rows(basis.states, states, 7)
-    figure, axes = canvas(len(rows), size=(2.0, 2.1))
+    rows = _rows(basis.states, states, 5)
+    figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.7))
     for axis, row in zip(axes, rows, strict=True):
         pos = basis.pos[row]
         V = torch.nn.functional.pad(linalg.svd(pos).V, (0, 1))
@@ -229,15 +267,17 @@ def planes(
         axis.set_xticks([])
         axis.set_yticks([])
     axes[0].set_ylabel("u2")
-    which = "" if len(rows) == len(basis.states) else f"{len(rows)} of {len(basis.states)} states; "
     caption = (
-        f"{which}pos (colour by position) and cvec of {contexts} contexts (grey) on the two "
-        "leading directions of pos"
+        f"{len(rows)} of {len(basis.states)} states on the two leading directions of their "
+        f"positional vectors: coloured points are positions, grey ones the tokens of {contexts} "
+        "contexts without their position."
     )
     return View(
         figure,
-        title="Position and context in the plane of pos",
-        caption=f"{caption}; {basis.provenance.line()}",
+        title="Does context stay out of the plane of position?",
+        caption=caption,
+        null="Where grey scatters as widely as the curve, position does not dominate.",
+        source=basis.provenance.line(),
     )
 
 
@@ -253,15 +293,27 @@ def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
         ms=3,
         lw=1,
         capsize=2,
+        label="measured",
     )
     for (measure, null), value in report.nulls.items():
         if measure == name:
-            axis.plot(report.states, value, "--", lw=1, color=NULLS[null], label=null)
+            axis.plot(report.states, value, "--", lw=1, color=NULLS[null], label=f"null: {null}")
     axis.set_title(name.replace("_", " "), fontsize=9)
+    axis.set_ylabel(UNITS.get(name, "share"))
     axis.set_xlabel("state")
     axis.set_xticks(whole_ticks(report.states, 8))
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=6)
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend above all panels, which covers none of them."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        both = sorted(zip(labels, handles, strict=True), key=lambda item: item[0])
+        found |= {label: found.get(label, handle) for label, handle in both}
+    if found:
+        where = {"loc": "outside upper left", "ncols": len(found), "fontsize": 8, "frameon": False}
+        figure.legend([*found.values()], [*found], **where)
 
 
 def measure_curves(
@@ -280,23 +332,28 @@ def measure_curves(
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
     >>> measure_curves(report, ("stable_rank",)).title
-    'Measures by state'
+    'Do measures of position stand above their nulls?'
     """
     usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
     one_panel(ax, len(chosen), "measure")
-    columns = min(4, len(chosen))
-    figure, axes = canvas(columns, -(-len(chosen) // columns), ax=ax, size=(2.7, 2.2))
+    columns = min(3, len(chosen))
+    figure, axes = canvas(columns, -(-len(chosen) // columns), ax=ax, size=(WIDTH / columns, 2.0))
     for axis, name in zip(axes, chosen, strict=False):
         _draw(axis, report, name)
     for axis in axes[len(chosen) :]:
-        axis.set_visible(False)
+        axis.remove()
+    if ax is None:
+        _legend(figure, axes)
+    what = "position" if isinstance(report, PositionalReport) else "context"
     return View(
         figure,
-        title="Measures by state",
-        caption="bars: one jackknife standard error (for 95% times Student's t, with one degree of "
-        f"freedom fewer than groups); dashed: nulls; {report.provenance.line()}",
+        title=f"Do measures of {what} stand above their nulls?",
+        caption="Points are measured, bars one jackknife standard error (for 95% times Student's "
+        "t, with one degree of freedom fewer than groups).",
+        null="Dashed lines are nulls: a measure that lies on one is no finding.",
+        source=report.provenance.line(),
     )
 
 
@@ -312,20 +369,21 @@ def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.contextual_report(basis)
     >>> incoherence(report).title
-    'Incoherence of position and context'
+    'Are position and context aligned otherwise than by chance?'
     """
-    figure, axes = canvas(2, ax=ax, size=(3.2, 2.4))
+    figure, axes = canvas(2, ax=ax, size=(WIDTH / 2, 2.4))
     for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=False):
         _draw(axis, report, name)
         axis.set_ylim(bottom=0)
-    caption = (
-        "tables in the paper hold averages, its definition is the maximum; at the line of random "
-        "directions it is chance"
-    )
+    if ax is None:
+        _legend(figure, axes)
     return View(
         figure,
-        title="Incoherence of position and context",
-        caption=f"{caption}; {report.provenance.line()}",
+        title="Are position and context aligned otherwise than by chance?",
+        caption="Mean and largest |cos| between positional and context vectors; the paper defines "
+        "the maximum and tabulates the average.",
+        null="On the dashed line of random directions it is chance.",
+        source=report.provenance.line(),
     )
 
 
@@ -343,7 +401,7 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
     >>> learning_curve(report, "rank").title
-    'rank and the size of the corpus'
+    'Does the rank still grow with the corpus?'
     """
     require(
         name in report.curve,
@@ -351,7 +409,7 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
         expected=f"one of {', '.join(report.curve) or 'no measure (jackknife=False)'}",
         got=repr(name),
     )
-    figure, axes = canvas(ax=ax, size=(4.2, 2.8))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.6))
     shade = shades(figure, axes[0], report.states, "state")
     for i, state in enumerate(report.states):
         axes[0].semilogx(
@@ -365,11 +423,15 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
     axes[0].set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
     axes[0].minorticks_off()
     axes[0].set_xlabel("contexts")
-    axes[0].set_ylabel(name.replace("_", " "))
+    words = name.replace("_", " ")
+    axes[0].set_ylabel(f"{words} ({UNITS.get(name, 'share')})")
     return View(
         figure,
-        title=f"{name} and the size of the corpus",
-        caption=f"means over disjoint blocks; {report.provenance.line()}",
+        title=f"Does the {words} still grow with the corpus?",
+        caption="Each line is a state; its points are means over disjoint blocks of so many "
+        "contexts.",
+        null="A line that is flat at its right end would not change with more text.",
+        source=report.provenance.line(),
     )
 
 
@@ -387,7 +449,7 @@ def similarity(
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8), labels=[0, 1] * 6)
     >>> report = tlg.contextual_report(basis, rank=3)
     >>> similarity(report).title
-    'Similarity of documents'
+    'Which documents have similar contexts?'
     """
     if report.similarity is None:
         fail(
@@ -397,7 +459,7 @@ def similarity(
             instead="contextual_report(basis, labels=...)",
         )
     row = len(report.states) // 2 if state is None else _rows(report.states, [state], 1)[0]
-    figure, axes = canvas(ax=ax, size=(3.6, 3.0))
+    figure, axes = canvas(ax=ax, size=(0.75 * WIDTH, 4.2))
     image = axes[0].imshow(
         report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest"
     )
@@ -406,12 +468,17 @@ def similarity(
         names = [drawable(visible(name)[-NAMED:]) for name in report.names]
         axes[0].set_xticks(range(count), names, rotation=60, ha="right", fontsize=6)
         axes[0].set_yticks(range(count), names, fontsize=6)
-    else:
-        axes[0].set_xlabel("document")
-        axes[0].set_ylabel("document")
+    axes[0].set_xlabel("document")
+    axes[0].set_ylabel("document")
     figure.colorbar(image, ax=axes[0], label="mean |cos|", shrink=0.8)
     axes[0].set_title(f"state {report.states[row]}", fontsize=9)
-    caption = "pairs of different windows; the diagonal is within a document"
+    shuffled = report.nulls.get(("intra", "shuffled"))
+    null = "" if shuffled is None else f"With documents shuffled it is {float(shuffled[row]):.2f}."
     return View(
-        figure, title="Similarity of documents", caption=f"{caption}; {report.provenance.line()}"
+        figure,
+        title="Which documents have similar contexts?",
+        caption="Each cell is the mean |cos| of context vectors of two documents, pairs of "
+        "different windows; the diagonal is within a document.",
+        null=null,
+        source=report.provenance.line(),
     )

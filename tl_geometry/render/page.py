@@ -12,6 +12,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from tl_geometry.base import html
 from tl_geometry.base.errors import fail
-from tl_geometry.render.figure import View
+from tl_geometry.render.figure import View, folded
 
 FALLBACK = 300_000
 """Most bytes of the image in a notebook."""
@@ -45,10 +46,13 @@ class PageView:
         width: int,
         height: int,
         image: Callable[[], View] | None = None,
+        source: str = "",
+        null: str = "",
         fluid: bool = False,
     ) -> None:
         self._page = page
         self.title, self.caption = title, caption
+        self.source, self.null = source, null
         self.width, self.height = width, height
         self.image = image
         self.fluid = fluid
@@ -58,25 +62,49 @@ class PageView:
         """The whole HTML document."""
         return self._page if isinstance(self._page, str) else self._page()
 
-    def html(self, png: str = "") -> str:
+    @property
+    def library(self) -> str:
+        """A script, deflated, that several figures of one page can share; none by default."""
+        return ""
+
+    @property
+    def scripts(self) -> tuple[str, ...]:
+        """Hashes of the scripts that the page may run."""
+        policy = self.page.partition('content="')[2].partition('"')[0]
+        return tuple(re.findall(r"'sha256-[^']+'", policy))
+
+    def html(self, png: str = "", *, shared: bool = False) -> str:
         """The page in a frame of its own and of fixed size, so that several live side by side.
 
         ``png`` (base64) lies below the frame, and is seen where no frame is let in: in notebooks
-        that are not trusted, on code hosts, in e-mail.
+        that are not trusted, on code hosts, in e-mail. ``shared`` leaves the :attr:`library` to the
+        page around it, which sends it on request.
         """
         wide = f"width:100%;max-width:{self.width}px" if self.fluid else f"width:{self.width}px"
         size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
-        held = self.page.replace("<html ", f'<html data-height="{self.height}" ', 1)
+        held = self._without_library() if shared else self.page
+        held = held.replace("<html ", f'<html data-height="{self.height}" ', 1)
         title, page = html.escape(self.title), html.escape(held)
         place = "position:absolute;top:0;left:0" if png else "display:block"
-        held = f'sandbox="allow-scripts" style="{place};{size}" srcdoc="{page}"'
+        lazy = ' loading="lazy"' if shared else ""
+        held = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
         frame = f'<iframe title="{title}" {held}></iframe>'
         if png:
             fit = f"width:100%;max-height:{self.height}px;object-fit:contain;object-position:0 0"
             image = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">'
             room = f"position:relative;max-width:{self.width}px;min-height:{self.height}px"
             frame = f'<div style="{room}">{image}{frame}</div>'
-        return f'<style>{DARK}</style><div style="overflow-x:auto">{frame}</div>'
+        around = f'<div style="overflow-x:auto">{frame}</div>'
+        return f"<style>{DARK}</style>{around}{folded(self.source)}"
+
+    def _without_library(self) -> str:
+        return self.page
+
+    def png(self) -> str:
+        """The image as base64; nothing where there is none."""
+        if self.image is None:
+            return ""
+        return base64.b64encode(small_png(self.image(), FALLBACK)).decode()
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an
@@ -92,7 +120,7 @@ class PageView:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self.image is None:
             return {"text/html": self.html(), "text/plain": repr(self)}
-        png = base64.b64encode(small_png(self.image(), FALLBACK)).decode()
+        png = self.png()
         return {"text/html": self.html(png), "text/plain": repr(self), "image/png": png}
 
     def __repr__(self) -> str:

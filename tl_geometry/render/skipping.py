@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_geometry.flow.skipping import SkipMap
-from tl_geometry.render.figure import SEQUENTIAL, View, canvas
+from tl_geometry.render.figure import SEQUENTIAL, WIDTH, View, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def skip_figure(
@@ -41,7 +42,7 @@ def skip_figure(
     >>> windows = tlg.zoo.default_windows(model, 16, n=16)
     >>> skips = tlg.flow.skip_map(model, windows, progress=False)
     >>> skip_figure(skips).title
-    'Layers skipped'
+    'How many blocks can be skipped for how much loss?'
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -50,7 +51,7 @@ def skip_figure(
     deep = len(skips.table(shown[0], metric, place=place)) > 9
     if ax is None and deep and len(lengths) <= 4:
         return _skip_lines(skips, shown, metric, place)
-    figure, axes = canvas(len(shown), ax=ax, size=(2.6, 2.4))
+    figure, axes = canvas(len(shown), ax=ax, size=(WIDTH / max(len(shown), 3), 2.2), sharey=True)
     tables = [skips.table(name, metric, place=place) for name in shown[: len(axes)]]
     forgotten = "mean" in skips.map_types
     reference = skips.table("mean", metric, place=place) if forgotten else torch.stack(tables)
@@ -82,7 +83,8 @@ def skip_figure(
     axes[0].set_ylabel("first block skipped")
     if image is not None:
         figure.colorbar(image, ax=axes, label=_with_unit(metric), shrink=0.8)
-    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
+    how = "Each cell replaces the blocks from its row to its column by a map, a panel for each map"
+    return _view(figure, skips, place, how)
 
 
 def _is_share(metric: str) -> bool:
@@ -94,18 +96,25 @@ def _with_unit(metric: str) -> str:
     return metric.replace("_", " ") + ("" if _is_share(metric) else " (nats)")
 
 
-def _skip_caption(skips: SkipMap, place: str) -> str:
+def _view(figure: Figure, skips: SkipMap, place: str, how: str) -> View:
     own = skips.loss[0 if place == "pilot" else 1]
-    return (
-        f"{place} position(s), held out ({skips.test} chunks); the model's own loss is {own:.3f} "
-        f"nats; {skips.provenance.line()}"
+    where = "the last token" if place == "pilot" else "all tokens"
+    return View(
+        figure,
+        title="How many blocks can be skipped for how much loss?",
+        caption=f"{how}, at {where} of {skips.test} held-out chunks; the model's own loss is "
+        f"{own:.3f} nats.",
+        null="The map 'mean' forgets the state: what every other must beat."
+        if "mean" in skips.map_types
+        else "",
+        source=skips.provenance.line(),
     )
 
 
 def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: str) -> View:
     """The cost of skipping as lines over the first skipped block."""
     lengths = sorted({b - a for a, b in skips.pairs()})
-    figure, axes = canvas(len(lengths), size=(3.2, 2.6))
+    figure, axes = canvas(len(lengths), size=(WIDTH / max(len(lengths), 2), 2.6), sharey=True)
     for axis, length in zip(axes, lengths, strict=True):
         for map_type in map_types:
             line = skips.table(map_type, metric, place=place).diagonal(length)
@@ -123,5 +132,8 @@ def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: st
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
         axis.set_xlabel("first block skipped")
     axes[0].set_ylabel(_with_unit(metric))
-    axes[0].legend(fontsize=6)
-    return View(figure, title="Layers skipped", caption=_skip_caption(skips, place))
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=len(labels), fontsize=8, frameon=False
+    )
+    return _view(figure, skips, place, "Each line is a map in the place of so many blocks")

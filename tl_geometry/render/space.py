@@ -23,9 +23,15 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import View, whole_ticks
-from tl_geometry.render.flow import bundle_figure, coordinates
+from tl_geometry.render.flow import (
+    BUNDLE,
+    BUNDLE_NULL,
+    bundle_caption,
+    bundle_figure,
+    coordinates,
+)
 from tl_geometry.render.page import PageView, document
-from tl_geometry.render.weights import sphere_paths
+from tl_geometry.render.weights import SPHERE, SPHERE_NULL, sphere_caption, sphere_paths
 from tl_geometry.sphere.paths import TokenPaths
 
 if TYPE_CHECKING:
@@ -47,18 +53,43 @@ class SpaceView(PageView):
     """
 
     def __init__(
-        self, figure: Figure, *, title: str, caption: str, image: Callable[[], View]
+        self,
+        figure: Figure,
+        *,
+        title: str,
+        caption: str,
+        image: Callable[[], View],
+        source: str = "",
+        null: str = "",
     ) -> None:
         self.figure = figure
         height = 540 + 18 * math.ceil(len(caption) / 105)
         super().__init__(
-            self._document, title=title, caption=caption, width=784, height=height, image=image
+            self._document,
+            title=title,
+            caption=caption,
+            width=784,
+            height=height,
+            image=image,
+            source=source,
+            null=null,
         )
 
+    @property
+    def library(self) -> str:
+        """plotly, deflated."""
+        return library()[1]
+
     def _document(self) -> str:
-        library, packed = _library()
-        data = {"figure": self._plotly_json(), "caption": self.caption, "library": packed}
-        return document(self.title, data, "space", library)
+        return self._page_with(self.library)
+
+    def _without_library(self) -> str:
+        return self._page_with("")
+
+    def _page_with(self, packed: str) -> str:
+        said = " ".join(filter(None, (self.caption, self.null)))
+        data = {"figure": self._plotly_json(), "caption": said, "library": packed}
+        return document(self.title, data, "space", library()[0])
 
     def _plotly_json(self) -> dict[str, Any]:
         return {**json.loads(str(self.figure.to_json())), "config": CONFIG}
@@ -99,8 +130,8 @@ def bundle_3d(
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> paths = tlg.trajectories(model, windows, progress=False)
-    >>> bundle_3d(paths, limit=5).caption.split(";")[0]
-    '5 of 8 trajectories'
+    >>> bundle_3d(paths, limit=5).title
+    'Do tokens travel through the layers as a bundle?'
     """
     points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit, seed=seed)
     states = list(ensemble.states)
@@ -109,8 +140,10 @@ def bundle_3d(
     labels = [f"trajectory {i}" for i in range(len(points))]
     return SpaceView(
         paths_figure(points, states, names, labels),
-        title="Bundle of trajectories",
-        caption=f"{len(points)} of {len(ensemble)} trajectories; {ensemble.provenance.line()}",
+        title=BUNDLE,
+        caption=bundle_caption(len(points), len(ensemble)),
+        null=BUNDLE_NULL,
+        source=ensemble.provenance.line(),
         image=functools.partial(
             bundle_figure, ensemble, reference=reference, axes=axes, limit=limit
         ),
@@ -134,7 +167,7 @@ def sphere_3d(
     >>> model = tlg.zoo.embedded()
     >>> view = sphere_3d(tlg.sphere.token_paths(model, "for i in range(3):", prepend_bos=True))
     >>> view.title
-    'Paths on the sphere'
+    'Where do tokens travel on the sphere of the norm?'
     """
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
@@ -142,11 +175,12 @@ def sphere_3d(
     points = paths.coordinates[context, list(chosen)].double()
     labels = [html.token_text(paths.str_tokens[context][t]) for t in chosen]
     names = [f"{paths.method} {i + 1}" for i in range(3)]
-    said = f"states on the unit sphere, axes ({paths.method}) fitted on {paths.fitted_on}"
     return SpaceView(
         paths_figure(points, range(points.shape[1]), names, labels, marked=True),
-        title="Paths on the sphere",
-        caption=f"{said}; {paths.provenance.line()}",
+        title=SPHERE,
+        caption=sphere_caption(paths),
+        null=SPHERE_NULL,
+        source=paths.provenance.line(),
         image=functools.partial(sphere_paths, paths, context, positions),
     )
 
@@ -239,7 +273,7 @@ def _graph_objects() -> Any:
 
 
 @functools.cache
-def _library() -> tuple[str, str]:
+def library() -> tuple[str, str]:
     """The script of plotly, and the same deflated, as base64."""
     from plotly.offline import get_plotlyjs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tl_geometry.base.errors import choice
-from tl_geometry.render.figure import View, canvas
+from tl_geometry.render.figure import WIDTH, View, canvas
 from tl_geometry.render.head_view import draw_map
 from tl_geometry.scores.sweep import SweepTable
 
@@ -22,22 +22,33 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
     >>> head_shares(sweep).title
-    'Shares of the score'
+    'Which heads attend by position, which by content?'
     """
     about = {
-        "cs": ("Shares of the score", "covariance shares"),
-        "gs": ("Shares of the gain", "gain shares (of where attention goes)"),
+        "cs": ("Which heads attend by position, which by content?", "the covariance of its scores"),
+        "gs": ("Where attention goes, is it by position or by content?", "its gain"),
     }
     title, said = about[choice(share, tuple(about), "share")]
     values = {"cs": sweep.group_cs, "gs": sweep.group_gs}[share]
-    figure, axes = canvas(len(sweep.groups), size=(3.4, _height(sweep)))
+    figure, axes = canvas(len(sweep.groups), size=(WIDTH / 3, _height(sweep)), sharey=True)
     for axis, group, column in zip(axes, sweep.groups, values.T, strict=True):
-        draw_map(axis, sweep.heads, column, f"share of {group}", -1.0, 1.0)
+        draw_map(axis, sweep.heads, column, group, -1.0, 1.0, bar=False)
     axes[0].set_ylabel("layer")
+    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="share")
+    shifted = sweep.details.get(f"{share}_position_shifted")
+    null = (
+        "Shares have no null here."
+        if shifted is None or not bool(shifted.isfinite().any())
+        else "With positions shifted, position has at most "
+        f"{float(shifted.nan_to_num(-1.0).max()):.2f}."
+    )
     return View(
         figure,
         title=title,
-        caption=f"{said}, summing to one over the panels; {sweep.provenance.line()}",
+        caption=f"Each cell is a head: the part of {said} that terms without content, with only "
+        "content, and with both hold. Red is positive, blue negative; the panels add up to one.",
+        null=null,
+        source=sweep.provenance.line(),
     )
 
 
@@ -59,10 +70,10 @@ def head_types(sweep: SweepTable) -> View:
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
     >>> head_types(sweep).title
-    'Head types'
+    'Which heads are previous-token or induction heads?'
     """
     names = [n for n in ("previous", "induction", "duplicate") if n in sweep.types]
-    figure, axes = canvas(len(names), size=(3.4, _height(sweep)))
+    figure, axes = canvas(len(names), size=(WIDTH / max(len(names), 2), _height(sweep)))
     for axis, name in zip(axes, names, strict=True):
         draw_map(
             axis,
@@ -71,10 +82,15 @@ def head_types(sweep: SweepTable) -> View:
             f"{name} (uniform {sweep.baselines[name]:.2f})",
             0.0,
             1.0,
+            bar=False,
         )
     axes[0].set_ylabel("layer")
+    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="attention")
     return View(
         figure,
-        title="Head types",
-        caption=f"mean attention paid on repeated random tokens; {sweep.provenance.line()}",
+        title="Which heads are previous-token or induction heads?",
+        caption="Each cell is a head: the mean attention that it pays, on repeated random tokens, "
+        "to where a head of that type looks.",
+        null="What uniform attention would pay stands above each panel.",
+        source=sweep.provenance.line(),
     )

@@ -15,11 +15,13 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import require
+from tl_geometry.interventions.effects import Effects
 from tl_geometry.interventions.surrogates import SurrogateEffect
 from tl_geometry.render.figure import (
     BLUE,
     GREY,
     SEQUENTIAL,
+    WIDTH,
     View,
     canvas,
     drawable,
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
 
 Box = tuple[float, float, float, float]
 """Left, bottom, right and top, in pixels."""
+
+
+CONTROLS = ("random", "bias", "uniform")
+"""Words in the names of conditions that are controls."""
+SPHERE = "Where do tokens travel on the sphere of the norm?"
+SPHERE_NULL = "No null is drawn: the paths are the model's own, exactly."
+"""Title and null of paths on the sphere, drawn flat or in space."""
 
 
 def weight_blocks(
@@ -66,7 +75,7 @@ def weight_blocks(
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> geometry = tlg.weight_geometry(model, basis)
     >>> weight_blocks(geometry, "L1H0").title
-    'Diagonal and block of W_QK'
+    'Which directions does W_QK of each head read?'
     """
     n_layers, n_heads = 1 + max(l for l, _ in geometry.heads), 1 + max(h for _, h in geometry.heads)
     chosen = list(
@@ -75,7 +84,9 @@ def weight_blocks(
     one_panel(ax, len(chosen), "head")
     rows = [geometry.head(pair) for pair in chosen]
     columns = min(4, len(rows))
-    figure, axes = canvas(columns, -(-len(rows) // columns), ax=ax, size=(2.1, 2.2))
+    figure, axes = canvas(
+        columns, -(-len(rows) // columns), ax=ax, size=(WIDTH / max(columns, 3), 2.0)
+    )
     size = min(size, *geometry.block.shape[-2:])
     depth = dict(zip(geometry.layers, geometry.k, strict=True))
     pictures = _pictures(geometry, rows, size)
@@ -87,20 +98,25 @@ def weight_blocks(
         axis.set_ylim(size - 0.5, -0.5)
         lift = float(geometry.lift[row])
         axis.set_title(f"{head_name((layer, head))}: {lift:.3g} x chance", fontsize=8)
-        axis.set_xlabel("key" if geometry.matrix == "QK" else "output", fontsize=8)
-        axis.set_ylabel("query" if geometry.matrix == "QK" else "input", fontsize=8)
+        ends = ("key", "query") if geometry.matrix == "QK" else ("output", "input")
+        axis.set_xlabel(f"{ends[0]} direction", fontsize=8)
+        axis.set_ylabel(f"{ends[1]} direction", fontsize=8)
         axis.set_xticks([])
         axis.set_yticks([])
     for axis in axes[len(rows) :] if ax is None else ():
         axis.axis("off")
     caption = (
-        f"red: |diag(W_{geometry.matrix})|; blue: rotated entries above the threshold; dashed: k x "
-        "k; above: concentration over chance"
+        f"Blue cells are entries of W_{geometry.matrix} in the directions of the basis, above the "
+        f"threshold; red ones are |diag(W_{geometry.matrix})| in the model's own coordinates; the "
+        "dashed frame holds the leading directions of position."
     )
+    verb = "read" if geometry.matrix == "QK" else "write"
     return View(
         figure,
-        title=f"Diagonal and block of W_{geometry.matrix}",
-        caption=f"{caption}; {geometry.provenance.line()}",
+        title=f"Which directions does W_{geometry.matrix} of each head {verb}?",
+        caption=caption,
+        null="Above each panel: its concentration in the frame over that of a random subspace.",
+        source=geometry.provenance.line(),
     )
 
 
@@ -134,29 +150,30 @@ def coverage_curves(
     >>> model = tlg.zoo.embedded()
     >>> readout = tlg.token_readout(model)
     >>> coverage_curves(readout, layers=0).title
-    'Coverage of W_QK'
+    'In how many directions does W_QK of a head lie?'
     """
     present = sorted({l for l, _ in readout.heads})
     chosen = present if layers is None else checks.indices(layers, 1 + max(present), "layers")
     require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
-    figure, axes = canvas(ax=ax, size=(4.8, 3.0))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     steps = range(1, readout.values.shape[1] + 1)
     shade = shades(figure, axes[0], sorted(chosen), "layer")
     for (layer, _), curve in zip(readout.heads, readout.coverage, strict=True):
         if layer in chosen:
             axes[0].plot(steps, curve, color=shade(layer), lw=0.8)
     axes[0].plot(
-        steps, [s / len(steps) for s in steps], "k:", lw=0.8, label="equal singular values"
+        steps, [s / len(steps) for s in steps], "k:", lw=0.8, label="null: equal singular values"
     )
     axes[0].set_xlabel("singular directions")
-    axes[0].set_ylabel("share of their sum")
-    axes[0].legend(fontsize=7)
+    axes[0].set_ylabel("share of the sum of singular values")
+    axes[0].legend(fontsize=7, frameon=False)
     return View(
         figure,
-        title=f"Coverage of W_{readout.matrix}",
-        caption=(
-            f"cumulative share of singular values, one line per head; {readout.provenance.line()}"
-        ),
+        title=f"In how many directions does W_{readout.matrix} of a head lie?",
+        caption="Each line is a head: the cumulative share of its singular values. The steeper it "
+        "begins, the fewer directions the head uses.",
+        null="The dotted line has equal singular values.",
+        source=readout.provenance.line(),
     )
 
 
@@ -180,7 +197,7 @@ def sphere_paths(
     >>> model = tlg.zoo.embedded()
     >>> paths = tlg.sphere.token_paths(model, "for i in range(3):", prepend_bos=True)
     >>> sphere_paths(paths).title
-    'Paths on the sphere'
+    'Where do tokens travel on the sphere of the norm?'
     """
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
@@ -208,12 +225,22 @@ def sphere_paths(
         )
     names = [drawable(html.token_text(paths.str_tokens[context][t])) for t in chosen]
     named = _name_ends(axis, points[list(chosen), -1], names)
-    held = "" if math.isnan(paths.shown) else f", {paths.shown:.0%} of whose variance the axes hold"
-    caption = (
-        f"states on the unit sphere; axes ({paths.method}) fitted on {paths.fitted_on}{held}; "
-        f"{named} of {len(names)} tokens have room for their name; {paths.provenance.line()}"
+    return View(
+        figure,
+        title=SPHERE,
+        caption=f"{sphere_caption(paths)} {named} of {len(names)} tokens have room for their name.",
+        null=SPHERE_NULL,
+        source=paths.provenance.line(),
     )
-    return View(figure, title="Paths on the sphere", caption=caption)
+
+
+def sphere_caption(paths: TokenPaths) -> str:
+    """How the paths are read, and on what axes."""
+    held = "" if math.isnan(paths.shown) else f", which hold {paths.shown:.0%} of their variance"
+    return (
+        "Each line is the path of one token over the unit sphere, from the embedding to its last "
+        f"state, where its text stands; axes ({paths.method}) fitted on {paths.fitted_on}{held}."
+    )
 
 
 def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) -> int:
@@ -258,18 +285,64 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> effect = tlg.interventions.surrogate_effect(model, windows, basis)
     >>> surrogate_bars(effect).title
-    'Surrogates of W_QK'
+    'Which part of W_QK carries the loss?'
     """
-    figure, axes = canvas(ax=ax, size=(4.4, 2.8))
+    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     change = effect.loss - effect.clean_loss
     colours = [GREY if part in ("random", "none", "whole") else BLUE for part in effect.parts]
     axes[0].bar(effect.parts, change.tolist(), color=colours)
     axes[0].axhline(0, color="k", lw=0.6)
     axes[0].tick_params(axis="x", labelrotation=30)
-    axes[0].set_ylabel("change in loss (nats)")
+    axes[0].set_xlabel("what is kept of W_QK")
+    axes[0].set_ylabel("change in loss (nats per token)")
     caption = (
-        f"W_QK of {head_names(effect.heads)} replaced; loss of the model "
-        f"{effect.clean_loss:.3f}; grey: controls; "
-        f"{effect.provenance.line()}"
+        f"Each bar is what the loss of {effect.clean_loss:.3f} nats rises by when W_QK of "
+        f"{head_names(effect.heads)} is replaced by one part of it."
     )
-    return View(figure, title="Surrogates of W_QK", caption=caption)
+    return View(
+        figure,
+        title="Which part of W_QK carries the loss?",
+        caption=caption,
+        null="Grey bars are controls: a random subspace of the same rank, no W_QK at all.",
+        source=effect.provenance.line(),
+    )
+
+
+def effect_bars(effects: Effects, measure: str = "loss", *, ax: Axes | None = None) -> View:
+    """Change of a measure under each condition of an edit of the live model, with its 95% interval;
+    controls are grey.
+
+    Args:
+        effects: from :func:`tl_geometry.interventions.dominant_only` and others.
+        measure: ``"loss"``, ``"induction_loss"`` or ``"kl"``.
+        ax: axes to draw into.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> effects = tlg.interventions.dominant_only(model, windows, basis, progress=False)
+    >>> effect_bars(effects).title
+    'What is left of the model when heads keep only a part of their scores?'
+    """
+    figure, axes = canvas(ax=ax, size=(WIDTH, 0.32 * len(effects.conditions) + 0.9))
+    kept = effects.conditions[1:]
+    found = [effects.change(name, measure) for name in kept]
+    value = [float(f.value) for f in found]
+    error = [0.0 if bool(f.high.isnan()) else float(f.high - f.value) for f in found]
+    control = [any(word in name for word in CONTROLS) for name in kept]
+    axes[0].barh(
+        kept, value, xerr=error, color=[GREY if c else BLUE for c in control], capsize=2, height=0.7
+    )
+    axes[0].invert_yaxis()
+    axes[0].axvline(0, color="k", lw=0.6)
+    axes[0].set_xlabel(f"change in {measure.replace('_', ' ')} (nats per token)")
+    axes[0].set_ylabel("what heads keep")
+    return View(
+        figure,
+        title="What is left of the model when heads keep only a part of their scores?",
+        caption=f"Each bar is an edit of the live model, with its 95% interval over "
+        f"{effects.losses.shape[1]} prompts (none below 10).",
+        null="Grey bars are controls: a random term, only constants, uniform attention.",
+        source=effects.provenance.line(),
+    )
