@@ -235,3 +235,11 @@ def test_check_and_readout_of_a_directory(directory: Path, tmp_path: Path) -> No
     assert f"{len(rows)} rows" in done.output
     assert {(row["layer"], row["head"]) for row in rows} == {("1", "2")}
     assert len(rows[0]["queries"].split()) == 3
+
+
+def test_commands_and_options_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"_TL_GEOMETRY_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    for typed, wanted in (("rep", {"report", "reproduce"}), ("fi", {"fit"})):
+        environment = {**words, "COMP_WORDS": f"tl-geometry {typed}"}
+        done = CliRunner().invoke(app, [], prog_name="tl-geometry", env=environment)
+        assert set(done.output.split()) == wanted

@@ -43,7 +43,7 @@ from tl_geometry.cli.options import (
     Seed,
 )
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """What typer raises for a command line that it cannot parse (its own copy of click's exception, or
 click's)."""
