@@ -20,8 +20,8 @@ from tl_geometry.base import html
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.render.page import PageView
 from tl_geometry.render.space import SpaceView, paths_figure
-from tl_geometry.report.page import document
-from tl_geometry.report.section import Section
+from tl_geometry.report.page import Part, document
+from tl_geometry.report.section import Draft, Drawn
 from tl_geometry.scores.split import ScoreSplit
 
 pytestmark = pytest.mark.slow
@@ -161,8 +161,15 @@ def test_tables_images_and_the_report_hold_hostile_names(name: str, browser: Bro
     found = table(name)
     image = render.head_grid(found)
     split = render.split(synthetic(1, 4, texts=[name, "b", "c", "d"]))
-    section = Section(title=name, text=[name], figures=[image, split], tables={"of " + name: found})
-    whole = document(name, [section.html()], [name], [name])
+    draft = Draft(name)
+    draft.say(name)
+    draft.draw(image, "image")
+    draft.draw(split, "split")
+    draft.table("of " + name, found)
+    section = draft.section()
+    scripts = tuple(s for b in section.blocks if isinstance(b, Drawn) for s in b.scripts)
+    part = Part(name="x", title=name, html=section.html(), scripts=scripts)
+    whole = document(name, [part], [name])
     for text in (
         as_cells(found._repr_html_(), image.html()),
         whole.replace("</body>", '<p id="after">the end</p></body>'),

@@ -14,9 +14,10 @@ import torch
 from tests.planted import require_caught
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, decompose_activations, sweep_heads
-from tl_geometry.base.results import Provenance
+from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.interventions.effects import Effects
+from tl_geometry.render.figure import View, canvas
 from tl_geometry.report import basis as basis_section
 from tl_geometry.report import flow as flow_section
 from tl_geometry.report import heads as heads_section
@@ -28,7 +29,12 @@ def check_nulls(module: Any) -> None:
     seen: list[Any] = []
     module.gibberish = lambda model, n, length, prepend_bos, seed: ("noise", n, length)
     module.trajectories = lambda model, ids, progress: (model, ids)
-    module.compare_ensembles = lambda ensembles: seen.append(ensembles)
+
+    def compared(ensembles: Any) -> Result:
+        seen.append(ensembles)
+        return Result(provenance=Provenance())
+
+    module.compare_ensembles = compared
 
     @contextmanager
     def untrained(model: Any, seed: int) -> Any:
@@ -61,7 +67,7 @@ def check_anova(module: Any) -> None:
     basis, null = decompose_activations(h), decompose_activations(h.flip(1).roll(1, 2) ** 3)
     module._beside = lambda draft, analysis: (null, None)
     module.massive = SimpleNamespace(add=lambda draft, analysis: None)
-    stand_in = SimpleNamespace(html=str)
+    stand_in = View(canvas()[0], title="A stand-in")
     module.views = SimpleNamespace(
         variance_shares=lambda table, control: stand_in,
         spirals=lambda basis, control: stand_in,
@@ -117,7 +123,7 @@ def check_heads(module: Any) -> None:
     table = sweep_heads(model, ids, basis, detail=detail, progress=False)
     intervals = table.group_intervals
     assert intervals is not None
-    for i, said in enumerate(module._named(table, "induction").split("; ")):
+    for i, said in enumerate(module._named(table, "induction")):
         layer, head = table.heads[i]
         group = int(table.group_cs[i].argmax())
         mean = table.details.get(f"cs_{table.groups[group]}_shifted")

@@ -25,7 +25,8 @@ from tl_geometry.render.figure import View
 from tl_geometry.render.measures import similarity
 from tl_geometry.report import build, overview, page
 from tl_geometry.report import folder as report_folder
-from tl_geometry.report.section import Card, Section
+from tl_geometry.report.findings import Finding
+from tl_geometry.report.section import Card, Section, Shown
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
 NASTY = "<script>$x^{$ \x00\x1b[31m\u202e\u2066 \ud800 \u2028&\"'.txt"
@@ -65,7 +66,13 @@ def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
     html = (folder / "report.html").read_text()
     assert "<img src=x" not in html
     assert "&lt;img src=x onerror" in html
-    assert "<script" not in html
+    own = (Path(tlg.__file__).parent / "render" / "assets" / "report.js").read_text()
+    scripts = re.findall(r"<script(?! type=\"text/plain\")[^>]*>(.*?)</script>", html, re.DOTALL)
+    assert scripts == [own]
+    assert html.count("<script") == 2  # and the library of the views in three dimensions, as text
+    policy = html.partition('content="')[2].partition('"')[0]
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2]
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", html)
     for needle in (
         "evidence for nothing",
@@ -81,7 +88,8 @@ def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
 
 def test_sections_are_one_mechanism() -> None:
     assert len(set(SECTIONS)) == len(SECTIONS)
-    body = page.document("a<b", ["<p>x</p>"], ["T & U"], ["source <1>"])
+    parts = [page.Part(name="x", title="T & U", html="<p>x</p>")]
+    body = page.document("a<b", parts, ["source <1>"])
     assert "<title>a&lt;b</title>" in body
     assert 'href="#t-u"' in body
     assert "source &lt;1&gt;" in body
@@ -156,9 +164,11 @@ def test_the_command_prints_json_and_resumes(tmp_path: Path) -> None:
 
 
 def test_hostile_names_break_no_page(tmp_path: Path) -> None:
-    body = page.document(NASTY, ["<p>x</p>"], [NASTY], [NASTY], note=NASTY)
+    found = Finding(value=NASTY, said=NASTY, beside=NASTY, figure=NASTY, table="x", clear=True)
+    part = page.Part(name="x", title=NASTY, html="<p>x</p>", findings=(found,))
+    body = page.document(NASTY, [part], [NASTY], lede=NASTY, caution=NASTY, note=NASTY)
     assert body.encode()  # no lone surrogate
-    assert "<script" not in body
+    assert body.count("<script") == 1  # its own
     assert not {"\x00", "\x1b", "\u202e", "\u2066", "\u2028"} & set(body)
     made = report_folder.Folder(tmp_path, NASTY, command=[NASTY])
     card = Card(status="failed", what=NASTY, why=NASTY, trace=NASTY)
@@ -167,7 +177,7 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
     )
     made.describe(Provenance(model=NASTY), notes=[NASTY], names=("overview",))
     made.add(
-        "overview", Section(title=NASTY, text=[NASTY], figures=[card], tables={"overview": facts})
+        "overview", Section(title=NASTY, blocks=[NASTY, card, Shown(name="overview", table=facts)])
     )
     made.finish(1.0)
     for name in ("report.html", "run.json", "overview.csv"):

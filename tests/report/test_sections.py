@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.reports import model_directory, report
 from tl_geometry.base.arguments import SECTIONS
@@ -251,6 +252,10 @@ def test_one_line_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
     clock.begin("a", 30.0, "The heads")
     said = capsys.readouterr().err
     assert re.fullmatch(r"\[1/2\] The heads: about 30 s \(.* left\)\n", said)
+    clock.say("a part of it")
+    assert capsys.readouterr().err == ""  # a line for each stage where none is rewritten
+    clock.begin("b", 45.0, "The flow")
+    assert capsys.readouterr().err.count("\n") == 1
     quiet = Clock(600.0, {"a": 1.0}, show=False)
     quiet.begin("a", 30.0)
     quiet.finish()
@@ -258,11 +263,34 @@ def test_one_line_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
     assert span(0.2) == "1 s"
 
 
+def test_threads_are_those_that_a_model_gains_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with building.own_threads(128):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr(building.os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(building.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+        with building.own_threads(768):
+            assert torch.get_num_threads() == 2  # never more than there were
+        monkeypatch.setattr(building.os, "getloadavg", lambda: (9.0, 9.0, 9.0))
+        with building.own_threads(768):
+            assert torch.get_num_threads() == 1
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        with building.own_threads(128):
+            assert torch.get_num_threads() == 2  # the user's own choice
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_part_that_fails_leaves_what_came_before() -> None:
     draft = Draft("Title")
-    draft.text.append("before")
+    draft.say("before")
     with draft.part("the part"):
-        draft.text.append("inside")
+        draft.say("inside")
         raise KeyError("x")
     made = draft.section()
     assert list(made.text) == ["before", "inside"]

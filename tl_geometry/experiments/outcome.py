@@ -23,7 +23,7 @@ from tl_geometry.experiments.setup import Setup, Table
 from tl_geometry.measures import positional_report
 from tl_geometry.models import from_hf
 from tl_geometry.report import page, versions
-from tl_geometry.report.section import Section
+from tl_geometry.report.section import Section, Shown
 
 MEASURES = (
     "rank",
@@ -95,9 +95,15 @@ class Outcome:
             f"{self.corpus}."
         )
         return [
-            Section(title="Findings", text=(scale, *self.notes), tables={"findings": found}),
             Section(
-                title="Figures and tables", figures=tuple(self.figures.values()), tables=self.tables
+                title="Claims", blocks=(scale, *self.notes, Shown(name="findings", table=found))
+            ),
+            Section(
+                title="Figures and tables",
+                blocks=(
+                    *self.figures.values(),
+                    *(Shown(name=name, table=table) for name, table in self.tables.items()),
+                ),
             ),
         ]
 
@@ -123,12 +129,8 @@ class Outcome:
             "versions": versions(),
         }
         (out / "run.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        text = page.document(
-            self.title,
-            [s.html() for s in sections],
-            [s.title for s in sections],
-            [SOURCES["song2023"]],
-        )
+        parts = [page.Part(name=s.title, title=s.title, html=s.html()) for s in sections]
+        text = page.document(self.title, parts, [SOURCES["song2023"]])
         (out / "report.html").write_text(text, encoding="utf-8")
         return out / "report.html"
 

@@ -32,7 +32,6 @@ from tl_geometry.report.section import (
     Section,
     failure,
     refusal,
-    upright,
 )
 
 TITLES = {
@@ -44,6 +43,11 @@ TITLES = {
     "flow": "Trajectories as a flow",
 }
 """Section -> its title."""
+EMBEDDED = (
+    "The embedded model is a small language model of Python source. It demonstrates the library "
+    "and is evidence for nothing; its untrained control "
+    "(same initialisation, no training) stands beside it."
+)
 WEIGHTS = {
     "decompose": 26.0,
     "overview": 1.0,
@@ -106,9 +110,9 @@ def make(analysis: Analysis, name: str) -> Section:
         analysis.clock.begin(name, estimate(analysis, name), title)
         return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
     except GeometryError as error:
-        return Section(title=title, figures=[refusal("this section", error)])
+        return Section(title=title, blocks=[refusal("this section", error)])
     except Exception as error:
-        return Section(title=title, figures=[failure("this section", error)])
+        return Section(title=title, blocks=[failure("this section", error)])
 
 
 def estimate(analysis: Analysis, name: str) -> float:
@@ -131,8 +135,14 @@ def write(
     the sections with an unexpected error.
     """
     folder = folder or Folder(out, analysis.view.name, command=command, versions=versions())
+    view, basis = analysis.view, analysis.basis
     folder.describe(
-        analysis.basis.provenance, notes=(*analysis.notes, *analysis.smaller), names=names
+        basis.provenance,
+        notes=(*analysis.notes, *analysis.smaller),
+        names=names,
+        lede=f"{view.n_layers} blocks of {view.n_heads} heads; {basis.contexts:,} windows of "
+        f"{basis.length} tokens of {basis.provenance.corpus}.",
+        caution=EMBEDDED if analysis.embedded else "",
     )
     analysis.clock.expect(
         {name: estimate(analysis, name) for name in names if not folder.has(name)}
@@ -175,7 +185,6 @@ __all__ = [
     "Folder",
     "Section",
     "make",
-    "upright",
     "versions",
     "write",
 ]

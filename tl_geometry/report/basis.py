@@ -9,7 +9,7 @@ from tl_geometry.corpus.texts import splice
 from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.render import basis as views
-from tl_geometry.report import TITLES, Analysis, massive
+from tl_geometry.report import TITLES, Analysis, findings, massive
 from tl_geometry.report.section import Draft, Section
 
 NULL_CONTEXTS = 256
@@ -62,7 +62,7 @@ def _small(analysis: Analysis) -> dict[str, Any]:
 def section(analysis: Analysis) -> Section:
     """The mean decomposition of every state."""
     draft, basis = Draft(TITLES["basis"]), analysis.basis
-    draft.text.append(
+    draft.say(
         "Every state is split into mean + pos + ctx + resid (Song & Zhong 2023, Eq. 2): what all "
         "positions and contexts share, what depends on the "
         "position alone, on the context alone, and on both. The squared norms of the last three "
@@ -72,9 +72,8 @@ def section(analysis: Analysis) -> Section:
     middle = basis.states[len(basis.states) // 2]
     with draft.part("the analysis of variance"):
         table = basis.anova(null=null)
-        draft.tables["anova"] = table
         row, shares = basis.index(middle), table.shares
-        draft.text.append(
+        draft.say(
             f"At state {middle}: {float(shares['pos'][row]):.1%} position "
             f"({float(table.pos_debiased[row]):.1%} after the correction for sampling noise, "
             f"reliability {float(table.pos_reliability[row]):.3f} between halves of the corpus), "
@@ -82,7 +81,7 @@ def section(analysis: Analysis) -> Section:
             f"{float(shares['resid'][row]):.1%} residual (interaction of position and context)."
         )
         if table.ctx_null is not None:
-            draft.text.append(
+            draft.say(
                 "Windows spliced from random places of the same corpus have a context share of "
                 f"{float(table.ctx_null[row]):.1%} there, and the two ends of a "
                 f"window agree with a correlation of {float(table.ctx_agreement[row]):.2f}: the "
@@ -90,13 +89,28 @@ def section(analysis: Analysis) -> Section:
                 "lasts longer than a piece of text."
             )
         draft.draw(
-            views.variance_shares(table, control=None if control is None else control.anova())
+            views.variance_shares(table, control=None if control is None else control.anova()),
+            "variance",
+            how="The shares of the variance of each state that position alone, context alone and "
+            "both together (residual) make up; they add up to one.",
+            null="Windows spliced from random places have no common context: their share is the "
+            "null.",
+            source=table.provenance.line(),
         )
+        draft.table("anova", table, "Analysis of variance of each state")
+        draft.find(findings.position_share(table))
+        draft.find(findings.context_share(table))
     with draft.part("massive tokens"):
         massive.add(draft, analysis)
     with draft.part("the positional basis of each state"):
+        draft.say(
+            "What position alone does to a state is one vector for each position. Drawn on the two "
+            "directions that hold most of it, a smooth curve is a code for position in which "
+            "neighbours are alike."
+        )
         draft.draw(views.spirals(basis, control=control))
     with draft.part("norms of the parts"):
+        draft.say("The sizes of the parts say how far each moves a state.")
         draft.draw(views.norms(basis))
     with draft.part("the normalised Gram matrix"):
         draft.draw(views.gram(basis, middle))
@@ -116,7 +130,7 @@ def _beside(
         with draft.part("the null of spliced windows"):
             null = spliced(analysis, count)
         if count < most:
-            draft.text.append(
+            draft.say(
                 f"The null is made of {count} windows in place of {most}, to keep the budget."
             )
     else:

@@ -7,6 +7,7 @@ is said; it is no deadline.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ class Clock:
         self.started = now()
         self.waiting = list(self.weights)
         self.stage, self.place, self.end = "start", 0, self.started + budget
-        self.wide = False
+        self.wide, self.said = False, ""
         self.expected: dict[str, float] = {}
 
     def expect(self, seconds: Mapping[str, float]) -> None:
@@ -95,14 +96,17 @@ class Clock:
         return min(least, most) if least * each <= PATIENCE * time_left else 0
 
     def say(self, text: str) -> None:
-        """Show what is being done: one line, rewritten on a terminal."""
-        if not self.show:
+        """Show what is being done: one line, rewritten on a terminal; elsewhere a line for each
+        stage."""
+        terminal = sys.stderr.isatty()
+        if not self.show or (not terminal and self.said == self.stage):
             return
+        self.said = self.stage
         line = (
             f"[{self.place}/{len(self.weights)}] {self.stage}: {text} ({span(self.ahead())} left)"
         )
-        terminal = sys.stderr.isatty()
-        sys.stderr.write(f"\r\x1b[K{line}" if terminal else f"{line}\n")
+        columns = shutil.get_terminal_size().columns  # a longer line would not be rewritten
+        sys.stderr.write(f"\r\x1b[K{line[: columns - 1]}" if terminal else f"{line}\n")
         sys.stderr.flush()
         self.wide = terminal
 

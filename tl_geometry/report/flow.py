@@ -17,7 +17,7 @@ from tl_geometry.models.control import reinitialized
 from tl_geometry.render import flow as views
 from tl_geometry.render import space
 from tl_geometry.render.skipping import skip_figure
-from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report import TITLES, Analysis, findings
 from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
 
@@ -84,9 +84,9 @@ def section(analysis: Analysis) -> Section:
     few = analysis.pick(count)
     chunks = dataclasses.replace(few, tokens=few.tokens[:, :length], str_tokens=())
     if count < most:
-        draft.text.append(f"{count} chunks in place of {most}, to keep the budget.")
+        draft.say(f"{count} chunks in place of {most}, to keep the budget.")
     if count // 2 < view.d_model:
-        draft.text.append(
+        draft.say(
             f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: "
             "they span a subspace by necessity, so that few directions "
             "sufficing says nothing about the model."
@@ -108,7 +108,7 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
             analysis.model, chunks, progress=False, post_norm=analysis.view.causal
         )
         where = "the last" if ensemble.position == -1 else "the first"
-        draft.text.append(
+        draft.say(
             f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is "
             f"followed through the blocks ({where}). Rotation and stretch "
             "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next "
@@ -116,20 +116,24 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
             "fitted on, beside the identity and the best linear map."
         )
         draw = space.bundle_3d if space.installed() else views.bundle_figure
-        draft.draw(draw(ensemble))
-        draft.draw(views.spectra_figure(ensemble))
+        draft.draw(draw(ensemble), "bundle")
+        draft.say(
+            "The singular values of the bundle say in how many directions it spreads, state by "
+            "state."
+        )
+        draft.draw(views.spectra_figure(ensemble), "bundle-spectra")
     if ensemble is None:
         return None
     with draft.part("maps between states"):
         analysis.clock.say("maps between all pairs of states")
         report = flow_report(ensemble, seed=analysis.seed)
-        draft.tables["flow"] = report
-        draft.draw(views.baseline_figure(report))
-        draft.draw(views.residual_figure(report))
+        draft.draw(views.baseline_figure(report), "maps")
+        draft.draw(views.residual_figure(report), "residuals")
         if report.laws:
-            draft.draw(views.noise_figure(report))
+            draft.draw(views.noise_figure(report), "noise")
         else:
             draft.leave_out("the law of the residual variance", "there are too few states for it")
+        draft.table("flow", report, "Maps between every two states")
     return ensemble
 
 
@@ -144,7 +148,8 @@ def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Tra
     ensembles = {"text": ensemble, "gibberish": trajectories(model, noise, progress=False)}
     with reinitialized(model, seed=analysis.seed) as null:
         ensembles["untrained"] = trajectories(null, chunks, progress=False)
-    draft.tables["flow_nulls"] = compare_ensembles(ensembles)
+    nulls = compare_ensembles(ensembles)
+    draft.table("flow_nulls", nulls, "Trajectories of text, of gibberish, of an untrained model")
 
 
 def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
@@ -168,8 +173,13 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
             curve = truncation_kl(
                 analysis.model, some[slice(half, half + count)], fitted, progress=False
             )
-            draft.tables["truncation"] = curve
-            draft.draw(views.truncation_figure(curve))
+            draft.say(
+                "How many directions does the output need? Every state of the last token is "
+                "projected on K directions of other chunks, after every block."
+            )
+            draft.draw(views.truncation_figure(curve), "truncation")
+            draft.table("truncation", curve, "Output of states with K directions")
+            draft.find(findings.truncated(curve))
     with draft.part("skipped layers"):
         _skips(draft, analysis, some)
 
@@ -191,13 +201,14 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
         progress=False,
         seed=analysis.seed,
     )
-    draft.tables["skipped_layers"] = skips
-    draft.draw(skip_figure(skips))
     lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))
     which = "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
-    draft.text.append(
+    draft.say(
         f"How many layers can be skipped for how much loss ({which}; {skips.test} held-out "
         "chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out "
         "chunks; "
         "'mean' forgets the state altogether: what a map must beat."
     )
+    draft.draw(skip_figure(skips), "skips")
+    draft.table("skipped_layers", skips, "What it costs to skip blocks")
+    draft.find(findings.skipped(skips))

@@ -20,7 +20,8 @@ from typing import Any
 
 from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.report import page
-from tl_geometry.report.section import Section
+from tl_geometry.report.findings import Finding
+from tl_geometry.report.section import Drawn, Section
 
 RECORD, PAGE, PARTS = "run.json", "report.html", "sections"
 
@@ -81,6 +82,7 @@ class Folder:
         self.summary: dict[str, Any] = {"command": list(command), "versions": dict(versions or {})}
         self.parts: dict[str, dict[str, Any]] = {}
         self.provenance = Provenance()
+        self.lede = self.caution = ""
 
     def _clear(self, old: Mapping[str, Any]) -> None:
         """Take away what an earlier run has written, so that its tables do not stand beside
@@ -118,10 +120,17 @@ class Folder:
         return name in self.parts
 
     def describe(
-        self, provenance: Provenance, *, notes: Sequence[str], names: Sequence[str]
+        self,
+        provenance: Provenance,
+        *,
+        notes: Sequence[str],
+        names: Sequence[str],
+        lede: str = "",
+        caution: str = "",
     ) -> None:
         """Say what the sections are made from, and which there will be."""
         self.provenance, self.names = provenance, tuple(names)
+        self.lede, self.caution = lede, caution
         self.summary |= {"provenance": dataclasses.asdict(provenance), "notes": list(notes)}
         self.write()
 
@@ -147,7 +156,15 @@ class Folder:
             "cards": cards,
             "failed": failed,
         }
-        self.parts[name] = {"html": section.html(), "tables": tables}
+        drawn = [b for b in section.blocks if isinstance(b, Drawn)]
+        self.parts[name] = {
+            "html": section.html(),
+            "tables": tables,
+            "findings": [dataclasses.asdict(f) for f in section.findings],
+            "scripts": sorted({s for d in drawn for s in d.scripts}),
+            "library": any(d.library for d in drawn),
+            "sources": section.sources,
+        }
         put(self.out / PARTS / f"{name}.json", json.dumps(self.parts[name], default=str))
         self.write()
 
@@ -159,13 +176,16 @@ class Folder:
         """Write page and record as they are now."""
         done = self.finished()
         titles = [self.manifest[name]["title"] for name in done]
-        bodies = [self.parts[name]["html"] for name in done]
-        sources = [SOURCES[key] for key in self.provenance.sources]
+        cited = [key for name in done for key in self.parts[name].get("sources", ())]
+        sources = [SOURCES[key] for key in dict.fromkeys([*self.provenance.sources, *cited])]
         missing = [name for name in self.names if name not in self.parts]
         here = f"Being written: {len(done)} of {len(self.names)} sections are here"
         note = f"{here}, {', '.join(missing)} to come." if missing else ""
         title = f"Geometry of {self.model}"
-        put(self.out / PAGE, page.document(title, bodies, titles, sources, note=note))
+        last = sorted(done, key=lambda name: name == "overview")
+        parts = [self._part(name) for name in last]
+        made = page.document(title, parts, sources, lede=self.lede, caution=self.caution, note=note)
+        put(self.out / PAGE, made)
         own = {name for name in ("basis.safetensors",) if (self.out / name).is_file()}
         self.summary |= {
             "sections": titles,
@@ -176,6 +196,18 @@ class Folder:
             "files": sorted({f for name in done for f in self.manifest[name]["files"]} | own),
         }
         put(self.out / RECORD, json.dumps(self.summary, indent=2, default=str) + "\n")
+
+    def _part(self, name: str) -> page.Part:
+        """A finished section as the page takes it."""
+        held = self.parts[name]
+        return page.Part(
+            name=name,
+            title=self.manifest[name]["title"],
+            html=held["html"],
+            findings=tuple(Finding(**f) for f in held.get("findings", ())),
+            scripts=tuple(held.get("scripts", ())),
+            library=held.get("library", False),
+        )
 
     def finish(self, seconds: float) -> dict[str, Any]:
         """The record as finished, and with the tables for who wants to print them."""

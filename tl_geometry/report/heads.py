@@ -11,7 +11,8 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
-from tl_geometry.report import TITLES, Analysis, planes
+from tl_geometry.render.weights import effect_bars
+from tl_geometry.report import TITLES, Analysis, findings, planes
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
@@ -19,12 +20,21 @@ from tl_geometry.scores.sweep import SweepTable, sweep_heads
 if TYPE_CHECKING:
     from tl_geometry.interventions.effects import Effects
 
+COLUMNS = (
+    *("layer", "head", "dominant_group", "group_share", "group_gain", "dropped_mass"),
+    *("previous", "induction", "duplicate", "cs_position", "cs_content", "cs_mixed"),
+    *("cs_position_shifted", "p_position"),
+)
+"""Columns of the sweep that stand on the page; all are in its file."""
 PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
 """Windows of the sweep, tokens that the example repeats, windows and control draws of the causal
 question."""
-SWEEP, EDIT, REPEATS = 1.7, 5.0, 3
+SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
 """Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are
 worth (all measured)."""
+CELLS = {"intervals": 75.0, "nulls": 160.0}
+"""What a sweep's details cost besides, for each head, query and key, in units of ``Costs.svd``
+(measured)."""
 
 
 def estimate(analysis: Analysis) -> float:
@@ -37,7 +47,10 @@ def estimate(analysis: Analysis) -> float:
 
 
 def _sweep_cost(analysis: Analysis) -> float:
-    return SWEEP * analysis.costs.token * analysis.windows.tokens.shape[1]
+    view, length = analysis.view, analysis.windows.tokens.shape[1]
+    cells = view.n_layers * view.n_heads * length**2
+    extra = sum(CELLS.get(name, 0.0) for name in _details(analysis))
+    return SWEEP * analysis.costs.token * length + extra * analysis.costs.svd * cells
 
 
 def _edit_cost(analysis: Analysis) -> float:
@@ -47,7 +60,7 @@ def _edit_cost(analysis: Analysis) -> float:
 def section(analysis: Analysis) -> Section:
     """The sweep over all heads, and the causal question."""
     draft = Draft(TITLES["heads"])
-    draft.text.append(
+    draft.say(
         "Attention scores before the softmax are split exactly, with the norm scale of the actual "
         "forward pass frozen: score = sum over pairs of parts "
         "{bias, pos, cvec} of query and key. Shares are covariances with the whole score over "
@@ -63,16 +76,26 @@ def section(analysis: Analysis) -> Section:
     if table is None:
         return draft.section()
     with draft.part("maps of shares and head types"):
-        draft.draw(views.head_shares(table))
-        draft.draw(views.head_shares(table, share="gs"))
-        draft.draw(views.head_types(table))
+        draft.draw(views.head_shares(table), "shares")
+        draft.say(
+            "A cell that gets no attention counts for little. Weighed by where attention goes, the "
+            "same terms have these shares:"
+        )
+        draft.draw(views.head_shares(table, share="gs"), "gain")
+        if table.types:
+            _types(draft, table)
         draft.draw(
             heads(
                 table,
                 "induction" if "induction" in table.types else None,
                 title="Every number of every head",
-            )
+            ),
+            "heads",
         )
+        draft.table("heads", table, "Shares, types and labels of every head", COLUMNS)
+    draft.find(findings.driver(table, rotary=_rotary(analysis)))
+    for name in findings.TYPES:
+        draft.find(findings.head_type(table, name))
     if _rotary(analysis):
         with draft.part("rotary planes"):
             planes.add(draft, analysis, table)
@@ -106,17 +129,21 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
             progress=False,
             seed=analysis.seed,
         )
-        draft.tables["heads"] = table
         if count < most:
-            draft.text.append(f"{count} windows in place of {most}, to keep the budget.")
-        known = [k for k in ("previous", "induction") if k in table.types]
-        for name, words in zip(known, ("previous-token", "induction")):
-            draft.text.append(
-                f"On repeated random tokens the strongest {words} heads are "
-                f"{_named(table.top(name, 3), name)} "
-                f"(uniform attention: {table.baselines[name]:.3f})."
-            )
+            draft.say(f"{count} windows in place of {most}, to keep the budget.")
     return table
+
+
+def _types(draft: Draft, table: SweepTable) -> None:
+    """Which heads have a type, and what their label rests on."""
+    known = [k for k in ("previous", "induction") if k in table.types]
+    for name, words in zip(known, ("previous-token", "induction")):
+        draft.enumerate(
+            f"On repeated random tokens these are the strongest {words} heads (uniform attention "
+            f"would score {table.baselines[name]:.3f}):",
+            _named(table.top(name, 3), name),
+        )
+    draft.draw(views.head_types(table), "types")
 
 
 def _details(analysis: Analysis) -> tuple[str, ...]:
@@ -126,7 +153,7 @@ def _details(analysis: Analysis) -> tuple[str, ...]:
     return ("intervals", *(() if added else ("nulls",)), *planes)
 
 
-def _named(top: SweepTable, name: str) -> str:
+def _named(top: SweepTable, name: str) -> list[str]:
     """Heads with their score, and with what their label on this corpus rests on."""
     best, found = top.by_group, []
     for i, pair in enumerate(top.heads):
@@ -144,7 +171,7 @@ def _named(top: SweepTable, name: str) -> str:
             f"{head_name(pair)} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
             f"{shares}{held})"
         )
-    return "; ".join(found)
+    return found
 
 
 def _evidence(table: SweepTable, row: int, group: int) -> str:
@@ -174,12 +201,19 @@ def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     title = (
         f"The strongest previous-token and induction heads, {' and '.join(shown)}, on repeated text"
     )
-    draft.draw(split(example, centered=True, title=title))
-    draft.text.append(
+    draft.say(
         f"One prompt in full: a piece of text, written twice. For {shown[0]} (previous token) and "
         f"{shown[-1]} (induction) every cell can be read, and a click on a "
         "token colours its sources in the text by any group of terms. Rows are centred, which the "
         "softmax does not see."
+    )
+    draft.draw(
+        split(example, centered=True, title=title),
+        "example",
+        how="Each cell is a signed term of the score of a query (down) and a key (across): red "
+        "raises attention there, blue lowers it; the terms add up to the score.",
+        null="Terms are exact: they have no null.",
+        source=example.provenance.line(),
     )
 
 
@@ -228,20 +262,22 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         progress=False,
         seed=analysis.seed,
     )
-    draft.tables["dominant_only"] = effect
     loss = {str(row[0]): float(str(row[1])) for row in effect.rows()}
     smaller = (
         f" ({count} windows and {draws} draws, to keep the budget)"
         if (count, draws) != (most, DRAWS)
         else ""
     )
-    draft.text.append(
+    draft.say(
         "If every head kept only its dominant term, how much of the model would survive? Its "
         f"loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
         f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with "
         f"uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."
     )
-    draft.text.append(_dominance(effect))
+    draft.say(_dominance(effect))
+    draft.draw(effect_bars(effect), "dominance")
+    draft.table("dominant_only", effect, "Loss with only some of the terms")
+    draft.find(findings.dominance(effect))
 
 
 def _dominance(effect: Effects) -> str:

@@ -14,6 +14,7 @@ from tl_geometry.render import basis as views
 from tl_geometry.report import Analysis
 from tl_geometry.report.section import Draft
 
+ABOUT = "The tokens of largest norm in each state"
 LISTED = 12
 """Tokens marked in the picture."""
 
@@ -26,10 +27,10 @@ def add(draft: Draft, analysis: Analysis) -> None:
     except GeometryError as error:  # a basis of an earlier version
         draft.leave_out("massive tokens", str(error))
         return
-    draft.tables["massive_tokens"] = table
     row = int(torch.nan_to_num(table.top_share, nan=-1.0).argmax())
-    draft.text.append(sentence(basis, table, row))
+    draft.say(sentence(basis, table, row))
     if basis.samples is None or len(basis.samples) == 0:
+        draft.table("massive_tokens", table, ABOUT)
         return
     norms = torch.linalg.vector_norm(basis.samples[:, row, slice(*basis.window)], dim=-1)
     draft.draw(
@@ -40,8 +41,10 @@ def add(draft: Draft, analysis: Analysis) -> None:
             state=table.states[row],
             title=title(basis, table, row),
             provenance=table.provenance,
-        )
+        ),
+        "massive",
     )
+    draft.table("massive_tokens", table, ABOUT)
 
 
 def texts(table: LargestTokens, row: int) -> list[str]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from tl_geometry.measures import contextual_report, positional_report
 from tl_geometry.render import measures as views
-from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report import TITLES, Analysis, findings
 from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
 
 SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture")
 """Measures of position that are drawn."""
+MEASURED = (
+    "state",
+    *SHAPE,
+    *(f"{name}_{null}" for name in SHAPE for null in ("noise", "shuffled")),
+)
+"""Columns of the table of position that stand on the page."""
 FEWEST = 8
 """Positions that measures of a positional basis need."""
 DECOMPOSITIONS = 70
@@ -39,7 +45,7 @@ def section(analysis: Analysis) -> Section:
         draft.too_long("measures", smallest)
         return draft.section()
     if not jackknife:
-        draft.text.append("Errors and learning curves are left out, to keep the budget.")
+        draft.say("Errors and learning curves are left out, to keep the budget.")
     with draft.part("measures of position"):
         _position(draft, analysis, jackknife)
     with draft.part("measures of context"):
@@ -50,28 +56,34 @@ def section(analysis: Analysis) -> Section:
 def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
     basis = analysis.basis
     position = positional_report(basis, seed=analysis.seed, jackknife=jackknife)
-    draft.tables["positional"] = position
     middle = len(basis.states) // 2
     row = basis.states[middle]
-    draft.text += [
+    draft.say(
         "Is the positional basis low-dimensional and smooth? Bars are jackknife errors over "
         "groups of contexts; dashed lines are nulls "
         "(positions in random order, sampling noise alone, isotropic noise of the same energy): a "
-        "measure that lies on its null is no finding.",
+        "measure that lies on its null is no finding."
+    )
+    draft.say(
         f"At state {row} the rank estimate is {float(position['rank'][middle]):.0f} (ScreeNOT), "
         f"the stable rank {float(position['stable_rank'][middle]):.2f}, and "
         f"{float(position['low_frequency'][middle]):.0%} of the cosines' energy lies in the ten "
-        "lowest frequencies. The rank grows with the number of contexts, "
-        "because sampling noise falls: see the learning curve. The published relative norm "
-        "divides by the uncentred states; both forms are in the table.",
-    ]
+        "lowest frequencies. The published relative norm "
+        "divides by the uncentred states; both forms are in the table."
+    )
+    draft.draw(views.measure_curves(position, SHAPE), "position")
     with draft.part("singular values"):
-        draft.draw(views.singular_values(basis))
+        draft.draw(views.singular_values(basis), "spectra")
     with draft.part("the Fourier transform of the cosines"):
-        draft.draw(views.fourier(position))
-    draft.draw(views.measure_curves(position, SHAPE))
+        draft.draw(views.fourier(position), "fourier")
     if jackknife:
-        draft.draw(views.learning_curve(position, "rank"))
+        draft.say(
+            "The rank grows with the number of contexts, because sampling noise falls: where the "
+            "learning curve still rises, a larger corpus would give a larger one."
+        )
+        draft.draw(views.learning_curve(position, "rank"), "learning")
+    draft.table("positional", position, "Measures of position in each state", MEASURED)
+    draft.find(findings.smooth(position, groups=len(basis.group_counts)))
 
 
 def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
@@ -83,16 +95,17 @@ def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
         return
     middle = len(basis.states) // 2
     context = contextual_report(basis, seed=analysis.seed, jackknife=jackknife)
-    draft.tables["contextual"] = context
-    draft.draw(views.planes(basis))
-    draft.draw(views.incoherence(context))
-    if context.similarity is None:
-        draft.leave_out("similarity of documents", "it takes at least two documents")
-    else:
-        draft.draw(views.similarity(context))
-    draft.text.append(
+    draft.draw(views.planes(basis), "plane-of-position")
+    draft.say(
         f"Positional and context vectors of state {basis.states[middle]} have a mean |cos| of "
         f"{float(context['incoherence_avg'][middle]):.3f} where random directions have "
         f"{float(context.nulls['incoherence_avg', 'random'][middle]):.3f}. The paper defines "
         "incoherence as a maximum and tabulates an average; both are here."
     )
+    draft.draw(views.incoherence(context), "incoherence")
+    if context.similarity is None:
+        draft.leave_out("similarity of documents", "it takes at least two documents")
+    else:
+        draft.draw(views.similarity(context), "similarity")
+    draft.table("contextual", context, "Measures of context in each state")
+    draft.find(findings.incoherence(context, groups=len(basis.group_counts)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tl_geometry.base.results import Result
 from tl_geometry.report import TITLES, Analysis
-from tl_geometry.report.section import Section
+from tl_geometry.report.section import Section, Shown
 
 LIMITS = (
     "What these numbers do not say: a share of variance is not a share of computation; large "
@@ -16,11 +16,6 @@ LIMITS = (
     "its noise falls only as one over the number of "
     "contexts. A large context share alone is no evidence for topics: any slowly varying text has "
     "one (see the spliced-window null). Nothing here is causal."
-)
-EMBEDDED = (
-    "The embedded model is a small language model of Python source. It demonstrates the library "
-    "and is evidence for nothing; its untrained control "
-    "(same initialisation, no training) stands beside it."
 )
 
 
@@ -75,7 +70,5 @@ def section(analysis: Analysis) -> Section:
         ("made smaller", "; ".join(analysis.smaller) or "nothing"),
         ("remarks", "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none"),
     )
-    text = [EMBEDDED, LIMITS] if analysis.embedded else [LIMITS]
-    return Section(
-        title=TITLES["overview"], text=text, tables={"overview": Facts(provenance=p, facts=facts)}
-    )
+    table = Shown(name="overview", table=Facts(provenance=p, facts=facts), about="The run")
+    return Section(title=TITLES["overview"], blocks=(LIMITS, table))

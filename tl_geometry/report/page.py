@@ -1,66 +1,115 @@
-"""The page that a report is written on: one self-contained HTML document, readable in light and
-dark; script runs in the sandboxed frames of figures only."""
+"""The page that a report is written on: one self-contained HTML document that opens with what was
+found, readable in light and dark, on paper and where no script runs.
+
+The page's own script searches tables and hands a library to the sandboxed frames of figures that
+ask for it; its content policy names the hash of every script that may run, its own and theirs, and
+lets nothing be fetched.
+"""
 
 from __future__ import annotations
 
-import re
+import base64
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 
 from tl_geometry.base import html
+from tl_geometry.report.findings import Finding, chosen
+from tl_geometry.report.tables import anchor
 
-STYLE = """
-:root{color-scheme:light dark;--line:#8884;--soft:#8881}
-body{font:15px/1.55 system-ui,sans-serif;max-width:1020px;margin:0 auto;padding:24px 20px 80px;
-  background:Canvas;color:CanvasText}
-h1{font-size:26px;margin:8px 0 4px}
-h2{font-size:19px;margin:36px 0 8px;border-top:1px solid var(--line);padding-top:16px}
-nav{font-size:14px;margin:12px 0 0}
-nav a{margin-right:14px;color:LinkText}
-p{max-width:78ch}
-.card{background:#fff;color:#222;border:1px solid var(--line);border-radius:8px;padding:10px;
-  margin:14px 0;overflow-x:auto}
-.card:has(iframe){background:none;padding:0;color:inherit}
-.card figcaption{font-size:12.5px;color:#444;margin-top:6px;max-width:100ch}
-.scroll{overflow-x:auto;margin:14px 0}
-.card.absent{background:var(--soft);color:inherit;border-style:dashed}
-.note{margin:4px 0;font-size:14px}
-.failed{color:#b3261e}
-pre{overflow-x:auto;font-size:12px}
-.card>figure{min-width:0}
-table{font-size:12.5px}
-summary{cursor:pointer;font-size:14px;margin:8px 0}
-footer{margin-top:48px;font-size:13px;border-top:1px solid var(--line);padding-top:12px}
-"""
+LEDE = "Every number stands with its interval and with what chance would give."
 
 
-def anchor(title: str) -> str:
-    """A title as an element id.
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A finished section on the page: its HTML (escaped), what it found, the hashes of the scripts
+    that its figures run, and whether they need the library."""
 
-    >>> anchor("What was analysed?")
-    'what-was-analysed'
-    """
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    name: str
+    title: str
+    html: str
+    findings: tuple[Finding, ...] = ()
+    scripts: tuple[str, ...] = ()
+    library: bool = False
+
+
+def _asset(name: str) -> str:
+    path = files("tl_geometry.render") / "assets" / name
+    return path.read_text(encoding="utf-8")
 
 
 def document(
     title: str,
-    bodies: Sequence[str],
-    titles: Sequence[str],
+    parts: Sequence[Part],
     sources: Sequence[str],
     *,
+    lede: str = "",
+    caution: str = "",
     note: str = "",
 ) -> str:
-    """The whole page from section fragments (already escaped), their titles, the works to cite, and
-    a line above everything."""
-    links = "".join(f'<a href="#{anchor(t)}">{html.escape(t)}</a>' for t in titles)
-    placed = [f'<div id="{anchor(t)}">{b}</div>' for t, b in zip(titles, bodies, strict=True)]
+    """The whole page from its sections and the works to cite; ``lede`` says what was analysed,
+    ``caution`` what it is no evidence for, ``note`` what is still to come."""
+    titles = [p.title for p in parts]
+    found = [(p.name, finding) for p in parts for finding in p.findings]
+    placed = [f'<div id="{anchor(p.title)}">{p.html}</div>' for p in parts]
+    links = [(anchor(t), t) for t in titles]
+    links = [("findings", "Findings"), *links] if found else links
+    listed = "".join(f'<a href="#{at}">{html.escape(t)}</a>' for at, t in links)
     cited = "".join(f"<li>{html.escape(s)}</li>" for s in sources)
     named = html.escape(title)
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{named}</title><style>{STYLE}</style>"
-    )
-    above = f'<p class="note">{html.escape(note)}</p>' if note else ""
+    above = [f'<p class="lede">{html.escape(f"{lede} {LEDE}")}</p>'] if lede else []
+    above += [f'<p class="caution">{html.escape(caution)}</p>'] if caution else []
+    above += [f'<p class="note">{html.escape(note)}</p>'] if note else []
     footer = f"<footer>Made with tl_geometry. Cite:<ul>{cited}</ul></footer>"
-    body = f"<h1>{named}</h1><nav>{links}</nav>{above}{''.join(placed)}{footer}"
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
+    main = f"<h1>{named}</h1>{''.join(above)}{_findings(found)}{''.join(placed)}{footer}"
+    body = f'<div class="page"><nav aria-label="Contents">{listed}</nav><main>{main}</main></div>'
+    whole = f"<head>{_head(named, parts)}</head><body>{body}</body>"
+    return f'<!doctype html><html lang="en">{whole}</html>'
+
+
+def _head(title: str, parts: Sequence[Part]) -> str:
+    """Policy, style, script, and the library where a figure needs it."""
+    script = _asset("report.js")
+    own = f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    allowed = " ".join(dict.fromkeys([own, *(s for p in parts for s in p.scripts)]))
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src {allowed}; frame-src 'self' about:"
+    )
+    shared = ""
+    if any(p.library for p in parts):
+        from tl_geometry.render.space import library
+
+        shared = f'<script type="text/plain" id="library">{library()[1]}</script>'
+    return (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f"<style>{_asset('report.css')}</style><script>{script}</script>{shared}"
+    )
+
+
+def _findings(found: Sequence[tuple[str, Finding]]) -> str:
+    """The findings at the head of the page, and the others folded."""
+    if not found:
+        return ""
+    head, rest = chosen(found)
+    about = (
+        f"{len(head)} of the {len(found)} questions that this report asks of its tables, first "
+        "those whose interval excludes what chance gives. A finding is no cause: causes are tested "
+        "by edits of the live model, where it says so."
+    )
+    more = (
+        f"<details><summary>{len(rest)} more</summary>{''.join(map(_finding, rest))}</details>"
+        if rest
+        else ""
+    )
+    listed = "".join(map(_finding, head))
+    return f'<section id="findings">{listed}<p class="about">{about}</p>{more}</section>'
+
+
+def _finding(finding: Finding) -> str:
+    link = f'<a href="#{html.escape(finding.figure)}">Figure</a>'
+    said = f"{html.escape(finding.said)}&nbsp;{link}<small>{html.escape(finding.beside)}.</small>"
+    kind = "find" if finding.clear else "find none"
+    return f'<div class="{kind}"><b>{html.escape(finding.value)}</b><div>{said}</div></div>'

@@ -11,6 +11,7 @@ from tl_geometry.scores.plane_tables import BandTable
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
+NULL = "Shares of planes add up to one and have no null here."
 PROMPTS, SPLIT = 16, 4.0
 """Windows of the offset profile, and forward passes that a split of one costs."""
 
@@ -20,17 +21,22 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     tables."""
     planes = table.planes()
     bands = planes.by_band()
-    draft.tables["bands"] = bands
-    if analysis.planes:
-        draft.tables["planes"] = planes
-    draft.text.append(
+    draft.say(
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
         f"tokens modulo L. Of the covariance of {len(table.heads)} heads, {_counted(bands)}: near "
         f"is a wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, "
         "which hardly sees the offset at all."
     )
-    draft.draw(band_atlas(planes))
+    source = planes.provenance.line()
+    draft.draw(
+        band_atlas(planes),
+        "bands",
+        how="Each cell is a head, coloured by the band of wavelengths with the largest share; the "
+        "stronger the colour, the larger the share.",
+        null=NULL,
+        source=source,
+    )
     profile = None
     shown: list[tuple[int, int]] = []
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
@@ -38,7 +44,7 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
             layer, head = table.top(name, 1).heads[0]
             at = table.heads.index((layer, head))
             shown.append((layer, head))
-            draft.text.append(f"The strongest {words} head, L{layer}H{head}: {_shares(bands, at)}.")
+            draft.say(f"The strongest {words} head, L{layer}H{head}: {_shares(bands, at)}.")
     if shown:
         chosen = list(dict.fromkeys(shown))
         each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
@@ -47,8 +53,24 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
             rows = analysis.pick(count)
             split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
             profile = split.offset_profile()
-        draft.draw(head_planes(planes, profile, heads=chosen))
-    draft.draw(bands_page(planes, profile))
+        draft.draw(
+            head_planes(planes, profile, heads=chosen),
+            "planes",
+            how="Left: the share of each plane of a head by its wavelength. Right: its mean score "
+            "at each offset, with its 95% interval over prompts.",
+            null=NULL,
+            source=source,
+        )
+    draft.draw(
+        bands_page(planes, profile),
+        "bands-map",
+        how="Each cell is a head: choose the number that it shows, and a head for its planes.",
+        null=NULL,
+        source=source,
+    )
+    draft.table("bands", bands, "Shares of bands of wavelengths in every head")
+    if analysis.planes:
+        draft.table("planes", planes, "Shares of every rotary plane in every head")
 
 
 def _counted(bands: BandTable) -> str:

@@ -6,13 +6,17 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
+from tl_geometry.render.figure import View
+from tl_geometry.render.page import PageView
+from tl_geometry.report import tables
 from tl_geometry.report.clock import span
+from tl_geometry.report.findings import Finding
 
 
 @runtime_checkable
@@ -24,15 +28,46 @@ class Figure(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A figure that has been drawn: its HTML alone."""
+    """A figure that has been drawn: its HTML, the hashes of the scripts that it runs, and whether
+    the page must hold the library for it."""
 
+    key: str
     text: str
+    scripts: tuple[str, ...] = ()
+    library: bool = False
 
     def html(self) -> str:
-        """The fragment."""
-        return self.text
+        """The fragment, with an id."""
+        return f'<div id="{self.key}">{self.text}</div>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """A sentence that introduces a list."""
+
+    said: str
+    items: tuple[str, ...]
+
+    def html(self) -> str:
+        """The sentence and its list."""
+        items = "".join(f"<li>{html.escape(item)}</li>" for item in self.items)
+        return f"<p>{html.escape(self.said)}</p><ul>{items}</ul>"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Shown:
+    """A table in its place in the text; ``columns`` are those on the page, all by default."""
+
+    name: str
+    table: Result
+    about: str = ""
+    columns: tuple[str, ...] | None = None
+
+    def html(self) -> str:
+        """The table, folded where it is long."""
+        return tables.shown(self.name, self.table, about=self.about, columns=self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,46 +104,45 @@ class Card:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Section:
-    """One part of the report: paragraphs (plain text, escaped), figures and cards, and tables, also
-    written as CSV and safetensors."""
+    """One part of the report, in reading order: paragraphs (plain text, escaped), figures, tables
+    (also written as CSV and safetensors) and cards; and what it found."""
 
     title: str
-    text: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
-    tables: dict[str, Result] = field(default_factory=dict)
+    blocks: Sequence[str | Figure] = ()
+    findings: Sequence[Finding] = ()
+
+    @property
+    def text(self) -> list[str]:
+        """The paragraphs."""
+        return [b for b in self.blocks if isinstance(b, str)]
 
     @property
     def cards(self) -> list[Card]:
         """What was refused, left out or failed."""
-        return [f for f in self.figures if isinstance(f, Card)]
+        return [b for b in self.blocks if isinstance(b, Card)]
+
+    @property
+    def tables(self) -> dict[str, Result]:
+        """The tables by name."""
+        return {b.name: b.table for b in self.blocks if isinstance(b, Shown)}
+
+    @property
+    def sources(self) -> list[str]:
+        """Keys of the works that the tables cite."""
+        cited = [key for table in self.tables.values() for key in table.provenance.sources]
+        return list(dict.fromkeys(cited))
 
     def html(self) -> str:
         """The section as an HTML fragment."""
-        parts = [
-            f"<section><h2>{html.escape(self.title)}</h2>",
-            *(f"<p>{html.escape(t)}</p>" for t in self.text),
-        ]
-        parts += [
-            f'<div class="card{" absent" if isinstance(f, Card) else ""}">{f.html()}</div>'
-            for f in self.figures
-        ]
-        for name, table in self.tables.items():
-            body = html.table(*upright(table), caption=name)
-            long = len(table.rows()) > 12 or len(table.columns()) > 12
-            parts.append(f"<details><summary>Table: {html.escape(name)}</summary>" if long else "")
-            parts.append(f'<div class="scroll">{body}</div>' + ("</details>" if long else ""))
+        parts = [f"<section><h2>{html.escape(self.title)}</h2>"]
+        for block in self.blocks:
+            if isinstance(block, str):
+                parts.append(f"<p>{html.escape(block)}</p>")
+            elif isinstance(block, Card):
+                parts.append(f'<div class="absent">{block.html()}</div>')
+            else:
+                parts.append(block.html())
         return "".join([*parts, "</section>"])
-
-
-def upright(table: Result, *, widest: int = 12) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-    """Columns and rows of a table for the page: one with many columns and few rows stands on its
-    side, a measure per line."""
-    columns, rows = table.columns(), table.rows()
-    if len(columns) <= widest or len(rows) > widest:
-        return columns, rows
-    return [columns[0], *(str(row[0]) for row in rows)], [
-        [name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i
-    ]
 
 
 class Draft:
@@ -124,9 +158,8 @@ class Draft:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.text: list[str] = []
-        self.figures: list[Figure] = []
-        self.tables: dict[str, Result] = {}
+        self.blocks: list[str | Figure] = []
+        self.findings: list[Finding] = []
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
@@ -134,18 +167,53 @@ class Draft:
         try:
             yield
         except GeometryError as error:
-            self.figures.append(refusal(what, error))
+            self.blocks.append(refusal(what, error))
         except Exception as error:
-            self.figures.append(failure(what, error))
+            self.blocks.append(failure(what, error))
 
-    def draw(self, figure: Figure) -> None:
+    def say(self, text: str) -> None:
+        """Add a paragraph."""
+        self.blocks.append(text)
+
+    def enumerate(self, said: str, items: Sequence[str]) -> None:
+        """Add a sentence and a list."""
+        self.blocks.append(Lines(said=said, items=tuple(items)))
+
+    def draw(
+        self,
+        figure: View | PageView,
+        key: str = "",
+        *,
+        how: str = "",
+        null: str = "",
+        source: str = "",
+    ) -> None:
         """Add a figure, drawn now: what goes wrong in drawing belongs to the part, and its memory
-        is free again."""
-        self.figures.append(Drawn(figure.html()))
+        is free again. ``key`` names it for links; ``how`` it is read, its ``null`` and its
+        ``source`` take the place of the figure's own where they are given."""
+        name = f"figure-{key or tables.anchor(figure.title)}"
+        figure.caption, figure.null = how or figure.caption, null or figure.null
+        figure.source = source or figure.source
+        if isinstance(figure, PageView):
+            self.blocks.append(_live(figure, name))
+        else:
+            self.blocks.append(Drawn(key=name, text=figure.html()))
+
+    def table(
+        self, name: str, table: Result, about: str = "", columns: Sequence[str] | None = None
+    ) -> None:
+        """Add a table, which is written to ``name.csv`` whole."""
+        chosen = None if columns is None else tuple(columns)
+        self.blocks.append(Shown(name=name, table=table, about=about, columns=chosen))
+
+    def find(self, finding: Finding | None) -> None:
+        """Add what was found, if anything was."""
+        if finding is not None:
+            self.findings.append(finding)
 
     def leave_out(self, what: str, why: str) -> None:
         """Say that something is not there, and why."""
-        self.figures.append(Card(status="left out", what=what, why=why))
+        self.blocks.append(Card(status="left out", what=what, why=why))
 
     def too_long(self, what: str, needed: float) -> None:
         """Say that something did not fit the time."""
@@ -155,9 +223,16 @@ class Draft:
 
     def section(self) -> Section:
         """The section as it is now."""
-        return Section(
-            title=self.title, text=tuple(self.text), figures=tuple(self.figures), tables=self.tables
-        )
+        return Section(title=self.title, blocks=tuple(self.blocks), findings=tuple(self.findings))
+
+
+def _live(figure: PageView, name: str) -> Drawn:
+    """An interactive figure; where no script runs, and on paper, its image with title and
+    caption."""
+    said = f"<b>{html.escape(figure.title)}</b> {html.escape(figure.caption)}"
+    live = figure.html(figure.png(), shared=True)
+    text = f'<div class="live"><p class="still">{said}</p>{live}</div>'
+    return Drawn(key=name, text=text, scripts=figure.scripts, library=bool(figure.library))
 
 
 def refusal(what: str, error: GeometryError) -> Card:

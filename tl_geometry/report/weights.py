@@ -7,7 +7,7 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
-from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report import TITLES, Analysis, findings
 from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.measures import FEWEST
 from tl_geometry.report.section import Draft, Section
@@ -16,6 +16,11 @@ from tl_geometry.weights.heads import token_readout, weight_geometry
 
 SURROGATES, TOKENS = 16, 24
 """Windows that surrogates of W_QK are tried on, and tokens whose paths are followed."""
+COLUMNS = (
+    *("layer", "head", "k", "rank", "concentration", "null", "lift", "activation_null"),
+    *("activation_high", "r2_low_rank", "r2_diagonal", "null_r2", "symmetric"),
+)
+"""Columns of the tables of weights that stand on the page."""
 DEEP = 12
 """Layers above which only every third path is drawn: they would hide each other."""
 PASSES = 30.0
@@ -81,15 +86,24 @@ def section(analysis: Analysis) -> Section:
     with draft.part("what heads write, in tokens"):
         analysis.clock.say("what heads write, in tokens")
         read = token_readout(analysis.model, matrix="OV")
-        draft.tables["readout_ov"] = read
-        draft.draw(views.coverage_curves(read))
+        draft.say(
+            "A head writes along the singular directions of its W_OV. The fewer of them hold most "
+            "of it, the simpler what it writes; the table says which tokens each direction reads "
+            "and writes."
+        )
+        draft.draw(views.coverage_curves(read), "coverage")
+        draft.table("readout_ov", read, "What heads read and write, in tokens")
     with draft.part("paths on the sphere"):
         tokens = analysis.windows.tokens[:1, : min(TOKENS, analysis.windows.tokens.shape[1])]
         paths = token_paths(analysis.model, tokens)
-        draft.tables["paths"] = paths
         some = range(0, paths.tokens.shape[1], 3) if analysis.view.n_layers > DEEP else None
         draw = space.sphere_3d if space.installed() else views.sphere_paths
-        draft.draw(draw(paths, positions=some))
+        draft.say(
+            "A norm layer puts every state on a sphere. From layer to layer each token of this "
+            "text moves along a path on it, towards what it will be read as."
+        )
+        draft.draw(draw(paths, positions=some), "sphere")
+        draft.table("paths", paths, "Steps of each token on the sphere")
     with draft.part("surrogates of W_QK in the live model"):
         _surrogates(draft, analysis)
     return draft.section()
@@ -98,21 +112,26 @@ def section(analysis: Analysis) -> Section:
 def _geometry(draft: Draft, analysis: Analysis) -> None:
     model, view, basis = analysis.model, analysis.view, analysis.basis
     qk = weight_geometry(model, basis, "QK", seed=analysis.seed)
-    draft.tables["weights_qk"] = qk
-    draft.tables["weights_ov"] = weight_geometry(model, basis, "OV", seed=analysis.seed)
+    ov = weight_geometry(model, basis, "OV", seed=analysis.seed)
     best = max(range(len(qk.heads)), key=lambda i: float(qk.lift[i].nan_to_num(nan=-1.0)))
     layer, _ = qk.heads[best]
-    draft.text += [
+    draft.say(
         "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) "
         "lies in the leading positional directions? The concentration is divided by its exact "
         "expectation for a random subspace (lift); weights and activations share outlier "
-        "directions, so a second null takes random subspaces of the activations: see the table.",
+        "directions, so a second null takes random subspaces of the activations: see the table."
+    )
+    draft.say(
         f"Largest lift: {head_name(qk.heads[best])} with {float(qk.lift[best]):.1f} times chance "
         f"(concentration {float(qk.concentration[best]):.2f}, activation null "
-        f"{float(qk.activation_null[best]):.2f}).",
-    ]
-    draft.draw(heads(qk, "lift", title="W_QK of each head against the positional directions"))
-    draft.draw(views.weight_blocks(qk, [(layer, h) for h in range(min(view.n_heads, 8))]))
+        f"{float(qk.activation_null[best]):.2f})."
+    )
+    title = "W_QK of each head against the positional directions"
+    draft.draw(heads(qk, "lift", title=title), "lift")
+    draft.draw(views.weight_blocks(qk, [(layer, h) for h in range(min(view.n_heads, 8))]), "blocks")
+    draft.table("weights_qk", qk, "W_QK of each head in the positional directions", COLUMNS)
+    draft.table("weights_ov", ov, "W_OV of each head in the positional directions", COLUMNS)
+    draft.find(findings.lift(qk))
 
 
 def _surrogates(draft: Draft, analysis: Analysis) -> None:
@@ -139,15 +158,15 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     effect = surrogate_effect(
         analysis.model, analysis.windows.tokens[:count, :length], analysis.basis
     )
-    draft.draw(views.surrogate_bars(effect))
-    draft.tables["surrogates"] = effect
     whole = analysis.windows.tokens.shape[1]
     smaller = (
         f" {count} windows of {length} tokens, to keep the budget."
         if (count, length) != (most, whole)
         else ""
     )
-    draft.text.append(
+    draft.say(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it "
         "in the live model; grey bars are controls of the same rank." + smaller
     )
+    draft.draw(views.surrogate_bars(effect), "surrogates")
+    draft.table("surrogates", effect, "Loss with W_QK replaced by its parts")

@@ -1,0 +1,195 @@
+"""The report as an article: every figure has its anatomy, findings lead to figures, tables are
+searched, and the page works in light, in dark and where it is narrow."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import Browser
+from tl_geometry.base.results import Provenance
+from tl_geometry.render.figure import View, canvas
+from tl_geometry.render.page import PageView
+from tl_geometry.report import build
+from tl_geometry.report.overview import Facts
+from tl_geometry.report.section import Draft
+from tl_geometry.report.tables import shown
+
+COUNTS = (
+    *(
+        "state",
+        "layer",
+        "head",
+        "position",
+        "rank",
+        "contexts",
+        "frequency",
+        "document",
+        "u1",
+        "u2",
+    ),
+    *("token", "singular directions", "directions", "goes on at block", "first block skipped"),
+    *("what is kept of W_QK", "what heads keep", "state t", "state t + τ", "state t + 1"),
+    *("u1", "u2", "directions kept, K", "trained: u2", "untrained control: u2"),
+)
+"""Labels of axes that count or name things."""
+UNIT = re.compile(r"\(.+\)|share|ratio|cos|direction|coordinate|cosine|wavelength")
+"""What a label of an axis holds besides: a unit, or a quantity that has none."""
+
+
+def amiss(figure: View | PageView) -> list[str]:
+    """What a figure lacks of the anatomy."""
+    title, how = figure.title, figure.caption
+    found = []
+    if not title or not (title[0].isupper() or title[0].isdigit()) or title.endswith("."):
+        found.append(f"title {title!r}")
+    if not how or not (how[0].isupper() or how[0].isdigit()) or not how.rstrip().endswith("."):
+        found.append(f"how to read it {how!r}")
+    if not figure.source or figure.source in how:
+        found.append("provenance apart")
+    if not figure.null:
+        found.append("null")
+    if isinstance(figure, View):
+        axes = [a for a in figure.figure.axes if a.get_visible() and a.get_label() != "<colorbar>"]
+        labels = [text for a in axes for text in (a.get_xlabel(), a.get_ylabel()) if text]
+        sides = ([a.get_xlabel() for a in axes], [a.get_ylabel() for a in axes])
+        found += [f"label {side}" for side, given in zip("xy", sides) if not any(given)]
+        found += [f"unit of {t!r}" for t in labels if t not in COUNTS and not UNIT.search(t)]
+        texts = [t.get_text() for a in axes for t in _legend(a)]
+        texts += [t.get_text() for held in figure.figure.legends for t in held.get_texts()]
+        drawn = re.search(r"[Dd]ashed|[Dd]otted", figure.null)
+        if drawn and not any("null" in text or "law" in text for text in texts):
+            found.append("null in the legend")
+    return found
+
+
+def _legend(axis: Any) -> list[Any]:
+    held = axis.get_legend()
+    return [] if held is None else held.get_texts()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A small report of the embedded model, and the figures that were drawn for it."""
+    out = tmp_path_factory.mktemp("article")
+    figures: list[Any] = []
+    original = Draft.draw
+
+    def draw(self: Draft, figure: View | PageView, key: str = "", **said: str) -> None:
+        figures.append(figure)
+        original(self, figure, key, **said)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "draw", draw)
+        build.build(build.Request(contexts=48, length=32), out, progress=False)
+    return out, figures
+
+
+def test_every_figure_has_its_anatomy(made: tuple[Path, list[Any]]) -> None:
+    _, figures = made
+    assert len(figures) >= 20
+    lacking = {figure.title: faults for figure in figures if (faults := amiss(figure))}
+    assert not lacking, str(lacking)
+
+
+def test_a_figure_without_its_anatomy_is_seen() -> None:
+    def view(**changed: str) -> View:
+        figure, axes = canvas()
+        axes[0].set(xlabel=changed.pop("x", "state"), ylabel=changed.pop("y", "loss (nats)"))
+        if legend := changed.pop("legend", ""):
+            axes[0].plot([0, 1], label=legend)
+            axes[0].legend()
+        whole = {"title": "Is it?", "caption": "Each point is one.", "null": "None.", "source": "m"}
+        return View(figure, **(whole | changed))
+
+    assert amiss(view()) == []
+    assert amiss(view(null="The dashed line.", legend="null: noise")) == []
+    for fault in (
+        {"title": ""},
+        {"title": "rank and corpus"},
+        {"caption": "of P, Cvec and R"},
+        {"caption": ""},
+        {"source": ""},
+        {"caption": "From m."},
+        {"null": ""},
+        {"null": "The dashed line.", "legend": "noise"},
+        {"x": ""},
+        {"y": "loss"},
+    ):
+        assert amiss(view(**fault)), fault
+
+
+def test_findings_lead_to_figures(made: tuple[Path, list[Any]]) -> None:
+    out, _ = made
+    page = (out / "report.html").read_text()
+    ids = re.findall(r'\sid="([^"]+)"', page.partition("<body>")[2].replace("srcdoc=", " x="))
+    head = page.partition('id="findings"')[2].partition('class="about"')[0]
+    assert head.count('class="find') == 5
+    links = re.findall(r'href="#([^"]+)"', page)
+    assert set(links) <= set(ids)
+    assert len([i for i in ids if i.startswith(("figure-", "table-"))]) == len(
+        {i for i in ids if i.startswith(("figure-", "table-"))}
+    )
+    parts = [json.loads(p.read_text()) for p in (out / "sections").glob("*.json")]
+    found = [f for part in parts for f in part["findings"]]
+    assert len(found) >= 8
+    assert page.count('class="find') == len(found)
+    assert all((out / f"{f['table']}.csv").exists() for f in found)
+    assert page.index("evidence for nothing") < page.index('id="findings"')
+
+
+def test_works_of_all_sections_are_cited(made: tuple[Path, list[Any]]) -> None:
+    page = (made[0] / "report.html").read_text()
+    cited = page.partition("Cite:")[2]
+    assert all(name in cited for name in ("Song &amp; Zhong", "Sarfati", "Molina"))
+
+
+def test_the_page_is_searched_and_draws_in_space(
+    made: tuple[Path, list[Any]], browser: Browser
+) -> None:
+    for dark, width in ((False, 1280), (True, 400)):
+        with browser.open(made[0] / "report.html", width=width, dark=dark) as page:
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width
+            seen = (
+                "(() => { const t = document.getElementById('table-heads'); t.open = true;"
+                "const f = t.querySelector('input'); f.value = 'content'; "
+                "f.dispatchEvent(new Event('input', {bubbles: true}));"
+                "const rows = [...t.querySelectorAll('tbody tr')];"
+                "return [rows.length, rows.filter(r => !r.hidden).length, "
+                "rows.filter(r => !r.hidden).every(r => r.textContent.includes('content'))]; })()"
+            )
+            every, left, right = page.evaluate(seen)
+            assert every == 16
+            assert 0 < left < 16
+            assert right
+            page.evaluate("document.querySelector('#figure-bundle iframe').scrollIntoView()")
+            held = page.frames[1:]
+            spaces = [f for f in held if f.evaluate("!!document.getElementById('space')")]
+            assert len(spaces) == 2
+            at = page.frames.index(spaces[-1])
+            assert page.wait("document.body.dataset.drawn", frame=at)
+            assert not [text for text in page.errors if "Security" in text or "Error" in text]
+            assert not [url for url in page.asked if url.startswith("http")]
+
+
+def test_the_library_of_space_is_there_once(made: tuple[Path, list[Any]]) -> None:
+    page = (made[0] / "report.html").read_text()
+    assert page.count('id="library"') == 1
+    spaces = [f for f in made[1] if getattr(f, "library", "")]
+    assert len(spaces) == 2
+    assert sum(page.count(f.library) for f in spaces[:1]) == 1
+    assert len(page) < 5_000_000
+
+
+def test_tables_are_for_people() -> None:
+    facts = Facts(provenance=Provenance(), facts=tuple((f"p{i}", "<b>") for i in range(30)))
+    text = shown("facts", facts, about="Facts")
+    assert text.count("<tr>") == 31
+    assert "&lt;b&gt;" in text
+    assert 'type="search"' in text
+    assert "30 rows" in text

@@ -1,0 +1,393 @@
+"""Every number of a finding is that of the table that it came from, and a finding whose interval
+includes its null says so; with faults planted in the module."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from tests.planted import require_caught
+from tests.report.test_planted import effects
+from tests.tiny import tiny, tokens
+from tl_geometry import (
+    contextual_report,
+    decompose,
+    decompose_activations,
+    positional_report,
+    sweep_heads,
+    weight_geometry,
+)
+from tl_geometry.base.results import Provenance, Result
+from tl_geometry.flow.skipping import SkipMap
+from tl_geometry.flow.truncation import TruncationCurve
+from tl_geometry.report import findings
+from tl_geometry.scores.sweep_table import SweepTable
+
+Row = dict[str, Any]
+SKIPS = {
+    ("pilot", "flow"): (2.0, 0.1),
+    ("pilot", "ridge"): (1.5, 0.2),
+    ("pilot", "mean"): (6.0, 0.3),
+}
+"""KL and its error of the one block of :func:`skips`."""
+
+
+def rows(table: Result) -> list[Row]:
+    """The table as a reader of its CSV has it."""
+    return [dict(zip(table.columns(), row, strict=True)) for row in table.rows()]
+
+
+def written(text: str) -> list[float]:
+    """Every number of a text but those in names of heads."""
+    text = re.sub(r"L\d+H\d+|W_[A-Z]+", "", text).replace("−", "-").replace(",", "")
+    return [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", text)]
+
+
+def same(text: str, *wanted: float) -> None:
+    """The numbers of a text, in order, to the three digits that are written."""
+    assert written(text) == pytest.approx(list(wanted), rel=0.0051, abs=1e-9), text
+
+
+@functools.cache
+def basis(effect: float = 1.0) -> Any:
+    """States with an effect of position and context, or (0) none: noise alone."""
+    g = torch.Generator().manual_seed(3)
+    h = torch.randn(4, 24, 16, 12, generator=g).double()
+    t = torch.linspace(0, 3, 16)
+    curve = torch.stack([torch.cos(t * (k + 1)) for k in range(12)], -1)[None, None]
+    size = torch.tensor([1.0, 3.0, 2.0, 0.5])[:, None, None, None]
+    h = h + effect * (size * curve + size.flip(0) * torch.randn(4, 24, 1, 12, generator=g))
+    return decompose_activations(h)
+
+
+@functools.cache
+def null_basis() -> Any:
+    """The basis that stands for spliced windows."""
+    g = torch.Generator().manual_seed(5)
+    return decompose_activations(torch.randn(4, 24, 16, 12, generator=g).double())
+
+
+@functools.cache
+def sweep() -> SweepTable:
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
+    fitted, detail = decompose(model, ids, progress=False), ("intervals", "nulls")
+    return sweep_heads(model, ids, fitted, detail=detail, progress=False)
+
+
+@functools.cache
+def geometry() -> Any:
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
+    return weight_geometry(model, decompose(model, ids, progress=False))
+
+
+def skips(forgotten: float = 6.0) -> SkipMap:
+    """Two blocks: the first costs what SKIPS says, the second twice as much."""
+    values = {}
+    for (place, name), (kl, error) in SKIPS.items():
+        kl = forgotten if name == "mean" else kl
+        shown = {"kl": kl, "kl_se": error, "loss_increase": 0.7 * kl, "top1": 0.5, "top5": 0.5}
+        for metric, value in shown.items():
+            table = torch.full((3, 3), torch.nan, dtype=torch.float64)
+            table[0, 1], table[1, 2] = value, 2 * value
+            values[place, name, metric] = table
+    return SkipMap(
+        values=values,
+        loss=(3.0, 3.1),
+        map_types=("flow", "ridge", "mean"),
+        places=("pilot",),
+        train=40,
+        test=20,
+        provenance=Provenance(),
+    )
+
+
+def curve(last: float = 0.2) -> TruncationCurve:
+    """KL at 2, 4, 8 directions; a tenth of the baseline is 0.7."""
+    kl = torch.tensor([4.0, 0.5, last], dtype=torch.float64)
+    return TruncationCurve(
+        K=(2, 4, 8),
+        kl=kl,
+        kl_se=kl / 50,
+        kl_reverse=kl,
+        top1=kl / 8,
+        top5=kl,
+        baseline_mean=7.0,
+        baseline_median=6.5,
+        where="every",
+        positions="pilot",
+        held_out=True,
+        fitted=48,
+        claimed=True,
+        provenance=Provenance(contexts=30),
+    )
+
+
+def reach(error: float, samples: int) -> float:
+    return float(stats.t.ppf(0.975, samples - 1)) * error
+
+
+def check_states(module: Any) -> None:
+    """Findings from the analysis of variance and from the measures of states."""
+    table = basis().anova(null=null_basis())
+    found = module.position_share(table)
+    row = max(rows(table), key=lambda r: r["pos_debiased"])
+    share = 100 * row["pos_debiased"]
+    assert found.clear
+    same(found.value, share)
+    same(found.said, share, row["state"])
+    noise = 100 * (row["pos"] - row["pos_debiased"])
+    same(found.beside, 95, 100 * row["pos_low"], 100 * row["pos_high"], 0, noise, 4)
+    found = module.context_share(table)
+    row = max(rows(table), key=lambda r: r["ctx"] - r["ctx_null"])
+    assert found.clear
+    same(found.said, 100 * row["ctx"], row["state"])
+    same(found.beside, 95, *(100 * row[k] for k in ("ctx_low", "ctx_high", "ctx_null")), 4)
+
+    report = positional_report(basis())
+    found = module.smooth(report, groups=8)
+    nulls = [n for m, n in report.nulls if m == "low_frequency"]
+    of = lambda r: [r[f"low_frequency_{n}"] for n in nulls]
+    row = max(rows(report), key=lambda r: r["low_frequency"] - max(of(r)))
+    value, wide = row["low_frequency"], reach(row["low_frequency_se"], 8)
+    same(found.value, 100 * value)
+    assert f"state {row['state']}" in found.said
+    same(found.beside, 95, 100 * (value - wide), 100 * (value + wide), *(100 * n for n in of(row)))
+
+    report = contextual_report(basis(), rank=3)
+    found = module.incoherence(report, groups=8)
+    kinds = [n for m, n in report.nulls if m == "incoherence_avg"]
+    near = lambda r: [r[f"incoherence_avg_{n}"] for n in kinds]
+    row = max(rows(report), key=lambda r: min(abs(r["incoherence_avg"] - n) for n in near(r)))
+    value, wide = row["incoherence_avg"], reach(row["incoherence_avg_se"], 8)
+    same(found.said, row["state"], value)
+    same(found.beside, 95, value - wide, value + wide, *near(row))
+
+
+def check_heads(module: Any) -> None:
+    """Findings from a sweep, from edits and from weights."""
+    table = sweep()
+    found = module.driver(table)
+    bounds = table.group_intervals
+    assert bounds is not None
+    at = max(range(len(table.heads)), key=lambda i: rows(table)[i]["cs_position"])
+    row = rows(table)[at]
+    ends = [100 * float(b[at, table.groups.index("position")]) for b in (bounds.low, bounds.high)]
+    counts = [[r["dominant_group"] for r in rows(table)].count(g) for g in ("position", "content")]
+    assert f"L{row['layer']}H{row['head']}" in found.said
+    same(found.said, 100 * row["cs_position"])
+    shifted = 100 * row["cs_position_shifted"]
+    same(found.beside, 95, *ends, shifted, len(table.heads), *counts)
+
+    found = module.driver(table, rotary=True)
+    shares = [(r[f"cs_{g}"], g, r) for r in rows(table) for g in ("position", "content")]
+    value, group, row = max(shares, key=lambda item: item[0])
+    others = [row[f"cs_{g}"] for g in table.groups if g != group]
+    same(found.value, 100 * value)
+    assert written(found.beside)[3] == pytest.approx(100 * max(others), rel=0.0051)
+
+    for name in ("induction", "previous"):
+        found = module.head_type(table, name)
+        row = max(rows(table), key=lambda r: r[name])
+        value, wide = row[name], reach(row[f"{name}_se"], 12)
+        assert f"L{row['layer']}H{row['head']}" in found.said
+        same(found.said, 100 * value)
+        uniform = 100 * row[f"{name}_uniform"]
+        ends = [100 * (value - wide), 100 * (value + wide)]
+        same(found.beside, 95, *ends, uniform, len(table.heads))
+
+    effect = effects(better=0.4)
+    found, held = module.dominance(effect), {r["condition"]: r for r in rows(effect)}
+    row = held["dominant term"]
+    assert found.clear
+    same(found.said, row["loss_change"])
+    ends = [row["loss_low"], row["loss_high"]]
+    same(found.beside, 95, *ends, held["random term"]["loss_change"], 12)
+
+    found = module.lift(geometry())
+    row = max(rows(geometry()), key=lambda r: r["lift"])
+    same(found.value, row["lift"])
+    same(found.said, row["k"], 100 * row["concentration"], row["lift"])
+    chance = [100 * row["activation_null"], 100 * row["activation_high"]]
+    same(found.beside, *chance, len(geometry().heads))
+
+
+def check_flow(module: Any) -> None:
+    """Findings from skipped blocks and truncated states."""
+    found = module.skipped(skips())
+    row = min(
+        (r for r in rows(skips()) if r["map_type"] != "mean" and r["skipped"] == 1),
+        key=lambda r: r["kl"],
+    )
+    mean = next(r for r in rows(skips()) if (r["map_type"], r["from_layer"]) == ("mean", 0))
+    assert found.clear
+    assert row["map_type"] in found.said
+    same(found.said, row["from_layer"], row["kl"])
+    wide = reach(row["kl_se"], 20)
+    same(found.beside, 95, row["kl"] - wide, row["kl"] + wide, 20, mean["kl"], 4)
+    found = module.truncated(curve())
+    row = rows(curve())[1]
+    assert found.clear
+    same(found.said, row["K"], row["kl"])
+    wide = reach(row["kl_se"], 30)
+    same(found.beside, 95, row["kl"] - wide, row["kl"] + wide, row["baseline_mean"])
+
+
+def check_words(module: Any) -> None:
+    """What is on its null is worded as no evidence, whatever its size; what is beyond it is not."""
+    nothing = basis(0.0).anova(null=null_basis())
+    on_null = [
+        module.position_share(nothing),
+        module.context_share(nothing),
+        module.smooth(positional_report(basis(0.0)), groups=8),
+        module.dominance(effects(better=0.0)),
+        module.skipped(skips(forgotten=1.6)),
+        module.truncated(curve(last=3.0)),
+    ]
+    for found in on_null:
+        assert not found.clear, found
+        assert found.said.startswith("No evidence"), found
+    table = basis().anova(null=null_basis())
+    beyond = [
+        module.position_share(table),
+        module.context_share(table),
+        module.smooth(positional_report(basis()), groups=8),
+        module.dominance(effects(better=0.4)),
+        module.skipped(skips()),
+        module.truncated(curve()),
+    ]
+    for found in beyond:
+        assert found.clear, found
+        assert not found.said.startswith("No evidence"), found
+
+
+def test_the_numbers_of_findings_are_those_of_their_tables() -> None:
+    require_caught(
+        check_states,
+        findings,
+        {
+            "raw share": (
+                "value, state = float(table.pos_debiased[at])",
+                'value, state = float(table.shares["pos"][at]) * 1.1',
+            ),
+            "the first state": (
+                "at = _largest(shares - table.ctx_null)",
+                "at = 0 * _largest(shares)",
+            ),
+            "the share for its null": (
+                "float(shares[at]), float(table.ctx_null[at])",
+                "float(shares[at]), float(shares[at])",
+            ),
+            "bounds of position": (
+                'low, high = table.intervals["ctx"]',
+                'low, high = table.intervals["pos"]',
+            ),
+            "one error for an interval": (
+                "reach = float(t_quantile(torch.tensor(samples - 1.0))) * error",
+                "reach = error",
+            ),
+            "nulls of the first state": (
+                "{percent(float(v[at]))} for",
+                "{percent(float(v[0]))} for",
+            ),
+            "the maximum": (
+                'name = "incoherence_avg"',
+                'name = "incoherence_max"',
+            ),
+        },
+    )
+    require_caught(
+        check_heads,
+        findings,
+        {
+            "the lower bound twice": (
+                "(table.group_cs, found.low, found.high)",
+                "(table.group_cs, found.low, found.low)",
+            ),
+            "content shifted": (
+                'table.details.get(f"cs_{group}_shifted")',
+                'table.details.get("cs_content_shifted")',
+            ),
+            "the smallest rival": (
+                "second = int(others.argmax())",
+                "second = int(others.argmin())",
+            ),
+            "another type": (
+                "at = _largest(table.types[name])",
+                'at = _largest(table.types["duplicate"])',
+            ),
+            "no baseline": ("table.baselines[name]", "0.0"),
+            "the clean run for random": (
+                'effect.change("random term")',
+                'effect.change("bias")',
+            ),
+            "any head": ("at = _largest(geometry.lift)", "at = _largest(-geometry.lift)"),
+            "null of the rotation": (
+                "float(geometry.activation_null[at])",
+                "float(geometry.null[at])",
+            ),
+        },
+    )
+    require_caught(
+        check_flow,
+        findings,
+        {
+            "loss for divergence": (
+                '(float(skips.table(name, "kl", place=place)[a, b]), name, a, b)',
+                '(float(skips.table(name, "loss_increase", place=place)[a, b]), name, a, b)',
+            ),
+            "forgetting is free": (
+                'null = float(skips.table("mean", "kl", place=place)[a, b])',
+                'null = float(skips.table(name, "kl", place=place)[a, b])',
+            ),
+            "the last K": ("else curve.K.index(needed)", "else len(curve.K) - 1"),
+            "the median": ("curve.baseline_mean", "curve.baseline_median"),
+        },
+    )
+
+
+def test_what_is_on_its_null_is_no_evidence() -> None:
+    require_caught(
+        check_words,
+        findings,
+        {
+            "the interval alone": (
+                "abs(value - null) > wider * reach",
+                "abs(value - null) >= 0",
+            ),
+            "never": ("abs(value - null) > wider * reach", "abs(value - null) < 0"),
+            "a gap of means": ("clear = bool(gap.low > 0)", "clear = bool(gap.value > -1)"),
+            "any direction": (
+                "clear = value < null and excludes(value, low, high, null, among=len(found))",
+                "clear = True",
+            ),
+        },
+    )
+
+
+def test_five_are_chosen_by_their_evidence_and_none_is_lost() -> None:
+    def finding(i: int, clear: bool) -> findings.Finding:
+        said = f"finding {i}"
+        return findings.Finding(
+            value=str(i), said=said, beside="", figure="f", table="t", clear=clear
+        )
+
+    found = [("a", finding(i, clear=i != 0)) for i in range(4)]
+    found += [("b", finding(4, clear=False)), ("c", finding(5, clear=True))]
+    head, rest = findings.chosen(found)
+    assert [f.value for f in head] == ["1", "2", "5", "4", "3"]
+    assert [f.value for f in rest] == ["0"]
+    assert findings.chosen(found[:2]) == ([found[1][1], found[0][1]], [])
+    assert findings.chosen([]) == ([], [])
+
+
+def test_what_a_table_does_not_know_is_no_finding() -> None:
+    few = decompose_activations(torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0)))
+    assert findings.position_share(few.anova()) is None  # no interval below 10 contexts
+    assert findings.context_share(few.anova()) is None
+    assert findings.smooth(positional_report(few, jackknife=False), groups=8) is None
+    assert findings.head_type(sweep(), "unknown") is None

@@ -1,0 +1,431 @@
+"""What a report found: sentences with a number, its interval and its null, made from the tables
+alone.
+
+Each function answers one question from one table: it takes the head, state or layer where the
+number is largest, and words the answer by whether the interval, widened by Bonferroni's rule for
+the choice among so many, excludes the null. Where it does not, the sentence says "no evidence
+that". ``None`` where a table has no answer (no interval, no such score).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.intervals import t_quantile
+from tl_geometry.decomposition.variance import Anova
+from tl_geometry.flow.skipping import SkipMap
+from tl_geometry.flow.truncation import TruncationCurve
+from tl_geometry.interventions.effects import Effects
+from tl_geometry.measures.context_report import ContextualReport
+from tl_geometry.measures.position_report import PositionalReport
+from tl_geometry.report.tables import number
+from tl_geometry.scores.sweep_table import SweepTable
+from tl_geometry.weights.heads import WeightGeometry
+
+SHOWN, EACH = 5, 2
+"""Findings at the head of a report, and the most of one section while others have some."""
+TYPES = {
+    "induction": "the token that followed last time",
+    "previous": "the token before",
+}
+"""Types of heads, and where they look on repeated random tokens."""
+REPEATS = 12
+"""Sequences of repeated random tokens behind the standard error of a type's score."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One sentence: ``value`` its number, ``said`` the sentence, ``beside`` the interval and the
+    null, ``figure`` the id of the figure that shows it, ``table`` the table that it came from;
+    ``clear`` where the null is excluded."""
+
+    value: str
+    said: str
+    beside: str
+    figure: str
+    table: str
+    clear: bool
+
+
+def percent(value: float) -> str:
+    """A share with three digits.
+
+    >>> percent(0.931), percent(0.00784), percent(1.0), percent(-0.5)
+    ('93.1%', '0.784%', '100%', '−50.0%')
+    """
+    return f"{number(100 * value)}%"
+
+
+def excludes(value: float, low: float, high: float, null: float, *, among: int = 1) -> bool:
+    """Whether a 95% interval excludes a null, widened for a choice among so many.
+
+    >>> excludes(0.5, 0.3, 0.7, 0.2), excludes(0.5, 0.3, 0.7, 0.2, among=100)
+    (True, False)
+    """
+    normal = NormalDist()
+    wider = normal.inv_cdf(1 - 0.025 / among) / normal.inv_cdf(0.975)
+    reach = value - low if null < value else high - value
+    return bool(math.isfinite(low + high + null)) and abs(value - null) > wider * reach
+
+
+def position_share(table: Anova) -> Finding | None:
+    """Whether position is in the residual stream."""
+    if "pos" not in table.intervals:
+        return None
+    at = _largest(table.pos_debiased)
+    value, state = float(table.pos_debiased[at]), table.states[at]
+    low, high = table.intervals["pos"][at, 1:].tolist()
+    noise = float(table.shares["pos"][at]) - value
+    clear = excludes(value, low, high, 0.0, among=len(table.states))
+    shown = percent(value)
+    return Finding(
+        value=shown,
+        said=f"Position makes up {shown} of the variance of state {state}, more than of any other."
+        if clear
+        else "No evidence that the residual stream depends on position by itself: at most "
+        f"{shown} of the variance of a state (state {state}).",
+        beside=f"{_interval(low, high)}; 0 without an effect, after {percent(noise)} of sampling "
+        f"noise was taken off; the largest of {len(table.states)} states",
+        figure="figure-variance",
+        table="anova",
+        clear=clear,
+    )
+
+
+def context_share(table: Anova) -> Finding | None:
+    """Whether a whole window shares more than spliced ones do."""
+    if "ctx" not in table.intervals or table.ctx_null is None:
+        return None
+    shares = table.shares["ctx"]
+    at = _largest(shares - table.ctx_null)
+    value, null, state = float(shares[at]), float(table.ctx_null[at]), table.states[at]
+    low, high = table.intervals["ctx"][at, 1:].tolist()
+    clear = excludes(value, low, high, null, among=len(table.states))
+    shown = percent(value)
+    return Finding(
+        value=shown,
+        said=f"{shown} of the variance of state {state} is common to a whole window: context that "
+        "lasts."
+        if clear
+        else "No evidence that context lasts longer than a piece of text: a whole window has "
+        f"{shown} of the variance of state {state} in common.",
+        beside=f"{_interval(low, high)}; {percent(null)} in windows spliced from random places; "
+        f"the largest excess of {len(table.states)} states",
+        figure="figure-variance",
+        table="anova",
+        clear=clear,
+    )
+
+
+def driver(table: SweepTable, *, rotary: bool = False) -> Finding | None:
+    """Whether position drives a head (in a rotary model: position or content).
+
+    The null is the share with positions shifted; in a rotary model, where shifting what stands in
+    the stream changes little, it is the share of the next group.
+    """
+    found = table.group_intervals
+    names = [g for g in ("position", "content") if g in table.groups]
+    if found is None or not names:
+        return None
+    tried = names if rotary else names[:1]
+    columns = [table.groups.index(name) for name in tried]
+    known = torch.where(found.low.isfinite(), table.group_cs, torch.nan)[:, columns]
+    if not bool(known.isfinite().any()):
+        return None
+    at, which = divmod(_largest(known.flatten()), len(columns))
+    group, column = tried[which], columns[which]
+    value, low, high = (float(x[at, column]) for x in (table.group_cs, found.low, found.high))
+    null, beside = _rival(table, at, column) if rotary else _shifted(table, at, group)
+    if null is None:
+        return None
+    among = known.numel()
+    clear = excludes(value, low, high, null, among=among)
+    head, shown = head_name(table.heads[at]), percent(value)
+    labels = table.by_group.labels
+    word = "relative position" if rotary and group == "position" else group
+    counts = " and ".join(f"{labels.count(g)} by {g}" for g in names)
+    return Finding(
+        value=shown,
+        said=f"{word.capitalize()} drives {head}: {shown} of the covariance of its scores."
+        if clear
+        else f"No evidence that {word} drives a head: it makes up {shown} of the scores of "
+        f"{head}, the most of all.",
+        beside=f"{_interval(low, high)}; {beside}; of {len(table.heads)} heads {counts} in all",
+        figure="figure-shares",
+        table="heads",
+        clear=clear,
+    )
+
+
+def _shifted(table: SweepTable, at: int, group: str) -> tuple[float | None, str]:
+    """A group's share with positions shifted."""
+    null = table.details.get(f"cs_{group}_shifted")
+    if null is None:
+        return None, ""
+    return float(null[at]), f"{percent(float(null[at]))} with positions shifted"
+
+
+def _rival(table: SweepTable, at: int, column: int) -> tuple[float, str]:
+    """The largest share of another group."""
+    others = table.group_cs[at].clone()
+    others[column] = -torch.inf
+    second = int(others.argmax())
+    return float(others[second]), f"{percent(float(others[second]))} for {table.groups[second]}"
+
+
+def head_type(table: SweepTable, name: str) -> Finding | None:
+    """Whether there is a head of this type."""
+    if name not in table.types or name not in table.type_errors:
+        return None
+    at = _largest(table.types[name])
+    value, null = float(table.types[name][at]), table.baselines[name]
+    low, high = _around(value, float(table.type_errors[name][at]), REPEATS)
+    clear = value > null and excludes(value, low, high, null, among=len(table.heads))
+    words = "an induction" if name == "induction" else "a previous-token"
+    head, shown = head_name(table.heads[at]), percent(value)
+    looks = f"puts {shown} of its attention on {TYPES[name]}"
+    return Finding(
+        value=shown,
+        said=f"The strongest {words.split()[1]} head, {head}, {looks}."
+        if clear
+        else f"No evidence of {words} head: the best, {head}, {looks}.",
+        beside=f"{_interval(low, high)} on repeated random tokens; {percent(null)} with uniform "
+        f"attention; the largest of {len(table.heads)} heads",
+        figure="figure-types",
+        table="heads",
+        clear=clear,
+    )
+
+
+def dominance(effect: Effects) -> Finding | None:
+    """Whether dominant terms carry the model better than random ones."""
+    kept, other = effect.change("dominant term"), effect.change("random term")
+    gap = effect.change("random term", against="dominant term")
+    if not bool(kept.low.isfinite()):
+        return None
+    shown, null = number(float(kept.value)), number(float(other.value))
+    clear = bool(gap.low > 0)
+    return Finding(
+        value=shown,
+        said=f"Keeping only each head's dominant term costs {shown} nats per token."
+        if clear
+        else "No evidence that dominant terms carry the model better than random ones: keeping "
+        f"only each head's dominant term costs {shown} nats per token.",
+        beside=f"{_interval(float(kept.low), float(kept.high), number)}; a random term costs "
+        f"{null}; edits in the live model, {effect.losses.shape[1]} windows",
+        figure="figure-dominance",
+        table="dominant_only",
+        clear=clear,
+    )
+
+
+def smooth(report: PositionalReport, *, groups: int) -> Finding | None:
+    """Whether positions lie on a smooth curve."""
+    name = "low_frequency"
+    nulls = {null: values for (m, null), values in report.nulls.items() if m == name}
+    if name not in report.errors or not nulls:
+        return None
+    highest = torch.stack(list(nulls.values())).amax(0)
+    at = _largest(report[name] - highest)
+    value, null = float(report[name][at]), float(highest[at])
+    low, high = _around(value, float(report.errors[name][at]), groups)
+    if not math.isfinite(low):
+        return None
+    clear = value > null and excludes(value, low, high, null, among=len(report.states))
+    state, shown = report.states[at], percent(value)
+    held = f"the lowest frequencies hold {shown} of the energy of its cosines"
+    said = [f"{percent(float(v[at]))} for {_NULLS.get(n, n)}" for n, v in nulls.items()]
+    return Finding(
+        value=shown,
+        said=f"The positions of state {state} lie on a smooth curve: {held}."
+        if clear
+        else f"No evidence that positions lie on a smooth curve: in state {state} {held}.",
+        beside=f"{_interval(low, high)}; {', '.join(said)}",
+        figure="figure-position",
+        table="positional",
+        clear=clear,
+    )
+
+
+_NULLS = {
+    "shuffled": "positions in random order",
+    "noise": "sampling noise alone",
+    "isotropic": "isotropic noise",
+    "random": "random directions",
+    "flipped": "coordinates with flipped signs",
+}
+
+
+def incoherence(report: ContextualReport, *, groups: int) -> Finding | None:
+    """Whether position and context are more, or less, aligned than chance."""
+    name = "incoherence_avg"
+    nulls = {null: values for (m, null), values in report.nulls.items() if m == name}
+    if name not in report.errors or not nulls:
+        return None
+    both = torch.stack(list(nulls.values()))
+    at = _largest((report[name] - both).abs().amin(0))
+    value = float(report[name][at])
+    low, high = _around(value, float(report.errors[name][at]), groups)
+    if not math.isfinite(low):
+        return None
+    known = both[:, at].tolist()
+    among = len(report.states)
+    above, below = (all(s * (value - n) > 0 for n in known) for s in (1, -1))
+    clear = (above or below) and all(excludes(value, low, high, n, among=among) for n in known)
+    state, shown = report.states[at], number(value)
+    said = [f"{number(float(v[at]))} for {_NULLS.get(n, n)}" for n, v in nulls.items()]
+    mean = f"their mean |cos| in state {state} is {shown}"
+    return Finding(
+        value=shown,
+        said=f"Positional and context vectors are {'more' if above else 'less'} aligned than "
+        f"chance: {mean}."
+        if clear
+        else f"No evidence that positional and context vectors are aligned otherwise than by "
+        f"chance: {mean}.",
+        beside=f"{_interval(low, high, number)}; {', '.join(said)}",
+        figure="figure-incoherence",
+        table="contextual",
+        clear=clear,
+    )
+
+
+def lift(geometry: WeightGeometry) -> Finding | None:
+    """Whether a head's W_QK reads the positional directions."""
+    chance = geometry.activation_high
+    if not bool(chance.isfinite().any()):
+        return None
+    at = _largest(geometry.lift)
+    value, mean = float(geometry.concentration[at]), float(geometry.activation_null[at])
+    most = float(chance[at])
+    clear = value > float(chance[chance.isfinite()].max())
+    layer, _ = pair = geometry.heads[at]
+    k = geometry.k[geometry.layers.index(layer)]
+    shown = percent(value)
+    held = f"the {k} leading positional directions hold {shown} of W_QK of {head_name(pair)}"
+    return Finding(
+        value=f"{number(float(geometry.lift[at]))}×",
+        said=f"W_QK reads position: {held}, {number(float(geometry.lift[at]))} times chance."
+        if clear
+        else f"No evidence that W_QK reads position more than any direction of the activations: "
+        f"{held}, {number(float(geometry.lift[at]))} times chance.",
+        beside=f"exact for these weights and directions; random subspaces of the activations hold "
+        f"{percent(mean)} on average and {percent(most)} at most; the largest lift of "
+        f"{len(geometry.heads)} heads",
+        figure="figure-lift",
+        table="weights_qk",
+        clear=clear,
+    )
+
+
+def skipped(skips: SkipMap) -> Finding | None:
+    """Whether a block can be replaced by a map."""
+    if "mean" not in skips.map_types or skips.test < 10:
+        return None
+    place = skips.places[0]
+    found = [
+        (float(skips.table(name, "kl", place=place)[a, b]), name, a, b)
+        for name in skips.map_types
+        for a, b in skips.pairs()
+        if name != "mean" and b == a + 1
+    ]
+    found = [f for f in found if math.isfinite(f[0])]
+    if not found:
+        return None
+    value, name, a, b = min(found)
+    error = float(skips.table(name, "kl_se", place=place)[a, b])
+    null = float(skips.table("mean", "kl", place=place)[a, b])
+    low, high = _around(value, error, skips.test)
+    clear = value < null and excludes(value, low, high, null, among=len(found))
+    shown = number(value)
+    change = f"moves the next-token distribution by {shown} nats (KL)"
+    map_name = {"flow": "rotation and stretch", "identity": "nothing at all"}.get(name, name)
+    return Finding(
+        value=shown,
+        said=f"Block {a} is the easiest to do without: a map in its place ({map_name}) {change}."
+        if clear
+        else f"No evidence that a block can be replaced by a map: the best, {map_name} for block "
+        f"{a}, {change}.",
+        beside=f"{_interval(low, high, number)} over {skips.test} held-out chunks; {number(null)} "
+        f"where the state is forgotten; the smallest of {len(found)} maps and blocks",
+        figure="figure-skips",
+        table="skipped_layers",
+        clear=clear,
+    )
+
+
+def truncated(curve: TruncationCurve) -> Finding | None:
+    """How many directions the output needs."""
+    if not curve.claimed or curve.provenance.contexts is None:
+        return None
+    needed = curve.needed()
+    at = len(curve.K) - 1 if needed is None else curve.K.index(needed)
+    value, null = float(curve.kl[at]), curve.baseline_mean
+    low, high = _around(value, float(curve.kl_se[at]), curve.provenance.contexts)
+    clear = needed is not None and excludes(value, low, high, 0.1 * null, among=len(curve.K))
+    shown = number(value)
+    return Finding(
+        value=str(curve.K[at]),
+        said=f"{curve.K[at]} directions carry the output: the distribution moves by {shown} nats."
+        if clear
+        else f"No evidence that few directions carry the output: with {curve.K[at]} it still moves "
+        f"by {shown} nats.",
+        beside=f"{_interval(low, high, number)}; {number(null)} between consecutive chunks, of "
+        "which a tenth is allowed",
+        figure="figure-truncation",
+        table="truncation",
+        clear=clear,
+    )
+
+
+def chosen(found: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list[Finding]]:
+    """The findings of a page's head and the others, from ``(section, finding)`` in reading order:
+    those that exclude their null first, at most :data:`EACH` of a section while others have
+    some."""
+    ranked = sorted(found, key=lambda item: not item[1].clear)
+    head: list[tuple[str, Finding]] = []
+    for most in (EACH, SHOWN):
+        for section, finding in ranked:
+            held = sum(s == section for s, _ in head)
+            if len(head) < SHOWN and held < most and (section, finding) not in head:
+                head.append((section, finding))
+    rest = [finding for section, finding in ranked if (section, finding) not in head]
+    return [finding for _, finding in head], rest
+
+
+def _largest(values: Tensor) -> int:
+    return int(torch.nan_to_num(values, nan=-torch.inf, posinf=-torch.inf).argmax())
+
+
+def _around(value: float, error: float, samples: int) -> tuple[float, float]:
+    """The 95% interval of a mean of so many samples."""
+    reach = float(t_quantile(torch.tensor(samples - 1.0))) * error
+    return value - reach, value + reach
+
+
+def _interval(low: float, high: float, shown: Callable[[float], str] = percent) -> str:
+    return f"95% interval {shown(low)} to {shown(high)}"
+
+
+__all__ = [
+    "Finding",
+    "chosen",
+    "context_share",
+    "dominance",
+    "driver",
+    "excludes",
+    "head_type",
+    "incoherence",
+    "lift",
+    "percent",
+    "position_share",
+    "skipped",
+    "smooth",
+    "truncated",
+]
