@@ -70,7 +70,7 @@ class PageView:
     @property
     def scripts(self) -> tuple[str, ...]:
         """Hashes of the scripts that the page may run."""
-        policy = self.page.partition('content="')[2].partition('"')[0]
+        policy = self.page.partition('Content-Security-Policy" content="')[2].partition('"')[0]
         return tuple(re.findall(r"'sha256-[^']+'", policy))
 
     def html(self, png: str = "", *, shared: bool = False) -> str:
