@@ -231,7 +231,7 @@ def test_shrinking_takes_an_equal_share_evenly(side: str) -> None:
 INDUCTION = ["L17H3", "L17H4", "L17H5", "L18H6", "L18H7", "L23H2"]
 """Induction heads of SmolLM2-135M."""
 SINKS = 4
-"""Positions at its start whose stream is up to 7 (at BOS 130) times as large as elsewhere."""
+"""Its first positions: the stream of some prompts is 7 times as large there (at BOS 130 times)."""
 
 
 @pytest.mark.smollm2
@@ -267,7 +267,7 @@ def test_one_edge_carries_induction_in_smollm2() -> None:
             losses = next_token_losses(model(prompts), prompts)[:, second[1:]].mean(1)
         return paired_interval(losses.double() - found.losses[0]).low
 
-    # tokens 1 to 3 attract attention like BOS, and mlp11 alone keeps it off them
+    # tokens 1 and 2 attract attention like BOS, and mlp11 keeps it off them
     assert float(change("mlp11", INDUCTION, None)) > 2
     assert float(change("L16H0", "L18H6", SINKS)) > 1
     assert float(change("L16H0", "L18H8", SINKS)) < 0.1
