@@ -35,21 +35,23 @@ def _without_gradients() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("swap", "drop"), [(False, 0), (True, 0), (False, 3)])
 @pytest.mark.parametrize("side", ["query", "key", "value"])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3"])
 @torch.no_grad()
-def test_edges_are_those_of_split_inputs(architecture: str, side: str, swap: bool) -> None:
+def test_edges_are_those_of_split_inputs(
+    architecture: str, side: str, swap: bool, drop: int
+) -> None:
     """Independent route: HookedTransformer's ``hook_k_input`` and alike, norm scales held."""
     dtype = torch.float64
     model = from_hf(hf_model(architecture, dtype), None, model_class="hooked", dtype=dtype)
     w = writer_of(model, "L0H1")
-    change = w.roll(1, 0) - w if swap else -w
+    change = (w.roll(1, 0) - w if swap else -w)[:, drop:]
     plain = model(PROMPTS)
     if swap:
         context = swap_edge(model, PROMPTS, "L0H1", "L1H2", side=side, other=PROMPTS.roll(1, 0))
     else:
-        context = remove_edge(model, PROMPTS, "L0H1", "L1H2", side=side)
+        context = remove_edge(model, PROMPTS, "L0H1", "L1H2", side=side, drop=drop)
     with context:
         ours = model(PROMPTS)
     cache = model.run_with_cache(PROMPTS)[1]
@@ -58,7 +60,7 @@ def test_edges_are_those_of_split_inputs(architecture: str, side: str, swap: boo
 
     def take(value: Tensor, hook: Any) -> Tensor:
         value = value.clone()
-        value[:, :, 2] += change
+        value[:, drop:, 2] += change
         return value
 
     def hold(value: Tensor, hook: Any) -> Tensor:
@@ -114,6 +116,19 @@ def test_swapping_with_the_same_prompts_changes_nothing() -> None:
         assert float((model(PROMPTS) - plain).abs().max()) > 1e-3
 
 
+def test_a_first_token_that_shares_leave_out_stays() -> None:
+    """By default the input at a BOS stays whole; without a BOS nothing does."""
+    model = tlg.zoo.embedded()
+    bos = tlg.zoo.default_windows(model, 12, n=2).tokens
+    for prompts, drop in ((bos, 1), (bos[:, 1:], 0)):
+        found: list[Tensor] = []
+        for start in (None, 0, 1, 2):
+            with remove_edge(model, prompts, "L0H0", "L1H0", drop=start):
+                found.append(model(prompts))
+        same = [torch.equal(found[0], other) for other in found[1:]]
+        assert same == [start == drop for start in (0, 1, 2)]
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     model = tiny("bridge", "gpt2")
     with pytest.raises(GeometryError, match="L1H0"), remove_edge(model, PROMPTS, "L1H0", "L1H2"):
@@ -124,9 +139,15 @@ def test_what_makes_no_sense_is_refused() -> None:
     other = pytest.raises(GeometryError, match="tokens of the clean run")
     with remove_edge(model, PROMPTS, "L0H0", "L1H2"), other:
         model(PROMPTS.flip(0))
+    all_left = remove_edge(model, PROMPTS, "L0H0", "L1H2", drop=12)
+    with pytest.raises(GeometryError, match="drop"), all_left:
+        pass
     alone = swap_edge(model, PROMPTS[:1], "L0H0", "L1H2")
     with pytest.raises(GeometryError, match="2 prompts"), alone:
         pass
+
+
+FIRST = ("clean", "remove", "swap", "keep", "shrink")
 
 
 def test_necessity_is_paired_over_prompts() -> None:
@@ -136,50 +157,117 @@ def test_necessity_is_paired_over_prompts() -> None:
     prompts = tlg.scores.repeated_random_tokens(12, 2, 12, low=3, high=view(model).d_vocab)
     second = torch.arange(24) >= 13
     heads = ["L1H0", "L2H1"]
-    found = edge_necessity(model, prompts, "L0H0", heads, counted=second, controls=3)
-    assert found.conditions[:3] == ("clean", "remove", "swap")
-    with torch.no_grad(), remove_edge(model, prompts, "L0H0", heads):
+    found = edge_necessity(model, prompts, "L0H0", heads, counted=second, controls=3, drop=2)
+    assert (found.conditions[:5], found.drop) == (FIRST, 2)
+    with torch.no_grad(), remove_edge(model, prompts, "L0H0", heads, drop=2):
         own = next_token_losses(model(prompts), prompts)[:, second[1:]].mean(1)
     assert torch.allclose(found.losses[1].float(), own, atol=1e-5)
     assert float((found.losses[1] - found.losses[0]).abs().max()) > 1e-3
     assert float((found.losses[2] - found.losses[1]).abs().max()) > 1e-3
-    shares = found.share[3:].abs()
+    shares = found.share[5:].abs()
     assert bool((shares[:-1] >= shares[1:]).all())
     assert found.change("remove") == paired_interval(found.losses[1] - found.losses[0])
     assert found.p_value("remove", against="swap") == sign_flip_p(found.losses[1] - found.losses[2])
-    few = edge_necessity(model, prompts[:3], "L0H0", heads, controls=["mlp0"])
-    assert few.conditions == ("clean", "remove", "swap", "mlp0")
+    few = edge_necessity(model, prompts[:3], "L0H0", heads, controls=["mlp0", "attn0"])
+    assert few.conditions == (*FIRST, "mlp0", "attn0")
+    assert float(few.share[6].abs()) > float(few.share[1].abs())
     assert few.change("remove").low.isnan()
     with pytest.raises(GeometryError, match="counted"):
         edge_necessity(model, prompts, "L0H0", heads, counted=second[:5])
 
 
+@pytest.mark.parametrize("side", ["query", "key", "value"])
+def test_controls_are_the_largest_on_the_side_asked_for(side: str) -> None:
+    model = tlg.zoo.embedded()
+    prompts = tlg.zoo.default_windows(model, 20, n=4)
+    heads = ["L2H1", "L2H3"]
+    found = edge_necessity(model, prompts, "L1H0", heads, side=side, controls=4, drop=2)
+    table = tlg.composition(model, prompts, heads=heads, drop=2, progress=False)
+    cs = table.cs[:, ["query", "key", "value"].index(side)].mean(0)
+    known = {n: float(x) for n, x in zip(table.parts, cs, strict=True)}
+    others = [n for n in known if n not in ("bias", "constants", "L1H0")]
+    ranked = sorted(others, key=lambda name: -abs(known[name]))
+    assert found.conditions[5:] == tuple(ranked[:4])
+    expected = torch.tensor([known[n] for n in ("L1H0", "L1H0", "L1H0", "L1H0", *ranked[:4])])
+    assert torch.allclose(found.share[1:].float(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["query", "key", "value"])
+def test_what_is_kept_is_what_no_other_writer_wrote(side: str) -> None:
+    model = tlg.zoo.embedded()
+    prompts = tlg.zoo.default_windows(model, 16, n=2).tokens
+    found = edge_necessity(model, prompts, "L0H0", "L2H1", side=side, controls=0)
+    table = tlg.composition(model, prompts, heads="L2H1", progress=False)
+    rest = [n for n in table.parts[1:] if n != "L0H0"]
+    with remove_edge(model, prompts, rest, "L2H1", side=side):
+        own = next_token_losses(model(prompts), prompts).mean(1)
+    assert torch.allclose(found.losses[3].float(), own, atol=1e-5)
+    assert float((found.losses[3] - found.losses[0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("side", ["query", "key", "value"])
+def test_shrinking_takes_an_equal_share_evenly(side: str) -> None:
+    """Independent route: the pattern to the power 1 - share, or values times 1 - share."""
+    model = tlg.zoo.embedded()
+    prompts = tlg.zoo.default_windows(model, 16, n=2).tokens
+    found = edge_necessity(model, prompts, "L0H0", "L1H0", side=side, controls=0)
+    kept = 1 - float(found.share[1])
+    cache = model.run_with_cache(prompts)[1]
+    power, values = (1.0, kept) if side == "value" else (kept, 1.0)
+    pattern = cache["pattern", 1][:, 0] ** power
+    pattern = pattern / pattern.sum(-1, keepdim=True)
+
+    def other(z: Tensor, hook: Any) -> Tensor:
+        z = z.clone()
+        z[:, :, 0] = values * pattern @ cache["v", 1][:, :, 0]
+        return z
+
+    logits = model.run_with_hooks(prompts, fwd_hooks=[("blocks.1.attn.hook_z", other)])
+    own = next_token_losses(logits, prompts).mean(1)
+    assert torch.allclose(found.losses[4].float(), own, atol=1e-5)
+    assert float((found.losses[4] - found.losses[0]).abs().max()) > 1e-4
+
+
 INDUCTION = ["L17H3", "L17H4", "L17H5", "L18H6", "L18H7", "L23H2"]
 """Induction heads of SmolLM2-135M."""
+SINKS = 4
+"""Its first positions: the stream of some prompts is 7 times as large there (at BOS 130 times)."""
 
 
 @pytest.mark.smollm2
 @pytest.mark.slow
 def test_one_edge_carries_induction_in_smollm2() -> None:
     """The strongest writer of the induction heads' keys is a previous-token head, far above its
-    nulls, and without that edge nothing is copied; of four other edges tried three do next to
-    nothing, and the fourth, of mlp11, breaks induction as well."""
+    nulls, and without that edge nothing is copied. As large a share taken evenly, all other writers
+    together, and the largest other edges cost far less; so does the same writer in L18H8, of whose
+    keys it writes as much as of L18H6's and L18H7's."""
     model = tlg.zoo.smollm2()
     bos = view(model).bos_id
-    prompts = tlg.scores.repeated_random_tokens(20, 2, 6, low=1000, high=40000, bos_id=bos)
-    table = tlg.composition(model, prompts, heads=INDUCTION[:5], progress=False)
+    prompts = tlg.scores.repeated_random_tokens(20, 2, 10, low=1000, high=40000, bos_id=bos)
+    heads = [*INDUCTION[:5], "L18H8"]
+    table = tlg.composition(model, prompts[:3], heads=heads, draws=2, progress=False)
     previous = table.parts.index("L16H0")
     for head in range(5):
         assert int(table.gs[head, 1].argmax()) == previous
         assert float(table.gs[head, 1, previous]) > 0.5
         nulls = (table.other_gs, table.random_gs)
         assert all(abs(float(null[head, 1, previous])) < 0.2 for null in nulls)
-    second = torch.arange(41) >= 22
-    # mlp11 (share 0.04) breaks it, too: probably it writes the sink at BOS, which shares leave out
-    # and a removal does not
-    others = ["mlp16", "L16H2", "mlp15"]
-    found = edge_necessity(model, prompts, "L16H0", INDUCTION, counted=second, controls=others)
-    clean = found.of("clean")
-    assert found.of("remove") > clean + 4
-    assert found.of("swap") > clean + 4
-    assert all(abs(found.of(name) - clean) < 1 for name in found.conditions[3:])
+    assert float((table.cs[3:, 1, previous] - table.cs[5, 1, previous]).abs().max()) < 0.1
+    second, others = torch.arange(41) >= 22, ["mlp16", "mlp11"]
+    options: dict[str, Any] = {"counted": second, "controls": others, "drop": SINKS}
+    found = edge_necessity(model, prompts, "L16H0", INDUCTION, **options)
+    assert float(found.change("remove").low) > 4
+    assert float(found.change("swap").low) > 4
+    for name in found.conditions[3:]:
+        assert float(found.change(name).high) < 3, name
+        assert float(found.change("remove", against=name).low) > 3, name
+
+    def change(writer: str, heads: Any, drop: int | None) -> Tensor:
+        with remove_edge(model, prompts, writer, heads, drop=drop):
+            losses = next_token_losses(model(prompts), prompts)[:, second[1:]].mean(1)
+        return paired_interval(losses.double() - found.losses[0]).low
+
+    # tokens 1 and 2 attract attention like BOS, and mlp11 keeps it off them
+    assert float(change("mlp11", INDUCTION, None)) > 2
+    assert float(change("L16H0", "L18H6", SINKS)) > 1
+    assert float(change("L16H0", "L18H8", SINKS)) < 0.1

@@ -25,9 +25,13 @@ REDUCED = {
     "05_induction_heads": "contexts = 48",
     "06_your_own_split": "batch = 4",
     "07_rotary_induction": "contexts = 12",
+    "08_who_wrote_the_keys": "prompts = 3",
 }
 """What stands in place of the cell tagged ``parameters``."""
-REAL = {"07_rotary_induction": ("zoo.smollm2()", "google/gemma-3-270m")}
+REAL: dict[str, tuple[str, str]] = {
+    "07_rotary_induction": ("zoo.smollm2()", "google/gemma-3-270m"),
+    "08_who_wrote_the_keys": ("zoo.smollm2()", "google/gemma-3-270m"),
+}
 """Notebooks of a real model: how it is loaded, and what is offered in its place; the others show
 the embedded model, and offer GPT-2."""
 EACH = [
@@ -79,7 +83,7 @@ def check_outputs(outputs: list[Any]) -> None:
         assert not hosts, hosts
 
 
-def test_all_seven_are_here() -> None:
+def test_all_eight_are_here() -> None:
     assert [path.stem for path in NOTEBOOKS] == list(REDUCED)
 
 

@@ -1,14 +1,20 @@
-"""Is an edge needed? Loss of each prompt with a writer taken out of some heads' inputs, with
-another prompt's writer in its place, and with other writers taken out instead."""
+"""Is an edge needed, and is it enough? Loss of each prompt, clean and under edits.
+
+remove      the writer taken out of some heads' inputs
+swap        another prompt's writer in its place
+keep        all other writers taken out: the edge alone
+shrink      (1 - a) of the heads' scores (or values), a the writer's share: as much, taken evenly
+controls    other writers taken out in its place
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
@@ -18,29 +24,32 @@ from tl_geometry.base.intervals import Interval, paired_interval, sign_flip_p
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.edges import CleanRun, clean_run, edge_edits
+from tl_geometry.interventions.edges import CleanRun, clean_run, edge_edits, first_edited
 from tl_geometry.interventions.terms import derangement
 from tl_geometry.models.describing import as_view
-from tl_geometry.models.live import edited_scores
+from tl_geometry.models.live import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.outputs import output_batch, require_output
-from tl_geometry.scores.sweep import sweep_heads
+from tl_geometry.scores.composing import SIDES, composition
+from tl_geometry.scores.writers import sweep_writers
 
-CLEAN, REMOVE, SWAP = "clean", "remove", "swap"
+CLEAN, REMOVE, SWAP, KEEP, SHRINK = "clean", "remove", "swap", "keep", "shrink"
 """Conditions of :func:`edge_necessity` beside the controls, which are named by their writers."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EdgeNecessity(Result):
     """Loss (nats) of each condition and prompt: the clean run, the edge removed, another prompt's
-    writer swapped in, and each of the other writers removed in its place.
+    writer swapped in, the edge alone, all shrunk by its share, and each of the other writers
+    removed in its place.
 
     Rows have the mean over prompts, its change from clean with Student's 95% interval of the paired
     differences, and how much more removing the edge costs than this condition (``excess``) with
     interval and sign-flip p-value; intervals and p-values are NaN below 10 prompts. ``share`` is
-    the mean covariance share of the writer in the chosen heads on that side (NaN for values).
+    the mean covariance share of the writer in the chosen heads on that side; inputs of the first
+    ``drop`` positions were left whole, as they are by the shares.
     """
 
     writer: str
@@ -49,7 +58,8 @@ class EdgeNecessity(Result):
     conditions: tuple[str, ...]
     losses: Float[Tensor, "condition context"]
     share: Float[Tensor, " condition"]
-    version: ClassVar[int] = 1
+    drop: int
+    version: ClassVar[int] = 2
 
     @property
     def loss(self) -> Float[Tensor, " condition"]:
@@ -94,11 +104,13 @@ def edge_necessity(
     side: str = "key",
     counted: Bool[Tensor, "..."] | None = None,
     controls: Sequence[str] | int = 6,
+    drop: int | None = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
 ) -> EdgeNecessity:
     """What it costs to take ``writer`` out of the ``side`` input of ``heads``, beside the controls:
-    the same writer's output of another prompt, and the removal of other writers.
+    the same writer's output of another prompt, the edge alone, as large a share taken from all
+    writers evenly, and the removal of other writers.
 
     Args:
         tokens: at least 2 prompts (10 for intervals).
@@ -106,6 +118,8 @@ def edge_necessity(
             random tokens those of the second copy); all by default.
         controls: names of other writers, or how many of the heads, MLPs and embeddings with the
             largest absolute share in the chosen heads on that side.
+        drop: positions whose inputs stay whole, by default a BOS token. Tokens that are attention
+            sinks belong to them: a writer may matter for nothing but keeping attention off them.
 
     Raises ``UnsupportedModelError`` for encoders and without a trained output head,
     ``GeometryError`` for a writer that does not come before every reader.
@@ -114,84 +128,112 @@ def edge_necessity(
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=4)
     >>> found = tlg.interventions.edge_necessity(model, windows, "L0H0", "L1H0", controls=1)
-    >>> found.conditions[:3], found.losses.shape
-    (('clean', 'remove', 'swap'), torch.Size([4, 4]))
+    >>> found.conditions[:5], found.losses.shape
+    (('clean', 'remove', 'swap', 'keep', 'shrink'), torch.Size([6, 4]))
     """
     view = as_view(model)
     require_output(view, "edge_necessity")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     require(len(rows) >= 2, "tokens", expected="at least 2 prompts", got=len(rows))
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    layers = {layer for layer, _ in chosen}
-    shares = _shares(view, rows.tokens, chosen, side)
+    checks.choice(side, SIDES, "side")
+    layers, start = {layer for layer, _ in chosen}, first_edited(drop, rows)
+    shares = _shares(view, rows.tokens, chosen, side, start)
     others = _controls(controls, shares, writer)
-    names = (CLEAN, REMOVE, SWAP, *others)
-    keep = torch.ones_like(rows.tokens, dtype=torch.bool) if counted is None else counted
-    fits = keep.dtype == torch.bool and keep.shape[-1] == rows.tokens.shape[1]
-    require(fits, "counted", expected="bool [batch position]", got=describe(keep))
-    keep = keep.expand(rows.tokens.shape)[:, 1:]
-    require(bool(keep.any(1).all()), "counted", expected="tokens of every prompt", got="none")
+    keep = _counted(counted, rows.tokens)
     size = max(1, output_batch(view, rows.tokens.shape[1], all_positions=True))
     order, found = derangement(len(rows), seed), []
     for at in torch.arange(len(rows)).split(size):
         run = clean_run(view, rows.tokens[at], [writer, *others], layers)
         away = clean_run(view, rows.tokens[order[at]], [writer], layers)
-        losses = [_losses(view, run, name, writer, chosen, side, away) for name in names]
-        each = torch.stack(losses) * keep[at].to(losses[0])
-        found.append(each.sum(-1) / keep[at].sum(-1).to(each))
-    nothing = float("nan")
-    known = [nothing, *[shares.get(n, nothing) for n in (writer, writer, *others)]]
+
+        def edits(name: str, run: CleanRun = run, away: CleanRun = away) -> list[Edit]:
+            if name == SHRINK:
+                return _shrinking(_share(shares, writer), chosen, side)
+            own, source = name in (REMOVE, SWAP, KEEP), away if name == SWAP else None
+            options = {"drop": start, "keep": name == KEEP}
+            return edge_edits(run, writer if own else name, chosen, side, source, **options)
+
+        each = [_losses(view, run.tokens, ())]
+        each += [_losses(view, run.tokens, edits(n)) for n in (REMOVE, SWAP, KEEP, SHRINK, *others)]
+        found.append(torch.stack(each).mul(keep[at]).sum(-1) / keep[at].sum(-1))
+    known = [_share(shares, name).nanmean() for name in (*[writer] * 4, *others)]
     return EdgeNecessity(
         provenance=view.provenance(rows, seed=seed),
         writer=writer,
         heads=chosen,
         side=side,
-        conditions=names,
+        conditions=(CLEAN, REMOVE, SWAP, KEEP, SHRINK, *others),
         losses=torch.cat(found, 1).cpu(),
-        share=torch.tensor(known, dtype=torch.float64),
+        share=torch.stack([torch.tensor(torch.nan).to(known[0]), *known]),
+        drop=start,
     )
 
 
+def _counted(
+    counted: Bool[Tensor, "..."] | None, tokens: Int[Tensor, "batch position"]
+) -> Bool[Tensor, "batch predicted"]:
+    """Which tokens after the first count."""
+    keep = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
+    fits = keep.dtype == torch.bool and keep.shape[-1] == tokens.shape[1]
+    require(fits, "counted", expected="bool [batch position]", got=describe(keep))
+    keep = keep.to(tokens.device).expand(tokens.shape)[:, 1:]
+    require(bool(keep.any(1).all()), "counted", expected="tokens of every prompt", got="none")
+    return keep
+
+
 def _losses(
-    view: ModelView,
-    run: CleanRun,
-    condition: str,
-    writer: str,
-    heads: Sequence[tuple[int, int]],
-    side: str,
-    away: CleanRun,
-) -> Float[Tensor, "batch position"]:
-    """Loss of every token after the first under one condition."""
-    if condition == CLEAN:
-        return next_token_losses(view.logits(run.tokens), run.tokens).double()
-    name = writer if condition in (REMOVE, SWAP) else condition
-    edits = edge_edits(run, name, heads, side, away if condition == SWAP else None)
+    view: ModelView, tokens: Int[Tensor, "batch position"], edits: Sequence[Edit]
+) -> Float[Tensor, "batch predicted"]:
+    """Loss of every token after the first under some edits."""
     with edited_scores(view, edits):
-        return next_token_losses(view.logits(run.tokens), run.tokens).double()
+        return next_token_losses(view.logits(tokens), tokens).double()
+
+
+def _shrinking(
+    share: Float[Tensor, " head"], heads: Sequence[tuple[int, int]], side: str
+) -> list[Edit]:
+    """``(1 - a)`` of each head's scores or values, a its share."""
+    left = dict(zip(heads, (1 - share.nan_to_num()).tolist(), strict=True))
+    out: list[Edit] = []
+    for at in sorted({layer for layer, _ in heads}):
+        mine = tuple(sorted(head for layer, head in heads if layer == at))
+        factor = torch.tensor([left[at, head] for head in mine])
+        if side == "value":
+            values = lambda _, v, x=factor: v * x.to(v)[:, None]  # noqa: E731
+            out.append(Edit(at, mine, lambda _, whole: whole, values=values))
+        else:
+            out.append(Edit(at, mine, lambda _, s, x=factor: s * x.to(s)[:, None, None]))
+    return out
 
 
 def _shares(
-    view: ModelView, tokens: Tensor, heads: Sequence[tuple[int, int]], side: str
-) -> dict[str, float]:
-    """Mean covariance share of each writer in some heads, on the query or key side (the key side's
-    for values)."""
-    layers = sorted({layer for layer, _ in heads})
-    sweep = sweep_heads(view, tokens, parts="writers", layers=layers, progress=False)
-    rows = [sweep.heads.index(head) for head in heads]
-    values = sweep.cs[rows, 0 if side == "query" else 1].nanmean(0)
-    before = {
-        part: float(value)
-        for part, value, wrote in zip(sweep.parts, values, sweep.wrote, strict=True)
-        if wrote < layers[0]
-    }
-    return {part: value for part, value in before.items() if part not in ("bias", "alibi")}
+    view: ModelView, tokens: Tensor, heads: Sequence[tuple[int, int]], side: str, drop: int
+) -> dict[str, Float[Tensor, " head"]]:
+    """Covariance share of each writer before all of some heads in each of them, on one side."""
+    if side == "value":
+        table = composition(view, tokens, heads=heads, draws=1, drop=drop, progress=False)
+        cs = table.cs[:, SIDES.index(side)]
+    else:
+        layers = sorted({layer for layer, _ in heads})
+        table = sweep_writers(view, tokens, layers=layers, drop=drop, progress=False)
+        cs = table.cs[[table.heads.index(head) for head in heads], SIDES.index(side)]
+    first = min(layer for layer, _ in heads)
+    every = zip(table.parts, table.wrote, cs.mT, strict=True)
+    return {part: x for part, at, x in every if at < first and part not in ("bias", "alibi")}
+
+
+def _share(shares: Mapping[str, Tensor], name: str) -> Float[Tensor, " head"]:
+    """Share of one writer, or of the attention of a block."""
+    heads = name.replace("attn", "L") + "H"
+    return torch.stack([x for n, x in shares.items() if n == name or n.startswith(heads)]).sum(0)
 
 
 def _controls(
-    controls: Sequence[str] | int, shares: dict[str, float], writer: str
+    controls: Sequence[str] | int, shares: Mapping[str, Tensor], writer: str
 ) -> tuple[str, ...]:
     """Other writers: those named, or the largest."""
     if not isinstance(controls, int):
         return tuple(controls)
-    ranked = sorted(shares, key=lambda name: -abs(shares[name]))
+    ranked = sorted(shares, key=lambda name: -abs(float(shares[name].nanmean())))
     return tuple(name for name in ranked if name not in (writer, "constants"))[:controls]

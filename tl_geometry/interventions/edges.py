@@ -27,7 +27,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.sources import token_rows
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.terms import HeadsLike, derangement
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
@@ -46,9 +46,10 @@ Sides = str | Sequence[str]
 
 @dataclass(frozen=True, eq=False)
 class CleanReader:
-    """What one layer read in the clean run: frozen scales and constants of its sides, and what each
-    chosen writer had written."""
+    """What one layer read in the clean run: the stream, frozen scales and constants of its sides,
+    and what each chosen writer had written."""
 
+    h: Float[Tensor, "batch position d_model"]
     scale: Mapping[str, Float[Tensor, "batch position head"]]
     constant: Mapping[str, Float[Tensor, "batch position head d_head"]]
     writers: Mapping[str, Float[Tensor, "batch position d_model"]]
@@ -81,6 +82,7 @@ def clean_run(
     def take(layer: LayerView, written: Written) -> None:
         parts = written.parts("blocks") | written.parts()
         readers[layer.layer] = CleanReader(
+            layer.h,
             {w: getattr(layer, f"{w}_scale") for w in "qkv"},
             {w: getattr(layer, f"{w}_constant") for w in "qkv"},
             {name: parts[name] for name in writers},
@@ -96,19 +98,24 @@ def edge_edits(
     heads: Sequence[tuple[int, int]],
     sides: Sides,
     other: CleanRun | None = None,
+    *,
+    drop: int = 0,
+    keep: bool = False,
 ) -> list[Edit]:
-    """One edit for each layer that has chosen heads: ``writers`` out of their inputs, and those of
-    ``other`` in, where it is given."""
+    """One edit for each layer that has chosen heads: ``writers`` (with ``keep`` all others) out of
+    their inputs from position ``drop`` on, and those of ``other`` in, where it is given."""
     names = [writers] if isinstance(writers, str) else list(writers)
     given = [sides] if isinstance(sides, str) else list(sides)
     letters = [SIDES[checks.choice(side, tuple(SIDES), "side")] for side in given]
     out: list[Edit] = []
     for at in sorted({layer for layer, _ in heads}):
         clean = run.readers[at]
-        change = -torch.stack([clean.writers[name] for name in names]).sum(0)
+        written = torch.stack([clean.writers[name] for name in names]).sum(0)
+        change = written - clean.h if keep else -written
         if other is not None:
             found = other.readers[at].writers
             change = change + torch.stack([found[name] for name in names]).sum(0)
+        change[:, :drop] = 0
         mine = tuple(sorted(head for layer, head in heads if layer == at))
         out.append(_edit(run, at, mine, change, letters))
     return out
@@ -151,11 +158,13 @@ def _apply(
     side: Sides,
     other: TokensLike | None,
     swap: bool,
+    drop: int | None,
     prepend_bos: bool | None,
     seed: int,
 ) -> Iterator[OpenEdit]:
     view = as_view(model)
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos).tokens
+    given = token_rows(view, tokens, prepend_bos=prepend_bos)
+    rows, start = given.tokens, first_edited(drop, given)
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
     names = [writers] if isinstance(writers, str) else list(writers)
     layers = {layer for layer, _ in chosen}
@@ -163,8 +172,16 @@ def _apply(
     source = None
     if swap:
         source = clean_run(view, _others(view, rows, other, prepend_bos, seed), names, layers)
-    with edited_scores(view, edge_edits(run, names, chosen, side, source)) as edit:
+    with edited_scores(view, edge_edits(run, names, chosen, side, source, drop=start)) as edit:
         yield edit
+
+
+def first_edited(drop: int | None, rows: TokenWindows) -> int:
+    """The first position whose input an edge's removal changes: that where its shares begin."""
+    start, length = int(rows.has_bos) if drop is None else drop, rows.tokens.shape[1]
+    fits = 0 <= start < length
+    require(fits, "drop", expected=f"fewer than the {length} positions", got=start)
+    return start
 
 
 def _others(
@@ -189,6 +206,7 @@ def remove_edge(
     heads: Sequence[Head] | Head,
     *,
     side: Sides = "key",
+    drop: int | None = None,
     prepend_bos: bool | None = None,
 ) -> AbstractContextManager[OpenEdit]:
     """Context manager: take a writer out of what ``heads`` read, on the ``"query"``, ``"key"`` or
@@ -196,8 +214,11 @@ def remove_edge(
 
     ``with remove_edge(model, tokens, "L0H3", "L1H0"): model(tokens)``. Writers are named as in
     ``sweep_heads(..., parts="writers")`` (``"embed"``, ``"L0H3"``, ``"mlp0"``, ``"constants"``), or
-    as in ``"blocks"`` (``"attn0"``); several are removed together. The passes inside must be over
-    ``tokens``, whose clean run gives the writer's output and the norm's scale.
+    as in ``"blocks"`` (``"attn0"``); several are removed together. The inputs of the first ``drop``
+    positions stay whole, by default that of a BOS token: what is removed is the term whose share
+    :func:`tl_geometry.composition` gives, and the attention sink stays what it was. ``drop=0``
+    removes it everywhere. The passes inside must be over ``tokens``, whose clean run gives the
+    writer's output and the norm's scale.
 
     Raises ``GeometryError`` for a writer that does not come before every reader, and for other
     tokens inside; else as :func:`remove_term`.
@@ -208,7 +229,7 @@ def remove_edge(
     >>> with tlg.interventions.remove_edge(model, tokens, "L0H0", "L1H0"):
     ...     logits = model(tokens)
     """
-    return _apply(model, tokens, writer, heads, side, None, False, prepend_bos, 0)
+    return _apply(model, tokens, writer, heads, side, None, False, drop, prepend_bos, 0)
 
 
 def swap_edge(
@@ -219,6 +240,7 @@ def swap_edge(
     *,
     side: Sides = "key",
     other: TokensLike | None = None,
+    drop: int | None = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
 ) -> AbstractContextManager[OpenEdit]:
@@ -228,4 +250,4 @@ def swap_edge(
     ``other`` are as many prompts of the same length, by default the same prompts in another order.
     See :func:`remove_edge`.
     """
-    return _apply(model, tokens, writer, heads, side, other, True, prepend_bos, seed)
+    return _apply(model, tokens, writer, heads, side, other, True, drop, prepend_bos, seed)
