@@ -20,11 +20,10 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.intervals import Interval, paired_interval, sign_flip_p
-from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.edges import CleanRun, clean_run, edge_edits, first_edited
+from tl_geometry.interventions.effects import Conditions
 from tl_geometry.interventions.terms import derangement
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.live import Edit, edited_scores
@@ -40,7 +39,7 @@ CLEAN, REMOVE, SWAP, KEEP, SHRINK = "clean", "remove", "swap", "keep", "shrink"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EdgeNecessity(Result):
+class EdgeNecessity(Conditions):
     """Loss (nats) of each condition and prompt: the clean run, the edge removed, another prompt's
     writer swapped in, the edge alone, all shrunk by its share, and each of the other writers
     removed in its place.
@@ -55,31 +54,13 @@ class EdgeNecessity(Result):
     writer: str
     heads: tuple[tuple[int, int], ...]
     side: str
-    conditions: tuple[str, ...]
-    losses: Float[Tensor, "condition context"]
     share: Float[Tensor, " condition"]
     drop: int
     version: ClassVar[int] = 2
 
-    @property
-    def loss(self) -> Float[Tensor, " condition"]:
-        """Mean loss of each condition."""
-        return self.losses.mean(1)
-
     def of(self, condition: str) -> float:
         """Mean loss of one condition."""
         return float(self.loss[self._row(condition)])
-
-    def change(self, condition: str, *, against: str = CLEAN) -> Interval:
-        """Mean paired difference of two conditions with its interval."""
-        return paired_interval(self.losses[self._row(condition)] - self.losses[self._row(against)])
-
-    def p_value(self, condition: str, *, against: str = CLEAN) -> float:
-        """Sign-flip p-value of the paired differences of two conditions."""
-        return sign_flip_p(self.losses[self._row(condition)] - self.losses[self._row(against)])
-
-    def _row(self, condition: str) -> int:
-        return self.conditions.index(checks.choice(condition, self.conditions, "condition"))
 
     def columns(self) -> Sequence[str]:
         found = [f"{name}{end}" for name in ("change", "excess") for end in ("", "_low", "_high")]
@@ -172,7 +153,7 @@ def edge_necessity(
 
 def _counted(
     counted: Bool[Tensor, "..."] | None, tokens: Int[Tensor, "batch position"]
-) -> Bool[Tensor, "batch predicted"]:
+) -> Bool[Tensor, "batch token"]:
     """Which tokens after the first count."""
     keep = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
     fits = keep.dtype == torch.bool and keep.shape[-1] == tokens.shape[1]
@@ -184,7 +165,7 @@ def _counted(
 
 def _losses(
     view: ModelView, tokens: Int[Tensor, "batch position"], edits: Sequence[Edit]
-) -> Float[Tensor, "batch predicted"]:
+) -> Float[Tensor, "batch token"]:
     """Loss of every token after the first under some edits."""
     with edited_scores(view, edits):
         return next_token_losses(view.logits(tokens), tokens).double()

@@ -31,48 +31,22 @@ REPEATED = 12
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Effects(Result):
-    """Effect of each condition on the output: one row per condition, the first the clean run.
+class Conditions(Result):
+    """Loss (nats) of each condition and prompt, the first condition the clean run. Changes are
+    paired over prompts, with Student's 95% interval from 10 prompts on."""
 
-    ``loss`` is the mean next-token loss (nats) on the prompts, ``induction_loss`` that on repeated
-    random tokens where they repeat, which only copying can predict; ``kl`` the mean divergence
-    KL(clean || condition) of the next-token distribution (nats) on the prompts. The tensors hold
-    each prompt's part, weighted so that the mean over prompts is the mean over tokens.
-
-    Changes are paired over prompts, with Student's 95% interval from 10 prompts on
-    (:meth:`change`).
-    """
-
-    version: ClassVar[int] = 2
     conditions: tuple[str, ...]
-    losses: Float[Tensor, "row context"]
-    induction_losses: Float[Tensor, "row sample"]
-    kls: Float[Tensor, "row context"]
+    losses: Float[Tensor, "condition context"]
 
-    def by_prompt(self, measure: str) -> Float[Tensor, "row sample"]:
-        """``"loss"``, ``"induction_loss"`` or ``"kl"`` of every condition and prompt."""
-        of = {"loss": self.losses, "induction_loss": self.induction_losses, "kl": self.kls}
-        return of[checks.choice(measure, MEASURES, "measure")]
+    def by_prompt(self, measure: str = "loss") -> Float[Tensor, "condition sample"]:
+        """A measure of every condition and prompt: ``"loss"``."""
+        checks.choice(measure, MEASURES[:1], "measure")
+        return self.losses
 
     @property
-    def loss(self) -> Float[Tensor, " row"]:
+    def loss(self) -> Float[Tensor, " condition"]:
         """Mean loss of each condition (nats)."""
         return self.losses.mean(1)
-
-    @property
-    def induction_loss(self) -> Float[Tensor, " row"]:
-        """Mean loss of each condition where random tokens repeat (nats)."""
-        return self.induction_losses.mean(1)
-
-    @property
-    def kl(self) -> Float[Tensor, " row"]:
-        """Mean KL(clean || condition) of each condition (nats)."""
-        return self.kls.mean(1)
-
-    def of(self, condition: str) -> dict[str, float]:
-        """The numbers of one condition."""
-        at = self._row(condition)
-        return {name: float(getattr(self, name)[at]) for name in MEASURES}
 
     def _row(self, condition: str) -> int:
         return self.conditions.index(checks.choice(condition, self.conditions, "condition"))
@@ -90,6 +64,41 @@ class Effects(Result):
         null that they could change places in every prompt
         (:func:`tl_geometry.base.intervals.sign_flip_p`; NaN below 10 prompts)."""
         return sign_flip_p(self._paired(condition, against, measure))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Effects(Conditions):
+    """Effect of each condition on the output: one row per condition, the first the clean run.
+
+    ``loss`` is the mean next-token loss (nats) on the prompts, ``induction_loss`` that on repeated
+    random tokens where they repeat, which only copying can predict; ``kl`` the mean divergence
+    KL(clean || condition) of the next-token distribution (nats) on the prompts. The tensors hold
+    each prompt's part, weighted so that the mean over prompts is the mean over tokens.
+    """
+
+    version: ClassVar[int] = 2
+    induction_losses: Float[Tensor, "condition sample"]
+    kls: Float[Tensor, "condition context"]
+
+    def by_prompt(self, measure: str = "loss") -> Float[Tensor, "condition sample"]:
+        """``"loss"``, ``"induction_loss"`` or ``"kl"`` of every condition and prompt."""
+        of = {"loss": self.losses, "induction_loss": self.induction_losses, "kl": self.kls}
+        return of[checks.choice(measure, MEASURES, "measure")]
+
+    @property
+    def induction_loss(self) -> Float[Tensor, " condition"]:
+        """Mean loss of each condition where random tokens repeat (nats)."""
+        return self.induction_losses.mean(1)
+
+    @property
+    def kl(self) -> Float[Tensor, " condition"]:
+        """Mean KL(clean || condition) of each condition (nats)."""
+        return self.kls.mean(1)
+
+    def of(self, condition: str) -> dict[str, float]:
+        """The numbers of one condition."""
+        at = self._row(condition)
+        return {name: float(getattr(self, name)[at]) for name in MEASURES}
 
     def survival(self, kept: str, nothing: str = "bias terms only", measure: str = "loss") -> float:
         """Share of a loss that survives: ``(L_nothing - L_kept) / (L_nothing - L_clean)``; NaN
@@ -145,7 +154,7 @@ def measure_effects(
     *,
     counted: Bool[Tensor, "batch position"],
     progress: bool = False,
-) -> tuple[Float[Tensor, "row batch"], Float[Tensor, "row batch"]]:
+) -> tuple[Float[Tensor, "condition batch"], Float[Tensor, "condition batch"]]:
     """(loss, KL from clean) of each condition and prompt over its ``counted`` tokens; a condition
     is a function that makes a context manager, the first is clean."""
     size = max(2, output_batch(view, tokens.shape[1], all_positions=True))
