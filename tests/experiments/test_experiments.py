@@ -9,6 +9,7 @@ import random
 import re
 import sys
 from collections import Counter
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -497,7 +498,9 @@ def test_a_model_without_biases_has_none_after_training() -> None:
 
 def page_of(out: Path) -> str:
     html = (out / "report.html").read_text()
-    assert "<script" not in html
+    script = (files("tl_geometry.render") / "assets" / "report.js").read_text("utf-8")
+    assert re.findall("<script>(.*?)</script>", html, re.DOTALL) == [script], "its own alone"
+    assert html.count("<script") == 1
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", html)
     return html
 
