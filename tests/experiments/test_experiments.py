@@ -560,7 +560,7 @@ def test_randomisation_at_smoke_scale(tmp_path: Path) -> None:
 def test_the_command_runs_nanogpt_on_a_named_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = tmp_path / "<b>.txt", tmp_path / "made"
+    source, out = tmp_path / "<u>.txt", tmp_path / "made"
     source.write_text("a rose is a rose is a rose.\n" * 400)
 
     def call(*arguments: str) -> int:
@@ -591,7 +591,7 @@ def test_the_command_runs_nanogpt_on_a_named_text(
     assert run["command"][:2] == ["tl-geometry", "experiment"]
     table = (out / "summary.csv").read_text().splitlines()
     assert len(table) == 1 + 2 * 3
-    assert "<b>" not in page_of(out)
+    assert "<u>" not in page_of(out)
     for bad, text in (
         (
             ["experiment", "nothing"],
