@@ -13,7 +13,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"tl_geometry", "tests", "benchmarks"}
-DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn", "umap": "umap-learn"}
+DISTRIBUTION = {
+    "PIL": "pillow",
+    "mpl_toolkits": "matplotlib",
+    "sklearn": "scikit-learn",
+    "umap": "umap-learn",
+}
 """Modules that are not named as the distribution that brings them."""
 BY_NAME = {"import_module", "importorskip"}
 """Functions that import what their first argument names."""
@@ -35,10 +40,13 @@ def imported(source: str) -> set[str]:
 
 
 def declared(*, dev: bool) -> set[str]:
-    """Distributions that ``pyproject.toml`` names; those of the extra ``dev`` on request."""
+    """Distributions that ``pyproject.toml`` names; on request those of the extra ``dev``, and what
+    README installs by itself because its own pins are narrower (``--no-deps``)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {k: v for k, v in project["optional-dependencies"].items() if dev or k != "dev"}
     lines = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    apart = re.findall(r"^pip install --no-deps (.*==.*)$", (ROOT / "README.md").read_text(), re.M)
+    lines += [name for line in apart for name in line.split() if dev and "==" in name]
     return {re.split(r"[^\w.-]", line)[0].lower() for line in lines}
 
 
