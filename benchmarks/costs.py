@@ -64,7 +64,9 @@ def cases(size: str) -> list[Case]:
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=width // 64, n_positions=length, **settings
     )
-    some = [("GPT-2 small's shape", GPT2LMHeadModel(config).eval(), None, length)]
+    some: list[tuple[str, Any, Any, int]] = [
+        ("GPT-2 small's shape", GPT2LMHeadModel(config).eval(), None, length)
+    ]
     if size != "smoke":
         with suppress(tlg.GeometryError):  # one case fewer where it is not installed
             some.append(("SmolLM2-135M", *smollm2_hugging_face(), 128))

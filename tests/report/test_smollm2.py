@@ -50,4 +50,4 @@ def test_the_report_keeps_its_budget_and_finishes(
     assert (
         next(row for row in rows if row["state"] == "12")["coordinate"] == "507"
     )  # where its second sinks live
-    assert "7 of 31 states" in page
+    assert "5 of 31 states; axes scaled per panel" in page
