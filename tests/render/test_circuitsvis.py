@@ -170,6 +170,8 @@ def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:
     assert not payload(views.attention_heads(values.mT, ["a", "b"]))["props"]["maskUpperTri"]
     masked = torch.where(torch.ones(2, 2, dtype=torch.bool).tril(), values, -torch.inf)
     assert payload(views.attention_heads(masked, ["a", "b"])) == payload(view)
+    named = views.attention_patterns(tokens=["a", "b"], attention=values)
+    assert payload(named) == payload(view)
 
 
 def test_without_circuitsvis_it_says_what_to_install(

@@ -86,6 +86,23 @@ def attention_heads(
     )
 
 
+def attention_patterns(
+    tokens: Sequence[str],
+    attention: Float[Tensor, "head query key"],
+    *,
+    names: Sequence[str] | None = None,
+    limit: float | None = None,
+    title: str = "Attention patterns",
+) -> PageView:
+    """:func:`attention_heads` under the name and with the order of arguments that notebooks use,
+    ``circuitsvis.attention.attention_patterns(tokens=str_tokens, attention=pattern)``.
+
+    >>> attention_patterns(tokens=["a", "<b>"], attention=torch.eye(2).expand(2, 2, 2)).title
+    'Attention patterns'
+    """
+    return attention_heads(attention, tokens, names=names, limit=limit, title=title)
+
+
 def attention_pattern(
     attention: Float[Tensor, "query key"] | ScoreSplit,
     tokens: Sequence[str] | None = None,
