@@ -134,7 +134,7 @@ def reach(error: float, samples: int) -> float:
 def check_states(module: Any) -> None:
     """Findings from the analysis of variance and from the measures of states."""
     table = basis().anova(null=null_basis())
-    found = module.position_share(table)
+    found = module.position_share(table, groups=8)
     row = max(rows(table), key=lambda r: r["pos_debiased"])
     share = 100 * row["pos_debiased"]
     assert found.clear
@@ -142,7 +142,7 @@ def check_states(module: Any) -> None:
     same(found.said, share, row["state"])
     noise = 100 * (row["pos"] - row["pos_debiased"])
     same(found.beside, 95, 100 * row["pos_low"], 100 * row["pos_high"], 0, noise, 4)
-    found = module.context_share(table)
+    found = module.context_share(table, groups=8)
     row = max(rows(table), key=lambda r: r["ctx"] - r["ctx_null"])
     assert found.clear
     same(found.said, 100 * row["ctx"], row["state"])
@@ -171,7 +171,7 @@ def check_states(module: Any) -> None:
 def check_heads(module: Any) -> None:
     """Findings from a sweep, from edits and from weights."""
     table = sweep()
-    found = module.driver(table)
+    found = module.driver(table, groups=8)
     bounds = table.group_intervals
     assert bounds is not None
     at = max(range(len(table.heads)), key=lambda i: rows(table)[i]["cs_position"])
@@ -183,7 +183,7 @@ def check_heads(module: Any) -> None:
     shifted = 100 * row["cs_position_shifted"]
     same(found.beside, 95, *ends, shifted, len(table.heads), *counts)
 
-    found = module.driver(table, rotary=True)
+    found = module.driver(table, groups=8, rotary=True)
     shares = [(r[f"cs_{g}"], g, r) for r in rows(table) for g in ("position", "content")]
     value, group, row = max(shares, key=lambda item: item[0])
     others = [row[f"cs_{g}"] for g in table.groups if g != group]
@@ -241,8 +241,8 @@ def check_words(module: Any) -> None:
     """What is on its null is worded as no evidence, whatever its size; what is beyond it is not."""
     nothing = basis(0.0).anova(null=null_basis())
     on_null = [
-        module.position_share(nothing),
-        module.context_share(nothing),
+        module.position_share(nothing, groups=8),
+        module.context_share(nothing, groups=8),
         module.smooth(positional_report(basis(0.0)), groups=8),
         module.dominance(effects(better=0.0)),
         module.skipped(skips(forgotten=1.6)),
@@ -253,8 +253,8 @@ def check_words(module: Any) -> None:
         assert found.said.startswith("No evidence"), found
     table = basis().anova(null=null_basis())
     beyond = [
-        module.position_share(table),
-        module.context_share(table),
+        module.position_share(table, groups=8),
+        module.context_share(table, groups=8),
         module.smooth(positional_report(basis()), groups=8),
         module.dominance(effects(better=0.4)),
         module.skipped(skips()),
@@ -362,11 +362,30 @@ def test_what_is_on_its_null_is_no_evidence() -> None:
             "never": ("abs(value - null) > wider * reach", "abs(value - null) < 0"),
             "a gap of means": ("clear = bool(gap.low > 0)", "clear = bool(gap.value > -1)"),
             "any direction": (
-                "clear = value < null and excludes(value, low, high, null, among=len(found))",
+                "clear = value < null and excludes(value, low, high, null, "
+                "samples=skips.test, among=among)",
                 "clear = True",
             ),
         },
     )
+
+
+def test_the_largest_of_many_on_their_null_is_rarely_evidence() -> None:
+    """Size of the rule at nominal 5%, eight groups each: the best of 30 heads without an effect;
+    the twin widens by normal quantiles, as if the groups were many."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, 30, 8, generator=g).double()
+    mean, error = x.mean(-1), x.std(-1) / 8**0.5
+    at = (mean / error).abs().argmax(1, keepdim=True)
+    values, errors = (y.gather(1, at).squeeze(1).tolist() for y in (mean, error))
+    ends = [(v, v - reach(e, 8), v + reach(e, 8)) for v, e in zip(values, errors, strict=True)]
+
+    def size(samples: int) -> float:
+        said = [findings.excludes(*v, 0.0, samples=samples, among=30) for v in ends]
+        return sum(said) / len(said)
+
+    assert 0.02 < size(8) < 0.07
+    assert size(10**6) > 0.15
 
 
 def test_five_are_chosen_by_their_evidence_and_none_is_lost() -> None:
@@ -387,7 +406,7 @@ def test_five_are_chosen_by_their_evidence_and_none_is_lost() -> None:
 
 def test_what_a_table_does_not_know_is_no_finding() -> None:
     few = decompose_activations(torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0)))
-    assert findings.position_share(few.anova()) is None  # no interval below 10 contexts
-    assert findings.context_share(few.anova()) is None
+    assert findings.position_share(few.anova(), groups=8) is None  # no interval below 10 contexts
+    assert findings.context_share(few.anova(), groups=8) is None
     assert findings.smooth(positional_report(few, jackknife=False), groups=8) is None
     assert findings.head_type(sweep(), "unknown") is None

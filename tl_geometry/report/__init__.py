@@ -95,6 +95,11 @@ class Analysis:
     smaller: tuple[str, ...] = ()
     planes: bool = False
 
+    @property
+    def groups(self) -> int:
+        """Groups of contexts that the basis holds: what intervals leave out in turn."""
+        return int((self.basis.group_counts > 0).sum())
+
     def pick(self, count: int) -> TokenWindows:
         """``count`` windows at even distances."""
         import torch

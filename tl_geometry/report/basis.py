@@ -98,8 +98,8 @@ def section(analysis: Analysis) -> Section:
             source=table.provenance.line(),
         )
         draft.table("anova", table, "Analysis of variance of each state")
-        draft.find(findings.position_share(table))
-        draft.find(findings.context_share(table))
+        draft.find(findings.position_share(table, groups=analysis.groups))
+        draft.find(findings.context_share(table, groups=analysis.groups))
     with draft.part("massive tokens"):
         massive.add(draft, analysis)
     with draft.part("the positional basis of each state"):

@@ -2,9 +2,10 @@
 alone.
 
 Each function answers one question from one table: it takes the head, state or layer where the
-number is largest, and words the answer by whether the interval, widened by Bonferroni's rule for
-the choice among so many, excludes the null. Where it does not, the sentence says "no evidence
-that". ``None`` where a table has no answer (no interval, no such score).
+number is largest, and words the answer by whether the interval excludes the null. The interval is
+widened by Bonferroni's rule for the choice among so many, with Student's quantiles, because most
+rest on few groups of contexts. Where it does not, the sentence says "no evidence that". ``None``
+where a table has no answer (no interval, no such score).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -63,19 +63,23 @@ def percent(value: float) -> str:
     return f"{number(100 * value)}%"
 
 
-def excludes(value: float, low: float, high: float, null: float, *, among: int = 1) -> bool:
-    """Whether a 95% interval excludes a null, widened for a choice among so many.
+def excludes(
+    value: float, low: float, high: float, null: float, *, samples: int, among: int = 1
+) -> bool:
+    """Whether Student's 95% interval of ``samples`` samples (or groups of a jackknife) excludes a
+    null, widened for a choice among so many.
 
-    >>> excludes(0.5, 0.3, 0.7, 0.2), excludes(0.5, 0.3, 0.7, 0.2, among=100)
+    >>> bounds = 0.5, 0.3, 0.7, 0.2
+    >>> excludes(*bounds, samples=8), excludes(*bounds, samples=8, among=100)
     (True, False)
     """
-    normal = NormalDist()
-    wider = normal.inv_cdf(1 - 0.025 / among) / normal.inv_cdf(0.975)
+    freedom = torch.tensor(samples - 1.0)
+    wider = float(t_quantile(freedom, 1 - 0.05 / among) / t_quantile(freedom))
     reach = value - low if null < value else high - value
     return bool(math.isfinite(low + high + null)) and abs(value - null) > wider * reach
 
 
-def position_share(table: Anova) -> Finding | None:
+def position_share(table: Anova, *, groups: int) -> Finding | None:
     """Whether position is in the residual stream."""
     if "pos" not in table.intervals:
         return None
@@ -83,7 +87,7 @@ def position_share(table: Anova) -> Finding | None:
     value, state = float(table.pos_debiased[at]), table.states[at]
     low, high = table.intervals["pos"][at, 1:].tolist()
     noise = float(table.shares["pos"][at]) - value
-    clear = excludes(value, low, high, 0.0, among=len(table.states))
+    clear = excludes(value, low, high, 0.0, samples=groups, among=len(table.states))
     shown = percent(value)
     return Finding(
         value=shown,
@@ -99,7 +103,7 @@ def position_share(table: Anova) -> Finding | None:
     )
 
 
-def context_share(table: Anova) -> Finding | None:
+def context_share(table: Anova, *, groups: int) -> Finding | None:
     """Whether a whole window shares more than spliced ones do."""
     if "ctx" not in table.intervals or table.ctx_null is None:
         return None
@@ -107,7 +111,7 @@ def context_share(table: Anova) -> Finding | None:
     at = _largest(shares - table.ctx_null)
     value, null, state = float(shares[at]), float(table.ctx_null[at]), table.states[at]
     low, high = table.intervals["ctx"][at, 1:].tolist()
-    clear = excludes(value, low, high, null, among=len(table.states))
+    clear = excludes(value, low, high, null, samples=groups, among=len(table.states))
     shown = percent(value)
     return Finding(
         value=shown,
@@ -124,7 +128,7 @@ def context_share(table: Anova) -> Finding | None:
     )
 
 
-def driver(table: SweepTable, *, rotary: bool = False) -> Finding | None:
+def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding | None:
     """Whether position drives a head (in a rotary model: position or content).
 
     The null is the share with positions shifted; in a rotary model, where shifting what stands in
@@ -146,7 +150,7 @@ def driver(table: SweepTable, *, rotary: bool = False) -> Finding | None:
     if null is None:
         return None
     among = known.numel()
-    clear = excludes(value, low, high, null, among=among)
+    clear = excludes(value, low, high, null, samples=groups, among=among)
     head, shown = head_name(table.heads[at]), percent(value)
     labels = table.by_group.labels
     word = "relative position" if rotary and group == "position" else group
@@ -187,7 +191,8 @@ def head_type(table: SweepTable, name: str) -> Finding | None:
     at = _largest(table.types[name])
     value, null = float(table.types[name][at]), table.baselines[name]
     low, high = _around(value, float(table.type_errors[name][at]), REPEATS)
-    clear = value > null and excludes(value, low, high, null, among=len(table.heads))
+    among = len(table.heads)
+    clear = value > null and excludes(value, low, high, null, samples=REPEATS, among=among)
     words = "an induction" if name == "induction" else "a previous-token"
     head, shown = head_name(table.heads[at]), percent(value)
     looks = f"puts {shown} of its attention on {TYPES[name]}"
@@ -238,7 +243,8 @@ def smooth(report: PositionalReport, *, groups: int) -> Finding | None:
     low, high = _around(value, float(report.errors[name][at]), groups)
     if not math.isfinite(low):
         return None
-    clear = value > null and excludes(value, low, high, null, among=len(report.states))
+    among = len(report.states)
+    clear = value > null and excludes(value, low, high, null, samples=groups, among=among)
     state, shown = report.states[at], percent(value)
     held = f"the lowest frequencies hold {shown} of the energy of its cosines"
     said = [f"{percent(float(v[at]))} for {_NULLS.get(n, n)}" for n, v in nulls.items()]
@@ -278,7 +284,9 @@ def incoherence(report: ContextualReport, *, groups: int) -> Finding | None:
     known = both[:, at].tolist()
     among = len(report.states)
     above, below = (all(s * (value - n) > 0 for n in known) for s in (1, -1))
-    clear = (above or below) and all(excludes(value, low, high, n, among=among) for n in known)
+    clear = (above or below) and all(
+        excludes(value, low, high, n, samples=groups, among=among) for n in known
+    )
     state, shown = report.states[at], number(value)
     said = [f"{number(float(v[at]))} for {_NULLS.get(n, n)}" for n, v in nulls.items()]
     mean = f"their mean |cos| in state {state} is {shown}"
@@ -342,7 +350,8 @@ def skipped(skips: SkipMap) -> Finding | None:
     error = float(skips.table(name, "kl_se", place=place)[a, b])
     null = float(skips.table("mean", "kl", place=place)[a, b])
     low, high = _around(value, error, skips.test)
-    clear = value < null and excludes(value, low, high, null, among=len(found))
+    among = len(found)
+    clear = value < null and excludes(value, low, high, null, samples=skips.test, among=among)
     shown = number(value)
     change = f"moves the next-token distribution by {shown} nats (KL)"
     map_name = {"flow": "rotation and stretch", "identity": "nothing at all"}.get(name, name)
@@ -367,8 +376,10 @@ def truncated(curve: TruncationCurve) -> Finding | None:
     needed = curve.needed()
     at = len(curve.K) - 1 if needed is None else curve.K.index(needed)
     value, null = float(curve.kl[at]), curve.baseline_mean
-    low, high = _around(value, float(curve.kl_se[at]), curve.provenance.contexts)
-    clear = needed is not None and excludes(value, low, high, 0.1 * null, among=len(curve.K))
+    n = curve.provenance.contexts
+    low, high = _around(value, float(curve.kl_se[at]), n)
+    past = excludes(value, low, high, 0.1 * null, samples=n, among=len(curve.K))
+    clear = needed is not None and past
     shown = number(value)
     return Finding(
         value=str(curve.K[at]),

@@ -93,7 +93,7 @@ def section(analysis: Analysis) -> Section:
             "heads",
         )
         draft.table("heads", table, "Shares, types and labels of every head", COLUMNS)
-    draft.find(findings.driver(table, rotary=_rotary(analysis)))
+    draft.find(findings.driver(table, groups=analysis.groups, rotary=_rotary(analysis)))
     for name in findings.TYPES:
         draft.find(findings.head_type(table, name))
     if _rotary(analysis):

@@ -83,7 +83,7 @@ def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
         )
         draft.draw(views.learning_curve(position, "rank"), "learning")
     draft.table("positional", position, "Measures of position in each state", MEASURED)
-    draft.find(findings.smooth(position, groups=len(basis.group_counts)))
+    draft.find(findings.smooth(position, groups=analysis.groups))
 
 
 def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
@@ -108,4 +108,4 @@ def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
     else:
         draft.draw(views.similarity(context), "similarity")
     draft.table("contextual", context, "Measures of context in each state")
-    draft.find(findings.incoherence(context, groups=len(basis.group_counts)))
+    draft.find(findings.incoherence(context, groups=analysis.groups))
