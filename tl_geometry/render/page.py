@@ -82,9 +82,9 @@ class PageView:
         """
         wide = f"width:100%;max-width:{self.width}px" if self.fluid else f"width:{self.width}px"
         size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
-        held = self._without_library() if shared else self.page
-        held = held.replace("<html ", f'<html data-height="{self.height}" ', 1)
-        title, page = html.escape(self.title), html.escape(held)
+        whole = self._without_library() if shared else self.page
+        whole = whole.replace("<html ", f'<html data-height="{self.height}" ', 1)
+        title, page = html.escape(self.title), html.escape(whole)
         place = "position:absolute;top:0;left:0" if png else "display:block"
         lazy = ' loading="lazy"' if shared else ""
         held = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
@@ -141,7 +141,7 @@ def document(title: str, data: Mapping[str, Any], script: str, library: str = ""
     own = assets / f"{script}.css"
     style += own.read_text(encoding="utf-8") if own.is_file() else ""
     code = f"'use strict';\n{helpers}{body}"
-    allowed = " ".join(_hash(text) for text in (code, library) if text)
+    allowed = " ".join(script_hash(text) for text in (code, library) if text)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     text = json.dumps(_shown({"title": title, **data}), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
@@ -156,7 +156,7 @@ def document(title: str, data: Mapping[str, Any], script: str, library: str = ""
     )
 
 
-def _hash(script: str) -> str:
+def script_hash(script: str) -> str:
     """A script as a content policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 

@@ -8,13 +8,12 @@ lets nothing be fetched.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
 from tl_geometry.base import html
+from tl_geometry.render.page import script_hash
 from tl_geometry.report.findings import Finding, chosen
 from tl_geometry.report.tables import anchor
 
@@ -71,8 +70,7 @@ def document(
 def _head(title: str, parts: Sequence[Part]) -> str:
     """Policy, style, script, and the library where a figure needs it."""
     script = _asset("report.js")
-    own = f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-    allowed = " ".join(dict.fromkeys([own, *(s for p in parts for s in p.scripts)]))
+    allowed = " ".join(dict.fromkeys([script_hash(script), *(s for p in parts for s in p.scripts)]))
     policy = (
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
         f"script-src {allowed}; frame-src 'self' about:"

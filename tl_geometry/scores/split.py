@@ -33,11 +33,12 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, listed, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
 from tl_geometry.models.writers import CONSTANTS
 from tl_geometry.scores.blockwise import PlaneIndex
@@ -383,13 +384,8 @@ def split_scores(
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
     names = part_names(parts, preset, view, layers_of)
     by_writers = isinstance(parts, str)
-    cells = len(rows) * len(chosen) * rows.tokens.shape[1]
-    each = len(names) ** 2 * rows.tokens.shape[1]
-    if by_writers:  # nobody looks at all of their terms at once
-        each = 2 * len(names) * max(view.d_head, view.d_model // len(chosen))
-    check_request(
-        view, rows, basis, each * cells * max(4, view.dtype.itemsize), memory_budget, len(chosen)
-    )
+    size = _size(view, rows, len(chosen), len(names), by_writers)
+    check_request(view, rows, basis, size, memory_budget, len(chosen))
     splitter = Splitter(view, basis, parts, preset, legacy_double_ln, layers_of)
     found: list[HeadTerms] = []
 
@@ -437,6 +433,16 @@ def split_scores(
         ),
         **_planes_of(found, pick, preset),
     )
+
+
+def _size(view: ModelView, rows: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
+    """Bytes of what a split may be asked for: all terms as matrices, of writers (at whose terms
+    nobody looks all at once) the factors."""
+    cells = len(rows) * heads * rows.tokens.shape[1]
+    each = parts**2 * rows.tokens.shape[1]
+    if by_writers:
+        each = 2 * parts * max(view.d_head, view.d_model // heads)
+    return each * cells * max(4, view.dtype.itemsize)
 
 
 def _planes_of(
