@@ -35,6 +35,7 @@ from tl_geometry.flow.bases import (
     subspace_angles,
 )
 from tl_geometry.flow.noise import (
+    _least_absolute,
     anderson_darling,
     familywise_threshold,
     fit_noise_law,
@@ -595,6 +596,14 @@ def test_normality_p_values_are_uniform_under_the_null():
 
 
 # anomalies
+
+
+def test_least_absolute_deviations_pass_by_the_outliers():
+    x = torch.stack([torch.ones(9), torch.arange(9.0)], dim=1).double()
+    y = x @ torch.tensor([2.0, -0.5]).double()
+    y[[1, 4, 8]] += torch.tensor([50.0, -3.0, 7.0]).double()
+    assert _least_absolute(x, y).tolist() == pytest.approx([2.0, -0.5])
+    assert torch.linalg.lstsq(x, y).solution.tolist() != pytest.approx([2.0, -0.5], abs=1)
 
 
 def test_the_planted_layer_is_the_only_anomaly():

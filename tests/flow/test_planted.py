@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.planted import planted, require_caught
 from tl_geometry.base.results import Provenance
 from tl_geometry.flow import (
+    held_out,
     langevin,
     noise,
     replacing,
@@ -171,7 +172,7 @@ def test_faults_of_the_noise_law_are_seen() -> None:
             "a digit of the middle": ("0.9177 - 4.279", "0.9177 - 2.479"),
             "a digit of the lower piece": ("-8.318 + 42.796", "-8.318 + 24.796"),
             "no correction for size": ("(1 + 0.75 / n + 2.25 / n**2)", "1.0"),
-            "one tail for both": ("log_ndtr(-z.flip(-1))", "log_ndtr(z)"),
+            "one tail for both": ("above.flip(-1)", "above"),
         },
     )
 
@@ -189,10 +190,14 @@ def check_residuals(module: Any) -> None:
     assert found.log10_mean_variance == pytest.approx(np.log10(variance.mean()))
     assert found.mean_abs_kurtosis_minus_3 == pytest.approx(np.abs(kurtosis + 3).mean() - 3)
     X = torch.stack([x, 2 * x + 1, x**2], dim=1)
-    errors = module.map_errors(X, lambda s, e: module.fit_map(X[:, s], X[:, e], "identity"))
+    maps = module.residual_maps(X, lambda s, e: module.fit_map(X[:, s], X[:, e], "identity"))
+    errors = maps.relative_error
     size = lambda v: float(v.square().sum().sqrt())
     assert float(errors[0, 2]) == pytest.approx(size(x**2 - x) / size(x**2))
     assert bool(errors[1, 0].isnan())
+    mixed = lambda s, e: module.fit_map(X[:, s], X[:, e], ("", "linear", "ridge")[e])
+    far = size(x**2 - mixed(0, 2)(x)) / size(x**2)
+    assert float(module.residual_maps(X, mixed).relative_error[0, 2]) == pytest.approx(far)
     for name, moved in (
         ("shift", x + (x + 1).mean(0)),
         ("mean", (2 * x + 1).mean(0).expand_as(x)),
@@ -215,12 +220,53 @@ def test_faults_of_residuals_are_seen() -> None:
             "biased kurtosis": ("((n + 1) * (fourth", "((n - 1) * (fourth"),
             "mean of logarithms": ("variance.mean().log10()", "variance.log10().mean()"),
             "kurtosis in excess": ("(excess + 3).abs().mean() - 3", "excess.abs().mean()"),
-            "error over the start": ("missing / sizes[end]", "missing / sizes[start]"),
+            "coordinates of another start": (
+                "return self.left is other.left and torch.equal(self.input, other.input)",
+                "return True",
+            ),
             "the step back": ("output=(y - x).mean(0)", "output=(x - y).mean(0)"),
             "mean of the start": (
                 "output=y.mean(0), scale=0.0",
                 "output=x.mean(0), scale=0.0",
             ),
+        },
+    )
+
+
+def check_held_out(module: Any) -> None:
+    """Errors over other trajectories, by the maps themselves: few trajectories and many, maps that
+    leave much, hardly anything (where energies cancel), and nothing."""
+    A, g = draw(12, 12, seed=2) / 3, draw(100, 12, seed=4)
+    h = [g + 2, 1.3 * g @ A + draw(100, 12, seed=5) + 1, 1.2 * g @ A]
+    X = torch.stack([*h, h[2] + 1e-3 * draw(100, 12, seed=6), 3 * h[2], 3 * h[2] + 1], dim=1)
+    for some in (10, 40):
+        train, test = X[:some], X[some:]
+        found = module.held_out_errors(train, test, residuals.MAPS)
+        for name, errors in found.items():
+            want = residuals.residual_maps(
+                test, lambda s, e, n=name, t=train: residuals.fit_map(t[:, s], t[:, e], n)
+            ).relative_error
+            assert torch.allclose(errors, want, rtol=1e-9, atol=1e-13, equal_nan=True), name
+
+
+def test_faults_of_held_out_errors_are_seen() -> None:
+    require_caught(
+        check_held_out,
+        held_out,
+        {
+            "the training mean left out": ("K += (1 - K.sum(1", "K += 0 * (1 - K.sum(1"),
+            "sums of the start": ("total[end] @ mean[end]", "total[start] @ mean[end]"),
+            "a scale fitted on the test half": (
+                "own = self.inner_train[start]",
+                "own = self.inner[start]",
+            ),
+            "no fallback": ("CANCELS = 1e-4", "CANCELS = -1.0"),
+            "one kernel for all penalties": (
+                "penalty = self.maps.ridge(y)[0]",
+                "penalty = 1e-3 + 0 * self.maps.ridge(y)[0]",
+            ),
+            "the step of the test half": ("step = mean[end] - mean[start]", "step = mean[end]"),
+            "inner products of one chunk": ("found += rows @ rows.mT", "found = rows @ rows.mT"),
         },
     )
 

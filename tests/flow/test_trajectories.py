@@ -24,7 +24,7 @@ from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
 from tl_geometry.flow.alignment import fit_aligned_bases
 from tl_geometry.flow.ensemble import FOLDED, Trajectories, fit_law, split_rows, trajectories
-from tl_geometry.flow.noise import isotropy_tests
+from tl_geometry.flow.noise import isotropy_tests, layer_anomalies
 from tl_geometry.flow.reports import FlowReport, adjusted_over_pairs, compare_ensembles, flow_report
 from tl_geometry.flow.residuals import fit_map, flow_map, residual_statistics, score_map
 from tl_geometry.flow.separation import (
@@ -547,7 +547,14 @@ def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
     inside = fit_map(ensemble().split()[0].X[:, 0], ensemble().split()[0].X[:, 1], "linear")
     assert inside.map_type == "linear"
     assert found.law().law == "asymptotic"
-    assert "log_variance_post_norm" in found.anomalies
+    normed = ensemble().split()[0].after_norm().residuals()
+    for name in ("log_variance", "mean_over_sd", "relative_error"):
+        want = layer_anomalies(getattr(normed, name), times=ensemble().times)
+        torch.testing.assert_close(
+            found.anomalies[f"{name}_post_norm"],
+            torch.stack([want.excess, want.z]),
+            equal_nan=True,
+        )
     again = FlowReport.load(found.save(tmp_path / "flow.safetensors"))
     assert again.law("increment").rate == found.law("increment").rate
     assert set(found.flagged()) == set(found.anomalies)

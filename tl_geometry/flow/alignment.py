@@ -11,6 +11,7 @@ with them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -52,6 +53,11 @@ class AlignedBases:
     def rank(self) -> int:
         """Directions of each basis, ``min(d_model, trajectories)``."""
         return self.S.shape[-1]
+
+    @cached_property
+    def directions(self) -> tuple[Float[Tensor, "d_model rank"], ...]:
+        """``U`` of each state."""
+        return self.U.unbind(0)
 
     def sorted(self) -> AlignedBases:
         """The same aligned bases in the order of their singular values, strongest first (signs
@@ -128,6 +134,28 @@ def fit_aligned_bases(
         overlap=overlap,
         trajectories=len(X),
         alignment=align,
+    )
+
+
+def with_last_state(
+    aligned: AlignedBases, X: Float[Tensor, "trajectory state d_model"]
+) -> AlignedBases:
+    """:func:`fit_aligned_bases` of ``X``, which differs from the ensemble that was fitted in its
+    last state alone (uncentred): alignment runs forward, so that the others keep theirs."""
+    U, S = _left(X[:, -1].double() - aligned.center[-1])
+    order, sign = align_directions(torch.stack([aligned.U[-2], U]), aligned.alignment)
+
+    def last(old: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([old[:-1], new[None]])
+
+    U, S = last(aligned.U, U[:, order[1]] * sign[1]), last(aligned.S, S[order[1]])
+    return replace(
+        aligned,
+        U=U,
+        S=S,
+        order=last(aligned.order, order[1]),
+        sign=last(aligned.sign, sign[1]),
+        overlap=_right_overlaps(X, U, S, aligned.center),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from scipy.optimize import minimize_scalar
+from scipy.optimize import linprog, minimize_scalar
 from scipy.special import ndtr
 from scipy.stats import false_discovery_control
 from torch import Tensor
@@ -215,8 +215,17 @@ def anderson_darling(residual: Float[Tensor, "trajectory d_model"]) -> Float[Ten
     # numpy sorts six times as fast as torch
     z = torch.from_numpy(np.sort(rows.cpu().numpy(), axis=-1)).to(rows)
     i = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)
-    below, above = torch.special.log_ndtr(z), torch.special.log_ndtr(-z.flip(-1))
-    return -n - ((2 * i - 1) * (below + above)).sum(-1) / n
+    below, above = _log_tails(z)
+    return -n - ((2 * i - 1) * (below + above.flip(-1))).sum(-1) / n
+
+
+def _log_tails(z: Float[Tensor, "*batch"]) -> tuple[Tensor, Tensor]:
+    """``ln P(Z < z)`` and ``ln P(Z > z)``: three times as fast as two of torch's ``log_ndtr``."""
+    tail = torch.special.erfc(z.abs() / math.sqrt(2)) / 2  # the smaller of the two
+    if bool((tail == 0).any()):  # below 1e-308
+        return torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
+    small, large, left = tail.log(), torch.log1p(-tail), z < 0
+    return torch.where(left, small, large), torch.where(left, large, small)
 
 
 def normality_p(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
@@ -244,16 +253,12 @@ def normality_p(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, 
 def _least_absolute(
     design: Float[Tensor, "row column"], y: Float[Tensor, " row"]
 ) -> Float[Tensor, " column"]:
-    """Least absolute deviations by iteratively reweighted least squares."""
-    weight = torch.ones_like(y)
-    floor = 1e-6 * float(y.std()) + 1e-300
-    solution = torch.zeros(design.shape[1], dtype=y.dtype)
-    for _ in range(50):
-        root = weight.sqrt()[:, None]
-        fit = torch.linalg.lstsq(design * root, y[:, None] * root, driver="gelsd")
-        solution = fit.solution[:, 0]
-        weight = 1 / (y - design @ solution).abs().clamp(min=floor)
-    return solution
+    """Least absolute deviations, as the dual linear programme: the largest ``y.u`` with
+    ``design^T u = 0`` and ``|u| <= 1``; the coefficients are its multipliers."""
+    found: Any = linprog(
+        -y.numpy(), A_eq=design.mT.numpy(), b_eq=np.zeros(design.shape[1]), bounds=(-1, 1)
+    )
+    return torch.from_numpy(-found.eqlin.marginals)
 
 
 class Anomalies(NamedTuple):

@@ -17,17 +17,14 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.flow import noise
-from tl_geometry.flow.alignment import AlignedBases
+from tl_geometry.flow.alignment import AlignedBases, with_last_state
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
+from tl_geometry.flow.held_out import held_out_errors
 from tl_geometry.flow.residuals import (
     ALWAYS,
     MAPS,
-    LayerMap,
-    MapOf,
     Maps,
-    MapsFrom,
     flow_map,
-    map_errors,
     residual_maps,
 )
 
@@ -166,7 +163,7 @@ def flow_report(
     laws = _laws(inside.log_variance, ensemble.times, drop_first, drop_last)
     anomalies = _anomalies(inside, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
-        normed = train.after_norm().residuals(align=align, signs=signs)
+        normed = _after_norm(train, aligned, inside, signs)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
     outliers = ensemble.outliers().indices
     flags = [
@@ -181,7 +178,7 @@ def flow_report(
         states=ensemble.states,
         in_sample=inside._asdict(),
         held_out=outside._asdict(),
-        baselines={t: map_errors(test.X, _fitted(train, t)) for t in map_types},
+        baselines=held_out_errors(train.X, test.X, map_types),
         isotropy=tests,
         laws=laws,
         anomalies=anomalies,
@@ -215,19 +212,6 @@ def _laws(
     return laws
 
 
-def _fitted(train: Trajectories, map_type: str) -> MapOf:
-    """Maps fitted on ``train``; the decomposition of the start that was asked for last is kept."""
-    kept: dict[int, MapsFrom] = {}
-
-    def found(start: int, end: int) -> LayerMap:
-        if start not in kept:
-            kept.clear()
-            kept[start] = MapsFrom(train.X[:, start])
-        return kept[start].to(train.X[:, end], map_type)
-
-    return found
-
-
 def _dropped(aligned: AlignedBases, states: tuple[int, ...]) -> list[str]:
     """How many directions maps from each state drop, their singular values being too small to
     divide by."""
@@ -247,6 +231,14 @@ def adjusted_over_pairs(p: Float[Tensor, "state state"]) -> Float[Tensor, "state
     out = torch.full_like(p, torch.nan)
     out[known] = torch.from_numpy(false_discovery_control(p[known].numpy()))
     return out
+
+
+def _after_norm(train: Trajectories, aligned: AlignedBases, maps: Maps, signs: str) -> Maps:
+    """``train.after_norm().residuals()``, from what is known of the other states."""
+    X = train.after_norm().X
+    flow = partial(flow_map, with_last_state(aligned, X), signs=signs)
+    last = residual_maps(X, flow, first_end=X.shape[1] - 1)
+    return Maps(*(torch.cat([a[:, :-1], b[:, -1:]], dim=1) for a, b in zip(maps, last)))
 
 
 def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Float[Tensor, "row state"]]:

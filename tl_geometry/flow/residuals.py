@@ -37,8 +37,8 @@ the residual."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerMap:
-    """``x -> output + scale * (x - input) @ left @ right.T``; ``left`` ``None`` stands for the
-    identity.
+    """``x -> output + scale * ((x - input) @ left * stretch) @ right.T``; ``left`` ``None`` stands
+    for the identity.
 
     ``dropped`` counts the directions left out because their singular value at the start is too
     small to divide by; ``penalty`` is the one that a ridge regression chose, as a share of the
@@ -50,16 +50,29 @@ class LayerMap:
     output: Float[Tensor, " d_model"]
     scale: float = 1.0
     left: Float[Tensor, "d_model rank"] | None = None
+    stretch: Float[Tensor, " rank"] | None = None
     right: Float[Tensor, "d_model rank"] | None = None
     dropped: int = 0
     penalty: float = 0.0
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The map applied to states, in their own dtype."""
+        return self.unfold(self.coordinates(x))
+
+    def coordinates(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch rank"]:
+        """``(x - input) @ left``."""
         moved = x - self.input.to(x)
-        if self.left is not None and self.right is not None:
-            moved = moved @ self.left.to(x) @ self.right.to(x).mT
-        return self.output.to(x) + self.scale * moved
+        return moved if self.left is None else moved @ self.left.to(x)
+
+    def reads_as(self, other: LayerMap) -> bool:
+        """Whether both have the same :meth:`coordinates` of every state."""
+        return self.left is other.left and torch.equal(self.input, other.input)
+
+    def unfold(self, c: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch d_model"]:
+        """The map of states with these :meth:`coordinates`."""
+        if self.right is not None:
+            c = (c if self.stretch is None else c * self.stretch.to(c)) @ self.right.to(c).mT
+        return self.output.to(c) + self.scale * c
 
     def single(self) -> LayerMap:
         """The same map in float32, which is half as large."""
@@ -96,14 +109,25 @@ def flow_map(
         map_type="flow",
         input=aligned.center[start],
         output=aligned.center[end],
-        left=aligned.U[start] * stretch,
-        right=aligned.U[end],
+        left=aligned.directions[start],
+        stretch=stretch,
+        right=aligned.directions[end],
         dropped=int((inverse == 0).sum()),
     )
 
 
 PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
 """Ridge penalties that are tried, as shares of the largest squared singular value."""
+
+
+def ridge_inverse(S: Float[Tensor, " rank"], share: float) -> Float[Tensor, " rank"]:
+    """``s / (s^2 + share s_1^2)``: what a ridge regression divides by, 0 where s is 0.
+
+    >>> ridge_inverse(torch.tensor([2.0, 0.0]), 1.0).tolist()
+    [0.25, 0.0]
+    """
+    penalty = share * S[0].square()
+    return torch.where(S > 0, S / (S.square() + torch.where(penalty > 0, penalty, 1.0)), 0.0)
 
 
 class MapsFrom:
@@ -135,6 +159,22 @@ class MapsFrom:
         mean = self.x.mean(0)
         return mean, svd(self.x - mean)
 
+    def ridge(
+        self, y: Float[Tensor, "trajectory d_model"]
+    ) -> tuple[float, Float[Tensor, "rank d_model"]]:
+        """The ridge penalty for ``y``, as a share of s_1^2, and ``U^T (y - mean)``: the penalty of
+        :data:`PENALTIES` that minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2."""
+        (U, S, _), n = self.centered[1], len(y)
+        centered = y - y.mean(0)
+        target = U.mT @ centered
+        energy, total = target.square().sum(1), centered.square().sum()
+        shares = PENALTIES.to(S.device)
+        penalty = S[0].square() * shares[:, None]
+        shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
+        left_over = total - (energy * (2 * shrink - shrink.square())).sum(1)
+        gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
+        return float(shares[gcv.argmin()]), target
+
     def to(
         self, after: Float[Tensor, "trajectory d_model"], map_type: str, *, rtol: float = 1e-10
     ) -> LayerMap:
@@ -159,7 +199,17 @@ class MapsFrom:
             scale = float((x * y).sum()) / energy if energy > 0 else 0.0
             return LayerMap(map_type=map_type, input=zero, output=zero, scale=scale)
         if map_type == "ridge":
-            return _ridge(*self.centered, y)
+            mean, (_, S, V) = self.centered
+            penalty, target = self.ridge(y)
+            return LayerMap(
+                map_type=map_type,
+                input=mean,
+                output=y.mean(0),
+                left=V,
+                stretch=ridge_inverse(S, penalty),
+                right=target.mT,
+                penalty=penalty,
+            )
         U, S, V = self.factors
         inverse = inverse_values(S, rtol)
         dropped = int((inverse == 0).sum())
@@ -170,7 +220,8 @@ class MapsFrom:
                 map_type=map_type,
                 input=zero,
                 output=zero,
-                left=V * (S2 * inverse),
+                left=V,
+                stretch=S2 * inverse,
                 right=V2,
                 dropped=dropped,
             )
@@ -179,7 +230,8 @@ class MapsFrom:
             input=zero,
             output=zero,
             left=V,
-            right=(y.mT @ U) * inverse,
+            stretch=inverse,
+            right=y.mT @ U,
             dropped=dropped,
         )
 
@@ -205,30 +257,6 @@ def fit_map(
     [1.0, 1.0, 1.0]
     """
     return MapsFrom(before).to(after, map_type, rtol=rtol)
-
-
-def _ridge(mean: Tensor, factors: SVD, y: Tensor) -> LayerMap:
-    """Affine ridge; the penalty minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2 over
-    :data:`PENALTIES` of s_1^2."""
-    my, n = y.mean(0), len(y)
-    U, S, V = factors
-    target = U.mT @ (y - my)
-    energy, total = target.square().sum(1), (y - my).square().sum()
-    shares = PENALTIES.to(S.device)
-    penalty = S[0].square() * shares[:, None]
-    shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
-    left_over = total - (energy * (2 * shrink - shrink.square())).sum(1)
-    gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
-    chosen = int(gcv.argmin())
-    inverse = torch.where(S > 0, shrink[chosen] / torch.where(S > 0, S, 1.0), 0.0)
-    return LayerMap(
-        map_type="ridge",
-        input=mean,
-        output=my,
-        left=V,
-        right=target.mT * inverse,
-        penalty=float(shares[chosen]),
-    )
 
 
 class Fit(NamedTuple):
@@ -339,10 +367,11 @@ def residual_maps(
     X: Float[Tensor, "trajectory state d_model"],
     map_of: MapOf,
     *,
+    first_end: int = 1,
     collect: Callable[[int, int, Tensor], None] | None = None,
 ) -> Maps:
-    """Residual statistics and fit of ``x(end) - map(x(start))`` for all pairs of states; one pair
-    in memory at a time.
+    """Residual statistics and fit of ``x(end) - map(x(start))`` for all pairs of states, or those
+    with an end from ``first_end`` on; one pair in memory at a time.
 
     ``map_of`` gives the map of a pair (for the paper ``partial(flow_map, aligned bases)``), fitted
     on these or on other trajectories; ``collect(start, end, residual)`` receives every residual.
@@ -352,37 +381,18 @@ def residual_maps(
     table = np.full((len(Maps._fields), states, states), np.nan)
     for start in range(states - 1):
         x = X[:, start].double()
-        for end in range(start + 1, states):
-            true = X[:, end].double()
-            moved = map_of(start, end)(x)
+        before, coordinates = None, x  # those of the last map: maps from one start share them
+        for end in range(max(first_end, start + 1), states):
+            true, found = X[:, end].double(), map_of(start, end)
+            if before is None or not found.reads_as(before):
+                coordinates = found.coordinates(x)
+            before, moved = found, found.unfold(coordinates)
             residual = true - moved
             statistics = residual_statistics(residual)
             table[:, start, end] = [*statistics[:6], *score_map(moved, true)]
             if collect is not None:
                 collect(start, end, residual)
     return Maps(*torch.from_numpy(table).unbind(0))
-
-
-def map_errors(
-    X: Float[Tensor, "trajectory state d_model"], map_of: MapOf
-) -> Float[Tensor, "state state"]:
-    """``|x(end) - map(x(start))| / |x(end)|`` for all pairs of states: the ``relative_error`` of
-    :func:`residual_maps` alone.
-
-    >>> X = torch.ones(4, 3, 2)
-    >>> errors = map_errors(X, lambda start, end: fit_map(X[:, start], X[:, end], "identity"))
-    >>> errors[0, 1:].tolist()
-    [0.0, 0.0]
-    """
-    states = X.shape[1]
-    out = torch.full((states, states), torch.nan, dtype=torch.float64)
-    sizes = [X[:, s].double().square().sum() for s in range(states)]
-    for start in range(states - 1):
-        x = X[:, start].double()
-        for end in range(start + 1, states):
-            missing = (X[:, end].double() - map_of(start, end)(x)).square().sum()
-            out[start, end] = (missing / sizes[end]).sqrt()
-    return out
 
 
 def baselines(
