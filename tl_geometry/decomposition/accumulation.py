@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -19,6 +20,7 @@ from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.reservoir import Reservoir
 
+Number = TypeVar("Number", int, Tensor)
 KEEP_LIMIT = 2**30
 """Bytes up to which ``"auto"`` keeps second moments, context means and samples, each."""
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -164,8 +166,10 @@ class Accumulation:
             for slot, i in chosen:
                 if part.start <= i < part.stop:
                     self._keep(samples, slot, row, h[i - part.start])
+            marked = None if marks is None else marks[part]
+            first, last = (self._group(self.done + i) for i in (part.start, part.stop - 1))
             mean, ok = self.moments.add(
-                row, h, groups[part], None if marks is None else marks[part], seen(row, part)
+                row, h, groups[part], marked, seen(row, part), slice(first, last + 1)
             )
             means[row].append(mean)
             finite[row].append(ok)
@@ -221,8 +225,12 @@ class Accumulation:
         Groups are contiguous, so that what neighbouring contexts share stays in one:
         ``floor(c G / C)``, or blocks of equal size.
         """
-        index = self.done + torch.arange(size, device=device)
-        return index * self.plan.groups // self.contexts if self.contexts else index // self.block
+        return self._group(self.done + torch.arange(size, device=device))
+
+    def _group(self, context: Number) -> Number:
+        """Group of a context, or of several."""
+        count, block = self.contexts, self.block
+        return context * self.plan.groups // count if count else context // block
 
     def make_room(self, size: int) -> None:
         """Where the number of contexts is not known: 2G blocks, joined in pairs as often as the
@@ -318,7 +326,8 @@ class Accumulation:
         require(self.done > 0, "tokens", expected="at least one context", got="none")
         moments = Moments.of(self.moments.window, self.moments.tensors(), self.plan.moments_dtype)
         moments = self._full_groups(moments) if final and not self.contexts else moments
-        reservoir = self.reservoir.ordered() if self.reservoir.states is not None else None
+        sampled = self.reservoir.states is not None
+        reservoir = self.reservoir.ordered(copy=not final) if sampled else None
         return PositionContext(
             provenance=dataclasses.replace(
                 self.provenance,

@@ -148,12 +148,14 @@ class Moments:
         group_of: Int[Tensor, " batch"],
         label_of: Int[Tensor, " batch"] | None = None,
         on_norms: Callable[[Tensor, Tensor], None] | None = None,
+        groups: slice = slice(None),
     ) -> tuple[Float[Tensor, "batch d_model"], Bool[Tensor, ""]]:
         """Add one batch of one state; returns each context's mean over the window (float64) and
         whether every number is finite.
 
         ``on_norms(h, norms)`` receives states ``[batch position d_model]`` and norms
-        ``[batch position]`` of the window.
+        ``[batch position]`` of the window. ``groups`` are those that the batch is of, where they
+        are known: only their sums are read and written.
 
         Everything large is allocated before the first sum changes; ``busy`` is true while they
         change, so that running out of memory before (then the batch can be taken in again, in
@@ -164,8 +166,8 @@ class Moments:
         h = h.to(device)  # a model spread over several devices
         batch, length, width = h.shape
         fill = {"dtype": torch.float64, "device": device}
-        groups = torch.arange(len(self.counts), device=device)
-        member = (groups.unsqueeze(1) == group_of.to(device)).double()  # [group batch]
+        number = torch.arange(len(self.counts), device=device)[groups]
+        member = (number.unsqueeze(1) == group_of.to(device)).double()  # [group batch]
         step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
         norms = torch.empty(batch, length, **fill)
         whole, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
@@ -176,7 +178,7 @@ class Moments:
             self._add_products(state, rows)
         part = half_width(end - start)
         cuts = sorted({start, start + part, end - part, end, length, *range(0, length, step)})
-        flat = self.sums.view(len(self.counts), -1, length * width)[:, state]
+        flat = self.sums.view(len(self.counts), -1, length * width)[groups, state]
         for low, high in pairwise(cuts):
             block = self.scratch.get("block", (batch, high - low, width), torch.float64, device)
             block.copy_(h[:, low:high])
@@ -190,15 +192,15 @@ class Moments:
                     first += total
                 if low >= end - part:
                     last += total
-        self.squares[:, state] += member @ norms.square()
+        self.squares[groups, state] += member @ norms.square()
         means = whole / (end - start)
-        self.context_squares[:, state] += member @ means.square().sum(-1)
+        self.context_squares[groups, state] += member @ means.square().sum(-1)
         if part > 0:
             first, last = first / part, last / part
             products = torch.stack(
                 [first.square().sum(-1), last.square().sum(-1), (first * last).sum(-1)], dim=-1
             )
-            self.halves[:, state] += member @ products
+            self.halves[groups, state] += member @ products
         if self.label_sums is not None and label_of is not None:
             self.label_sums[:, state].index_add_(0, label_of.to(device), whole)
         if self.tail is not None:

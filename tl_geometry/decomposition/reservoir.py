@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 
@@ -96,23 +96,21 @@ class Reservoir:
             empty[: len(values)] = values
         return empty
 
-    def ordered(self) -> Reservoir:
-        """The sample by priority, without unused room."""
+    def ordered(self, *, copy: bool = True) -> Reservoir:
+        """The sample by priority, without unused room.
+
+        Without a copy (which is as large as everything else together) the slots are sorted where
+        they are; processes that share a sample must then all do it, or have ended.
+        """
         order = torch.argsort(self.priorities, stable=True)
-        in_order = torch.equal(order, torch.arange(len(order)))
-        rows = slice(len(order)) if in_order else order  # a slice copies nothing
-
-        def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
-
-        return Reservoir(
-            size=self.size,
-            seed=self.seed,
-            priorities=self.priorities[order],
-            contexts=self.contexts[order],
-            states=pick(self.states),
-            tokens=pick(self.tokens),
-        )
+        made: dict[str, Tensor] = {}
+        for name, values in self.tensors().items():
+            if copy:
+                made[name] = values[order]
+            else:
+                _sort(values, order.tolist())
+                made[name] = values[: len(order)]
+        return dataclasses.replace(self, **made)
 
     @staticmethod
     def merge(a: Reservoir, b: Reservoir, first: int) -> Reservoir:
@@ -134,3 +132,14 @@ class Reservoir:
             states=torch.cat([a.states, b.states])[kept],
             tokens=tokens,
         )
+
+
+def _sort(values: Shaped[Tensor, "row *rest"], order: Sequence[int]) -> None:
+    """``values[order]`` in place, a row at a time along each cycle of the permutation."""
+    left = list(order)
+    for first in range(len(left)):
+        held, at = values[first].clone(), first
+        while left[at] != first:
+            values[at] = values[left[at]]
+            left[at], at = at, left[at]
+        values[at], left[at] = held, at
