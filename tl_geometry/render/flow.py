@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 BUNDLE = "Do tokens travel through the layers as a bundle?"
 BUNDLE_NULL = "No null is drawn: gibberish and the untrained model are rows of a table."
 """Title and null of the bundle, drawn flat or in space."""
-TIME = "coolwarm"
-"""Colour of layers, blue first and red last, as published."""
+TIME = SEQUENTIAL
+"""Colours of states: red and blue are signs."""
 
 
 def coordinates(
@@ -115,6 +115,7 @@ def bundle_figure(
             depthshade=False,
         )
     axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
+    axis.locator_params(nbins=4)
     if shade is not None:
         figure.colorbar(
             shade, ax=axis, label="state", shrink=0.6, pad=0.15, ticks=whole_ticks(ensemble.states)

@@ -58,7 +58,7 @@ UNITS = {
     "relative_norm": "ratio of norms",
     "relative_norm_reference": "ratio of norms",
     "low_frequency": "share of energy",
-    "smoothness": "ratio (differences to size)",
+    "smoothness": "ratio",
     "fracture": "ratio",
     "roughness": "ratio",
     "split_half": "cosine",
@@ -68,6 +68,8 @@ UNITS = {
     "inter": "|cos|",
 }
 """Units of measures; the others are shares."""
+NAMES = {"incoherence_avg": "mean |cos|", "incoherence_max": "largest |cos|"}
+"""Measures whose key says too little."""
 POSITIONAL = (
     "rank",
     "stable_rank",
@@ -298,8 +300,9 @@ def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
     for (measure, null), value in report.nulls.items():
         if measure == name:
             axis.plot(report.states, value, "--", lw=1, color=NULLS[null], label=f"null: {null}")
-    axis.set_title(name.replace("_", " "), fontsize=9)
+    axis.set_title(NAMES.get(name, name.replace("_", " ")), fontsize=9)
     axis.set_ylabel(UNITS.get(name, "share"))
+    axis.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
     axis.set_xlabel("state")
     axis.set_xticks(whole_ticks(report.states, 8))
 

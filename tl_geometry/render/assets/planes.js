@@ -6,7 +6,7 @@ const shares = () => DATA.shares[state.share];
 const grid = new Map(DATA.heads.map(([row, head], i) => [row * DATA.count + head, i]));
 
 make('h1', DATA.title);
-make('p', 'Rows are layers, columns heads. Each cell has the colour of the band of wavelengths with the largest share of the head’s scores, the stronger the larger that share. Choose a head, by a click or the arrow keys, to see its planes.', {class: 'how'});
+make('p', DATA.caption, {class: 'how'});
 const tools = make('div', null, {class: 'row'}), pick = make('label', 'share of ', null, tools);
 const choose = make('select', null, {'aria-label': 'share'}, pick);
 for (const [value, said] of [['cs', 'the covariance of scores'], ['gs', 'gain (where attention goes)']]) make('option', said, {value}, choose);
@@ -31,8 +31,6 @@ DATA.layers.forEach((layer, row) => {
 make('span', '', {class: 'axis'}, atlas);
 for (let head = 0; head < DATA.count; head++) make('span', DATA.count > 16 && head % 4 ? '' : head, {class: 'axis'}, atlas);
 const side = make('div', null, {class: 'side', 'aria-live': 'polite'}, both);
-const made = make('details', null);
-make('summary', 'How this was made', null, made); make('p', DATA.caption, null, made);
 
 function step(event, row, head) {
   const by = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
