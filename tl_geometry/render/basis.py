@@ -304,6 +304,8 @@ def token_norms(
     >>> view.title
     'Norms'
     """
+    from matplotlib.ticker import LogFormatter
+
     figure, axes = canvas(ax=ax, size=(WIDTH, 3.2))
     axis, positions = axes[0], torch.arange(*window)
     axis.scatter(
@@ -320,6 +322,8 @@ def token_norms(
         [p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color=VERMILION, zorder=3
     )
     axis.set_yscale("log")
+    for side in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        side(LogFormatter(minor_thresholds=(1.5, 0.5)))
     seen: dict[tuple[int, str], float] = {}
     for position, norm, token in marked:  # the largest of each position and token
         seen.setdefault((position, token), norm)
@@ -341,7 +345,10 @@ def token_norms(
     axis.set_xlabel("position")
     axis.set_ylabel(f"norm in state {state} (units of the stream)")
     axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
-    caption = f"Each point is a token of {len(norms)} sampled contexts; the largest are named."
+    caption = (
+        f"Each point is a token of {len(norms)} sampled contexts; the largest are red, and named "
+        "where they exceed three times the median."
+    )
     return View(
         figure,
         title=title,

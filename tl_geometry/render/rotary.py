@@ -76,7 +76,8 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     named = _named(planes.length)
     used = [band for i, band in enumerate(bands.bands) if bool((which == i).any())]
     patches = [Patch(color=BANDS[band], label=f"{band}: {named[band]}") for band in used]
-    axes[0].legend(handles=patches, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    where = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
+    axes[0].legend(handles=patches, fontsize=7, **where)
     return View(
         figure,
         title=f"{CARRIED}: {counts}",
@@ -265,7 +266,8 @@ def head_planes(
         caption += "interval over prompts."
     found = [axis.get_legend_handles_labels() for axis in axes[:columns]]
     handles, labels = ([x for each in found for x in each[i]] for i in (0, 1))
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=7)
+    where = {"loc": "outside upper center", "ncols": len(labels), "frameon": False}
+    figure.legend(handles, labels, fontsize=7, **where)
     return View(
         figure,
         title=f"Which wavelengths carry {', '.join(map(head_name, chosen))}",

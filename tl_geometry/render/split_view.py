@@ -265,7 +265,7 @@ def _page(
     rows, columns, places = _layout(split, panels)
     side = {1: 240, 2: 184, 3: 184}.get(max(rows, columns - 1), 150)
     cell = side / drawn.values.shape[-1]
-    cell = round(cell) if cell >= 3 else max(1.0, cell)
+    cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
     width = math.ceil(96 + columns * (cell * drawn.values.shape[-1] + 16) + 12)
     grid = math.ceil(rows * (cell * drawn.values.shape[-1] + 22) + 76)
     readings = math.ceil(len(names) / max(1, (max(width, LEAST) - 24) // 118))
@@ -411,7 +411,7 @@ def _image(
     inch = 2.1 if single else 1.0
     across = 1.15 * inch * columns + 0.8
     side = 0.9 * (across - 1.4) / (1.06 * columns)  # of a panel, beside labels and colour bars
-    figure, axes = canvas(size=(across, side * rows * high / n + (1.1 if single else 0.65)))
+    figure, axes = canvas(size=(across, side * rows * high / n + (0.7 if single else 0.65)))
     axis = axes[0]
     axis.set_anchor("N")
     axis.imshow(sheet, interpolation="nearest")
@@ -419,7 +419,8 @@ def _image(
     for name, (r, c) in zip(names, at[0], strict=True):
         axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
     if single:
-        _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide)
+        size = min(7.0, 0.8 * 72 * side / max(1, min(len(texts), LABELLED)))
+        _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide, size)
     else:
         named = [head_name(h) for h in split.heads[:count]]
         axis.set_xticks([])
@@ -427,7 +428,9 @@ def _image(
     axis.tick_params(length=0)
     axis.set_xlabel("key", fontsize=8)
     axis.set_ylabel("query" if single else "head", fontsize=8)
-    for shade, label, ends in ((pattern, "pattern", "neither"), (score, "score", "both")):
+    shown = _allowed(drawn, drawn.values[:, :-1])
+    marked = "both" if bool((shown.abs() > top * (1 + 1e-9)).any()) else "neither"
+    for shade, label, ends in ((pattern, "pattern", "neither"), (score, "score", marked)):
         figure.colorbar(
             shade,
             ax=axis,
@@ -444,7 +447,12 @@ def _image(
 
 
 def _name_tokens(
-    axis: Axes, places: list[tuple[int, int]], texts: list[str], high: int, wide: int
+    axis: Axes,
+    places: list[tuple[int, int]],
+    texts: list[str],
+    high: int,
+    wide: int,
+    size: float,
 ) -> None:
     """Texts of the tokens at the left of each row of panels and below the last one."""
     every, last = max(1, -(-len(texts) // LABELLED)), max(r for r, _ in places)
@@ -452,9 +460,9 @@ def _name_tokens(
     ticks = range(0, every * len(labels), every)
     below = [c for r, c in places if r == last]
     right = [c * wide + t for c in below for t in ticks]
-    axis.set_xticks(right, labels * len(below), rotation=90, fontsize=5)
+    axis.set_xticks(right, labels * len(below), rotation=90, fontsize=size)
     down = [r * high + t for r in range(last + 1) for t in ticks]
-    axis.set_yticks(down, labels * (last + 1), fontsize=5)
+    axis.set_yticks(down, labels * (last + 1), fontsize=size)
 
 
 def _painted(values: Tensor, allowed: Tensor, shade: Any) -> np.ndarray:

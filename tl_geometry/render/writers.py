@@ -58,7 +58,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
         axis.text(x, y, drawable(name), ha="center", va="center", fontsize=7, bbox=box)
     for side, colour in COLOURS.items():
         axis.plot([], [], color=colour, label=f"read as {side}")
-    figure.legend(loc="outside upper center", ncols=len(COLOURS), fontsize=8)
+    figure.legend(loc="outside upper center", ncols=len(COLOURS), fontsize=8, frameon=False)
     axis.set_ylim(len(blocks) - 0.3, -0.6)
     axis.set_yticks(range(len(blocks)), ["embeddings" if b < 0 else str(b) for b in blocks])
     axis.set_xlim(-0.6, width + 0.6)

@@ -94,7 +94,8 @@ function bars(i) {
       add(bar, 'title', {}, `${waves[m] === null ? 'not rotated' : `wavelength ${number(waves[m])} tokens`}: ${DATA.groups[g][0]} ${number(v)}`);
     });
   });
-  for (let t = Math.ceil(ends[0]); t <= ends[1]; t++) if (turned.length) add(svg, 'text', {x: x(t), y: LOW + 13, 'text-anchor': 'middle'}, t < 4 ? 10 ** t : `${10 ** (t - 3)}k`);
+  const free = turned.length < waves.length ? x(Math.log10(4 * last)) - 74 : RIGHT;  // of the name of what is not rotated
+  for (let t = Math.ceil(ends[0]); t <= ends[1]; t++) if (turned.length && x(t) < free) add(svg, 'text', {x: x(t), y: LOW + 13, 'text-anchor': 'middle'}, t < 4 ? 10 ** t : `${10 ** (t - 3)}k`);
   if (turned.length < waves.length) add(svg, 'text', {x: x(Math.log10(4 * last)), y: LOW + 13, 'text-anchor': turned.length ? 'end' : 'middle'}, 'not rotated');
   add(svg, 'text', {x: (LEFT + RIGHT) / 2, y: LOW + 26, 'text-anchor': 'middle'}, 'wavelength of the plane (tokens)');
 }
