@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tl_geometry as tlg
 from tests.browser import Browser
@@ -143,6 +144,13 @@ def test_views_have_their_anatomy_by_themselves() -> None:
         if isinstance(figure, View):
             assert figure.figure.get_suptitle() == ""
             assert all(a.get_title("left") == "" for a in figure.figure.axes)
+
+
+def test_maps_of_colours_are_not_inverted_on_dark_pages() -> None:
+    basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    sequential, plain = render.spirals(basis), render.norms(basis)
+    assert 'class="kept"' in sequential.html()
+    assert 'class="kept"' not in plain.html()
 
 
 def test_a_figure_without_its_anatomy_is_seen() -> None:

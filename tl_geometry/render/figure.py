@@ -44,6 +44,7 @@ SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "font.size": 9,
+    "axes.prop_cycle": f"cycler('color', {[BLUE, VERMILION, GREEN, AMBER, PINK, GREY, 'k']})",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.facecolor": "white",
@@ -93,7 +94,8 @@ class View:
     def _sequential(self) -> bool:
         """Whether it holds a map of colours that mean nothing when they are inverted, as dark pages
         do with lines and signed maps."""
-        return any(i.get_cmap().name == SEQUENTIAL for a in self.figure.axes for i in a.images)
+        drawn = (d for a in self.figure.axes for d in (*a.images, *a.collections))
+        return any(d.get_array() is not None and d.get_cmap().name == SEQUENTIAL for d in drawn)
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""

@@ -18,7 +18,6 @@ from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.render.figure import (
     BLUE,
     SEQUENTIAL,
-    VERMILION,
     WIDTH,
     View,
     canvas,
@@ -289,11 +288,11 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
         axes[0].errorbar(curve.K, curve.kl, yerr=2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=name)
     first = curves[0]
     axes[0].axhline(
-        first.baseline_mean, color=VERMILION, ls="--", lw=1, label="null: consecutive chunks, mean"
+        first.baseline_mean, color="k", ls="--", lw=1, label="null: consecutive chunks, mean"
     )
     axes[0].axhline(
         first.baseline_median,
-        color=VERMILION,
+        color="k",
         ls=":",
         lw=1,
         label="null: consecutive chunks, median",

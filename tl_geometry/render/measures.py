@@ -341,7 +341,7 @@ def measure_curves(
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
     one_panel(ax, len(chosen), "measure")
-    columns = min(3, len(chosen))
+    columns = 2 if len(chosen) == 4 else min(3, len(chosen))
     figure, axes = canvas(columns, -(-len(chosen) // columns), ax=ax, size=(WIDTH / columns, 2.0))
     for axis, name in zip(axes, chosen, strict=False):
         _draw(axis, report, name)
