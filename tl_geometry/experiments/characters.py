@@ -194,7 +194,7 @@ def _outcome(
         [r for r in rows if r["state"] == min(1, setup.layers)],
         ("loss", "rank", "relative_norm", "low_frequency"),
         by="measured",
-        caption="state 1, a line per seed",
+        caption="Each line is a seed, at state 1.",
     )
     note = (
         "Mean and population standard deviation are over the states, as in the published tables. "

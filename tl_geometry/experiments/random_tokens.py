@@ -339,7 +339,7 @@ def _outcome(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
         ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
         by="trained",
-        caption=f"each model on its own format, state {shown[-1]}, a line per seed",
+        caption=f"Each line is a seed: a model on its own format, at state {shown[-1]}.",
     )
     notes = (
         "Rows of each grid are training formats, columns inference formats. The first position of "
