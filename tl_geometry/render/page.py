@@ -108,7 +108,7 @@ class PageView:
             return ""
         view = self.image()
         wide = int(12 * view.figure.get_size_inches()[0])  # characters of a line
-        title = "\n".join(textwrap.wrap(drawable(self.title), wide))
+        title = "\n".join(map(drawable, textwrap.wrap(view.title, wide)))
         view.figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
         return base64.b64encode(small_png(view, FALLBACK)).decode()
 

@@ -330,4 +330,4 @@ def _draw_profile(axis: Axes, profile: OffsetProfile, at: int) -> None:
     axis.plot(x, mean, ".-", ms=3, lw=0.9, color=PARTS["pos"], label="mean score")
     axis.axhline(0, color="0.3", lw=0.6)
     axis.axvline(1, color="0.7", lw=0.8, label="the token before")
-    axis.set_ylabel("score (before softmax)")
+    axis.set_ylabel("score\n(before softmax)")

@@ -286,10 +286,7 @@ def _page(
         **packed.fields,
     }
     buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / max(width, LEAST))
-    text = min(
-        180,
-        24 * (1 + sum(len(html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])),
-    )
+    text = min(180, 24 * _lines(data["tokens"], data["breaks"], max(width, LEAST)))
     height = 164 + grid + 34 * (readings + buttons) + text + 18 * math.ceil(len(caption) / 105)
     image = functools.partial(_image, split, names, places, drawn, texts, top, title, caption)
     return PageView(
@@ -302,6 +299,16 @@ def _page(
         null=NULL,
         source=split.provenance.line(),
     )
+
+
+def _lines(tokens: list[str], breaks: list[bool], width: int) -> int:
+    """Lines that the text takes on a page of some pixels across."""
+    lines, used = 1, 0.0
+    for token, ends in zip(tokens, breaks, strict=True):
+        used += 7.3 * len(token) + 3
+        if ends or used > width:
+            lines, used = lines + 1, 0.0
+    return lines
 
 
 def _allowed(drawn: Drawn, values: Tensor) -> Tensor:
@@ -417,7 +424,8 @@ def _image(
     axis.imshow(sheet, interpolation="nearest")
     axis.spines[:].set_visible(False)
     for name, (r, c) in zip(names, at[0], strict=True):
-        axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
+        size = 8 if single else 6.5
+        axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=size, va="bottom")
     if single:
         size = min(7.0, 0.8 * 72 * side / max(1, min(len(texts), LABELLED)))
         _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide, size)
