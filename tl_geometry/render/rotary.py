@@ -158,7 +158,7 @@ def bands_page(
         "head": planes.heads.index(first),
         "caption": f"{caption} {NULL}",
     }
-    high = max(520, 150 + 19 * len(layers)) + (0 if profile is None else 40)
+    high = max(520, 200 + 19 * len(layers)) + (0 if profile is None else 40)
     return PageView(
         document(title, data, "planes"),
         title=title,
