@@ -265,7 +265,8 @@ def head_planes(
         caption += f" The curve is the mean of {profile.term} at each offset, with its {level} "
         caption += "interval over prompts."
     found = [axis.get_legend_handles_labels() for axis in axes[:columns]]
-    handles, labels = ([x for each in found for x in each[i]] for i in (0, 1))
+    handles = [handle for each, _ in found for handle in each]
+    labels = [label for _, each in found for label in each]
     where = {"loc": "outside upper center", "ncols": len(labels), "frameon": False}
     figure.legend(handles, labels, fontsize=7, **where)
     return View(
