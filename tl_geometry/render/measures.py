@@ -481,7 +481,7 @@ def similarity(
         figure,
         title="Which documents have similar contexts?",
         caption="Each cell is the mean |cos| of context vectors of two documents, pairs of "
-        "different windows; the diagonal is within a document.",
+        "different windows; the diagonal is within a document, white is no pair.",
         null=null,
         source=report.provenance.line(),
     )
