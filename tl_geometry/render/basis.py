@@ -346,7 +346,7 @@ def token_norms(
     axis.set_ylabel(f"norm in state {state} (units of the stream)")
     axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
     caption = (
-        f"Each point is a token of {len(norms)} sampled contexts; the largest are orange, and named "
+        f"Each point is a token of {len(norms)} sampled contexts; the largest are orange, named "
         "where they exceed three times the median."
     )
     return View(
