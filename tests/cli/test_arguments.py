@@ -379,6 +379,21 @@ def test_an_experiment_keeps_to_its_folder(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "run.json").read_text() == before
 
 
+def test_the_page_of_an_experiment_names_its_texts(tmp_path: Path) -> None:
+    for name in ("roses.txt", "thorns <b>.txt"):
+        (tmp_path / name).write_text("a rose is a rose is a rose. " * 200)
+    experiments.run(
+        "nanogpt",
+        scale="smoke",
+        changes=["steps=1"],
+        texts=[tmp_path / "roses.txt", tmp_path / "thorns <b>.txt"],
+        out=tmp_path / "made",
+        progress=False,
+    )
+    page = (tmp_path / "made" / "report.html").read_text()
+    assert "data: roses.txt, thorns &lt;b&gt;.txt." in page
+
+
 def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)

@@ -123,15 +123,18 @@ def test_outputs_are_those_of_the_code_and_the_first_cell_says_what_will_be_seen
 
 def test_changed_code_and_large_pages_are_seen() -> None:
     cell = nbformat.v4.new_code_cell("1 + 1")
-    large = {"text/html": "x" * execute.LARGEST, "text/plain": "a", "image/png": "b"}
+    page = {"text/html": f"<iframe {'x' * execute.LARGEST}", "text/plain": "a", "image/png": "b"}
+    half = "y" * (execute.LARGEST // 2)
     cell.outputs = [
-        nbformat.v4.new_output("display_data", large),
-        nbformat.v4.new_output("display_data", large | {"text/html": "<p>small</p>"}),
+        nbformat.v4.new_output("display_data", page),
+        nbformat.v4.new_output("display_data", page | {"text/html": "<p>small</p>"}),
+        nbformat.v4.new_output("display_data", page | {"text/html": half, "image/png": half}),
     ]
     notebook = execute.stored(nbformat.v4.new_notebook(cells=[cell]))
     assert [sorted(o.data) for o in cell.outputs] == [
         ["image/png", "text/plain"],
         ["image/png", "text/html", "text/plain"],
+        ["text/html", "text/plain"],  # a picture in both forms keeps that with its title
     ]
     assert notebook.metadata[execute.MARK] == execute.digest(notebook)
     cell.source = "1 + 2"

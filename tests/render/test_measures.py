@@ -21,7 +21,7 @@ from tl_geometry.measures import (
     positional_report,
 )
 from tl_geometry.render import measures as views
-from tl_geometry.render.basis import spirals, variance_shares
+from tl_geometry.render.basis import WORDS, spirals, variance_shares
 from tl_geometry.render.figure import require_3d, some
 
 
@@ -117,7 +117,7 @@ def test_one_axes_is_not_given_several_panels(
     assert variance_shares(anova, ax=mine).figure is mine.figure  # one panel is drawn
     drawn = {str(line.get_label()): np.asarray(line.get_ydata()) for line in mine.lines}
     for part, value in anova.shares.items():
-        assert np.allclose(drawn[part], value.numpy(), equal_nan=True)
+        assert np.allclose(drawn[WORDS[part]], value.numpy(), equal_nan=True)
     null = dataclasses.replace(anova, ctx_null=anova.shares["ctx"] / 3)
     dashed = variance_shares(null).figure.axes[0].lines[-1]
     assert np.allclose(np.asarray(dashed.get_ydata()), (anova.shares["ctx"] / 3).numpy())

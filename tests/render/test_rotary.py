@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from tests.tiny import tiny, tokens
 from tl_geometry import decompose, render, split_scores, sweep_heads
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.render import rotary
-from tl_geometry.render.figure import View
+from tl_geometry.render.figure import PARTS, View
 from tl_geometry.render.page import PageView
 from tl_geometry.render.rotary import BANDS
 from tl_geometry.scores import PlaneTable, ScoreSplit
@@ -61,6 +63,23 @@ def test_the_atlas_has_the_colour_of_the_largest_band(share: str) -> None:
     assert legend is not None
     texts = [t.get_text() for t in legend.get_texts()]
     assert all(t.split(":")[0] in BANDS for t in texts)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of sRGB (WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_bands_have_colours_of_their_own() -> None:
+    parts = {*PARTS.values(), *rotary.GROUPS.values()}
+    pairs = [(a, b) for a in BANDS.values() for b in (parts | set(BANDS.values())) - {a}]
+    assert min(math.dist(to_rgb(a), to_rgb(b)) for a, b in pairs) > 0.15
+    grey = sorted(luminance(c) for c in BANDS.values())
+    assert all(b - a > 0.04 for a, b in itertools.pairwise(grey))
+    for paper in ("#ffffff", "#121212"):  # contrast of a patch on light and on dark pages
+        ends = [sorted((luminance(paper), luminance(c))) for c in BANDS.values()]
+        assert all((high + 0.05) / (low + 0.05) > 1.9 for low, high in ends)
 
 
 def test_bars_are_the_shares_and_the_curve_is_the_profile() -> None:
@@ -207,12 +226,12 @@ def test_a_click_on_a_head_shows_its_planes(browser: Browser, dark: bool) -> Non
 
 
 @pytest.mark.slow
-def test_a_name_from_a_model_stays_text(browser: Browser) -> None:
+def test_a_name_from_a_model_stays_text(browser: Browser, tmp_path: Path) -> None:
     planes, _ = tables("gpt2")  # nothing is rotated
     for name in HOSTILE[:4]:
         source = dataclasses.replace(planes.provenance, model=name)
         view = render.bands_page(dataclasses.replace(planes, provenance=source))
-        with browser.open(view.page) as page:
+        with browser.open(view.save(tmp_path / "bands.html")) as page:
             page.wait("document.body.dataset.drawn")
             assert name in page.evaluate("document.body.textContent")
             assert page.evaluate("document.querySelectorAll('rect').length") == 3

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tl_geometry as tlg
 from tests.browser import Browser
+from tests.render.test_rotary import tables
+from tl_geometry import render
 from tl_geometry.base.results import Provenance
 from tl_geometry.render.figure import View, canvas
 from tl_geometry.render.page import PageView
@@ -34,7 +38,15 @@ COUNTS = (
         "u2",
     ),
     *("token", "singular directions", "directions", "goes on at block", "first block skipped"),
-    *("what is kept of W_QK", "what heads keep", "state t", "state t + τ", "state t + 1"),
+    *(
+        "query",
+        "key",
+        "what is kept of W_QK",
+        "what heads keep",
+        "state t",
+        "state t + τ",
+        "state t + 1",
+    ),
     *("u1", "u2", "directions kept, K", "trained: u2", "untrained control: u2"),
 )
 """Labels of axes that count or name things."""
@@ -95,6 +107,50 @@ def test_every_figure_has_its_anatomy(made: tuple[Path, list[Any]]) -> None:
     assert len(figures) >= 20
     lacking = {figure.title: faults for figure in figures if (faults := amiss(figure))}
     assert not lacking, str(lacking)
+
+
+def own_figures() -> list[View | PageView]:
+    """Views that are read outside a report, or are in few reports."""
+    planes, rotary = tables()
+    model = tlg.zoo.embedded()
+    windows = tlg.zoo.default_windows(model, 16, n=16)
+    basis = tlg.decompose(model, windows, progress=False)
+    spliced = tlg.decompose(model, tlg.corpus.splice(windows), progress=False)
+    sweep = tlg.sweep_heads(model, windows, basis, progress=False)
+    found = tlg.explain_logit(model, windows[:1], 14, 5)
+    split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
+    composed = tlg.composition(model, windows, layers=[1, 2], progress=False)
+    return [
+        *(render.band_atlas(planes, share=share) for share in ("cs", "gs")),
+        render.head_planes(planes),
+        render.head_planes(planes, rotary.offset_profile()),
+        render.bands_page(planes, rotary.offset_profile()),
+        *(render.variance_shares(basis.anova(null=null)) for null in (None, spliced)),
+        *(render.composition_figure(composed, share=share) for share in ("cs", "gs")),
+        render.logit_figure(found),
+        render.logit_page(found),
+        render.split(split),
+        render.heads(sweep),
+        render.head_grid(sweep, "induction"),
+    ]
+
+
+def test_views_have_their_anatomy_by_themselves() -> None:
+    drawn = own_figures()
+    drawn += [page.image() for page in drawn if isinstance(page, PageView) and page.image]
+    lacking = {figure.title: faults for figure in drawn if (faults := amiss(figure))}
+    assert not lacking, str(lacking)
+    for figure in drawn:  # the title stands above the picture, not inside too
+        if isinstance(figure, View):
+            assert figure.figure.get_suptitle() == ""
+            assert all(a.get_title("left") == "" for a in figure.figure.axes)
+
+
+def test_maps_of_colours_are_not_inverted_on_dark_pages() -> None:
+    basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    sequential, plain = render.spirals(basis), render.norms(basis)
+    assert 'class="kept"' in sequential.html()
+    assert 'class="kept"' not in plain.html()
 
 
 def test_a_figure_without_its_anatomy_is_seen() -> None:

@@ -64,7 +64,9 @@ def run(
         "progress": progress,
     }
     if texts:
-        options["texts"] = read_texts(texts, encoding, "--text")[0]
+        options["texts"], names = read_texts(texts, encoding, "--text")
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        options["name"] = f"{', '.join(names[:3])}{more}"
     if out is not None:
         own_folder(out, name)
         out.mkdir(parents=True, exist_ok=True)

@@ -291,8 +291,8 @@ def _figures(
             ("exact_in", "digits_in", "exact_out", "digits_out"),
             by="task",
             caption=(
-                f"in: {setup.low} to {setup.high} digits; out: 1 to {setup.low - 1}; "
-                "exact: whole answers, digits: single ones"
+                f"Numbers of {setup.low} to {setup.high} digits are in, of 1 to {setup.low - 1} "
+                "out; exact counts whole answers, digits single ones."
             ),
         ),
         "geometry": views.training_curves(
@@ -300,12 +300,16 @@ def _figures(
             (*PREDICTORS, "low_frequency", "wpe_low_frequency"),
             by="task",
             caption=(
-                f"lines of {setup.high} digits; means over states above 0 and over heads; "
-                "wpe: the table of position vectors"
+                f"Measured on lines of {setup.high} digits, means over states above 0 and over "
+                "heads; wpe is the table of position vectors."
             ),
         ),
         "prediction": views.scatter(
-            steps, PREDICTORS, "digits_out", by="task", caption="a point per measured step and seed"
+            steps,
+            PREDICTORS,
+            "digits_out",
+            by="task",
+            caption="Each point is a measured step of a seed.",
         ),
     }
     for task, model in models.items():

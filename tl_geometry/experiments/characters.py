@@ -98,6 +98,7 @@ def nanogpt(
     scale: str | Setup = "cpu",
     texts: Sequence[str] | None = None,
     *,
+    name: str = "the user's text",
     other: Sequence[str] | None = None,
     seeds: Sequence[int] = (0,),
     out: str | Path | None = None,
@@ -111,6 +112,7 @@ def nanogpt(
         scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own.
         texts: documents to train on, joined, the last tenth held out; ``None``: standard-library
             modules.
+        name: what they are called on the page.
         other: documents for the row of Table 2; ``None``: held-out standard-library modules.
             Characters that the training text does not have are left out.
         seeds: a run for each; figures show the first.
@@ -152,10 +154,10 @@ def nanogpt(
             _: int, model: nn.Module, windows: dict[str, Tensor] = windows
         ) -> list[dict[str, Any]]:
             bridge, found = bridge_of(model, "NanoGPT"), []
-            for name, tokens in windows.items():
-                loss, basis = held_out_loss(model, tokens), basis_of(bridge, tokens, name)
+            for measured, tokens in windows.items():
+                loss, basis = held_out_loss(model, tokens), basis_of(bridge, tokens, measured)
                 found += [
-                    {"measured": name, "loss": loss, **row}
+                    {"measured": measured, "loss": loss, **row}
                     for row in state_measures(basis, setup.frequencies)
                 ]
             return found
@@ -169,7 +171,7 @@ def nanogpt(
         if seed == seeds[0]:
             basis = basis_of(bridge_of(model, "NanoGPT"), windows["own text"], "own text")
             figures = {"planes": measure_views.planes(basis), "cosines": views.state_cosines(basis)}
-    label = "standard-library modules" if texts is None else "the user's text"
+    label = "standard-library modules" if texts is None else name
     return _outcome(setup, rows, figures, tuple(seeds), label)
 
 
@@ -192,7 +194,7 @@ def _outcome(
         [r for r in rows if r["state"] == min(1, setup.layers)],
         ("loss", "rank", "relative_norm", "low_frequency"),
         by="measured",
-        caption="state 1, a line per seed",
+        caption="Each line is a seed, at state 1.",
     )
     note = (
         "Mean and population standard deviation are over the states, as in the published tables. "

@@ -111,7 +111,7 @@ class FormatBases(Result):
 
 
 def token_stream(
-    setup: RandomisationSetup, texts: Sequence[str] | None
+    setup: RandomisationSetup, texts: Sequence[str] | None, name: str
 ) -> tuple[Int[Tensor, " token"], Int[Tensor, " position"], int, str]:
     """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to
     1."""
@@ -144,7 +144,7 @@ def token_stream(
     if texts is not None:
         stream = ids(_first(texts, setup.characters))
         cut = int(0.9 * len(stream))
-        return stream[:cut], stream[cut:], len(tokenizer), "the user's text"
+        return stream[:cut], stream[cut:], len(tokenizer), name
     held_out = corpus.held_out_documents().texts
     return (
         ids(_first(corpus.training_texts(), setup.characters)),
@@ -245,6 +245,7 @@ def randomisation(
     scale: str | RandomisationSetup = "cpu",
     texts: Sequence[str] | None = None,
     *,
+    name: str = "the user's text",
     seeds: Sequence[int] = (0,),
     out: str | Path | None = None,
     device: str = "cpu",
@@ -258,6 +259,7 @@ def randomisation(
             (``SETUPS["cpu"].changed({"steps": "500"})``).
         texts: documents to train on, the last tenth held out for measuring; ``None``:
             standard-library modules, others for measuring.
+        name: what they are called on the page.
         seeds: a run for each; figures show the first.
         out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
             step.
@@ -275,7 +277,7 @@ def randomisation(
     setup = chosen(scale, SETUPS)
     some = any(state <= setup.layers for state in setup.shown)
     require(some, "shown", expected=f"a state of 0 to {setup.layers}", got=setup.shown)
-    stream, other, d_vocab, label = token_stream(setup, texts)
+    stream, other, d_vocab, label = token_stream(setup, texts, name)
     folder = None if out is None else Path(out)
     rows: list[dict[str, Any]] = []
     bases: dict[tuple[str, str], Tensor] = {}
@@ -337,7 +339,7 @@ def _outcome(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
         ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
         by="trained",
-        caption=f"each model on its own format, state {shown[-1]}, a line per seed",
+        caption=f"Each line is a seed: a model on its own format, at state {shown[-1]}.",
     )
     notes = (
         "Rows of each grid are training formats, columns inference formats. The first position of "

@@ -58,15 +58,14 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     """
     tables = [t for t in (table, control) if t is not None]
     one_panel(ax, len(tables), "table")
-    figure, axes = canvas(len(tables), ax=ax, size=(4.2, 2.9), sharey=True)
+    figure, axes = canvas(len(tables), ax=ax, size=(WIDTH / len(tables), 2.6), sharey=True)
     for axis, current, name in zip(axes, tables, ("trained", "untrained control"), strict=False):
         for part, value in current.shares.items():
-            axis.plot(
-                current.states, value.numpy(), "o-", ms=3.5, lw=1.6, color=PARTS[part], label=part
-            )
+            line = {"ms": 3.5, "lw": 1.6, "color": PARTS[part], "label": WORDS.get(part, part)}
+            axis.plot(current.states, value.numpy(), "o-", **line)
         if current.ctx_null is not None:
             null = current.ctx_null.numpy()
-            label = "ctx of spliced windows (null)"
+            label = "null: context of spliced windows"
             axis.plot(current.states, null, "--", color=PARTS["ctx"], lw=1.2, label=label)
         axis.set_xlabel("state")
         axis.set_xticks(whole_ticks(current.states))
@@ -78,11 +77,16 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     (figure if ax is None else axes[0]).legend(lines, labels, fontsize=7, frameon=False, **where)
     title = f"Shares of variance: {_change(table, 'pos', 'position')}, "
     title += _change(table, "ctx", "context")
-    caption = (
-        "position, context and residual (interaction of the two) of each state; "
-        f"{table.provenance.line()}"
+    return View(
+        figure,
+        title=title,
+        caption="The shares of the variance of each state that position alone, context alone and "
+        "both together (residual) make up; they add up to one.",
+        null="No null is drawn: windows spliced from random places would give one."
+        if table.ctx_null is None
+        else "Dashed: windows spliced from random places, which have no common context.",
+        source=table.provenance.line(),
     )
-    return View(figure, title=title, caption=caption)
 
 
 def _change(table: Anova, part: str, name: str) -> str:
@@ -300,6 +304,8 @@ def token_norms(
     >>> view.title
     'Norms'
     """
+    from matplotlib.ticker import LogFormatter
+
     figure, axes = canvas(ax=ax, size=(WIDTH, 3.2))
     axis, positions = axes[0], torch.arange(*window)
     axis.scatter(
@@ -316,6 +322,8 @@ def token_norms(
         [p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color=VERMILION, zorder=3
     )
     axis.set_yscale("log")
+    for side in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        side(LogFormatter(minor_thresholds=(1.5, 0.5)))
     seen: dict[tuple[int, str], float] = {}
     for position, norm, token in marked:  # the largest of each position and token
         seen.setdefault((position, token), norm)
@@ -337,7 +345,10 @@ def token_norms(
     axis.set_xlabel("position")
     axis.set_ylabel(f"norm in state {state} (units of the stream)")
     axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
-    caption = f"Each point is a token of {len(norms)} sampled contexts; the largest are named."
+    caption = (
+        f"Each point is a token of {len(norms)} sampled contexts; the largest are orange, named "
+        "where they exceed three times the median."
+    )
     return View(
         figure,
         title=title,

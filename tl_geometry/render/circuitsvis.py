@@ -175,7 +175,7 @@ def colored_tokens(
         f"{html.token_text(str(tokens[i]))} {float(given[i]):.3g}"
         for i in given.abs().argsort(descending=True)[:5].tolist()
     )
-    caption = f"{len(texts)} tokens, largest: {best}{_beyond(given, top)}"
+    caption = f"{len(texts)} tokens, largest: {best}{_beyond(given, top)}."
     page = _page(
         title,
         caption,
@@ -344,6 +344,7 @@ def _heat(
         f"{what} by query (row) and key (column), {len(tokens)} tokens; full colour at {top:.3g}, "
         f"{scale}{_beyond(shown, top)}"
     )
+    caption = f"{caption[0].upper()}{caption[1:]}."
     page = _page(title, caption, {"view": view, "props": props, **_scale(shown, top)}, width=560)
     image = functools.partial(
         circuitsvis_images.maps, shown, names, texts, top, causal, title, caption

@@ -91,8 +91,8 @@ def format_planes(
             )
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="position", shrink=0.5)
     caption = (
-        f"two leading directions of pos at state {state}, each panel to its own scale; crosses: "
-        f"from position {half} on"
+        f"Each panel shows the two leading directions of pos at state {state} to its own scale; "
+        f"crosses are positions from {half} on."
     )
     return View(
         figure,
@@ -123,8 +123,8 @@ def format_cosines(
             line(half - start - 0.5, color="k", lw=0.5, ls=":")
     figure.colorbar(image, ax=[axis for axis, _ in cells], label="cosine", shrink=0.5)
     caption = (
-        f"cosines between positional vectors at state {state}, positions {start} on; dotted: "
-        f"position {half}"
+        f"Each cell is the cosine of two positional vectors at state {state}, positions {start} "
+        f"on; the dotted lines are position {half}."
     )
     return View(
         figure,
@@ -205,13 +205,14 @@ def scatter(
 
     >>> rows = [{"seed": 0, "task": "sums", "rank": r, "right": 1 - r} for r in (0.1, 0.9)]
     >>> scatter(rows, ["rank"], "right", by="task", caption="").title
-    'right against geometry'
+    'Right against geometry'
     """
     figure, axes = _panels(rows, [(m, score) for m in measures], by, (2.8, 2.3), most=3, lw=0.4)
     for axis, measure in zip(axes, measures, strict=True):
         axis.set_xlabel(measure.replace("_", " "), fontsize=8)
     axes[0].set_ylabel(score.replace("_", " "))
-    return View(figure, title=f"{score} against geometry", caption=caption)
+    said = score.replace("_", " ")
+    return View(figure, title=f"{said[0].upper()}{said[1:]} against geometry", caption=caption)
 
 
 def score_panels(
@@ -262,10 +263,13 @@ def score_panels(
         for axis in axes[6 * i : 6 * i + 6]:
             axis.set_xticks(range(len(labels)), labels, fontsize=5)
             axis.set_yticks(range(len(labels)), labels, fontsize=5)
-    caption = (
-        f"terms centred over allowed keys, one colour scale per head; {split.provenance.line()}"
+    return View(
+        figure,
+        title=title,
+        caption="Terms are centred over allowed keys; a head has one colour scale.",
+        null="Terms are exact: they have no null.",
+        source=split.provenance.line(),
     )
-    return View(figure, title=title, caption=caption)
 
 
 def state_cosines(
@@ -299,5 +303,11 @@ def state_cosines(
             axis.set_xticks(range(len(shown)), shown, fontsize=5)
             axis.set_yticks(range(len(shown)), shown, fontsize=5)
     figure.colorbar(image, ax=axes, shrink=0.7)  # type: ignore[arg-type]
-    named = "tokens of one context name the positions" if labels else "by position"
-    return View(figure, title=title, caption=f"{named}; {basis.provenance.line()}")
+    named = "; the tokens of one context name them" if labels else ""
+    return View(
+        figure,
+        title=title,
+        caption=f"Each cell is the cosine of two positions{named}.",
+        null="No null is drawn: the measures of position have theirs.",
+        source=basis.provenance.line(),
+    )

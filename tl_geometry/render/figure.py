@@ -36,12 +36,15 @@ PARTS = {
 """One colour for each part in every figure."""
 WIDTH = 7.2
 """Inches of a figure as wide as the text of a page."""
+HEAVY = 150_000
+"""Bytes of a drawing from which its pixels weigh less."""
 LONGEST = 80
 """Characters of a label or title."""
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "font.size": 9,
+    "axes.prop_cycle": f"cycler('color', {[BLUE, VERMILION, GREEN, AMBER, PINK, GREY, 'k']})",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.facecolor": "white",
@@ -78,8 +81,12 @@ class View:
 
     def html(self) -> str:
         """The figure as an HTML fragment."""
-        data = base64.b64encode(self.bytes("svg")).decode()
-        held = f'src="data:image/svg+xml;base64,{data}" style="max-width:100%;background:white"'
+        form, data = "svg+xml", self.bytes("svg")
+        if len(data) > HEAVY:
+            form, data = "png", self.bytes("png")
+        wide = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
+        source = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+        held = f'src="{source}" style="{wide};background:white"'
         kept = ' class="kept"' if self._sequential() else ""
         image = f'<img alt="{html.escape(self.title)}"{kept} {held}>'
         return framed(image, self.title, self.caption, self.null, self.source)
@@ -87,7 +94,8 @@ class View:
     def _sequential(self) -> bool:
         """Whether it holds a map of colours that mean nothing when they are inverted, as dark pages
         do with lines and signed maps."""
-        return any(i.get_cmap().name == SEQUENTIAL for a in self.figure.axes for i in a.images)
+        drawn = (d for a in self.figure.axes for d in (*a.images, *a.collections))
+        return any(d.get_array() is not None and d.get_cmap().name == SEQUENTIAL for d in drawn)
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""

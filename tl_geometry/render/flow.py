@@ -18,7 +18,6 @@ from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.render.figure import (
     BLUE,
     SEQUENTIAL,
-    VERMILION,
     WIDTH,
     View,
     canvas,
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 BUNDLE = "Do tokens travel through the layers as a bundle?"
 BUNDLE_NULL = "No null is drawn: gibberish and the untrained model are rows of a table."
 """Title and null of the bundle, drawn flat or in space."""
-TIME = "coolwarm"
-"""Colour of layers, blue first and red last, as published."""
+TIME = SEQUENTIAL
+"""Colours of states: red and blue are signs."""
 
 
 def coordinates(
@@ -115,6 +114,7 @@ def bundle_figure(
             depthshade=False,
         )
     axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
+    axis.locator_params(nbins=4)
     if shade is not None:
         figure.colorbar(
             shade, ax=axis, label="state", shrink=0.6, pad=0.15, ticks=whole_ticks(ensemble.states)
@@ -288,11 +288,11 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
         axes[0].errorbar(curve.K, curve.kl, yerr=2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=name)
     first = curves[0]
     axes[0].axhline(
-        first.baseline_mean, color=VERMILION, ls="--", lw=1, label="null: consecutive chunks, mean"
+        first.baseline_mean, color="k", ls="--", lw=1, label="null: consecutive chunks, mean"
     )
     axes[0].axhline(
         first.baseline_median,
-        color=VERMILION,
+        color="k",
         ls=":",
         lw=1,
         label="null: consecutive chunks, median",

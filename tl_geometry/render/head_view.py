@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 FIRST = ("cs_position", "lift")
 """Columns shown at first, the first that a table has."""
 NULL = "Nulls are numbers of their own: shifted positions, uniform attention, random subspaces."
+PARTS = {"cs_": "share of ", "gs_": "gain of ", "es_": "energy of "}
+"""Beginnings of columns, in words."""
+READ = 24
+"""Numbers of a head that a page shows open; the others are folded."""
 NUMBERED = 160
 """Cells of a map up to which each has its number written in it."""
 
@@ -37,7 +41,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         value: column shown at first, by default the share of position. Shares run from -1 to 1,
             head types from 0 to 1, other columns to their largest absolute value. NaN is hatched,
             heads that the table does not have are blank.
-        title: of the page, by default the name of the result.
+        title: of the page.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -45,7 +49,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
     >>> heads(sweep, "induction").title
-    'SweepTable by layer and head'
+    'Every number of every head'
     """
     pairs, columns = numbers(_table(sweep, "heads"))
     chosen = _chosen(value, columns)
@@ -61,7 +65,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         f"Each cell is one of {len(pairs)} heads. Choose the number that is shown; click a head "
         "for its whole row, nulls among it."
     )
-    name = title or f"{type(sweep).__name__} by layer and head"
+    name = title or "Every number of every head"
     data = {
         "heads": [[layers.index(l), h] for l, h in pairs],
         "layers": layers,
@@ -76,17 +80,18 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
             for n, x in columns.items()
         },
         "words": words,
+        "said": {n: in_words(n) for n in (*words, *(str(sweep.readable(n)) for n in columns))},
+        "read": READ,
         "value": str(sweep.readable(chosen)),
         "caption": f"{caption} {NULL}",
     }
-    entries = -(-(len(columns) + len(words)) // max(1, (max(width, 760) - 24) // 118))
-    tall = 128 + height + min(34 * entries, 300) + 18 * math.ceil(len(caption) / 105)
+    tall = 150 + height + 34 * READ // 6 + 18 * math.ceil(len(f"{caption} {NULL}") / 105)
     image = functools.partial(head_grid, sweep, chosen)
     return PageView(
         document(name, data, "heads"),
         title=name,
         caption=caption,
-        width=max(width, 760) + 24,
+        width=max(width, 708) + 24,
         height=tall,
         image=image,
         source=sweep.provenance.line(),
@@ -108,7 +113,7 @@ def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
     >>> head_grid(sweep, "induction").title
-    'SweepTable: induction'
+    'Every head: induction'
     """
     pairs, columns = numbers(_table(sweep, "head_grid"))
     name = _chosen(value, columns)
@@ -116,17 +121,28 @@ def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None
     tall = 0.34 if rows * count <= NUMBERED else 0.2
     wide = 0.5 * count + 1.8 if count <= 16 else 9
     figure, axes = canvas(ax=ax, size=(wide, tall * rows + 1.2))
-    shown = str(sweep.readable(name))
-    draw_map(axes[0], pairs, columns[name], shown.replace("_", " "), *scale(name, columns[name]))
+    shown = in_words(str(sweep.readable(name)))
+    draw_map(axes[0], pairs, columns[name], "", *scale(name, columns[name]))
     axes[0].set_ylabel("layer")
-    title = f"{type(sweep).__name__}: {shown}"
     return View(
         figure,
-        title=title,
-        caption=f"Each cell is a head: its {shown.replace('_', ' ')}.",
+        title=f"Every head: {shown}",
+        caption=f"Each cell is a head: its {shown}.",
         null=NULL,
         source=sweep.provenance.line(),
     )
+
+
+def in_words(column: str) -> str:
+    """A column for people.
+
+    >>> in_words("cs_pos-pos"), in_words("dropped_mass")
+    ('share of pos-pos', 'dropped mass')
+    """
+    for start, words in PARTS.items():
+        if column.startswith(start):
+            column = words + column.removeprefix(start)
+    return column.replace("_", " ")
 
 
 def _table(value: object, what: str) -> Result:

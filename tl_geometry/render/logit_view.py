@@ -22,7 +22,7 @@ from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.render.page import PageView, document
 from tl_geometry.render.split_view import groups_of
-from tl_geometry.render.writers import finding, logit_figure, texts_of
+from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
 from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
@@ -108,7 +108,15 @@ def logit_page(
     image = functools.partial(logit_figure, each[first])
     height = _height(texts, queries[first])
     return PageView(
-        page, title=title, caption=caption, width=WIDTH, height=height, image=image, fluid=True
+        page,
+        title=title,
+        caption=caption,
+        width=WIDTH,
+        height=height,
+        image=image,
+        source=each[first].provenance.line(),
+        null=EXACT,
+        fluid=True,
     )
 
 
@@ -218,10 +226,10 @@ def _listed(bars: Iterable[tuple[str, float]], most: int, what: str) -> Bars:
 
 def _caption(found: LogitExplanation) -> str:
     return (
-        f"contributions to the logit before any soft cap, every later norm frozen at its scale: "
+        f"Contributions to the logit before any soft cap, every later norm frozen at its scale: "
         f"they sum to {found.total:.4f}, the model's logit is {found.logit:.4f} (difference "
         f"{found.error:.0e} of the sum of sizes); scores are relative to the mean over the allowed "
-        f"keys, terms have the query part first; {found.provenance.line()}"
+        f"keys, terms have the query part first."
     )
 
 

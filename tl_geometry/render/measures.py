@@ -58,7 +58,7 @@ UNITS = {
     "relative_norm": "ratio of norms",
     "relative_norm_reference": "ratio of norms",
     "low_frequency": "share of energy",
-    "smoothness": "ratio (differences to size)",
+    "smoothness": "ratio",
     "fracture": "ratio",
     "roughness": "ratio",
     "split_half": "cosine",
@@ -68,6 +68,8 @@ UNITS = {
     "inter": "|cos|",
 }
 """Units of measures; the others are shares."""
+NAMES = {"incoherence_avg": "mean |cos|", "incoherence_max": "largest |cos|"}
+"""Measures whose key says too little."""
 POSITIONAL = (
     "rank",
     "stable_rank",
@@ -298,8 +300,9 @@ def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
     for (measure, null), value in report.nulls.items():
         if measure == name:
             axis.plot(report.states, value, "--", lw=1, color=NULLS[null], label=f"null: {null}")
-    axis.set_title(name.replace("_", " "), fontsize=9)
+    axis.set_title(NAMES.get(name, name.replace("_", " ")), fontsize=9)
     axis.set_ylabel(UNITS.get(name, "share"))
+    axis.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
     axis.set_xlabel("state")
     axis.set_xticks(whole_ticks(report.states, 8))
 
@@ -338,7 +341,7 @@ def measure_curves(
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
     one_panel(ax, len(chosen), "measure")
-    columns = min(3, len(chosen))
+    columns = 2 if len(chosen) == 4 else min(3, len(chosen))
     figure, axes = canvas(columns, -(-len(chosen) // columns), ax=ax, size=(WIDTH / columns, 2.0))
     for axis, name in zip(axes, chosen, strict=False):
         _draw(axis, report, name)
@@ -478,7 +481,7 @@ def similarity(
         figure,
         title="Which documents have similar contexts?",
         caption="Each cell is the mean |cos| of context vectors of two documents, pairs of "
-        "different windows; the diagonal is within a document.",
+        "different windows; the diagonal is within a document, white is no pair.",
         null=null,
         source=report.provenance.line(),
     )

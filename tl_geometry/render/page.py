@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from tl_geometry.base import html
 from tl_geometry.base.errors import fail
-from tl_geometry.render.figure import View, folded
+from tl_geometry.render.figure import View, drawable, folded
 
 FALLBACK = 300_000
 """Most bytes of the image in a notebook."""
@@ -101,17 +102,23 @@ class PageView:
         return self.page
 
     def png(self) -> str:
-        """The image as base64; nothing where there is none."""
+        """The image as base64, with its title: it stands where no page is let in. Nothing where
+        there is none."""
         if self.image is None:
             return ""
-        return base64.b64encode(small_png(self.image(), FALLBACK)).decode()
+        view = self.image()
+        wide = int(12 * view.figure.get_size_inches()[0])  # characters of a line
+        title = "\n".join(map(drawable, textwrap.wrap(view.title, wide)))
+        view.figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
+        return base64.b64encode(small_png(view, FALLBACK)).decode()
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an
         image, and return the path."""
         path = Path(path)
         if path.suffix.lower() == ".html":
-            path.write_text(self.page, encoding="utf-8")
+            end = f"{folded(self.source)}</body>"
+            path.write_text(self.page.replace("</body>", end, 1), encoding="utf-8")
             return path
         if self.image is None:
             fail("path", expected="a name ending in .html", got=str(path))

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
+from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import require
 from tl_geometry.render.figure import PARTS, View, canvas, whole_ticks
 from tl_geometry.render.page import PageView, document
@@ -24,14 +24,17 @@ from tl_geometry.scores.terms import group_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BANDS = {"near": "#d55e00", "middle": "#009e73", "far": "#0072b2", PASS: "#999999"}
-"""One colour for each band in every figure (Okabe-Ito), of different greys."""
+BANDS = {"near": "#96304e", "middle": "#b3b536", "far": "#8573d6", PASS: "#6e6e6e"}
+"""One colour for each band in every figure, of different greys, none of them a part's."""
 GROUPS = {"position": PARTS["pos"], "content": PARTS["cvec"], "mixed": "#56b4e9"}
 """Colours of groups of terms."""
 CARRIED = "The band of wavelengths that carries each head"
 """Title of the atlas."""
 REACH = 32
 """Offsets that a profile shows."""
+ABOUT = {"cs": "covariance of scores", "gs": "gain (where attention goes)"}
+"""What a share is of."""
+NULL = "The planes of a head share all of its score: no null is drawn."
 
 
 def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None) -> View:
@@ -73,12 +76,16 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     named = _named(planes.length)
     used = [band for i, band in enumerate(bands.bands) if bool((which == i).any())]
     patches = [Patch(color=BANDS[band], label=f"{band}: {named[band]}") for band in used]
-    axes[0].legend(handles=patches, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
-    axes[0].set_title(f"carried by {counts} heads", fontsize=9)
-    about = {"cs": "covariance of scores", "gs": "gain (where attention goes)"}[share]
-    caption = f"colour: band of rotary planes with the largest share of the {about}; the stronger, "
-    caption += f"the larger that share; {planes.provenance.line()}"
-    return View(figure, title=f"{CARRIED}: {counts}", caption=caption)
+    where = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
+    axes[0].legend(handles=patches, fontsize=7, **where)
+    return View(
+        figure,
+        title=f"{CARRIED}: {counts}",
+        caption="Each cell is a head, coloured by the band of wavelengths with the largest share "
+        f"of its {ABOUT[share]}; the stronger the colour, the larger that share.",
+        null=NULL,
+        source=planes.provenance.line(),
+    )
 
 
 def _carried(planes: PlaneTable, share: str) -> tuple[BandTable, Tensor, Tensor, str]:
@@ -130,8 +137,9 @@ def bands_page(
     bands, named, title = planes.by_band(), _named(planes.length), f"{CARRIED}: {counts}"
     groups, tables = _groups(planes), (("cs", bands.total_cs), ("gs", bands.total_gs))
     caption = (
-        "bars: share of the covariance of scores, or of gain (where attention goes), of each "
-        f"rotary plane; {planes.provenance.line()}"
+        "Rows are layers, columns heads. Each cell has the colour of the band of wavelengths with "
+        "the largest share of the head's scores, the stronger the larger that share. Choose a "
+        "head, by a click or the arrow keys, to see its planes."
     )
     data = {
         "heads": [[layers.index(layer), number] for layer, number in planes.heads],
@@ -148,9 +156,9 @@ def bands_page(
         "profile": None if profile is None else _profile(planes, profile),
         "share": share,
         "head": planes.heads.index(first),
-        "caption": caption,
+        "caption": f"{caption} {NULL}",
     }
-    high = max(520, 150 + 19 * len(layers)) + (0 if profile is None else 40)
+    high = max(520, 200 + 19 * len(layers)) + (0 if profile is None else 40)
     return PageView(
         document(title, data, "planes"),
         title=title,
@@ -158,6 +166,8 @@ def bands_page(
         width=1000,
         height=high,
         image=atlas,
+        source=planes.provenance.line(),
+        null=NULL,
         fluid=True,
     )
 
@@ -247,18 +257,25 @@ def head_planes(
         if profile is not None:
             _draw_profile(axes[row * columns + 1], profile, profile.heads.index(head))
     axes[-columns].set_xlabel("wavelength of the plane (tokens)")
-    axes[0].legend(fontsize=7)
+    caption = "Each bar is the share of one plane in the covariance of scores, from fast to slow; "
+    caption += f"grey lines stand at {NEAR} and {planes.length} tokens, hatched is not rotated."
     if profile is not None:
         axes[-1].set_xlabel("offset, query minus key (tokens)")
-        axes[1].legend(fontsize=7)
-    names = ", ".join(f"L{layer}H{head}" for layer, head in chosen)
-    caption = "bars: share of the covariance of scores (left to right: fast to slow planes; grey "
-    caption += f"lines: {NEAR} and {planes.length} tokens; hatched: not rotated)"
-    if profile is not None:
         level = f"{profile.level:.0%}"
-        caption += f"; curve: mean of {profile.term} at each offset, {level} interval over prompts"
-    title = f"Which wavelengths carry {names}"
-    return View(figure, title=title, caption=f"{caption}; {planes.provenance.line()}")
+        caption += f" The curve is the mean of {profile.term} at each offset, with its {level} "
+        caption += "interval over prompts."
+    found = [axis.get_legend_handles_labels() for axis in axes[:columns]]
+    handles = [handle for each, _ in found for handle in each]
+    labels = [label for _, each in found for label in each]
+    where = {"loc": "outside upper center", "ncols": len(labels), "frameon": False}
+    figure.legend(handles, labels, fontsize=7, **where)
+    return View(
+        figure,
+        title=f"Which wavelengths carry {', '.join(map(head_name, chosen))}",
+        caption=caption,
+        null=NULL,
+        source=planes.provenance.line(),
+    )
 
 
 def _named(length: int) -> dict[str, str]:
@@ -301,8 +318,8 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
     low, high = math.floor(float(centre.min())), math.ceil(float(centre.max()))
     ticks = range(low, high + 1)
     axis.set_xticks(list(ticks), [f"$10^{{{t}}}$" for t in ticks])
-    axis.set_title(f"L{head[0]}H{head[1]}", fontsize=9)
-    axis.set_ylabel("share (cs)")
+    axis.set_title(head_name(head), fontsize=9)
+    axis.set_ylabel("share")
 
 
 def _draw_profile(axis: Axes, profile: OffsetProfile, at: int) -> None:
@@ -314,4 +331,4 @@ def _draw_profile(axis: Axes, profile: OffsetProfile, at: int) -> None:
     axis.plot(x, mean, ".-", ms=3, lw=0.9, color=PARTS["pos"], label="mean score")
     axis.axhline(0, color="0.3", lw=0.6)
     axis.axvline(1, color="0.7", lw=0.8, label="the token before")
-    axis.set_ylabel("score")
+    axis.set_ylabel("score\n(before softmax)")

@@ -74,7 +74,7 @@ def skip_figure(
                 axis.text(
                     b,
                     a,
-                    f"{float(table[a, b]):.2f}",
+                    f"{float(table[a, b]):.2f}" if table[a, b] < 10 else f"{table[a, b]:.3g}",
                     ha="center",
                     va="center",
                     fontsize=6,

@@ -43,11 +43,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Term = tuple[str, str]
+NULL = "Terms are exact: they have no null."
 GROUPS = ("position", "position-content", "content-position", "content")
 """Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the
 query side, on both."""
 SIZES = (2_000_000, 4_000_000)
 """Bytes of the page: of up to four panels, of more."""
+LEAST = 708
+"""Pixels of the page across, at least; with them it fits a page of text."""
 ROWS, LABELLED = 12, 24
 """Heads that the image shows, and labels on each of its axes."""
 BEYOND = ("#ffb000", "#00b4a0")
@@ -260,12 +263,12 @@ def _page(
     top, high = _limit(drawn, limit)
     caption = _caption(split, panels, drawn, packed, len(texts), top, centered)
     rows, columns, places = _layout(split, panels)
-    side = {1: 240, 2: 220, 3: 190}.get(max(rows, columns - 1), 150)
+    side = {1: 240, 2: 184, 3: 184}.get(max(rows, columns - 1), 150)
     cell = side / drawn.values.shape[-1]
-    cell = round(cell) if cell >= 3 else max(1.0, cell)
+    cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
     width = math.ceil(96 + columns * (cell * drawn.values.shape[-1] + 16) + 12)
     grid = math.ceil(rows * (cell * drawn.values.shape[-1] + 22) + 76)
-    readings = math.ceil(len(names) / max(1, (max(width, 760) - 24) // 118))
+    readings = math.ceil(len(names) / max(1, (max(width, LEAST) - 24) // 118))
     data = {
         "heads": [head_name(h) for h in split.heads],
         "planes": names,
@@ -282,21 +285,30 @@ def _page(
         "caption": caption,
         **packed.fields,
     }
-    buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / max(width, 760))
-    text = min(
-        180,
-        24 * (1 + sum(len(html.token_text(t)) + 1 for t in texts) * 7 // 740 + sum(data["breaks"])),
-    )
+    buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / max(width, LEAST))
+    text = min(180, 24 * _lines(data["tokens"], data["breaks"], max(width, LEAST)))
     height = 164 + grid + 34 * (readings + buttons) + text + 18 * math.ceil(len(caption) / 105)
     image = functools.partial(_image, split, names, places, drawn, texts, top, title, caption)
     return PageView(
         document(title, data, "split"),
         title=title,
         caption=caption,
-        width=max(width, 760) + 24,
+        width=max(width, LEAST) + 24,
         height=height,
         image=image,
+        null=NULL,
+        source=split.provenance.line(),
     )
+
+
+def _lines(tokens: list[str], breaks: list[bool], width: int) -> int:
+    """Lines that the text takes on a page of some pixels across."""
+    lines, used = 1, 0.0
+    for token, ends in zip(tokens, breaks, strict=True):
+        used += 7.3 * len(token) + 3
+        if ends or used > width:
+            lines, used = lines + 1, 0.0
+    return lines
 
 
 def _allowed(drawn: Drawn, values: Tensor) -> Tensor:
@@ -355,8 +367,8 @@ def _caption(
     )
     what, error, bound = split.reconstruction.nearest or ("", None, None)
     said = [
-        f"{'row-centred' if centered else 'raw'} scores by query (down) and key (across), "
-        f"{tokens} tokens",
+        f"{'Row-centred' if centered else 'Raw'} scores by query (down) and key (across), "
+        f"{tokens} tokens: red raises attention, blue lowers it",
         f"full colour at {top:.3g} on every panel and head"
         + (f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""),
         "pattern from 0 to 1",
@@ -370,9 +382,8 @@ def _caption(
             "(sums do not hold between cells)"
         ),
         f"{holes} cells are not a number (hatched)" if holes else "",
-        split.provenance.line(),
     ]
-    return "; ".join(s for s in said if s)
+    return "; ".join(s for s in said if s) + "."
 
 
 def _image(
@@ -407,22 +418,27 @@ def _image(
     inch = 2.1 if single else 1.0
     across = 1.15 * inch * columns + 0.8
     side = 0.9 * (across - 1.4) / (1.06 * columns)  # of a panel, beside labels and colour bars
-    figure, axes = canvas(size=(across, side * rows * high / n + (1.1 if single else 0.65)))
+    figure, axes = canvas(size=(across, side * rows * high / n + (0.7 if single else 0.65)))
     axis = axes[0]
     axis.set_anchor("N")
-    axis.set_title(drawable(title), loc="left", pad=18, fontsize=10, weight="bold")
     axis.imshow(sheet, interpolation="nearest")
     axis.spines[:].set_visible(False)
     for name, (r, c) in zip(names, at[0], strict=True):
-        axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=8, va="bottom")
+        size = 8 if single else 6.5
+        axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=size, va="bottom")
     if single:
-        _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide)
+        size = min(7.0, 0.8 * 72 * side / max(1, min(len(texts), LABELLED)))
+        _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide, size)
     else:
         named = [head_name(h) for h in split.heads[:count]]
         axis.set_xticks([])
         axis.set_yticks([r * high + n / 2 for r in range(rows)], named, fontsize=8)
     axis.tick_params(length=0)
-    for shade, label, ends in ((pattern, "pattern", "neither"), (score, "score", "both")):
+    axis.set_xlabel("key", fontsize=8)
+    axis.set_ylabel("query" if single else "head", fontsize=8)
+    shown = _allowed(drawn, drawn.values[:, :-1])
+    marked = "both" if bool((shown.abs() > top * (1 + 1e-9)).any()) else "neither"
+    for shade, label, ends in ((pattern, "pattern", "neither"), (score, "score", marked)):
         figure.colorbar(
             shade,
             ax=axis,
@@ -433,12 +449,18 @@ def _image(
             aspect=25,
             extend=ends,
         )
-    more = f"; {count} of {len(split.heads)} heads" if count < len(split.heads) else ""
-    return View(figure, title=title, caption=caption + more)
+    more = f" {count} of {len(split.heads)} heads are drawn." if count < len(split.heads) else ""
+    source = split.provenance.line()
+    return View(figure, title=title, caption=caption + more, null=NULL, source=source)
 
 
 def _name_tokens(
-    axis: Axes, places: list[tuple[int, int]], texts: list[str], high: int, wide: int
+    axis: Axes,
+    places: list[tuple[int, int]],
+    texts: list[str],
+    high: int,
+    wide: int,
+    size: float,
 ) -> None:
     """Texts of the tokens at the left of each row of panels and below the last one."""
     every, last = max(1, -(-len(texts) // LABELLED)), max(r for r, _ in places)
@@ -446,9 +468,9 @@ def _name_tokens(
     ticks = range(0, every * len(labels), every)
     below = [c for r, c in places if r == last]
     right = [c * wide + t for c in below for t in ticks]
-    axis.set_xticks(right, labels * len(below), rotation=90, fontsize=5)
+    axis.set_xticks(right, labels * len(below), rotation=90, fontsize=size)
     down = [r * high + t for r in range(last + 1) for t in ticks]
-    axis.set_yticks(down, labels * (last + 1), fontsize=5)
+    axis.set_yticks(down, labels * (last + 1), fontsize=size)
 
 
 def _painted(values: Tensor, allowed: Tensor, shade: Any) -> np.ndarray:

@@ -212,8 +212,9 @@ def sphere_paths(
         x, y, z = points[t].unbind(-1)
         axis.plot(x, y, z, color="#8888", lw=0.8)
         shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
-    for n, label in enumerate((axis.set_xlabel, axis.set_ylabel, axis.set_zlabel), 1):
-        label(f"{paths.method} {n}")
+    for n, name in enumerate("xyz", 1):
+        axis.set(**{f"{name}label": f"{paths.method} {n}"})
+        axis.locator_params(axis=name, nbins=4)
     if shade is not None:
         figure.colorbar(
             shade,
@@ -290,9 +291,8 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     change = effect.loss - effect.clean_loss
     colours = [GREY if part in ("random", "none", "whole") else BLUE for part in effect.parts]
-    axes[0].bar(effect.parts, change.tolist(), color=colours)
+    axes[0].bar([part.replace("_", " ") for part in effect.parts], change.tolist(), color=colours)
     axes[0].axhline(0, color="k", lw=0.6)
-    axes[0].tick_params(axis="x", labelrotation=30)
     axes[0].set_xlabel("what is kept of W_QK")
     axes[0].set_ylabel("change in loss (nats per token)")
     caption = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tl_geometry.base import html
 from tl_geometry.base.errors import choice
-from tl_geometry.render.figure import NEGATIVE, POSITIVE, View, canvas, drawable
+from tl_geometry.render.figure import NEGATIVE, POSITIVE, WIDTH, View, canvas, drawable
 from tl_geometry.scores.composing import SIDES, Composition
 from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.terms import label
@@ -15,6 +15,7 @@ PAIRS, LABELS = 12, 40
 COLOURS = {"query": "#0072b2", "key": "#d55e00", "value": "#009e73"}
 """One colour for each side that a writer is read on."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
+EXACT = "What was written adds up to the logit exactly: it has no null."
 
 
 def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) -> View:
@@ -34,13 +35,16 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
     wrote |= {f"L{layer}H{head}": (layer, head) for layer, head in found.heads}
     width = 1 + max(head for _, head in wrote.values())
     beside = [name for name, (layer, head) in wrote.items() if layer < 0 and name != "bias"]
-    figure, (axis,) = canvas(size=(max(4.5, 0.6 * width + 2), 5.0))
+    drawn = [wrote[name] for edge in edges for name in edge[:2]]
+    blocks = sorted({layer for layer, _ in drawn})  # rows are the blocks that have an edge
+    figure, (axis,) = canvas(size=(WIDTH, 0.45 * len(blocks) + 1.5))
 
     def place(name: str) -> tuple[float, float]:
         layer, head = wrote[name]
+        row = float(blocks.index(layer))
         if layer < 0:
-            return float(beside.index(name)), -1.0
-        return (float(width), layer + 0.5) if head < 0 else (float(head), float(layer))
+            return float(beside.index(name)), row
+        return (float(width), row + 0.35) if head < 0 else (float(head), row)
 
     for writer, reader, side, value in reversed(edges):
         (x0, y0), (x1, y1) = place(writer), place(reader)
@@ -53,18 +57,24 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
         box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "#999999"}
         axis.text(x, y, drawable(name), ha="center", va="center", fontsize=7, bbox=box)
     for side, colour in COLOURS.items():
-        axis.plot([], [], color=colour, label=side)
-    axis.legend(loc="lower right", frameon=False, title="read on the side")
-    axis.invert_yaxis()
-    axis.set_ylabel("block (embeddings at -1)")
-    axis.set_xlabel("head (MLPs to the right)")
-    null = float(found.random_cs[..., 1:].nan_to_num().mean())
-    caption = (
-        f"The {len(edges)} strongest edges by {said}, width by its size, dashed where negative; "
-        f"randomly turned writers have a mean covariance share of {null:.3f}; "
-        f"{found.provenance.line()}"
+        axis.plot([], [], color=colour, label=f"read as {side}")
+    figure.legend(loc="outside upper center", ncols=len(COLOURS), fontsize=8, frameon=False)
+    axis.set_ylim(len(blocks) - 0.3, -0.6)
+    axis.set_yticks(range(len(blocks)), ["embeddings" if b < 0 else str(b) for b in blocks])
+    axis.set_xlim(-0.6, width + 0.6)
+    axis.set_xticks([*range(width), width], [*map(str, range(width)), "MLP"])
+    axis.set(ylabel="block (those with an edge)", xlabel="head (of the writer or reader)")
+    random = {"cs": found.random_cs, "gs": found.random_gs}[share]
+    null = float(random[..., 1:].nan_to_num().mean())
+    return View(
+        figure,
+        title="Who wrote what the heads read",
+        caption=f"Lines run down from writers to the heads that read them: the {len(edges)} "
+        f"strongest edges by {said}, as wide as it is large, dashed where it is negative.",
+        null=f"Randomly turned writers have a {said} of {null:.3f} (root mean square, mean over "
+        "edges).",
+        source=found.provenance.line(),
     )
-    return View(figure, title="Who wrote what the heads read", caption=caption)
 
 
 def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
@@ -104,14 +114,16 @@ def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
     )
     for axis in (strip, bars):
         axis.tick_params(length=0, labelsize=7)
-    title = finding(found)
-    figure.suptitle(drawable(title), x=0.01, ha="left", fontsize=10, weight="bold")
-    caption = (
-        f"Logit {found.logit:.2f} at position {found.position}; what all heads wrote sums with "
-        f"MLPs, embeddings and constants to {found.total:.2f}. Scores are relative to the mean of "
-        f"their row, terms have the query part first; {found.provenance.line()}"
+    return View(
+        figure,
+        title=finding(found),
+        caption=f"Above, what all heads wrote from each token; below, the largest pairs of a head "
+        f"and its source. With MLPs, embeddings and constants it sums to {found.total:.2f}; the "
+        f"logit at position {found.position} is {found.logit:.2f}. Scores are relative to the mean "
+        "of their row, terms have the query part first.",
+        null=EXACT,
+        source=found.provenance.line(),
     )
-    return View(figure, title=title, caption=caption)
 
 
 def _why(found: LogitExplanation, pair: int, terms: int) -> str:

@@ -91,11 +91,6 @@ def section(analysis: Analysis) -> Section:
         draft.draw(
             views.variance_shares(table, control=None if control is None else control.anova()),
             "variance",
-            how="The shares of the variance of each state that position alone, context alone and "
-            "both together (residual) make up; they add up to one.",
-            null="Windows spliced from random places have no common context: their share is the "
-            "null.",
-            source=table.provenance.line(),
         )
         draft.table("anova", table, "Analysis of variance of each state")
         draft.find(findings.position_share(table, groups=analysis.groups))

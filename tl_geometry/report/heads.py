@@ -14,6 +14,7 @@ from tl_geometry.render.split_view import split
 from tl_geometry.render.weights import effect_bars
 from tl_geometry.report import TITLES, Analysis, findings, planes
 from tl_geometry.report.section import Draft, Section
+from tl_geometry.report.tables import signed
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
@@ -184,7 +185,7 @@ def _evidence(table: SweepTable, row: int, group: int) -> str:
         else []
     )
     null = table.details.get(f"cs_{name}_shifted")
-    said += [] if null is None else [f"{float(null[row]):.2f} with positions shifted"]
+    said += [] if null is None else [f"{signed(float(null[row]))} with positions shifted"]
     return f" ({', '.join(said)})" if said else ""
 
 
@@ -207,14 +208,7 @@ def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         "token colours its sources in the text by any group of terms. Rows are centred, which the "
         "softmax does not see."
     )
-    draft.draw(
-        split(example, centered=True, title=title),
-        "example",
-        how="Each cell is a signed term of the score of a query (down) and a key (across): red "
-        "raises attention there, blue lowers it; the terms add up to the score.",
-        null="Terms are exact: they have no null.",
-        source=example.provenance.line(),
-    )
+    draft.draw(split(example, centered=True, title=title), "example")
 
 
 def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tl_geometry.render.rotary import band_atlas, bands_page, head_planes
+from tl_geometry.render.rotary import bands_page, head_planes
 from tl_geometry.report import Analysis
 from tl_geometry.report.section import Draft
+from tl_geometry.report.tables import signed
 from tl_geometry.scores.plane_tables import BandTable
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
-NULL = "Shares of planes add up to one and have no null here."
 PROMPTS, SPLIT = 16, 4.0
 """Windows of the offset profile, and forward passes that a split of one costs."""
 
@@ -27,15 +27,6 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         f"tokens modulo L. Of the covariance of {len(table.heads)} heads, {_counted(bands)}: near "
         f"is a wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, "
         "which hardly sees the offset at all."
-    )
-    source = planes.provenance.line()
-    draft.draw(
-        band_atlas(planes),
-        "bands",
-        how="Each cell is a head, coloured by the band of wavelengths with the largest share; the "
-        "stronger the colour, the larger the share.",
-        null=NULL,
-        source=source,
     )
     profile = None
     shown: list[tuple[int, int]] = []
@@ -53,21 +44,8 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
             rows = analysis.pick(count)
             split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
             profile = split.offset_profile()
-        draft.draw(
-            head_planes(planes, profile, heads=chosen),
-            "planes",
-            how="Left: the share of each plane of a head by its wavelength. Right: its mean score "
-            "at each offset, with its 95% interval over prompts.",
-            null=NULL,
-            source=source,
-        )
-    draft.draw(
-        bands_page(planes, profile),
-        "bands-map",
-        how="Each cell is a head: choose the number that it shows, and a head for its planes.",
-        null=NULL,
-        source=source,
-    )
+        draft.draw(head_planes(planes, profile, heads=chosen), "planes")
+    draft.draw(bands_page(planes, profile), "bands")
     draft.table("bands", bands, "Shares of bands of wavelengths in every head")
     if analysis.planes:
         draft.table("planes", planes, "Shares of every rotary plane in every head")
@@ -83,4 +61,4 @@ def _shares(bands: BandTable, head: int) -> str:
     """The shares of the bands in one head."""
     values = torch.nan_to_num(bands.total_cs[head]).tolist()
     there = [(b, v) for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
-    return ", ".join(f"{band} {value:.2f}" for band, value in there)
+    return ", ".join(f"{band} {signed(value)}" for band, value in there)

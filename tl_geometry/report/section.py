@@ -229,9 +229,11 @@ class Draft:
 def _live(figure: PageView, name: str) -> Drawn:
     """An interactive figure; where no script runs, and on paper, its image with title and
     caption."""
-    said = f"<b>{html.escape(figure.title)}</b> {html.escape(figure.caption)}"
-    live = figure.html(figure.png(), shared=True)
-    text = f'<div class="live"><p class="still">{said}</p>{live}</div>'
+    png = figure.png()  # holds the title
+    title = "" if png else f"<b>{html.escape(figure.title)}</b> "
+    said = " ".join(filter(None, (figure.caption, figure.null)))
+    live = figure.html(png, shared=True)
+    text = f'<div class="live"><p class="still">{title}{html.escape(said)}</p>{live}</div>'
     return Drawn(key=name, text=text, scripts=figure.scripts, library=bool(figure.library))
 
 

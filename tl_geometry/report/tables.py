@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from tl_geometry.base import html
 from tl_geometry.base.results import Result
+from tl_geometry.render.head_view import in_words
 
 SHORT, WIDE, LONGEST = 14, 12, 600
 """Rows and columns of a table that stands open, and the most rows on a page."""
@@ -29,6 +30,7 @@ UNITS = {
     "next_angle": "radians",
     "length": "radians",
     "net": "radians",
+    "top1": "share",
 }
 """Units of columns; shares and cosines have none."""
 NAMES = {
@@ -45,14 +47,12 @@ NAMES = {
     "dropped_mass": "attention left out",
     "incoherence_avg": "mean |cos|",
     "incoherence_max": "largest |cos|",
+    "top1": "same likeliest token",
+    "top5": "likeliest five in common",
 }
 """Columns whose key says too little."""
-PARTS = {
-    "cs_": "share of ",
-    "gs_": "gain of ",
-    "es_": "energy of ",
-}
-"""Beginnings of columns, in words."""
+UNITS_OF = {("TruncationCurve", "top5"): "of 5", ("SkipMap", "top5"): "share"}
+"""Units of columns that tables measure differently."""
 
 
 def number(value: object) -> str:
@@ -75,6 +75,15 @@ def number(value: object) -> str:
         places = 0 if not kept else max(0, 2 - math.floor(math.log10(abs(kept))))
         return f"{kept:,.{places}f}".replace("-", "−")
     return f"{value:.2e}".replace("-", "−")
+
+
+def signed(value: float) -> str:
+    """Two decimals for a sentence: a true minus, and none before nothing.
+
+    >>> signed(-0.021), signed(-0.001)
+    ('−0.02', '0.00')
+    """
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:
@@ -120,14 +129,10 @@ def heading(table: Result, column: str) -> tuple[str, str]:
     >>> heading(Result(provenance=Provenance()), "loss_change")
     ('loss change', 'nats')
     """
-    unit = UNITS.get(column, "")
+    unit = UNITS_OF.get((type(table).__name__, column), UNITS.get(column, ""))
     shown = NAMES.get(column)
     if shown is None:
-        shown = str(table.readable(column))
-        for start, words in PARTS.items():
-            if column.startswith(start):
-                shown = words + str(table.readable(column.removeprefix(start)))
-        shown = shown.replace("_", " ")
+        shown = in_words(str(table.readable(column)))
     return shown, unit
 
 

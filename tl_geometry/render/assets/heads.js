@@ -1,7 +1,7 @@
 const LEFT = 52, TOP = 4, rows = DATA.layers.length, c = DATA.cell, H = 22;
 const grid = new Map(DATA.heads.map(([row, head], i) => [row * DATA.count + head, i]));
 const state = {value: DATA.value, head: 0, over: null};
-const number = v => v === null ? 'NaN' : String(v).replace('-', '−');
+const number = v => v === null ? 'NaN' : (v && Math.abs(v) < 1e-4 ? v.toExponential(1) : String(+v.toPrecision(Math.abs(v) < 1000 ? 3 : 6))).replaceAll('-', '−');
 /* The same in the width of a cell: what is nothing on the scale of the others is 0. */
 const brief = v => { const text = number(+v.toPrecision(2)); return text.length <= 6 ? text : Math.abs(v) < 0.001 ? '0' : number(v.toExponential(0)); };
 const name = i => `L${DATA.layers[DATA.heads[i][0]]}H${DATA.heads[i][1]}`;
@@ -9,15 +9,20 @@ const name = i => `L${DATA.layers[DATA.heads[i][0]]}H${DATA.heads[i][1]}`;
 make('h1', DATA.title);
 const tools = make('div', null, {class: 'row'}), label = make('label', 'value ', null, tools);
 const choose = make('select', null, {'aria-label': 'value'}, label);
-for (const column of Object.keys(DATA.columns)) make('option', column, {value: column}, choose);
+for (const column of Object.keys(DATA.columns)) make('option', DATA.said[column], {value: column}, choose);
 choose.value = state.value;
 const [, barPen] = board(300, 30, tools);
 const [sheet, pen] = board(...DATA.canvas);
-const where = make('div', null, {class: 'where'}), box = make('div', null, {class: 'read', style: 'max-height:300px;overflow-y:auto'});
+const where = make('div', null, {class: 'where'}), box = make('div', null, {class: 'read'});
 const readings = {};
-for (const column of [...Object.keys(DATA.words), ...Object.keys(DATA.columns)]) {
-  readings[column] = make('b', '', {'data-column': column}, make('div', column, {title: column}, box));
-}
+const names = [...Object.keys(DATA.words), ...Object.keys(DATA.columns)];
+names.sort((a, b) => /-/.test(a) - /-/.test(b));  // single terms last
+const more = make('details', null), rest = make('div', null, {class: 'read'}, more);
+more.prepend(Object.assign(document.createElement('summary'), {textContent: `${names.length - DATA.read} more numbers`}));
+if (names.length <= DATA.read) more.remove();
+names.forEach((column, i) => {
+  readings[column] = make('b', '', {'data-column': column}, make('div', DATA.said[column], {title: column}, i < DATA.read ? box : rest));
+});
 make('p', DATA.caption);
 
 function draw() {

@@ -30,8 +30,7 @@ const switches = DATA.details.map((name, d) => {
   return b;
 });
 const sheet = make('div', null, {class: 'cards'});
-const made = make('details', null);
-make('summary', 'How this was made', null, made); make('p', DATA.caption, null, made);
+make('p', DATA.caption);
 
 const marks = () => state.head < 0 ? at().marks : at().heads[state.head].marks;
 function choose(query) { state.query = query; state.head = -1; state.pair = null; update(); }

@@ -6,7 +6,7 @@ const shares = () => DATA.shares[state.share];
 const grid = new Map(DATA.heads.map(([row, head], i) => [row * DATA.count + head, i]));
 
 make('h1', DATA.title);
-make('p', 'Rows are layers, columns heads. Each cell has the colour of the band of wavelengths with the largest share of the head’s scores, the stronger the larger that share. Choose a head, by a click or the arrow keys, to see its planes.', {class: 'how'});
+make('p', DATA.caption, {class: 'how'});
 const tools = make('div', null, {class: 'row'}), pick = make('label', 'share of ', null, tools);
 const choose = make('select', null, {'aria-label': 'share'}, pick);
 for (const [value, said] of [['cs', 'the covariance of scores'], ['gs', 'gain (where attention goes)']]) make('option', said, {value}, choose);
@@ -31,8 +31,6 @@ DATA.layers.forEach((layer, row) => {
 make('span', '', {class: 'axis'}, atlas);
 for (let head = 0; head < DATA.count; head++) make('span', DATA.count > 16 && head % 4 ? '' : head, {class: 'axis'}, atlas);
 const side = make('div', null, {class: 'side', 'aria-live': 'polite'}, both);
-const made = make('details', null);
-make('summary', 'How this was made', null, made); make('p', DATA.caption, null, made);
 
 function step(event, row, head) {
   const by = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
@@ -96,7 +94,8 @@ function bars(i) {
       add(bar, 'title', {}, `${waves[m] === null ? 'not rotated' : `wavelength ${number(waves[m])} tokens`}: ${DATA.groups[g][0]} ${number(v)}`);
     });
   });
-  for (let t = Math.ceil(ends[0]); t <= ends[1]; t++) if (turned.length) add(svg, 'text', {x: x(t), y: LOW + 13, 'text-anchor': 'middle'}, t < 4 ? 10 ** t : `${10 ** (t - 3)}k`);
+  const free = turned.length < waves.length ? x(Math.log10(4 * last)) - 74 : RIGHT;  // of the name of what is not rotated
+  for (let t = Math.ceil(ends[0]); t <= ends[1]; t++) if (turned.length && x(t) < free) add(svg, 'text', {x: x(t), y: LOW + 13, 'text-anchor': 'middle'}, t < 4 ? 10 ** t : `${10 ** (t - 3)}k`);
   if (turned.length < waves.length) add(svg, 'text', {x: x(Math.log10(4 * last)), y: LOW + 13, 'text-anchor': turned.length ? 'end' : 'middle'}, 'not rotated');
   add(svg, 'text', {x: (LEFT + RIGHT) / 2, y: LOW + 26, 'text-anchor': 'middle'}, 'wavelength of the plane (tokens)');
 }
