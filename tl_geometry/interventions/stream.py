@@ -3,8 +3,7 @@ keep only it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from jaxtyping import Float
@@ -15,6 +14,7 @@ from tl_geometry.base.checks import index
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.hook_lists import HookList, LiveEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.points import Placed, attached
 
@@ -71,7 +71,7 @@ def project_stream(
     *,
     keep: bool = False,
     rank: int | None = None,
-) -> AbstractContextManager[None]:
+) -> LiveEdit[None]:
     """Context manager: take a subspace out of the stream at a state, or with ``keep`` keep only it.
 
     ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``: V are the leading directions of
@@ -79,18 +79,28 @@ def project_stream(
     what block l reads, so that the edit reaches everything after it. The model is as before on
     exit.
     """
-    return _projected(model, basis, state, subspace, keep, rank)
+
+    def prepare() -> Placed:
+        return _projection(model, basis, state, subspace, keep, rank)
+
+    def opened() -> AbstractContextManager[None]:
+        return attached(as_view(model), [prepare()])
+
+    def listed() -> HookList:
+        name, call, _ = prepare()
+        return [(name, lambda value, hook: call(value))]
+
+    return LiveEdit(opened, listed)
 
 
-@contextmanager
-def _projected(
+def _projection(
     model: ModelLike,
     basis: PositionContext,
     state: int,
     subspace: str,
     keep: bool,
     rank: int | None,
-) -> Iterator[None]:
+) -> Placed:
     view = as_view(model)
     require_basis(basis)
     basis.check_model(view)
@@ -104,8 +114,7 @@ def _projected(
         inside = ((h.double() - m) @ V) @ V.mT
         return (m + inside if keep else h.double() - inside).to(h.dtype)
 
-    with attached(view, [Placed(view.state_hooks[state], hook, "first")]):
-        yield
+    return Placed(view.state_hooks[state], hook, "first")
 
 
 def removed_share(
