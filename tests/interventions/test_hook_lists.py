@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import HAS_HOOKED, tiny, tokens
-from tl_geometry import decompose
+from tl_geometry import decompose, trajectories
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions import (
@@ -392,3 +392,29 @@ def test_prompts_without_the_bos_of_the_basis_are_refused(
     with pytest.raises(GeometryError, match="got has_bos=True"):
         listed(model, hooks, rows[:3, :9])
     listed(model, hooks)
+
+
+# -------------------------------------------------------------------------------------------------
+# names
+
+
+@pytest.mark.parametrize("model_class", CLASSES)
+def test_states_may_be_named_as_transformer_lens_names_them(model_class: str) -> None:
+    from transformer_lens.utilities import get_act_name
+
+    model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
+    for name, state in ((get_act_name("resid_pre", 1), 1), (get_act_name("resid_post", 1), 2)):
+        with project_stream(model, basis, state):
+            right = logits(model)
+        with project_stream(model, basis, name):
+            assert torch.equal(logits(model), right)
+        assert torch.equal(listed(model, project_stream(model, basis, name).hooks()), right)
+        one = decompose(model, IDS, states=[name], progress=False)
+        assert one.states == (state,)
+        found = trajectories(model, IDS, states=name, progress=False)
+        assert found.states == (state,)
+    for other in (get_act_name("z", 1), get_act_name("resid_mid", 1)):
+        with pytest.raises(GeometryError, match="states: expected a number from 0 to 2 or a hook"):
+            project_stream(model, basis, other).hooks()
+        with pytest.raises(GeometryError, match="states: expected a number from 0 to 2 or a hook"):
+            trajectories(model, IDS, states=[other], progress=False)

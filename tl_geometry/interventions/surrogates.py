@@ -234,7 +234,7 @@ def surrogate(
     on_pattern: OnPattern | None = None,
 ) -> LiveEdit[OpenEdit]:
     """Run a live model with W_QK of the chosen heads replaced by a part of it (Song & Zhong 2023,
-    Eq. 8), inside ``with`` or by :meth:`~tl_geometry.models.live.LiveEdit.hooks`.
+    Eq. 8), inside ``with`` or by :meth:`~tl_geometry.interventions.LiveEdit.hooks`.
 
     Args:
         heads: ``(layer, head)`` or ``"L5H1"``, one or several; all heads of ``layers`` (or of the

@@ -283,13 +283,25 @@ def remove_term(
     patched stream gives the patched term), hooks and caches at scores, pattern and z see the edited
     ones, and gradients pass. ``with ... as edit`` gives an
     :class:`~tl_geometry.models.live.OpenEdit`, whose ``unedited`` names the points that cannot show
-    the edit. The model is as before on exit.
+    the edit. The model is as before on exit. The same for one pass, among other hooks:
+    ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
+    (:meth:`~tl_geometry.interventions.LiveEdit.hooks`).
 
     Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value
     cache, autocast, prompts with another BOS setting than the basis or longer than it has seen, and
     where ``reset_hooks(including_permanent=True)`` took the edit away; ``ReconstructionError``
     where queries, keys, scores or patterns do not follow from the stream (a hook on ``hook_q`` of
     an edited head).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> edit = tlg.interventions.remove_term(model, basis, "cvec-cvec", "L1H0")
+    >>> with edit:
+    ...     inside = model(windows.tokens)
+    >>> bool((model.run_with_hooks(windows.tokens, fwd_hooks=edit.hooks()) == inside).all())
+    True
     """
     return _edit(model, basis, heads, removing(terms_of(term)))
 
