@@ -400,7 +400,7 @@ def test_prompts_without_the_bos_of_the_basis_are_refused(
 
 @pytest.mark.parametrize("model_class", CLASSES)
 def test_states_may_be_named_as_transformer_lens_names_them(model_class: str) -> None:
-    from transformer_lens.utilities import get_act_name
+    from transformer_lens.utilities.components_utils import get_act_name
 
     model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
     for name, state in ((get_act_name("resid_pre", 1), 1), (get_act_name("resid_post", 1), 2)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import jaxtyping
@@ -34,7 +35,7 @@ def test_each_copy_of_a_nested_function_checks_its_own_calls() -> None:
             inner(x, "text")
     with pytest.raises(TypeCheckError, match="return value"):
         wrong(x, x)
-    code = inner.__wrapped__.__code__
+    code = inspect.unwrap(inner).__code__
     assert len(nested_checks._known[code]) > 3, "kept"
 
 
