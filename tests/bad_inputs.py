@@ -101,6 +101,11 @@ def run_removed(world: World, tokens: torch.Tensor, **options: Any) -> Any:
         return world.model(tokens)
 
 
+def run_listed(world: World, tokens: torch.Tensor, times: int = 1) -> Any:
+    hooks = [hook for _ in range(times) for hook in removed(world).hooks()]
+    return world.model.run_with_hooks(tokens, fwd_hooks=hooks)
+
+
 def run_planes(world: World, planes: Any) -> Any:
     with tlg.interventions.remove_planes(world.model, planes, "L1H0"):
         return world.model(world.ids[:2])
@@ -638,6 +643,13 @@ EDITS = [
             tlg.interventions.mean_term(w.model, w.basis, "cvec-cvec", "L1H0"), w.model, w.ids[:1]
         ),
         "at least 2 prompts",
+    ),
+    Call("one head in two lists of hooks", lambda w: run_listed(w, w.ids[:2], 2), "edited already"),
+    Call("hooks for prompts without BOS", lambda w: run_listed(w, w.ids[:2, 1:]), "has_bos|BOS"),
+    Call(
+        "a state that no hook holds",
+        lambda w: tlg.interventions.project_stream(w.model, w.basis, "blocks.1.hook_z").hooks(),
+        "states",
     ),
 ]
 VIEWS = [

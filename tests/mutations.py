@@ -41,6 +41,7 @@ SUMS, TYPES, SWEEP, LEFT_OUT = (
 )
 ROTARY, PLANES = "tests/models/test_rotary.py", "tests/scores/test_planes.py"
 TERMS, LIVE = (f"tests/interventions/test_{n}.py" for n in ("terms", "live_edits"))
+LISTS = "tests/interventions/test_hook_lists.py"
 WRITERS, EDGES = "tests/models/test_writers.py", "tests/interventions/test_edges.py"
 BY_WRITERS, LOGITS = "tests/scores/test_writers.py", "tests/scores/test_logits.py"
 COMPOSITION = "tests/scores/test_composition.py"
@@ -600,6 +601,34 @@ FAULTS = (
         "return found.coordinates(chosen).to(layer.h.device)",
         "return ~found.coordinates(chosen).to(layer.h.device)",
         "tests/interventions/test_planes.py",
+    ),
+    Fault(
+        "a list that reads before others",
+        "models",
+        "order.move_to_end(handle.hook.id)",
+        "order.move_to_end(handle.hook.id, last=False)",
+        LISTS,
+    ),
+    Fault(
+        "a list that takes edited heads",
+        "models",
+        "require_free(self.heads, taken)",
+        "require_free((), taken)",
+        LISTS,
+    ),
+    Fault(
+        "a list that takes any tokens",
+        "models",
+        "same = self.shown == self.embed(ids.to(self.shown.device))",
+        "same = self.shown == self.shown",
+        LISTS,
+    ),
+    Fault(
+        "a list that takes any positions",
+        "models",
+        'self.arguments = {"position_ids": ids}',
+        "self.arguments = {}",
+        LISTS,
     ),
     Fault("the first copy counted", "interventions", "column > periods", "column > 0", TERMS),
 )

@@ -498,7 +498,7 @@ def test_a_model_without_biases_has_none_after_training() -> None:
 
 def page_of(out: Path) -> str:
     html = (out / "report.html").read_text()
-    script = (files("tl_geometry.render") / "assets" / "report.js").read_text("utf-8")
+    script = (files("tl_geometry.report") / "assets" / "report.js").read_text("utf-8")
     assert re.findall("<script>(.*?)</script>", html, re.DOTALL) == [script], "its own alone"
     assert html.count("<script") == 1
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", html)

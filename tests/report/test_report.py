@@ -66,7 +66,7 @@ def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
     html = (folder / "report.html").read_text()
     assert "<img src=x" not in html
     assert "&lt;img src=x onerror" in html
-    own = (Path(tlg.__file__).parent / "render" / "assets" / "report.js").read_text()
+    own = (Path(tlg.__file__).parent / "report" / "assets" / "report.js").read_text()
     scripts = re.findall(r"<script(?! type=\"text/plain\")[^>]*>(.*?)</script>", html, re.DOTALL)
     assert scripts == [own]
     assert html.count("<script") == 2  # and the library of the views in three dimensions, as text

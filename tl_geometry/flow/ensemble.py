@@ -15,11 +15,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry.base.checks import finite, index, indices
+from tl_geometry.base.checks import finite, index
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.cutting import begins_with_bos
-from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.sources import TokenSource, state_indices
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import bases, noise, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
@@ -278,7 +278,7 @@ def trajectories(
     tokens: TokensLike,
     *,
     position: str | int | None = None,
-    states: Iterable[int] | int | None = None,
+    states: Iterable[int | str] | int | str | None = None,
     post_norm: bool = False,
     path: str | Path | None = None,
     batch_size: int | None = None,
@@ -299,7 +299,8 @@ def trajectories(
             a causal model, the first token of an encoder: its last token is no more a summary of
             the text than any other.
         states: which states, one or several, default 1 to n_layers (outputs of the blocks, as
-            published); 0 adds the embedding.
+            published); 0 adds the embedding. Or hooks that hold them
+            (``"blocks.1.hook_resid_pre"``).
         post_norm: also keep the last state after the final norm (see
             :meth:`Trajectories.after_norm`).
         path: a ``.npy`` file to write the states to (float32, memory-mapped) in place of memory.
@@ -319,7 +320,7 @@ def trajectories(
     source = TokenSource.of(view, tokens, labels, prepend_bos)
     followed = _position(view, position, source.length)
     wanted = range(1, view.n_layers + 1) if states is None else states
-    chosen = indices(wanted, view.n_layers + 1, "state")
+    chosen = state_indices(wanted, view.n_layers + 1, view.state_hooks)
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     X, ids = _follow(view, source, followed, chosen, path, batch_size, progress)
     finite(X.sum(1), "states of the followed token")

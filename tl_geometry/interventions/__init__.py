@@ -3,8 +3,9 @@ it, or project the stream.
 
 Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``remove_planes``, ``keep_planes``,
 ``swap_planes``, ``remove_edge``, ``swap_edge``, ``project_stream``, ``surrogate``) leave the model
-as it was; functions (``necessity_sufficiency``, ``dominant_only``, ``edge_necessity``,
-``surrogate_effect``) use them and return tables.
+as it was, and are lists of hooks too: ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
+(:class:`~tl_geometry.interventions.LiveEdit`). Functions (``necessity_sufficiency``,
+``dominant_only``, ``edge_necessity``, ``surrogate_effect``) use them and return tables.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from tl_geometry.interventions.planes import keep_planes, remove_planes, swap_pl
 from tl_geometry.interventions.stream import project_stream
 from tl_geometry.interventions.surrogates import surrogate, surrogate_effect
 from tl_geometry.interventions.terms import keep_term, mean_term, remove_term
+from tl_geometry.models.hook_lists import LiveEdit
 
 __all__ = [
     "EdgeNecessity",
     "Effects",
+    "LiveEdit",
     "NecessitySufficiency",
     "dominant_only",
     "edge_necessity",

@@ -14,8 +14,7 @@ so that an edge takes exactly that writer's terms out of the scores, the terms t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +29,12 @@ from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.terms import HeadsLike, derangement
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.live import Edit, OpenEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.points import PassTokens
 from tl_geometry.models.writers import Written, run_written, writer_names
 
 SIDES = {"query": "q", "key": "k", "value": "v"}
@@ -140,8 +141,8 @@ def _edit(
         found = layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
         return found if layer.bias is None else found + layer.bias[pick]
 
-    def on_tokens(ids: Tensor) -> None:
-        same = ids.shape == run.tokens.shape and bool((ids.cpu() == run.tokens.cpu()).all())
+    def on_tokens(tokens: PassTokens) -> None:
+        same = tokens.shape == tuple(run.tokens.shape) and bool(tokens.are(run.tokens).all())
         expected, instead = "the tokens of the clean run", "remove_edge(model, these tokens, ...)"
         require(same, "tokens inside an edit", expected=expected, got="others", instead=instead)
 
@@ -149,8 +150,7 @@ def _edit(
     return Edit(at, heads, scores, on_tokens, values)
 
 
-@contextmanager
-def _apply(
+def _live(
     model: ModelLike,
     tokens: TokensLike,
     writers: Writers,
@@ -161,19 +161,21 @@ def _apply(
     drop: int | None,
     prepend_bos: bool | None,
     seed: int,
-) -> Iterator[OpenEdit]:
-    view = as_view(model)
-    given = token_rows(view, tokens, prepend_bos=prepend_bos)
-    rows, start = given.tokens, first_edited(drop, given)
-    chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    names = [writers] if isinstance(writers, str) else list(writers)
-    layers = {layer for layer, _ in chosen}
-    run = clean_run(view, rows, names, layers)
-    source = None
-    if swap:
-        source = clean_run(view, _others(view, rows, other, prepend_bos, seed), names, layers)
-    with edited_scores(view, edge_edits(run, names, chosen, side, source, drop=start)) as edit:
-        yield edit
+) -> LiveEdit[OpenEdit]:
+    def prepare() -> tuple[ModelView, list[Edit]]:
+        view = as_view(model)
+        given = token_rows(view, tokens, prepend_bos=prepend_bos)
+        rows, start = given.tokens, first_edited(drop, given)
+        chosen = checks.heads(heads, view.n_layers, view.n_heads)
+        names = [writers] if isinstance(writers, str) else list(writers)
+        layers = {layer for layer, _ in chosen}
+        run = clean_run(view, rows, names, layers)
+        source = None
+        if swap:
+            source = clean_run(view, _others(view, rows, other, prepend_bos, seed), names, layers)
+        return view, edge_edits(run, names, chosen, side, source, drop=start)
+
+    return live_edit(prepare)
 
 
 def first_edited(drop: int | None, rows: TokenWindows) -> int:
@@ -208,7 +210,7 @@ def remove_edge(
     side: Sides = "key",
     drop: int | None = None,
     prepend_bos: bool | None = None,
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: take a writer out of what ``heads`` read, on the ``"query"``, ``"key"`` or
     ``"value"`` side.
 
@@ -229,7 +231,7 @@ def remove_edge(
     >>> with tlg.interventions.remove_edge(model, tokens, "L0H0", "L1H0"):
     ...     logits = model(tokens)
     """
-    return _apply(model, tokens, writer, heads, side, None, False, drop, prepend_bos, 0)
+    return _live(model, tokens, writer, heads, side, None, False, drop, prepend_bos, 0)
 
 
 def swap_edge(
@@ -243,11 +245,11 @@ def swap_edge(
     drop: int | None = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: what a writer wrote in other prompts in place of what it wrote in these, in
     the inputs of ``heads`` alone.
 
     ``other`` are as many prompts of the same length, by default the same prompts in another order.
     See :func:`remove_edge`.
     """
-    return _apply(model, tokens, writer, heads, side, other, True, drop, prepend_bos, seed)
+    return _live(model, tokens, writer, heads, side, other, True, drop, prepend_bos, seed)

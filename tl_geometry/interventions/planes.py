@@ -14,8 +14,7 @@ planes are those of the running queries and keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from einops import einsum
@@ -26,9 +25,11 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.interventions.terms import HeadsLike, derangement, require_several
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.live import Edit, OpenEdit
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.rotary import rotary_planes
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 
@@ -98,33 +99,34 @@ def random_planes(
             return drawn
 
 
-@contextmanager
-def _apply(
+def _edit(
     model: ModelLike,
     planes: PlanesLike,
     heads: HeadsLike,
     change: PlaneEdit,
     control: int | None,
-) -> Iterator[OpenEdit]:
-    view = as_view(model)  # before any hook of ours
-    chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    edits: list[Edit] = []
-    for at in sorted({layer for layer, _ in chosen}):
-        mine = tuple(sorted(head for layer, head in chosen if layer == at))
+) -> LiveEdit[OpenEdit]:
+    def prepare() -> tuple[ModelView, list[Edit]]:
+        view = as_view(model)
+        chosen = checks.heads(heads, view.n_layers, view.n_heads)
+        edits: list[Edit] = []
+        for at in sorted({layer for layer, _ in chosen}):
+            mine = tuple(sorted(head for layer, head in chosen if layer == at))
 
-        def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
-            kept = chosen_planes(layer, mine, planes, control)
-            bias = None if layer.bias is None else layer.bias[list(mine)]
-            return change(whole, part_on_planes(layer, list(mine), kept), bias)
+            def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
+                kept = chosen_planes(layer, mine, planes, control)
+                bias = None if layer.bias is None else layer.bias[list(mine)]
+                return change(whole, part_on_planes(layer, list(mine), kept), bias)
 
-        edits.append(Edit(at, mine, scores))
-    with edited_scores(view, edits) as edit:
-        yield edit
+            edits.append(Edit(at, mine, scores))
+        return view, edits
+
+    return live_edit(prepare)
 
 
 def remove_planes(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, control: int | None = None
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: run the live model with some rotary planes taken out of the scores of
     ``heads`` (all for ``None``), ``S - sum_{m in planes} X^(m)``.
 
@@ -137,24 +139,24 @@ def remove_planes(
     :func:`tl_geometry.interventions.remove_term`, with the same refusals; ``GeometryError`` where
     no head has the planes.
     """
-    return _apply(model, planes, heads, lambda whole, part, bias: whole - part, control)
+    return _edit(model, planes, heads, lambda whole, part, bias: whole - part, control)
 
 
 def keep_planes(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, control: int | None = None
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: keep only some rotary planes of the scores of ``heads`` (and ALiBi); with
     ``control=seed`` as many planes drawn at random."""
 
     def change(whole: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
         return part if bias is None else part + bias
 
-    return _apply(model, planes, heads, change, control)
+    return _edit(model, planes, heads, change, control)
 
 
 def swap_planes(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, seed: int = 0
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: give some rotary planes of the scores of ``heads`` the values of another
     prompt of the batch at the same positions, ``S - X + X'`` (at least two prompts)."""
 
@@ -162,4 +164,4 @@ def swap_planes(
         require_several(whole, "swap_planes")
         return whole - part + part[derangement(len(part), seed).to(part.device)]
 
-    return _apply(model, planes, heads, change, None)
+    return _edit(model, planes, heads, change, None)

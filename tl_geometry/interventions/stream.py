@@ -3,19 +3,20 @@ keep only it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import linalg
-from tl_geometry.base.checks import index
 from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.corpus.sources import state_indices
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.hook_lists import HookList, LiveEdit
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.points import Placed, attached
 
 ENERGY = 0.99
@@ -66,46 +67,69 @@ def subspace_of(
 def project_stream(
     model: ModelLike,
     basis: PositionContext,
-    state: int,
+    state: int | str,
     subspace: str = "pos",
     *,
     keep: bool = False,
     rank: int | None = None,
-) -> AbstractContextManager[None]:
+) -> LiveEdit[None]:
     """Context manager: take a subspace out of the stream at a state, or with ``keep`` keep only it.
 
     ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``: V are the leading directions of
     ``pos`` or ``ctx`` at that state (see :func:`subspace_of`), ``mean`` is the basis's. State l is
-    what block l reads, so that the edit reaches everything after it. The model is as before on
-    exit.
+    what block l reads, so that the edit reaches everything after it; a hook that holds a state
+    (``"blocks.1.hook_resid_pre"``) is taken for its number. The model is as before on exit.
+
+    By :meth:`~tl_geometry.interventions.LiveEdit.hooks` it is one hook of a list, in its place
+    there: it projects what hooks before it leave, and hooks after it act on what it leaves.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> edit = tlg.interventions.project_stream(model, basis, "blocks.1.hook_resid_pre")
+    >>> with edit:
+    ...     inside = model(windows.tokens)
+    >>> bool((model.run_with_hooks(windows.tokens, fwd_hooks=edit.hooks()) == inside).all())
+    True
     """
-    return _projected(model, basis, state, subspace, keep, rank)
+
+    def prepare() -> tuple[ModelView, Placed]:
+        view = as_view(model)
+        return view, _projection(view, basis, state, subspace, keep, rank)
+
+    def opened() -> AbstractContextManager[None]:
+        view, hook = prepare()
+        return attached(view, [hook])
+
+    def listed() -> HookList:
+        name, call, _ = prepare()[1]
+        return [(name, lambda value, hook: call(value))]
+
+    return LiveEdit(opened, listed)
 
 
-@contextmanager
-def _projected(
-    model: ModelLike,
+def _projection(
+    view: ModelView,
     basis: PositionContext,
-    state: int,
+    state: int | str,
     subspace: str,
     keep: bool,
     rank: int | None,
-) -> Iterator[None]:
-    view = as_view(model)
+) -> Placed:
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
     basis.require_raw("interventions on the stream")
-    index(state, view.n_layers + 1, "state")
-    directions, mean = subspace_of(basis, state, subspace, rank), basis.mean[basis.index(state)]
+    (at,) = state_indices([state], view.n_layers + 1, view.state_hooks)
+    directions, mean = subspace_of(basis, at, subspace, rank), basis.mean[basis.index(at)]
 
     def hook(h: Tensor) -> Tensor:
         V, m = directions.to(h.device), mean.to(h.device)
         inside = ((h.double() - m) @ V) @ V.mT
         return (m + inside if keep else h.double() - inside).to(h.dtype)
 
-    with attached(view, [Placed(view.state_hooks[state], hook, "first")]):
-        yield
+    return Placed(view.state_hooks[at], hook, "first")
 
 
 def removed_share(

@@ -17,8 +17,7 @@ dimension is the control.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,8 +35,9 @@ from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, edited_scores
+from tl_geometry.models.live import Edit, OpenEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
@@ -222,7 +222,6 @@ def _edit(layer: int, new: Replacement | OffsetReplacement, on_pattern: OnPatter
     return Edit(layer, new.heads, scores)
 
 
-@contextmanager
 def surrogate(
     model: ModelLike,
     basis: PositionContext,
@@ -233,9 +232,9 @@ def surrogate(
     rank: int | None = None,
     seed: int = 0,
     on_pattern: OnPattern | None = None,
-) -> Iterator[None]:
+) -> LiveEdit[OpenEdit]:
     """Run a live model with W_QK of the chosen heads replaced by a part of it (Song & Zhong 2023,
-    Eq. 8), inside ``with``.
+    Eq. 8), inside ``with`` or by :meth:`~tl_geometry.interventions.LiveEdit.hooks`.
 
     Args:
         heads: ``(layer, head)`` or ``"L5H1"``, one or several; all heads of ``layers`` (or of the
@@ -250,13 +249,14 @@ def surrogate(
 
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
-    view = as_view(model)
-    pairs = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
-    with edited_scores(
-        view, [_edit(layer, replacement, on_pattern) for layer, replacement in new.items()]
-    ):
-        yield
+
+    def prepare() -> tuple[ModelView, list[Edit]]:
+        view = as_view(model)
+        pairs = checks.heads(heads, view.n_layers, view.n_heads, layers)
+        new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
+        return view, [_edit(layer, one, on_pattern) for layer, one in new.items()]
+
+    return live_edit(prepare)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

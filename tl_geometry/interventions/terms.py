@@ -17,8 +17,7 @@ What is kept is compared with the bias terms alone, ``keep_term(model, basis, ()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +31,12 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.describing import as_view
+from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, OpenEdit, edited_scores
+from tl_geometry.models.live import Edit, OpenEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.points import PassTokens
 from tl_geometry.scores.projection import PARTS, ProjectedParts, project_basis, split_heads
 from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
 
@@ -128,10 +129,10 @@ def edits_for(
     basis.require_identifiable("interventions")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
 
-    def check_tokens(ids: Tensor) -> str | None:
+    def check_tokens(tokens: PassTokens) -> str | None:
         if view.bos_id is None:
             return None
-        bos = ids[:, :2] == view.bos_id
+        bos = tokens.are(torch.full(tokens.shape, view.bos_id))[:, :2]
         basis.check_model(view, bool(bos[:, 0].all()))
         twice = bos.shape[1] == 2 and bool(bos.all(-1).any())
         return "prompts that begin with two BOS tokens" if twice else None
@@ -261,18 +262,19 @@ def require_several(scores: Tensor, what: str) -> None:
         )
 
 
-@contextmanager
-def _apply(
+def _edit(
     model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Change
-) -> Iterator[OpenEdit]:
-    view = as_view(model)  # before any hook of ours
-    with edited_scores(view, edits_for(view, basis, heads, change)) as edit:
-        yield edit
+) -> LiveEdit[OpenEdit]:
+    def prepare() -> tuple[ModelView, list[Edit]]:
+        view = as_view(model)
+        return view, edits_for(view, basis, heads, change)
+
+    return live_edit(prepare)
 
 
 def remove_term(
     model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for
     ``None``), ``S - X``.
 
@@ -281,35 +283,47 @@ def remove_term(
     patched stream gives the patched term), hooks and caches at scores, pattern and z see the edited
     ones, and gradients pass. ``with ... as edit`` gives an
     :class:`~tl_geometry.models.live.OpenEdit`, whose ``unedited`` names the points that cannot show
-    the edit. The model is as before on exit.
+    the edit. The model is as before on exit. The same for one pass, among other hooks:
+    ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
+    (:meth:`~tl_geometry.interventions.LiveEdit.hooks`).
 
     Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value
     cache, autocast, prompts with another BOS setting than the basis or longer than it has seen, and
     where ``reset_hooks(including_permanent=True)`` took the edit away; ``ReconstructionError``
     where queries, keys, scores or patterns do not follow from the stream (a hook on ``hook_q`` of
     an edited head).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> edit = tlg.interventions.remove_term(model, basis, "cvec-cvec", "L1H0")
+    >>> with edit:
+    ...     inside = model(windows.tokens)
+    >>> bool((model.run_with_hooks(windows.tokens, fwd_hooks=edit.hooks()) == inside).all())
+    True
     """
-    return _apply(model, basis, heads, removing(terms_of(term)))
+    return _edit(model, basis, heads, removing(terms_of(term)))
 
 
 def keep_term(
     model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: keep only a term, with every term that has bias on either side; ``()`` for
     those alone.
 
     Bias terms stay because mean and constants belong to any input; compare with them alone to see
     what the term adds.
     """
-    return _apply(model, basis, heads, keeping(terms_of(term)))
+    return _edit(model, basis, heads, keeping(terms_of(term)))
 
 
 def mean_term(
     model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> AbstractContextManager[OpenEdit]:
+) -> LiveEdit[OpenEdit]:
     """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X``
     (at least two prompts)."""
-    return _apply(model, basis, heads, averaging(terms_of(term)))
+    return _edit(model, basis, heads, averaging(terms_of(term)))
 
 
 def per_head(choice: Mapping[tuple[int, int], Sequence[str]]) -> Change:

@@ -42,8 +42,10 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.points import (
     Given,
+    PassTokens,
     Place,
     Placed,
+    Shown,
     attached,
     claimed,
     hooked_points,
@@ -63,13 +65,11 @@ ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 to use."""
 ValueEdit = Callable[[LayerView, Float[Tensor, "batch key head d_head"]], Tensor]
 """Receives a layer and the values of the edited heads and returns the values to use."""
-STREAM_HOOKS = (
-    "hook_resid_pre",
-    "attn.hook_v",
-    "attn.hook_attn_scores",
-    "attn.hook_pattern",
-    "attn.hook_z",
+LISTED_HOOKS = (
+    "hooks on the stream and v, or hooks on scores, pattern and z that come after those of the edit"
 )
+READ_HOOKS = ("hook_resid_pre", "attn.hook_v")
+STREAM_HOOKS = (*READ_HOOKS, "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z")
 """Hook points of an edited layer at which a user's hooks are welcome (those before the edit are
 read, those after it act on it)."""
 
@@ -78,14 +78,14 @@ read, those after it act on it)."""
 class Edit:
     """New scores for some heads of one layer, and new values where ``values`` is given.
 
-    ``on_tokens`` is called with the token ids of a pass, where they are known; it refuses them, or
+    ``on_tokens`` is called with the tokens of a pass, where they are known; it refuses them, or
     returns a flag or ``None``.
     """
 
     layer: int
     heads: tuple[int, ...]
     scores: ScoreEdit
-    on_tokens: Callable[[Tensor], str | None] | None = None
+    on_tokens: Callable[[PassTokens], str | None] | None = None
     values: ValueEdit | None = None
 
 
@@ -109,14 +109,14 @@ def edited_scores(view: ModelView, edits: Sequence[Edit]) -> Iterator[OpenEdit]:
     """Run a live model with the scores of some heads replaced, inside ``with``.
 
     Raises ``GeometryError`` for a head that an open edit changes already, and during a forward pass
-    for a padding mask, a key-value cache, autocast, and token ids that ``on_tokens`` refuses;
+    for a padding mask, a key-value cache, autocast, and tokens that ``on_tokens`` refuses;
     ``ReconstructionError`` where queries, keys, scores or patterns are not those that follow from
     the layer's input.
     """
     heads = tuple((edit.layer, head) for edit in edits for head in edit.heads)
     given = Given(view)
     flags: list[str] = []
-    layers = [_LiveLayer(view, edit, given, flags) for edit in edits]
+    layers = [LiveLayer(view, edit, given, flags) for edit in edits]
     with ExitStack() as stack:
         stack.enter_context(claimed(view, heads))
         stack.enter_context(given.watched(sorted({edit.layer for edit in edits})))
@@ -146,11 +146,12 @@ class _Step(NamedTuple):
     new: Float[Tensor, "batch head query key"]
 
 
-class _LiveLayer:
+class LiveLayer:
     """The hooks of one edit, and what one forward pass has shown them so far."""
 
     def __init__(self, view: ModelView, edit: Edit, given: Given, flags: list[str]) -> None:
         self.view, self.edit, self.given, self.flags = view, edit, given, flags
+        self.listed = isinstance(given, Shown)
         self.heads = list(edit.heads)
         self.prefix = f"blocks.{edit.layer}."
         self.names = view.layer_hooks(edit.layer)
@@ -200,11 +201,19 @@ class _LiveLayer:
         if self.step is not None:
             return self.step
         h = self.seen[self.names[0]]
-        ids = self.given.check(h)
-        if ids is not None and self.edit.on_tokens is not None:
-            flag = self.edit.on_tokens(ids)
+        tokens = self.given.check(h)
+        if tokens is not None and self.edit.on_tokens is not None:
+            flag = self.edit.on_tokens(tokens)
             self.flags.extend([flag] if flag and flag not in self.flags else [])
         found = self.seen if scores is None else self.seen | {self.scores: scores}
+        keys = h.shape[1] if scores is None else scores.shape[-1]
+        require(
+            keys == h.shape[1],
+            self._what("scores"),
+            expected="whole prompts",
+            got=f"{keys} keys for {h.shape[1]} tokens",
+            instead="generate(..., use_past_kv_cache=False)",
+        )
         record = open_edits(self.view)
         record.suspended = True  # a bias that can only be measured is measured by running the model
         try:
@@ -362,14 +371,13 @@ class _LiveLayer:
         changed it."""
         if float(error) <= bound:
             return
-        between = hooked_points(
-            self.view, self.prefix, [self.prefix + hook for hook in STREAM_HOOKS]
-        )
+        welcome = READ_HOOKS if self.listed else STREAM_HOOKS
+        between = hooked_points(self.view, self.prefix, [self.prefix + hook for hook in welcome])
         acting = f", with hooks at {', '.join(between[:4])}" if between else ""
         fail(
             self._what(name),
             expected=f"{of} within {bound:.2g}",
             got=f"{float(error):.2g} off{acting}",
-            instead=ALLOWED_HOOKS if between else UNCHANGED,
+            instead=(LISTED_HOOKS if self.listed else ALLOWED_HOOKS) if between else UNCHANGED,
             error=ReconstructionError,
         )

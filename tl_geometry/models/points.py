@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.models.hooks import without_hooks
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.running import Hook
+from tl_geometry.models.running import Hook, collect
 
 Place = Literal["first", "last"]
 
@@ -122,7 +124,18 @@ def claimed(view: ModelView, heads: Sequence[tuple[int, int]]) -> Iterator[None]
     """Keep heads for one edit. Raises ``GeometryError`` for a head that an open edit has
     already."""
     record = open_edits(view)
-    twice = sorted(set(heads) & set(record.heads))
+    require_free(heads, record.heads)
+    record.heads.extend(heads)
+    try:
+        yield
+    finally:
+        for head in heads:
+            record.heads.remove(head)
+
+
+def require_free(heads: Iterable[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> None:
+    """Raise ``GeometryError`` for heads that another edit changes."""
+    twice = sorted(set(heads) & set(taken))
     names = ", ".join(f"L{layer}H{head}" for layer, head in twice[:8])
     require(
         not twice,
@@ -131,12 +144,25 @@ def claimed(view: ModelView, heads: Sequence[tuple[int, int]]) -> Iterator[None]
         got=f"{names}, edited already",
         instead="one edit with all the terms, remove_term(model, basis, [first, second], heads)",
     )
-    record.heads.extend(heads)
-    try:
-        yield
-    finally:
-        for head in heads:
-            record.heads.remove(head)
+
+
+@dataclass(frozen=True, eq=False)
+class PassTokens:
+    """The tokens of a running pass, by what it shows of them: their ids, or what ``embed`` makes of
+    their ids."""
+
+    shown: Tensor
+    embed: Callable[[Tensor], Tensor] = lambda ids: ids
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch and length."""
+        return tuple(self.shown.shape[:2])
+
+    def are(self, ids: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
+        """Where they are the given ones."""
+        same = self.shown == self.embed(ids.to(self.shown.device))
+        return same if same.dim() == 2 else same.all(-1)
 
 
 class Given:
@@ -149,9 +175,10 @@ class Given:
 
     def __init__(self, view: ModelView) -> None:
         self.view = view
-        self.ids: Tensor | None = None
+        self.tokens: PassTokens | None = None
         self.arguments: dict[str, Any] = {}
         self.past = 0
+        self.first = 0
 
     @contextmanager
     def watched(self, layers: Iterable[int]) -> Iterator[None]:
@@ -171,9 +198,11 @@ class Given:
                 handle.remove()
 
     def _embedding(self, module: Any, given: tuple[Any, ...]) -> None:
-        ids = given[0] if given else None
+        self._ids(given[0] if given else None)
+
+    def _ids(self, ids: Any) -> None:
         known = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
-        self.ids = ids if known else None
+        self.tokens = PassTokens(ids) if known else None
 
     def _take(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         try:
@@ -187,10 +216,10 @@ class Given:
         # before this pass adds its own
         self.past = max(_past(self.arguments.get(name)) for name in names)
 
-    def check(self, h: Tensor) -> Tensor | None:
-        """Refuse what cannot be edited exactly; gives the token ids of the pass once, where they
-        are known."""
-        found, ids, self.ids = self.arguments, self.ids, None
+    def check(self, h: Tensor) -> PassTokens | None:
+        """Refuse what cannot be edited exactly; gives the tokens of the pass once, where they are
+        known."""
+        found, tokens, self.tokens = self.arguments, self.tokens, None
         what, length = f"a forward pass of {self.view.name} inside an edit", h.shape[1]
         device = h.device.type
         require(
@@ -222,16 +251,59 @@ class Given:
         )
         positions = found.get("position_ids")
         usual = not isinstance(positions, Tensor) or bool(
-            (positions == torch.arange(length, device=positions.device)).all()
+            (positions == self.first + torch.arange(length, device=positions.device)).all()
         )
         require(
             usual,
             what,
-            expected=f"positions 0 to {length - 1}",
+            expected=f"positions {self.first} to {self.first + length - 1}",
             got="other position_ids",
             instead="the model's own positions",
         )
-        return ids if ids is not None and tuple(ids.shape) == tuple(h.shape[:2]) else None
+        return tokens if tokens is not None and tokens.shape == tuple(h.shape[:2]) else None
+
+
+POSITIONS = "pos_embed.hook_in"
+"""The hook of position ids, where a bridge's model embeds them."""
+
+
+class Shown(Given):
+    """The same by hooks alone, which see no arguments: tokens by their ids or embeddings, and
+    position ids where they are embedded. Masks and keys of earlier passes show in the scores,
+    patterns and mixed values that they make."""
+
+    def hooks(self) -> list[tuple[str, Hook]]:
+        """Readers of what a pass shows before its first block."""
+        points = self.view._model.hook_dict
+        found: list[tuple[str, Hook]] = [self._tokens()]
+        if POSITIONS in points:
+            ids = torch.full((1, 2), self.view.d_vocab - 1)
+            usual = collect(self.view.run, ids, [POSITIONS], stop_at=0)[POSITIONS]
+            if not usual.is_floating_point():  # OPT gives its mask instead
+                self.first = int(usual.flatten()[0])
+                found.append((POSITIONS, self._positions))
+        return [hook for hook in found if hook[0] in points]
+
+    def _tokens(self) -> tuple[str, Hook]:
+        model, class_name = self.view._model, self.view.class_name
+        if class_name == "TransformerBridge":
+            return "embed.hook_in", self._ids
+        encoder = class_name == "HookedEncoder"
+        name, table = (
+            ("embed.hook_embed", model.embed.embed) if encoder else ("hook_embed", model.embed)
+        )
+
+        def embed(ids: Tensor) -> Tensor:
+            with without_hooks(model), torch.no_grad():
+                return table(ids)
+
+        def embedded(value: Tensor) -> None:
+            self.tokens = PassTokens(value.detach(), embed)
+
+        return name, embedded
+
+    def _positions(self, ids: Tensor) -> None:
+        self.arguments = {"position_ids": ids}
 
 
 def _past(cache: Any) -> int:
@@ -252,12 +324,11 @@ def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> 
     TransformerLens and hooks of ours count for nothing: they change no value."""
     own = ("transformer_lens", __name__.partition(".")[0])
     points = view._model.hook_dict
-    seen = {id(points[name]) for name in besides if name in points}
-    found: list[str] = []
+    welcome = {id(points[name]) for name in besides if name in points}
+    found: dict[int, str] = {}
     for name, point in points.items():
         homes = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
         others = any(not home.startswith(own) for home in homes)
-        if name.startswith(prefix) and id(point) not in seen and others:
-            seen.add(id(point))
-            found.append(name)
-    return found
+        if name.startswith(prefix) and id(point) not in welcome and others:
+            found[id(point)] = name  # an alias comes after what it is one of
+    return list(found.values())

@@ -26,6 +26,7 @@ from tl_geometry.interventions.effects import Effects
 from tl_geometry.measures.context_report import ContextualReport
 from tl_geometry.measures.position_report import PositionalReport
 from tl_geometry.report.tables import number
+from tl_geometry.scores.head_types import SEQUENCES
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.weights.heads import WeightGeometry
 
@@ -36,8 +37,6 @@ TYPES = {
     "previous": "the token before",
 }
 """Types of heads, and where they look on repeated random tokens."""
-REPEATS = 12
-"""Sequences of repeated random tokens behind the standard error of a type's score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +189,9 @@ def head_type(table: SweepTable, name: str) -> Finding | None:
         return None
     at = _largest(table.types[name])
     value, null = float(table.types[name][at]), table.baselines[name]
-    low, high = _around(value, float(table.type_errors[name][at]), REPEATS)
+    low, high = _around(value, float(table.type_errors[name][at]), SEQUENCES)
     among = len(table.heads)
-    clear = value > null and excludes(value, low, high, null, samples=REPEATS, among=among)
+    clear = value > null and excludes(value, low, high, null, samples=SEQUENCES, among=among)
     words = "an induction" if name == "induction" else "a previous-token"
     head, shown = head_name(table.heads[at]), percent(value)
     looks = f"puts {shown} of its attention on {TYPES[name]}"

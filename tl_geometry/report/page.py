@@ -34,7 +34,7 @@ class Part:
 
 
 def _asset(name: str) -> str:
-    path = files("tl_geometry.render") / "assets" / name
+    path = files("tl_geometry.report") / "assets" / name
     return path.read_text(encoding="utf-8")
 
 

@@ -33,6 +33,8 @@ from tl_geometry.models.model_view import ModelView
 
 HEAD_TYPES = ("previous", "duplicate", "same", "neighbourhood", "induction")
 """Names of the scores."""
+SEQUENCES = 12
+"""Sequences of repeated random tokens that a model's heads are scored on."""
 
 
 def detection_patterns(
@@ -189,7 +191,12 @@ def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, in
 
 
 def measure_types(
-    view: ModelView, layers: Sequence[int], *, bos: bool = False, batch: int = 12, seed: int = 1234
+    view: ModelView,
+    layers: Sequence[int],
+    *,
+    bos: bool = False,
+    batch: int = SEQUENCES,
+    seed: int = 1234,
 ) -> HeadTypes:
     """Head-type scores of all heads of ``layers`` on repeated random tokens made for the model, two
     copies of up to 32 tokens."""
