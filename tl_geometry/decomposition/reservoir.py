@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -134,7 +134,7 @@ class Reservoir:
         )
 
 
-def _sort(values: Shaped[Tensor, "row *rest"], order: Sequence[int]) -> None:
+def _sort(values: Tensor, order: Sequence[int]) -> None:
     """``values[order]`` in place, a row at a time along each cycle of the permutation."""
     left = list(order)
     for first in range(len(left)):
