@@ -20,6 +20,7 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
 from benchmarks.harness import Row, synchronize
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import from_hf
 from tl_geometry.models.identity import fingerprint
 from tl_geometry.models.model_view import ModelView
@@ -32,6 +33,8 @@ SIZES = {"smoke": (2, 64, 32, 4), "cpu": (12, 768, 256, 32), "gpu": (12, 768, 25
 ROUNDS = {"smoke": 1, "cpu": 5, "gpu": 7}
 BATCH = 2048
 """Tokens of one forward pass on a CPU."""
+FEW = ("planes", "intervals")
+"""Details that are timed by themselves."""
 
 
 class Case(NamedTuple):
@@ -42,6 +45,7 @@ class Case(NamedTuple):
     plain: dict[str, Any]
     tokens: Tensor
     batch: int
+    basis: PositionContext
 
 
 def plain_models(model: Any, device: str) -> dict[str, Any]:
@@ -77,7 +81,8 @@ def cases(size: str) -> list[Case]:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, view.d_vocab, (windows, positions), generator=generator)
         batch = max(1, (32 * BATCH if size == "gpu" else BATCH) // positions)
-        found.append(Case(name, view, plain, tokens, batch))
+        basis = tlg.decompose(view, tokens, second_moments=False, progress=False)
+        found.append(Case(name, view, plain, tokens, batch, basis))
     return found
 
 
@@ -93,15 +98,23 @@ def agreement(case: Case) -> None:
             assert far < 1e-4, f"{name} gives another {hook}: {far:.2g}"
 
 
-def routes(case: Case) -> dict[str, Callable[[], object]]:
-    """What is timed, over all tokens; the baseline first."""
-    view, batch = case.view, case.batch
-    basis = tlg.decompose(view, case.tokens, second_moments=False, progress=False)
+Routes = dict[str, Callable[[], object]]
+
+
+def forwards(case: Case) -> Routes:
+    """The passes that everything is compared with, the baseline first."""
 
     def forward(model: Any) -> None:
         with torch.inference_mode():
-            for part in case.tokens.split(batch):
+            for part in case.tokens.split(case.batch):
                 model(part.to(model.device), use_cache=False)
+
+    return {name: partial(forward, model) for name, model in case.plain.items()}
+
+
+def routes(case: Case) -> Routes:
+    """What every model is asked."""
+    view, batch = case.view, case.batch
 
     def bare() -> None:
         for part in case.tokens.split(batch):
@@ -109,52 +122,58 @@ def routes(case: Case) -> dict[str, Callable[[], object]]:
 
     quiet: dict[str, Any] = {"batch_size": batch, "progress": False}
     fit = partial(tlg.decompose, view, case.tokens, keep_ctx=False, keep=4, **quiet)
-    sweep = partial(tlg.sweep_heads, view, case.tokens, basis, **quiet)
-    made: dict[str, Callable[[], object]] = {
-        name: partial(forward, model) for name, model in case.plain.items()
-    }
-    made |= {
+    return forwards(case) | {
         "TransformerLens, stopped before its head": bare,
         "decompose, sums alone": partial(fit, second_moments=False),
         "decompose, second moments": partial(fit, second_moments=True),
-        "sweep of all heads": sweep,
+        "sweep of all heads": partial(tlg.sweep_heads, view, case.tokens, case.basis, **quiet),
         "fingerprint of all weights": partial(fingerprint, view._model),
     }
-    details = [d for d in ("planes", "intervals") if d != "planes" or view.position == "rotary"]
-    made |= {f"sweep with {d}": partial(sweep, detail=(d,)) for d in details}
+
+
+def detailed(case: Case) -> Routes:
+    """The sweep with its details, beside the sweep without."""
+    view = case.view
+    sweep = partial(
+        tlg.sweep_heads, view, case.tokens, case.basis, batch_size=case.batch, progress=False
+    )
     every = tuple(d for d in DETAILS if d != "planes" or view.position == "rotary")
+    made: Routes = forwards(case) | {"sweep of all heads": sweep}
+    made |= {f"sweep with {d}": partial(sweep, detail=(d,)) for d in FEW if d in every}
     return made | {"sweep with every detail": partial(sweep, detail=every)}
 
 
-def timed(case: Case, rounds: int) -> list[Row]:
-    """Every route in turn, after one warm-up each."""
-    found = routes(case)
+def timed(case: Case, of: Callable[[Case], Routes], rounds: int) -> list[Row]:
+    """Every route in turn, after one batch of each."""
+    for route in of(case._replace(tokens=case.tokens[: case.batch])).values():
+        route()
+    found = of(case)
     times: dict[str, list[float]] = {name: [] for name in found}
-    for i in range(rounds + 1):
+    for _ in range(rounds):
         for name, route in found.items():
             synchronize()
             start = time.perf_counter()
             route()
             synchronize()
-            if i > 0:
-                times[name].append(time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
     rows = []
+    windows, length = case.tokens.shape
     for name, own in times.items():
         eager, sdpa = (
             sorted(a / b for a, b in zip(own, times[base], strict=True)) for base in (EAGER, SDPA)
         )
         note = f"{eager[0]:.2f} to {eager[-1]:.2f}; of SDPA {statistics.median(sdpa):.2f}"
-        row = Row(
-            f"costs, {case.name}", name, statistics.median(own), statistics.median(eager), note
-        )
-        rows.append(row)
+        called = f"costs, {case.name}, {windows} x {length}"
+        rows.append(Row(called, name, statistics.median(own), statistics.median(eager), note))
     return rows
 
 
 def run(size: str) -> list[Row]:
-    """Every case, agreement first."""
+    """Every case, agreement first; details on a quarter of the windows."""
     rows = []
     for case in cases(size):
         agreement(case)
-        rows += timed(case, ROUNDS[size])
+        rows += timed(case, routes, ROUNDS[size])
+        few = case.tokens[: max(2, len(case.tokens) // 4)]
+        rows += timed(case._replace(tokens=few), detailed, ROUNDS[size])
     return rows

@@ -101,7 +101,17 @@ def streamed(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
     ).pos
 
 
-OBVIOUS = {"run_with_cache, stack, mean": by_hand, "decompose": streamed}
+def kept(view: Any, tokens: torch.Tensor, batch: int) -> torch.Tensor:
+    """The same with everything that is kept by default: 32 whole contexts, context means, second
+    moments."""
+    return tlg.decompose(view, tokens, batch_size=batch, progress=False).pos
+
+
+OBVIOUS = {
+    "run_with_cache, stack, mean": by_hand,
+    "decompose, sums alone": streamed,
+    "decompose, all that is kept": kept,
+}
 OBVIOUS_CHILD = """
 import sys, torch
 import tl_geometry as tlg
