@@ -232,8 +232,8 @@ FAULTS = (
     Fault(
         "groups swapped for batches",
         "decomposition",
-        "index = self.done + torch.arange(",
-        "index = torch.arange(",
+        "return self._group(self.done + torch.arange(",
+        "return self._group(torch.arange(",
         BASIS,
     ),
     Fault(

@@ -182,7 +182,7 @@ def test_an_encoder_is_followed_at_its_first_token_and_its_outputs_are_refused()
 
 
 def test_errors_of_extraction():
-    with pytest.raises(GeometryError, match="state: expected an index from 0 to 4, got 9"):
+    with pytest.raises(GeometryError, match="states: expected an index from 0 to 4, got 9"):
         trajectories(deep(), tokens(3, 5), states=(1, 9))
     assert trajectories(deep(), tokens(3, 5), states=3, progress=False).states == (3,)
     with pytest.raises(GeometryError, match="states: expected increasing states"):

@@ -32,7 +32,7 @@ CHUNK = 64
 
 
 def held_out_errors(
-    train: Float[Tensor, "trajectory state d_model"],
+    train: Float[Tensor, "fitted state d_model"],
     test: Float[Tensor, "trajectory state d_model"],
     map_types: Sequence[str],
 ) -> dict[str, Float[Tensor, "state state"]]:

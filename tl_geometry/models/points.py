@@ -146,13 +146,18 @@ def require_free(heads: Iterable[tuple[int, int]], taken: Iterable[tuple[int, in
     )
 
 
+def _ids(ids: Tensor) -> Tensor:
+    """Token ids as they are."""
+    return ids
+
+
 @dataclass(frozen=True, eq=False)
 class PassTokens:
     """The tokens of a running pass, by what it shows of them: their ids, or what ``embed`` makes of
     their ids."""
 
     shown: Tensor
-    embed: Callable[[Tensor], Tensor] = lambda ids: ids
+    embed: Callable[[Tensor], Tensor] = _ids
 
     @property
     def shape(self) -> tuple[int, ...]:
