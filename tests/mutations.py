@@ -230,6 +230,13 @@ FAULTS = (
         BASIS,
     ),
     Fault(
+        "the last group of a batch left out",
+        "decomposition",
+        "slice(first, last + 1)",
+        "slice(first, max(last, first + 1))",
+        BASIS,
+    ),
+    Fault(
         "groups swapped for batches",
         "decomposition",
         "return self._group(self.done + torch.arange(",

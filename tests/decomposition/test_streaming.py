@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import tl_geometry as tlg
+from tests.planted import require_caught
 from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
 from tests.views import with_methods
-from tl_geometry.decomposition import accumulation, checkpoints, streaming
+from tl_geometry.decomposition import accumulation, checkpoints, reservoir, streaming
 from tl_geometry.decomposition.parts import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.streaming import forward_states
@@ -579,3 +580,51 @@ def test_what_is_over_the_limit_is_not_kept_and_said(
             assert any(flag in f for f in basis.provenance.flags), flag
     few = tlg.decompose(model, tokens(12, 8), progress=False)
     assert few.ctx is not None
+
+
+def check_sample(module: Any) -> None:
+    """A sample whose contexts came in any order, sorted in a copy and where it is: by priority,
+    every array alike, the room that is still free left alone."""
+    for n in (1, 2, 5, 9):
+        for seed in range(12):
+            generator = torch.Generator().manual_seed(seed)
+            priorities = torch.rand(n, generator=generator, dtype=torch.float64)
+            contexts = torch.randperm(n, generator=generator)
+            states = torch.zeros(n + 2, 2, 3, 4)
+            states[:n] = contexts.view(-1, 1, 1, 1)  # the states of context c are all c
+            tokens = torch.zeros(n + 2, 3, dtype=torch.int64)
+            tokens[:n] = contexts.view(-1, 1)
+            sample = module.Reservoir(
+                size=n + 2,
+                seed=0,
+                priorities=priorities,
+                contexts=contexts,
+                states=states,
+                tokens=tokens,
+            )
+            wanted = contexts[priorities.argsort()].clone()
+            before = states.clone()
+            copied = sample.ordered()
+            assert torch.equal(states, before), "a copy leaves the slots"
+            for found in (copied, sample.ordered(copy=False)):
+                assert torch.equal(found.contexts, wanted)
+                assert torch.equal(found.priorities, found.priorities.sort().values)
+                assert torch.equal(found.states[:, 1, 2, 3].long(), wanted)
+                assert torch.equal(found.tokens[:, 0], wanted)
+                assert len(found.states) == len(found.tokens) == n
+
+
+def test_faults_of_the_sorted_sample_are_seen() -> None:
+    require_caught(
+        check_sample,
+        reservoir,
+        {
+            "a cycle left open": ("values[at], left[at] = held, at", "left[at] = at"),
+            "the row that was just written": ("values[at] = values[left[at]]", "values[at] = held"),
+            "always in place": ("if copy:", "if False:"),
+            "free room with the sample": (
+                "made[name] = values[: len(order)]",
+                "made[name] = values",
+            ),
+        },
+    )

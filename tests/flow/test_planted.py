@@ -265,7 +265,10 @@ def test_faults_of_held_out_errors_are_seen() -> None:
                 "penalty = self.maps.ridge(y)[0]",
                 "penalty = 1e-3 + 0 * self.maps.ridge(y)[0]",
             ),
-            "the step of the test half": ("step = mean[end] - mean[start]", "step = mean[end]"),
+            "the mean of the start left out": (
+                "step = mean[end] - mean[start]",
+                "step = mean[end]",
+            ),
             "inner products of one chunk": ("found += rows @ rows.mT", "found = rows @ rows.mT"),
         },
     )

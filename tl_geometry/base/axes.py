@@ -33,6 +33,7 @@ AXES: dict[str, str] = {
     "band": "bands of wavelengths of rotary planes",
     "rank": "singular directions, strongest first",
     "trajectory": "token trajectories through the layers",
+    "fitted": "trajectories that a map is fitted on, where it is tried on others",
     "sample": "draws of a random quantity",
     "offset": "differences i - j of query and key position",
     "row": "rows of a general matrix",

@@ -68,7 +68,7 @@ class _Ends:
     and test."""
 
     def __init__(self, train: Tensor, test: Tensor) -> None:
-        self.train, self.test = train, test
+        self.trajectories = len(test)
         self.rows = [train[:, s].double() for s in range(train.shape[1])]
         self.own = [y @ y.mT for y in self.rows]
         self.across = [test[:, s].double() @ y.mT for s, y in enumerate(self.rows)]
@@ -79,7 +79,7 @@ class _Ends:
 
     def missed(self, kernels: _Kernels, name: str, start: int, end: int) -> Tensor:
         """``|E - E~|^2`` of a type of map from one state to another."""
-        n, inner, mean, total = len(self.test), self.inner, self.mean, self.total
+        n, inner, mean, total = self.trajectories, self.inner, self.mean, self.total
         energy = inner[end, end]
         if name == "mean":
             return energy - 2 * total[end] @ mean[end] + n * mean[end] @ mean[end]
@@ -122,7 +122,7 @@ class _Kernels:
 
 def _inner(X: Float[Tensor, "trajectory state d_model"]) -> Float[Tensor, "state state"]:
     """``sum over trajectories of <x(s), x(t)>``."""
-    found = torch.zeros(X.shape[1], X.shape[1], dtype=torch.float64)
+    found = torch.zeros(X.shape[1], X.shape[1], dtype=torch.float64, device=X.device)
     for part in X.split(CHUNK):
         rows = rearrange(part.double(), "n state d -> state (n d)")
         found += rows @ rows.mT

@@ -146,7 +146,7 @@ def require_free(heads: Iterable[tuple[int, int]], taken: Iterable[tuple[int, in
     )
 
 
-def _ids(ids: Tensor) -> Tensor:
+def _unchanged(ids: Tensor) -> Tensor:
     """Token ids as they are."""
     return ids
 
@@ -157,7 +157,7 @@ class PassTokens:
     their ids."""
 
     shown: Tensor
-    embed: Callable[[Tensor], Tensor] = _ids
+    embed: Callable[[Tensor], Tensor] = _unchanged
 
     @property
     def shape(self) -> tuple[int, ...]:
