@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel
 
 import tl_geometry as tlg
+from benchmarks.decomposition import gpt2_weights
 from benchmarks.harness import Row, synchronize
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import from_hf
@@ -62,14 +63,8 @@ def cases(size: str) -> list[Case]:
     """GPT-2 small's shape with random weights, and SmolLM2 where it is installed."""
     layers, width, length, windows = SIZES[size]
     device = "cuda" if size == "gpu" else "cpu"
-    torch.manual_seed(0)
-    small: dict[str, Any] = {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
-    settings = small if size == "smoke" else {}
-    config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=width // 64, n_positions=length, **settings
-    )
     some: list[tuple[str, Any, Any, int]] = [
-        ("GPT-2 small's shape", GPT2LMHeadModel(config).eval(), None, length)
+        ("GPT-2 small's shape", gpt2_weights(layers, width, length), None, length)
     ]
     if size != "smoke":
         with suppress(tlg.GeometryError):  # one case fewer where it is not installed

@@ -17,15 +17,21 @@ SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 51
 """Layers, d_model, length, contexts."""
 
 
-def gpt2(layers: int, width: int, length: int, heads: int | None = None) -> Any:
-    """A GPT-2 of this size with random weights, as a bridge."""
+def gpt2_weights(layers: int, width: int, length: int, heads: int | None = None) -> GPT2LMHeadModel:
+    """A GPT-2 of this size with random weights, as transformers has it."""
     heads = heads or max(1, width // 64)
     settings: dict[str, Any] = (
         {} if width >= 768 else {"vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
     )
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=length, **settings)
     torch.manual_seed(0)
-    return from_hf(GPT2LMHeadModel(config).eval(), None, model_class="bridge", name="random-gpt2")
+    return GPT2LMHeadModel(config).eval()
+
+
+def gpt2(layers: int, width: int, length: int, heads: int | None = None) -> Any:
+    """The same as a bridge."""
+    weights = gpt2_weights(layers, width, length, heads)
+    return from_hf(weights, None, model_class="bridge", name="random-gpt2")
 
 
 def run(size: str) -> list[Row]:

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -50,13 +51,14 @@ def child(program: str, *arguments: object) -> str:
 @dataclass(frozen=True)
 class Row:
     """One route of one benchmark: median seconds, and the median ratio to the baseline (NaN for
-    what is not a ratio of times)."""
+    what is not a ratio of times); peak memory above the start in MiB, where it was measured."""
 
     benchmark: str
     route: str
     seconds: float
     ratio: float
     note: str = ""
+    mib: float = math.nan
 
 
 def interleave(
@@ -99,32 +101,34 @@ def paired(
     run: Callable[[Iterator[Tensor]], object],
     *,
     rounds: int,
+    plain: Callable[[Tensor], object] | None = None,
 ) -> list[Row]:
     """Time a streaming ``route`` and, between its batches, the plain forward pass over the same
-    tokens without the output head.
+    tokens without the output head (``plain``; the view's own by default).
 
     So both meet the same weather, batch by batch. A bridge computes its logits even with
     ``return_type=None``; the baseline ends before them, as the streaming routes do.
     """
+    forward = plain or (lambda batch: view.run(batch, {}, stop_at=view.n_layers))
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
-        plain = 0.0
+        spent = 0.0
 
         def stream() -> Iterator[Tensor]:
-            nonlocal plain
+            nonlocal spent
             for batch in batches:
                 synchronize()
                 start = time.perf_counter()
                 with torch.inference_mode():
-                    view.run(batch, {}, stop_at=view.n_layers)
+                    forward(batch)
                 synchronize()
-                plain += time.perf_counter() - start
+                spent += time.perf_counter() - start
                 yield batch
 
         start = time.perf_counter()
         run(stream())
         synchronize()
-        times.append((time.perf_counter() - start - plain, plain))
+        times.append((time.perf_counter() - start - spent, spent))
     return [
         Row(
             benchmark,
@@ -171,9 +175,8 @@ class Growth:
 
     def on(self, row: Row) -> Row:
         """The row with a note."""
-        return dataclasses.replace(
-            row, note=f"{row.note} peak {self.mib:.0f} MiB above the start".strip()
-        )
+        note = f"{row.note} peak {self.mib:.0f} MiB above the start".strip()
+        return dataclasses.replace(row, note=note, mib=self.mib)
 
 
 @contextmanager

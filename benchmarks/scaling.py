@@ -1,118 +1,117 @@
-"""How cost grows: streamed decomposition and sweep against the plain forward pass, for contexts,
-length, width and heads; peak memory.
+"""How cost grows: streamed decomposition and sweep against the forward pass without the output head
+as transformers runs it, for length, layers, heads, width and contexts; peak memory.
 
-Each point is a random GPT-2 of four layers, both routes timed batch by batch beside the forward
-pass without the output head.
+Each point is a random GPT-2, every route timed batch by batch beside the same weights with eager
+attention. ``python -m benchmarks --only scaling --json > docs/scaling.json`` and
+``python docs/growth.py`` draw the curves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from benchmarks.decomposition import gpt2
+from benchmarks.costs import EAGER, SDPA, plain_models
+from benchmarks.decomposition import gpt2_weights
 from benchmarks.harness import Row, grown, paired
+from tl_geometry.models import from_hf
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.scores.sweep import sweep_heads
 
-BASE = {"layers": 4, "width": 256, "length": 128, "contexts": 32}
+BASE = {"layers": 4, "width": 512, "length": 128, "heads": 8}
 """What stays fixed while one size varies."""
+CONTEXTS = {"layers": 4, "width": 256, "length": 64, "heads": 4}
+"""The same for the number of contexts, where passes are many."""
+SMOKE = {"layers": 1, "width": 64, "length": 16, "heads": 1}
+"""The same in the small size."""
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
-    "smoke": {"contexts": (8, 16), "length": (16, 32), "width": (64, 128), "heads": (2, 4)},
+    "smoke": {"length": (16, 32), "contexts": (8, 16)},
     "cpu": {
-        "contexts": (64, 256, 1024, 4096, 8192),
-        "length": (64, 128, 256, 512, 1024),
+        "length": (64, 128, 256, 512, 1024, 2048),
+        "layers": (1, 2, 4, 8),
+        "heads": (1, 4, 8, 32),
         "width": (128, 256, 512, 1024),
-        "heads": (1, 4, 16, 64),
+        "contexts": (64, 256, 1024, 4096),
     },
     "gpu": {
-        "contexts": (64, 1024, 8192),
-        "length": (64, 128, 256, 512, 1024),
+        "length": (64, 128, 256, 512, 1024, 2048),
+        "layers": (1, 4, 16),
+        "heads": (1, 4, 8, 32),
         "width": (128, 256, 512, 1024, 2048),
-        "heads": (1, 4, 16, 64),
+        "contexts": (64, 1024, 8192),
     },
 }
-TOKENS = {"smoke": 256, "cpu": 8192, "gpu": 65536}
+TOKENS = {"smoke": 256, "cpu": 4096, "gpu": 65536}
 """Tokens of every point that is not about their number."""
-
-
-def model_of(
-    size: str, *, layers: int, width: int, length: int, heads: int | None = None
-) -> ModelView:
-    """A random model on the device that the size means."""
-    model: Any = gpt2(layers, width, length, heads)
-    return tlg.view(model.to("cuda") if size == "gpu" else model)
-
-
-def batches(view: ModelView, contexts: int, length: int, size: str) -> list[Tensor]:
-    """Random tokens in batches of about 2,048 tokens (16,384 on a GPU)."""
-    tokens = torch.randint(
-        0, view.d_vocab, (contexts, length), generator=torch.Generator().manual_seed(0)
-    )
-    return list(tokens.split(max(1, (16384 if size == "gpu" else 2048) // length)))
+BATCH = {"smoke": 128, "cpu": 2048, "gpu": 16384}
+"""Tokens of one forward pass."""
 
 
 def run(size: str) -> list[Row]:
-    """A curve for each of contexts, length, d_model and heads."""
+    """Every route at every point of every axis."""
     rows: list[Row] = []
-    for contexts in SIZES[size]["contexts"]:
-        rows += decomposition(
-            f"contexts {contexts}", size, contexts=contexts, length=64, width=BASE["width"]
-        )
-    for length in SIZES[size]["length"]:
-        contexts = max(2, TOKENS[size] // length)
-        rows += decomposition(
-            f"length {length}", size, contexts=contexts, length=length, width=BASE["width"]
-        )
-        rows += sweep(f"length {length}", size, contexts=contexts, length=length, heads=4)
-    for width in SIZES[size]["width"]:
-        rows += decomposition(
-            f"d_model {width}", size, contexts=max(2, TOKENS[size] // 128), length=128, width=width
-        )
-    for heads in SIZES[size]["heads"]:
-        rows += sweep(
-            f"heads {heads}", size, contexts=max(2, TOKENS[size] // 128), length=128, heads=heads
-        )
+    for axis, values in SIZES[size].items():
+        for value in values:
+            fixed = CONTEXTS if axis == "contexts" else BASE
+            fixed = SMOKE if size == "smoke" else fixed
+            rows += point(f"scaling, {axis} {value}", size, **{**fixed, axis: value})
     return rows
 
 
-def decomposition(point: str, size: str, *, contexts: int, length: int, width: int) -> list[Row]:
-    """Ratio with and without second moments, and the memory that the longest stream added to the
-    process."""
-    view = model_of(size, layers=BASE["layers"], width=width, length=length)
-    tokens = batches(view, contexts, length, size)
-    rounds = 1 if size == "smoke" or contexts > 1024 else 3
+def point(
+    name: str,
+    size: str,
+    *,
+    layers: int,
+    width: int,
+    length: int,
+    heads: int,
+    contexts: int | None = None,
+) -> list[Row]:
+    """Ratio to eager attention of SDPA, of the decomposition with and without second moments and of
+    the sweep, and the memory that each adds to the process."""
+    device = "cuda" if size == "gpu" else "cpu"
+    weights = gpt2_weights(layers, width, length, heads)
+    plain = plain_models(weights, device)
+    view = tlg.view(from_hf(weights.to(device), None, model_class="bridge", name="random-gpt2"))
+    many = name.startswith("scaling, contexts")
+    tokens = batches(view, contexts if many and contexts else TOKENS[size] // length, length, size)
+    basis = tlg.decompose(view, torch.cat(tokens[:2]), second_moments=False, progress=False)
+
+    def forward(kind: str) -> Callable[[Tensor], object]:
+        return lambda batch: plain[kind](batch.to(device), use_cache=False)
+
+    def sdpa(stream: Iterator[Tensor]) -> None:
+        with torch.inference_mode():
+            for batch in stream:
+                forward(SDPA)(batch)
+
+    few: dict[str, Any] = {"keep_ctx": False, "keep": 4, "progress": False}
+    routes: dict[str, Callable[[Iterator[Tensor]], object]] = {
+        SDPA: sdpa,
+        "decompose, sums alone": lambda stream: tlg.decompose(
+            view, stream, second_moments=False, **few
+        ),
+        "decompose, second moments": lambda stream: tlg.decompose(
+            view, stream, second_moments=True, **few
+        ),
+        "sweep of all heads": lambda stream: tlg.sweep_heads(view, stream, basis, progress=False),
+    }
+    rounds = 1 if size == "smoke" or (contexts or 0) > 1024 else 3
     rows = []
-    for second in (False, True):
+    for route, work in routes.items():
+        work(iter(tokens[:1]))
         with grown() as note:
-            found = paired(
-                f"scaling, {point}",
-                "decompose, second moments" if second else "decompose",
-                view,
-                tokens,
-                lambda stream, second=second: tlg.decompose(
-                    view, stream, second_moments=second, keep_ctx=False, keep=4, progress=False
-                ),
-                rounds=rounds,
-            )
-        rows += [note.on(row) for row in found[1:]]
+            found = paired(name, route, view, tokens, work, rounds=rounds, plain=forward(EAGER))
+        rows.append(note.on(found[1]))
     return rows
 
 
-def sweep(point: str, size: str, *, contexts: int, length: int, heads: int) -> list[Row]:
-    """Ratio of the sweep over all heads with shares."""
-    view = model_of(size, layers=BASE["layers"], width=BASE["width"], length=length, heads=heads)
-    tokens = batches(view, contexts, length, size)
-    basis = tlg.decompose(view, tokens[0], second_moments=False, progress=False)
-    rounds = 1 if size == "smoke" else 3
-    return paired(
-        f"scaling, {point}",
-        "sweep_heads",
-        view,
-        tokens,
-        lambda stream: sweep_heads(view, stream, basis, progress=False),
-        rounds=rounds,
-    )[1:]
+def batches(view: ModelView, contexts: int, length: int, size: str) -> list[Tensor]:
+    """Random tokens in batches of :data:`BATCH` tokens; at least two contexts."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, view.d_vocab, (max(2, contexts), length), generator=generator)
+    return list(tokens.split(max(1, BATCH[size] // length)))

@@ -266,7 +266,8 @@ def test_a_raw_basis_and_a_normalised_one_are_not_compared() -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "gemma2", "bloom", "bert"])
 def test_the_sweep_equals_the_split(architecture: str) -> None:
     model, basis = tiny("bridge", architecture), bases("bridge", architecture)["normalized"]
-    table = sweep_heads(model, PROMPTS, basis, batch_size=2, progress=False)
+    options = {"detail": "energy", "batch_size": 2, "progress": False}
+    table = sweep_heads(model, PROMPTS, basis, **options)
     shares = split_scores(model, PROMPTS, basis).shares()
     assert table.provenance.normalized
     for name in ("cs", "gs", "es"):

@@ -52,7 +52,7 @@ def everything(architecture: str) -> SweepTable:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_the_split_of_the_same_prompts(architecture: str) -> None:
-    ours = swept(architecture, batch_size=2)
+    ours = swept(architecture, batch_size=2, detail="energy")
     theirs = split_scores(tiny("bridge", architecture), PROMPTS, basis_of(architecture)).shares()
     assert ours.heads == theirs.heads
     assert ours.terms == theirs.terms
@@ -63,6 +63,21 @@ def test_equals_the_split_of_the_same_prompts(architecture: str) -> None:
     assert torch.allclose(ours.dropped_mass, theirs.dropped_mass, atol=1e-6)
     assert ours.dominant == theirs.dominant
     assert float(ours.cs.abs().max()) > 0.1
+
+
+def test_energies_are_measured_where_they_are_asked_for() -> None:
+    plain, whole = swept("gpt2"), swept("gpt2", detail="energy")
+    assert torch.equal(plain.cs, whole.cs)
+    assert torch.equal(plain.gs, whole.gs)
+    assert plain.es.isnan().all()
+    assert not any(column.startswith("es_") for column in plain.columns())
+    assert set(whole.columns()) - set(plain.columns()) == {
+        f"es_{name}" for name in (*whole.groups, *whole.terms)
+    }
+    best = whole.top("es_cvec-cvec", 1).heads[0]
+    assert best == whole.heads[int(whole.es[:, whole.terms.index("cvec-cvec")].argmax())]
+    with pytest.raises(GeometryError, match=r'detail="energy"'):
+        plain.top("es_cvec-cvec")
 
 
 def test_any_batches_and_budgets_give_the_same_numbers() -> None:

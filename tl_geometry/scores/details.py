@@ -26,8 +26,12 @@ from tl_geometry.scores.shapes import (
 )
 from tl_geometry.scores.terms import term_names
 
-DETAILS = ("ablation", "toeplitz", "offsets", "contrast", "nulls", "intervals", "planes")
-"""Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes."""
+DETAILS = (
+    *("ablation", "toeplitz", "offsets", "contrast", "nulls", "intervals"),
+    *("planes", "energy"),
+)
+"""Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes; the last two are sums beside the
+shares and need no term as a matrix."""
 
 
 def score(

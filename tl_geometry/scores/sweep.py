@@ -108,10 +108,10 @@ def sweep_heads(
     term as a matrix.
 
     For each head, over all prompts and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2``,
-    gain share ``gs_X`` (the part in where attention goes) and energy share of the terms X over
-    {bias, pos, cvec} on either side and of the groups position, content and mixed (row-centred;
-    Song & Zhong 2023, Eq. 7, with the norm scale frozen so that the terms sum to the model's
-    scores). Shares have no unit; formulas in :mod:`tl_geometry.scores.sums`.
+    and gain share ``gs_X`` (the part in where attention goes) of the terms X over {bias, pos, cvec}
+    on either side and of the groups position, content and mixed (row-centred; Song & Zhong 2023,
+    Eq. 7, with the norm scale frozen so that the terms sum to the model's scores). Shares have no
+    unit; formulas in :mod:`tl_geometry.scores.sums`.
 
     Args:
         tokens: anything that :func:`tl_geometry.decompose` takes, any number of prompts of one
@@ -132,8 +132,9 @@ def sweep_heads(
             basis made from the same contexts; then a head is labelled only where the margin's
             interval excludes zero; :mod:`tl_geometry.scores.leave_out`), ``"nulls"`` (group shares
             for positions shifted by a random offset in each group of the basis, and the p-value of
-            position; :mod:`tl_geometry.scores.position_null`); and ``"planes"`` (shares of rotary
-            planes, ``.planes()``), at no further cost.
+            position; :mod:`tl_geometry.scores.position_null`), ``"energy"`` (energy shares ``es_X =
+            sum X~^2 / sum_Y sum Y~^2``, NaN without); and ``"planes"`` (shares of rotary planes,
+            ``.planes()``), at no further cost.
         memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget
             allows.
         prepend_bos: with text only.
@@ -293,10 +294,10 @@ class _Sweep:
             basis,
             tuple(layers),
             length,
-            tuple(name for name in detail if name != "planes"),
+            tuple(name for name in detail if name not in ("planes", "energy")),
             seed,
         )
-        self.memory_budget = memory_budget
+        self.memory_budget, self.energy = memory_budget, "energy" in detail
         self.batch: Tensor = torch.empty(0, length, dtype=torch.int64)
         self.projected: dict[int, MappedBasis] = {}
         self.sums: dict[int, list[ShareSums]] = {}
@@ -341,6 +342,7 @@ class _Sweep:
                 "drop": self.drop - start_at,
                 "softcap": layer.softcap,
                 "working_set": limit,
+                "energy": self.energy,
                 "planes": self._plane_index(layer),
             }
             found.append(share_sums(parts.q, parts.k, allowed, **options))

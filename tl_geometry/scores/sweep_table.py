@@ -46,12 +46,14 @@ class SweepTable(ShareTable):
         best = ["dominant_group", "group_share", "group_margin", "group_gain"]
         best += ["dominant_term", "term_share", "term_margin", "term_gain"]
         shares = [
-            f"{share}_{name}"
-            for share in ("cs", "gs", "es")
-            for name in (*self.groups, *self.terms)
+            f"{share}_{name}" for share in self._measured() for name in (*self.groups, *self.terms)
         ]
         types = [name for t in self._types() for name in (t, f"{t}_se", f"{t}_uniform")]
         return ["layer", "head", *best, "dropped_mass", *types, *shares, *self._scalars()]
+
+    def _measured(self) -> tuple[str, ...]:
+        """Kinds of shares that were measured: energies only where ``detail`` asked for them."""
+        return ("cs", "gs") if bool(self.energies.isnan().all()) else ("cs", "gs", "es")
 
     def _types(self) -> list[str]:
         return [t for t in HEAD_TYPES if t in self.types]
@@ -60,9 +62,8 @@ class SweepTable(ShareTable):
         return sorted(name for name, value in self.details.items() if value.dim() == 1)
 
     def rows(self) -> Sequence[Sequence[object]]:
-        grouped = (self.group_cs, self.group_gs, self.group_es)
-        pairs = zip(grouped, (self.cs, self.gs, self.es), strict=True)
-        shares = torch.cat([x for pair in pairs for x in pair], dim=1).tolist()
+        kinds = [x for kind in self._measured() for x in (f"group_{kind}", kind)]
+        shares = torch.cat([getattr(self, x) for x in kinds], dim=1).tolist()
         best = [
             (self.by_group, _of_largest(self.group_cs, self.group_gs)),
             (self.by_term, _of_largest(self.cs, self.gs)),
@@ -89,6 +90,9 @@ class SweepTable(ShareTable):
         ``"cs_pos-pos"``, ...); NaN last."""
         names = list(self.columns())
         numeric = [c for c in names if c not in ("dominant_group", "dominant_term")]
+        asked = not column.startswith("es_") or "es" in self._measured()
+        instead = 'sweep_heads(..., detail="energy")'
+        require(asked, "column", expected="a measured share", got=repr(column), instead=instead)
         checks.choice(column, numeric, "column")
         require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
         cells: list[Any] = [row[names.index(column)] for row in self.rows()]

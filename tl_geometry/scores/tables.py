@@ -102,10 +102,11 @@ class ShareTable(Result):
     """Shares of every term, and of the groups position, content and mixed, for each head.
 
     ``cs = numerators / total`` and ``gs = gains / gain_total`` sum to one over the terms and over
-    the groups; ``es = energies / (sum of energies)``, that of a group being the sum over its terms.
-    Terms are pairs of ``parts``, then ALiBi where there is one. ``drop`` first queries and keys
-    were left out; ``dropped_mass`` is the attention paid to them (mean over the other queries),
-    which no share describes. A uniform head has NaN shares.
+    the groups; ``es = energies / (sum of energies)``, that of a group being the sum over its terms
+    (NaN for writers, and in a sweep without ``detail="energy"``). Terms are pairs of ``parts``,
+    then ALiBi where there is one. ``drop`` first queries and keys were left out; ``dropped_mass``
+    is the attention paid to them (mean over the other queries), which no share describes. A uniform
+    head has NaN shares.
 
     Where intervals were asked for, ``resampled`` are covariance shares with groups of contexts left
     out (:class:`tl_geometry.scores.leave_out.Resampled`; ``resampled_sizes`` the groups' shares of
