@@ -51,15 +51,15 @@ def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
 
 def contracted(
     weight: Float[Tensor, "batch head query key"],
-    rows: Float[Tensor, "batch head part query d_head"],
+    rows: Float[Tensor, "batch head query part d_head"],
     tables: Tensor,
     added: Tensor | None,
 ) -> Float[Tensor, "batch head term"]:
     """``sum_ij W_ij X_ij`` of all terms X, of which ``added`` is one that is there as a matrix;
     rows of W sum to zero."""
-    parts = rows.shape[2]
-    weighted = rearrange(weight @ tables, "b h i (c e) -> b h (i e) c", c=parts)
-    return with_added((rows.flatten(3) @ weighted).flatten(2).double(), weight, added)
+    weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
+    found = (rows @ weighted.mT).sum(2, dtype=torch.float64)  # a product for each query
+    return with_added(found.flatten(2), weight, added)
 
 
 def with_added(
@@ -74,16 +74,15 @@ def with_added(
 
 def contracted_by_plane(
     weight: Float[Tensor, "batch head query key"],
-    rows: Float[Tensor, "batch head part query d_head"],
+    rows: Float[Tensor, "batch head query part d_head"],
     tables: Tensor,
     planes: PlaneIndex,
 ) -> Float[Tensor, "batch head plane pair"]:
     """:func:`contracted` of the terms of queries and keys plane by plane: the same products, summed
     over the coordinates of a plane in place of all."""
-    parts, width = rows.shape[2], rows.shape[4]
-    weighted = (weight @ tables).unflatten(-1, (parts, width))
-    by_row = rearrange(rows, "b h a i e -> b h i a e")
-    found = [(by_row * weighted[..., c : c + 1, :]).sum(2) for c in range(parts)]
+    parts = rows.shape[3]
+    weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
+    found = [(rows * weighted[..., c : c + 1, :]).sum(2) for c in range(parts)]
     each = rearrange(torch.stack(found, -1), "b h a e c -> b h e (a c)").double()
     out = each.new_zeros(*each.shape[:2], planes.planes, parts**2)
     return out.index_add_(2, planes.plane.to(out.device), each)
@@ -159,10 +158,11 @@ class KeyMoments:
         self.end = end
 
     def energies(
-        self, rows: Float[Tensor, "batch head part query d_head"], block: Block, count: Tensor
+        self, rows: Float[Tensor, "batch head query part d_head"], block: Block, count: Tensor
     ) -> Float[Tensor, "batch head part part"]:
         """``sum_ij X~^2`` of all pairs of parts for the rows of one block: the shared keys by their
         moments, the others cell by cell."""
+        rows = rearrange(rows, "b h i a e -> b h a i e").contiguous()
         batch, heads, parts, queries, _ = rows.shape
         energy = torch.zeros(batch, heads, parts, parts, dtype=torch.float64, device=rows.device)
         sums = energy.new_zeros(batch, heads, parts, queries, parts)  # row sums of each term

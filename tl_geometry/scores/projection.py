@@ -124,9 +124,10 @@ def split_layer(
     :func:`tl_geometry.scores.sums.share_sums` goes through them, heads first.
     """
     batch, length, heads, width = layer.q[rows, start:].shape
-    sizes = (batch, heads, len(PARTS), length, width), (batch, heads, length, len(PARTS), width)
-    q = rearrange(layer.q.new_empty(sizes[0]), "b h part i e -> part b i h e")
-    k = rearrange(layer.k.new_empty(sizes[1]), "b h j part e -> part b j h e")
+    size = (batch, heads, length, len(PARTS), width)
+    q, k = (
+        rearrange(x.new_empty(size), "b h i part e -> part b i h e") for x in (layer.q, layer.k)
+    )
     for which, out, both, whole, scale in (
         ("q", q, mapped.q, layer.q, layer.scale),
         ("k", k, mapped.k, layer.k, 1.0),

@@ -253,12 +253,12 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
     """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring
     does not see it, rounding does."""
     parts, batch, _, heads, _ = q.shape
-    queries = rearrange(q, "a b i h e -> b h a i e").contiguous()
+    queries = rearrange(q, "a b i h e -> b h i a e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
     sizes = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
     shift = keys.mean(2, keepdim=True)
     keys = keys - shift  # not in place: it may be the caller's memory
-    query, key = reduce(torch.add, queries.unbind(2)), reduce(torch.add, keys.unbind(3))
+    query, key = reduce(torch.add, queries.unbind(3)), reduce(torch.add, keys.unbind(3))
     tables, near = keys.flatten(3), mask.unsqueeze(1)
     extra = None if bias is None else row_center(bias, near)
     level = None if wanted.softcap is None else (query * shift.sum(3)).sum(-1, keepdim=True)
@@ -273,7 +273,7 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
     for block in blocks_of(mask, q.dtype):
         at = slice(block.start, block.stop)
         count = (block.full + block.mask.sum(-1, keepdim=True)).clamp(min=1)
-        rows, known = queries[:, :, :, at], tables[:, :, : block.end]
+        rows, known = queries[:, :, at], tables[:, :, : block.end]
         centred, mean = centred_scores(query[:, :, at], key, block, count)
         added = None if extra is None else extra[:, :, at, : block.end]
         centred = centred if added is None else centred + added
