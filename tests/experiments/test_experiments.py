@@ -524,6 +524,7 @@ def test_addition_at_smoke_scale(tmp_path: Path) -> None:
         assert sum(row[heads.names.index(n)] for n in terms) == pytest.approx(1.0, abs=1e-4)
     html = page_of(tmp_path)
     assert html.count('src="data:image/') == len(outcome.figures) == 5
+    assert all(v.caption and v.null and v.source for v in outcome.figures.values())
     assert (tmp_path / "curves.csv").read_text().count("\n") == 3
     again = experiments.addition(
         "smoke", tasks=["no-carry"], out=tmp_path, progress=False
@@ -550,6 +551,7 @@ def test_randomisation_at_smoke_scale(tmp_path: Path) -> None:
     assert grids.pos["full", "partial"].shape == (3, 23, 32)
     assert [f.holds is not None for f in outcome.findings].count(True) == 9
     assert page_of(tmp_path).count('src="data:image/') == 5
+    assert all(v.caption and v.null and v.source for v in outcome.figures.values())
     loaded = random_tokens.FormatBases.load(tmp_path / "bases.safetensors")
     assert torch.equal(loaded.pos["full", "partial"], grids.pos["full", "partial"])
     # the break of the tokens is seen in the bases of every model, as random tokens have another

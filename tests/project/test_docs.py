@@ -32,7 +32,7 @@ def module(name: str) -> ModuleType:
     return loaded
 
 
-pictures = module("pictures")
+pictures, growth = module("pictures"), module("growth")
 SCRIPTS: dict[str, Path] = pictures.SCRIPTS
 
 
@@ -52,6 +52,19 @@ def test_every_picture_is_that_of_its_script_and_stands_in_the_gallery() -> None
             assert image.text["script"] == pictures.digest(script), name  # type: ignore[attr-defined]
             assert image.width <= pictures.WIDEST
     assert pictures.digest("a") != pictures.digest("b")
+
+
+def test_the_curves_of_cost_are_those_of_the_stored_rows() -> None:
+    text = growth.ROWS.read_text("utf-8")
+    with Image.open(growth.PICTURE) as image:
+        assert image.text["rows"] == growth.digest(text)  # type: ignore[attr-defined]
+    assert growth.digest(text) != growth.digest(text.replace("1", "2", 1))
+    found = growth.curves(json.loads(text)["rows"])
+    assert set(found) == {(axis, route) for axis in growth.AXES for route in growth.ROUTES}
+    for points in found.values():
+        assert points == sorted(points)
+        assert len(points) >= 3
+        assert all(ratio > 0 and mib > 0 for _, ratio, mib in points)
 
 
 def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:

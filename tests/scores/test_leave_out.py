@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.planted import require_caught
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, split_scores, sweep_heads
 from tl_geometry.base.intervals import LeftOut, jackknife_interval
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
+from tl_geometry.scores import position_null
 from tl_geometry.scores.leave_out import BLOCKS, GroupBasis, LeaveOut, own_groups
 from tl_geometry.scores.position_null import DRAWS, PositionNull, shifted_positions
-from tl_geometry.scores.sums import ShareSums
+from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 
 KNOWN = tokens(batch=24, length=16, seed=2)
@@ -248,6 +250,55 @@ def test_draws_of_the_null_are_splits_by_shifted_positions(architecture: str, fr
             assert torch.allclose(
                 table.details["draws_content_shifted"][4:, draw - 1], content, atol=5e-5
             )
+
+
+def check_shifted(module: Any) -> None:
+    """Terms of position and content of every draw equal those of the split of queries and keys,
+    beyond one block of rows, with a bias and without."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    length, draws = 70, 3
+    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    for bias in (None, draw(2, length, length)):
+        q, k = (draw(2, 2, length, 4) + 3 for _ in "qk")
+        q_position, k_position = (draw(2, 2, length, draws, 4) + 2 for _ in "qk")
+        sums, total, floor = module.shifted_numerators(
+            (q, q_position), (k, k_position), allowed, bias
+        )
+        for at in range(draws):
+            sides = [
+                torch.stack([x[..., at, :], whole - x[..., at, :]]).transpose(2, 3)
+                for whole, x in ((q, q_position), (k, k_position))
+            ]
+            plain = {"bias": bias, "energy": False, "gain": False}
+            wanted = share_sums(sides[0], sides[1], allowed, **plain)
+            assert torch.allclose(sums[:, :, at], wanted.numerators, rtol=1e-9)
+            assert torch.allclose(total, wanted.total, rtol=1e-9)
+            assert at or torch.allclose(floor, wanted.floor, rtol=1e-9)
+
+
+def test_faults_of_shifted_terms_are_seen() -> None:
+    require_caught(
+        check_shifted,
+        position_null,
+        {
+            "position counted twice in content": (
+                "sums[..., 1:3].sum(-1) - sums[..., 0]",
+                "sums[..., 1:3].sum(-1)",
+            ),
+            "sides swapped": ("sums[..., 1] += (at_query", "sums[..., 2] += (at_query"),
+            "mixed terms hold position": ("sums[..., 1:3] -= sums[..., :1]", "0 * sums[..., :1]"),
+            "keys shifted by those of draw 0": (
+                "k[1] - k[1].mean(2, keepdim=True)",
+                "k[1] - k[1][..., :1, :]",
+            ),
+            "the bias left out of S": ("centred = centred + added", "centred = centred + 0"),
+            "one block of rows": ("total += torch", "total = torch"),
+        },
+    )
 
 
 def test_true_offsets_give_the_held_out_share_of_position() -> None:

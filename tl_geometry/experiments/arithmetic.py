@@ -282,7 +282,7 @@ def addition(
 
 
 def _figures(
-    setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any]
+    setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any], source: str
 ) -> dict[str, Any]:
     """Curves over training, and heads and cosines of the trained models."""
     figures: dict[str, Any] = {
@@ -294,6 +294,7 @@ def _figures(
                 f"Numbers of {setup.low} to {setup.high} digits are in, of 1 to {setup.low - 1} "
                 "out; exact counts whole answers, digits single ones."
             ),
+            source=source,
         ),
         "geometry": views.training_curves(
             steps,
@@ -303,6 +304,7 @@ def _figures(
                 f"Measured on lines of {setup.high} digits, means over states above 0 and over "
                 "heads; wpe is the table of position vectors."
             ),
+            source=source,
         ),
         "prediction": views.scatter(
             steps,
@@ -310,6 +312,7 @@ def _figures(
             "digits_out",
             by="task",
             caption="Each point is a measured step of a seed.",
+            source=source,
         ),
     }
     for task, model in models.items():
@@ -339,7 +342,7 @@ def _outcome(
     provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
     steps = by_step(states, heads, setup.high)
     predicted = prediction(steps)
-    figures = _figures(setup, steps, models)
+    figures = _figures(setup, steps, models, provenance.line())
     final = table_of([r for r in heads if r["step"] == setup.steps], provenance)
     tables = {"curves": table_of(steps, provenance), "prediction": table_of(predicted, provenance)}
     tables |= {"states": table_of(states, provenance), "heads": final}

@@ -195,6 +195,7 @@ def _outcome(
         ("loss", "rank", "relative_norm", "low_frequency"),
         by="measured",
         caption="Each line is a seed, at state 1.",
+        source=provenance.line(),
     )
     note = (
         "Mean and population standard deviation are over the states, as in the published tables. "

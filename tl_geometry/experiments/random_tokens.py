@@ -327,19 +327,15 @@ def _outcome(
     final = table_of([r for r in rows if r["step"] == setup.steps], provenance)
     grids = FormatBases(pos=bases, half=setup.context // 2, provenance=provenance)
     shown = [s for s in setup.shown if s <= setup.layers]
-    figures = {
-        f"planes_state_{s}": views.format_planes(bases, s, half=setup.context // 2, start=1)
-        for s in shown
-    }
-    figures |= {
-        f"cosines_state_{s}": views.format_cosines(bases, s, half=setup.context // 2, start=1)
-        for s in shown
-    }
+    where: dict[str, Any] = {"half": setup.context // 2, "start": 1, "source": provenance.line()}
+    figures = {f"planes_state_{s}": views.format_planes(bases, s, **where) for s in shown}
+    figures |= {f"cosines_state_{s}": views.format_cosines(bases, s, **where) for s in shown}
     figures["curves"] = views.training_curves(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
         ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
         by="trained",
         caption=f"Each line is a seed: a model on its own format, at state {shown[-1]}.",
+        source=provenance.line(),
     )
     notes = (
         "Rows of each grid are training formats, columns inference formats. The first position of "

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 COLOURS = (BLUE, VERMILION, GREEN, PINK, AMBER, GREY)
 """One colour per line, in order of appearance."""
+OTHER_FORMATS = "No null is drawn: formats that a model was not trained on are the comparison."
+SEEDS = "Lines of one colour differ by their seed alone: that spread is chance."
 
 
 def _cells(
@@ -54,7 +56,12 @@ def _cells(
 
 
 def format_planes(
-    bases: Mapping[tuple[str, str], Tensor], state: int, *, half: int, start: int = 0
+    bases: Mapping[tuple[str, str], Tensor],
+    state: int,
+    *,
+    half: int,
+    start: int = 0,
+    source: str = "",
 ) -> View:
     """Positional bases on their two leading directions, a row per training format (Song & Zhong
     2023, Fig. 6 a to c and 42 to 50).
@@ -65,6 +72,7 @@ def format_planes(
         state: which state.
         half: points from this position on are crosses.
         start: position of the first row of a basis.
+        source: what it was computed from.
 
     >>> formats = ("text", "noise")
     >>> bases = {(a, b): torch.randn(2, 8, 4) for a in formats for b in formats}
@@ -98,11 +106,18 @@ def format_planes(
         figure,
         title=f"Positional bases by training and inference format, state {state}",
         caption=caption,
+        null=OTHER_FORMATS,
+        source=source,
     )
 
 
 def format_cosines(
-    bases: Mapping[tuple[str, str], Tensor], state: int, *, half: int, start: int = 0
+    bases: Mapping[tuple[str, str], Tensor],
+    state: int,
+    *,
+    half: int,
+    start: int = 0,
+    source: str = "",
 ) -> View:
     """Cosines between positions, a row per training format; lines mark position ``half``. Arguments
     as :func:`format_planes`.
@@ -130,11 +145,18 @@ def format_cosines(
         figure,
         title=f"Cosines of position by training and inference format, state {state}",
         caption=caption,
+        null=OTHER_FORMATS,
+        source=source,
     )
 
 
 def training_curves(
-    rows: Sequence[Mapping[str, Any]], measures: Sequence[str], *, by: str, caption: str
+    rows: Sequence[Mapping[str, Any]],
+    measures: Sequence[str],
+    *,
+    by: str,
+    caption: str,
+    source: str = "",
 ) -> View:
     """Measures against steps of training, a panel each: a line per seed, a colour per value of the
     column ``by``.
@@ -144,6 +166,7 @@ def training_curves(
         measures: names of the measures.
         by: the column that colours tell apart.
         caption: what to know about the rows.
+        source: what they were measured on.
 
     >>> rows = [{"seed": 0, "step": s, "task": "sums", "rank": s} for s in (0, 10)]
     >>> training_curves(rows, ["rank"], by="task", caption="").title
@@ -153,7 +176,8 @@ def training_curves(
     for axis, measure in zip(axes, measures, strict=True):
         axis.set_title(measure.replace("_", " "), fontsize=9)
         axis.set_xlabel("steps")
-    return View(figure, title="Geometry over training", caption=caption)
+    title = "Geometry over training"
+    return View(figure, title=title, caption=caption, null=SEEDS, source=source)
 
 
 def _panels(
@@ -190,7 +214,13 @@ def _panels(
 
 
 def scatter(
-    rows: Sequence[Mapping[str, Any]], measures: Sequence[str], score: str, *, by: str, caption: str
+    rows: Sequence[Mapping[str, Any]],
+    measures: Sequence[str],
+    score: str,
+    *,
+    by: str,
+    caption: str,
+    source: str = "",
 ) -> View:
     """A score against each measure, a panel each, a colour per value of the column ``by``; points
     are joined in the order of steps.
@@ -202,6 +232,7 @@ def scatter(
         score: name of the score, up.
         by: the column that colours tell apart.
         caption: what to know about the rows.
+        source: what they were measured on.
 
     >>> rows = [{"seed": 0, "task": "sums", "rank": r, "right": 1 - r} for r in (0.1, 0.9)]
     >>> scatter(rows, ["rank"], "right", by="task", caption="").title
@@ -212,7 +243,8 @@ def scatter(
         axis.set_xlabel(measure.replace("_", " "), fontsize=8)
     axes[0].set_ylabel(score.replace("_", " "))
     said = score.replace("_", " ")
-    return View(figure, title=f"{said[0].upper()}{said[1:]} against geometry", caption=caption)
+    title = f"{said[0].upper()}{said[1:]} against geometry"
+    return View(figure, title=title, caption=caption, null=SEEDS, source=source)
 
 
 def score_panels(

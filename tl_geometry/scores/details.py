@@ -19,8 +19,9 @@ from tl_geometry.scores.position_null import PositionNull
 from tl_geometry.scores.projection import PARTS, ProjectedParts
 from tl_geometry.scores.shapes import (
     ContrastSums,
+    Offsets,
     OffsetSums,
-    ablation_effect,
+    Pattern,
     contrast_sums,
     offset_sums,
 )
@@ -49,6 +50,7 @@ class Details:
         self.contexts = 0
         self.effects: dict[str, Tensor] = {}
         self.offsets: dict[str, OffsetSums] = {}
+        self.mask: Offsets | None = None
         self.contrasts: ContrastSums | None = None
         self.null: PositionNull | None = None
         self.groups: GroupProjections | None = None
@@ -103,8 +105,9 @@ class Details:
                 "position": position,
                 "cvec-cvec": content,
             }
+            self.mask = self.mask or Offsets.of(inside)
             for name, term in shown.items():
-                new = offset_sums(term, inside)
+                new = offset_sums(term, inside, self.mask)
                 self.offsets[name] = self.offsets[name] + new if name in self.offsets else new
         if "contrast" in self.wanted:
             new_contrast = contrast_sums(content, tokens[:, self.drop :].to(content.device), inside)
@@ -125,14 +128,11 @@ class Details:
     def _ablation(self, layer: LayerView, parts: ProjectedParts) -> None:
         whole = score(parts.q.sum(0), parts.k.sum(0))
         whole = whole if layer.bias is None else whole + layer.bias
+        before, allowed = layer.logits(whole)
+        pattern = Pattern(before[..., self.drop :, :], allowed[self.drop :])
         for name, term in _each_term(parts, layer):
-            before, allowed = layer.logits(whole)
             after = layer.logits(whole - term)[0]
-            effect = ablation_effect(
-                before[..., self.drop :, :],
-                (before - after)[..., self.drop :, :],
-                allowed[self.drop :],
-            )
+            effect = pattern.distance(after[..., self.drop :, :])
             new = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
 

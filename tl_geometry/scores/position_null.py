@@ -10,17 +10,21 @@ under the null the true offsets (all equal) are one draw among the others.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from einops import einsum
-from jaxtyping import Float, Int
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.scores.blockwise import blocks_of, centred_scores
 from tl_geometry.scores.leave_out import GroupBasis
 from tl_geometry.scores.projection import Side
-from tl_geometry.scores.sums import ShareSums, share_sums
 
 DRAWS = 19
 """Draws of the null: the smallest p-value is 1 / 20."""
@@ -47,6 +51,55 @@ def shifted_positions(
     return found + weight @ groups.mean
 
 
+def shifted_numerators(
+    q: tuple[Float[Tensor, "batch head query d_head"], Tensor],
+    k: tuple[Float[Tensor, "batch head key d_head"], Tensor],
+    allowed: Bool[Tensor, "query key"],
+    bias: Float[Tensor, "head query key"] | None,
+) -> tuple[Float[Tensor, "batch head sample term"], Float[Tensor, "batch head"], Tensor]:
+    """``sum X~ . S~`` of the terms of position and content (position-position, position-content,
+    content-position, content-content, then the bias) in every draw, ``sum S~^2``, and what rounding
+    alone could leave of it.
+
+    ``q``, ``k`` are the whole queries and keys, which no draw changes, and their position part in
+    each draw ``[batch head position sample d_head]``; content is the rest. So ``S~`` and its
+    products with whole keys are made once, and the terms follow from sums with positions on both
+    sides, on the key side, on the query side and on none. Keys are shifted by their mean over
+    positions, which rows of S~ do not see.
+    """
+    key, at_key = k[0] - k[0].mean(2, keepdim=True), k[1] - k[1].mean(2, keepdim=True)
+    wide: Any = {"dtype": torch.float64, "device": key.device}
+    extra = None if bias is None else row_center(bias, allowed).to(key)
+    sums = torch.zeros(*k[1].shape[:2], k[1].shape[3], 4 + (bias is not None), **wide)
+    total = torch.zeros(sums.shape[:2], **wide)
+    for block in blocks_of(allowed.unsqueeze(0), key.dtype):
+        rows, count = slice(block.start, block.stop), block.full + block.mask.sum(-1, keepdim=True)
+        query, at_query = q[0][:, :, rows], q[1][:, :, rows]
+        centred, _ = centred_scores(query, key, block, count.clamp(min=1))
+        if extra is not None:
+            added = extra[:, rows, : block.end]
+            centred = centred + added
+            sums[..., 4] += (centred * added).sum((-2, -1), dtype=torch.float64).unsqueeze(-1)
+        total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
+        known = centred @ key[:, :, : block.end]
+        moved = (centred @ at_key[:, :, : block.end].flatten(3)).unflatten(-1, at_key.shape[3:])
+        sums[..., 0] += (at_query * moved).sum(-1).sum(2, dtype=torch.float64)
+        sums[..., 1] += (at_query @ known.unsqueeze(-1)).squeeze(-1).sum(2, dtype=torch.float64)
+        sums[..., 2] += (moved @ query.unsqueeze(-1)).squeeze(-1).sum(2, dtype=torch.float64)
+        sums[..., 3] += (query * known).sum((-2, -1), dtype=torch.float64).unsqueeze(-1)
+    sums[..., 3] -= sums[..., 1:3].sum(-1) - sums[..., 0]
+    sums[..., 1:3] -= sums[..., :1].clone()
+    sizes = [
+        x[..., 0, :].square().sum((2, 3)) + (whole - x[..., 0, :]).square().sum((2, 3))
+        for whole, x in (q, k)
+    ]
+    unit = (32 * unit_roundoff(key.dtype)) ** 2
+    floor = unit * sizes[0].double() * sizes[1].double()
+    if extra is not None:
+        floor = floor + unit * extra.double().square().sum((-2, -1))
+    return sums, total, floor
+
+
 class PositionNull:
     """Sums in progress of one layer: position and content terms for the true offsets (draw 0) and
     for random ones."""
@@ -60,7 +113,7 @@ class PositionNull:
         self.offsets = torch.randint(width, size, generator=generator)
         self.offsets[0] = 0
         self.mapped: tuple[int, dict[str, Tensor]] | None = None
-        self.sums: ShareSums | None = None
+        self.sums: list[Tensor] = []
         self.contexts = 0
 
     def _mapped(self, layer: LayerView, own: int) -> dict[str, Tensor]:
@@ -68,35 +121,37 @@ class PositionNull:
         if self.mapped is None or self.mapped[0] != own:
             pos = shifted_positions(self.groups, own, self.offsets, self.basis.window)
             pos = pos[:, : self.length].to(layer.h)
-            self.mapped = own, {"q": layer.q_map(pos), "k": layer.k_map(pos)}
+            made = {"q": layer.q_map(pos), "k": layer.k_map(pos)}
+            order = "sample i head e -> head i sample e"
+            self.mapped = own, {w: rearrange(x, order).contiguous() for w, x in made.items()}
         return self.mapped[1]
 
     def add(self, layer: LayerView, rows: slice, own: Int[Tensor, " batch"], drop: int) -> None:
         """Take in some contexts."""
         normalized = self.basis.provenance.normalized
-        sides = {w: Side.of(layer, w, normalized=normalized) for w in ("q", "k")}
-        options = {"bias": layer.bias, "drop": drop, "energy": False, "gain": False}
+        allowed = layer.allowed[drop:, drop:]
+        bias = None if layer.bias is None else layer.bias[:, drop:, drop:]
         first = rows.start or 0
         for group in own.unique().tolist():
             at = first + (own == group).nonzero().flatten()
-            mapped, made = self._mapped(layer, group), []
+            mapped, sides = self._mapped(layer, group), []
             for which, whole in (("q", layer.q), ("k", layer.k)):
+                side = Side.of(layer, which, normalized=normalized)
                 scale = layer.scale if which == "q" else 1.0
-                frozen, constant = sides[which].frozen[at], sides[which].constant[at]
-                position = mapped[which].unsqueeze(1) * frozen.unsqueeze(-1) + constant
-                both = torch.stack([position, whole[at] - position]) * scale
-                made.append(both.flatten(1, 2))  # [part draw*context position head d_head]
-            sums = share_sums(made[0], made[1], layer.allowed, **options)
-            for i in range(len(at)):
-                one = sums.context(slice(i, None, len(at)))  # this context in every draw
-                self.sums = one if self.sums is None else self.sums.plus(one)
+                frozen = rearrange(side.frozen[at, drop:], "b i head -> b head i 1 1")
+                constant = rearrange(side.constant[at, drop:], "b i head e -> b head i 1 e")
+                position = (mapped[which][:, drop:] * frozen + constant) * scale
+                sides.append((rearrange(whole[at, drop:], "b i h e -> b h i e") * scale, position))
+            found = [x.sum(0) for x in shifted_numerators(sides[0], sides[1], allowed, bias)]
+            before = self.sums or [torch.zeros_like(x) for x in found]
+            self.sums = [a + b for a, b in zip(before, found, strict=True)]
             self.contexts += len(at)
 
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
         """Shares of position and content of every draw, their means, the share with the true
         offsets, and the p-value of position (NaN where contexts or groups are too few)."""
-        assert self.sums is not None
-        cs = self.sums.cs.transpose(0, 1)  # [head draw term]
+        numerators, total, floor = self.sums
+        cs = numerators / torch.where(total > floor, total, torch.nan)[:, None, None]
         position = cs[..., 0] + cs[..., 4:].sum(-1)  # ALiBi is position
         out: dict[str, Tensor] = {}
         for name, values in (("position", position), ("content", cs[..., 3])):

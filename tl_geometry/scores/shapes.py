@@ -38,22 +38,31 @@ class Distance(NamedTuple):
     kl: Float[Tensor, "*batch"]
 
 
-def pattern_distance(
-    scores: Float[Tensor, "*batch query key"],
-    other: Float[Tensor, "*batch query key"],
-    allowed: Bool[Tensor, "..."],
-) -> Distance:
-    """Distance from ``softmax(scores)`` to ``softmax(other)``, from the scores themselves so that
-    tiny probabilities do no harm."""
-    allowed = allowed.expand(scores.shape)
-    low = torch.finfo(scores.dtype).min
-    log_p, log_q = (torch.where(allowed, s, low).log_softmax(-1) for s in (scores, other))
-    p = torch.where(allowed, log_p.exp(), 0)
-    several = allowed.sum(-1) > 1
-    rows = several.sum(-1).clamp(min=1)
-    tv = torch.where(allowed, (p - log_q.exp()).abs(), 0).sum(-1) / 2
-    kl = torch.where(p > 0, p * (log_p - log_q), 0).sum(-1).clamp(min=0)
-    return Distance(*((v * several).sum(-1, dtype=torch.float64) / rows for v in (tv, kl)))
+class Pattern:
+    """``softmax(scores)`` over the allowed keys, and how far other patterns are from it: from the
+    scores themselves, so that tiny probabilities do no harm."""
+
+    def __init__(
+        self, scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]
+    ) -> None:
+        self.allowed = allowed.expand(scores.shape)
+        self.log_p = self._log(scores)
+        self.p = torch.where(self.allowed, self.log_p.exp(), 0)
+        self.several = self.allowed.sum(-1) > 1
+        self.rows = self.several.sum(-1).clamp(min=1)
+
+    def _log(self, scores: Tensor) -> Tensor:
+        low = torch.finfo(scores.dtype).min
+        return torch.where(self.allowed, scores, low).log_softmax(-1)
+
+    def distance(self, other: Float[Tensor, "*batch query key"]) -> Distance:
+        """From this pattern to ``softmax(other)``."""
+        log_q = self._log(other)
+        kl = (self.log_p - log_q).mul_(self.p).sum(-1).clamp(min=0)
+        tv = log_q.exp_().sub_(self.p).abs_().sum(-1) / 2
+        return Distance(
+            *((v * self.several).sum(-1, dtype=torch.float64) / self.rows for v in (tv, kl))
+        )
 
 
 def ablation_effect(
@@ -70,7 +79,7 @@ def ablation_effect(
     >>> [round(float(v), 3) for v in effect]
     [0.5, 0.693]
     """
-    return pattern_distance(scores, scores - torch.where(allowed, term, 0), allowed)
+    return Pattern(scores, allowed).distance(scores - torch.where(allowed, term, 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +121,34 @@ class OffsetSums:
         return (fitted / torch.where(self.energy > 0, self.energy, torch.nan)).clamp(max=1)
 
 
+class Offsets(NamedTuple):
+    """Of a mask: the place of each cell's offset, cells at each offset, and inner products of the
+    row-centred offset dummies."""
+
+    index: Int[Tensor, "query key"]
+    counts: Float[Tensor, " offset"]
+    gram: Float[Tensor, "offset offset"]
+
+    @staticmethod
+    def of(allowed: Bool[Tensor, "query key"]) -> Offsets:
+        """Count them."""
+        queries, keys = allowed.shape
+        rows, columns = (torch.arange(n, device=allowed.device) for n in (queries, keys))
+        index = rows.unsqueeze(1) - columns + keys - 1
+        inside = allowed.double()
+        dummies = inside.new_zeros(queries, queries + keys - 1).scatter_(1, index, inside)
+        shares = dummies / inside.sum(-1, keepdim=True).clamp(min=1)
+        counts = dummies.sum(0)
+        return Offsets(index, counts, torch.diag(counts) - dummies.mT @ shares)
+
+
 def offset_sums(
-    centred: Float[Tensor, "batch head query key"], allowed: Bool[Tensor, "query key"]
+    centred: Float[Tensor, "batch head query key"],
+    allowed: Bool[Tensor, "query key"],
+    offsets: Offsets | None = None,
 ) -> OffsetSums:
-    """Sums by offset of row-centred terms (zero outside ``allowed``), over the contexts given.
+    """Sums by offset of row-centred terms (zero outside ``allowed``), over the contexts given;
+    ``offsets`` are those of the mask, where they are known.
 
     >>> offset = torch.arange(4.0).unsqueeze(1) - torch.arange(4.0)
     >>> allowed = torch.ones(4, 4, dtype=torch.bool).tril()
@@ -125,27 +158,11 @@ def offset_sums(
     >>> round(float(offset_sums(centred[None, None], allowed).toeplitz_r2), 6)
     1.0
     """
-    batch, heads, queries, keys = centred.shape
-    device = centred.device
-    index = (
-        torch.arange(queries, device=device).unsqueeze(1)
-        - torch.arange(keys, device=device)
-        + keys
-        - 1
-    )
-    size = queries + keys - 1
-    summed = centred.double().sum(0)
-    sums = torch.zeros(heads, size, dtype=torch.float64, device=device).index_add_(
-        1, index.flatten(), summed.flatten(1)
-    )
-    counts = torch.zeros(size, dtype=torch.float64, device=device).index_add_(
-        0, index.flatten(), allowed.double().flatten()
-    )
-    dummies = torch.zeros(queries, size, dtype=torch.float64, device=device).scatter_(
-        1, index, allowed.double()
-    )
-    gram = torch.diag(counts) - dummies.mT @ (dummies / allowed.sum(-1, keepdim=True).clamp(min=1))
-    return OffsetSums(sums, batch * counts, batch * gram, centred.double().square().sum((0, 2, 3)))
+    index, counts, gram = Offsets.of(allowed) if offsets is None else offsets
+    summed = centred.sum(0, dtype=torch.float64).flatten(1)
+    sums = summed.new_zeros(len(summed), len(counts)).index_add_(1, index.flatten(), summed)
+    energy = centred.double().square().sum((0, 2, 3))
+    return OffsetSums(sums, len(centred) * counts, len(centred) * gram, energy)
 
 
 @dataclass(frozen=True, eq=False)

@@ -283,7 +283,7 @@ def _sums(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, wanted: _Want
             entered = None if level is None else mean + level[:, :, at]
             moved = moved_attention(centred, block, count, wanted.softcap, entered)
             gains += by_plane.contracted("gains", moved, rows, known, added)
-            gain_total += moved.mul_(centred).sum((-2, -1), dtype=torch.float64)
+            gain_total += moved.mul_(centred).sum(-1).sum(-1, dtype=torch.float64)
         if wanted.energy:
             seen.extend(block.full)
             energies[..., : parts**2] += seen.energies(rows, block, count).flatten(2)
