@@ -74,7 +74,7 @@ def point(
     """Ratio to eager attention of SDPA, of the decomposition with and without second moments and of
     the sweep, and the memory that each adds to the process."""
     device = "cuda" if size == "gpu" else "cpu"
-    weights = gpt2_weights(layers, width, length, heads)
+    weights: Any = gpt2_weights(layers, width, length, heads)
     plain = plain_models(weights, device)
     view = tlg.view(from_hf(weights.to(device), None, model_class="bridge", name="random-gpt2"))
     many = name.startswith("scaling, contexts")

@@ -65,9 +65,9 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
         panels[0, column].axhline(1, color="#222222", linewidth=0.8)
         panels[1, column].set_xlabel(AXES[axis])
     panels[1, 0].set_yscale("log", base=2)
-    ticks = [32, 64, 128, 256, 512, 1024]
+    ticks = [64, 128, 256, 512, 1024, 2048, 4096]
     panels[1, 0].set_yticks(ticks, [f"{t:,}" for t in ticks])
-    panels[0, 0].set_ylabel("time, of eager attention's pass")
+    panels[0, 0].set_ylabel("time, of eager\nattention's pass")
     panels[1, 0].set_ylabel("peak memory above\nthe start (MiB)")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     made.legend(handles, labels, ncols=4, loc="lower center", frameon=False)

@@ -125,7 +125,7 @@ class Offsets(NamedTuple):
     """Of a mask: the place of each cell's offset, cells at each offset, and inner products of the
     row-centred offset dummies."""
 
-    index: Int[Tensor, "query key"]
+    places: Int[Tensor, "query key"]
     counts: Float[Tensor, " offset"]
     gram: Float[Tensor, "offset offset"]
 
@@ -134,12 +134,12 @@ class Offsets(NamedTuple):
         """Count them."""
         queries, keys = allowed.shape
         rows, columns = (torch.arange(n, device=allowed.device) for n in (queries, keys))
-        index = rows.unsqueeze(1) - columns + keys - 1
+        places = rows.unsqueeze(1) - columns + keys - 1
         inside = allowed.double()
-        dummies = inside.new_zeros(queries, queries + keys - 1).scatter_(1, index, inside)
+        dummies = inside.new_zeros(queries, queries + keys - 1).scatter_(1, places, inside)
         shares = dummies / inside.sum(-1, keepdim=True).clamp(min=1)
         counts = dummies.sum(0)
-        return Offsets(index, counts, torch.diag(counts) - dummies.mT @ shares)
+        return Offsets(places, counts, torch.diag(counts) - dummies.mT @ shares)
 
 
 def offset_sums(
@@ -158,9 +158,9 @@ def offset_sums(
     >>> round(float(offset_sums(centred[None, None], allowed).toeplitz_r2), 6)
     1.0
     """
-    index, counts, gram = Offsets.of(allowed) if offsets is None else offsets
+    places, counts, gram = Offsets.of(allowed) if offsets is None else offsets
     summed = centred.sum(0, dtype=torch.float64).flatten(1)
-    sums = summed.new_zeros(len(summed), len(counts)).index_add_(1, index.flatten(), summed)
+    sums = summed.new_zeros(len(summed), len(counts)).index_add_(1, places.flatten(), summed)
     energy = centred.double().square().sum((0, 2, 3))
     return OffsetSums(sums, len(centred) * counts, len(centred) * gram, energy)
 
