@@ -310,8 +310,8 @@ FAULTS = (
     Fault(
         "query and key part swapped",
         "scores",
-        "(rows.flatten(3) @ weighted)",
-        "(rows.flatten(3) @ weighted).mT",
+        "(rows @ weighted.mT)",
+        "(weighted @ rows.mT)",
         SUMS,
     ),
     Fault(
@@ -401,18 +401,18 @@ FAULTS = (
     Fault(
         "offsets mirrored",
         "scores",
-        "index.flatten(), summed.flatten(1)",
-        "index.T.flatten(), summed.flatten(1)",
+        "places.flatten(), summed",
+        "places.T.flatten(), summed",
         SUMS,
     ),
     Fault(
         "Toeplitz without row means",
         "scores",
-        "gram = torch.diag(counts) -",
-        "gram = torch.diag(counts) - 0 *",
+        "torch.diag(counts) - dummies",
+        "torch.diag(counts) - 0 * dummies",
         SUMS,
     ),
-    Fault("divergence reversed", "scores", "p * (log_p - log_q)", "p * (log_q - log_p)", SUMS),
+    Fault("divergence reversed", "scores", "(self.log_p - log_q)", "(log_q - self.log_p)", SUMS),
     Fault("total variation doubled", "scores", ".sum(-1) / 2", ".sum(-1)", SUMS),
     Fault(
         "contrast with the token itself",
