@@ -308,6 +308,7 @@ def test_scores_terms_and_shares_of_five_heads(model_class: str, normalized: boo
         prompts,
         basis_of(model_class, normalized),
         layers=sorted({l for l, _ in HEADS}),
+        detail="energy",
         progress=False,
     )
     assert split.provenance.normalized == sweep.provenance.normalized == normalized
