@@ -45,12 +45,17 @@ def curves(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[tuple[int, 
     return {key: sorted(points) for key, points in found.items()}
 
 
+def short(size: int) -> str:
+    """A power of two in few characters."""
+    return f"{size // 1024}k" if size >= 1024 else str(size)
+
+
 def figure(rows: list[dict[str, Any]]) -> Figure:
     """One column for each axis: time above, peak memory below."""
     found = curves(rows)
     axes = [axis for axis in AXES if any(key[0] == axis for key in found)]
     made, panels = plt.subplots(
-        2, len(axes), figsize=(2.7 * len(axes), 5), sharex="col", sharey="row", squeeze=False
+        2, len(axes), figsize=(1.9 * len(axes), 4.4), sharex="col", sharey="row", squeeze=False
     )
     for column, axis in enumerate(axes):
         for route, (colour, shown) in ROUTES.items():
@@ -58,7 +63,7 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
             for panel, values in zip(panels[:, column], (ratios, memory), strict=True):
                 panel.plot(sizes, values, "o-", color=colour, label=shown, markersize=3.5)
                 panel.set_xscale("log", base=2)
-                panel.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
+                panel.set_xticks(sizes, [short(size) for size in sizes], fontsize=7)
                 panel.minorticks_off()
                 panel.spines[["top", "right"]].set_visible(False)
                 panel.grid(axis="y", color="#e5e5e5", linewidth=0.8)
@@ -66,7 +71,7 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
         panels[1, column].set_xlabel(AXES[axis])
     panels[1, 0].set_yscale("log", base=2)
     ticks = [64, 128, 256, 512, 1024, 2048, 4096]
-    panels[1, 0].set_yticks(ticks, [f"{t:,}" for t in ticks])
+    panels[1, 0].set_yticks(ticks, [short(t) for t in ticks])
     panels[0, 0].set_ylabel("time, of eager\nattention's pass")
     panels[1, 0].set_ylabel("peak memory above\nthe start (MiB)")
     handles, labels = panels[0, 0].get_legend_handles_labels()
@@ -77,4 +82,4 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
 
 if __name__ == "__main__":
     text = ROWS.read_text("utf-8")
-    figure(json.loads(text)["rows"]).savefig(PICTURE, dpi=110, metadata={"rows": digest(text)})
+    figure(json.loads(text)["rows"]).savefig(PICTURE, dpi=160, metadata={"rows": digest(text)})
