@@ -3,6 +3,7 @@ without the contexts left out, and every draw of the null that of explicitly shi
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -254,15 +255,16 @@ def test_draws_of_the_null_are_splits_by_shifted_positions(architecture: str, fr
 
 def check_shifted(module: Any) -> None:
     """Terms of position and content of every draw equal those of the split of queries and keys,
-    beyond one block of rows, with a bias and without."""
+    beyond one block of rows, whatever the mask, with a bias and without."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     length, draws = 70, 3
-    allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    for bias in (None, draw(2, length, length)):
+    every = torch.ones(length, length, dtype=torch.bool)
+    masks, biased = (every.tril(), every, every.tril().triu(-9)), draw(2, length, length)
+    for allowed, bias in itertools.product(masks, (None, biased)):
         q, k = (draw(2, 2, length, 4) + 3 for _ in "qk")
         q_position, k_position = (draw(2, 2, length, draws, 4) + 2 for _ in "qk")
         sums, total, floor = module.shifted_numerators(

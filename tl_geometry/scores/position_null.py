@@ -131,12 +131,13 @@ class PositionNull:
         normalized = self.basis.provenance.normalized
         allowed = layer.allowed[drop:, drop:]
         bias = None if layer.bias is None else layer.bias[:, drop:, drop:]
+        both = {w: Side.of(layer, w, normalized=normalized) for w in ("q", "k")}
         first = rows.start or 0
         for group in own.unique().tolist():
             at = first + (own == group).nonzero().flatten()
             mapped, sides = self._mapped(layer, group), []
             for which, whole in (("q", layer.q), ("k", layer.k)):
-                side = Side.of(layer, which, normalized=normalized)
+                side = both[which]
                 scale = layer.scale if which == "q" else 1.0
                 frozen = rearrange(side.frozen[at, drop:], "b i head -> b head i 1 1")
                 constant = rearrange(side.constant[at, drop:], "b i head e -> b head i 1 e")
