@@ -82,7 +82,8 @@ def split(view: ModelView, tokens: Tensor) -> Any:
 
 
 def run(size: str) -> list[Row]:
-    """Agreement, then both routes in turn."""
+    """Agreement of types and of scores (that of composition is in the tests), then both routes in
+    turn."""
     layers, width, length = SIZES[size]
     model: Any = gpt2(layers, width, 2 * length)
     view = tlg.view(model.to("cuda") if size == "gpu" else model)

@@ -273,7 +273,7 @@ def test_row_centring_keeps_the_pattern_and_zeroes_rows() -> None:
 
 def test_ablation_effect_equals_numpy() -> None:
     scores, term, allowed = draw(2, 8, 8), draw(2, 8, 8, seed=5), causal_mask(8)
-    effect = shapes.ablation_effect(scores, term, allowed)
+    effect = shapes.Pattern(scores, allowed).distance(scores - term)
     tv, kl = np.zeros((2, 7)), np.zeros((2, 7))
     for h, i in itertools.product(range(2), range(1, 8)):
         p = log_softmax(scores[h, i, : i + 1].numpy())
@@ -287,8 +287,10 @@ def test_ablation_effect_equals_numpy() -> None:
 def test_ablating_what_softmax_ignores_does_nothing() -> None:
     scores, allowed = draw(1, 8, 8), causal_mask(8)
     rows = draw(1, 8, 1, seed=2).expand(1, 8, 8)
-    assert shapes.ablation_effect(scores, rows, allowed).tv.item() == pytest.approx(0, abs=1e-12)
-    assert shapes.ablation_effect(scores, scores, allowed).tv.item() > 0.1
+    assert shapes.Pattern(scores, allowed).distance(scores - rows).tv.item() == pytest.approx(
+        0, abs=1e-12
+    )
+    assert shapes.Pattern(scores, allowed).distance(0 * scores).tv.item() > 0.1
 
 
 def test_toeplitz_r2_is_a_regression_on_offsets_and_rows() -> None:

@@ -40,7 +40,13 @@ class Distance(NamedTuple):
 
 class Pattern:
     """``softmax(scores)`` over the allowed keys, and how far other patterns are from it: from the
-    scores themselves, so that tiny probabilities do no harm."""
+    scores themselves, so that tiny probabilities do no harm.
+
+    >>> scores = torch.tensor([[0.0, 0.0], [50.0, 0.0]])  # all on key 0
+    >>> pattern = Pattern(scores, torch.ones(2, 2, dtype=torch.bool).tril())
+    >>> [round(float(v), 3) for v in pattern.distance(0 * scores)]  # one half
+    [0.5, 0.693]
+    """
 
     def __init__(
         self, scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]
@@ -63,23 +69,6 @@ class Pattern:
         return Distance(
             *((v * self.several).sum(-1, dtype=torch.float64) / self.rows for v in (tv, kl))
         )
-
-
-def ablation_effect(
-    scores: Float[Tensor, "*batch query key"],
-    term: Float[Tensor, "*batch query key"],
-    allowed: Bool[Tensor, "..."],
-) -> Distance:
-    """Effect of taking a term out of the scores: distance from ``softmax(S)`` to
-    ``softmax(S - X)``, mean over rows.
-
-    >>> allowed = torch.ones(2, 2, dtype=torch.bool).tril()
-    >>> scores = torch.tensor([[0.0, 0.0], [50.0, 0.0]])
-    >>> effect = ablation_effect(scores, scores, allowed)  # all on key 0, against one half
-    >>> [round(float(v), 3) for v in effect]
-    [0.5, 0.693]
-    """
-    return Pattern(scores, allowed).distance(scores - torch.where(allowed, term, 0))
 
 
 @dataclass(frozen=True, eq=False)
