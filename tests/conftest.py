@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import nested_checks, skips
+from tests import shape_checks, skips
 from tests.browser import browser  # noqa: F401 (a fixture)
 
-nested_checks.install()
+shape_checks.install()
 settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("project")
 SKIPPED: list[str] = []

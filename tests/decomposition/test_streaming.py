@@ -3,6 +3,7 @@ what is refused."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -231,16 +232,14 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     assert same(resumed, whole)
 
 
-ROUGH = """
-import sys, time, torch
-from tests.decomposition.test_distributed import OPTIONS, ids, toy
-import tl_geometry as tlg
-from tl_geometry.decomposition import streaming
-streaming.SAVE_SHARE = 1e9
-print("ready", flush=True)
-view = toy(lambda contexts, state: time.sleep(0.002))
-tlg.decompose(view, ids(240), checkpoint=sys.argv[1], **OPTIONS).save(sys.argv[2])
-"""
+def rough(path: Path, out: Path, ready: Any) -> None:
+    """A run that saves after every batch, to be killed."""
+    from tests.decomposition.test_distributed import OPTIONS, ids, toy
+
+    streaming.SAVE_SHARE = 1e9
+    view = toy(lambda contexts, state: time.sleep(0.002))
+    ready.set()
+    tlg.decompose(view, ids(240), checkpoint=path, **OPTIONS).save(out)
 
 
 @pytest.mark.slow
@@ -251,32 +250,25 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
     from tests.decomposition.test_distributed import OPTIONS, assert_same, ids, toy
 
     path, outs = tmp_path / "run.safetensors", [tmp_path / f"basis{i}" for i in range(writers)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(tlg.__file__).parent.parent),
-        "OMP_NUM_THREADS": "1",
-    }
+    processes = multiprocessing.get_context("forkserver")  # imports once for all of them
+    processes.set_forkserver_preload([__name__, "tests.decomposition.test_distributed"])
     random, done, kills = np.random.default_rng(writers), [0], 0
     for turn in range(20 // writers):
+        ready = [processes.Event() for _ in outs]
         children = [
-            subprocess.Popen(
-                [sys.executable, "-c", ROUGH, str(path), str(out)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
-            for out in outs
+            processes.Process(target=rough, args=(path, out, event))
+            for out, event in zip(outs, ready, strict=True)
         ]
         for child in children:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"ready\n"
+            child.start()
+        for event in ready:
+            assert event.wait(60)
         time.sleep(float(random.uniform(0.0, 0.25)))
         for child in children:
-            kills += child.poll() is None
-            child.send_signal(signal.SIGKILL if turn % 2 else signal.SIGINT)
-            child.wait()
-            assert child.stdout is not None
-            child.stdout.close()
+            if child.is_alive() and child.pid:
+                kills += 1
+                os.kill(child.pid, signal.SIGKILL if turn % 2 else signal.SIGINT)
+            child.join()
         if path.exists():
             done.append(checkpoints.read(path)[0]["done"])  # whole at every moment
     assert kills >= 10

@@ -43,9 +43,6 @@ SOURCES = {
 """The works that results cite, by key."""
 
 
-R = TypeVar("R", bound="Result")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
     """What a result was computed from. ``None`` where a field does not apply (an activation tensor
@@ -429,6 +426,9 @@ class Result:
         names = [str(self.readable(c)) for c in self.columns()]
         cells = [[self.readable(v) for v in row] for row in table]
         return html.table(names, cells, caption=self._caption(table))
+
+
+R = TypeVar("R", bound=Result)
 
 
 def _key_text(key: str | tuple[str, ...]) -> str:

@@ -31,7 +31,6 @@ SMOKE: dict[str, Any] = {
 """What the smoke scales of all experiments share."""
 PAPER: dict[str, Any] = {"scale": "paper", "batch": 64, "steps": 100_000, "warmup": 1000}
 """What the published settings of all experiments share."""
-S = TypeVar("S", bound="Setup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +130,9 @@ class Setup:
         return dataclasses.replace(
             self, **{n: _read(n, text, getattr(self, n)) for n, text in changes.items()}
         )
+
+
+S = TypeVar("S", bound=Setup)
 
 
 def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
