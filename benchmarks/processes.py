@@ -1,17 +1,18 @@
-"""Throughput of two single-threaded processes against one, beside what two independent forward
-passes reach on the same machine."""
+"""Throughput of 2, 4, 8 ... single-threaded processes (as many as there are cores) against one,
+beside what as many independent forward passes reach on the same machine."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 from benchmarks.harness import Row
 
-SIZES = {"smoke": (2, 64, 32, 32, 1), "cpu": (4, 512, 128, 1152, 2), "gpu": (4, 512, 128, 1152, 2)}
+SIZES = {"smoke": (2, 64, 32, 32, 1), "cpu": (4, 512, 128, 1152, 5), "gpu": (4, 512, 128, 1152, 5)}
 """Layers, d_model, length, contexts, rounds. Processes are measured on the CPU in every size."""
 
 PROGRAM = """
@@ -35,9 +36,9 @@ def one(**more):
     return tlg.decompose(view, tokens, **options, **more)
 routes = {
     "one forward": lambda: forward(tokens) if rank == 0 else None,
-    "two forwards": lambda: forward(tokens[rank::size]),
+    "forwards": lambda: forward(tokens[rank::size]),
     "one process": lambda: one() if rank == 0 else None,
-    "two processes": lambda: one(group=dist.group.WORLD),
+    "processes": lambda: one(group=dist.group.WORLD),
 }
 if rank == 0:
     whole = one()
@@ -62,18 +63,17 @@ dist.destroy_process_group()
 
 
 def run(size: str) -> list[Row]:
-    """Times of the same contexts on one and on two processes; the note says how many times the
+    """Times of the same contexts on one and on more processes; the note says how many times the
     throughput of one that is."""
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--no-python",
-        sys.executable,
-        "-c",
-    ]
+    most = 2 if size == "smoke" else max(2, os.cpu_count() or 2)
+    counts = [2**i for i in range(1, most.bit_length()) if 2**i <= most]
+    return [row for count in counts for row in beside_one(size, count)]
+
+
+def beside_one(size: str, count: int) -> list[Row]:
+    """One process and ``count``, in turn."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    start += [f"--nproc-per-node={count}", "--no-python", sys.executable, "-c"]
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": root}
     command = [*start, PROGRAM, *map(str, SIZES[size])]
@@ -82,18 +82,12 @@ def run(size: str) -> list[Row]:
     )
     times: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
     rows = []
-    for base, both in (("one forward", "two forwards"), ("one process", "two processes")):
-        ratio = sorted(b / a for a, b in zip(times[base], times[both], strict=True))[
-            len(times[base]) // 2
-        ]
-        rows += [Row("processes", base, sorted(times[base])[len(times[base]) // 2], 1.0)]
+    for base, many in (("one forward", "forwards"), ("one process", "processes")):
+        name, pairs = f"{count} {many}", zip(times[base], times[many], strict=True)
+        ratio = statistics.median(b / a for a, b in pairs)
+        note = f"{1 / ratio:.2f} times the throughput"
         rows += [
-            Row(
-                "processes",
-                both,
-                sorted(times[both])[len(times[both]) // 2],
-                ratio,
-                f"{1 / ratio:.2f} times the throughput",
-            )
+            Row("processes", f"{base}, beside {count}", statistics.median(times[base]), 1.0),
+            Row("processes", name, statistics.median(times[many]), ratio, note),
         ]
     return rows

@@ -237,7 +237,7 @@ def rough(path: Path, out: Path, ready: Any) -> None:
     from tests.decomposition.test_distributed import OPTIONS, ids, toy
 
     streaming.SAVE_SHARE = 1e9
-    view = toy(lambda contexts, state: time.sleep(0.002))
+    view = toy(lambda contexts, state: time.sleep(0.015))  # not done before the last kill
     ready.set()
     tlg.decompose(view, ids(240), checkpoint=path, **OPTIONS).save(out)
 

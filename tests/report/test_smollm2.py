@@ -21,7 +21,7 @@ def test_the_report_keeps_its_budget_and_finishes(
 ) -> None:
     options = [
         "--budget",
-        "20s",
+        "60s",
         "--contexts",
         "32",
         "--length",
