@@ -10,6 +10,7 @@ is read from the annotations once for each code, when it is called first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import typing
@@ -56,10 +57,15 @@ def checked(fn: FunctionType) -> Callable[..., Any]:
     """The function with its arguments and its result checked at every call."""
     if not fn.__annotations__:
         return fn
+    if fn.__code__ not in _known:
+        with contextlib.suppress(NameError):  # of what is defined further down
+            _known[fn.__code__] = _annotations(fn)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        known = _known.get(fn.__code__) or _known.setdefault(fn.__code__, _annotations(fn))
+        known = _known.get(fn.__code__)
+        if known is None:
+            known = _known[fn.__code__] = _annotations(fn, late=True)
         memo = push_shape_memo({})
         try:
             for position, value in enumerate(args):
@@ -86,9 +92,11 @@ def _check(fn: FunctionType, name: str, value: Any, hint: Any, memo: Any) -> Non
         )
 
 
-def _annotations(fn: FunctionType) -> Annotations:
+def _annotations(fn: FunctionType, *, late: bool = False) -> Annotations:
+    """The annotations as they are when the function is defined (tests patch names later), or at its
+    first call where one names what is defined further down."""
     parameters = inspect.signature(fn).parameters.values()
-    hints = {p.name: _hint(p.annotation, fn) for p in parameters}
+    hints = {p.name: _hint(p.annotation, fn, late) for p in parameters}
     kinds = {
         p.kind: hints.pop(p.name) for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
@@ -98,12 +106,12 @@ def _annotations(fn: FunctionType) -> Annotations:
         hints,
         kinds.get(inspect.Parameter.VAR_POSITIONAL),
         kinds.get(inspect.Parameter.VAR_KEYWORD),
-        _hint(fn.__annotations__.get("return", Any), fn),
+        _hint(fn.__annotations__.get("return", Any), fn, late),
     )
 
 
-def _hint(annotation: Any, fn: FunctionType) -> Any:
-    """The type that an annotation names, or None where it says nothing or names what only a type
+def _hint(annotation: Any, fn: FunctionType, late: bool) -> Any:
+    """The type that an annotation names, None where it says nothing, or late names what only a type
     checker imports."""
     if annotation is inspect.Parameter.empty:
         return None
@@ -111,7 +119,9 @@ def _hint(annotation: Any, fn: FunctionType) -> Any:
         holder = SimpleNamespace(__annotations__={"value": annotation})
         hint = typing.get_type_hints(holder, fn.__globals__, include_extras=True)["value"]
     except NameError:
-        return None
+        if late:
+            return None
+        raise
     if typing.get_origin(hint) is typing.TypeGuard:
         return bool
     return None if hint is Any else hint

@@ -3,12 +3,12 @@ what is refused."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,14 +232,25 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     assert same(resumed, whole)
 
 
-def rough(path: Path, out: Path, ready: Any) -> None:
-    """A run that saves after every batch, to be killed."""
-    from tests.decomposition.test_distributed import OPTIONS, ids, toy
-
-    streaming.SAVE_SHARE = 1e9
-    view = toy(lambda contexts, state: time.sleep(0.015))  # not done before the last kill
-    ready.set()
-    tlg.decompose(view, ids(240), checkpoint=path, **OPTIONS).save(out)
+ROUGH = """
+import os, sys, time
+from pathlib import Path
+from tests.decomposition.test_distributed import OPTIONS, ids, toy
+import tl_geometry as tlg
+from tl_geometry.decomposition import streaming
+streaming.SAVE_SHARE = 1e9
+path, out = map(Path, sys.argv[1:])
+for _ in sys.stdin:
+    child = os.fork()
+    if not child:
+        print(os.getpid(), flush=True)
+        view = toy(lambda contexts, state: time.sleep(0.015))
+        tlg.decompose(view, ids(240), checkpoint=path, **OPTIONS).save(out)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+"""A process that imports once, and at each line it reads starts another, which saves after every
+batch: says its number, and how it ended."""
 
 
 @pytest.mark.slow
@@ -250,28 +261,36 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
     from tests.decomposition.test_distributed import OPTIONS, assert_same, ids, toy
 
     path, outs = tmp_path / "run.safetensors", [tmp_path / f"basis{i}" for i in range(writers)]
-    processes = multiprocessing.get_context("forkserver")  # imports once for all of them
-    processes.set_forkserver_preload([__name__, "tests.decomposition.test_distributed"])
-    random, done, kills = np.random.default_rng(writers), [0], 0
-    for turn in range(20 // writers):
-        ready = [processes.Event() for _ in outs]
-        children = [
-            processes.Process(target=rough, args=(path, out, event))
-            for out, event in zip(outs, ready, strict=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(tlg.__file__).parent.parent)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    random, done, ends = np.random.default_rng(writers), [0], []
+    with ExitStack() as stack:
+        parents = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", ROUGH, str(path), str(out)],
+                    env=environment | {"OMP_NUM_THREADS": "1"},
+                    **pipes,
+                )
+            )
+            for out in outs
         ]
-        for child in children:
-            child.start()
-        for event in ready:
-            assert event.wait(60)
-        time.sleep(float(random.uniform(0.0, 0.25)))
-        for child in children:
-            if child.is_alive() and child.pid:
-                kills += 1
-                os.kill(child.pid, signal.SIGKILL if turn % 2 else signal.SIGINT)
-            child.join()
-        if path.exists():
-            done.append(checkpoints.read(path)[0]["done"])  # whole at every moment
-    assert kills >= 10
+        for turn in range(20 // writers):
+            kill = signal.SIGKILL if turn % 2 else signal.SIGINT
+            for parent in parents:
+                parent.stdin.write("\n")
+                parent.stdin.flush()
+            children = [int(parent.stdout.readline()) for parent in parents]
+            time.sleep(float(random.uniform(0.0, 0.25)))
+            for child, parent in zip(children, parents, strict=True):
+                with suppress(ProcessLookupError):  # it has finished
+                    os.kill(child, kill)
+                status = int(parent.stdout.readline())
+                assert status == 0 or os.WTERMSIG(status) == kill
+                ends.append(status)
+            if path.exists():
+                done.append(checkpoints.read(path)[0]["done"])  # whole at every moment
+    assert sum(map(bool, ends)) >= 10
     assert max(done) > 0
     if writers == 1:
         assert done == sorted(done)  # never behind what it was
