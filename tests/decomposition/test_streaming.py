@@ -233,8 +233,9 @@ def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
 
 
 ROUGH = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
 from tests.decomposition.test_distributed import OPTIONS, ids, toy
 import tl_geometry as tlg
 from tl_geometry.decomposition import streaming
