@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.harness import Row
 
-SIZES = {"smoke": (2, 64, 32, 32, 1), "cpu": (4, 512, 128, 1152, 5), "gpu": (4, 512, 128, 1152, 5)}
+SIZES = {"smoke": (2, 64, 32, 32, 1), "cpu": (4, 512, 128, 288, 5), "gpu": (4, 512, 128, 288, 5)}
 """Layers, d_model, length, contexts, rounds. Processes are measured on the CPU in every size."""
 
 PROGRAM = """
