@@ -266,7 +266,7 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     random, done, ends = np.random.default_rng(writers), [0], []
     with ExitStack() as stack:
-        parents = [
+        parents: list[Any] = [  # with both pipes
             stack.enter_context(
                 subprocess.Popen(
                     [sys.executable, "-c", ROUGH, str(path), str(out)],
