@@ -22,7 +22,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.scores.head_types import SEQUENCES, head_type_scores
 
 SIZES = {"smoke": (2, 128, 32), "cpu": (6, 512, 64), "gpu": (12, 768, 64)}
-"""Layers, d_model, positions. ``all_composition_scores`` of 12 layers of 768 takes over 20 GB."""
+"""Layers, d_model, positions. ``all_composition_scores`` of 12 layers of 768 takes 8 GB."""
 ROUNDS = {"smoke": 1, "cpu": 5, "gpu": 7}
 TYPES = {
     "previous": "previous_token_head",
