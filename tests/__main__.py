@@ -1,6 +1,5 @@
 """``python -m tests``: format, lint, types, the site, tests and doctests. ``--fast`` leaves out
-the slow tests, ``--only tests`` the rest; ``--second`` is for the second environment, with another
-generation of TransformerLens: the tests without those of :data:`ONCE`."""
+the slow tests, ``--only tests`` the rest."""
 
 from __future__ import annotations
 
@@ -12,23 +11,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ONCE = (
-    "tests/cli/test_arguments.py",
-    "tests/decomposition/test_distributed.py",
-    "tests/experiments",
-    "tests/project/test_benchmarks.py",
-    "tests/project/test_calibration.py",
-    "tests/project/test_packaging.py",
-    "tests/project/test_skips.py",
-    "tests/render",
-    "tests/report/test_article.py",
-    "tests/report/test_report.py",
-    "tl_geometry/render",
-    *(f"tests/project/test_notebooks.py::test_runs_offline[{at:02}" for at in (2, 3, 4, 5, 7, 8)),
-)
-"""What tests pages, files, processes and models of its own, none of which knows the generation of
-TransformerLens: run in the first environment alone. The report of every shape, each command, two
-notebooks and the first script run, and draw, in both."""
 
 
 def main() -> int:
@@ -38,14 +20,10 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=("format", "lint", "types", "docs", "tests"), help="one of the checks"
     )
-    parser.add_argument("--second", action="store_true", help="the tests, less those of one run")
     parser.add_argument("--workers", default=str(os.cpu_count() or 1), help="test processes")
     arguments = parser.parse_args()
     python = [sys.executable, "-m"]
     selection = ["-m", "not slow"] if arguments.fast else []
-    if arguments.second:
-        arguments.only = "tests"
-        selection += [f"--deselect={name}" for name in ONCE]
     checks = {
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],

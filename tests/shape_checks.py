@@ -5,7 +5,7 @@ the arguments, checks them twice, and compiles two functions for each one that i
 a nested one at each call of the one around it: more than half of the time of the tests. The
 decorator below checks the same annotations with the same beartype and the same axis names:
 arguments before the call, then the result, in the axes that the arguments have set; what it needs
-is read from the annotations once for each code, when it is called first.
+is read from the annotations once for each code, when it is defined.
 """
 
 from __future__ import annotations

@@ -56,10 +56,13 @@ def read(path: Path) -> Any:
 def reduced(notebook: Any, changes: dict[str, str]) -> Any:
     """The notebook at a smaller size."""
     cells = code(notebook)
-    for i, (old, new) in enumerate(changes.items()):
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    assert next(iter(changes)) in tagged[0].source
+    assert len(re.findall(r"^\w+ =", tagged[0].source, re.M)) == 1, "nothing is left at full size"
+    for old, new in changes.items():
         holding = [cell for cell in cells if old in cell.source]
         assert len(holding) == 1, old
-        assert i or "parameters" in holding[0].metadata.get("tags", [])
         assert holding[0].source.count(old) == 1, old
         holding[0].source = holding[0].source.replace(old, new)
     return notebook

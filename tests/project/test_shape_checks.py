@@ -1,9 +1,16 @@
-"""Checks of nested functions that are kept still check, every time."""
+"""Annotations are checked at every call, whatever the kind of the argument and however often a
+function is defined; planted mistakes in each place are seen."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
+import re
+import sys
 from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -12,6 +19,7 @@ from beartype import beartype
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
+import tl_geometry
 from tests import shape_checks
 
 
@@ -25,7 +33,10 @@ def outer(shift: float) -> Callable[..., Tensor]:
 
 def test_each_copy_of_a_nested_function_checks_its_own_calls() -> None:
     x = torch.ones(3)
-    first, second, wrong = outer(0.0), outer(2.0), outer(9.0)
+    first = outer(0.0)
+    code = inspect.unwrap(first).__code__
+    kept = shape_checks._known[code]
+    second, wrong = outer(2.0), outer(9.0)
     assert first(x, x).tolist() == [2, 2, 2]
     assert second(x, x).tolist() == [4, 4, 4]
     for inner in (first, second):
@@ -35,14 +46,77 @@ def test_each_copy_of_a_nested_function_checks_its_own_calls() -> None:
             inner(x, "text")
     with pytest.raises(TypeCheckError, match="return value"):
         wrong(x, x)
-    code = inspect.unwrap(inner).__code__
-    assert code in shape_checks._known, "kept"
+    assert inspect.unwrap(wrong).__code__ is code
+    assert shape_checks._known[code] is kept, "read once"
 
 
-def test_the_package_is_checked_through_it() -> None:
-    """Twin: what is installed is what the import hook calls."""
-    assert hasattr(jaxtyping.jaxtyped, "shape_checks")
-    from tl_geometry.base import linalg
+@jaxtyping.jaxtyped(typechecker=beartype)
+def every_kind(
+    first: Float[Tensor, " n"],
+    /,
+    second: Float[Tensor, " n"] | None = None,
+    *more: Float[Tensor, " n"],
+    named: Float[Tensor, " n"] | None = None,
+    later: Later | None = None,
+    **others: int,
+) -> tuple[Float[Tensor, " n"], int]:
+    return first[: others.get("cut", len(first))], len(more)
 
-    with pytest.raises(TypeCheckError):
-        linalg.svd("text")  # pyright: ignore[reportArgumentType]
+
+class Later:
+    """Defined below the function that names it."""
+
+
+RIGHT: Any = torch.ones(3)
+WRONG: Any = torch.ones(4)
+
+
+def test_every_kind_of_argument_is_checked() -> None:
+    found = every_kind(RIGHT, RIGHT, RIGHT, RIGHT, named=RIGHT, later=Later(), other=1)
+    assert found[1] == 2
+    assert every_kind(RIGHT)[1] == 0, "defaults are as they are"
+    planted: dict[str, Callable[[], object]] = {
+        "first": lambda: every_kind("text"),  # pyright: ignore[reportArgumentType]
+        "second": lambda: every_kind(RIGHT, WRONG),
+        "rest": lambda: every_kind(RIGHT, RIGHT, RIGHT, WRONG),
+        "named": lambda: every_kind(RIGHT, named=WRONG),
+        "later": lambda: every_kind(RIGHT, later="text"),  # pyright: ignore[reportArgumentType]
+        "other": lambda: every_kind(RIGHT, other="text"),  # pyright: ignore[reportArgumentType]
+        "return value": lambda: every_kind(RIGHT, cut=2),
+    }
+    for name, call in planted.items():
+        with pytest.raises(TypeCheckError, match=f"every_kind: {name}: expected"):
+            call()
+
+
+def test_a_name_that_is_patched_later_does_not_change_what_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @jaxtyping.jaxtyped(typechecker=beartype)
+    def inner(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        return a + b
+
+    monkeypatch.setattr(sys.modules[__name__], "Tensor", lambda: None)
+    assert inner(RIGHT, RIGHT).tolist() == [2, 2, 2]
+    with pytest.raises(TypeCheckError, match="inner"):
+        inner(RIGHT, WRONG)
+
+
+def test_annotations_of_the_package_are_read() -> None:
+    """What says nothing is not checked: aliases that are Any outside type checkers, and names that
+    a type checker alone imports; no more."""
+    asked, unread = 0, set()
+    for found in pkgutil.walk_packages(tl_geometry.__path__, "tl_geometry."):
+        if found.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(found.name)
+        for _, function in inspect.getmembers(module, inspect.isfunction):
+            fn: Any = inspect.unwrap(function)
+            if fn.__module__ == module.__name__ and isinstance(fn, FunctionType):
+                for written in fn.__annotations__.values():
+                    asked += 1
+                    if shape_checks._hint(written, fn, True) is None and written != "Any":
+                        unread.add(written)
+    assert asked > 3000
+    late = re.compile(r"\b(Axes|Figure|Effects|ScoreSplit|GPT2LMHeadModel)\b")
+    assert {name for name in unread if not late.search(name)} == {"TokensLike", "ModelLike"}
