@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.reports import model_directory, report
+from tl_geometry import zoo
 from tl_geometry.base.arguments import SECTIONS
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.report import TITLES, WEIGHTS, flow, folder, heads, measures
+from tl_geometry.models.describing import as_view
+from tl_geometry.report import TITLES, WEIGHTS, flow, folder, heads, measures, speed
 from tl_geometry.report import build as building
 from tl_geometry.report.clock import Clock, span
 from tl_geometry.report.section import Draft
@@ -266,22 +268,22 @@ def test_one_line_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
 def test_threads_are_those_that_a_model_gains_by(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
+    view = as_view(zoo.embedded())
+    seconds = {"idle": {8: 1.0, 4: 2.0}, "narrow": {8: 1.1, 4: 1.0, 2: 1.0, 1: 1.9}}
+    seconds["busy"] = {8: 9.0, 4: 5.0, 2: 3.0, 1: 1.0}
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
     try:
-        with building.own_threads(128):
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-        monkeypatch.setattr(building.os, "cpu_count", lambda: 8)
-        monkeypatch.setattr(building.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-        with building.own_threads(768):
-            assert torch.get_num_threads() == 2  # never more than there were
-        monkeypatch.setattr(building.os, "getloadavg", lambda: (9.0, 9.0, 9.0))
-        with building.own_threads(768):
-            assert torch.get_num_threads() == 1
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        with building.own_threads(128):
-            assert torch.get_num_threads() == 2  # the user's own choice
+        for case, best in {"idle": 8, "narrow": 2, "busy": 1}.items():
+            monkeypatch.setattr(
+                speed, "token_cost", lambda *_, case=case, **__: seconds[case][torch.get_num_threads()]
+            )
+            torch.set_num_threads(8)
+            with speed.own_threads(view):
+                assert torch.get_num_threads() == best
+            assert torch.get_num_threads() == 8
+        monkeypatch.setenv("OMP_NUM_THREADS", "8")
+        with speed.own_threads(view):
+            assert torch.get_num_threads() == 8  # the user's own choice
     finally:
         torch.set_num_threads(before)
 

@@ -13,7 +13,7 @@ import importlib
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from tl_geometry.report.section import (
     failure,
     refusal,
 )
+from tl_geometry.report.speed import Costs, own_threads
 
 TITLES = {
     "overview": "What was analysed",
@@ -60,20 +61,6 @@ WEIGHTS = {
 """Share of the time that each stage may take, measured on a model of 30 layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds of a forward pass for each token, without (``token``) and with the output head
-    (``output``), and of a singular value decomposition.
-
-    ``svd`` is for each ``rows * columns * min(rows, columns)``: how fast this machine, as busy as
-    it is, does linear algebra.
-    """
-
-    token: float = 0.0
-    output: float = 0.0
-    svd: float = 2e-9
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
     """What sections are made from: the model, the tokens, the basis, and the time that there is.
@@ -88,7 +75,7 @@ class Analysis:
     windows: TokenWindows
     basis: PositionContext
     clock: Clock
-    costs: Costs = Costs()
+    costs: Costs = field(default_factory=Costs)
     embedded: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
@@ -113,7 +100,8 @@ def make(analysis: Analysis, name: str) -> Section:
     title = TITLES[name]
     try:
         analysis.clock.begin(name, estimate(analysis, name), title)
-        return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
+        with own_threads(analysis.view):
+            return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
     except GeometryError as error:
         return Section(title=title, blocks=[refusal("this section", error)])
     except Exception as error:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,22 +23,19 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.report import WEIGHTS, Analysis, Costs, versions, write
+from tl_geometry.report import WEIGHTS, Analysis, versions, write
 from tl_geometry.report.clock import Clock, span
 from tl_geometry.report.folder import Folder
+from tl_geometry.report.speed import Costs, measured_costs, own_threads, token_cost
 
 CONTEXTS, LENGTH, BUDGET = 1024, 512, 600.0
 """Windows of the corpus, longest window and seconds, where the user does not say."""
 ENOUGH, SHORTEST = 256, 128
 """Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the time of the
 decomposition."""
-TIMED = 512
-"""Tokens of the forward pass that is timed."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 """Bytes that position sums may take before windows are halved, and bytes of the contexts that are
 kept whole."""
-WIDE = 512
-"""Dimensions of a state from which several threads are worth it."""
 GROUPS = 8
 """Groups of contexts, for errors."""
 
@@ -94,35 +88,6 @@ class Request:
             "fingerprint": view.fingerprint,
             "text": text,
         }
-
-
-def free_threads(width: int, *, cores: int, load: float) -> int:
-    """Threads that a model of this width gains by: one below :data:`WIDE`, whose products are too
-    small to share out, else as many as there are cores without work.
-
-    More than that wait for each other at every product: with both of two cores busy, two threads
-    took three times as long as one on a model of 576 dimensions, six to twelve times on one of 128
-    (measured).
-
-    >>> free_threads(128, cores=16, load=0.0), free_threads(768, cores=16, load=12.2)
-    (1, 4)
-    """
-    return 1 if width < WIDE else max(1, round(cores - load))
-
-
-@contextmanager
-def own_threads(width: int) -> Iterator[None]:
-    """A block that runs on :func:`free_threads`, unless the user has set their number."""
-    if any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
-        yield
-        return
-    before = torch.get_num_threads()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    torch.set_num_threads(min(before, free_threads(width, cores=os.cpu_count() or 1, load=load)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def load_model(
@@ -259,29 +224,6 @@ def corpus_windows(
     return everything[torch.randperm(len(everything), generator=generator)[:n].sort().values]
 
 
-def token_cost(view: ModelView, tokens: torch.Tensor, *, logits: bool = False) -> float:
-    """Seconds for each token of a forward pass of about 512 tokens, after a short one that warms
-    up."""
-    rows, hook = tokens[: max(1, TIMED // tokens.shape[1])], {view.state_hooks[-1]: lambda h: None}
-    view.run(rows[:1, :8], hook, logits=logits)
-    started = time.perf_counter()
-    view.run(rows, hook, logits=logits)
-    return (time.perf_counter() - started) / rows.numel()
-
-
-def measured_costs(view: ModelView, tokens: torch.Tensor, token: float | None = None) -> Costs:
-    """What forward passes and linear algebra cost now; ``token`` where it is known already."""
-    token = token_cost(view, tokens) if token is None else token
-    output = token_cost(view, tokens, logits=True) if view.causal and view.head_trained else token
-    square = torch.randn(256, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.linalg.svdvals(square)
-    started = time.perf_counter()
-    torch.linalg.svd(square)  # noqa: TID251 (timed, not used)
-    return Costs(
-        token=token, output=max(token, output), svd=(time.perf_counter() - started) / 256**3
-    )
-
-
 def choose_sizes(
     request: Request, view: ModelView, corpus: Texts, clock: Clock
 ) -> tuple[TokenWindows, Costs, tuple[str, ...]]:
@@ -374,24 +316,36 @@ def build(
         clock.say("loading the model")
     model = load_model(request.model, **request.loading())
     view = as_view(model)
-    with own_threads(view.d_model):
-        return _run(request, out, model, corpus, clock, resume=resume, command=command)
-
-
-def _run(
-    request: Request,
-    out: Path,
-    model: ModelLike,
-    corpus: Texts,
-    clock: Clock,
-    *,
-    resume: bool,
-    command: Sequence[str],
-) -> dict[str, Any]:
-    """Everything after the model is loaded."""
-    view = as_view(model)
     folder = Folder(out, view.name, command=command, versions=versions(), resume=resume)
     clock.begin("decompose", None, "position and context of every state")
+    with own_threads(view):
+        tokens, basis, costs, smaller = _based(request, view, corpus, clock, folder, resume=resume)
+    analysis = Analysis(
+        model=model,
+        view=view,
+        windows=tokens,
+        basis=basis,
+        clock=clock,
+        costs=costs,
+        embedded=request.model is None,
+        seed=request.seed,
+        notes=corpus.notes,
+        smaller=smaller,
+        planes=request.planes,
+    )
+    return write(analysis, out, command=command, names=request.names, folder=folder)
+
+
+def _based(
+    request: Request,
+    view: ModelView,
+    corpus: Texts,
+    clock: Clock,
+    folder: Folder,
+    *,
+    resume: bool,
+) -> tuple[TokenWindows, PositionContext, Costs, tuple[str, ...]]:
+    """Windows and their basis, what things cost, and what was made smaller."""
     settings = request.settings(view, corpus.texts)
     plan = folder.planned(settings)
     if plan:
@@ -413,17 +367,4 @@ def _run(
         f"{count} windows of {length} tokens, about {span(1.1 * costs.token * count * length)}"
     )
     basis = basis_of(view, tokens, folder, seed=request.seed, resume=resume)
-    analysis = Analysis(
-        model=model,
-        view=view,
-        windows=tokens,
-        basis=basis,
-        clock=clock,
-        costs=costs,
-        embedded=request.model is None,
-        seed=request.seed,
-        notes=corpus.notes,
-        smaller=smaller,
-        planes=request.planes,
-    )
-    return write(analysis, out, command=command, names=request.names, folder=folder)
+    return tokens, basis, costs, smaller

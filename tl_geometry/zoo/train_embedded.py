@@ -65,6 +65,7 @@ SHAPE: dict[str, Any] = {
     "n_inner": 512,
 }
 INITIAL: dict[str, Any] = {
+    "activation_function": "gelu_pytorch_tanh",
     "initializer_range": 0.06,
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
