@@ -275,7 +275,9 @@ def test_threads_are_those_that_a_model_gains_by(monkeypatch: pytest.MonkeyPatch
     try:
         for case, best in {"idle": 8, "narrow": 2, "busy": 1}.items():
             monkeypatch.setattr(
-                speed, "token_cost", lambda *_, case=case, **__: seconds[case][torch.get_num_threads()]
+                speed,
+                "token_cost",
+                lambda *_, case=case, **__: seconds[case][torch.get_num_threads()],
             )
             torch.set_num_threads(8)
             with speed.own_threads(view):

@@ -14,9 +14,13 @@ from tl_geometry.models.model_view import ModelView
 
 TIMED = 512
 """Tokens of the forward pass that is timed."""
-WIDE = 2**18
-"""Numbers of a state, in all tokens of the forward pass that threads are timed with."""
-WORTH = 0.85
+LENGTH = 128
+"""Length of the windows that threads are timed with."""
+SLOW = 2e-4
+"""Seconds for each token above which they are timed once, else twice, for the smaller."""
+WIDE = 2**17
+"""Numbers of one state in all these windows."""
+WORTH = 0.95
 """More threads are taken where a forward pass takes at most this part of the time."""
 
 
@@ -82,12 +86,13 @@ def own_threads(view: ModelView) -> Iterator[None]:
 
 def _fewest(view: ModelView, most: int) -> int:
     """Threads, halved as long as a forward pass does not gain by the more."""
-    about = WIDE // view.d_model
-    tokens = torch.zeros(max(1, about // view.n_ctx), min(view.n_ctx, about), dtype=torch.long)
+    about, length = WIDE // view.d_model, min(view.n_ctx, LENGTH)
+    tokens = torch.zeros(max(1, about // length), length, dtype=torch.long)
 
     def seconds(threads: int) -> float:
         torch.set_num_threads(threads)
-        return min(token_cost(view, tokens, about=about) for _ in range(2))
+        found = token_cost(view, tokens, about=about)
+        return found if found > SLOW else min(found, token_cost(view, tokens, about=about))
 
     last = seconds(most) if most > 1 else 0.0
     while most > 1:
