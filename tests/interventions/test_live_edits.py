@@ -3,6 +3,7 @@ refused by their cause."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -268,6 +269,37 @@ def test_patched_queries_and_keys(model_class: str, architecture: str, side: str
             remove_term(model, basis, NAMES, "L1H1" if group == 1 else "L1H3"),
         ):
             model.run_with_hooks(CORRUPTED, fwd_hooks=[(name, other_head)])
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_keys_of_large_products_that_cancel(model_class: str) -> None:
+    """Coordinates of the stream that dwarf the others round by their own size; keys that are off by
+    more than that are refused, be it a hundred-thousandth of it."""
+    hf = copy.deepcopy(hf_model("llama", torch.float32))
+    block = hf.model.layers[0]
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[:, :2] = 30.0
+        block.input_layernorm.weight[:2] = 1.0
+        width = hf.config.hidden_size // hf.config.num_attention_heads
+        q, k = (
+            p.weight.unflatten(0, (-1, width))
+            for p in (block.self_attn.q_proj, block.self_attn.k_proj)
+        )
+        k[:, :: width // 2, 0], k[:, :: width // 2, 1] = 500.0, -500.0
+        q[:, :: width // 2] *= 1e-4  # so that scores are as exact as ever
+    model = from_hf(hf, None, model_class=model_class, name="cancelling")
+    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    layer = view(model).layer(0, model.run_with_cache(CORRUPTED)[1])
+    size = float(layer.sizes("k").max())
+    assert float(layer.k.abs().max()) < size / 30
+
+    def moved(value: Tensor, hook: Any) -> Tensor:
+        return value + 1e-5 * size
+
+    with torch.no_grad(), remove_term(model, basis, NAMES, "L0H1"):
+        assert bool(torch.isfinite(model(CORRUPTED, return_type="logits")).all())
+        with pytest.raises(ReconstructionError, match="keys of layer 0"):
+            model.run_with_hooks(CORRUPTED, fwd_hooks=[("blocks.0.attn.hook_k", moved)])
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss", "opt", "gptj", "gpt-neo", "bert"])

@@ -81,8 +81,9 @@ class LayerView:
     float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the model's
     values (expanded) and its mixed values ``[batch position head d_head]``, ``v_map`` and
     ``v_constant`` the values of a part (``v_scale`` is one over the norm scale). ``turn`` is the
-    rotation inside the maps, where there is one. ``reconstruction`` is the report of the checks
-    that were made.
+    rotation inside the maps, where there is one. ``sizes("q")`` are ``sum_d |x_d W_de| +
+    |constant|`` of queries (``"k"``: keys), which their rounding grows with. ``reconstruction`` is
+    the report of the checks that were made.
     """
 
     layer: int
@@ -113,6 +114,7 @@ class LayerView:
     v: Float[Tensor, "batch position head d_head"] | None
     z: Float[Tensor, "batch position head d_head"] | None
     roundoff: float
+    sizes: Callable[[str], Tensor]
     reconstruction: ReconstructionReport
     turn: Rotation | None = None
     added: AddedPosition | None = None

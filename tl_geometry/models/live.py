@@ -343,6 +343,9 @@ class LiveLayer:
                 bound = reconstruction_bound(
                     layer.roundoff, float((own.abs() + 2 * rest.abs()).max())
                 )
+                if float(error) > bound:  # large products that cancel round by their own size
+                    size = layer.sizes(name[0])[:, :, self.heads].max()
+                    bound = max(bound, reconstruction_bound(layer.roundoff, float(size)))
             self._close(
                 name,
                 error,

@@ -35,14 +35,11 @@ def check_inputs(
     enter the scores."""
     checks, sizes = {}, {}
     for w in "qk":
-        value, size = hooked[w], facts.sizes(view.h, w)
+        value = hooked[w]
         if value is not None:
-            bound = reconstruction_bound(view.roundoff, largest(size))
+            bound = reconstruction_bound(view.roundoff, largest(facts.sizes(view.h, w)))
             checks[w] = (largest(raw[w] - value), bound)
-        if facts.qk_norm is not None:
-            gain = facts.qk_norm.gain_q if w == "q" else facts.qk_norm.gain_k
-            size = size / facts.qk_norm.scale(raw[w]).unsqueeze(-1) * gain.abs()
-        sizes[w] = largest(size)
+        sizes[w] = largest(view.sizes(w))
     return ReconstructionReport(checks=checks, scale=0.0, sizes=sizes)
 
 
