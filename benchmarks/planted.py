@@ -95,6 +95,7 @@ def layer_of(h: Tensor) -> LayerView:
         roundoff=2.0**-24,
         projected=lambda parts, side: to_q(parts) if side == "q" else to_k(parts),
         turned=lambda values, *_: values,
+        sizes=lambda w: einsum(h.abs(), (q if w == "q" else k).abs(), "... d, d h e -> ... h e"),
         reconstruction=ReconstructionReport(checks={}, scale=1.0),
         **sides,
     )
