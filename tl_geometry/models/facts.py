@@ -137,15 +137,13 @@ class Facts:
         read = einsum(x, self.matrix(which).abs(), "... d, h d e -> ... h e")
         return read + self.constant(which).abs()
 
-    def entering_sizes(
-        self, h: Tensor, raw: Tensor, which: str
-    ) -> Float[Tensor, "... head d_head"]:
-        """:meth:`sizes` of a query or key (``raw`` before any QK-norm) as it enters the score."""
+    def entering_sizes(self, h: Tensor, which: str) -> Float[Tensor, "... head d_head"]:
+        """:meth:`sizes` of a query or key as it enters the score, after any QK-norm."""
         size = self.sizes(h, which)
         if self.qk_norm is None:
             return size
         gain = self.qk_norm.gain_q if which == "q" else self.qk_norm.gain_k
-        return size / self.qk_norm.scale(raw).unsqueeze(-1) * gain.abs()
+        return size / self.qk_norm.scale(self.raw(h, which)).unsqueeze(-1) * gain.abs()
 
     def full(self, h: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         """Query or key as it enters the score."""

@@ -212,7 +212,7 @@ class Layers:
             v=hooked["v"],
             z=z,
             roundoff=roundoff or self.roundoff(layer),
-            sizes=lambda w: facts.entering_sizes(h, raw[w], w),
+            sizes=lambda w: facts.entering_sizes(h, w),
             reconstruction=ReconstructionReport(checks={}, scale=0.0),
             turn=None if turn is None or not facts.rotation else Rotation(*turn, facts.rotation),
         )

@@ -35,11 +35,11 @@ def check_inputs(
     enter the scores."""
     checks, sizes = {}, {}
     for w in "qk":
-        value = hooked[w]
+        value, size = hooked[w], facts.sizes(view.h, w)
         if value is not None:
-            bound = reconstruction_bound(view.roundoff, largest(facts.sizes(view.h, w)))
+            bound = reconstruction_bound(view.roundoff, largest(size))
             checks[w] = (largest(raw[w] - value), bound)
-        sizes[w] = largest(view.sizes(w))
+        sizes[w] = largest(size if facts.qk_norm is None else view.sizes(w))
     return ReconstructionReport(checks=checks, scale=0.0, sizes=sizes)
 
 

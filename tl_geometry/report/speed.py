@@ -69,8 +69,8 @@ def own_threads(view: ModelView) -> Iterator[None]:
 
     Threads that get no core make the others wait at every product: with both of two cores busy, two
     threads take up to three times as long as one on a model of 576 dimensions, up to twelve times
-    on one of 128; on idle cores they take 0.6 of the time on both (measured). A number that the
-    user has set (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) stays.
+    on one of 128; on idle cores they take 0.6 of the time on the latter (measured). A number that
+    the user has set (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) stays.
     """
     if any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         yield
