@@ -3,6 +3,7 @@ without the contexts left out, and every draw of the null that of explicitly shi
 
 from __future__ import annotations
 
+import gc
 import itertools
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ from tl_geometry import decompose, split_scores, sweep_heads
 from tl_geometry.base.intervals import LeftOut, jackknife_interval
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
-from tl_geometry.scores import position_null
+from tl_geometry.scores import details, position_null, sweep
 from tl_geometry.scores.leave_out import BLOCKS, GroupBasis, LeaveOut, own_groups
 from tl_geometry.scores.position_null import DRAWS, PositionNull, shifted_positions
 from tl_geometry.scores.sums import ShareSums, share_sums
@@ -145,10 +146,10 @@ def test_a_label_needs_a_margin_whose_interval_excludes_zero() -> None:
 @pytest.mark.parametrize(("contexts", "given"), [(10, True), (9, False)])
 def test_no_interval_and_no_label_from_few_contexts(contexts: int, given: bool) -> None:
     model, ids = tiny("bridge", "gpt2"), tokens(batch=contexts, length=16, seed=7)
-    for sweep, corpus in ((KNOWN, ids), (ids, KNOWN)):
+    for swept_on, corpus in ((KNOWN, ids), (ids, KNOWN)):
         basis = decompose(model, corpus, progress=False)
         table = sweep_heads(
-            model, sweep, basis, detail=("intervals", "nulls"), layers=0, progress=False
+            model, swept_on, basis, detail=("intervals", "nulls"), layers=0, progress=False
         )
         found = table.intervals
         assert found is not None
@@ -210,6 +211,46 @@ def test_blocks_of_contexts_merge_in_pairs() -> None:
     assert [round(contexts * s) for s in sizes] == [8] * 9 + [3]
     summed = torch.stack([s.total for s in work.sums.values()]).sum(0)
     assert torch.allclose(summed, sums.total.sum(0))
+
+
+def held(module: Any, length: int) -> int:
+    """Bytes that one layer keeps of a batch with every group left out and every null."""
+    model, ids = tiny("bridge", "gpt2"), KNOWN[:, :length]
+    basis = decompose(model, ids, progress=False)
+    work = sweep._Sweep(view(model), basis, (0,), length, ("intervals", "nulls"), 2**31, 0)
+    work.details[0] = module.Details(work.detail, work.drop, 0)
+    work.batch = ids
+    view(model).run_layers(ids, (0,), work.on_layer)
+    left: list[Any] = [work.details[0]]
+    seen, sizes = {id(basis)}, {}
+    while left:
+        found = left.pop()
+        if id(found) in seen or isinstance(found, type):
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            sizes[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+        else:
+            left.extend(x for x in gc.get_referents(found) if not callable(x))
+    return sum(sizes.values())
+
+
+def check_held(module: Any) -> None:
+    """All layers are held beside each other, so none keeps what grows with the window."""
+    assert 0 < held(module, 16) == held(module, 12)
+
+
+def test_a_layer_keeps_nothing_that_grows_with_the_window() -> None:
+    check_held(details)
+
+
+def test_vectors_of_positions_that_stay_are_noticed() -> None:
+    faults = {
+        "shifted positions": ("self.null.release()", "pass"),
+        "sums of all contexts": ("self.left_out.settle()", "pass"),
+        "groups": ("self.groups = None\n        if self.null", "if self.null"),
+    }
+    require_caught(check_held, details, faults)
 
 
 # ---- the null of position

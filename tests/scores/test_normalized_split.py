@@ -24,6 +24,7 @@ from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.render import head_view, sweeps
 from tl_geometry.scores import sweep
 from tl_geometry.scores.details import DETAILS, score
+from tl_geometry.scores.leave_out import GroupBasis
 from tl_geometry.scores.position_null import PositionNull, shifted_positions
 from tl_geometry.scores.split import ScoreSplit
 
@@ -300,7 +301,9 @@ def test_details_work_on_a_normalised_basis() -> None:
     view(model).run_layers(PROMPTS, (1,), lambda layer: layers.append(layer.normalized()))
     layer = layers[0]
     null = PositionNull(basis, 1, h.shape[1], 0)
-    shifted = shifted_positions(null.groups, -1, null.offsets, basis.window)
+    shifted = shifted_positions(
+        GroupBasis.of(basis, 1, basis.length), -1, null.offsets, basis.window
+    )
     for draw in (1, 2):
         known = shifted[draw, : h.shape[1]].expand_as(h)
         stream = torch.stack([known, h - known]).float()

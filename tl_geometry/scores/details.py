@@ -120,6 +120,14 @@ class Details:
         if self.left_out is not None and self.groups is not None and own is not None:
             self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
 
+    def end(self) -> None:
+        """A batch of one layer is done: only sums stay, as all layers are held together."""
+        self.groups = None
+        if self.null is not None:
+            self.null.release()
+        if self.left_out is not None:
+            self.left_out.settle()
+
     def resampled(self, contexts: int) -> Resampled:
         """Shares with groups of contexts left out; ``contexts`` are those of the basis."""
         assert self.left_out is not None

@@ -43,8 +43,8 @@ def shifted_positions(
     relative = offsets - (offsets[:, own : own + 1] if own >= 0 else 0)
     at = (torch.arange(width) - relative.unsqueeze(-1)) % width  # [draw group position]
     inside = groups.pos[:, start:end]
-    place = torch.arange(len(inside)).reshape(1, -1, 1)
-    moved = einsum(weight, inside[place, at], "group, draw group position d -> draw position d")
+    each = zip(weight, inside, at.unbind(1), strict=True)  # one group at a time: they are large
+    moved = sum((part * pos[place] for part, pos, place in each), torch.zeros(()))
     plain = einsum(weight, groups.pos, "group, group position d -> position d")
     found = plain.repeat(len(offsets), 1, 1)
     found[:, start:end] = moved
@@ -105,19 +105,20 @@ class PositionNull:
     for random ones."""
 
     def __init__(self, basis: PositionContext, layer: int, length: int, seed: int) -> None:
-        self.basis, self.length = basis, length
-        self.groups = GroupBasis.of(basis, layer, basis.length)
+        self.basis, self.layer, self.length = basis, layer, length
         generator = torch.Generator().manual_seed(seed)
-        size = (DRAWS + 1, len(self.groups.share))
+        size = (DRAWS + 1, int((basis.group_counts > 0).sum()))
         width = basis.window[1] - basis.window[0]
         self.offsets = torch.randint(width, size, generator=generator)
         self.offsets[0] = 0
+        self.groups: GroupBasis | None = None
         self.mapped: tuple[int, dict[str, Tensor]] | None = None
         self.sums: list[Tensor] = []
         self.contexts = 0
 
     def _mapped(self, layer: LayerView, own: int) -> dict[str, Tensor]:
         """Queries and keys of the shifted bases, kept until another group comes."""
+        self.groups = self.groups or GroupBasis.of(self.basis, self.layer, self.basis.length)
         if self.mapped is None or self.mapped[0] != own:
             pos = shifted_positions(self.groups, own, self.offsets, self.basis.window)
             pos = pos[:, : self.length].to(layer.h)
@@ -148,6 +149,10 @@ class PositionNull:
             self.sums = [a + b for a, b in zip(before, found, strict=True)]
             self.contexts += len(at)
 
+    def release(self) -> None:
+        """Keep the sums alone: vectors of all positions are made again for another batch."""
+        self.groups = self.mapped = None
+
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
         """Shares of position and content of every draw, their means, the share with the true
         offsets, and the p-value of position (NaN where contexts or groups are too few)."""
@@ -162,7 +167,7 @@ class PositionNull:
         above = (position[:, 1:] >= position[:, :1]).sum(1)
         p = (1 + above).double() / (1 + DRAWS)
         few = min(self.contexts, self.basis.contexts) < FEWEST
-        few = few or len(self.groups.share) < FEWEST_GROUPS
+        few = few or self.offsets.shape[1] < FEWEST_GROUPS
         unknown = torch.isnan(position).any(1) | few
         out["p_position"] = torch.where(unknown, torch.nan, p)
         return out

@@ -100,6 +100,12 @@ class ShareSums:
         return ShareSums(**{k: torch.cat([t[k] for t in all_]) for k in all_[0]})
 
     @staticmethod
+    def stack(sums: Sequence[ShareSums]) -> ShareSums:
+        """Pooled sums as those of contexts."""
+        all_ = [s._tensors() for s in sums]
+        return ShareSums(**{k: torch.stack([t[k] for t in all_]) for k in all_[0]})
+
+    @staticmethod
     def beside(sums: Sequence[ShareSums]) -> ShareSums:
         """Pooled sums of several layers side by side, their heads in order."""
         all_ = [s.pooled()._tensors() for s in sums]

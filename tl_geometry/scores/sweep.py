@@ -348,6 +348,8 @@ class _Sweep:
             found.append(share_sums(parts.q, parts.k, allowed, **options))
             if made is not None:
                 made.update(layer, parts, rows, self.batch[rows], self.basis)
+        if made is not None:
+            made.end()
         sums = ShareSums.cat(found).to("cpu")
         kept = self.sums.setdefault(layer.layer, [])
         kept[:] = [kept[0] + sums] if kept else [sums.pooled()]
