@@ -331,7 +331,7 @@ def _left_out(
     chunks: int,
     budget: float | None,
 ) -> list[str]:
-    flags, within = [], "" if budget is None else f"budget of {budget:g} s"
+    flags, within = [], "" if budget is None else f"budget of {budget:.4g} s"
     for place in places:
         short = len(jobs) - len(work.jobs[place])
         if short:

@@ -258,7 +258,7 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     )
     loss = {str(row[0]): float(str(row[1])) for row in effect.rows()}
     smaller = (
-        f" ({count} windows and {draws} draws, to keep the budget)"
+        f" ({count} windows and {draws} draw{'s' * (draws > 1)}, to keep the budget)"
         if (count, draws) != (most, DRAWS)
         else ""
     )
