@@ -20,7 +20,7 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
 from tl_geometry.scores import details, position_null, sweep
 from tl_geometry.scores.leave_out import BLOCKS, GroupBasis, LeaveOut, own_groups
-from tl_geometry.scores.position_null import DRAWS, PositionNull, shifted_positions
+from tl_geometry.scores.position_null import DRAWS, PositionNull, ShiftedGroups
 from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 
@@ -256,11 +256,13 @@ def test_vectors_of_positions_that_stay_are_noticed() -> None:
 # ---- the null of position
 
 
-@pytest.mark.parametrize(("architecture", "fresh"), [("gpt2", False), ("bloom", True)])
+@pytest.mark.parametrize(
+    ("architecture", "fresh"), [("gpt2", False), ("bloom", True), ("llama", False)]
+)
 def test_draws_of_the_null_are_splits_by_shifted_positions(architecture: str, fresh: bool) -> None:
     model, basis = tiny("bridge", architecture), basis_of(architecture)
     table, ids, layer = swept(architecture, fresh=fresh), FRESH if fresh else KNOWN, 1
-    offsets = PositionNull(basis, layer, 16, 0).offsets
+    offsets = PositionNull(basis, 0).offsets
     states: list[Tensor] = []
     view(model).run_layers(ids, (layer,), lambda seen: states.append(seen.h.double()))
     sums = basis.group_sums[:, basis.index(layer)] / 3
@@ -373,9 +375,10 @@ def test_shifts_are_cyclic_inside_the_window() -> None:
         torch.tensor([0.5, 0.5]).double(),
     )
     offsets = torch.tensor([[0, 0], [1, 3]])
-    found = shifted_positions(groups, 0, offsets, (1, 5))[..., 0].tolist()
+    made = ShiftedGroups(groups.share, groups.mean.unsqueeze(1), groups.pos, offsets, (1, 5))
+    found = made.without(0)[..., 0].tolist()
     assert found == [[5, 6, 7, 8, 9], [5, 8, 9, 6, 7]]
-    both = shifted_positions(groups, -1, offsets, (1, 5))[1, :, 0].tolist()
+    both = made.without(-1)[1, :, 0].tolist()
     assert both == [2.5, (4 + 7) / 2, (1 + 8) / 2, (2 + 9) / 2, (3 + 6) / 2]
 
 

@@ -58,7 +58,6 @@ class Details:
 
     def begin(self, layer: LayerView, basis: PositionContext) -> None:
         """A batch of one layer: map what all its contexts need."""
-        length = layer.h.shape[1]
         if "nulls" in self.wanted:
             require(
                 layer.added is None,
@@ -68,10 +67,13 @@ class Details:
                 instead="the other details",
                 error=UnsupportedModelError,
             )
-            self.null = self.null or PositionNull(basis, layer.layer, length, self.seed)
-        if "intervals" in self.wanted:
-            self.groups = GroupProjections(layer, basis, length)
-            self.left_out = self.left_out or LeaveOut(self.groups.groups.share)
+        if self.wanted & {"nulls", "intervals"}:
+            self.groups = groups = GroupProjections(layer, basis)
+            if "nulls" in self.wanted:
+                self.null = self.null or PositionNull(basis, self.seed)
+                self.null.begin(groups)
+            if "intervals" in self.wanted:
+                self.left_out = self.left_out or LeaveOut(groups.share)
 
     def update(
         self,

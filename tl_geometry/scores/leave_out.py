@@ -204,15 +204,19 @@ class LeaveOut:
 
 
 class GroupProjections:
-    """Mean and positional vectors of the groups of one layer's input, mapped to queries and
-    keys."""
+    """Mean and positional vectors of the groups of one layer's input, projected to queries and
+    keys, before and after what turns with the position."""
 
-    def __init__(self, layer: LayerView, basis: PositionContext, length: int) -> None:
-        self.groups = GroupBasis.of(basis, layer.layer, length)
-        self.normalized = basis.provenance.normalized
-        mean = self.groups.mean.unsqueeze(1).expand_as(self.groups.pos)
-        both = torch.stack([mean, self.groups.pos]).to(layer.h)
-        self.mapped = {"q": layer.q_map(both), "k": layer.k_map(both)}
+    def __init__(self, layer: LayerView, basis: PositionContext) -> None:
+        groups, length = GroupBasis.of(basis, layer.layer, basis.length), layer.h.shape[1]
+        self.share, self.normalized = groups.share, basis.provenance.normalized
+        mean, pos = groups.mean.unsqueeze(1).to(layer.h), groups.pos.to(layer.h)
+        self.mean = {w: layer.projected(mean, w) for w in ("q", "k")}
+        self.pos = {w: layer.projected(pos, w) for w in ("q", "k")}
+        self.mapped: dict[str, Float[Tensor, "part group position head d_head"]] = {}
+        for w, projected in self.pos.items():
+            both = torch.stack([self.mean[w].expand_as(projected), projected])
+            self.mapped[w] = layer.turned(both[:, :, :length], w)
 
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
         """Numerators of all pairs of the parts for some contexts."""
@@ -222,6 +226,6 @@ class GroupProjections:
             side = Side.of(layer, which, normalized=self.normalized)
             side = side.select(rows, slice(None), slice(None))
             bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
-            made.append(group_parts(whole[rows] * scale, bias, pos, self.groups.share))
+            made.append(group_parts(whole[rows] * scale, bias, pos, self.share))
         options = {"bias": layer.bias, "drop": drop, "energy": False, "gain": False}
         return share_sums(made[0], made[1], layer.allowed, **options)

@@ -23,32 +23,53 @@ from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.scores.blockwise import blocks_of, centred_scores
-from tl_geometry.scores.leave_out import GroupBasis
+from tl_geometry.scores.leave_out import GroupProjections
 from tl_geometry.scores.projection import Side
 
 DRAWS = 19
 """Draws of the null: the smallest p-value is 1 / 20."""
 
 
-def shifted_positions(
-    groups: GroupBasis, own: int, offsets: Int[Tensor, "sample group"], window: tuple[int, int]
-) -> Float[Tensor, "sample position d_model"]:
-    """Mean plus positional vectors of all groups but ``own`` (all for -1), the positions inside
-    ``window`` shifted cyclically in each draw by the offset of their group relative to that of the
-    context's own."""
-    start, end = window
-    width = end - start
-    kept = torch.tensor([float(g != own) for g in range(len(groups.share))]).to(groups.share)
-    weight = groups.share * kept / (groups.share * kept).sum()
-    relative = offsets - (offsets[:, own : own + 1] if own >= 0 else 0)
-    at = (torch.arange(width) - relative.unsqueeze(-1)) % width  # [draw group position]
-    inside = groups.pos[:, start:end]
-    each = zip(weight, inside, at.unbind(1), strict=True)  # one group at a time: they are large
-    moved = sum((part * pos[place] for part, pos, place in each), torch.zeros(()))
-    plain = einsum(weight, groups.pos, "group, group position d -> position d")
-    found = plain.repeat(len(offsets), 1, 1)
-    found[:, start:end] = moved
-    return found + weight @ groups.mean
+class ShiftedGroups:
+    """Mean plus positional vectors of groups of contexts, or what they are projected to, the
+    positions inside ``window`` shifted cyclically by an offset of each group.
+
+    All groups are shifted and added up once: relative to one of them they are that sum, shifted
+    back, less its own.
+    """
+
+    def __init__(
+        self,
+        share: Float[Tensor, " group"],
+        mean: Float[Tensor, "group 1 *vector"],
+        pos: Float[Tensor, "group position *vector"],
+        offsets: Int[Tensor, "sample group"],
+        window: tuple[int, int],
+    ) -> None:
+        self.share, self.mean, self.pos = share.to(pos), mean, pos
+        self.offsets, self.inside = offsets.to(pos.device), slice(*window)
+        self.places = torch.arange(window[1] - window[0], device=pos.device)
+        plain = einsum(self.share, pos, "group, group position ... -> position ...")
+        self.summed = plain.expand(len(offsets), *plain.shape).clone()
+        at = self._around(-self.offsets.unsqueeze(-1))  # [sample group position]
+        each = zip(self.share, pos[:, self.inside], at.unbind(1), strict=True)
+        # one group at a time: all of them beside each other would be large
+        self.summed[:, self.inside] = sum((w * x[i] for w, x, i in each), torch.zeros(()).to(pos))
+
+    def _around(self, shift: Int[Tensor, "..."]) -> Int[Tensor, "... position"]:
+        return (self.places + shift) % len(self.places)
+
+    def without(self, own: int) -> Float[Tensor, "sample position *vector"]:
+        """All groups but ``own`` (all for -1), each shifted relative to it."""
+        if own < 0:
+            return self.summed + einsum(self.share, self.mean, "group, group i ... -> i ...")
+        weight, found = self.share[own], self.summed.clone()
+        at = self._around(self.offsets[:, own : own + 1])  # [sample position]
+        inside = self.summed[:, self.inside]
+        found[:, self.inside] = torch.stack([x[i] for x, i in zip(inside, at, strict=True)])
+        mean = einsum(self.share, self.mean, "group, group i ... -> i ...")
+        found += mean - weight * (self.pos[own] + self.mean[own])
+        return found / (1 - weight)
 
 
 def shifted_numerators(
@@ -104,27 +125,37 @@ class PositionNull:
     """Sums in progress of one layer: position and content terms for the true offsets (draw 0) and
     for random ones."""
 
-    def __init__(self, basis: PositionContext, layer: int, length: int, seed: int) -> None:
-        self.basis, self.layer, self.length = basis, layer, length
+    def __init__(self, basis: PositionContext, seed: int) -> None:
+        self.basis = basis
         generator = torch.Generator().manual_seed(seed)
         size = (DRAWS + 1, int((basis.group_counts > 0).sum()))
         width = basis.window[1] - basis.window[0]
         self.offsets = torch.randint(width, size, generator=generator)
         self.offsets[0] = 0
-        self.groups: GroupBasis | None = None
+        self.shifted: dict[str, ShiftedGroups] = {}
         self.mapped: tuple[int, dict[str, Tensor]] | None = None
         self.sums: list[Tensor] = []
         self.contexts = 0
 
+    def begin(self, groups: GroupProjections) -> None:
+        """A batch: shift what the groups are projected to, before it turns with the position."""
+        beside = (self.offsets, self.basis.window)
+        self.shifted = {
+            w: ShiftedGroups(groups.share, groups.mean[w], groups.pos[w], *beside) for w in "qk"
+        }
+
+    def release(self) -> None:
+        """Keep the sums alone."""
+        self.shifted, self.mapped = {}, None
+
     def _mapped(self, layer: LayerView, own: int) -> dict[str, Tensor]:
         """Queries and keys of the shifted bases, kept until another group comes."""
-        self.groups = self.groups or GroupBasis.of(self.basis, self.layer, self.basis.length)
         if self.mapped is None or self.mapped[0] != own:
-            pos = shifted_positions(self.groups, own, self.offsets, self.basis.window)
-            pos = pos[:, : self.length].to(layer.h)
-            made = {"q": layer.q_map(pos), "k": layer.k_map(pos)}
-            order = "sample i head e -> head i sample e"
-            self.mapped = own, {w: rearrange(x, order).contiguous() for w, x in made.items()}
+            made, length = {}, layer.h.shape[1]
+            for w, shifted in self.shifted.items():
+                turned = layer.turned(shifted.without(own)[:, :length], w)
+                made[w] = rearrange(turned, "sample i head e -> head i sample e").contiguous()
+            self.mapped = own, made
         return self.mapped[1]
 
     def add(self, layer: LayerView, rows: slice, own: Int[Tensor, " batch"], drop: int) -> None:
@@ -148,10 +179,6 @@ class PositionNull:
             before = self.sums or [torch.zeros_like(x) for x in found]
             self.sums = [a + b for a, b in zip(before, found, strict=True)]
             self.contexts += len(at)
-
-    def release(self) -> None:
-        """Keep the sums alone: vectors of all positions are made again for another batch."""
-        self.groups = self.mapped = None
 
     def table(self) -> dict[str, Float[Tensor, "head ..."]]:
         """Shares of position and content of every draw, their means, the share with the true

@@ -52,20 +52,20 @@ class Pattern:
         self, scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]
     ) -> None:
         self.allowed = allowed.expand(scores.shape)
-        self.log_p = self._log(scores)
-        self.p = torch.where(self.allowed, self.log_p.exp(), 0)
+        masked = self._masked(scores)
+        self.log_p = masked.log_softmax(-1)
+        self.p = torch.where(self.allowed, masked.softmax(-1), 0)
         self.several = self.allowed.sum(-1) > 1
         self.rows = self.several.sum(-1).clamp(min=1)
 
-    def _log(self, scores: Tensor) -> Tensor:
-        low = torch.finfo(scores.dtype).min
-        return torch.where(self.allowed, scores, low).log_softmax(-1)
+    def _masked(self, scores: Tensor) -> Tensor:
+        return torch.where(self.allowed, scores, torch.finfo(scores.dtype).min)
 
     def distance(self, other: Float[Tensor, "*batch query key"]) -> Distance:
         """From this pattern to ``softmax(other)``."""
-        log_q = self._log(other)
-        kl = (self.log_p - log_q).mul_(self.p).sum(-1).clamp(min=0)
-        tv = log_q.exp_().sub_(self.p).abs_().sum(-1) / 2
+        masked = self._masked(other)  # softmax is not exp of its log: exp is slow where it is 0
+        kl = (self.log_p - masked.log_softmax(-1)).mul_(self.p).sum(-1).clamp(min=0)
+        tv = masked.softmax(-1).sub_(self.p).abs_().sum(-1) / 2
         return Distance(
             *((v * self.several).sum(-1, dtype=torch.float64) / self.rows for v in (tv, kl))
         )
@@ -150,7 +150,7 @@ def offset_sums(
     places, counts, gram = Offsets.of(allowed) if offsets is None else offsets
     summed = centred.sum(0, dtype=torch.float64).flatten(1)
     sums = summed.new_zeros(len(summed), len(counts)).index_add_(1, places.flatten(), summed)
-    energy = centred.double().square().sum((0, 2, 3))
+    energy = _squares(centred)
     return OffsetSums(sums, len(centred) * counts, len(centred) * gram, energy)
 
 
@@ -190,9 +190,16 @@ def contrast_sums(
     """
     apart = allowed & ~torch.eye(*allowed.shape, dtype=torch.bool, device=allowed.device)
     equal = tokens.unsqueeze(2) == tokens.unsqueeze(1)
-    kinds = torch.stack([equal & apart, ~equal & apart]).double()
-    wide = centred.double()
-    counts = kinds.sum((1, 2, 3)).unsqueeze(1).expand(-1, centred.shape[1])
-    formula = "kind batch query key, batch head query key -> kind head"
-    powers = [einsum(kinds, x, formula) for x in (wide, wide.square())]
-    return ContrastSums(torch.stack([counts, *powers], dim=1))
+    rows = []
+    for kind in (equal & apart, ~equal & apart):
+        chosen = torch.where(kind.unsqueeze(1), centred, 0)
+        count = kind.sum(dtype=torch.float64).expand(centred.shape[1])
+        total = chosen.sum((0, 2, 3), dtype=torch.float64)
+        rows.append(torch.stack([count, total, _squares(chosen)]))
+    return ContrastSums(torch.stack(rows))
+
+
+def _squares(x: Float[Tensor, "batch head query key"]) -> Float[Tensor, " head"]:
+    """Sums of squares for each head, in float64."""
+    norms = torch.linalg.vector_norm(x, dim=(2, 3), dtype=torch.float64)
+    return norms.square().sum(0)
