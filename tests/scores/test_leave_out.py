@@ -20,7 +20,7 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
 from tl_geometry.scores import details, position_null, sweep
 from tl_geometry.scores.leave_out import BLOCKS, GroupBasis, LeaveOut, own_groups
-from tl_geometry.scores.position_null import DRAWS, PositionNull, ShiftedGroups
+from tl_geometry.scores.position_null import DRAWS, PositionNull, shifted_positions
 from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 
@@ -308,16 +308,22 @@ def check_shifted(module: Any) -> None:
     every = torch.ones(length, length, dtype=torch.bool)
     masks, biased = (every.tril(), every, every.tril().triu(-9)), draw(2, length, length)
     for allowed, bias in itertools.product(masks, (None, biased)):
-        q, k = (draw(2, 2, length, 4) + 3 for _ in "qk")
-        q_position, k_position = (draw(2, 2, length, draws, 4) + 2 for _ in "qk")
-        sums, total, floor = module.shifted_numerators(
-            (q, q_position), (k, k_position), allowed, bias
+        q, k = (
+            module.ShiftedSide(
+                draw(2, 2, length, 4) + 3,
+                draw(2, draws, length, 4) + 2,
+                draw(2, 2, length).exp(),
+                draw(2, 2, length, 4) + 1,
+            )
+            for _ in "qk"
         )
+        sums, total, floor = module.shifted_numerators(q, k, allowed, bias)
         for at in range(draws):
-            sides = [
-                torch.stack([x[..., at, :], whole - x[..., at, :]]).transpose(2, 3)
-                for whole, x in ((q, q_position), (k, k_position))
-            ]
+            sides = []
+            for side in (q, k):
+                position = side.mapped[:, at] * side.frozen.unsqueeze(-1) + side.constant
+                both = torch.stack([position, side.whole - position])
+                sides.append(both.transpose(2, 3))
             plain = {"bias": bias, "energy": False, "gain": False}
             wanted = share_sums(sides[0], sides[1], allowed, **plain)
             assert torch.allclose(sums[:, :, at], wanted.numerators, rtol=1e-9)
@@ -334,12 +340,21 @@ def test_faults_of_shifted_terms_are_seen() -> None:
                 "sums[..., 1:3].sum(-1) - sums[..., 0]",
                 "sums[..., 1:3].sum(-1)",
             ),
-            "sides swapped": ("sums[..., 1] += (at_query", "sums[..., 2] += (at_query"),
-            "mixed terms hold position": ("sums[..., 1:3] -= sums[..., :1]", "0 * sums[..., :1]"),
-            "keys shifted by those of draw 0": (
-                "k[1] - k[1].mean(2, keepdim=True)",
-                "k[1] - k[1][..., :1, :]",
+            "sides swapped": (
+                "sums[..., 1] += at_query(of_keys)",
+                "sums[..., 2] += at_query(of_keys)",
             ),
+            "mixed terms hold position": ("sums[..., 1:3] -= sums[..., :1]", "0 * sums[..., :1]"),
+            "keys not shifted": ("k.mapped - middle", "k.mapped"),
+            "the shift of keys not made up for": (
+                "self.beyond[..., None, :keys] @ x",
+                "0 * x[:, :, :1]",
+            ),
+            "the constant of queries without the keys' mapped": (
+                "+ keys.dot(of_query_constants)",
+                "",
+            ),
+            "the constant of keys left out": ("at_query(of_constants) +", ""),
             "the bias left out of S": ("centred = centred + added", "centred = centred + 0"),
             "one block of rows": ("total += torch", "total = torch"),
         },
@@ -375,10 +390,10 @@ def test_shifts_are_cyclic_inside_the_window() -> None:
         torch.tensor([0.5, 0.5]).double(),
     )
     offsets = torch.tensor([[0, 0], [1, 3]])
-    made = ShiftedGroups(groups.share, groups.mean.unsqueeze(1), groups.pos, offsets, (1, 5))
-    found = made.without(0)[..., 0].tolist()
+    beside = (groups.pos, groups.share)
+    found = shifted_positions(*beside, 0, offsets, (1, 5))[..., 0].tolist()
     assert found == [[5, 6, 7, 8, 9], [5, 8, 9, 6, 7]]
-    both = made.without(-1)[1, :, 0].tolist()
+    both = shifted_positions(*beside, -1, offsets, (1, 5))[1, :, 0].tolist()
     assert both == [2.5, (4 + 7) / 2, (1 + 8) / 2, (2 + 9) / 2, (3 + 6) / 2]
 
 

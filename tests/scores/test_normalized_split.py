@@ -25,7 +25,7 @@ from tl_geometry.render import head_view, sweeps
 from tl_geometry.scores import sweep
 from tl_geometry.scores.details import DETAILS, score
 from tl_geometry.scores.leave_out import GroupBasis
-from tl_geometry.scores.position_null import PositionNull, ShiftedGroups
+from tl_geometry.scores.position_null import PositionNull, shifted_positions
 from tl_geometry.scores.split import ScoreSplit
 
 ARCHITECTURES = [
@@ -301,8 +301,8 @@ def test_details_work_on_a_normalised_basis() -> None:
     view(model).run_layers(PROMPTS, (1,), lambda layer: layers.append(layer.normalized()))
     layer = layers[0]
     groups, offsets = GroupBasis.of(basis, 1, basis.length), PositionNull(basis, 0).offsets
-    made = ShiftedGroups(groups.share, groups.mean.unsqueeze(1), groups.pos, offsets, basis.window)
-    shifted = made.without(-1)
+    vectors = groups.mean.unsqueeze(1) + groups.pos
+    shifted = shifted_positions(vectors, groups.share, -1, offsets, basis.window)
     for draw in (1, 2):
         known = shifted[draw, : h.shape[1]].expand_as(h)
         stream = torch.stack([known, h - known]).float()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import einsum, rearrange, repeat
+from einops import einsum, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.models.layer_view import AddedPosition, HeadWeights
 from tl_geometry.models.norms import NormWeights
@@ -158,17 +159,18 @@ def rotate(
 ) -> Tensor:
     """Rotary embedding of the first coordinates, linear in ``x``; ``cos`` and ``sin`` are
     ``[position rotary_dim]``."""
-    size = cos.shape[-1]
-    turned, rest = x[..., :size], x[..., size:]
-    if style == "half":
-        a, b = turned.chunk(2, dim=-1)
-        flipped = torch.cat([-b, a], dim=-1)
-    else:
-        pairs = rearrange(turned, "... (n two) -> ... n two", two=2)
-        flipped = rearrange(
-            torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1), "... n two -> ... (n two)"
-        )
-    return torch.cat([turned * cos.unsqueeze(-2) + flipped * sin.unsqueeze(-2), rest], dim=-1)
+    size, rest = cos.shape[-1], x.shape[-1] - cos.shape[-1]
+    half = style == "half"
+    first, second = (
+        (slice(size // 2), slice(size // 2, size))
+        if half
+        else (slice(0, size, 2), slice(1, size, 2))
+    )
+    cos, sin = pad(cos, (0, rest), value=1.0).unsqueeze(-2), sin.unsqueeze(-2)
+    out = x * cos
+    out[..., first].addcmul_(x[..., second], sin[..., first], value=-1)
+    out[..., second].addcmul_(x[..., first], sin[..., second])
+    return out
 
 
 def turn_of(

@@ -71,7 +71,6 @@ class Details:
             self.groups = groups = GroupProjections(layer, basis)
             if "nulls" in self.wanted:
                 self.null = self.null or PositionNull(basis, self.seed)
-                self.null.begin(groups)
             if "intervals" in self.wanted:
                 self.left_out = self.left_out or LeaveOut(groups.share)
 
@@ -116,11 +115,12 @@ class Details:
             self.contrasts = (
                 new_contrast if self.contrasts is None else self.contrasts + new_contrast
             )
-        own = own_groups(basis, tokens) if self.wanted & {"nulls", "intervals"} else None
-        if self.null is not None and own is not None:
-            self.null.add(layer, rows, own, self.drop)
-        if self.left_out is not None and self.groups is not None and own is not None:
-            self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
+        if self.groups is not None:
+            own = own_groups(basis, tokens)
+            if self.null is not None:
+                self.null.add(layer, self.groups, rows, own, self.drop)
+            if self.left_out is not None:
+                self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
 
     def end(self) -> None:
         """A batch of one layer is done: only sums stay, as all layers are held together."""

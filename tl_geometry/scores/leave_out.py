@@ -205,18 +205,19 @@ class LeaveOut:
 
 class GroupProjections:
     """Mean and positional vectors of the groups of one layer's input, projected to queries and
-    keys, before and after what turns with the position."""
+    keys: their sum at all positions before it turns with the position, and both parts after."""
 
     def __init__(self, layer: LayerView, basis: PositionContext) -> None:
         groups, length = GroupBasis.of(basis, layer.layer, basis.length), layer.h.shape[1]
         self.share, self.normalized = groups.share, basis.provenance.normalized
-        mean, pos = groups.mean.unsqueeze(1).to(layer.h), groups.pos.to(layer.h)
-        self.mean = {w: layer.projected(mean, w) for w in ("q", "k")}
-        self.pos = {w: layer.projected(pos, w) for w in ("q", "k")}
+        self.whole: dict[str, Float[Tensor, "group position head d_head"]] = {}
         self.mapped: dict[str, Float[Tensor, "part group position head d_head"]] = {}
-        for w, projected in self.pos.items():
-            both = torch.stack([self.mean[w].expand_as(projected), projected])
-            self.mapped[w] = layer.turned(both[:, :, :length], w)
+        for which in ("q", "k"):
+            mean = layer.projected(groups.mean.unsqueeze(1).to(layer.h), which)
+            pos = layer.projected(groups.pos.to(layer.h), which)
+            self.whole[which] = mean + pos
+            both = torch.stack([mean.expand_as(pos), pos])[:, :, :length]
+            self.mapped[which] = layer.turned(both, which)
 
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
         """Numerators of all pairs of the parts for some contexts."""

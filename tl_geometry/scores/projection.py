@@ -58,7 +58,7 @@ class Side:
             added=None if beside is None else beside.q if which == "q" else beside.k,
         )
 
-    def select(self, rows: slice, positions: slice, heads: list[int] | slice) -> Side:
+    def select(self, rows: slice | Tensor, positions: slice, heads: list[int] | slice) -> Side:
         """The same for some contexts, positions and heads."""
         return replace(
             self,
