@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -140,8 +140,8 @@ class Details:
         whole = whole if layer.bias is None else whole + layer.bias
         before, allowed = layer.logits(whole)
         pattern = Pattern(before[..., self.drop :, :], allowed[self.drop :])
-        for name, term in _each_term(parts, layer):
-            after = layer.logits(whole - term)[0]
+        for name, rest in _without_each_term(whole, parts, layer):
+            after = layer.logits(rest)[0]
             effect = pattern.distance(after[..., self.drop :, :])
             new = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
@@ -168,10 +168,15 @@ class Details:
         return {k: torch.cat([t[k] for t in tables]) for k in tables[0]}
 
 
-def _each_term(parts: ProjectedParts, layer: LayerView) -> Iterator[tuple[str, Tensor]]:
-    names = iter(term_names(PARTS))
-    for q in parts.q:
-        for k in parts.k:
-            yield next(names), score(q, k)
+def _without_each_term(
+    whole: Float[Tensor, "batch head query key"], parts: ProjectedParts, layer: LayerView
+) -> Iterator[tuple[str, Tensor]]:
+    """The scores less one term after the other."""
+    names, flat = iter(term_names(PARTS)), whole.flatten(0, 1)
+    queries, keys = (rearrange(x, "part b i h e -> part (b h) i e") for x in (parts.q, parts.k))
+    for q in queries:
+        for k in keys:
+            rest = torch.baddbmm(flat, q, k.mT, alpha=-1)
+            yield next(names), rest.view_as(whole)
     if layer.bias is not None:
-        yield "alibi-alibi", layer.bias.unsqueeze(0)
+        yield "alibi-alibi", whole - layer.bias

@@ -63,9 +63,11 @@ class Pattern:
 
     def distance(self, other: Float[Tensor, "*batch query key"]) -> Distance:
         """From this pattern to ``softmax(other)``."""
-        masked = self._masked(other)  # softmax is not exp of its log: exp is slow where it is 0
-        kl = (self.log_p - masked.log_softmax(-1)).mul_(self.p).sum(-1).clamp(min=0)
-        tv = masked.softmax(-1).sub_(self.p).abs_().sum(-1) / 2
+        masked = self._masked(other)
+        masked -= masked.amax(-1, keepdim=True)
+        q = masked.softmax(-1)  # its largest is one over the sum
+        kl = (self.log_p - masked).mul_(self.p).sum(-1) - q.amax(-1).log()
+        kl, tv = kl.clamp(min=0), q.sub_(self.p).abs_().sum(-1) / 2
         return Distance(
             *((v * self.several).sum(-1, dtype=torch.float64) / self.rows for v in (tv, kl))
         )
