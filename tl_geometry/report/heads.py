@@ -33,7 +33,7 @@ question."""
 SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
 """Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are
 worth (all measured)."""
-CELLS = {"intervals": 75.0, "nulls": 160.0}
+CELLS = {"intervals": 75.0, "nulls": 65.0}
 """What a sweep's details cost besides, for each head, query and key, in units of ``Costs.svd``
 (measured)."""
 
