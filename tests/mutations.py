@@ -412,7 +412,13 @@ FAULTS = (
         "torch.diag(counts) - 0 * dummies",
         SUMS,
     ),
-    Fault("divergence reversed", "scores", "(self.log_p - log_q)", "(log_q - self.log_p)", SUMS),
+    Fault(
+        "divergence reversed",
+        "scores",
+        ".mul_(self.p).sum(-1) - q.amax(-1).log()",
+        ".mul_(-q).sum(-1) + q.amax(-1).log()",
+        SUMS,
+    ),
     Fault("total variation doubled", "scores", ".sum(-1) / 2", ".sum(-1)", SUMS),
     Fault(
         "contrast with the token itself",
@@ -453,8 +459,8 @@ FAULTS = (
     Fault(
         "positions off by one",
         "scores",
-        ".expand_as(pos), pos]",
-        ".expand_as(pos), pos.roll(1, 0)]",
+        ".expand_as(pos), pos]).to(layer.h)",
+        ".expand_as(pos), pos.roll(1, 0)]).to(layer.h)",
         SWEEP,
     ),
     Fault(
@@ -469,8 +475,8 @@ FAULTS = (
     Fault(
         "nulls that keep positions",
         "scores",
-        "at = (torch.arange(width) - relative",
-        "at = (torch.arange(width) - 0 * relative",
+        "(at - start - relative.unsqueeze(1))",
+        "(at - start - 0 * relative.unsqueeze(1))",
         LEFT_OUT,
     ),
     Fault(

@@ -32,12 +32,12 @@ DRAWS = 19
 
 
 def shifted_positions(
-    vectors: Float[Tensor, "group position *vector"],
+    vectors: Float[Tensor, "group position *column"],
     share: Float[Tensor, " group"],
     own: int,
     offsets: Int[Tensor, "sample group"],
     window: tuple[int, int],
-) -> Float[Tensor, "sample position *vector"]:
+) -> Float[Tensor, "sample position *column"]:
     """Mean plus positional vectors (or what they are projected to) of all groups but ``own`` (all
     for -1), the positions inside ``window`` shifted cyclically in each draw by the offset of their
     group relative to that of the context's own."""
@@ -90,7 +90,7 @@ class ShiftedKeys:
 
     def weights(
         self, x: Float[Tensor, "batch head key column"]
-    ) -> Float[Tensor, "batch head lifted column"]:
+    ) -> Float[Tensor, "batch head key+1 column"]:
         """The weights of ``middle`` and of the mapped keys in ``sum_j x_j position_j``, without the
         constant."""
         keys = x.shape[2]
