@@ -103,6 +103,7 @@ def table(model: str = "synthetic") -> Result:
     return Table(provenance=Provenance(model=model))
 
 
+WORN = "document.documentElement.classList"
 HEADS = ((0, 0), (0, 1), (2, 0), (2, 1), (2, 3))
 
 
@@ -136,7 +137,9 @@ def test_a_frame_is_dark_where_the_page_around_it_is(
     shown = render.split(synthetic(1, 4))._repr_mimebundle_()["text/html"]
     whole = f'<body data-jp-theme-light="{str(not around).lower()}">{shown}</body>'
     with browser.open(as_cells(whole), dark=system, height=1200) as page:
-        page.wait("document.body.dataset.drawn", frame=1)
+        page.wait("innerHeight && document.body.dataset.drawn", frame=1)
+        page.wait(f"dark.matches === {str(around).lower()}", frame=1)
+        page.wait(f"{WORN}.contains('dark') === dark.matches", frame=1)
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor", frame=1)
         assert paper == ("rgb(18, 18, 18)" if around else "rgb(255, 255, 255)")
         covered = (
@@ -144,6 +147,23 @@ def test_a_frame_is_dark_where_the_page_around_it_is(
             "t => document.querySelector(t).getBoundingClientRect()))"
         )
         assert page.evaluate(covered), "the image lies below the live view"
+
+
+def test_a_frame_that_missed_its_change_wears_it_with_its_size(browser: Browser) -> None:
+    shown = render.split(synthetic(1, 4)).html()
+    with browser.open(as_cells(shown), height=1200) as page:
+        page.wait("innerHeight && document.body.dataset.drawn", frame=1)
+        page.evaluate("window.drawn = 0", frame=1)
+        page.evaluate("dark.addEventListener('change', () => window.drawn++)", frame=1)
+        page.evaluate("document.querySelector('iframe').style.maxWidth = '500px'")
+        page.wait("innerWidth === 500", frame=1)
+        page.evaluate("new Promise(requestAnimationFrame)", frame=1)
+        assert page.evaluate("window.drawn", frame=1) == 0, "nothing was missed"
+        page.evaluate(f"{WORN}.add('dark')", frame=1)  # as Chromium leaves it
+        page.evaluate("document.querySelector('iframe').style.maxWidth = '400px'")
+        page.wait("innerWidth === 400", frame=1)
+        page.wait(f"!{WORN}.contains('dark')", frame=1, timeout=5)
+        assert page.evaluate("window.drawn", frame=1) == 1, "drawn again in its colours"
 
 
 def test_without_frames_the_image_is_seen(browser: Browser) -> None:

@@ -2,8 +2,11 @@ const DATA = JSON.parse(document.getElementById('data').textContent);
 /* Dark where the page around is dark: a frame is a pixel higher there, whatever the system prefers. */
 const tall = +document.documentElement.dataset.height;
 const dark = matchMedia(tall ? `(min-height: ${tall + 0.5}px)` : '(prefers-color-scheme: dark)');
-const wear = () => document.documentElement.classList.toggle('dark', dark.matches);
+const worn = document.documentElement.classList;
+const wear = () => worn.toggle('dark', dark.matches);
 dark.addEventListener('change', wear);
+/* Chromium loses the change of a frame that is drawn before it has its size. */
+addEventListener('resize', () => worn.contains('dark') === dark.matches || dark.dispatchEvent(new Event('change')));
 wear();
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const SIGNED = {light: [[5,48,97],[67,147,195],[255,255,255],[214,96,77],[103,0,31]], dark: [[120,190,255],[40,98,160],[16,16,18],[168,60,44],[255,160,130]]};
