@@ -9,11 +9,10 @@ tests of nominal 5%, ``python -m benchmarks.calibration`` the same as the table 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -94,14 +93,16 @@ def covered(found: Interval, truth: Tensor) -> Tensor:
 
 def basis_of(h: Tensor, ids: Tensor) -> PositionContext:
     """The basis of states, which knows its contexts by their (made-up) tokens."""
-    basis = decompose_activations(h, window=(0, T), second_moments=False)
-    return dataclasses.replace(basis, token_hashes=row_hashes(ids))
+    basis = decompose_activations(h, window=(0, h.shape[1]), second_moments=False)
+    return replace(basis, token_hashes=row_hashes(ids))
 
 
-def measured(h: Tensor, ids: Tensor, basis: PositionContext, *wanted: str) -> Details:
-    """The details of a sweep over states, a batch at a time."""
+def measured(
+    h: Tensor, ids: Tensor, basis: PositionContext, *wanted: str, **of_layer: Any
+) -> Details:
+    """The details of a sweep over states of one layer."""
     details = Details(wanted, 0, seed=int(ids[0, 0]))
-    layer = layer_of(h)
+    layer = layer_of(h, **of_layer)
     details.begin(layer, basis)
     parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
     details.update(layer, parts, slice(0, len(h)), ids, basis)
@@ -117,16 +118,17 @@ def _interval(shares: Tensor, sizes: tuple[tuple[float, ...], ...]) -> Interval:
     return jackknife_interval(shares[:, 0], found)
 
 
-def _ids(contexts: int, seed: int) -> Tensor:
-    return torch.arange(contexts * T).reshape(contexts, T) + 1_000_000 * (seed + 1)
+def _ids(contexts: int, seed: int, length: int = T) -> Tensor:
+    return torch.arange(contexts * length).reshape(contexts, length) + 1_000_000 * (seed + 1)
 
 
 def sweep_intervals(
     name: str, world: World, contexts: int, repeats: int, *, fresh: int = 0
 ) -> list[Outcome]:
-    """Intervals of the shares on the basis's own contexts or on ``fresh`` others; beside them the
-    bootstrap over contexts with the basis as it is."""
-    start, truth, hits, before = time.perf_counter(), true_shares(world), [], []
+    """Intervals of the shares of covariance and of gain on the basis's own contexts or on
+    ``fresh`` others; beside them the bootstrap over contexts with the basis as it is."""
+    start, truth, before = time.perf_counter(), true_shares(world), []
+    hits: dict[str, list[Tensor]] = {"score": [], "gain": []}
     for seed in range(repeats):
         g = torch.Generator().manual_seed(seed)
         h, ids = world.draw(contexts, g), _ids(contexts, seed)
@@ -134,9 +136,10 @@ def sweep_intervals(
         if fresh:
             h, ids = world.draw(fresh, g), _ids(fresh, seed + repeats)
         found = measured(h, ids, basis, "intervals").resampled(contexts)
-        hits.append(covered(_interval(found.shares, found.sizes), truth))
-        before.append(covered(_bootstrap(h, basis, g), truth))
-    kept = [outcome(f"share of the score, {name}", torch.stack(hits), start)]
+        hits["score"].append(covered(_interval(found.shares, found.sizes), truth.cs))
+        hits["gain"].append(covered(_interval(found.gains, found.sizes), truth.gs))
+        before.append(covered(_bootstrap(h, basis, g), truth.cs))
+    kept = [outcome(f"share of the {of}, {name}", torch.stack(x), start) for of, x in hits.items()]
     old = f"share of the score, {name} (of before)"
     return [*kept, outcome(old, torch.stack(before), start, promised=False)]
 
@@ -151,17 +154,40 @@ def _bootstrap(h: Tensor, basis: PositionContext, generator: torch.Generator) ->
     return Interval(value, cs.quantile(0.025, 0), cs.quantile(0.975, 0), cs.std(0))
 
 
-def position_null(world: World, contexts: int, repeats: int, name: str) -> list[Outcome]:
-    """Size of the p-value of position on states without any; beside it permuted positions with the
-    basis as it is."""
-    start, hits, before = time.perf_counter(), [], []
+def position_null(
+    world: World,
+    contexts: int,
+    repeats: int,
+    name: str,
+    *,
+    fresh: int = 0,
+    promised: bool = True,
+    **of_layer: Any,
+) -> Outcome:
+    """Size of the p-value of position on states without any, on the basis's own contexts or on
+    ``fresh`` others; without a promise that of all repeats, printed or not."""
+    start, hits = time.perf_counter(), []
     for seed in range(repeats):
         g = torch.Generator().manual_seed(seed)
-        h, ids = world.draw(contexts, g), _ids(contexts, seed)
+        h, ids = world.draw(contexts, g), _ids(contexts, seed, world.length)
         basis = basis_of(h, ids)
-        p = measured(h, ids, basis, "nulls").table()["p_position"]
-        hits.append((p <= 0.05).double())
-        layer = layer_of(h)
+        if fresh:
+            h, ids = world.draw(fresh, g), _ids(fresh, seed + repeats, world.length)
+        details = measured(h, ids, basis, "nulls", rotary=world.rotary, **of_layer)
+        p = details.table(contexts)["p_position"]
+        unknown = torch.nan if promised else 0.0
+        hits.append(torch.where(p.isnan(), unknown, (p <= 0.05).double()))
+    label = f"p-value of position, {name}"
+    return outcome(label, torch.stack(hits), start, size=True, promised=promised)
+
+
+def permuted_positions(world: World, contexts: int, repeats: int, name: str) -> Outcome:
+    """The same by permuted positions, the basis as it is: what the null of position replaced."""
+    start, hits = time.perf_counter(), []
+    for seed in range(repeats):
+        g = torch.Generator().manual_seed(seed)
+        h = world.draw(contexts, g)
+        basis, layer = basis_of(h, _ids(contexts, seed)), layer_of(h)
         orders = [torch.arange(T), *(torch.randperm(T, generator=g) for _ in range(19))]
         shares = []
         for order in orders:
@@ -169,54 +195,42 @@ def position_null(world: World, contexts: int, repeats: int, name: str) -> list[
             cs = share_sums(parts.q, parts.k, layer.allowed, energy=False, gain=False).pooled().cs
             shares.append(cs[:, [0, 1, 3, 4]].sum(1))
         found = torch.stack(shares)
-        before.append((found[1:] < found[0]).all(0).double())
-    new = outcome(f"p-value of position, {name}", torch.stack(hits), start, size=True)
+        hits.append((found[1:] < found[0]).all(0).double())
     old = f"p-value of position, permuted, {name} (of before)"
-    return [new, outcome(old, torch.stack(before), start, size=True, promised=False)]
+    return outcome(old, torch.stack(hits), start, size=True, promised=False)
 
 
-# ---- analysis of variance, measures
-
-
-def anova_shares(world: World, contexts: int, repeats: int, name: str) -> list[Outcome]:
-    """Intervals of the shares of variance against those of 20,000 contexts."""
-    start = time.perf_counter()
-    far = World(world.position, world.context, world.along)
-    big = decompose_activations(far.draw(20_000, torch.Generator().manual_seed(99)), window=(0, T))
-    truth = torch.stack([big.anova().shares[n][0] for n in ("pos", "ctx", "resid")])
-    hits, before = [], []
-    for seed in range(repeats):
-        h = world.draw(contexts, torch.Generator().manual_seed(seed))
-        table = decompose_activations(h, window=(0, T), second_moments=False).anova()
-        value, low, high = torch.stack([v[0] for v in table.intervals.values()]).unbind(1)
-        hits.append(covered(Interval(value, low, high, low), truth))
-        plain = torch.stack([table.shares[n][0] for n in table.intervals])
-        shifted = Interval(plain, plain - (value - low), plain + (high - value), low)
-        before.append(covered(shifted, truth))
-    old = f"share of variance, {name}, not corrected (of before)"
-    return [
-        outcome(f"share of variance, {name}", torch.stack(hits), start),
-        outcome(old, torch.stack(before), start, promised=False),
+def position_settings() -> list[dict[str, Any]]:
+    """Worlds in which the p-value of position is tried: tokens that stay what they are, topics in
+    blocks of windows, relative position."""
+    none, turned = World(position=0.0), World(position=0.0, rotary=True)
+    found: list[dict[str, Any]] = [
+        {"world": replace(none, stay=0.95, length=t), "contexts": c, "name": f"C = {c}, T = {t}"}
+        for t in (16, 32)
+        for c in (10, 32, 64)
     ]
-
-
-def measure_errors(contexts: int, repeats: int) -> list[Outcome]:
-    """``measure +- t_(G-1) error`` of the positional report against the mean over repeats."""
-    from tl_geometry.measures import positional_report
-
-    start, names = (
-        time.perf_counter(),
-        ("roughness", "stable_rank", "relative_norm", "relative_norm_reference"),
-    )
-    values, errors = [], []
-    for seed in range(repeats):
-        h = World().draw(contexts, torch.Generator().manual_seed(seed))
-        report = positional_report(decompose_activations(h, window=(0, T)), nulls=False)
-        values.append(torch.stack([report[n][0] for n in names]))
-        errors.append(torch.stack([report.errors[n][0] for n in names]))
-    value, reach = torch.stack(values), float(t_quantile(torch.tensor(7.0))) * torch.stack(errors)
-    hits = ((value - value.mean(0)).abs() <= reach).double()
-    return [outcome(f"measures of the positional basis, C = {contexts}", hits, start)]
+    for x in found:
+        x["name"] += ", tokens stay with 0.95"
+    topics = {"stay": 0.8, "length": 16, "topics": 4}
+    far = replace(none, stay=0.95, length=16)
+    found += [
+        {"world": replace(none, stay=0.8, length=16), "contexts": 10, "name": "C = 10, stay 0.8"},
+        {"world": replace(none, along=0.9), "contexts": 32, "name": "C = 32, AR 0.9"},
+        {"world": replace(none, **topics), "contexts": 32, "name": "C = 32, four topics in blocks"},
+        {"world": replace(none, along=0.0), "contexts": 32, "name": "C = 32, independent tokens"},
+        {"world": far, "contexts": 32, "fresh": 32, "name": "C = 32, stay 0.95, other windows"},
+    ]
+    rotary: list[tuple[str, dict[str, Any], float]] = [
+        ("independent tokens", {"along": 0.0}, 0.0),
+        ("stay 0.95", {"stay": 0.95, "length": 16}, 0.0),
+        ("stay 0.95, queries alike", {"stay": 0.95, "length": 16}, 1.5),
+    ]
+    for name, changed, query in rotary:
+        world = replace(turned, **changed)
+        label = f"C = 32, rotary, {name}"
+        found.append({"world": world, "contexts": 32, "name": label, "query": query})
+    blocks = {"world": replace(turned, **topics), "contexts": 32, "promised": False}
+    return [*found, blocks | {"name": "C = 32, rotary, four topics in blocks (not printed)"}]
 
 
 # ---- effects of edits, trajectories
@@ -361,19 +375,19 @@ SCALE = {"smoke": 0.1, "cpu": 1.0, "gpu": 1.0}
 
 def simulations(size: str) -> list[Callable[[], list[Outcome]]]:
     """Every printed interval and p-value, in its own setting."""
+    from benchmarks.calibration_measures import simulations as measures
+
     n = lambda full: max(8, int(full * SCALE[size]))  # noqa: E731
-    text, none = World(between=0.5), World(position=0.0, along=0.9)
+    text, old = World(between=0.5), World(position=0.0, along=0.9)
     return [
         lambda: sweep_intervals("C = 16", World(), 16, n(150)),
         lambda: sweep_intervals("C = 64", World(), 64, n(100)),
         lambda: sweep_intervals("C = 64, no position", World(position=0.0), 64, n(100)),
         lambda: sweep_intervals("C = 64, windows in order", text, 64, n(100)),
         lambda: sweep_intervals("C = 64, 32 other windows", World(), 64, n(100), fresh=32),
-        lambda: position_null(none, 32, n(200), "C = 32, AR 0.9"),
-        lambda: anova_shares(World(), 16, n(300), "C = 16"),
-        lambda: anova_shares(World(), 64, n(300), "C = 64"),
-        lambda: anova_shares(text, 64, n(300), "C = 64, windows in order"),
-        lambda: measure_errors(64, n(200)),
+        *(lambda x=x: [position_null(repeats=n(300), **x)] for x in position_settings()),
+        lambda: [permuted_positions(old, 32, n(200), "C = 32, AR 0.9")],
+        *measures(n),
         lambda: paired_effects(n(2000)),
         lambda: head_types(n(1000)),
         lambda: accuracy(n(150)),

@@ -12,11 +12,11 @@ from einops import einsum
 from torch import Tensor
 
 from tl_geometry.base.rows import causal_mask
-from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.layer_view import LayerView, Rotation
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import ReconstructionReport
 from tl_geometry.scores.projection import ProjectedParts
-from tl_geometry.scores.sums import share_sums
+from tl_geometry.scores.sums import ShareSums, share_sums
 
 T, D, HEADS, D_HEAD = 12, 10, 4, 6
 """Positions, coordinates, heads and coordinates of a head of the planted layer."""
@@ -25,18 +25,37 @@ T, D, HEADS, D_HEAD = 12, 10, 4, 6
 @dataclass(frozen=True)
 class World:
     """A population of states: a positional curve, contexts, and noise correlated along the window
-    (``along``) and from one window to the next (``between``)."""
+    (``along``; ``stay`` is instead how often a token is that of the position before) and from one
+    window to the next (``between``; ``topics`` of equally many windows in a row).
+
+    A ``rotary`` one is for rotary layers: without a mean state, whose keys would tell positions.
+    """
 
     position: float = 0.6
     context: float = 0.6
     along: float = 0.8
     between: float = 0.0
+    stay: float | None = None
+    topics: int = 0
+    length: int = T
+    rotary: bool = False
 
     def draw(self, contexts: int, generator: torch.Generator) -> Tensor:
         """``[context position d_model]``."""
-        noise = _autoregressive(torch.randn(contexts, T, D, generator=generator), self.along, 1)
+        noise = torch.randn(contexts, self.length, D, generator=generator)
+        if self.stay is None:
+            noise = _autoregressive(noise, self.along, 1)
+        else:
+            new = torch.rand(contexts, self.length, generator=generator) > self.stay
+            new[:, 0] = True
+            last = torch.where(new, torch.arange(self.length), 0).cummax(1).values
+            noise = noise.gather(1, last.unsqueeze(-1).expand_as(noise))
         slow = _autoregressive(torch.randn(contexts, 1, D, generator=generator), self.between, 0)
-        return noise + self.context * slow + self.position * curve() + mean_state()
+        h = noise + self.context * slow + self.position * curve(self.length)
+        if self.topics:
+            topics = torch.randn(self.topics, 1, D, generator=generator)
+            h = h + topics.repeat_interleave(contexts // self.topics, 0)
+        return h if self.rotary else h + mean_state()
 
 
 def _autoregressive(white: Tensor, rho: float, axis: int) -> Tensor:
@@ -47,9 +66,9 @@ def _autoregressive(white: Tensor, rho: float, axis: int) -> Tensor:
 
 
 @cache
-def curve() -> Tensor:
+def curve(length: int = T) -> Tensor:
     """A smooth random curve of positions, ``[position d_model]``."""
-    x = torch.randn(T, D, generator=torch.Generator().manual_seed(11)).cumsum(0)
+    x = torch.randn(length, D, generator=torch.Generator().manual_seed(11)).cumsum(0)
     return (x - x.mean(0)) / x.std()
 
 
@@ -66,14 +85,28 @@ def _weights() -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def layer_of(h: Tensor) -> LayerView:
-    """One layer without norm whose weights are random."""
+def _turn(x: Tensor) -> Tensor:
+    """Rotary embedding of ``[... position head d_head]``, base 100."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[-3])[:, None, None] * 100 ** (-torch.arange(half) / half)
+    a, b, cos, sin = x[..., :half], x[..., half:], angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def layer_of(h: Tensor, *, rotary: bool = False, query: float = 0.0, key: float = 0.0) -> LayerView:
+    """One layer without norm whose weights are random; a rotary one may have constants of this
+    size in its queries and keys (both are a relative position)."""
     q, k = _weights()
-    to_q, to_k = (lambda x, w=w: einsum(x, w, "... d, d h e -> ... h e") for w in (q, k))
+    turn = _turn if rotary else lambda x: x
+    project_q, project_k = (lambda x, w=w: einsum(x, w, "... d, d h e -> ... h e") for w in (q, k))
+    to_q, to_k = (lambda x, f=f: turn(f(x)) for f in (project_q, project_k))
     ones = torch.ones(*h.shape[:2], HEADS)
     nothing = torch.zeros(*h.shape[:2], HEADS, D_HEAD)
+    g = torch.Generator().manual_seed(14)
+    added = [turn(nothing + x * torch.randn(HEADS, D_HEAD, generator=g)) for x in (query, key)]
     sides: dict[str, Any] = {f"{w}_scale": ones for w in "qkv"}
-    sides |= {f"{w}_constant": nothing for w in "qkv"} | {"q_map": to_q, "k_map": to_k}
+    sides |= {"q_constant": added[0], "k_constant": added[1], "v_constant": nothing}
+    sides |= {"q_map": to_q, "k_map": to_k}
     return LayerView(
         layer=0,
         h=h,
@@ -84,17 +117,18 @@ def layer_of(h: Tensor) -> LayerView:
         sinks=None,
         bias=None,
         bias_source="",
-        allowed=causal_mask(T),
+        allowed=causal_mask(h.shape[1]),
         v_map=to_k,
-        q=to_q(h),
-        k=to_k(h),
+        q=to_q(h) + added[0],
+        k=to_k(h) + added[1],
         pattern=None,
         scores=None,
         v=None,
         z=None,
         roundoff=2.0**-24,
-        projected=lambda parts, side: to_q(parts) if side == "q" else to_k(parts),
-        turned=lambda values, *_: values,
+        projected=lambda parts, side: project_q(parts) if side == "q" else project_k(parts),
+        turned=lambda values, *_: turn(values),
+        turn=Rotation(torch.ones(1), torch.zeros(1), "half") if rotary else None,
         sizes=lambda w: einsum(h.abs(), (q if w == "q" else k).abs(), "... d, d h e -> ... h e"),
         reconstruction=ReconstructionReport(checks={}, scale=1.0),
         **sides,
@@ -110,11 +144,12 @@ def parts_of(layer: LayerView, mean: Tensor, pos: Tensor) -> ProjectedParts:
 
 
 @cache
-def true_shares(world: World) -> Tensor:
-    """Shares with the population's basis over 20,000 contexts, ``[head term]``."""
+def true_shares(world: World) -> ShareSums:
+    """Shares with the population's basis over 20,000 contexts, ``.cs`` and ``.gs`` ``[head
+    term]``."""
     h = World(world.position, world.context, world.along).draw(
         20_000, torch.Generator().manual_seed(99)
     )
     layer = layer_of(h)
     parts = parts_of(layer, mean_state(), world.position * curve())
-    return share_sums(parts.q, parts.k, layer.allowed, energy=False, gain=False).pooled().cs
+    return share_sums(parts.q, parts.k, layer.allowed, energy=False).pooled()

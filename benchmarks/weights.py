@@ -140,11 +140,6 @@ def run(size: str) -> list[Row]:
         geometry(model, bases)
         for f in factors:
             linalg.product_svd(f.left, f.right)
-    points = torch.randn(512, width, generator=torch.Generator().manual_seed(2))
-
-    def null() -> None:
-        for w, norm in model:
-            bilinear.subspace_null(bilinear.fold(w, norm, "QK"), points, k=min(K, width // 2))
 
     routes: dict[str, Callable[[], object]] = {
         "geometry, QK and OV": lambda: geometry(model, bases),
@@ -153,7 +148,6 @@ def run(size: str) -> list[Row]:
         "bases of the states": lambda: [
             bilinear.leading_directions(p, SHOWN, centered=True) for p in rows
         ],
-        "activation null, QK": null,
     }
     times: dict[str, list[float]] = {name: [] for name in ("dense", *routes)}
     for _ in range(rounds):

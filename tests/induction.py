@@ -47,8 +47,9 @@ def one_hot(start: int, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def hugging_face() -> Any:
-    """The model as a GPT2LMHeadModel whose MLPs are zero."""
+def hugging_face(slope: float = 0.0) -> Any:
+    """The model as a GPT2LMHeadModel whose MLPs are zero; ``slope`` is what the score of head 0 of
+    block 1 rises by from the first position to the last, besides the match."""
     import transformers
 
     config = transformers.GPT2Config(
@@ -91,13 +92,17 @@ def hugging_face() -> Any:
     second.c_attn.weight[:, D : D + VOCAB] = before.T * strength
     second.c_attn.weight[:, 2 * D : 2 * D + VOCAB] = token.T / 2
     second.c_proj.weight[:VOCAB] = token * COPIED / math.sqrt(D / 6)
+    # a coordinate of its own: a constant query, a key that rises with the position
+    second.c_attn.bias[VOCAB] = 1.0
+    rise = slope * math.sqrt(D_HEAD) * torch.linspace(0, 1, CONTEXT)
+    second.c_attn.weight[:, D + VOCAB] = rise @ position / (2 * math.sqrt(D / 6))
     return model
 
 
 @cache
-def induction_model(model_class: str = "bridge") -> Any:
+def induction_model(model_class: str = "bridge", slope: float = 0.0) -> Any:
     """The model as a TransformerBridge or a HookedTransformer."""
-    return from_hf(hugging_face(), None, model_class=model_class, name="hand-built")
+    return from_hf(hugging_face(slope), None, model_class=model_class, name="hand-built")
 
 
 @cache

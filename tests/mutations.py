@@ -41,11 +41,35 @@ SUMS, TYPES, SWEEP, LEFT_OUT = (
 )
 ROTARY, PLANES = "tests/models/test_rotary.py", "tests/scores/test_planes.py"
 TERMS, LIVE = (f"tests/interventions/test_{n}.py" for n in ("terms", "live_edits"))
+UNSEEN = "tests/interventions/test_unseen_edits.py"
+MOVED = "tests/models/test_moved_and_masked.py"
 LISTS = "tests/interventions/test_hook_lists.py"
 WRITERS, EDGES = "tests/models/test_writers.py", "tests/interventions/test_edges.py"
 BY_WRITERS, LOGITS = "tests/scores/test_writers.py", "tests/scores/test_logits.py"
 COMPOSITION = "tests/scores/test_composition.py"
+LABELS = "tests/scores/test_labels.py"
 FAULTS = (
+    Fault(
+        "a label by covariance alone",
+        "scores",
+        "clear = by_cs.clear & by_gs.clear & same & (by_cs.share > share_over)",
+        "clear = by_cs.clear & (by_cs.share > share_over)",
+        LABELS,
+    ),
+    Fault(
+        "row 0 of every batch verified and no other",
+        "scores",
+        "return (last + 1 + int(torch.randint(rows - 1, (), generator=draws))) % rows",
+        "return 0",
+        SWEEP,
+    ),
+    Fault(
+        "gain shares without a group of the basis by the whole basis",
+        "scores",
+        "both = torch.stack([sums.numerators, sums.gains])",
+        "both = torch.stack([sums.numerators, sums.numerators])",
+        LEFT_OUT,
+    ),
     Fault(
         "a missing output bias",
         "models",
@@ -148,8 +172,8 @@ FAULTS = (
     Fault(
         "the error of the features dropped",
         "scores",
-        "dense = torch.stack([error, offset])",
-        "dense = torch.stack([0 * error, offset])",
+        "dense = torch.stack([error, scale",
+        "dense = torch.stack([0 * error, scale",
         "tests/scores/test_features.py",
     ),
     Fault(
@@ -239,9 +263,37 @@ FAULTS = (
     Fault(
         "groups swapped for batches",
         "decomposition",
-        "return self._group(self.done + torch.arange(",
-        "return self._group(torch.arange(",
+        "torch.bucketize(contexts, ",
+        "torch.bucketize(contexts - self.done, ",
         BASIS,
+    ),
+    Fault(
+        "the caller's rows kept",
+        "corpus",
+        "return ids.to(torch.int64, copy=True)",
+        "return ids.to(torch.int64)",
+        "tests/corpus/test_sources.py",
+    ),
+    Fault(
+        "a text cut anywhere",
+        "corpus",
+        "return at - before + match.start()",
+        "return at",
+        "tests/corpus/test_texts.py",
+    ),
+    Fault(
+        "a window drawn twice",
+        "corpus",
+        "again = (len(rows),) if self._replace else ()",
+        "again = (len(rows),)",
+        "tests/corpus/test_texts.py",
+    ),
+    Fault(
+        "a file that changed",
+        "base",
+        "if _stamp(file) != self._stamp:",
+        "if False:",
+        "tests/corpus/test_texts.py",
     ),
     Fault(
         "context mean over all positions",
@@ -364,17 +416,17 @@ FAULTS = (
         LEFT_OUT,
     ),
     Fault(
-        "offsets of one draw for all groups",
+        "contexts of the basis that do not turn with it",
         "scores",
-        "relative = offsets - (",
-        "relative = 0 * offsets + offsets[:, :1] - (",
+        "table = pairs.unsqueeze(1) + known *",
+        "table = pairs.unsqueeze(1) + 0 *",
         LEFT_OUT,
     ),
     Fault(
         "p-value without the data itself",
         "scores",
-        "p = (1 + above).double() / (1 + DRAWS)",
-        "p = above.double() / DRAWS",
+        "p = (1 + (cs[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)",
+        "p = (cs[:, 1:] >= position).sum(1).double() / DRAWS",
         LEFT_OUT,
     ),
     Fault(
@@ -475,8 +527,8 @@ FAULTS = (
     Fault(
         "nulls that keep positions",
         "scores",
-        "(at - start - relative.unsqueeze(1))",
-        "(at - start - 0 * relative.unsqueeze(1))",
+        "apart = r - (r @ truth)",
+        "apart = r - 0 * (r @ truth)",
         LEFT_OUT,
     ),
     Fault(
@@ -521,21 +573,21 @@ FAULTS = (
         "(slice(None),) * axis + ([h - 1 for h in self.heads],)",
         TERMS,
     ),
-    Fault("hooks left behind", "models", "self.handle.hook.remove()", "pass", TERMS),
+    Fault("hooks left behind", "models", "take_away(self.point, self.handle)", "pass", TERMS),
     Fault("a patched query not noticed", "models", "if float(error) <= bound:", "if True:", LIVE),
     Fault("a mask not noticed", "models", "bool((mask == 0).any())", "False", LIVE),
     Fault(
         "the stream before a user's hooks",
         "models",
-        'self._alone(self._read(n)), "last")',
-        'self._alone(self._read(n)), "first")',
+        'self._read(n), "last")',
+        'self._read(n), "first")',
         LIVE,
     ),
     Fault(
         "the edit after a user's hooks",
         "models",
-        'self._alone(a), "first")',
-        'self._alone(a), "last")',
+        '(n, a, "first")',
+        '(n, a, "last")',
         LIVE,
     ),
     Fault(
@@ -639,11 +691,30 @@ FAULTS = (
     Fault(
         "a list that takes any positions",
         "models",
-        'self.arguments = {"position_ids": ids}',
-        "self.arguments = {}",
+        'self.running.named = {"position_ids": ids}',
+        "self.running.named = {}",
         LISTS,
     ),
     Fault("the first copy counted", "interventions", "column > periods", "column > 0", TERMS),
+    Fault(
+        "one pass for all threads",
+        "models",
+        "class _Running(threading.local):",
+        "class _Running:",
+        UNSEEN,
+    ),
+    Fault("hooks of all threads", "models", "if get_ident() != thread:", "if False:", UNSEEN),
+    Fault("an edit nobody saw", "models", "self.passes > 0 or self.reached,", "True,", UNSEEN),
+    Fault("a copy that is edited", "models", "module is self.point,", "True,", UNSEEN),
+    Fault("a probe of another device", "models", "(mark, parameter.device,", "(mark,", MOVED),
+    Fault("NaN let through", "models", "if bool(value.isnan())", "if False", MOVED),
+    Fault(
+        "a saved mask value as a score",
+        "models",
+        "seen & (scores != torch.tensor(ignore).to(scores))",
+        "seen",
+        MOVED,
+    ),
 )
 
 

@@ -33,6 +33,9 @@ def request(path: Path, **options: Any) -> Request:
     return Request(**given)
 
 
-def report(path: Path, out: Path, *, resume: bool = False, **options: Any) -> dict[str, Any]:
+def report(
+    path: Path, out: Path, *, resume: bool = False, force: bool = False, **options: Any
+) -> dict[str, Any]:
     """The report of such a directory."""
-    return build(request(path, **options), out, resume=resume, progress=False)
+    asked = request(path, **options)
+    return build(asked, out, resume=resume, force=force, progress=False)

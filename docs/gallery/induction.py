@@ -4,7 +4,7 @@ model = tlg.zoo.embedded()  # the one line to change
 windows = tlg.zoo.default_windows(model, 128, n=128)
 basis = tlg.decompose(model, windows, progress=False)  # mean, position, context of every state
 top = tlg.sweep_heads(model, windows[:32], basis, progress=False).top("induction", 3)
-columns = ["layer", "head", "induction", "induction_uniform", "dominant_group", "group_share"]
+columns = ["layer", "head", "induction", "dominant_group", "group_share", "group_gain"]
 print(top.to_dataframe()[columns].round(2).to_string(index=False))
 prompt = "def area(width, height):\n    return width * height\n"
 split = tlg.split_scores(model, prompt, basis, heads=top.heads[:1], prepend_bos=True)

@@ -98,6 +98,28 @@ def test_text_says_the_same() -> None:
     assert "NaN" not in repr(Planted(provenance=WHERE, table=(("a", 1.0, 2),)))
 
 
+class Counted(str):
+    """A cell that counts how often it is made into text."""
+
+    formatted = 0
+
+    def __str__(self) -> str:
+        Counted.formatted += 1
+        return super().__str__()
+
+
+def test_only_the_rows_that_are_shown_are_formatted() -> None:
+    rows = tuple((Counted(i), float(i % 7), i) for i in range(3000))
+    many = Planted(provenance=WHERE, table=rows)
+    for show, shown in ((lambda: repr(many), 12), (many._repr_html_, 60), (many.text, 3000)):
+        Counted.formatted = 0
+        text = show()
+        assert shown <= Counted.formatted <= 3 * shown, show  # text and width
+    assert repr(many).endswith("... 2988 more rows")
+    assert "(first 60 of 3000 rows)" in many._repr_html_()
+    assert "more rows" not in text
+
+
 def test_results_without_a_table_count_their_own_nans() -> None:
     values = torch.tensor([1.0, torch.nan, torch.nan])
     shown = Fields(provenance=WHERE, values=values, parts={"<p>": torch.zeros(2)})

@@ -17,6 +17,7 @@ import pytest
 from tl_geometry import cli, experiments
 from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.cli import ending
 from tl_geometry.cli.options import EXAMPLES
 from tl_geometry.decomposition import processes
 from tl_geometry.report import build
@@ -28,7 +29,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["fit", "--length", "0"], "--length: expected 2 or more, got 0"),
     (["fit", "--length", "1"], "--length: expected 2 or more, got 1"),
     (["fit", "--batch-size", "0"], "--batch-size: expected 1 or more, got 0"),
-    (["fit", "--seed", "-1"], "--seed: expected 0 or more, got -1"),
+    (["fit", "--seed", "-1"], "--seed: expected 0 or more, at most 4294967295, got -1"),
+    (["fit", "--seed", str(2**64)], "--seed: expected 0 or more, at most 4294967295"),
     (["fit", "--out", "basis.npz"], "--out: expected a name ending in .safetensors, got basis.npz"),
     (["fit", "--out", "."], "--out: expected a file to write, got the folder ."),
     (
@@ -79,9 +81,14 @@ WRONG: list[tuple[list[str], str]] = [
     ),
     (
         ["report", "--budget", "soon"],
-        "--budget: expected a length of time such as 90s, 10m or 1h, got 'soon'",
+        "--budget: expected one of 'quick', 'default', 'full', got 'soon'",
     ),
-    (["report", "--budget", "0m"], "--budget: expected a length of time"),
+    (["report", "--budget", "10m"], "--budget: expected one of 'quick', 'default', 'full'"),
+    (["heads", "--seed", str(2**32)], "--seed: expected 0 or more, at most 4294967295"),
+    (["experiment", "addition", "--seeds", str(2**64)], "--seeds: expected 0 or more, at most"),
+    (["fit", "--out", f"{'x' * 300}.safetensors"], "--out: expected a name of at most 180 bytes"),
+    (["report", "--out", "x" * 300], "--out: expected a name of at most 180 bytes"),
+    (["readout", "--out", "x" * 300], "--out: expected a name of at most 180 bytes"),
     (
         ["report", "--sections", "heads,tails"],
         "--sections: expected some of overview, basis, heads, measures, weights, flow, got tails",
@@ -100,7 +107,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["report", ""], "model: expected a name, a directory, or nothing for the embedded model"),
     (["heads", "--sections", "flow"], "No such option: --sections"),
     (["weights", "--seed", "-1"], "--seed: expected 0 or more"),
-    (["trajectories", "--budget", "x"], "--budget: expected a length of time"),
+    (["trajectories", "--budget", "x"], "--budget: expected one of 'quick', 'default', 'full'"),
     (["check", "folder"], "model: expected a Hugging Face directory"),
     (["check", "--dtype", "int8"], "--dtype: expected one of"),
     (["readout", "--layer", "-1"], "--layer: expected 0 or more"),
@@ -157,7 +164,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "zeros.txt").write_bytes(b"a\0b")
     (tmp_path / "ids.npy").write_bytes(b"\x93NUMPY")
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "run.json").write_text('{"experiment": "nanogpt"}')
+    (tmp_path / "experiment" / "run.json").write_text(
+        '{"written_by": "tl-geometry", "experiment": "nanogpt"}'
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -198,7 +207,7 @@ def test_arguments_are_checked_before_torch_is_imported(place: Path) -> None:
         "    assert 'torch' not in sys.modules, arguments\n"
         "import tl_geometry\ntl_geometry.Provenance\nprint('torch' in sys.modules)"
     )
-    root = str(Path(cli.__file__).parent.parent)
+    root = str(Path(cli.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -244,7 +253,7 @@ def test_every_command_has_an_example_that_parses() -> None:
         assert (program, said) == ("tl-geometry", name)
         command.make_context(name, list(words))
         assert EXAMPLES[name] in command.epilog
-    with pytest.raises(cli.USAGE):
+    with pytest.raises(ending.USAGE):
         group.commands["check"].make_context("check", ["--planted"])
 
 
@@ -261,7 +270,8 @@ def test_the_version_and_being_stopped(
 
     monkeypatch.setattr(arguments, "model_options", stop)
     assert run(["check"], monkeypatch) == 130
-    assert capsys.readouterr().err.startswith("tl-geometry: stopped; what was finished is kept")
+    said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ means them, or refused by name."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,45 @@ def view(model: Any) -> Any:
 @pytest.fixture(scope="module")
 def windows(model: Any) -> tlg.TokenWindows:
     return tlg.zoo.default_windows(model, 12, n=8)
+
+
+# --- Buffers of the caller ---------------------------------------------------------------------
+
+
+def _refilled(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Rows (or batches of ``size``) in one tensor that is refilled for each."""
+    parts = rows if size == 1 else rows.split(size)
+    buffer = torch.empty_like(parts[0])
+    for part in parts:
+        buffer.copy_(part)
+        yield buffer
+
+
+def _refilled_array(rows: torch.Tensor) -> Iterator[np.ndarray]:
+    buffer = np.empty(rows.shape[1], dtype=np.int64)
+    for row in rows:
+        buffer[:] = row.numpy()
+        yield buffer
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [lambda r: _refilled(r, 1), lambda r: _refilled(r, 2), _refilled_array],
+    ids=["rows", "batches", "arrays"],
+)
+def test_a_buffer_that_is_refilled_gives_the_rows_that_it_held(
+    model: Any, windows: tlg.TokenWindows, stream: Any
+) -> None:
+    given = windows.tokens
+    found = tlg.decompose(model, stream(given), batch_size=4, progress=False)
+    whole = tlg.decompose(model, given, batch_size=4, progress=False)
+    assert torch.allclose(found.pos, whole.pos, atol=1e-9)
+    kept = tlg.trajectories(model, stream(given), progress=False).tokens
+    assert kept is not None
+    assert torch.equal(kept, given)
+    # the twin: copies of the last row are not the rows
+    last = tlg.decompose(model, given[[3, 3, 3, 3, 7, 7, 7, 7]], progress=False)
+    assert not torch.allclose(last.pos, whole.pos, atol=1e-3)
 
 
 # --- Padding --------------------------------------------------------------------------------------
@@ -280,7 +320,8 @@ def test_texts_in_files_and_data_sets(model: Any, tmp_path: Path) -> None:
         tlg.decompose(model, path, progress=False)
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(
-        GeometryError, match=r"texts: expected text files in UTF-8, got .*UnicodeDecodeError"
+        GeometryError,
+        match=r"texts: expected text in utf-8, got latin, where byte 3 \(0xe9\) is none",
     ):
         tlg.windows(model, tmp_path / "latin", 8, prepend_bos=True)
 

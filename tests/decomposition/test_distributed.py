@@ -66,6 +66,7 @@ def toy(
         "bos_id": 7,
         "run": run,
         "_refresh": lambda view: view,
+        "require_unchanged": lambda: None,  # it has no weights
     }
     fields |= {"hooked": lambda: (), "decode": lambda found: [f"<{i}>" for i in found]}
     fields |= {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -324,7 +325,7 @@ def test_save_load_round_trip_and_foreign_files(tmp_path: Path) -> None:
     assert list(loaded.to_dataframe().columns) == list(table.columns())
     with pytest.raises(
         tlg.GeometryError,
-        match="expected schema tl_geometry/PositionContext/3, got 'tl_geometry/Anova/2'",
+        match="expected schema tl_geometry/PositionContext/3, got 'tl_geometry/Anova/3'",
     ):
         PositionContext.load(tmp_path / "anova.safetensors")
     whole = (tmp_path / "basis.safetensors").read_bytes()
@@ -411,18 +412,38 @@ def test_merged_samples_keep_their_contexts_labels_and_flags() -> None:
 
 def test_merge_refuses_labels_that_differ() -> None:
     h = random_states(1, 6, 4, 3)
-    three, two, none = (
+    three, named, none = (
         basis_of(h, labels=torch.arange(6) % 3),
-        basis_of(h, labels=torch.arange(6) % 2),
+        basis_of(h, labels=list("abcabc")),
         basis_of(h),
     )
     for parts, text in (
-        ([three, none], "3 labels, got 0"),
-        ([none, three], "0 labels, got 3"),
-        ([two, three], "2 labels, got 3"),
+        ([three, none], "labels in all parts or in none, got [3, 0] labels"),
+        ([none, three], "labels in all parts or in none, got [0, 3] labels"),
+        ([named, three], "one kind, got names in some parts, numbers in others"),
     ):
-        with pytest.raises(tlg.GeometryError, match=f"merge: labels: expected {text}"):
+        with pytest.raises(tlg.GeometryError, match=f"merge: labels: expected {re.escape(text)}"):
             PositionContext.merge(parts)
+
+
+@pytest.mark.parametrize("labels", [[5, 5, 900_000, 0, 0, 1, 5, 1], list("xxyzzwxw")])
+def test_labels_that_parts_do_not_share_keep_their_documents(labels: list[Any]) -> None:
+    h = random_states(2, 8, 4, 3)
+    shards = [slice(0, 3), slice(3, 5), slice(5, 8)]
+    merged = PositionContext.merge(basis_of(h[:, cut], labels=labels[cut]) for cut in shards)
+    whole = basis_of(h, labels=labels)
+    for basis in (merged, whole):
+        assert basis.labels is not None
+        assert basis.label_sums is not None
+        assert len(basis.label_sums) == 4
+        assert [basis.names[i] for i in basis.labels.tolist()] == [str(v) for v in labels]
+        for i, name in enumerate(basis.names):
+            chosen = [str(v) == name for v in labels]
+            assert close(basis.label_sums[i], h[:, chosen].sum((1, 2)))
+    # numbers from 0 on that all occur need no names
+    plain = basis_of(h, labels=torch.arange(8) % 4)
+    assert plain.names == ()
+    assert PositionContext.merge([basis_of(h[:, :4], labels=torch.arange(4)), plain]).names == ()
 
 
 def test_moments_are_a_monoid() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tl_geometry.decomposition import accumulation, checkpoints, reservoir, stre
 from tl_geometry.decomposition.parts import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.streaming import forward_states
+from tl_geometry.models.model_view import ModelView
 
 MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 
@@ -355,15 +357,17 @@ def test_threads_that_write_one_path_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_windows_are_cut_sampled_and_labelled() -> None:
-    class Letters:
+    class Letters(ModelView):
         """A view that encodes each character as its code."""
 
         bos_id = 1
 
+        def __init__(self) -> None: ...
+
         def encode(self, text: str) -> list[int]:
             return [ord(c) for c in text]
 
-        def decode(self, ids: list[int]) -> list[str]:
+        def decode(self, ids: Sequence[int]) -> list[str]:
             return [chr(i) for i in ids]
 
     from tl_geometry.corpus import texts as source

@@ -18,6 +18,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import decompose_tensor, resampling
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import comparison, context_report, contextual, position_report, positional
+from tl_geometry.measures.state_measures import UNBOUNDED
 
 CONTEXTS, POSITIONS, D = 24, 48, 12
 
@@ -87,6 +88,25 @@ def test_jackknife_is_that_of_the_decomposition_without_each_group(
     ):
         expected = np.sqrt(7 / 8 * ((values.numpy() - values.numpy().mean(0)) ** 2).sum(0))
         assert np.allclose(report.errors[name], expected, rtol=1e-6)
+
+
+def test_what_jumps_or_cannot_be_bounded_has_no_error(
+    report: position_report.PositionalReport,
+) -> None:
+    """Ranks and what follows from them, places, windings, and the norm whose denominator no group
+    sum holds; everything else has one."""
+    assert set(report.values) - set(report.errors) == {*UNBOUNDED, "split_half"}
+    assert not {f"{name}_se" for name in UNBOUNDED} & set(report.columns())
+    assert set(report.curve) >= {"rank", "explained", "relative_norm"}
+
+
+def test_an_error_leaves_out_blocks_of_eight_contexts() -> None:
+    h = planted(contexts=32)
+    found = position_report.positional_report(basis_of(h), k=4, nulls=False)
+    same = position_report.positional_report(basis_of(h, groups=4), k=4, nulls=False)
+    assert found.blocks == same.blocks == 4
+    for name, error in found.errors.items():
+        assert torch.allclose(error, same.errors[name], rtol=1e-6), name
 
 
 def test_the_error_of_the_raw_relative_norm_moves_its_denominator() -> None:
@@ -201,7 +221,7 @@ def test_report_is_deterministic_saved_and_tabulated(
     assert loaded.nulls.keys() == report.nulls.keys()
     frame = report.to_dataframe()
     assert list(frame["state"]) == [0, 1]
-    assert {"rank", "rank_se", "rank_noise", "low_frequency_shuffled", "fracture_at"} <= set(
+    assert {"rank", "stable_rank_se", "rank_noise", "low_frequency_shuffled", "fracture_at"} <= set(
         frame.columns
     )
     bare = position_report.positional_report(basis, jackknife=False, nulls=False)
@@ -286,13 +306,14 @@ def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: Positio
     assert found.nulls["incoherence_rms", "random"].tolist() == [1 / math.sqrt(D)] * 2
 
 
-def test_contextual_jackknife_leaves_whole_groups_out(basis: PositionContext) -> None:
-    found = context_report.contextual_report(basis, LABELS, rank=3, nulls=False)
-    h, values = planted(), []
+def test_contextual_jackknife_leaves_whole_groups_out() -> None:
+    basis, labels = basis_of(planted(contexts=64)), torch.arange(64) % 3
+    found = context_report.contextual_report(basis, labels, rank=3, nulls=False)
+    h, values = planted(contexts=64), []
     for g in range(8):
-        kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
+        kept = torch.arange(64) // 8 != g
         parts = decompose_tensor(h[:, kept])
-        similar = contextual.cluster_similarity(parts.ctx, LABELS[kept])
+        similar = contextual.cluster_similarity(parts.ctx, labels[kept])
         values.append(
             torch.stack([contextual.incoherence(parts.pos, parts.ctx).avg, similar.inter])
         )
@@ -300,7 +321,7 @@ def test_contextual_jackknife_leaves_whole_groups_out(basis: PositionContext) ->
     expected = np.sqrt(7 / 8 * ((expected - expected.mean(0)) ** 2).sum(0))
     assert np.allclose(found.errors["incoherence_avg"], expected[0], rtol=1e-6)
     assert np.allclose(found.errors["inter"], expected[1], rtol=1e-6)
-    assert found.curve_contexts == (3, 6, 12, 24)
+    assert found.curve_contexts == (8, 16, 32, 64)
 
 
 def test_flipped_signs_keep_outlier_coordinates_and_lose_alignment() -> None:
@@ -377,17 +398,18 @@ def test_float64_products_resolve_what_float32_products_cannot() -> None:
     assert plain["compactness_raw"].isnan().all()
 
 
-def test_overlap_has_one_rank_whatever_is_resampled(basis: PositionContext) -> None:
+def test_overlap_has_one_rank_whatever_is_resampled() -> None:
+    basis = basis_of(planted(contexts=64))
     found, bare = (
         context_report.contextual_report(basis, rank=9, jackknife=j) for j in (True, False)
     )
     assert torch.equal(found["overlap"], bare["overlap"])
     assert found.curve["overlap"].isnan().all(1).tolist() == [
         True,
-        True,
         False,
         False,
-    ]  # 3 and 6 contexts have fewer than 9 directions
+        False,
+    ]  # 8 contexts have fewer than 9 directions
     assert found.errors["overlap"].isfinite().all()
     assert found.nulls["overlap", "random"].tolist() == [9 / D] * 2
     assert not any("overlap" in f for f in found.provenance.flags)
@@ -427,10 +449,13 @@ def test_merged_basis_has_no_known_groups_and_says_so() -> None:
         in merged.provenance.flags
     )
     assert not merged.errors
-    own = PositionContext.merge([basis_of(h[:, part]) for part in (slice(0, 11), slice(11, None))])
-    assert (
-        context_report.contextual_report(own, LABELS).errors["intra"].isfinite().all()
-    )  # groups of today are known
+    more, cuts = planted(contexts=64), (slice(0, 27), slice(27, None))
+    own = PositionContext.merge([basis_of(more[:, part]) for part in cuts])
+    found = context_report.contextual_report(own, torch.arange(64) % 3)
+    assert found.errors["intra"].isfinite().all()  # groups of today are known
+    few = context_report.contextual_report(basis_of(h), LABELS)
+    assert few.errors["intra"].isnan().all()
+    assert "fewer than 32 contexts: no errors" in few.provenance.flags
     whole = context_report.contextual_report(basis_of(h), LABELS, jackknife=False)
     assert torch.allclose(merged["intra"], whole["intra"])
 

@@ -422,6 +422,7 @@ def test_hooks_of_others_are_named_wherever_they_are(model_class: str) -> None:
     basis = tlg.decompose(model, tokens(6), progress=False)
     with tlg.interventions.remove_term(model, basis, ("pos", "pos"), heads=[(1, 0)]):
         assert seen.hooked()
+        model(tokens())
     assert seen.hooked() == ()
 
 

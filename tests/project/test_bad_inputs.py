@@ -1,4 +1,4 @@
-"""Every input of ``tests/bad_inputs.py`` is taken, or refused by one clear line; nothing else."""
+"""Every input of ``tests/bad_inputs`` is taken, or refused by one clear line; nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.bad_inputs import CALLS, COMMANDS, Command
+from tests.bad_inputs import CALLS, COMMANDS
+from tests.bad_inputs.cases import Command
 from tl_geometry import cli
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from benchmarks.calibration import (
-    anova_shares,
     outcome,
     paired_effects,
+    permuted_positions,
     position_null,
+    position_settings,
     simulations,
     sweep_intervals,
 )
@@ -25,18 +26,28 @@ def test_intervals_of_a_sweep_cover_and_the_bootstrap_does_not() -> None:
     assert not before.kept
 
 
-def test_the_null_of_position_is_null_and_permuted_positions_are_not() -> None:
-    new, before = position_null(World(position=0.0, along=0.9), 32, 16, "AR 0.9")
-    assert new.value <= 0.05 + 3 * max(new.error, 0.03)
-    assert before.value > 0.2
-    planted, _ = position_null(World(position=1.0), 32, 3, "planted")
-    assert planted.value == 1, "and it finds what is there"
+@pytest.mark.parametrize(("rotary", "stay"), [(False, 0.95), (True, 0.5)])
+def test_the_null_of_position_is_null_and_permuted_positions_are_not(
+    rotary: bool, stay: float
+) -> None:
+    nothing = World(position=0.0, stay=stay, rotary=rotary)
+    found = position_null(nothing, 16, 24, "tokens that stay")
+    assert found.value <= 0.05 + 3 * max(found.error, 0.03)
+    if rotary:
+        planted = position_null(nothing, 16, 4, "planted", query=3.0, key=3.0)
+    else:
+        planted = position_null(World(position=1.5), 16, 4, "planted")
+        before = permuted_positions(World(position=0.0, along=0.9), 32, 16, "AR 0.9")
+        assert before.value > 0.2
+    assert planted.value >= 0.9, "and it finds what is there"
 
 
-def test_intervals_of_variance_cover_and_uncorrected_ones_cover_less() -> None:
-    new, before = anova_shares(World(position=0.0), 16, 60, "no position")
-    assert new.kept
-    assert before.value < new.value - 0.05
+def test_settings_of_the_null_are_those_that_broke_the_one_before() -> None:
+    names = [x["name"] for x in position_settings()]
+    assert len(set(names)) == len(names) >= 13
+    stays = [x for x in position_settings() if x["world"].stay == 0.95]
+    assert {(x["world"].length, x["contexts"]) for x in stays} >= {(16, 10), (16, 64), (32, 32)}
+    assert any(x["world"].topics for x in position_settings())
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> No
     shown = pixels(head_grid(g, "lift").figure.axes[0])
     torch.testing.assert_close(shown, g.lift.double().reshape(2, 4))
     assert "r2 joint" in head_grid(g, "r2_joint").title
-    with pytest.raises(GeometryError, match=r"value: expected one of .*'lift'"):
+    with pytest.raises(GeometryError, match=r"value: expected one of .*'lowest'"):
         head_grid(g, "weight")
     r = token_readout(model, features=1)
     lines: Any = draw.coverage_curves(r, 1).figure.axes[0].lines

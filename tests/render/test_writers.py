@@ -3,7 +3,10 @@ text."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+
+import networkx
 
 import tl_geometry as tlg
 from tl_geometry.render import composition_figure, logit_figure
@@ -20,8 +23,8 @@ def test_the_composition_and_its_graph() -> None:
     assert "12 strongest" in view.caption
     graph = json.loads(json.dumps(found.graph(n=12)))
     assert {node["id"] for node in graph["nodes"]} == texts
-    first = graph["links"][0]
-    assert (first["source"], first["target"], first["side"], first["weight"]) == edges[0]
+    read = networkx.node_link_graph(graph)
+    assert {(a, b, at["side"], at["weight"]) for a, b, at in read.edges(data=True)} == set(edges)
 
 
 def test_a_logit_shows_its_sources_and_why() -> None:
@@ -35,3 +38,13 @@ def test_a_logit_shows_its_sources_and_why() -> None:
     assert bars.get_yticklabels()[0].get_text().startswith(f"L{layer}H{head} from {source} ")
     assert "attention" in bars.texts[0].get_text()
     assert view.html().count("<img") == 1
+
+
+def test_long_tokens_leave_room_for_the_bars() -> None:
+    model = tlg.zoo.embedded()
+    found = tlg.explain_logit(model, tlg.zoo.default_windows(model, 16, n=1), 14, 5, top=4)
+    for length in (60, 1):  # warnings are errors: of axes that collapse
+        long = dataclasses.replace(found, str_tokens=("W" * length,) * 16)
+        view = logit_figure(long)
+        view.bytes("svg")
+        assert view.figure.axes[1].get_position().width > 0.2

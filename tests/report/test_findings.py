@@ -3,14 +3,17 @@ includes its null says so; with faults planted in the module."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from scipy import stats
 
+import tl_geometry as tlg
 from tests.planted import require_caught
 from tests.report.test_planted import effects
 from tests.tiny import tiny, tokens
@@ -26,6 +29,7 @@ from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.skipping import SkipMap
 from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.report import findings
+from tl_geometry.scores import head_types
 from tl_geometry.scores.sweep_table import SweepTable
 
 Row = dict[str, Any]
@@ -57,11 +61,11 @@ def same(text: str, *wanted: float) -> None:
 def basis(effect: float = 1.0) -> Any:
     """States with an effect of position and context, or (0) none: noise alone."""
     g = torch.Generator().manual_seed(3)
-    h = torch.randn(4, 24, 16, 12, generator=g).double()
+    h = torch.randn(4, 64, 16, 12, generator=g).double()
     t = torch.linspace(0, 3, 16)
     curve = torch.stack([torch.cos(t * (k + 1)) for k in range(12)], -1)[None, None]
     size = torch.tensor([1.0, 3.0, 2.0, 0.5])[:, None, None, None]
-    h = h + effect * (size * curve + size.flip(0) * torch.randn(4, 24, 1, 12, generator=g))
+    h = h + effect * (size * curve + size.flip(0) * torch.randn(4, 64, 1, 12, generator=g))
     return decompose_activations(h)
 
 
@@ -69,7 +73,7 @@ def basis(effect: float = 1.0) -> Any:
 def null_basis() -> Any:
     """The basis that stands for spliced windows."""
     g = torch.Generator().manual_seed(5)
-    return decompose_activations(torch.randn(4, 24, 16, 12, generator=g).double())
+    return decompose_activations(torch.randn(4, 64, 16, 12, generator=g).double())
 
 
 @functools.cache
@@ -82,7 +86,7 @@ def sweep() -> SweepTable:
 @functools.cache
 def geometry() -> Any:
     model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
-    return weight_geometry(model, decompose(model, ids, progress=False))
+    return weight_geometry(model, decompose(model, ids, progress=False), rank=3)
 
 
 def skips(forgotten: float = 6.0) -> SkipMap:
@@ -134,38 +138,42 @@ def reach(error: float, samples: int) -> float:
 def check_states(module: Any) -> None:
     """Findings from the analysis of variance and from the measures of states."""
     table = basis().anova(null=null_basis())
-    found = module.position_share(table, groups=8)
-    row = max(rows(table), key=lambda r: r["pos_debiased"])
-    share = 100 * row["pos_debiased"]
+    found = module.position_share(table)
+    row = max(rows(table), key=lambda r: r["pos_corrected"])
+    share = 100 * row["pos_corrected"]
     assert found.clear
     same(found.value, share)
     same(found.said, share, row["state"])
-    noise = 100 * (row["pos"] - row["pos_debiased"])
-    same(found.beside, 95, 100 * row["pos_low"], 100 * row["pos_high"], 0, noise, 4)
-    found = module.context_share(table, groups=8)
-    row = max(rows(table), key=lambda r: r["ctx"] - r["ctx_null"])
+    noise = 100 * row["pos"] - share
+    ends = [100 * row[f"pos_corrected_{end}"] for end in ("low", "high")]
+    same(found.beside, 95, *ends, 0, noise, 4, row["pos_reliability"])
+    found = module.context_share(table)
+    row = max(rows(table), key=lambda r: r["ctx_corrected"] - r["ctx_null_corrected"])
     assert found.clear
-    same(found.said, 100 * row["ctx"], row["state"])
-    same(found.beside, 95, *(100 * row[k] for k in ("ctx_low", "ctx_high", "ctx_null")), 4)
+    same(found.said, 100 * row["ctx_corrected"], row["state"])
+    ends = [100 * row[f"ctx_corrected_{end}"] for end in ("low", "high")]
+    chance = [100 * row[f"ctx_null_corrected{end}"] for end in ("", "_low", "_high")]
+    same(found.beside, 95, *ends, chance[0], 95, *chance[1:], 4)
 
     report = positional_report(basis())
-    found = module.smooth(report, groups=8)
+    found = module.smooth(report)
     nulls = [n for m, n in report.nulls if m == "low_frequency"]
     of = lambda r: [r[f"low_frequency_{n}"] for n in nulls]
     row = max(rows(report), key=lambda r: r["low_frequency"] - max(of(r)))
     value, wide = row["low_frequency"], reach(row["low_frequency_se"], 8)
     same(found.value, 100 * value)
     assert f"state {row['state']}" in found.said
-    same(found.beside, 95, 100 * (value - wide), 100 * (value + wide), *(100 * n for n in of(row)))
+    ends = [100 * (value - wide), 100 * (value + wide)]
+    same(found.beside, 95, *ends, *(100 * n for n in of(row)), row["split_half"])
 
     report = contextual_report(basis(), rank=3)
-    found = module.incoherence(report, groups=8)
+    found = module.incoherence(report)
     kinds = [n for m, n in report.nulls if m == "incoherence_avg"]
     near = lambda r: [r[f"incoherence_avg_{n}"] for n in kinds]
     row = max(rows(report), key=lambda r: min(abs(r["incoherence_avg"] - n) for n in near(r)))
     value, wide = row["incoherence_avg"], reach(row["incoherence_avg_se"], 8)
     same(found.said, row["state"], value)
-    same(found.beside, 95, value - wide, value + wide, *near(row))
+    same(found.beside, 95, value - wide, value + wide, *near(row), row["split_half"])
 
 
 def check_heads(module: Any) -> None:
@@ -180,15 +188,21 @@ def check_heads(module: Any) -> None:
     counts = [[r["dominant_group"] for r in rows(table)].count(g) for g in ("position", "content")]
     assert f"L{row['layer']}H{row['head']}" in found.said
     same(found.said, 100 * row["cs_position"])
-    shifted = 100 * row["cs_position_shifted"]
-    same(found.beside, 95, *ends, shifted, len(table.heads), *counts)
+    destroyed = 100 * row["cs_position_null"]
+    same(found.beside, 95, *ends, destroyed, len(table.heads), *counts)
 
     found = module.driver(table, groups=8, rotary=True)
     shares = [(r[f"cs_{g}"], g, r) for r in rows(table) for g in ("position", "content")]
     value, group, row = max(shares, key=lambda item: item[0])
-    others = [row[f"cs_{g}"] for g in table.groups if g != group]
     same(found.value, 100 * value)
-    assert written(found.beside)[3] == pytest.approx(100 * max(others), rel=0.0051)
+    others = [row[f"cs_{g}"] for g in table.groups if g != group]
+    null = row["cs_position_null"] if group == "position" else max(others)
+    assert written(found.beside)[3] == pytest.approx(100 * null, rel=0.0051)
+    content = dataclasses.replace(table, numerators=torch.zeros_like(table.numerators))
+    content.numerators[:, table.terms.index("cvec-cvec")] = 0.6 * table.total
+    content.numerators[:, table.terms.index("pos-pos")] = 0.3 * table.total
+    content.numerators[:, table.terms.index("pos-cvec")] = 0.1 * table.total
+    assert "30.0% for position" in module.driver(content, groups=8, rotary=True).beside
 
     for name in ("induction", "previous"):
         found = module.head_type(table, name)
@@ -209,11 +223,13 @@ def check_heads(module: Any) -> None:
     same(found.beside, 95, *ends, held["random term"]["loss_change"], 12)
 
     found = module.lift(geometry())
-    row = max(rows(geometry()), key=lambda r: r["lift"])
-    same(found.value, row["lift"])
-    same(found.said, row["k"], 100 * row["concentration"], row["lift"])
-    chance = [100 * row["activation_null"], 100 * row["activation_high"]]
-    same(found.beside, *chance, len(geometry().heads))
+    reliable = [r for r in rows(geometry()) if r["reliability"] >= 0.5]
+    row = max(reliable or rows(geometry()), key=lambda r: r["excess"])
+    same(found.value, row["excess"])
+    assert f"L{row['layer']}H{row['head']}" in found.said
+    same(found.said, row["k"], 100 * row["concentration"], row["excess"])
+    chance = [100 * row["noise_null"], 100 * row["noise_high"]]
+    same(found.beside, *chance, row["p"], len(geometry().heads), row["reliability"])
 
 
 def check_flow(module: Any) -> None:
@@ -241,9 +257,9 @@ def check_words(module: Any) -> None:
     """What is on its null is worded as no evidence, whatever its size; what is beyond it is not."""
     nothing = basis(0.0).anova(null=null_basis())
     on_null = [
-        module.position_share(nothing, groups=8),
-        module.context_share(nothing, groups=8),
-        module.smooth(positional_report(basis(0.0)), groups=8),
+        module.position_share(nothing),
+        module.context_share(nothing),
+        module.smooth(positional_report(basis(0.0))),
         module.dominance(effects(better=0.0)),
         module.skipped(skips(forgotten=1.6)),
         module.truncated(curve(last=3.0)),
@@ -253,9 +269,9 @@ def check_words(module: Any) -> None:
         assert found.said.startswith("No evidence"), found
     table = basis().anova(null=null_basis())
     beyond = [
-        module.position_share(table, groups=8),
-        module.context_share(table, groups=8),
-        module.smooth(positional_report(basis()), groups=8),
+        module.position_share(table),
+        module.context_share(table),
+        module.smooth(positional_report(basis())),
         module.dominance(effects(better=0.4)),
         module.skipped(skips()),
         module.truncated(curve()),
@@ -265,26 +281,40 @@ def check_words(module: Any) -> None:
         assert not found.said.startswith("No evidence"), found
 
 
+def test_the_share_of_the_untrained_control_stands_beside_that_of_position() -> None:
+    table, control = basis().anova(null=null_basis()), basis(0.0).anova()
+    alone = findings.position_share(table)
+    both = findings.position_share(table, control=control)
+    assert alone is not None
+    assert both is not None
+    assert "untrained" not in alone.beside
+    at = table.states.index(int(re.findall(r"state (\d+)", both.said)[0]))
+    share = 100 * rows(control)[at]["pos_corrected"]
+    said = re.findall(r"([^;]*) in the untrained control", both.beside)
+    same(said[0], share)
+
+
 def test_the_numbers_of_findings_are_those_of_their_tables() -> None:
     require_caught(
         check_states,
         findings,
         {
             "raw share": (
-                "value, state = float(table.pos_debiased[at])",
-                'value, state = float(table.shares["pos"][at]) * 1.1',
+                "value, state, trust = float(shares[at])",
+                'value, state, trust = float(table.shares["pos"][at]) * 1.1',
             ),
             "the first state": (
-                "at = _largest(shares - table.ctx_null)",
+                "at = _largest(shares - null[:, 0])",
                 "at = 0 * _largest(shares)",
             ),
             "the share for its null": (
-                "float(shares[at]), float(table.ctx_null[at])",
-                "float(shares[at]), float(shares[at])",
+                "spliced, ends = float(null[at, 0])",
+                "spliced, ends = float(shares[at])",
             ),
             "bounds of position": (
-                'low, high = table.intervals["ctx"]',
-                'low, high = table.intervals["pos"]',
+                '(shares, lows, highs), null = table.intervals["ctx"].T',
+                'shares, (_, lows, highs), null = table.intervals["ctx"][:, 0], '
+                'table.intervals["pos"].T',
             ),
             "one error for an interval": (
                 "reach = float(t_quantile(torch.tensor(samples - 1.0))) * error",
@@ -308,9 +338,9 @@ def test_the_numbers_of_findings_are_those_of_their_tables() -> None:
                 "(table.group_cs, found.low, found.high)",
                 "(table.group_cs, found.low, found.low)",
             ),
-            "content shifted": (
-                'table.details.get(f"cs_{group}_shifted")',
-                'table.details.get("cs_content_shifted")',
+            "another null": (
+                'null = table.details.get("cs_position_null")',
+                'null = table.details.get("cs_position_null_95")',
             ),
             "the smallest rival": (
                 "second = int(others.argmax())",
@@ -325,10 +355,13 @@ def test_the_numbers_of_findings_are_those_of_their_tables() -> None:
                 'effect.change("random term")',
                 'effect.change("bias")',
             ),
-            "any head": ("at = _largest(geometry.lift)", "at = _largest(-geometry.lift)"),
+            "any head": (
+                "_trusted(geometry.excess, ",
+                "_trusted(-geometry.excess, ",
+            ),
             "null of the rotation": (
-                "float(geometry.activation_null[at])",
-                "float(geometry.null[at])",
+                "(geometry.noise_null, geometry.noise_high)",
+                "(geometry.null, geometry.noise_high)",
             ),
         },
     )
@@ -388,6 +421,111 @@ def test_the_largest_of_many_on_their_null_is_rarely_evidence() -> None:
     assert size(10**6) > 0.15
 
 
+def states() -> torch.Tensor:
+    """Position on a smooth curve, and contexts that differ along its strongest direction."""
+    g = torch.Generator().manual_seed(3)
+    t = torch.linspace(0, 3, 16)
+    curve = torch.stack([torch.cos(t * (k + 1)) / (k + 1) for k in range(12)], -1).double()
+    spread = torch.linalg.qr(torch.randn(12, 12, generator=g).double()).Q  # over all coordinates
+    curve = (curve - curve.mean(0)) @ spread
+    along = torch.linalg.svd(curve).Vh[0]
+    noise = torch.randn(2, 64, 16, 12, generator=g).double()
+    contexts = torch.randn(2, 64, 1, 1, generator=g).double()
+    return noise + 2 * curve + 2 * contexts * along
+
+
+def without_position(h: torch.Tensor) -> torch.Tensor:
+    """Each window rolled by an offset of its own."""
+    g = torch.Generator().manual_seed(1)
+    offsets = torch.randint(16, (h.shape[1],), generator=g).tolist()
+    return torch.stack([x.roll(o, 1) for x, o in zip(h.unbind(1), offsets, strict=True)], 1)
+
+
+def without_context(h: torch.Tensor, seed: int = 1) -> torch.Tensor:
+    """Each position from other windows: nothing is common to a whole window."""
+    g = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(h.shape[1], generator=g) for _ in range(16)]
+    return torch.stack([x[:, o] for x, o in zip(h.unbind(2), orders, strict=True)], 2)
+
+
+def without_alignment(h: torch.Tensor) -> torch.Tensor:
+    """What contexts differ by, turned at random; position stays where it is."""
+    turn = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(2)).double())
+    middle = h.mean(1, keepdim=True)
+    return middle + (h - middle) @ turn.Q
+
+
+DESTROYED: dict[str, tuple[Any, Any]] = {
+    "position_share": (lambda b: b.anova(), without_position),
+    "context_share": (
+        lambda b: b.anova(null=decompose_activations(without_context(states(), 9))),
+        without_context,
+    ),
+    "smooth": (positional_report, without_position),
+    "incoherence": (lambda b: contextual_report(b, rank=3), without_alignment),
+}
+
+
+@pytest.mark.parametrize("name", DESTROYED)
+def test_a_finding_goes_with_what_it_claims(name: str) -> None:
+    """Real and destroyed data through the same code: the claim is made, and it is gone."""
+    measure, destroy = DESTROYED[name]
+    real, gone = (
+        getattr(findings, name)(measure(decompose_activations(h)))
+        for h in (states(), destroy(states()))
+    )
+    assert real.clear, real
+    assert not gone.clear, gone
+    assert gone.said.startswith("No evidence")
+
+
+@pytest.mark.parametrize("name", ["induction", "previous"])
+def test_a_head_type_goes_with_the_order_of_its_keys(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = tlg.view(tlg.zoo.embedded())
+    scored, g = head_types.head_type_scores, torch.Generator().manual_seed(3)
+
+    def shuffled(pattern: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
+        rows = [torch.randperm(i + 1, generator=g) for i in range(pattern.shape[-1])]
+        keys = torch.stack([torch.cat([r, torch.arange(len(r), len(rows))]) for r in rows])
+        return scored(pattern.gather(-1, keys.expand_as(pattern)), ids, **options)
+
+    def finding() -> findings.Finding | None:
+        found = head_types.measure_types(view, range(view.n_layers))
+        heads = tuple((l, h) for l in range(view.n_layers) for h in range(view.n_heads))
+        fields = {"types": found.scores, "type_errors": found.errors}
+        table = Mock(spec=SweepTable, heads=heads, baselines=found.baselines, **fields)
+        return findings.head_type(table, name)
+
+    real = finding()
+    monkeypatch.setattr(head_types, "head_type_scores", shuffled)
+    gone = finding()
+    assert real is not None
+    assert gone is not None
+    assert real.clear
+    assert not gone.clear
+
+
+def clear(found: findings.Finding | None) -> bool:
+    assert found is not None
+    return found.clear
+
+
+def test_no_finding_about_position_where_it_is_unreliable() -> None:
+    """The same numbers with a reliability of 0.4."""
+    table = basis().anova(null=null_basis())
+    low = torch.full_like(table.pos_reliability, 0.4)
+    assert not clear(findings.position_share(dataclasses.replace(table, pos_reliability=low)))
+    report = positional_report(basis())
+    report = dataclasses.replace(report, values={**report.values, "split_half": low})
+    assert not clear(findings.smooth(report))
+    aligned = contextual_report(decompose_activations(states()), rank=3)
+    assert clear(findings.incoherence(aligned))
+    values = {**aligned.values, "split_half": low[:2]}
+    assert not clear(findings.incoherence(dataclasses.replace(aligned, values=values)))
+
+
 def test_five_are_chosen_by_their_evidence_and_none_is_lost() -> None:
     def finding(i: int, clear: bool) -> findings.Finding:
         said = f"finding {i}"
@@ -406,7 +544,7 @@ def test_five_are_chosen_by_their_evidence_and_none_is_lost() -> None:
 
 def test_what_a_table_does_not_know_is_no_finding() -> None:
     few = decompose_activations(torch.randn(3, 6, 8, 4, generator=torch.Generator().manual_seed(0)))
-    assert findings.position_share(few.anova(), groups=8) is None  # no interval below 10 contexts
-    assert findings.context_share(few.anova(), groups=8) is None
-    assert findings.smooth(positional_report(few, jackknife=False), groups=8) is None
+    assert findings.position_share(few.anova()) is None  # no interval below 10 contexts
+    assert findings.context_share(few.anova()) is None
+    assert findings.smooth(positional_report(few, jackknife=False)) is None
     assert findings.head_type(sweep(), "unknown") is None

@@ -21,6 +21,7 @@ from tl_geometry.render.figure import View, canvas
 from tl_geometry.report import basis as basis_section
 from tl_geometry.report import flow as flow_section
 from tl_geometry.report import heads as heads_section
+from tl_geometry.report.origin import plain
 from tl_geometry.report.section import Draft
 
 
@@ -81,7 +82,7 @@ def check_anova(module: Any) -> None:
     whole = float(x.square().sum())
     pos = 16 * float(x.mean(0).square().sum()) / whole
     ctx = 6 * float(x.mean(1).square().sum()) / whole
-    debiased, reliability = float(table.pos_debiased[1]), float(table.pos_reliability[1])
+    debiased, reliability = float(table.intervals["pos"][1, 0]), float(table.pos_reliability[1])
     wanted = [100 * pos, 100 * debiased, reliability, 100 * ctx, 100 * (1 - pos - ctx)]
     assert numbers(said) == pytest.approx(wanted, abs=0.051)
     words = [said.index(w) for w in ("% position", "reliability", "% context", "% residual")]
@@ -123,10 +124,10 @@ def check_heads(module: Any) -> None:
     table = sweep_heads(model, ids, basis, detail=detail, progress=False)
     intervals = table.group_intervals
     assert intervals is not None
-    for i, said in enumerate(module._named(table, "induction")):
+    for i, said in enumerate(module._named(table, table, "induction")):
         layer, head = table.heads[i]
         group = int(table.group_cs[i].argmax())
-        mean = table.details.get(f"cs_{table.groups[group]}_shifted")
+        mean = table.details["cs_position_null"] if group == 0 else None
         wanted = [
             float(table.types["induction"][i]),
             float(table.group_cs[i, group]),
@@ -135,11 +136,15 @@ def check_heads(module: Any) -> None:
             *([] if mean is None else [float(mean[i])]),
             float(table.group_gs[i, group]),
         ]
+        said = plain(said)
         assert said.startswith(f"L{layer}H{head} ")
         assert f"({table.by_group.labels[i]} on this corpus: {table.groups[group]} " in said
-        assert numbers(said) == pytest.approx(wanted, abs=0.0051)
+        shown = numbers(said.partition("% of its")[0].rpartition(",")[0])
+        assert shown == pytest.approx(wanted, abs=0.0051)
         assert table.dropped_mass is not None
-        assert f"{float(table.dropped_mass[i]):.0%} of its attention" in said
+        mass = re.search(r"([\d.]+)% of its attention", said)
+        assert mass is not None
+        assert float(mass[1]) == pytest.approx(100 * float(table.dropped_mass[i]), rel=0.01)
 
 
 def test_faults_of_nulls_and_sentences_are_seen() -> None:
@@ -166,28 +171,28 @@ def test_faults_of_nulls_and_sentences_are_seen() -> None:
         basis_section,
         {
             "context for position": (
-                "{float(shares['pos'][row]):.1%} position",
-                "{float(shares['ctx'][row]):.1%} position",
+                "{cell(row, 'pos', percent=True)} position",
+                "{cell(row, 'ctx', percent=True)} position",
             ),
             "residual for context": (
-                "{float(shares['ctx'][row]):.1%} context",
-                "{float(shares['resid'][row]):.1%} context",
+                "{cell(row, 'ctx', percent=True)} context",
+                "{cell(row, 'resid', percent=True)} context",
             ),
             "another state": (
-                "row, shares = basis.index(middle)",
-                "row, shares = basis.index(middle) + 1",
+                "row, cell = basis.index(middle), ",
+                "row, cell = basis.index(middle) + 1, ",
             ),
             "not debiased": (
-                "{float(table.pos_debiased[row]):.1%}",
-                "{float(shares['pos'][row]):.1%}",
+                "{cell(row, debiased, percent=True)}",
+                "{cell(row, 'pos', percent=True)}",
             ),
             "agreement for reliability": (
-                "{float(table.pos_reliability[row]):.3f}",
-                "{float(table.ctx_agreement[row]):.3f}",
+                "{cell(row, 'pos_reliability')}",
+                "{cell(row, 'ctx_agreement')}",
             ),
             "own share for the null": (
-                "{float(table.ctx_null[row]):.1%}",
-                "{float(shares['ctx'][row]):.1%}",
+                "{cell(row, 'ctx_null', percent=True)}",
+                "{cell(row, 'ctx', percent=True)}",
             ),
         },
     )
@@ -208,16 +213,16 @@ def test_faults_of_nulls_and_sentences_are_seen() -> None:
                 "{float(found.high[row, group]):.2f} to",
             ),
             "the first group": (
-                "{float(top.group_gs[i, largest]):.2f} of the gain",
-                "{float(top.group_gs[i, 0]):.2f} of the gain",
+                "{cell(row, f'gs_{top.groups[largest]}')} of the gain",
+                "{cell(row, f'gs_{top.groups[0]}')} of the gain",
             ),
             "the share for the score": (
-                "{float(top.types[name][i]):.2f} (",
-                "{float(best.share[i]):.2f} (",
+                "{cell(row, name)} (",
+                "{cell(row, 'group_share')} (",
             ),
             "mass of the first head": (
-                "{float(top.dropped_mass[i]):.0%}",
-                "{float(top.dropped_mass[0]):.0%}",
+                "{cell(row, 'dropped_mass', percent=True)}",
+                "{cell(0, 'dropped_mass', percent=True)}",
             ),
         },
     )

@@ -170,12 +170,12 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
     assert body.encode()  # no lone surrogate
     assert body.count("<script") == 1  # its own
     assert not {"\x00", "\x1b", "\u202e", "\u2066", "\u2028"} & set(body)
-    made = report_folder.Folder(tmp_path, NASTY, command=[NASTY])
+    made = report_folder.Folder(tmp_path, NASTY, command=[NASTY], names=("overview",))
     card = Card(status="failed", what=NASTY, why=NASTY, trace=NASTY)
     facts = overview.Facts(
         provenance=Provenance(model=NASTY, corpus=NASTY), facts=((NASTY, NASTY),)
     )
-    made.describe(Provenance(model=NASTY), notes=[NASTY], names=("overview",))
+    made.describe(Provenance(model=NASTY), notes=[NASTY])
     made.add(
         "overview", Section(title=NASTY, blocks=[NASTY, card, Shown(name="overview", table=facts)])
     )

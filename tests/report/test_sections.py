@@ -3,8 +3,9 @@ taken over, time is kept."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 from tests.reports import model_directory, report
-from tl_geometry import zoo
-from tl_geometry.base.arguments import SECTIONS
+from tl_geometry.base import owned
+from tl_geometry.base.arguments import BUDGETS, SECTIONS
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.models.describing import as_view
-from tl_geometry.report import TITLES, WEIGHTS, flow, folder, heads, measures, speed
+from tl_geometry.interventions.effects import Effects
+from tl_geometry.report import TITLES, flow, folder, heads, measures
 from tl_geometry.report import build as building
 from tl_geometry.report.clock import Clock, span
 from tl_geometry.report.section import Draft
+from tl_geometry.report.work import Costs, Work, threads_for
+from tl_geometry.scores.sweep_table import SweepTable
 
 SHAPES = ("llama", "gemma2", "bloom", "bert")
 
@@ -152,7 +155,7 @@ def test_only_sections_of_the_same_settings_are_taken_over(
     again = report(
         directories["gemma2"], tmp_path, sections=("overview",)
     )  # a fresh run takes the old tables away
-    assert again["files"] == ["basis.safetensors", "overview.csv", "overview.safetensors"]
+    assert set(again["files"]) == set(owned.report_files(("overview",)))
     assert not (tmp_path / "positional.csv").exists()
 
 
@@ -186,108 +189,113 @@ def test_too_few_windows_are_said(directories: dict[str, Path], tmp_path: Path) 
     assert cards(summary, "flow") == {"trajectories": "left out"}
 
 
-def test_a_tiny_budget_leaves_out_and_says_so(directories: dict[str, Path], tmp_path: Path) -> None:
-    summary = report(directories["llama"], tmp_path, budget=0.01)
+def test_a_small_budget_leaves_out_and_says_so_but_not_labels(
+    directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A word that stands for no time at all: heads keep their intervals and the edits theirs."""
+    monkeypatch.setitem(BUDGETS, "quick", 1e-3)
+    given: dict[str, Any] = {"contexts": None, "sections": ("basis", "heads", "measures", "flow")}
+    summary = report(directories["llama"], tmp_path, budget="quick", **given)
     assert summary["finished"]
     assert summary["failed"] == {}
     kinds = [card["status"] for entry in summary["manifest"].values() for card in entry["cards"]]
-    assert kinds.count("left out") >= 3
-    assert "which --budget does not leave" in (tmp_path / "report.html").read_text()
+    assert kinds.count("left out") >= 2
+    assert "more than --budget leaves" in (tmp_path / "report.html").read_text()
+    heads_table = SweepTable.load(tmp_path / "heads.safetensors")
+    assert heads_table.provenance.contexts == 10
+    assert heads_table.group_intervals is not None
+    assert bool(heads_table.group_intervals.low.isfinite().all())
+    change = Effects.load(tmp_path / "dominant_only.safetensors").change("random term")
+    assert bool(change.low.isfinite())
 
 
-def test_the_budget_chooses_sizes_and_says_which(
+def test_too_few_windows_for_a_label_are_a_card(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
+    summary = report(directories["llama"], tmp_path, contexts=9, sections=("heads",))
+    assert "heads.csv" not in summary["files"]
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        "the sweep over all heads: left out, because a label needs an interval, and 9 windows are "
+        "fewer than the 10 of one." in page
+    )
+
+
+def test_one_command_gives_the_same_numbers_at_any_speed(
     directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = building.Costs(token=0.5, output=0.5)
-    monkeypatch.setattr(building, "measured_costs", lambda *_: slow)
-    monkeypatch.setattr(building, "token_cost", lambda *_, **__: slow.token)
-    monkeypatch.setattr(building, "SHORTEST", 8)
-    summary = report(
-        directories["llama"],
-        tmp_path,
-        contexts=None,
-        length=None,
-        budget=300.0,
-        sections=("overview", "measures"),
-    )
-    length, contexts = summary["plan"]["length"], summary["plan"]["contexts"]
-    assert length < 64
-    assert contexts * length * 0.5 <= 300
-    said = " ".join(summary["notes"])
-    assert f"windows of {length} tokens in place of 64" in said
-    assert summary["plan"]["smaller"]
-    monkeypatch.setattr(
-        building, "measured_costs", lambda *_: building.Costs(token=1e-6, output=1e-6)
-    )
-    monkeypatch.setattr(building, "token_cost", lambda *_, **__: 1e-6)
-    resumed = report(
-        directories["llama"],
-        tmp_path,
-        contexts=None,
-        length=None,
-        budget=300.0,
-        sections=("overview", "measures"),
-        resume=True,
-    )
-    assert resumed["plan"] == summary["plan"]  # a faster hour changes nothing
+    """A clock that stands still, and one on which every step takes an hour."""
+    found = []
+    for name, step in (("fast", 0.0), ("slow", 3600.0)):
+        now = itertools.count(0.0, step) if step else itertools.repeat(0.0)
+        for timer in ("monotonic", "perf_counter", "process_time"):
+            monkeypatch.setattr(time, timer, lambda now=now: next(now))
+        given: dict[str, Any] = {"contexts": None, "length": None, "budget": "quick"}
+        sections = ("basis", "flow")
+        found.append(report(directories["llama"], tmp_path / name, sections=sections, **given))
+        monkeypatch.undo()
+    fast, slow = found
+    assert json.dumps(fast["tables"]) == json.dumps(slow["tables"])  # NaN is NaN here
+    assert fast["provenance"] == slow["provenance"]
+    assert fast["seconds"] < slow["seconds"]  # the twin: the clocks differ
 
 
-def test_the_clock_shares_out_what_is_left() -> None:
-    now = [0.0]
-    clock = Clock(100.0, {"a": 1.0, "b": 3.0}, show=False, now=lambda: now[0])
-    assert clock.begin("a") == pytest.approx(25.0)
-    assert clock.fits(1.0, 100) == 25
-    assert clock.fits(1.0, 10) == 10
-    assert clock.fits(1.0, 100, share=0.2) == 5
-    assert clock.fits(20.0, 100, 2) == 2  # 40 s for 25: worth it
-    assert clock.fits(60.0, 100, 1) == 0
-    now[0] = 60.0
-    assert clock.left() == 0.0
-    assert clock.begin("b") == pytest.approx(40.0)
-    assert WEIGHTS.keys() >= set(SECTIONS)
+def test_the_budget_and_the_shape_choose_sizes() -> None:
+    def sized(budget: str, layers: int, width: int) -> tuple[int, int]:
+        costs, work = Costs.of(layers, width, 50_000), Work(budget)
+        work.begin("decompose")
+        return work.room(128 * costs.token, 1024), work.room(512 * costs.token, 1024)
+
+    assert sized("full", 32, 4096) == (1024, 1024)
+    assert sized("default", 4, 128) == (1024, 1024)
+    assert sized("quick", 30, 576)[0] < sized("default", 30, 576)[0] < 1024
+    assert sized("default", 12, 768)[0] > sized("default", 24, 1024)[0]
+    work = Work("default")
+    work.begin("heads")
+    allowed = work.left
+    assert work.take(allowed / 10, 4) == 4
+    assert work.left == pytest.approx(0.6 * allowed)
+    assert work.take(allowed / 10, 100, share=0.55) == 3
+    assert work.take(0.5 * allowed, 2) == 1  # worth it: at most PATIENCE times what is left
+    assert work.take(1.0, 5) == 0
+    with pytest.raises(GeometryError, match="--budget: expected one of 'quick', 'default', 'full'"):
+        building.Request(budget="10m")
+
+
+def test_threads_follow_the_width_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for width, threads in ((128, 1), (576, 2)):
+            with threads_for(width):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 2
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        with threads_for(128):
+            assert torch.get_num_threads() == 2  # the user's own choice
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_line_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    clock = Clock(600.0, {"a": 1.0, "b": 1.0}, show=True, now=lambda: now[0])
-    clock.expect({"a": 30.0, "b": 45.0})
-    clock.begin("a", 30.0, "The heads")
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"\[1/2\] The heads: about 30 s \(.* left\)\n", said)
+    clock = Clock(["a", "b"], show=True, now=lambda: now[0])
+    clock.begin("a", "The heads")
+    assert capsys.readouterr().err == "[1/2] The heads (1 s so far)\n"
     clock.say("a part of it")
     assert capsys.readouterr().err == ""  # a line for each stage where none is rewritten
-    clock.begin("b", 45.0, "The flow")
-    assert capsys.readouterr().err.count("\n") == 1
-    quiet = Clock(600.0, {"a": 1.0}, show=False)
-    quiet.begin("a", 30.0)
+    now[0] = 130.0
+    clock.begin("b", "The flow")
+    clock.note("a remark")
+    assert capsys.readouterr().err == "[2/2] The flow (2 min 10 s so far)\na remark\n"
+    quiet = Clock(["a"], show=False)
+    quiet.begin("a", "The heads")
+    quiet.note("a remark")
     quiet.finish()
     assert capsys.readouterr().err == ""
     assert span(0.2) == "1 s"
-
-
-def test_threads_are_those_that_a_model_gains_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-    view = as_view(zoo.embedded())
-    seconds = {"idle": {8: 1.0, 4: 2.0}, "narrow": {8: 1.1, 4: 1.0, 2: 1.0, 1: 1.9}}
-    seconds["busy"] = {8: 9.0, 4: 5.0, 2: 3.0, 1: 1.0}
-    before = torch.get_num_threads()
-    try:
-        for case, best in {"idle": 8, "narrow": 2, "busy": 1}.items():
-            monkeypatch.setattr(
-                speed,
-                "token_cost",
-                lambda *_, case=case, **__: seconds[case][torch.get_num_threads()],
-            )
-            torch.set_num_threads(8)
-            with speed.own_threads(view):
-                assert torch.get_num_threads() == best
-            assert torch.get_num_threads() == 8
-        monkeypatch.setenv("OMP_NUM_THREADS", "8")
-        with speed.own_threads(view):
-            assert torch.get_num_threads() == 8  # the user's own choice
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_part_that_fails_leaves_what_came_before() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.tiny import D, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
 from tl_geometry.models import view
-from tl_geometry.scores.features import FeatureShares, dictionary, feature_shares
+from tl_geometry.scores.dictionaries import dictionary
+from tl_geometry.scores.features import FeatureShares, feature_shares
 from tl_geometry.scores.split import split_scores
 
 PROMPTS = tokens(batch=3, length=10, seed=7)

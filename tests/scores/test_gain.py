@@ -296,13 +296,13 @@ def test_the_table_holds_gains_beside_covariances(tmp_path: Path) -> None:
 
 
 def test_tables_of_before_are_refused_with_their_version(tmp_path: Path) -> None:
-    assert (ShareTable.version, SweepTable.version) == (3, 3)
+    assert (ShareTable.version, SweepTable.version) == (4, 4)
     path = tmp_path / "old.safetensors"
     save_file(
         {"total": torch.ones(2)}, path, metadata={"schema": json.dumps("tl_geometry/ShareTable/1")}
     )
     with pytest.raises(
-        GeometryError, match=r"expected schema tl_geometry/ShareTable/3, got .*ShareTable/1"
+        GeometryError, match=r"expected schema tl_geometry/ShareTable/4, got .*ShareTable/1"
     ):
         ShareTable.load(path)
 

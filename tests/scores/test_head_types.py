@@ -3,7 +3,10 @@ detector, baselines, bounds."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,13 +16,16 @@ from hypothesis import strategies as st
 
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import causal_mask
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.scores.head_types import (
     HEAD_TYPES,
     detection_patterns,
     head_type_scores,
+    measure_types,
     period_for,
     repeated_random_tokens,
     token_range,
+    token_ranges,
 )
 
 PUBLISHED = [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625]
@@ -179,6 +185,41 @@ def test_ranges_fit_the_model() -> None:
     assert token_range(40, [None, 39]) == (0, 40)
     assert period_for(16, 50) == 8
     assert period_for(17, 50, bos=True) == 8
+
+
+def test_ranges_go_from_common_to_rare_ids() -> None:
+    ranges = token_ranges(49152, [0])
+    assert len(ranges) == 12
+    assert ranges[0][0] == 1000
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+    assert 0.97 * 49152 < ranges[-1][1] < 0.99 * 49152
+    assert token_ranges(2048, [0]) == [(1, 2048)]
+
+
+def copies_common_tokens(slope: float) -> Mock:
+    """A model of one head that copies, the less the rarer (higher) a token's id is."""
+    view = Mock(spec=ModelView)
+    view.d_vocab, view.n_ctx, view.bos_id, view.causal = 50_000, 64, None, True
+    view.pattern_hooks = {0: "pattern"}
+
+    def run(tokens: torch.Tensor, hooks: dict[str, Any]) -> None:
+        strength = 0.8 - slope * tokens.double() / 50_000
+        where = detection_patterns(tokens)["induction"].double()
+        hooks["pattern"]((where * strength[:, :, None])[:, None])
+
+    view.run = run
+    return view
+
+
+def test_errors_of_a_model_hold_the_choice_of_tokens() -> None:
+    """The score is the mean over the vocabulary, and its error is that over ranges of ids: large
+    where a head copies common tokens only (the twin copies all alike)."""
+    found = measure_types(copies_common_tokens(0.4), [0])
+    score, error = (float(x["induction"]) for x in (found.scores, found.errors))
+    assert score == pytest.approx(0.8 - 0.4 * 0.5, abs=0.01)
+    assert error == pytest.approx(0.4 * (1 / 12) ** 0.5 / 12**0.5, rel=0.15)
+    alike = measure_types(copies_common_tokens(0.0), [0])
+    assert float(alike.errors["induction"]) < 1e-6
 
 
 def test_errors_are_those_of_the_rows_and_of_a_ratio_where_rows_differ() -> None:

@@ -1,27 +1,40 @@
 """Intervals and nulls of a sweep: every resampled share equals that of the split with a basis made
-without the contexts left out, and every draw of the null that of explicitly shifted positions."""
+without the contexts left out, and every draw of the null that of explicitly turned groups."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import pytest
 import torch
+from einops import einsum
 from torch import Tensor
 
+from benchmarks.planted import World, layer_of, parts_of
 from tests.planted import require_caught
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, split_scores, sweep_heads
 from tl_geometry.base.intervals import LeftOut, jackknife_interval
+from tl_geometry.base.results import row_hashes
+from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition import decompose_activations
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
+from tl_geometry.models.layer_view import LayerView
 from tl_geometry.scores import details, position_null, sweep
-from tl_geometry.scores.leave_out import BLOCKS, GroupBasis, LeaveOut, own_groups
-from tl_geometry.scores.position_null import DRAWS, PositionNull, shifted_positions
-from tl_geometry.scores.sums import ShareSums, share_sums
+from tl_geometry.scores.details import Details
+from tl_geometry.scores.leave_out import (
+    BLOCKS,
+    GroupBasis,
+    GroupProjections,
+    LeaveOut,
+    own_groups,
+)
+from tl_geometry.scores.sums import ShareSums
 from tl_geometry.scores.sweep_table import SweepTable
 
 KNOWN = tokens(batch=24, length=16, seed=2)
@@ -59,14 +72,22 @@ def split_sums(architecture: str, ids: Tensor, basis: PositionContext) -> ShareS
     return split_scores(tiny("bridge", architecture), ids, basis).shares(drop=1).sums
 
 
-def pooled_shares(parts: list[ShareSums]) -> torch.Tensor:
-    """Covariance shares of sums over contexts that were split by different bases."""
-    total = torch.stack([p.total for p in parts]).sum(0)
-    return torch.stack([p.numerators for p in parts]).sum(0) / total.unsqueeze(-1)
+def pooled_shares(parts: list[ShareSums]) -> tuple[Tensor, Tensor]:
+    """Covariance and gain shares of sums over contexts that were split by different bases."""
+    added = reduce(ShareSums.__add__, parts)
+    return added.cs, added.gs
+
+
+def check_sample(table: SweepTable, sample: int, expected: tuple[Tensor, Tensor]) -> None:
+    assert table.resampled is not None
+    assert table.resampled_gains is not None
+    for ours, theirs in zip((table.resampled, table.resampled_gains), expected, strict=True):
+        assert torch.allclose(ours[: len(theirs), sample], theirs, atol=2e-5)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "normalize"), [("gpt2", False), ("llama", True), ("bloom", False)]
+    ("architecture", "normalize"),
+    [("gpt2", False), ("llama", True), ("bloom", False), ("gemma2", False)],
 )
 def test_resampled_shares_are_those_of_bases_made_without_the_groups(
     architecture: str, normalize: bool
@@ -86,8 +107,9 @@ def test_resampled_shares_are_those_of_bases_made_without_the_groups(
             if own != left_out
         ]
         expected = pooled_shares(parts)
-        assert torch.allclose(table.resampled[:, sample], expected, atol=2e-5)
-        assert float((expected - table.cs).abs().max()) > 1e-3, "it matters which basis is used"
+        check_sample(table, sample, expected)
+        for held_out, plain in zip(expected, (table.cs, table.gs), strict=True):
+            assert float((held_out - plain).abs().max()) > 1e-3, "it matters which basis is used"
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
@@ -97,48 +119,50 @@ def test_fresh_contexts_have_two_jackknives(architecture: str) -> None:
     assert [len(s) for s in table.resampled_sizes] == [8, 12]
     basis = basis_of(architecture)
     own = split_sums(architecture, FRESH, basis)
-    assert torch.allclose(table.resampled[:, 0], own.cs, atol=2e-5)
+    check_sample(table, 0, (own.cs, own.gs))
     group = split_sums(architecture, FRESH, without(architecture, False, 3))
-    assert torch.allclose(table.resampled[:, 1 + 3], group.cs, atol=2e-5)
+    check_sample(table, 1 + 3, (group.cs, group.gs))
     block = split_sums(architecture, torch.cat([FRESH[:7], FRESH[8:]]), basis)
-    assert torch.allclose(table.resampled[:, 1 + 8 + 7], block.cs, atol=2e-5)
+    check_sample(table, 1 + 8 + 7, (block.cs, block.gs))
 
 
-def test_intervals_are_the_formula_and_sum_to_one() -> None:
+@pytest.mark.parametrize("share", ["cs", "gs"])
+def test_intervals_are_the_formula_and_sum_to_one(share: str) -> None:
     table = swept("gpt2")
-    s = table.resampled
+    s = table.resampled if share == "cs" else table.resampled_gains
+    found = table.intervals if share == "cs" else table.gain_intervals
+    groups = table.group_intervals if share == "cs" else table.group_gain_intervals
     assert s is not None
-    rest, found = s[:, 1:], table.intervals
     assert found is not None
+    assert groups is not None
+    rest = s[:, 1:]
     corrected = 8 * s[:, 0] - 7 * rest.mean(1)
     error = (7 / 8 * (rest - rest.mean(1, keepdim=True)).square().sum(1)).sqrt()
     assert torch.allclose(found.value, corrected)
     assert torch.allclose(found.error, error)
     assert torch.allclose(found.high - found.value, 2.364624 * error, rtol=1e-6)
     assert torch.allclose(found.value.sum(1), torch.ones(8).double())
-    groups = table.group_intervals
-    assert groups is not None
     content = table.terms.index("cvec-cvec")
     assert torch.allclose(groups.low[:, 1], found.low[:, content])
     assert not torch.allclose(groups.low[:, 2], found.low[:, [2, 5, 6, 7]].sum(1), atol=1e-4)
     frame = table.shares().to_dataframe()
     row = frame[(frame.term == "cvec-cvec") & (frame.layer == 0) & (frame["head"] == 2)].iloc[0]
     shown = float(found.value[2, content]), float(found.low[2, content])
-    assert (row.cs_corrected, row.cs_low) == pytest.approx(shown)
+    assert (row[f"{share}_corrected"], row[f"{share}_low"]) == pytest.approx(shown)
 
 
 def test_a_label_needs_a_margin_whose_interval_excludes_zero() -> None:
-    import dataclasses
-
     table = swept("gpt2")
     assert table.resampled is not None
-    plain = dataclasses.replace(table, resampled=None)
+    plain = dataclasses.replace(table, resampled=None, resampled_gains=None)
     assert set(plain.by_group.labels) - {"unclear"}
     noise = torch.zeros_like(table.resampled)
     noise[:, 1, 0], noise[:, 1, -1] = 1.0, -1.0  # one group decides everything
     torn = dataclasses.replace(table, resampled=table.resampled + noise)
     assert set(torn.by_term.labels) == {"unclear"}
-    sure = dataclasses.replace(table, resampled=table.resampled[:, :1].expand(-1, 9, -1))
+    same = lambda x: x[:, :1].expand(-1, 9, -1)
+    gains = same(table.resampled_gains)
+    sure = dataclasses.replace(table, resampled=same(table.resampled), resampled_gains=gains)
     assert sure.by_group.labels == plain.by_group.labels
     assert torch.equal(torn.by_group.margin, plain.by_group.margin)
 
@@ -184,8 +208,8 @@ def test_contexts_of_few_groups_are_resampled_apart_from_the_basis() -> None:
     assert [len(s) for s in table.resampled_sizes] == [8, 12]
     assert table.resampled is not None
     parts = [split_sums("gpt2", KNOWN[g == GROUP], without("gpt2", False, g)) for g in range(4)]
-    expected = pooled_shares(parts)
-    assert torch.allclose(table.resampled[:, 0], expected[:4], atol=2e-5)
+    cs, gs = pooled_shares(parts)
+    check_sample(table, 0, (cs[:4], gs[:4]))
 
 
 def test_blocks_of_contexts_merge_in_pairs() -> None:
@@ -246,9 +270,8 @@ def test_a_layer_keeps_nothing_that_grows_with_the_window() -> None:
 
 def test_vectors_of_positions_that_stay_are_noticed() -> None:
     faults = {
-        "shifted positions": ("self.null.release()", "pass"),
         "sums of all contexts": ("self.left_out.settle()", "pass"),
-        "groups": ("self.groups = None\n        if self.null", "if self.null"),
+        "groups": ("self.groups = None\n        if self.left_out", "if self.left_out"),
     }
     require_caught(check_held, details, faults)
 
@@ -256,145 +279,170 @@ def test_vectors_of_positions_that_stay_are_noticed() -> None:
 # ---- the null of position
 
 
-@pytest.mark.parametrize(
-    ("architecture", "fresh"), [("gpt2", False), ("bloom", True), ("llama", False)]
-)
-def test_draws_of_the_null_are_splits_by_shifted_positions(architecture: str, fresh: bool) -> None:
-    model, basis = tiny("bridge", architecture), basis_of(architecture)
-    table, ids, layer = swept(architecture, fresh=fresh), FRESH if fresh else KNOWN, 1
-    offsets = PositionNull(basis, 0).offsets
-    states: list[Tensor] = []
-    view(model).run_layers(ids, (layer,), lambda seen: states.append(seen.h.double()))
-    sums = basis.group_sums[:, basis.index(layer)] / 3
-    for draw in (0, 1, DRAWS):
-        base = torch.empty(len(ids), 16, states[0].shape[-1]).double()
-        for c in range(len(ids)):
-            others = [g for g in range(8) if fresh or g != c // 3]
-            shift = [
-                int(offsets[draw, g]) - (0 if fresh else int(offsets[draw, c // 3])) for g in others
-            ]
-            moved = [
-                torch.cat([sums[g, :1], sums[g, 1:].roll(s, 0)])
-                for g, s in zip(others, shift, strict=True)
-            ]
-            base[c] = torch.stack(moved).mean(0)
-        position = base[:, : ids.shape[1]]
-        parts = {"position": position, "rest": states[0] - position}
-        split = split_scores(model, ids, None, layers=layer, parts=parts)
-        shares = split.shares(drop=1)
-        # the user's parts have the constants apart, as "bias": they belong to position here
-        names = [t for t in shares.terms if "rest" not in t]
-        expected = shares.cs[:, [shares.terms.index(t) for t in names]].sum(1)
-        name = "cs_position_others" if draw == 0 else "draws_position_shifted"
-        found = table.details[name][4:]
-        found = found if draw == 0 else found[:, draw - 1]
-        assert torch.allclose(found, expected, atol=5e-5)
-        content = shares.cs[:, shares.terms.index("rest-rest")]
-        if draw:
-            assert torch.allclose(
-                table.details["draws_content_shifted"][4:, draw - 1], content, atol=5e-5
-            )
-
-
-def check_shifted(module: Any) -> None:
-    """Terms of position and content of every draw equal those of the split of queries and keys,
-    beyond one block of rows, whatever the mask, with a bias and without."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    length, draws = 70, 3
-    every = torch.ones(length, length, dtype=torch.bool)
-    masks, biased = (every.tril(), every, every.tril().triu(-9)), draw(2, length, length)
-    for allowed, bias in itertools.product(masks, (None, biased)):
-        q, k = (
-            module.ShiftedSide(
-                draw(2, 2, length, 4) + 3,
-                draw(2, draws, length, 4) + 2,
-                draw(2, 2, length).exp(),
-                draw(2, 2, length, 4) + 1,
-            )
-            for _ in "qk"
+def by_hand(
+    layer: LayerView, basis: PositionContext, c: Tensor, *, rotary: bool, turn: Tensor | None = None
+) -> Tensor:
+    """``sum X~ . S~`` of the position terms of one draw, every context in full: base vectors turned
+    with the groups, and with ``turn`` (an orthogonal matrix) the contexts of each group too."""
+    groups = GroupBasis.of(basis, layer.layer, layer.h.shape[1])
+    share = groups.share.to(layer.h)
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for which, whole, constant in (
+        ("q", layer.q, layer.q_constant),
+        ("k", layer.k, layer.k_constant),
+    ):
+        mapped = layer.q_map if which == "q" else layer.k_map
+        bias = mapped(groups.mean.unsqueeze(1).expand_as(groups.pos).to(layer.h)) + constant[:1]
+        pos, mean = mapped(groups.pos.to(layer.h)), (bias * share[:, None, None, None]).sum(0)
+        kept, moves = torch.ones(mean.shape[1]).to(mean), pos
+        if rotary:
+            noise = ((bias - mean).square() * share[:, None, None, None]).sum((0, 1, 3)) / 7
+            kept = (1 - noise / mean.square().sum((0, 2))).clamp(min=0)
+            moves = pos + bias - (mean * kept[:, None] if which == "q" else 0)
+        mean = mean * kept[:, None] * (which == "q" or not rotary)
+        weight = (c * groups.share).to(mean)
+        base = mean + einsum(weight, moves, "g, g i h e -> i h e")
+        if turn is not None:
+            root = share.sqrt()[:, None, None, None]
+            changed = einsum(turn.to(mean), moves * root, "g f, f i h e -> g i h e") / root - moves
+            whole = whole + changed[own_groups(basis, KNOWN)[: len(whole)]]
+        found[which] = base.expand_as(whole), whole
+    terms = [
+        row_center(
+            einsum(found["q"][i], found["k"][i], "b i h e, b j h e -> b h i j") * layer.scale,
+            layer.allowed,
         )
-        sums, total, floor = module.shifted_numerators(q, k, allowed, bias)
-        for at in range(draws):
-            sides = []
-            for side in (q, k):
-                position = side.mapped[:, at] * side.frozen.unsqueeze(-1) + side.constant
-                both = torch.stack([position, side.whole - position])
-                sides.append(both.transpose(2, 3))
-            plain = {"bias": bias, "energy": False, "gain": False}
-            wanted = share_sums(sides[0], sides[1], allowed, **plain)
-            assert torch.allclose(sums[:, :, at], wanted.numerators, rtol=1e-9)
-            assert torch.allclose(total, wanted.total, rtol=1e-9)
-            assert at or torch.allclose(floor, wanted.floor, rtol=1e-9)
+        for i in (0, 1)
+    ]
+    return (terms[0] * terms[1]).sum((0, 2, 3))
 
 
-def test_faults_of_shifted_terms_are_seen() -> None:
+def planted_basis(h: Tensor, ids: Tensor, *, level: bool = False) -> PositionContext:
+    """A basis of states in eight groups; ``level`` gives all groups the same mean over the
+    window."""
+    if level:
+        each = h.mean(1, keepdim=True)
+        group = torch.stack([each[g == GROUP].mean(0) for g in range(8)])
+        h.sub_(group[GROUP]).add_(each.mean(0))
+    basis = decompose_activations(h, window=(0, h.shape[1]), second_moments=False)
+    return dataclasses.replace(basis, token_hashes=row_hashes(ids))
+
+
+def check_draws(module: Any) -> None:
+    """A draw turns the groups of the basis, and the contexts that it was made from with them."""
+    generator = torch.Generator().manual_seed(3)
+    for rotary, fresh in itertools.product((False, True), repeat=2):
+        h = World(stay=0.5, length=16, rotary=rotary).draw(24, generator)
+        basis = planted_basis(h, KNOWN, level=not rotary)
+        layer = layer_of(h, rotary=rotary, query=float(rotary))
+        groups = GroupProjections(layer, basis)
+        null, sums = module.PositionNull(layer, groups, 0, 0), LeaveOut(groups.share)
+        known = torch.full((24,), -1) if fresh else own_groups(basis, KNOWN)
+        sums.add(groups.sums(layer, slice(None), 0), known)
+        turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
+        c = (turn.T @ groups.share.sqrt()) / groups.share.sqrt()
+        pairs, beside, _ = null.pairs(sums)
+        assert float(beside.abs().max()) == 0
+        count = 0 if fresh else 24
+        found = null.numerators(pairs, count, torch.stack([torch.ones(8).double(), c]))
+        truth = by_hand(layer, basis, torch.ones(8), rotary=rotary)
+        drawn = by_hand(layer, basis, c, rotary=rotary, turn=None if fresh else turn)
+        assert torch.allclose(found, torch.stack([truth, drawn], 1).double(), rtol=2e-4, atol=2e-2)
+        assert float((truth - drawn).abs().min()) > 1
+
+
+def test_draws_turn_the_groups_and_the_contexts_that_they_were_made_from() -> None:
+    check_draws(position_null)
+
+
+def test_faults_of_draws_are_seen() -> None:
     require_caught(
-        check_shifted,
+        check_draws,
         position_null,
         {
-            "position counted twice in content": (
-                "sums[..., 1:3].sum(-1) - sums[..., 0]",
-                "sums[..., 1:3].sum(-1)",
+            "contexts of the basis do not turn": (
+                "pairs.unsqueeze(1) + known",
+                "pairs.unsqueeze(1) + 0",
             ),
-            "sides swapped": (
-                "sums[..., 1] += at_query(of_keys)",
-                "sums[..., 2] += at_query(of_keys)",
+            "relative position stays": ("one if self.rotary else 0 * one", "0 * one"),
+            "the mean of queries turns": ("torch.cat([first.un", "torch.cat([0 * first.un"),
+            "noise of the mean query is kept": ("kept = (1 - noise", "kept = (1 - 0 * noise"),
+            "keys of no group": ("(key[1:] - key.sum(0))", "(key[1:] + key.sum(0))"),
+            "the constants left out": (
+                "constant=side.constant.mean",
+                "constant=0 * side.constant.mean",
             ),
-            "mixed terms hold position": ("sums[..., 1:3] -= sums[..., :1]", "0 * sums[..., :1]"),
-            "keys not shifted": ("k.mapped - middle", "k.mapped"),
-            "the shift of keys not made up for": (
-                "self.beyond[..., None, :keys] @ x",
-                "0 * x[:, :, :1]",
-            ),
-            "the constant of queries without the keys' mapped": (
-                "+ keys.dot(of_query_constants)",
-                "",
-            ),
-            "the constant of keys left out": ("at_query(of_constants) +", ""),
-            "the bias left out of S": ("centred = centred + added", "centred = centred + 0"),
-            "one block of rows": ("total += torch", "total = torch"),
         },
     )
 
 
-def test_true_offsets_give_the_held_out_share_of_position() -> None:
-    for architecture in ARCHITECTURES:
-        table = swept(architecture)
-        assert table.resampled is not None
-        position = table._grouped(table.resampled)[:, 0, 0]
-        assert torch.allclose(table.details["cs_position_others"], position, atol=2e-5)
-        draws = table.details["draws_position_shifted"]
-        above = (draws >= table.details["cs_position_others"].unsqueeze(1)).sum(1)
-        assert torch.allclose(table.details["p_position"], (1 + above).double() / 20)
-        assert torch.allclose(table.details["cs_position_shifted"], draws.mean(1))
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_basis_is_the_first_direction(architecture: str, normalize: bool) -> None:
+    """Its share is the printed one: same contexts, same keys, same estimator."""
+    model, basis = tiny("bridge", architecture), basis_of(architecture, normalize=normalize)
+    work = sweep._Sweep(view(model), basis, (0, 1), 16, ("nulls",), 2**31, 0)
+    work.batch = KNOWN
+    view(model).run_layers(KNOWN, (0, 1), work.on_layer)
+    printed = swept(architecture, normalize=normalize).group_cs[:, 0]
+    for layer, made in work.details.items():
+        assert made.null is not None
+        assert made.left_out is not None
+        pairs, beside, total = made.null.pairs(made.left_out)
+        first = made.null.directions()[0][:1]
+        share = (made.null.numerators(pairs, 24, first)[:, 0] + beside) / total
+        assert torch.allclose(share, printed[4 * layer : 4 * layer + 4], atol=1e-5)
 
 
-def test_planted_positions_beat_the_null_and_no_position_does_not() -> None:
-    assert (swept("gpt2").details["p_position"] == 0.05).all()
-    model = tiny("bridge", "llama")  # position is in the rotation, hardly in the stream
+def test_relative_position_is_destroyed_and_found() -> None:
+    """Constants of queries and keys are a relative position, of which the stream holds nothing."""
+    world = World(position=0.0, rotary=True, along=0.0)
+    h = world.draw(24, torch.Generator().manual_seed(1))
+    basis, shares = planted_basis(h, KNOWN), []
+    for size in (0.0, 2.0):
+        layer = layer_of(h, rotary=True, query=size, key=size)
+        made = Details(("nulls",), 0, 0)
+        made.begin(layer, basis)
+        parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
+        made.update(layer, parts, slice(0, 24), KNOWN, basis)
+        table = made.table(24)
+        shares.append(table["cs_position_null"])
+        p = table["p_position"]
+        assert bool((p <= 0.002).all()) if size else bool((p > 0.05).any())
+        assert float(table["cs_position_null_95"].max()) < 0.15
+    assert float(shares[1].abs().max()) < 0.1, "as large as noise, whatever there is"
+
+
+def test_p_values_are_adjusted_for_the_number_of_heads() -> None:
+    table = swept("gpt2")
+    p, adjusted = table.details["p_position"], table.details["p_position_bh"]
+    order = p.argsort()
+    steps = p[order] * 8 / torch.arange(1, 9)
+    by_hand = steps.flip(0).cummin(0).values.flip(0).clamp(max=1)
+    assert torch.allclose(adjusted[order], by_hand)
+    assert float(p.min()) == 1 / 2000, "far below 0.05 over the number of heads"
+    assert (adjusted[:4] < 0.05).all()
+    model = tiny("bridge", "llama")  # position is in the rotation, hardly in the means
     ids = tokens(batch=40, length=16, seed=4)
-    table = sweep_heads(
-        model, ids, decompose(model, ids, progress=False), detail="nulls", progress=False
-    )
-    assert (table.details["p_position"] > 0.05).sum() >= 5
+    basis = decompose(model, ids, progress=False)
+    table = sweep_heads(model, ids, basis, detail="nulls", progress=False)
+    assert (table.details["p_position"] > 0.05).sum() >= 4
 
 
-def test_shifts_are_cyclic_inside_the_window() -> None:
-    groups = GroupBasis(
-        torch.zeros(2, 1).double(),
-        torch.arange(10.0).double().reshape(2, 5, 1),
-        torch.tensor([0.5, 0.5]).double(),
-    )
-    offsets = torch.tensor([[0, 0], [1, 3]])
-    beside = (groups.pos, groups.share)
-    found = shifted_positions(*beside, 0, offsets, (1, 5))[..., 0].tolist()
-    assert found == [[5, 6, 7, 8, 9], [5, 8, 9, 6, 7]]
-    both = shifted_positions(*beside, -1, offsets, (1, 5))[1, :, 0].tolist()
-    assert both == [2.5, (4 + 7) / 2, (1 + 8) / 2, (2 + 9) / 2, (3 + 6) / 2]
+def test_no_p_value_where_neighbouring_groups_are_alike() -> None:
+    """Topics of two groups each: a rotary layer's keys hold them, and the groups are not
+    independent; without the rotation they do not count."""
+    for rotary, topics in itertools.product((True, False), (0, 4)):
+        world = World(position=0.0, length=16, topics=topics, rotary=rotary)
+        h = world.draw(24, torch.Generator().manual_seed(1))
+        basis, layer = planted_basis(h, KNOWN), layer_of(h, rotary=rotary)
+        made = Details(("nulls",), 0, 0)
+        made.begin(layer, basis)
+        parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
+        made.update(layer, parts, slice(0, 24), KNOWN, basis)
+        table = made.table(24)
+        assert bool(table["p_position"].isnan().all()) == (rotary and topics > 0)
+        assert table["cs_position_null"].isfinite().all()
 
 
 # ---- the jackknife itself

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.tiny import HAS_HOOKED, D, tiny, tokens
-from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import view
-from tl_geometry.scores.features import Dictionary, dictionary, feature_shares
+from tl_geometry.scores.dictionaries import Dictionary, dictionary
+from tl_geometry.scores.features import feature_shares
 from tl_geometry.scores.split import split_scores
 
 PROMPTS = tokens(batch=3, length=10, seed=7)
@@ -28,7 +29,15 @@ pytestmark = [
         reason="the package sae-lens is not installed (README, second block)",
     ),
 ]
-CLASSES = ["Standard", "JumpReLU", "TopK", "Gated"]
+CLASSES = ["Standard", "JumpReLU", "TopK", "Gated", "AbsTopK", "MatchingPursuit"]
+BY_NORM = [
+    ("TopK", {}),
+    ("TopKTraining", {}),
+    ("TopKTraining", {"use_sparse_activations": True}),
+    ("BatchTopKTraining", {}),
+    ("MatryoshkaBatchTopKTraining", {"matryoshka_widths": [16, FEATURES]}),
+]
+"""Classes that may rescale activations by the norms of the decoder's rows."""
 
 
 @torch.no_grad()
@@ -39,15 +48,18 @@ def autoencoder(name: str = "Standard", hook_name: str = HERE, **settings: Any) 
         lens: Any = importlib.import_module("sae_lens")
         about = {"hook_name": hook_name, "model_from_pretrained_kwargs": {}}
         metadata = lens.saes.sae.SAEMetadata(**about | settings.pop("about", {}))
-        if name == "TopK":
+        if "TopK" in name:
             settings = {"k": 7} | settings
-        config = getattr(lens, f"{name}SAEConfig")
+        name = name if "Transcoder" in name else f"{name}SAE"
+        config = getattr(lens, f"{name}Config")
         config = config(d_in=D, d_sae=FEATURES, metadata=metadata, **settings)
-        found = getattr(lens, f"{name}SAE")(config).eval()
+        found = getattr(lens, name)(config).eval()
     generator = torch.Generator().manual_seed(5)
     for key, value in found.named_parameters():
         drawn = torch.randn(value.shape, generator=generator)
         value.copy_(drawn.abs() if "threshold" in key else drawn)
+    if "MatchingPursuit" in name:  # it expects rows of norm one, or its pursuit diverges
+        found.W_dec.copy_(found.W_dec / found.W_dec.norm(dim=-1, keepdim=True))
     return found
 
 
@@ -115,6 +127,73 @@ def test_what_is_not_of_this_stream_is_refused() -> None:
     for name, options in cases:
         with pytest.raises(UnsupportedModelError, match=name):
             dictionary(autoencoder(**options), 1, model)
-    scaled = autoencoder("TopK", k=7, rescale_acts_by_decoder_norm=True)
-    with pytest.raises(ReconstructionError, match="decode"):
-        feature_shares(model, PROMPTS, dictionary(scaled, 1, model), heads="L1H2")
+    into_output = {"d_out": D, "apply_b_dec_to_input": False}
+    foreign: list[tuple[str, str, dict[str, Any]]] = [
+        ("Transcoder", "transcoder", into_output),
+        ("SkipTranscoder", "skip_transcoder", into_output),
+        ("JumpReLUTranscoder", "jumprelu_transcoder", into_output),
+        ("Temporal", "temporal", {"n_heads": 1, "bottleneck_factor": 16}),
+    ]
+    for name, said, options in foreign:
+        with pytest.raises(UnsupportedModelError, match=f"got '{said}'"):
+            dictionary(autoencoder(name, **options), 1, model)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # said by torch, once
+@pytest.mark.parametrize("rescaled", [True, False])
+@pytest.mark.parametrize(("name", "settings"), BY_NORM)
+def test_activations_rescaled_by_the_decoder(
+    name: str, settings: dict[str, Any], rescaled: bool
+) -> None:
+    """By hand: a feature is its activation times the decoder's row, over the row's norm where it is
+    rescaled."""
+    model = tiny("bridge", "gpt2")
+    source = autoencoder(name, rescale_acts_by_decoder_norm=rescaled, **settings)
+    found, h = dictionary(source, 1, model), states(model)
+    assert found.over_batch == ("Batch" in name)
+    with torch.no_grad():
+        activations = source.encode(h)
+        activations = activations.to_dense() if activations.is_sparse else activations
+        rows = source.W_dec / source.W_dec.norm(dim=-1, keepdim=True) if rescaled else source.W_dec
+        by_hand = torch.einsum("bif,fd->bid", activations, rows) + source.b_dec
+        assert torch.allclose(by_hand, source.decode(activations), atol=1e-4)
+    assert torch.allclose(found.explained(h, found.encode(h)), by_hand, atol=1e-4)
+    shares = feature_shares(model, PROMPTS, found, heads="L1H2")
+    error = (h - by_hand).square().sum() / h.square().sum()
+    assert shares.unexplained == pytest.approx(float(error), rel=1e-4)
+    assert torch.allclose(shares.cs.sum(-1), torch.ones(1, 2).double(), atol=1e-3)
+    most = int(activations.abs().sum((0, 1)).argmax())
+    part = {"one": activations[..., most, None] * rows[most]}
+    parts = part | {"rest": h - part["one"]}
+    marginals = split_scores(model, PROMPTS, heads="L1H2", parts=parts).shares().marginals()
+    own, split = shares.parts.index(f"f{most}"), marginals.parts.index("one")
+    assert torch.allclose(shares.cs[..., own], marginals.cs[..., split], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["BatchTopKTraining", "MatryoshkaBatchTopKTraining"])
+def test_a_batch_topk_is_read_as_it_is_saved(name: str) -> None:
+    """With its threshold, as the JumpReLU autoencoder that SAELens saves; without one, in one batch
+    only."""
+    model = tiny("bridge", "gpt2")
+    settings: dict[str, Any] = {"matryoshka_widths": [16, FEATURES]} if "Matryoshka" in name else {}
+    source = autoencoder(name, rescale_acts_by_decoder_norm=True, **settings)
+    untrained = dictionary(source, 1, model)
+    with pytest.raises(GeometryError, match="one batch"):
+        feature_shares(model, PROMPTS, untrained, heads="L1H2", batch_size=2)
+    source.topk_threshold.fill_(30.0)
+    h = states(model)
+    before = source.encode_with_hidden_pre(h)[1]
+    assert float((before.detach() - 30).abs().min()) > 1e-3  # rounding decides nothing
+    saved = {key: value.clone() for key, value in source.state_dict().items()}
+    source.process_state_dict_for_saving_inference(saved)
+    jump = autoencoder("JumpReLU")
+    jump.load_state_dict(saved)
+    found = dictionary(source, 1, model)
+    with torch.no_grad():
+        expected = jump.encode(h)
+    assert 0 < int((expected != 0).sum()) < expected.numel()
+    assert torch.allclose(found.encode(h), expected, atol=1e-4)
+    one, all_three = (
+        feature_shares(model, PROMPTS, found, heads="L1H2", batch_size=size).cs for size in (1, 3)
+    )
+    assert torch.allclose(one, all_three, atol=1e-4)

@@ -25,7 +25,7 @@ from tl_geometry.scores.sums import (
     share_sums,
     share_sums_dense,
 )
-from tl_geometry.scores.tables import ShareTable, dominant
+from tl_geometry.scores.tables import ShareTable
 from tl_geometry.scores.terms import GROUPS, group_of, term_names, terms
 
 PARTS = ("bias", "pos", "cvec")
@@ -216,13 +216,6 @@ def test_groups_partition_the_terms() -> None:
         table.cs[:, table.terms.index(t)] for t in ("bias-bias", "bias-pos", "pos-bias", "pos-pos")
     ]
     assert torch.allclose(table.group_cs[:, 0], torch.stack(position).sum(0))
-
-
-def test_dominance_needs_share_and_margin() -> None:
-    shares = torch.tensor([[0.6, 0.3, 0.1], [0.55, 0.5, -0.05], [0.45, 0.2, 0.35], [torch.nan] * 3])
-    found = dominant(shares, ["a", "b", "c"])
-    assert found.labels == ("a", "unclear", "unclear", "uniform")
-    assert found.margin[:3].tolist() == pytest.approx([0.3, 0.05, 0.1])
 
 
 def test_table_round_trip_and_dataframe(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ budget; nulls, details, errors."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def test_details_have_columns_and_profiles() -> None:
         "kl_cvec-cvec",
         "toeplitz_position",
         "contrast_cvec-cvec",
-        "cs_position_shifted",
+        "cs_position_null",
         "dropped_mass",
     ):
         assert not any(frame[name].isna().tolist()), name
@@ -207,9 +208,15 @@ def test_top_sorts_and_round_trips(tmp_path: Path) -> None:
     assert again.to_dataframe().equals(best.to_dataframe())
     with pytest.raises(
         GeometryError,
-        match=r"column: expected one of \d+ names, such as 'induction', .*, got 'inductive'",
-    ):
-        table.top("inductive")
+        match=r"column: expected one of position, content, mixed, .*, got 'inductive'",
+    ) as refused:
+        swept("gpt2").top("inductive")
+    said = str(refused.value)
+    assert len(said) < 600
+    names = ("pos-cvec", "cs_ or gs_", "previous", "_uniform", "dropped_mass", "term_gain_margin")
+    assert all(name in said for name in names)
+    assert "_flag" not in said
+    assert table.top("position", 3).heads == table.top("cs_position", 3).heads
 
 
 def test_one_layer_equals_its_rows_of_the_whole() -> None:
@@ -285,6 +292,42 @@ def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPat
         match=r"cvec of q in layer 0: expected subtraction and projection within .*, got",
     ):
         swept("gpt2")
+
+
+@pytest.mark.parametrize("batch_size", [5, 2])
+@pytest.mark.parametrize("spared", [0, 1, 2])
+def test_a_hook_that_spares_a_row_is_refused(batch_size: int, spared: int) -> None:
+    """One context of every batch is verified in the pass of that batch, another row each time."""
+    model = tiny("bridge", "gpt2")
+    basis = basis_of("gpt2")
+    spare = slice(spared, spared + 1)
+
+    def act(q: Tensor, hook: Any) -> Tensor:
+        changed = 1.3 * q
+        changed[spare] = q[spare]
+        return changed
+
+    def sweeps(**options: Any) -> SweepTable:
+        return sweep_heads(
+            model, tokens(batch=11, length=20, seed=4), basis, progress=False, **options
+        )
+
+    refused = pytest.raises(ReconstructionError, match=r"layer 1 of tiny-gpt2")
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_q", act)]), refused:
+        sweeps(batch_size=batch_size)
+    assert sweeps(batch_size=batch_size).cs.isfinite().all()
+
+
+def test_verified_rows_are_seeded_and_differ() -> None:
+    def drawn(seed: int) -> list[int]:
+        draws, rows = torch.Generator().manual_seed(seed), [0]
+        for _ in range(40):
+            rows.append(sweep.another_row(rows[-1], 5, draws))
+        return rows
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert set(drawn(0)) == set(range(5))
+    assert all(a != b for a, b in itertools.pairwise(drawn(0)))
 
 
 def test_uniform_heads_are_labelled() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED
 from tl_geometry.base.rows import row_center
-from tl_geometry.interventions import EdgeNecessity, edge_necessity
+from tl_geometry.interventions import EdgeNecessity, edge_necessity, remove_term
 from tl_geometry.scores.split import split_scores
 
 pytestmark = [
@@ -139,6 +139,30 @@ def test_the_circuit_is_found() -> None:
             assert float(null[head, 1, before].abs()) < 0.5 * float(found.cs[head, 1, before])
         assert int(found.cs[head, 0].argmax()) == embed
         assert int(found.cs[head, 2].argmax()) == embed
+
+
+def test_each_label_is_what_costs_most_to_remove() -> None:
+    """Law 12, in a circuit that training found: position in the previous-token head, content in the
+    induction heads."""
+    model = trained()
+    corpus = repeats(64, 8, 25, torch.Generator().manual_seed(3))[0]
+    basis = tlg.decompose(model, corpus, progress=False)
+    table = tlg.sweep_heads(model, PROMPTS, basis, progress=False)
+
+    def loss() -> float:
+        losses = F.cross_entropy(model(PROMPTS)[:, :-1].mT, PROMPTS[:, 1:], reduction="none")
+        return float(losses[COUNTED[:, 1:]].mean())
+
+    clean = loss()
+    for head, label in zip(table.heads, table.by_group.labels, strict=True):
+        cost = {}
+        for group in table.groups:
+            with remove_term(model, basis, group, [head]):
+                cost[group] = loss() - clean
+        assert label == max(cost, key=lambda group: cost[group]), (head, cost)
+        assert head[0] == 0 or cost["content"] > cost["position"] + 0.05
+    previous = table.heads.index((0, previous_token_head(model)))
+    assert table.by_group.labels[previous] == "position"
 
 
 def necessity(side: str) -> EdgeNecessity:

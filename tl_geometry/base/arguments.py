@@ -4,21 +4,37 @@ to read and places to write."""
 from __future__ import annotations
 
 import errno
-import json
+import math
 import os
 import re
 import tempfile
-import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
 from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.text_files import (
+    JsonLines,
+    TextFile,
+    check_encoding,
+    existing,
+    printable,
+    text_file,
+)
 
 CLASSES = ("bridge", "hooked")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
 """Sections of a report in reading order; each is a module of :mod:`tl_geometry.report` with a
 ``section`` function."""
+TABLES = {
+    "overview": ("overview",),
+    "basis": ("anova", "massive_tokens"),
+    "heads": ("heads", "bands", "planes", "dominant_only"),
+    "measures": ("positional", "contextual"),
+    "weights": ("weights_qk", "weights_ov", "readout_ov", "paths", "surrogates"),
+    "flow": ("flow", "flow_nulls", "truncation", "skipped_layers"),
+}
+"""Section -> the tables that it may write, each to a CSV and a safetensors file."""
 EXPERIMENTS = ("randomisation", "addition", "nanogpt")
 SCALES = ("smoke", "cpu", "paper")
 """Names and scales of the experiments; each is a function of :mod:`tl_geometry.experiments`."""
@@ -34,12 +50,17 @@ PLACES = {
     errno.ENOTDIR,
     errno.EFBIG,
     errno.EIO,
+    errno.ENAMETOOLONG,
 }
 """Errors of a file system, which a user can mend: one line. Others are ours and keep their
 traceback."""
-UNITS = {"s": 1, "m": 60, "h": 3600}
-ZEROS = ("utf-16", "utf-32", "utf_16", "utf_32", "utf16", "utf32")
-"""Encodings whose files hold zero bytes; in any other such a file is no text."""
+BUDGETS = {"quick": 120.0, "default": 540.0, "full": math.inf}
+"""Words of ``--budget``, and seconds that a report may take at the prices of
+:mod:`tl_geometry.report.work`."""
+LARGEST_SEED = 2**32 - 1
+"""The largest seed that every generator takes (numpy's legacy one has 32 bits)."""
+LONGEST_NAME = 180
+"""Bytes of a file name: file systems take 255, and what is written aside adds to it."""
 
 
 def at_least(value: int | None, low: int, what: str, *, instead: str | None = None) -> None:
@@ -49,16 +70,14 @@ def at_least(value: int | None, low: int, what: str, *, instead: str | None = No
     )
 
 
-def seconds(text: str) -> float:
-    """A length of time as seconds: ``"90s"``, ``"10m"``, ``"1.5h"``; a bare number is seconds.
-
-    >>> seconds("10m"), seconds("90s"), seconds("1.5h"), seconds("45")
-    (600.0, 90.0, 5400.0, 45.0)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip().lower())
-    if match is None or float(match[1]) == 0:
-        fail("--budget", expected="a length of time such as 90s, 10m or 1h", got=repr(text))
-    return float(match[1]) * UNITS[match[2] or "s"]
+def check_seed(value: int | None, what: str = "--seed") -> None:
+    """Refuse a seed that some generator would not take."""
+    require(
+        value is None or 0 <= value <= LARGEST_SEED,
+        what,
+        expected=f"0 or more, at most {LARGEST_SEED}",
+        got=value,
+    )
 
 
 def sections(text: str | None) -> tuple[str, ...] | None:
@@ -129,26 +148,6 @@ def check_device(device: str) -> None:
     )
 
 
-def printable(text: str) -> str:
-    r"""A file name as text that every output can hold: bytes that are no UTF-8, control and
-    direction marks as escapes.
-
-    >>> print(printable("a\udce9\u202e.txt"))
-    a\xe9\u202e.txt
-    """
-    text = os.fsencode(text).decode("utf-8", "backslashreplace") if _encodable(text) else text
-    hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-    return "".join(c if unicodedata.category(c) not in hidden else f"\\u{ord(c):04x}" for c in text)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
-        return False
-    return True
-
-
 def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
     """A name for each text file: its base name, with as many folders before it as tell them apart;
     the same file twice is refused."""
@@ -163,66 +162,60 @@ def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
     return [printable(str(r)) for r in real]
 
 
-def existing(paths: Sequence[Path], what: str = "--corpus") -> None:
-    """Refuse names of no text file, and files that may not be read."""
-    missing = [printable(str(p)) for p in paths if not p.is_file()]
-    require(not missing, what, expected="existing text files", got=", ".join(missing))
-    locked = [printable(str(p)) for p in paths if not os.access(p, os.R_OK)]
-    require(not locked, what, expected="text files that may be read", got=", ".join(locked))
+TOKENS = "tl-geometry fit for a .npy file of token ids"
+"""What takes ids."""
 
 
-def read_texts(
+def text_files(
     paths: Sequence[Path],
     encoding: str = "utf-8",
     what: str = "--corpus",
     *,
+    field: str | None = None,
     binary: str = "--encoding utf-16 if that is what it is",
-) -> tuple[list[str], list[str]]:
-    """Texts and names of files; what is no text, or not in ``encoding``, is refused by name rather
-    than mended."""
+) -> list[TextFile | JsonLines]:
+    """Text files, read once; what is no text, or not in ``encoding``, is refused by name rather
+    than mended. ``field``: the texts are in that field of each line."""
     existing(paths, what)
-    try:
-        "".encode(encoding)
-    except LookupError:
-        fail(
-            "--encoding",
-            expected="an encoding that Python knows, such as utf-8 or latin-1",
-            got=repr(encoding),
-        )
-    texts: list[str] = []
+    check_encoding(encoding)
+    options = {"encoding": encoding, "field": field, "what": what, "binary": binary}
     names = text_names(paths, what)
-    for path, name in zip(paths, names, strict=True):
-        raw = path.read_bytes()
-        nul = b"\0" in raw and not encoding.lower().startswith(ZEROS)
-        text = path.suffix != ".npy" and not nul
-        require(text, what, expected="text files", got=name, instead=binary)
-        try:
-            decoded = raw.decode(encoding).removeprefix("\ufeff")
-            texts.append(decoded.replace("\r\n", "\n").replace("\r", "\n"))
-        except UnicodeError as error:
-            at = (
-                f"byte {error.start} (0x{raw[error.start]:02x})"
-                if isinstance(error, UnicodeDecodeError)
-                else "it"
-            )
-            instead = "--encoding latin-1 (or whichever it is), or iconv"
-            fail(
-                what,
-                expected=f"text in {encoding}",
-                got=f"{name}, where {at} is none",
-                instead=instead,
-            )
-    empty = [name for name, text in zip(names, texts, strict=True) if not text.strip()]
+    files = [text_file(p, name=n, **options) for p, n in zip(paths, names, strict=True)]
+    empty = [file.name for file in files if file.blank]
     require(not empty, what, expected="files with text in them", got=f"{', '.join(empty)} empty")
-    return texts, names
+    return files
 
 
-def check_corpus(paths: Sequence[Path] | None, encoding: str, *, tokens: bool = False) -> None:
+def read_texts(
+    paths: Sequence[Path], encoding: str = "utf-8", what: str = "--corpus"
+) -> tuple[list[str], list[str]]:
+    """Texts and names of files, as :func:`text_files`, whole."""
+    files = text_files(paths, encoding, what)
+    return [f.read(0, 0, f.sizes[0]) for f in files], [f.name for f in files]
+
+
+def check_corpus(
+    paths: Sequence[Path] | None,
+    encoding: str,
+    *,
+    field: str | None = None,
+    pack: bool = False,
+    tokens: bool = False,
+) -> None:
     """Read all text files once, so that what cannot be read is said at once; ``tokens``: one
     ``.npy`` file of ids will do."""
+    ids = tokens and bool(paths) and any(p.suffix == ".npy" for p in paths or ())
+    told = " ".join(["--field"] * (field is not None) + ["--pack"] * pack)
+    require(not (ids and told), told, expected="text files in --corpus", got="token ids")
+    require(
+        paths or field is None,
+        "--field",
+        expected="files of JSON lines in --corpus",
+        got="none",
+    )
     if not paths:
         return
-    if tokens and any(p.suffix == ".npy" for p in paths):
+    if ids:
         expected = "one existing .npy file"
         require(
             len(paths) == 1 and paths[0].is_file(),
@@ -231,7 +224,7 @@ def check_corpus(paths: Sequence[Path] | None, encoding: str, *, tokens: bool = 
             got=printable(", ".join(map(str, paths))),
         )
         return
-    read_texts(paths, encoding, binary="tl-geometry fit for a .npy file of token ids")
+    text_files(paths, encoding, field=field, binary=TOKENS)
 
 
 def folder(path: Path, what: str = "--out") -> None:
@@ -251,6 +244,7 @@ def folder(path: Path, what: str = "--out") -> None:
 
 def file(path: Path, what: str = "--out", *, suffix: str | None = None) -> None:
     """Make sure that a file can be written at ``path``."""
+    _short(path, what)
     require(
         not path.is_dir(),
         what,
@@ -274,7 +268,18 @@ def file(path: Path, what: str = "--out", *, suffix: str | None = None) -> None:
         )
 
 
+def _short(path: Path, what: str) -> None:
+    sizes = [len(part.encode(errors="surrogatepass")) for part in path.parts]
+    require(
+        "\0" not in str(path) and max(sizes, default=0) <= 255 and sum(sizes[-1:]) <= LONGEST_NAME,
+        what,
+        expected=f"a name of at most {LONGEST_NAME} bytes",
+        got=printable(f"{path.name[:40]}... ({len(path.name)} characters)"),
+    )
+
+
 def _no_file_in_the_way(path: Path, what: str) -> None:
+    _short(path, what)
     for part in (path, *path.parents):
         if part.exists():
             require(
@@ -285,25 +290,6 @@ def _no_file_in_the_way(path: Path, what: str) -> None:
                 instead="another --out",
             )
             return
-
-
-def own_folder(path: Path, wanted: str) -> None:
-    """Refuse a folder that holds another command's results: an experiment of another name, or a
-    report."""
-    record = path / "run.json"
-    try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    held = found.get("experiment", "report") if isinstance(found, dict) else wanted
-    expected = "a folder of its own"
-    require(
-        held == wanted,
-        "--out",
-        expected=expected,
-        got=f"{printable(str(path))} with results of {held}",
-        instead="another --out",
-    )
 
 
 def printable_lines(text: str) -> str:

@@ -41,6 +41,7 @@ AXES: dict[str, str] = {
     "time": "times of a flow, in layers",
     "condition": "what was done to a model: clean, removed, swapped, another term removed",
     "feature": "directions of a dictionary of the stream",
+    "active": "features that are active at a token, largest first",
     "source": "positions that a head reads from",
     "writer": "what wrote the stream: embeddings, heads, MLPs, constants",
     "weight": "weightings of cells: row-centred scores (cs), attention above uniform (gs)",

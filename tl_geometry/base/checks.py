@@ -22,6 +22,7 @@ __all__ = [
     "heads",
     "index",
     "indices",
+    "is_plain",
     "whole",
     "window",
 ]
@@ -33,13 +34,26 @@ Head = str | Sequence[int]
 def describe(value: object) -> str:
     """A tensor as its dtype and shape, anything else as a short repr.
 
-    >>> describe(torch.zeros(2, 3))
-    'float32 tensor of shape (2, 3)'
+    >>> describe(torch.zeros(2, 3)), describe(torch.zeros(2).to_sparse())
+    ('float32 tensor of shape (2, 3)', 'sparse float32 tensor of shape (2,)')
     """
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+        kinds = {
+            "nested ": value.is_nested,
+            "meta ": value.is_meta,
+            "sparse ": value.layout != torch.strided and not value.is_nested,
+        }
+        kind = next((name for name, fits in kinds.items() if fits), "")
+        shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"  # it has none
+        return f"{kind}{str(value.dtype).removeprefix('torch.')} tensor{shape}"
     text = repr(value)
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
+
+
+def is_plain(value: Tensor) -> bool:
+    """Whether a tensor has its numbers in rows of equal length: not sparse, nested or on the meta
+    device."""
+    return value.layout == torch.strided and not value.is_nested and not value.is_meta
 
 
 def finite(values: Tensor, what: str) -> Tensor:

@@ -13,6 +13,8 @@ STYLE = (
     "padding:1px 8px;border-bottom:1px solid #8884;font-weight:600;text-align:",
 )
 """Styles of a table, a cell and a heading; the last two want an alignment."""
+MOST_ROWS = 60
+"""Rows of a table that are shown."""
 NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
 
 HIDDEN = re.compile(
@@ -78,17 +80,22 @@ def token_text(token: str) -> str:
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", limit: int = 60
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    caption: str = "",
+    of: int | None = None,
 ) -> str:
-    """An escaped HTML table of at most ``limit`` rows (the caption says of how many); numbers stand
-    to the right.
+    """An escaped HTML table of at most 60 rows (the caption says ``of`` how many, by default all
+    that are given); numbers stand to the right.
 
     >>> "&lt;b&gt;" in table(["token", "norm"], [("<b>", 2.5)])
     True
     """
     rows = list(rows)
+    count, rows = of or len(rows), rows[:MOST_ROWS]
     whole, cell, head = STYLE
-    note = f" (first {limit} of {len(rows)} rows)" if len(rows) > limit else ""
+    note = f" (first {MOST_ROWS} of {count} rows)" if count > MOST_ROWS else ""
     sides = [
         "left" if any(isinstance(row[i], str) for row in rows) or not rows else "right"
         for i in range(len(columns))
@@ -98,7 +105,7 @@ def table(
         f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, sides, strict=True)
     ]
     parts.append("</tr>")
-    for row in rows[:limit]:
+    for row in rows:
         cells = (
             f'<td style="{cell}{side}">{escape(number(v))}</td>'
             for v, side in zip(row, sides, strict=True)

@@ -15,11 +15,11 @@ import json
 import os
 import secrets
 import stat
-import threading
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tl_geometry.base import html, latex
+from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, listed, require
 
 if TYPE_CHECKING:
@@ -102,7 +103,6 @@ class Provenance:
             f"preset {self.preset}" if self.preset != "exact" else None,
             "normalised states" if self.normalized else None,
             self.dtype,
-            f"under hooks at {', '.join(self.hooks)}" if self.hooks else None,
             *self.flags,
         ]
         return ", ".join(s for s in shown if s)
@@ -121,6 +121,8 @@ def hash_tokens(tokens: Tensor, previous: str = "") -> str:
     return previous
 
 
+LONG = 120
+"""Characters of a path that a message shows."""
 UNCHECKED = "no checksum (file of an earlier version)"
 """Flag of what was read from a file that cannot be checked."""
 
@@ -154,39 +156,71 @@ def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
     return digest.hexdigest()[:32]
 
 
+def as_path(path: str | Path, what: str = "path") -> Path:
+    """A path from what was given for one."""
+    if not isinstance(path, str | os.PathLike) or "\0" in str(path):
+        fail(what, expected="a path", got=describe(path), instead=f"{what}='name.safetensors'")
+    return Path(path)
+
+
+def _named(path: Path) -> str:
+    """A path as a message shows it: the end of a long one."""
+    text = str(path)
+    return text if len(text) <= LONG else f"...{text[-LONG:]}"
+
+
 def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
     """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour,
-    synced, then renamed.
+    synced, then renamed. Equal contents are equal bytes, and a link goes on leading to its file.
 
     Raises ``GeometryError`` where it cannot be written (a full disk, no permission); the file that
     was there stays.
     """
     held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     metadata = {**header, "checksum": json.dumps(checksum(held, header))}
-    part = path.with_name(
-        f".{path.name}.{os.getpid()}.{threading.get_ident()}.{secrets.token_hex(4)}.part"
-    )
+    part: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # Path.resolve raises for a loop of links
+        place = Path(os.path.realpath(path))  # noqa: TID251
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # a part of the name: the whole may be as long as a name can be
+        part = place.with_name(f".{place.name[:40]}.{secrets.token_hex(8)}.part")
         part.touch()
         # what the user's umask leaves; safetensors makes files that nobody else may read
         mode = stat.S_IMODE(part.stat().st_mode)
         save_file(held, part, metadata=metadata)
         part.chmod(mode)
-        with part.open("rb") as handle:
+        with part.open("r+b") as handle:
+            _sort_header(handle)
             os.fsync(handle.fileno())
-        part.replace(path)
-    except (OSError, SafetensorError) as error:
-        got = f"{type(error).__name__}: {error}"
+        part.replace(place)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        got = f"{type(error).__name__}: {reason or error}"
         fail(
-            str(path),
+            _named(path),
             expected="a file that can be written (what was there is unchanged)",
             got=got,
             instead="a folder with room",
         )
     finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+        if part is not None:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+def _sort_header(handle: BinaryIO) -> None:
+    """Put the metadata of a safetensors file in order: they are written in another one each time.
+
+    The file is the length of the header (8 bytes), the header (JSON), and the numbers.
+    """
+    size = struct.unpack("<Q", handle.read(8))[0]
+    found = json.loads(handle.read(size))
+    found["__metadata__"] = dict(sorted(found["__metadata__"].items()))
+    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(text) <= size:  # blanks at the end are part of the format
+        handle.seek(8)
+        handle.write(text.ljust(size))
 
 
 def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -196,13 +230,18 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
     A file whose numbers or header do not have its checksum is refused; ``header["checksum"]`` is
     missing in files of before.
     """
-    path = Path(path)
-    require(path.is_file(), "file", expected="an existing safetensors file", got=str(path))
+    path = as_path(path, "file")
+    try:
+        there = path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        there = False
+    require(there, "file", expected="an existing safetensors file", got=_named(path))
     try:
         with safe_open(path, framework="pt") as handle:
             texts = handle.metadata() or {}
             header = {k: json.loads(v) for k, v in texts.items()}
-            tensors = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118 (not a dict)
+            # a copy: what is read shares memory with the file, which others may write over
+            tensors = {k: handle.get_tensor(k).clone() for k in handle.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
         fail(
             str(path),
@@ -347,6 +386,7 @@ class Result:
 
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file and return its path."""
+        path = as_path(path)
         tensors: dict[str, Tensor] = {}
         header = {"schema": json.dumps(self.schema())}
         for field in dataclasses.fields(self):
@@ -363,8 +403,8 @@ class Result:
                 header[field.name] = json.dumps(
                     dataclasses.asdict(value) if isinstance(value, Provenance) else value
                 )
-        write_atomically(Path(path), tensors, header)
-        return Path(path)
+        write_atomically(path, tensors, header)
+        return path
 
     @classmethod
     def load(cls: type[R], path: str | Path) -> R:
@@ -392,25 +432,25 @@ class Result:
 
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
-        table = list(self.rows())
-        rows = [
+        table = self.rows()
+        shown = [
             [html.plain(html.number(self.readable(v))) for v in row]
-            for row in (self.columns(), *table)
+            for row in (self.columns(), *table[:limit])
         ]
-        shown = rows if limit is None else rows[: limit + 1]
         widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
         lines = [
             "  "
             + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in shown
         ]
-        more = [f"  ... {len(rows) - len(shown)} more rows"] if len(rows) > len(shown) else []
+        left = len(table) + 1 - len(shown)
+        more = [f"  ... {left} more rows"] if left else []
         return "\n".join([html.plain(self._caption(table)), *lines, *more])
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
         """What it is, where it comes from, and how many NaN each column of the table has."""
         counts = [
-            (name, sum(isinstance(row[i], float) and row[i] != row[i] for row in table))
+            (name, sum(row[i] != row[i] for row in table))  # NaN alone is not itself
             for i, name in enumerate(self.columns())
         ]
         nans = ", ".join(f"{name} {n}" for name, n in counts if n)
@@ -422,10 +462,10 @@ class Result:
         return self.text(limit=12)
 
     def _repr_html_(self) -> str:
-        table = list(self.rows())
+        table = self.rows()
         names = [str(self.readable(c)) for c in self.columns()]
-        cells = [[self.readable(v) for v in row] for row in table]
-        return html.table(names, cells, caption=self._caption(table))
+        cells = [[self.readable(v) for v in row] for row in table[: html.MOST_ROWS]]
+        return html.table(names, cells, caption=self._caption(table), of=len(table))
 
 
 R = TypeVar("R", bound=Result)

@@ -10,17 +10,18 @@ import dataclasses
 import inspect
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Set
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tl_geometry import __version__
-from tl_geometry.base import arguments
-from tl_geometry.base.errors import GeometryError, choice, require
+from tl_geometry.base import arguments, owned
+from tl_geometry.base.errors import choice, require
+from tl_geometry.cli import ending
 from tl_geometry.cli.options import (
     EXAMPLES,
     Bos,
@@ -31,10 +32,13 @@ from tl_geometry.cli.options import (
     Device,
     Dtype,
     Encoding,
+    Field,
+    Force,
     Json,
     Length,
     Model,
     Out,
+    Pack,
     Planes,
     Processed,
     Quiet,
@@ -44,12 +48,6 @@ from tl_geometry.cli.options import (
 )
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""What typer raises for a command line that it cannot parse (its own copy of click's exception, or
-click's)."""
-STOPPED = 130
-"""Exit code of a run that was interrupted from the keyboard."""
-SAID_STOPPED = "stopped; what was finished is kept, --resume goes on from it"
 
 
 def _version(wanted: bool | None) -> None:
@@ -73,19 +71,25 @@ def root(
 
 def _check_run(
     model: str | None,
-    corpus: list[Path] | None,
     contexts: int | None,
     length: int | None,
     seed: int,
-    encoding: str,
     **loading: str,
 ) -> None:
     """Checks that the commands which run a model on a corpus share."""
     arguments.model_options(model, **loading)
     arguments.at_least(contexts, 1, "--contexts")
     arguments.at_least(length, 2, "--length")
-    arguments.at_least(seed, 0, "--seed")
-    arguments.check_corpus(corpus, encoding)
+    arguments.check_seed(seed)
+
+
+def _own_folder(out: Path, sections: tuple[str, ...] | None, force: bool) -> None:
+    """Make sure that a report may be written to a folder, and say what a stopped one goes on
+    from."""
+    arguments.folder(out)
+    files = owned.report_files(sections or arguments.SECTIONS)
+    owned.check_folder(out, "report", files, force=force)
+    ending.goes_on_from(out / owned.CHECKPOINT, out / owned.BASIS, out / owned.PARTS)
 
 
 def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -118,6 +122,8 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         model: Model = None,
         corpus: Corpus = None,
         encoding: Encoding = "utf-8",
+        field: Field = None,
+        pack: Pack = False,
         contexts: Contexts = None,
         length: Length = None,
         out: Out = Path("tl-geometry-report"),
@@ -127,49 +133,42 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         processed: Processed = False,
         bos: Bos = None,
         seed: Seed = 0,
-        budget: BudgetOption = "10m",
+        budget: BudgetOption = "default",
         sections: Sections = None,
         planes: Planes = False,
         resume: Resume = False,
+        force: Force = False,
         as_json: Json = False,
         quiet: Quiet = False,
     ) -> None:
-        allowed = arguments.seconds(budget)
+        choice(budget, tuple(arguments.BUDGETS), "--budget")
         wanted = chosen if chosen is not None else arguments.sections(sections)
-        _check_run(
-            model,
-            corpus,
-            contexts,
-            length,
-            seed,
-            encoding,
-            model_class=model_class,
-            dtype=dtype,
-            device=device,
-        )
-        arguments.folder(out)
-        arguments.own_folder(out, "report")
+        loading = {"model_class": model_class, "dtype": dtype, "device": device}
+        _check_run(model, contexts, length, seed, **loading)
+        arguments.check_corpus(corpus, encoding, field=field, pack=pack)
+        _own_folder(out, wanted, force)
+        from tl_geometry.models.names import check_name
         from tl_geometry.report.build import Request, build
 
+        check_name(model, model_class)
         request = Request(
             model=model,
             corpus=tuple(corpus or ()),
             encoding=encoding,
+            field=field,
+            pack=pack,
             contexts=contexts,
             length=length,
-            device=device,
-            dtype=dtype,
-            model_class=model_class,
             processed=processed,
             bos=bos,
             seed=seed,
-            budget=allowed,
+            budget=budget,
             sections=wanted,
             planes=planes,
+            **loading,
         )
-        summary = build(
-            request, out, resume=resume, progress=not quiet, command=["tl-geometry", *sys.argv[1:]]
-        )
+        words, shown = ["tl-geometry", *sys.argv[1:]], not quiet
+        summary = build(request, out, resume=resume, force=force, progress=shown, command=words)
         _report_outcome(summary, out, as_json)
 
     left_out = {"sections", *(() if "heads" in chosen else ("planes",))} if chosen else set()
@@ -200,6 +199,8 @@ def fit(
     model: Model = None,
     corpus: Corpus = None,
     encoding: Encoding = "utf-8",
+    field: Field = None,
+    pack: Pack = False,
     contexts: Annotated[
         int | None, typer.Option("--contexts", help="Windows to use (default: all).")
     ] = None,
@@ -222,6 +223,7 @@ def fit(
     bos: Bos = None,
     seed: Seed = 0,
     resume: Resume = False,
+    force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -232,8 +234,8 @@ def fit(
     """
     ids = bool(corpus and corpus[0].suffix == ".npy")
     loading = {"model_class": model_class, "dtype": dtype, "device": device}
-    _check_run(model, None if ids else corpus, contexts, length, seed, encoding, **loading)
-    arguments.check_corpus(corpus, encoding, tokens=True)
+    _check_run(model, contexts, length, seed, **loading)
+    arguments.check_corpus(corpus, encoding, field=field, pack=pack, tokens=True)
     require(
         not ids or (length is None and bos is None),
         "--length, --bos",
@@ -242,19 +244,34 @@ def fit(
     )
     arguments.at_least(batch_size, 1, "--batch-size")
     arguments.file(out, suffix=".safetensors")
+    owned.check_file(out, "PositionContext", force=force)
+    checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
+    owned.check_checkpoint(checkpoint, resume=resume, force=force)
+    ending.goes_on_from(checkpoint)
     from tl_geometry.decomposition.decomposing import decompose
     from tl_geometry.decomposition.processes import launched
+    from tl_geometry.models.names import check_name
     from tl_geometry.report.build import load_model, token_source
 
-    checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
-    with launched(device) as (group, own, first):
+    check_name(model, model_class)
+    alone = os.environ.get("RANK", "0") == "0"  # of several processes the first one writes
+    busy = owned.lock(out.with_name(f".{out.name}.lock")) if alone else nullcontext()
+    with busy, launched(device) as (group, own, first):
         loaded = load_model(
             model, model_class=model_class, processed=processed, dtype=dtype, device=own
         )
         tokens = token_source(
-            loaded, corpus, encoding=encoding, contexts=contexts, length=length, bos=bos, seed=seed
+            loaded,
+            corpus,
+            encoding=encoding,
+            field=field,
+            pack=pack,
+            contexts=contexts,
+            length=length,
+            bos=bos,
+            seed=seed,
         )
-        if first and not resume:
+        if first and not resume:  # allowed by --force
             checkpoint.unlink(missing_ok=True)
         basis = decompose(
             loaded,
@@ -283,7 +300,10 @@ def check(
     """What is supported, verified and refused for a model: the first thing to run."""
     arguments.model_options(model, model_class=model_class, dtype=dtype, device=device)
     from tl_geometry.models.checking import check_model
+    from tl_geometry.models.names import check_name
     from tl_geometry.report.build import load_model
+
+    check_name(model, model_class)
 
     loaded = load_model(
         model, model_class=model_class, processed=processed, dtype=dtype, device=device
@@ -303,6 +323,7 @@ def readout(
     out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
     model_class: Class = "bridge",
     processed: Processed = False,
+    force: Force = False,
 ) -> None:
     """What one head reads and writes, in tokens: singular directions against the vocabulary."""
     arguments.model_options(model, model_class=model_class, dtype="float32", device="cpu")
@@ -312,9 +333,13 @@ def readout(
     arguments.at_least(k, 1, "--k")
     if out is not None:
         arguments.file(out)
+        owned.check_file(out, force=force)
+    from tl_geometry.models.names import check_name
     from tl_geometry.report.build import load_model
     from tl_geometry.report.folder import write_csv
     from tl_geometry.weights.heads import token_readout
+
+    check_name(model, model_class)
 
     loaded = load_model(
         model, model_class=model_class, processed=processed, dtype="float32", device="cpu"
@@ -356,6 +381,7 @@ def reproduce(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
+    force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Published settings and numbers, with ours beside them."""
@@ -368,8 +394,12 @@ def reproduce(
     arguments.at_least(contexts, 2, "--contexts")
     if out is not None:
         arguments.file(out)
+        owned.check_file(out, force=force)
+    from tl_geometry.models.names import check_name
     from tl_geometry.report.folder import write_csv
     from tl_geometry.reproduce import run
+
+    check_name(model, "bridge")
 
     table = run(
         work,
@@ -409,6 +439,7 @@ def experiment(
         typer.Option("--set", help="A setting of the scale, such as context=512; repeat it."),
     ] = None,
     device: Device = "cpu",
+    force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Train small models on other formats and measure their geometry on the way; a stopped run goes
@@ -416,11 +447,12 @@ def experiment(
     choice(name, arguments.EXPERIMENTS, "experiment")
     choice(scale, arguments.SCALES, "--scale")
     for seed in seeds or ():
-        arguments.at_least(seed, 0, "--seeds")
+        arguments.check_seed(seed, "--seeds")
     arguments.check_device(device)
     arguments.read_texts(text or [], encoding, "--text")
     arguments.folder(out)
-    arguments.own_folder(out, name)
+    owned.check_folder(out, name, owned.EXPERIMENT, force=force)
+    ending.goes_on_from(out, how="the same command")
     from tl_geometry.experiments import run
 
     outcome = run(
@@ -433,6 +465,7 @@ def experiment(
         changes=change,
         device=device,
         progress=not quiet,
+        force=force,
         command=["tl-geometry", *sys.argv[1:]],
     )
     typer.echo(f"{outcome.text()}\n{out / 'report.html'}")
@@ -444,31 +477,5 @@ def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
 
 
 def main() -> None:
-    """Run the command line. An error that the user can mend is one line on standard error and exit
-    code 2; stopped is 130."""
-    try:
-        code = app(prog_name="tl-geometry", standalone_mode=False)
-    except GeometryError as error:
-        raise SystemExit(_line(str(error), 2)) from None
-    except (KeyboardInterrupt, typer.Abort):
-        raise SystemExit(_line(SAID_STOPPED, STOPPED)) from None
-    except BrokenPipeError:  # the reader of our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except USAGE as error:
-        raise SystemExit(_line(str(error.format_message()), 2)) from None
-    except Exception as error:
-        said = arguments.file_trouble(error)
-        if said is None:
-            raise
-        raise SystemExit(_line(said, 2)) from None
-    if code == STOPPED:  # some versions of typer turn the interruption into a code
-        _line(SAID_STOPPED, STOPPED)
-    raise SystemExit(code if isinstance(code, int) else 0)
-
-
-def _line(text: str, code: int) -> int:
-    """Say what went wrong, and with which arguments, in one line on standard error."""
-    said = " ".join(text.split())
-    typer.echo(arguments.printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
-    return code
+    """Run the command line: see :mod:`tl_geometry.cli.ending`."""
+    ending.run(app)

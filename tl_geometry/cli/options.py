@@ -29,6 +29,18 @@ Planes = Annotated[
     bool, typer.Option("--planes", help="Write the shares of every rotary plane too.")
 ]
 Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
+Field = Annotated[
+    str | None,
+    typer.Option(
+        "--field", help="Read this field of each line of .jsonl files, a document each, as text."
+    ),
+]
+Pack = Annotated[
+    bool,
+    typer.Option(
+        "--pack", help="Join documents with a blank line, so that short ones fill windows too."
+    ),
+]
 Contexts = Annotated[
     int | None,
     typer.Option(
@@ -70,6 +82,10 @@ Resume = Annotated[
         "--resume", help="Go on with what a stopped run of the same settings has finished."
     ),
 ]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Overwrite files that no earlier run of this command wrote."),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")
 ]
@@ -78,8 +94,9 @@ BudgetOption = Annotated[
     typer.Option(
         "--budget",
         help=(
-            "Time to aim at (90s, 10m, 1h): what does not fit is made smaller, and the "
-            "report says so."
+            "quick, default or full: how much is computed, by the shape of the model and not by "
+            "the clock. For SmolLM2-135M default is about 10 minutes on two cores, quick a fifth "
+            "of the work, full leaves nothing out."
         ),
     ),
 ]
@@ -91,7 +108,7 @@ Sections = Annotated[
     ),
 ]
 EXAMPLES = {
-    "report": "tl-geometry report gpt2 --corpus book.txt --budget 1h --out report",
+    "report": "tl-geometry report gpt2 --corpus book.txt --budget full --out report",
     "heads": "tl-geometry heads smollm2 --corpus book.txt --planes --out heads",
     "weights": "tl-geometry weights gpt2 --corpus book.txt --out weights",
     "trajectories": "tl-geometry trajectories gpt2 --corpus walden.txt --out paths",

@@ -188,12 +188,16 @@ class TokenSource:
         else:
             _refuse_bos_for_ids(prepend_bos)
         about: dict[str, Any] = {}
+        names: tuple[str, ...] = ()
         if isinstance(given, TokenWindows):
-            labels = given.labels if labels is None else labels
-            about = {"corpus": given.corpus, "names": given.names, "notes": given.notes}
+            if labels is None:
+                labels, names = given.labels, given.names
+            about = {"corpus": given.corpus, "notes": given.notes}
             given = given.tokens
         if isinstance(given, list | tuple) and not _is_sequence_of_items(given):
             given = _ids(given)
+        if isinstance(given, Tensor) and not checks.is_plain(given):
+            fail("tokens", expected="integer ids", got=describe(given), instead=REPACK)
         if isinstance(given, Tensor | np.ndarray):
             got = f"{type(given).__name__} of shape {tuple(given.shape)}"
             expected = "integer ids [context position], at least one context"
@@ -211,8 +215,7 @@ class TokenSource:
         else:
             given, length = _stream(given)
             contexts = None
-        marks, found = label_ids(labels, contexts)
-        about |= {"names": found} if found else {}
+        marks, about["names"] = label_ids(labels, contexts, names)
         return TokenSource(view, given, length, contexts, labels=marks, **about)
 
     @property
@@ -377,58 +380,49 @@ def _of_item(item: Any) -> Any:
     return item[name]
 
 
-def _ids(rows: Any) -> Tensor:
-    """Token ids as int64, whatever integers they are."""
+def _ids(rows: Any) -> Int[Tensor, "..."]:
+    """Token ids as int64, whatever integers they are, in memory of their own: a caller may refill
+    the row that it gave."""
+    if isinstance(rows, np.ma.MaskedArray) and np.ma.is_masked(rows):
+        got = f"{int(np.ma.getmaskarray(rows).sum())} masked ids"
+        fail("tokens", expected="ids without a mask", got=got, instead=REPACK)
     try:
         if isinstance(rows, list | tuple):
             lengths = sorted({len(r) if hasattr(r, "__len__") else 0 for r in rows})
-            got = f"lengths {lengths[:8]}"
-            require(
-                len(lengths) == 1,
-                "tokens",
-                expected="rows of equal length",
-                got=got,
-                instead="tl_geometry.windows(...)",
-            )
+            got, equal = f"lengths {lengths[:8]}", len(lengths) == 1
+            instead = "tl_geometry.windows(...)"
+            require(equal, "tokens", expected="rows of equal length", got=got, instead=instead)
             flat = lengths == [0]
             rows = torch.tensor(rows) if flat else torch.stack([torch.as_tensor(r) for r in rows])
-        # a copy: torch warns of arrays that cannot be written, such as memory maps
+        # a copy first: torch warns of arrays that cannot be written, such as memory maps
         ids = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
     except GeometryError:
         raise
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        fail(
-            "tokens",
-            expected="integer ids",
-            got=describe(rows),
-            instead="tl_geometry.windows(model, texts, length) for text",
-        )
-    wrong = (
-        ids.is_floating_point()
-        or ids.is_complex()
-        or ids.dtype == torch.bool
-        or ids.is_meta
-        or ids.layout != torch.strided
-    )
-    require(
-        not wrong,
-        "tokens",
-        expected="integer ids",
-        got=f"{'meta ' if ids.is_meta else ''}{describe(ids)}",
-    )
-    return ids.long()
+        instead = "tl_geometry.windows(model, texts, length) for text"
+        fail("tokens", expected="integer ids", got=describe(rows), instead=instead)
+    whole_numbers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    ok = whole_numbers and checks.is_plain(ids)
+    require(ok, "tokens", expected="integer ids", got=describe(ids))
+    return ids.to(torch.int64, copy=True)
 
 
 def label_ids(
-    labels: Any, contexts: int | None
+    labels: Any, contexts: int | None, names: tuple[str, ...] = ()
 ) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
-    """One label for each context as numbers from 0, and their names where they are strings."""
+    """One label for each context as the numbers 0, 1, ... of the values that occur, and the names
+    of these (none where labels are these numbers themselves).
+
+    Labels are names, or whole numbers; ``names[label]`` is what a number stands for.
+
+    >>> label_ids([7, 10**9, 7], 3)
+    (tensor([0, 1, 0]), ('7', '1000000000'))
+    """
     if labels is None:
         return None, ()
-    names: tuple[str, ...] = ()
     if isinstance(labels, Sequence) and len(labels) > 0 and all(isinstance(v, str) for v in labels):
-        names = tuple(dict.fromkeys(labels))
-        labels = [names.index(v) for v in labels]
+        numbers = {name: i for i, name in enumerate(dict.fromkeys(labels))}
+        names, labels = tuple(numbers), [numbers[v] for v in labels]
     if contexts is None:
         fail(
             "labels",
@@ -436,20 +430,24 @@ def label_ids(
             got=describe(labels),
             instead="a tensor or a data set",
         )
-    expected = f"one integer label (0 or more) for each of {contexts} contexts"
+    most = f"0 to {len(names) - 1}" if names else "0 or more"
+    expected = f"one integer label ({most}) for each of {contexts} contexts"
     try:
-        given = torch.as_tensor(labels).cpu()
-    except (TypeError, ValueError, RuntimeError):
+        given = torch.as_tensor(labels)
+        fits = given.dtype != torch.bool and not given.is_floating_point()
+        fits = fits and not given.is_complex() and checks.is_plain(given)
+        fits = fits and given.shape == (contexts,)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         fail("labels", expected=expected, got=describe(labels))
-    ok = (
-        given.dim() == 1
-        and len(given) == contexts
-        and not given.is_floating_point()
-        and given.dtype != torch.bool
-    )
-    ok = ok and not given.is_complex() and bool((given >= 0).all())
-    require(ok, "labels", expected=expected, got=describe(given))
-    return given.long(), names
+    require(fits, "labels", expected=expected, got=describe(given))
+    values, dense = given.cpu().to(torch.int64).unique(return_inverse=True)
+    inside = int(values[0]) >= 0 and (not names or int(values[-1]) < len(names))
+    got = f"labels from {int(values[0])} to {int(values[-1])}"
+    require(inside, "labels", expected=expected, got=got)
+    if names:
+        return dense, tuple(names[v] for v in values.tolist())
+    same = torch.equal(values, torch.arange(len(values)))
+    return dense, () if same else tuple(map(str, values.tolist()))
 
 
 def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[int, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +10,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, whole
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import require
 from tl_geometry.corpus import cutting
-from tl_geometry.corpus.sources import bos_to_prepend, refuse_file_names, without_bos
+from tl_geometry.corpus.documents import Documents
+from tl_geometry.corpus.drawing import Cutter
+from tl_geometry.corpus.pieces import Pieces, joint
+from tl_geometry.corpus.sources import bos_to_prepend
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+
+SEPARATOR = "\n\n"
+"""Between documents that are joined, where nothing else is said: a blank line. The tokenizer's own
+end of a text is left to the user: in many models it is BOS or padding as well."""
 
 
 def windows(
@@ -29,22 +36,36 @@ def windows(
     labels: Sequence[int] | Sequence[str] | None = None,
     seed: int = 0,
     replace: bool = False,
+    field: str | None = None,
+    pack: bool | str = False,
     corpus: str = "text",
 ) -> TokenWindows:
     """Cut texts into windows of ``length`` tokens, non-overlapping and each used once.
 
-    ``texts`` is a text, several, ``pathlib.Path`` s of text files, or a data set with a ``text``
-    column. Every text is tokenised whole, then cut; its last, shorter piece is left out. With
+    ``texts`` is a text, several, ``pathlib.Path`` s of text files in UTF-8, or a data set with a
+    ``text`` column; ``field`` names another column, or the field that holds the text in each line
+    of a ``.jsonl`` file. Files are read and tokenised in pieces, which end where a word does. Every
+    text is cut from its beginning; its last, shorter piece is left out. With
     ``prepend_bos`` each window is the BOS id and ``length - 1`` tokens; a BOS string that the text
     itself has at the beginning of a window is not doubled (it, or the window, is left out, and
-    noted). ``n`` draws that many windows without replacement (seeded, in corpus order); ``None``
-    takes all. ``labels`` names the document of each text (by default its index). ``replace=True``
-    draws ``n`` places where a window can start instead, each of all texts as likely as another,
-    with replacement, so that windows overlap: the published sampling (Song & Zhong 2023), whose
-    windows are not independent. A text shorter than a window is left out.
+    noted). ``labels`` names the document of each text (by default its index, or file and line);
+    with ``field`` it names each file.
 
-    Raises ``GeometryError`` when no text is long enough, or when ``n`` exceeds the windows there
-    are.
+    ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes all.
+    Of texts that are large beside ``n`` windows only the places that are drawn are tokenised, which
+    a note says: a character is drawn, and of the window-sized parts of the text around it the one
+    at its place. So every character is as likely as another, where the uniform choice (in texts of
+    up to 4 million characters) makes every window as likely; text of long words is drawn a little
+    more often, and the windows are not those of ``n=None``. ``replace=True`` draws ``n`` places
+    where a window can start instead, each of all texts as likely as another, with replacement, so
+    that windows overlap: the published sampling (Song & Zhong 2023), whose windows are not
+    independent (in a large text: a place around each character that is drawn).
+
+    A text shorter than a window is left out, unless ``pack=True`` joins all texts with a blank line
+    (or the string that ``pack`` is) between them; a window belongs to the document where it starts.
+
+    Raises ``GeometryError`` when no text is long enough, when ``n`` exceeds the windows there are,
+    or when a file is no text or changes meanwhile.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -52,37 +73,68 @@ def windows(
     >>> cut.tokens.shape[1], cut.has_bos
     (16, True)
     """
-    view = as_view(model)
-    documents = _documents(texts)
+    joins, expected = isinstance(pack, bool | str), "True, False or the text between documents"
+    require(joins, "pack", expected=expected, got=describe(pack))
+    told = isinstance(prepend_bos, bool)
+    require(told, "prepend_bos", expected="True or False", got=describe(prepend_bos))
+    number, expected = whole(seed), "a whole number from 0 to 2**64 - 1"
+    require(number is not None and 0 <= number < 2**64, "seed", expected=expected, got=seed)
+    several = labels is None or isinstance(labels, Collection)
+    require(several, "labels", expected="one for each text", got=describe(labels))
+    number = None if n is None else whole(n)
+    require(number == n, "n", expected="a number of windows, or None for all", got=n)
+    some = not replace or (number is not None and number >= 1)
+    view, documents = as_view(model), Documents.of(texts, field)
     size = whole(length)
     ok, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
     require(ok, "length", expected=expected, got=length)
+    require(some, "n", expected="a number of windows with replace=True", got=n)
+    return cut_windows(
+        view,
+        documents,
+        length,
+        n=n,
+        prepend_bos=prepend_bos,
+        labels=labels,
+        seed=seed,
+        replace=replace,
+        pack=pack,
+        corpus=corpus,
+    )
+
+
+def cut_windows(
+    view: ModelView,
+    documents: Documents,
+    length: int,
+    *,
+    n: int | None,
+    prepend_bos: bool,
+    labels: Sequence[int] | Sequence[str] | None = None,
+    seed: int = 0,
+    replace: bool = False,
+    pack: bool | str = False,
+    corpus: str = "text",
+    at_most: bool = False,
+) -> TokenWindows:
+    """:func:`windows` of documents; ``at_most``: all of them where there are fewer than ``n``."""
+    expected = f"one for each of {documents.given} texts"
+    one_each = labels is None or len(labels) == documents.given
+    require(one_each, "labels", expected=expected, got=len(labels or ()))
     bos = bos_to_prepend(view.bos_id, prepend_bos)
-    named = [str(v) for v in (range(len(documents)) if labels is None else labels)]
-    one_each, expected = len(named) == len(documents), f"one for each of {len(documents)} texts"
-    require(one_each, "labels", expected=expected, got=len(named))
     body = length - int(prepend_bos)
-    ids, notes = without_bos([view.encode(text) for text in documents], bos)
-    longest = max(len(row) for row in ids)
-    expected, got = f"a text of at least {body} tokens", f"at most {longest}"
-    require(longest >= body, "texts", expected=expected, got=got, instead="a shorter length=")
-    if replace:
-        some = n is not None and n >= 1
-        require(some, "n", expected="a number of windows with replace=True", got=n)
-        cut, more = _anywhere(ids, body, n or 1, seed, bos), ()
-    else:
-        cut, more = _in_order(ids, body, bos)
-    names = tuple(dict.fromkeys(named))
-    rows = torch.cat(cut)
-    which = torch.cat([torch.full((len(c),), names.index(named[i])) for i, c in enumerate(cut)])
-    if n is not None:
-        expected, instead = f"1 to {len(rows)} windows", "n=None for all, or more text"
-        require(1 <= n <= len(rows), "n", expected=expected, got=n, instead=instead)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        kept = order[:n].sort().values
-        rows, which = rows[kept], which[kept]
+    between = SEPARATOR if pack is True else pack
+    cutter = Cutter(
+        pieces=Pieces(view, documents, bos),
+        length=body,
+        step=1 if replace else body,
+        separator=None if between is False else joint(view, between),
+    )
+    cut = cutter.drawn(n, seed) if n is not None and cutter.by_place(n) else None
+    rows, which, notes = cut or cutter.chosen(n, seed, at_most=at_most)
     if bos is not None:
         rows = torch.cat([torch.full((len(rows), 1), bos), rows], dim=1)
+    which, names = _labelled(documents, which, labels)
     return TokenWindows(
         tokens=rows,
         has_bos=prepend_bos,
@@ -90,88 +142,22 @@ def windows(
         names=names,
         corpus=corpus,
         str_tokens=tuple(view.decode(rows[0].tolist())),
-        notes=(*notes, *more),
+        notes=notes,
     )
 
 
-def _in_order(
-    ids: Sequence[Sequence[int]], length: int, bos: int | None
-) -> tuple[list[Int[Tensor, "context position"]], tuple[str, ...]]:
-    """All non-overlapping windows, by text, without those that begin with ``bos``; and a note of
-    how many these were."""
-    cut = [cutting.cut(row, length) for row in ids]
-    if bos is None:
-        return cut, ()
-    kept = [c[c[:, 0] != bos] for c in cut]
-    doubled = sum(map(len, cut)) - sum(map(len, kept))
-    instead, some = "prepend_bos=False", any(len(c) for c in kept)
-    require(some, "texts", expected="text between BOS strings", got="none", instead=instead)
-    note = f"{doubled} windows that begin with the BOS string left out"
-    return kept, (note,) if doubled else ()
-
-
-def _documents(texts: Any) -> list[str]:
-    """Texts as strings: files are read, a data set gives its column ``text``."""
-    if isinstance(texts, Mapping) or hasattr(texts, "column_names"):
-        columns = list(texts) if isinstance(texts, Mapping) else list(texts.column_names or ())
-        require(
-            "text" in columns,
-            "texts",
-            expected="a column named 'text'",
-            got=f"columns {columns}",
-            instead="a list of strings",
-        )
-        whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
-        texts = texts["text"] if whole_column else (row["text"] for row in texts)
-    given: Any = texts
-    if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
-        given = [texts]
-    documents = [_read(t) if isinstance(t, Path) else t for t in given]
-    ok = documents and all(isinstance(t, str) for t in documents)
-    require(
-        ok,
-        "texts",
-        expected="a string or a list of strings",
-        got=describe(texts),
-        instead="decompose(model, tokens) for token ids",
-    )
-    refuse_file_names(documents)
-    return documents
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fail(
-            "texts",
-            expected="text files in UTF-8",
-            got=f"{path}: {type(error).__name__}",
-            instead="a string",
-        )
-
-
-def _anywhere(
-    ids: Sequence[Sequence[int]], length: int, n: int, seed: int, bos: int | None
-) -> list[Int[Tensor, "context position"]]:
-    """``n`` windows, by text: their starts are drawn with replacement from all places where one
-    fits (and none begins with ``bos``)."""
-    rows = [torch.as_tensor(row, dtype=torch.int64) for row in ids]
-    firsts = [row[: max(0, len(row) - length + 1)] for row in rows]
-    starts = [(first != (-1 if bos is None else bos)).nonzero().flatten() for first in firsts]
-    ends = torch.tensor([len(s) for s in starts]).cumsum(0)
-    require(
-        int(ends[-1]) > 0,
-        "texts",
-        expected="text between BOS strings",
-        got="none",
-        instead="prepend_bos=False",
-    )
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(int(ends[-1]), (n,), generator=generator).sort().values
-    sizes = torch.bincount(torch.bucketize(drawn, ends, right=True), minlength=len(ids)).tolist()
-    at = torch.cat(starts)[drawn].split(sizes)
-    return [row[place[:, None] + torch.arange(length)] for row, place in zip(rows, at, strict=True)]
+def _labelled(
+    documents: Documents, which: Int[Tensor, " context"], labels: Sequence[Any] | None
+) -> tuple[Int[Tensor, " context"], tuple[str, ...]]:
+    """Documents of windows as numbers of names. Lines of files are many: only those with a window
+    are named."""
+    if labels is None and documents.named_by_line:
+        present, which = which.unique(return_inverse=True)
+        return which, tuple(map(documents.name, present.tolist()))
+    named = [str(v) for v in (range(documents.given) if labels is None else labels)]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(named))}
+    given = documents.origin(which)
+    return torch.tensor([numbers[name] for name in named])[given], tuple(numbers)
 
 
 def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> TokenWindows:

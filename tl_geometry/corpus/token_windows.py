@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, whole
+from tl_geometry.base.checks import describe, is_plain, whole
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
@@ -39,8 +39,13 @@ class TokenWindows:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "labels"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and not is_plain(value):
+                fail(f"TokenWindows: {name}", expected="integers in rows", got=describe(value))
         ok = (
-            self.tokens.dim() == 2
+            isinstance(self.tokens, Tensor)
+            and self.tokens.dim() == 2
             and not self.tokens.is_floating_point()
             and self.tokens.dtype != torch.bool
             and self.tokens.numel() > 0
@@ -48,17 +53,20 @@ class TokenWindows:
         require(
             ok,
             "TokenWindows",
-            expected="integer tokens [context position], at least one",
+            expected="integer tokens [context position] as a tensor, at least one",
             got=describe(self.tokens),
         )
         if self.labels is not None:
-            ok = self.labels.shape == self.tokens.shape[:1]
+            ok = isinstance(self.labels, Tensor) and self.labels.shape == self.tokens.shape[:1]
             require(
                 ok,
                 "labels",
-                expected=f"one label for each of {len(self.tokens)} contexts",
+                expected=f"one label for each of {len(self.tokens)} contexts, as a tensor",
                 got=describe(self.labels),
             )
+            object.__setattr__(self, "labels", self.labels.clone())
+        # a caller may go on writing into the tensor that it gave
+        object.__setattr__(self, "tokens", self.tokens.clone())
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -15,12 +15,12 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, fail, require
 from tl_geometry.base.results import Provenance, hash_tokens, row_hashes
 from tl_geometry.corpus.cutting import begins_with_bos
+from tl_geometry.decomposition.groups import group_borders
 from tl_geometry.decomposition.largest import Largest
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.reservoir import Reservoir
 
-Number = TypeVar("Number", int, Tensor)
 KEEP_LIMIT = 2**30
 """Bytes up to which ``"auto"`` keeps second moments, context means and samples, each."""
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -71,6 +71,7 @@ class Accumulation:
         d_model: int,
         contexts: int | None,
         device: torch.device | str,
+        labels: Int[Tensor, " context"] | None = None,
     ) -> None:
         start, end = checks.window(plan.window, length, 0)
         for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
@@ -90,13 +91,19 @@ class Accumulation:
         if start > 0:
             left_out = "position 0" if start == 1 else f"positions 0 to {start - 1}"
             flags.append(f"{left_out} left out of the statistics")
+        self.borders: tuple[int, ...] | None = None  # where the number of contexts is known
+        if contexts is not None:
+            self.borders, remarks = group_borders(contexts, plan.groups, labels)
+            flags += remarks
+            self._borders_there = torch.tensor(self.borders, dtype=torch.int64, device=device)
         self.provenance = provenance.flagged(*flags)
         self.moments = Moments.zeros(
             states=n,
             length=length,
             d_model=d_model,
             window=(start, end),
-            groups=plan.groups * (1 if contexts else 2),
+            groups=2 * plan.groups if self.borders is None else len(self.borders) + 1,
+            labels=0 if labels is None else int(labels.max()) + 1,
             second=second,
             product_dtype=plan.moments_dtype,
             device=device,
@@ -104,7 +111,7 @@ class Accumulation:
         self.reservoir = Reservoir(size=keep, seed=plan.seed)
         self.largest = Largest.empty(n, device)
         self.hashes: list[Tensor] = []
-        self.labels: Tensor | None = None
+        self.labels = labels
         self.block = 1  # contexts of one group, where their number is not known
         self.means: list[Tensor] = []
         self.token_hash = ""
@@ -120,15 +127,6 @@ class Accumulation:
         if wanted == "auto" and size > KEEP_LIMIT:
             flags.append(f"{name} not kept (over 1 GiB)")
         return size <= KEEP_LIMIT if wanted == "auto" else bool(wanted)
-
-    def set_labels(self, of_context: Int[Tensor, " context"]) -> None:
-        """Keep sums for each label as well; ``of_context`` are those of all contexts."""
-        sums, labels = self.moments.sums, int(of_context.max()) + 1
-        self.labels = of_context.long()
-        self.moments.label_sums = torch.zeros(
-            labels, sums.shape[1], sums.shape[3], dtype=torch.float64, device=sums.device
-        )
-        self.moments.label_counts = torch.zeros(labels, dtype=torch.int64)
 
     def update(
         self,
@@ -220,17 +218,17 @@ class Accumulation:
 
     def _groups(self, size: int, device: torch.device | str) -> Int[Tensor, " batch"]:
         """Group of each of the next contexts, made where it is needed (a transfer would wait for
-        the device).
+        the device)."""
+        contexts = self.done + torch.arange(size, device=device)
+        if self.borders is None:
+            return contexts // self.block
+        return torch.bucketize(contexts, self._borders_there.to(device), right=True)
 
-        Groups are contiguous, so that what neighbouring contexts share stays in one:
-        ``floor(c G / C)``, or blocks of equal size.
-        """
-        return self._group(self.done + torch.arange(size, device=device))
-
-    def _group(self, context: Number) -> Number:
-        """Group of a context, or of several."""
-        count, block = self.contexts, self.block
-        return context * self.plan.groups // count if count else context // block
+    def _group(self, context: int) -> int:
+        """Group of one context."""
+        if self.borders is None:
+            return context // self.block
+        return bisect.bisect_right(self.borders, context)
 
     def make_room(self, size: int) -> None:
         """Where the number of contexts is not known: 2G blocks, joined in pairs as often as the

@@ -20,13 +20,16 @@ SAME = ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")
 """Fields of the provenance that a resumed run must share."""
 
 
-def settings(work: Accumulation) -> dict[str, Any]:
-    """What a checkpoint must share with the run that resumes it."""
+def settings(work: Accumulation, done: int) -> dict[str, Any]:
+    """What a checkpoint of the first ``done`` contexts must share with the run that resumes it."""
     plan = vars(work.plan)
     fields = {name: getattr(work.provenance, name) for name in SAME}
     counts = work.moments.label_counts
     sizes = {"length": work.length, "window": work.moments.window, "contexts": work.contexts}
     sizes["labels"] = 0 if counts is None else len(counts)
+    if work.borders is not None:  # those of documents may lie elsewhere behind ``done``
+        sizes["groups"] = len(work.borders) + 1
+        sizes["groups begin at"] = [b for b in work.borders if b < done]
     return json.loads(json.dumps(plan | fields | sizes, default=str))
 
 
@@ -45,7 +48,7 @@ def save(work: Accumulation, path: Path) -> None:
     """Write a checkpoint: the file holds the last whole one at every moment."""
     basis = work.finish(None, (), final=False)
     run = {
-        "settings": settings(work),
+        "settings": settings(work, work.done),
         "label_hash": label_hash(work, work.done),
         "done": work.done,
         "token_hash": work.token_hash,
@@ -59,7 +62,7 @@ def save(work: Accumulation, path: Path) -> None:
 def resume(work: Accumulation, path: Path) -> None:
     """Take up a checkpoint, or raise and leave it as it is."""
     run, basis = read(path)
-    mine, theirs = settings(work), run["settings"]
+    mine, theirs = settings(work, run["done"]), run["settings"]
     differing = [k for k in mine if mine[k] != theirs.get(k)]
     shown = ", ".join(f"{k}={theirs.get(k)!r} (now {mine[k]!r})" for k in differing)
     what, instead = f"checkpoint {path}", "another checkpoint= path"

@@ -198,10 +198,14 @@ def _run_tensor(
 ) -> PositionContext:
     """The statistics of activations that are already in memory."""
     work = Accumulation(
-        plan, provenance, length=h.shape[2], d_model=h.shape[3], contexts=h.shape[1], device=device
+        plan,
+        provenance,
+        length=h.shape[2],
+        d_model=h.shape[3],
+        contexts=h.shape[1],
+        device=device,
+        labels=labels,
     )
-    if labels is not None:
-        work.set_labels(labels)
     for start in range(0, h.shape[1], batch):
         part = h[:, start : start + batch]
 
@@ -235,16 +239,10 @@ def _whole_number(value: Any) -> int | None:
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:
     if isinstance(source, Tensor):
-        h = source.unsqueeze(0) if source.dim() == 3 else source
-        ok = (
-            h.dim() == 4
-            and h.is_floating_point()
-            and h.numel() > 0
-            and not h.is_meta
-            and h.layout == torch.strided
-        )
+        h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
+        ok = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         shape = "floating [context position d_model] or [state context position d_model]"
-        got = f"{'meta ' if source.is_meta else ''}{describe(source)}"
+        got = describe(source)
         require(
             ok,
             "activations",

@@ -1,11 +1,11 @@
-"""Intervals of the analysis of variance of each state: groups of contexts left out in turn."""
+"""Intervals of the analysis of variance of each state: blocks of contexts left out in turn."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
@@ -14,6 +14,35 @@ from tl_geometry.decomposition.variance import analysis
 
 SHARES = ("pos", "ctx", "resid")
 """Parts of the total sum of squares, in the order of their axis here."""
+BLOCK = 8
+"""Contexts that a block holds at least. Consecutive windows are often of one topic: with topics of
+8 windows, groups of 4 covered 0.86 to 0.91 and these blocks 0.93 to 0.95; 16 contexts, of two
+topics, cover 0.39 to 0.88 however they are grouped."""
+
+
+def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "row group"]:
+    """Neighbouring groups joined to blocks of at least so many contexts, the last with what is
+    left; empty groups belong to none.
+
+    >>> blocks(torch.tensor([4, 4, 4, 0, 4, 4, 4])).int().tolist()
+    [[1, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1]]
+    """
+    number, held, rows = 0, 0, torch.full((len(counts),), -1)
+    left = int(counts.sum())
+    for group, count in enumerate(counts.tolist()):
+        if count:
+            rows[group] = number
+            held, left = held + count, left - count
+            if held >= least and left >= least:
+                number, held = number + 1, 0
+    return rows == torch.arange(number + 1).unsqueeze(1)
+
+
+def jackknife_blocks(counts: Int[Tensor, " group"]) -> Bool[Tensor, "row group"]:
+    """What a jackknife leaves out in turn: blocks of at least 8 contexts, or single groups where
+    there are not four of them."""
+    joined = blocks(counts)
+    return joined if len(joined) >= FEWEST_GROUPS else blocks(counts, 1)
 
 
 def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
@@ -22,26 +51,27 @@ def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
 
     What is covered is the share that infinitely many contexts would give: the correction takes out
     what C contexts of noise leave in pos (and takes from resid). The corrected shares sum to one.
+    Blocks hold 8 contexts at least; where that leaves fewer than four of them (below 32 contexts),
+    groups are left out as they are, and only pos has bounds: how contexts differ cannot be known
+    from so few, which may be of two topics.
     """
-    used = m.counts.nonzero().flatten()
-    if m.contexts < FEWEST or len(used) < FEWEST_GROUPS:
+    if m.contexts < FEWEST or int((m.counts > 0).sum()) < FEWEST_GROUPS:
         return {}
+    member = jackknife_blocks(m.counts)
     whole = _shares(_total(m))
-    rest = torch.stack([_shares(_total(m, int(g))) for g in used])
-    found = jackknife_interval(whole, [LeftOut(rest, m.counts[used].double())])
-    return {
-        name: torch.stack([found.value[:, i], found.low[:, i], found.high[:, i]], dim=1)
-        for i, name in enumerate(SHARES)
-    }
+    rest = torch.stack([_shares(_total(m, without=block)) for block in member])
+    sizes = (member * m.counts).sum(1).double()
+    found = torch.stack(jackknife_interval(whole, [LeftOut(rest, sizes)])[:3], dim=-1)
+    if len(blocks(m.counts)) < FEWEST_GROUPS:
+        found[:, 1:, 1:] = torch.nan
+    return dict(zip(SHARES, found.unbind(1), strict=True))
 
 
-def _total(m: Moments, without: int | None = None) -> Moments:
-    """All groups, or all but one, as a single group."""
-    made = {}
-    for name in GROUPED:
-        values = getattr(m, name)
-        total = values.sum(0, keepdim=True)
-        made[name] = total if without is None else total - values[without]
+def _total(m: Moments, *, without: Bool[Tensor, " group"] | None = None) -> Moments:
+    """All groups, or all but some, as a single group."""
+    kept = torch.ones_like(m.counts, dtype=torch.bool) if without is None else ~without
+    made = {name: getattr(m, name)[kept.to(getattr(m, name).device)] for name in GROUPED}
+    made = {name: values.sum(0, keepdim=True) for name, values in made.items()}
     return dataclasses.replace(m, **made, second=None, shift=None, tail=None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,7 +18,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.results import Result, write_atomically
+from tl_geometry.base.results import Result, as_path, write_atomically
 from tl_geometry.decomposition import files, merging
 from tl_geometry.decomposition.largest import (
     Largest,
@@ -29,7 +29,7 @@ from tl_geometry.decomposition.largest import (
     sinks_of,
     top_share,
 )
-from tl_geometry.decomposition.layer_intervals import anova_intervals
+from tl_geometry.decomposition.layer_intervals import anova_intervals, jackknife_blocks
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.parts import Parts, parts_about
 from tl_geometry.decomposition.reservoir import Reservoir
@@ -162,8 +162,7 @@ class PositionContext(Result):
     def index(self, state: int) -> int:
         """Row of ``state`` in every array with a state axis."""
         expected, instead = f"one of {self.states}", "decompose(..., states=None) for all"
-        known = state in self.states
-        require(known, "state", expected=expected, got=repr(state), instead=instead)
+        require(state in self.states, "state", expected=expected, got=repr(state), instead=instead)
         return self.states.index(state)
 
     @property
@@ -194,22 +193,33 @@ class PositionContext(Result):
         ``identifiable`` is false and the shares of pos are NaN; with one position pos and resid are
         zero.
         """
+        if null is not None:
+            require_basis(null, "null")
         values = analysis(self.moments)
         reliability = dict(zip(self.states, values["pos_reliability"].tolist(), strict=True))
         low = [state for state, r in reliability.items() if r < LOW_RELIABILITY]
         unsure = f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"
         flags = [unsure] if low else []
+        if null is not None:
+            require_basis(null)
+            same = null.states == self.states
+            require(same, "null", expected=f"a basis of states {self.states}", got=null.states)
+        beside = None if null is None else null.anova()
+        intervals = anova_intervals(self.moments)
+        if intervals and beside is not None and beside.intervals:
+            intervals["ctx_null"] = beside.intervals["ctx"]
         return Anova(
             provenance=self.provenance.flagged(*self.flags(), *flags),
             states=self.states,
             contexts=self.contexts,
             positions=self.window[1] - self.window[0],
             **values,
-            ctx_null=None if null is None else null.anova().shares["ctx"],
+            ctx_null=None if beside is None else beside.shares["ctx"],
             identifiable=self.contexts > 1,
             top_share=self._top_share(),
             remarks=tuple(self._remark(state, r) for state, r in reliability.items()),
-            intervals=anova_intervals(self.moments),
+            intervals=intervals,
+            blocks=len(jackknife_blocks(self.group_counts)),
         )
 
     def _remark(self, state: int, reliability: float) -> str:
@@ -281,13 +291,9 @@ class PositionContext(Result):
         """Raise unless there are two contexts: with one, position and content cannot be told
         apart."""
         reason = "with one, position and content cannot be told apart"
-        require(
-            self.contexts >= 2,
-            what,
-            expected=f"a basis of at least 2 contexts ({reason})",
-            got=f"{self.contexts}",
-            instead="decompose(model, more windows)",
-        )
+        expected, instead = f"a basis of at least 2 contexts ({reason})", "more windows"
+        enough, got = self.contexts >= 2, f"{self.contexts}"
+        require(enough, what, expected=expected, got=got, instead=f"decompose(model, {instead})")
 
     def require_raw(self, what: str) -> None:
         """Raise for a basis of normalised states where raw ones are meant."""
@@ -335,13 +341,9 @@ class PositionContext(Result):
             whole = h.shape[2] == self.window[1] - self.window[0]
             positions = range(*self.window) if whole else range(h.shape[2])
         at = torch.as_tensor(list(positions))
-        inside = bool(((at >= 0) & (at < self.length)).all())
-        require(
-            len(at) == h.shape[2] and inside,
-            "positions",
-            expected=f"{h.shape[2]} from 0 to {self.length - 1}",
-            got=f"{len(at)}: {at.tolist()[:8]}",
-        )
+        fits = len(at) == h.shape[2] and bool(((at >= 0) & (at < self.length)).all())
+        expected, got = f"{h.shape[2]} from 0 to {self.length - 1}", f"{len(at)}: {at.tolist()[:8]}"
+        require(fits, "positions", expected=expected, got=got)
         parts = parts_about(h, self.mean.to(h.device), self.pos_seen[:, at].to(h.device))
         return Parts(*(part[0] for part in parts)) if single else parts
 
@@ -382,30 +384,28 @@ class PositionContext(Result):
         return (*flags, *self.flags())
 
     @staticmethod
-    def merge(parts: Sequence[PositionContext]) -> PositionContext:
+    def merge(parts: Iterable[PositionContext]) -> PositionContext:
         """One basis from partial results over disjoint contexts (shards of a corpus), in the given
         order.
 
         Mean, pos and ctx equal the single run's to 1e-10, second moments to 1e-6 of their trace.
-        Contexts are renumbered in the given order, and groups joined to as many contiguous ones as
-        the part with most has.
+        Contexts are renumbered in the given order, groups joined to as many contiguous ones as the
+        part with most has, and labels are the same where their names are.
 
-        Raises ``GeometryError`` for parts of other models, settings or states, and for the same
-        contexts twice.
+        Raises ``GeometryError`` for parts of other models or settings, and for contexts twice.
         """
-        require(len(parts) > 0, "merge", expected="at least one basis", got="none")
+        single = isinstance(parts, PositionContext | str | Path) or not isinstance(parts, Iterable)
+        instead = "merge([first, second, ...])"
+        require(not single, "merge", expected="bases", got=describe(parts), instead=instead)
+        for i, part in enumerate(parts := tuple(parts)):
+            require_basis(part, f"merge: part {i}")
+        require(parts, "merge", expected="at least one basis", got="none")
         first = parts[0]
         for other in parts[1:]:
-            merging.require_one_setting(first.provenance, other.provenance)
-            a, b = first.states, other.states
-            require(a == b, "merge: states", expected=a, got=b)
-            same, got = first.contiguous == other.contiguous, "contiguous and interleaved"
-            expected, instead = "files of one version", "decompose again"
-            require(same, "merge: groups", expected=expected, got=got, instead=instead)
-            a, b = first.names, other.names
-            require(a == b, "merge: document names", expected=a, got=b)
+            merging.require_one_setting(first, other)
+        labelled, names = merging.one_labelling(parts)
         starts = [0, *accumulate(p.contexts for p in parts[:-1])]
-        sums, hashes = [p.moments for p in parts], [p.token_hashes for p in parts]
+        sums, hashes = [part.moments for part in labelled], [p.token_hashes for p in parts]
         moments = merging.joined(sums, contiguous=first.contiguous)
         tops = [p.largest for p in parts if p.largest is not None]
         largest = Largest.merge(tops, starts) if len(tops) == len(parts) else None
@@ -418,8 +418,8 @@ class PositionContext(Result):
             states=first.states,
             moments=moments,
             context_means=merging.together([p.context_means for p in parts], dim=1),
-            labels=merging.together([p.labels for p in parts]),
-            names=first.names,
+            labels=merging.together([part.labels for part in labelled]),
+            names=names,
             reservoir=merging.merged_samples([p.reservoir for p in parts], starts),
             token_hashes=merging.together(hashes),
             largest=largest,
@@ -450,9 +450,10 @@ class PositionContext(Result):
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file (written aside, then moved into place) and return its
         path."""
+        path = as_path(path)
         header = {name: json.dumps(value) for name, value in self.header().items()}
-        write_atomically(Path(path), self.tensors(), header)
-        return Path(path)
+        write_atomically(path, self.tensors(), header)
+        return path
 
     @classmethod
     def load(cls, path: str | Path) -> PositionContext:
@@ -460,11 +461,15 @@ class PositionContext(Result):
         altered or foreign file, and one of a newer version, is refused."""
         return cls(**files.fields_of(*files.read(path, cls.schema(), *READABLE)))
 
+    @cached_property
+    def _table(self) -> Anova:
+        return self.anova()
+
     def columns(self) -> Sequence[str]:
-        return self.anova().columns()
+        return self._table.columns()
 
     def rows(self) -> Sequence[Sequence[object]]:
-        return self.anova().rows()
+        return self._table.rows()
 
     @property
     def kept(self) -> str:
@@ -483,12 +488,13 @@ class PositionContext(Result):
         return f"PositionContext({'; '.join(shown)})"
 
     def _repr_html_(self) -> str:
-        return self.anova()._repr_html_()
+        return self._table._repr_html_()
 
 
-def require_basis(value: object) -> None:
+def require_basis(value: object, what: str = "basis") -> None:
     """Raise unless ``value`` is a :class:`PositionContext` (a path or a table in its place is a
-    common slip)."""
-    ok, is_path = isinstance(value, PositionContext), isinstance(value, str | Path)
-    instead = "PositionContext.load(path)" if is_path else "decompose(model, tokens)"
-    require(ok, "basis", expected="a PositionContext", got=describe(value), instead=instead)
+    common slip): the one check of every public function that takes a basis."""
+    if not isinstance(value, PositionContext):
+        is_path = isinstance(value, str | Path)
+        instead = "PositionContext.load(path)" if is_path else "decompose(model, tokens)"
+        fail(what, expected="a PositionContext", got=describe(value), instead=instead)

@@ -9,7 +9,7 @@ any number of processes gives the same numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -114,6 +114,20 @@ class Processes:
         text = self.share_text(text) if self.size > 1 else text
         if text:
             raise GeometryError(text)
+
+    def each(self, action: Callable[[], None]) -> None:
+        """Do something in every process; a ``GeometryError`` of any is raised in all of them."""
+        text = ""
+        try:
+            action()
+        except GeometryError as error:
+            if self.size == 1:
+                raise
+            text = str(error)
+        failed = torch.tensor([int(bool(text))])
+        self.total(failed)
+        if failed:
+            raise GeometryError(text or f"refused in {int(failed)} of {self.size} processes")
 
 
 class Launch(NamedTuple):

@@ -15,16 +15,17 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tl_geometry.decomposition.layer_intervals import jackknife_blocks
 from tl_geometry.decomposition.position_context import PositionContext
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subsets:
-    """Sets of groups ``member [sample group]``: row 0 all, the rows ``jackknife`` without one each,
-    those of ``levels`` disjoint blocks.
+    """Sets of groups ``member [sample group]``: row 0 all, the rows ``jackknife`` without one block
+    each, those of ``levels`` disjoint parts.
 
     ``levels`` maps a number of contexts (C/8, C/4, C/2, as many as the groups allow) to the rows of
-    its blocks.
+    its parts.
     """
 
     member: Bool[Tensor, "sample group"]
@@ -32,31 +33,35 @@ class Subsets:
     jackknife: slice
     levels: tuple[tuple[int, slice], ...]
 
+    @property
+    def blocks(self) -> int:
+        """Blocks that are left out in turn."""
+        return self.jackknife.stop - self.jackknife.start
+
 
 def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
-    """The sets of groups that a report needs: row 0 all of them, then (with ``jackknife``) the
-    delete-one sets and the blocks.
+    """The sets of groups that a report needs: row 0 all of them, then (with ``jackknife``) those
+    without each block of groups
+    (:func:`tl_geometry.decomposition.layer_intervals.jackknife_blocks`), and the levels.
 
     Empty groups are left out. With fewer than two groups there is no resampling.
     """
     counts = basis.group_counts
-    used = counts.nonzero().flatten()
-    rows = [torch.ones(len(used), dtype=torch.bool)]
+    full = counts > 0
+    used = full.nonzero().flatten()
+    rows = [full]
     spans: list[tuple[int, slice]] = []
     dropped = slice(1, 1)
     if jackknife and len(used) > 1:
-        rows += list(~torch.eye(len(used), dtype=torch.bool))
-        dropped = slice(1, 1 + len(used))
+        rows += list(full & ~jackknife_blocks(counts))
+        dropped = slice(1, len(rows))
         for share in (8, 4, 2):
             if len(used) >= share:
-                blocks = torch.arange(len(used)).tensor_split(share)
-                used_up = round(int(counts.sum()) / share)  # the blocks share all contexts
+                parts = used.tensor_split(share)
+                used_up = round(int(counts.sum()) / share)  # the parts share all contexts
                 spans.append((used_up, slice(len(rows), len(rows) + share)))
-                rows += [
-                    torch.zeros(len(used), dtype=torch.bool).index_fill(0, b, True) for b in blocks
-                ]
-    member = torch.zeros(len(rows), len(counts), dtype=torch.bool)
-    member[:, used] = torch.stack(rows)
+                rows += [torch.zeros_like(full).index_fill(0, part, True) for part in parts]
+    member = torch.stack(rows)
     return Subsets(
         member=member,
         contexts=tuple((member * counts).sum(1).tolist()),
@@ -80,8 +85,7 @@ def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " st
     """Delete-one standard error, ``sqrt((G - 1)/G sum_g (x_g - mean)^2)`` over G groups of about
     equal size; NaN with fewer than two.
 
-    It covers the choice of contexts only, and is rough for integer measures such as a rank, which
-    jump.
+    It covers the choice of contexts only, and says nothing of measures that jump, such as a rank.
 
     >>> jackknife_error(torch.tensor([[1.0], [3.0]])).tolist()
     [1.0]

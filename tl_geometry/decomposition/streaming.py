@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import hash_tokens
+from tl_geometry.base.results import as_path, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.decomposition import checkpoints, sharing
 from tl_geometry.decomposition.accumulation import Accumulation, Feed, OnState, Plan
@@ -61,12 +61,12 @@ def run_corpus(
         d_model=view.d_model,
         contexts=source.contexts,
         device=sums_on,
+        labels=source.labels,
     )
-    if source.labels is not None:
-        work.set_labels(source.labels)
-    mine = [checkpoints.settings(work), checkpoints.label_hash(work, source.contexts or 0)]
+    mine = [checkpoints.settings(work, 0), checkpoints.label_hash(work, source.contexts or 0)]
     processes.agree(json.dumps([*mine, size, str(checkpoint)]), "arguments of decompose")
-    saver = _Saver(work, processes, None if checkpoint is None else Path(checkpoint))
+    path = None if checkpoint is None else as_path(checkpoint, "checkpoint")
+    saver = _Saver(view, work, processes, path)
     bar = tqdm(
         total=source.contexts,
         initial=work.done,
@@ -87,6 +87,7 @@ def run_corpus(
             if (number + 1) % processes.size == 0:
                 saver.round()
     processes.agree(work.token_hash, "tokens")
+    processes.each(view.require_unchanged)
     saver.finish()
     basis = work.finish(source.labels, source.names)
     return dataclasses.replace(
@@ -192,10 +193,13 @@ def forward_states(
 
 def _writable(path: Path) -> None:
     """Raise before anything is computed where no checkpoint could be written."""
-    folder = next((p for p in path.absolute().parents if p.exists()), path)
-    ok = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK)
     expected, instead = "a file that can be written", "a path in a folder of your own"
-    require(ok, "checkpoint", expected=expected, got=str(path), instead=instead)
+    try:
+        folder = next((p for p in path.absolute().parents if p.exists()), path)
+        ok, got = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK), str(path)
+    except (OSError, ValueError) as error:  # a name that no file can have
+        ok, got = False, f"a name of {len(path.name)} characters ({type(error).__name__})"
+    require(ok, "checkpoint", expected=expected, got=got, instead=instead)
 
 
 class _Saver:
@@ -207,8 +211,10 @@ class _Saver:
     processes meet only there.
     """
 
-    def __init__(self, work: Accumulation, processes: Processes, path: Path | None) -> None:
-        self.work, self.processes, self.path = work, processes, path
+    def __init__(
+        self, view: ModelView, work: Accumulation, processes: Processes, path: Path | None
+    ) -> None:
+        self.view, self.work, self.processes, self.path = view, work, processes, path
         if path is not None:
             processes.first(lambda: _writable(path))
             processes.first(lambda: checkpoints.resume(work, path) if path.exists() else None)
@@ -238,5 +244,10 @@ class _Saver:
             self._save(self.path)
 
     def _save(self, path: Path) -> None:
-        self.processes.first(lambda: checkpoints.save(self.work, path))
+        self.processes.first(lambda: self._save_one_model(path))
         self.saved = self.work.done
+
+    def _save_one_model(self, path: Path) -> None:
+        # else a later run would go on from sums of two models
+        self.view.require_unchanged()
+        checkpoints.save(self.work, path)

@@ -17,28 +17,36 @@ LOW_RELIABILITY = 0.5
 """Split-half reliability below which a positional basis is mostly noise."""
 
 
+BOUNDED = ("pos", "ctx", "resid", "ctx_null")
+"""Shares that may have an interval, in the order of the table."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Anova(Result):
     """Analysis of variance of each state: sums of squares, degrees of freedom, shares, and how far
     to trust them.
 
     Sums of squares (units of the activations squared): ``total = pos + ctx + resid``. Degrees of
-    freedom per coordinate: pos T - 1, ctx C - 1, resid (C - 1)(T - 1). ``pos_debiased`` is the
-    share of pos after subtracting what C contexts of noise leave in an average,
-    ``max(0, SS_pos - SS_resid / (C - 1)) / SS_total``; it assumes residuals independent across
-    contexts. ``pos_reliability`` is the mean cosine of pos from two disjoint halves of the
-    contexts.
+    freedom per coordinate: pos T - 1, ctx C - 1, resid (C - 1)(T - 1). ``pos_reliability`` is the
+    mean cosine of pos from two disjoint halves of the contexts.
 
-    The context share has no such correction, because residuals are correlated along a text: any
-    slowly varying text has a large one. ``ctx_agreement`` is the correlation of a context's means
-    over the first and last part of the window (a quarter left out between); ``ctx_null`` the
-    context share of windows spliced from random places of the same corpus, where it was asked for.
+    The shares of this very sample (:attr:`shares`, columns ``pos``, ``ctx``, ``resid``) hold what C
+    contexts of noise leave in an average. ``intervals`` hold those of infinitely many contexts: a
+    value corrected by a jackknife over ``blocks`` of contexts, and its 95% bounds (columns
+    ``pos_corrected``, ``pos_corrected_low`` and so on; empty below 10 contexts, without bounds of
+    ctx and resid below 32; :func:`tl_geometry.decomposition.layer_intervals.anova_intervals`).
+    ``pos_debiased`` is the correction by formula, ``max(0, SS_pos - SS_resid / (C - 1)) /
+    SS_total``, which assumes residuals independent across contexts; it is in the table where there
+    are no intervals.
+
+    A large context share alone means little, because residuals are correlated along a text: any
+    slowly varying text has one. ``ctx_agreement`` is the correlation of a context's means over the
+    first and last part of the window (a quarter left out between); ``ctx_null`` the context share
+    of windows spliced from random places of the same corpus, where it was asked for.
 
     ``top_share`` is the part of the raw sum of squares in the largest 0.1% of the tokens (at least
     one), and ``remarks`` say for each state what makes its row hard to read: such tokens, a
-    reliability below 0.5, one context. ``intervals`` hold for the shares of pos, ctx and resid the
-    value corrected for sampling noise by a jackknife over groups of contexts, and its 95% bounds
-    (:func:`tl_geometry.decomposition.layer_intervals.anova_intervals`; empty below 10 contexts).
+    reliability below 0.5, one context.
 
     With one context ``identifiable`` is false, and the shares of pos are NaN.
     """
@@ -58,7 +66,8 @@ class Anova(Result):
     top_share: Float[Tensor, " state"] | None = None
     remarks: tuple[str, ...] = ()
     intervals: Mapping[str, Float[Tensor, "state 3"]] = field(default_factory=dict)
-    version: ClassVar[int] = 2
+    blocks: int = 0
+    version: ClassVar[int] = 3
 
     @property
     def degrees_of_freedom(self) -> dict[str, int]:
@@ -76,34 +85,28 @@ class Anova(Result):
         pos = self.pos if self.identifiable else torch.full_like(total, torch.nan)
         return {"pos": pos / total, "ctx": self.ctx / total, "resid": self.resid / total}
 
-    def _bounded(self) -> list[str]:
-        """The shares that have an interval."""
-        return [name for name in self.shares if name in self.intervals]
+    def _corrected(self) -> dict[str, Tensor]:
+        """Columns of the intervals: each value beside the bounds that are its own."""
+        out: dict[str, Tensor] = {}
+        for name in [n for n in BOUNDED if n in self.intervals]:
+            values = self.intervals[name]
+            ends = ("corrected", "corrected_low", "corrected_high")
+            out |= {f"{name}_{end}": v for end, v in zip(ends, values.unbind(1), strict=True)}
+        return out or {"pos_debiased": self.pos_debiased}
+
+    def _columns(self) -> dict[str, Tensor]:
+        """The numbers of the table, by column."""
+        out = {"ss_total": self.total, **self.shares, **self._corrected()}
+        out |= {"pos_reliability": self.pos_reliability, "ctx_agreement": self.ctx_agreement}
+        out |= {} if self.ctx_null is None else {"ctx_null": self.ctx_null}
+        unknown = torch.full_like(self.total, torch.nan)
+        return out | {"top_share": unknown if self.top_share is None else self.top_share}
 
     def columns(self) -> Sequence[str]:
-        measures = ["pos_debiased", "pos_reliability", "ctx_agreement"]
-        null = [] if self.ctx_null is None else ["ctx_null"]
-        return [
-            "state",
-            "ss_total",
-            "pos",
-            "ctx",
-            "resid",
-            *measures,
-            *(f"{name}_{bound}" for name in self._bounded() for bound in ("low", "high")),
-            *null,
-            "top_share",
-            "remarks",
-        ]
+        return ["state", *self._columns(), "remarks"]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        measures = [self.pos_debiased, self.pos_reliability, self.ctx_agreement]
-        bounds = [b for name in self._bounded() for b in self.intervals[name][:, 1:].unbind(1)]
-        null = [] if self.ctx_null is None else [self.ctx_null]
-        unknown = torch.full_like(self.total, torch.nan)
-        top_share = unknown if self.top_share is None else self.top_share
-        values = [self.total, *self.shares.values(), *measures, *bounds, *null, top_share]
-        texts = self.remarks or ("",) * len(self.states)
+        values, texts = self._columns().values(), self.remarks or ("",) * len(self.states)
         return [[s, *(float(v[i]) for v in values), texts[i]] for i, s in enumerate(self.states)]
 
 
@@ -130,7 +133,7 @@ def analysis(m: Moments) -> dict[str, Float[Tensor, " state"]]:
         noise = resid / (c - 1)
         debiased = (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan)
     found = {"total": total, "pos": pos, "ctx": ctx, "resid": resid, "pos_debiased": debiased}
-    return found | {"pos_reliability": _reliability(m), "ctx_agreement": _agreement(m)}
+    return found | {"pos_reliability": reliability(m), "ctx_agreement": _agreement(m)}
 
 
 def half_pos(
@@ -147,7 +150,7 @@ def half_pos(
     return halves[0], halves[1]
 
 
-def _reliability(m: Moments) -> Float[Tensor, " state"]:
+def reliability(m: Moments) -> Float[Tensor, " state"]:
     """Mean cosine over positions between the positional bases of two halves of the contexts."""
     halves = half_pos(m)
     if halves is None:

@@ -10,13 +10,13 @@ findings beside what was expected or published. Three scales: ``"smoke"`` (secon
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tl_geometry.base.arguments import EXPERIMENTS, SCALES, own_folder, read_texts
+from tl_geometry.base.arguments import EXPERIMENTS, SCALES, check_seed, read_texts
 from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.owned import EXPERIMENT, LOCK, WRITER, check_folder, lock, write_record
 from tl_geometry.experiments import arithmetic, characters, random_tokens
 from tl_geometry.experiments.arithmetic import addition
 from tl_geometry.experiments.characters import nanogpt
@@ -43,6 +43,7 @@ def run(
     changes: Sequence[str] | None = None,
     device: str = "cpu",
     progress: bool = True,
+    force: bool = False,
     command: Sequence[str] = (),
 ) -> Outcome:
     """Run an experiment by its name, write it to ``out``, and return it: what the command line
@@ -50,13 +51,16 @@ def run(
 
     ``changes`` are settings that differ from those of the scale, such as ``"context=512"``;
     ``texts`` are files to train on (addition makes its own lines). A folder that holds another
-    experiment, or a report, is refused.
+    experiment, a report, or files of somebody else (``force``: these are overwritten), or that
+    another run is writing to, is refused.
     """
     module = MODULES[choice(name, EXPERIMENTS, "experiment")]
     setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
     if texts and name == "addition":
         fail("--text", expected="none for addition, which makes its own", got=len(texts))
     require(len(seeds) > 0, "--seeds", expected="at least one", got="none")
+    for seed in seeds:
+        check_seed(seed, "--seeds")
     options: dict[str, Any] = {
         "seeds": tuple(seeds),
         "out": out,
@@ -67,16 +71,15 @@ def run(
         options["texts"], names = read_texts(texts, encoding, "--text")
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         options["name"] = f"{', '.join(names[:3])}{more}"
-    if out is not None:
-        own_folder(out, name)
-        out.mkdir(parents=True, exist_ok=True)
-        if not (out / "run.json").exists():  # a stopped run is known by it
-            (out / "run.json").write_text(
-                json.dumps({"experiment": name, "finished": False}) + "\n", encoding="utf-8"
-            )
-    outcome: Outcome = getattr(module, name)(setup, **options)
-    if out is not None:
-        outcome.save(out, command=command)
+    if out is None:
+        return getattr(module, name)(setup, **options)
+    out.mkdir(parents=True, exist_ok=True)
+    with lock(out / LOCK):
+        if not check_folder(out, name, EXPERIMENT, force=force):  # a stopped run is known by it
+            record = {"written_by": WRITER, "experiment": name, "finished": False}
+            write_record(out, record)
+        outcome: Outcome = getattr(module, name)(setup, **options)
+        outcome.save(out, command=command, force=force)
     return outcome
 
 

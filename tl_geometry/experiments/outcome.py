@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tl_geometry.base.owned import PAGE, WRITER, OwnFiles, check_folder, write_record
 from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.decomposing import decompose
@@ -107,19 +108,33 @@ class Outcome:
             ),
         ]
 
-    def save(self, out: Path, *, command: Sequence[str] = ()) -> Path:
+    def save(self, out: Path, *, command: Sequence[str] = (), force: bool = False) -> Path:
         """Write ``report.html``, a safetensors file per table (and a CSV where it is a plain
         :class:`~tl_geometry.experiments.setup.Table`), a PNG per figure and ``run.json``; return
-        the page's path."""
+        the page's path. Files in the way that an earlier run has not written are refused
+        (``force``: overwritten)."""
         out.mkdir(parents=True, exist_ok=True)
         sections = self.sections()
-        for name, table in [item for section in sections for item in section.tables.items()]:
+        tables = [item for section in sections for item in section.tables.items()]
+        files: dict[str, Callable[[Path], object]] = {}
+        for name, table in tables:
             if isinstance(table, Table):
-                table.to_dataframe().to_csv(out / f"{name}.csv", index=False)
-            table.save(out / f"{name}.safetensors")
-        for name, figure in self.figures.items():
-            figure.save(out / f"{name}.png")
+                files[f"{name}.csv"] = partial(table.to_dataframe().to_csv, index=False)
+            files[f"{name}.safetensors"] = table.save
+        files |= {f"{name}.png": figure.save for name, figure in self.figures.items()}
+        parts = [page.Part(name=s.title, title=s.title, html=s.html()) for s in sections]
+        text = page.document(self.title, parts, [SOURCES["song2023"]])
+        files[PAGE] = partial(Path.write_text, data=text, encoding="utf-8")
+        record = check_folder(out, self.name, files, force=force)
+        own = OwnFiles(out, record.get("files", {}), force=force)
+        for name, save in files.items():
+            own.write(name, save, partial(self._record, out, own, command))
+        return out / PAGE
+
+    def _record(self, out: Path, own: OwnFiles, command: Sequence[str]) -> None:
+        """Write ``run.json``."""
         summary = {
+            "written_by": WRITER,
             "command": list(command),
             "experiment": self.name,
             "setup": dataclasses.asdict(self.setup),
@@ -127,12 +142,9 @@ class Outcome:
             "corpus": self.corpus,
             "findings": [dataclasses.asdict(f) for f in self.findings],
             "versions": versions(),
+            "files": own.hashes,
         }
-        (out / "run.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        parts = [page.Part(name=s.title, title=s.title, html=s.html()) for s in sections]
-        text = page.document(self.title, parts, [SOURCES["song2023"]])
-        (out / "report.html").write_text(text, encoding="utf-8")
-        return out / "report.html"
+        write_record(out, summary)
 
 
 def bridge_of(model: nn.Module, name: str) -> Any:

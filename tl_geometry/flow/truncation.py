@@ -160,6 +160,7 @@ def truncation_kl(
     rows = {s: ensemble.row(s) for s in states}
     limit = batch_size or output_batch(view, source.length, all_positions=False)
     found, own = _run(view, ids, aligned, grid, rows, positions, limit, progress)
+    view.require_unchanged()
     (kl, reverse, top1, top5), chunks = found, distances(own[1:], own[:-1]).kl
     fitted = set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}
     held_out = bool(fitted) and fitted.isdisjoint(tuple(row) for row in ids.tolist())

@@ -19,7 +19,7 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.effects import MEASURES, Effects, averaged, measured
 from tl_geometry.interventions.terms import (
     Change,
@@ -124,6 +124,7 @@ def necessity_sufficiency(
     Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
     """
     view = as_view(model)
+    require_basis(basis)
     require_output(view, "necessity_sufficiency")
     _require_same_vocabulary(view, "necessity_sufficiency")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
@@ -227,6 +228,7 @@ def dominant_only(
     same prompts.
     """
     view = as_view(model)
+    require_basis(basis)
     require_output(view, "dominant_only")
     _require_same_vocabulary(view, "dominant_only")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)

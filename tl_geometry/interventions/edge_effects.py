@@ -121,7 +121,7 @@ def edge_necessity(
     layers, start = {layer for layer, _ in chosen}, first_edited(drop, rows)
     shares = _shares(view, rows.tokens, chosen, side, start)
     others = _controls(controls, shares, writer)
-    keep = _counted(counted, rows.tokens)
+    keep = _counted(counted, rows.tokens).to(view.device)
     size = max(1, output_batch(view, rows.tokens.shape[1], all_positions=True))
     order, found = derangement(len(rows), seed), []
     for at in torch.arange(len(rows)).split(size):
@@ -158,7 +158,7 @@ def _counted(
     keep = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
     fits = keep.dtype == torch.bool and keep.shape[-1] == tokens.shape[1]
     require(fits, "counted", expected="bool [batch position]", got=describe(keep))
-    keep = keep.to(tokens.device).expand(tokens.shape)[:, 1:]
+    keep = keep.expand(tokens.shape)[:, 1:]
     require(bool(keep.any(1).all()), "counted", expected="tokens of every prompt", got="none")
     return keep
 

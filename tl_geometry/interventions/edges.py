@@ -31,7 +31,7 @@ from tl_geometry.interventions.terms import HeadsLike, derangement
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, OpenEdit
+from tl_geometry.models.live import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.points import PassTokens
@@ -161,7 +161,7 @@ def _live(
     drop: int | None,
     prepend_bos: bool | None,
     seed: int,
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     def prepare() -> tuple[ModelView, list[Edit]]:
         view = as_view(model)
         given = token_rows(view, tokens, prepend_bos=prepend_bos)
@@ -210,7 +210,7 @@ def remove_edge(
     side: Sides = "key",
     drop: int | None = None,
     prepend_bos: bool | None = None,
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: take a writer out of what ``heads`` read, on the ``"query"``, ``"key"`` or
     ``"value"`` side.
 
@@ -245,7 +245,7 @@ def swap_edge(
     drop: int | None = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: what a writer wrote in other prompts in place of what it wrote in these, in
     the inputs of ``heads`` alone.
 

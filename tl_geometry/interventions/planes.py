@@ -27,7 +27,7 @@ from tl_geometry.interventions.terms import HeadsLike, derangement, require_seve
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, OpenEdit
+from tl_geometry.models.live import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.rotary import rotary_planes
@@ -105,7 +105,7 @@ def _edit(
     heads: HeadsLike,
     change: PlaneEdit,
     control: int | None,
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     def prepare() -> tuple[ModelView, list[Edit]]:
         view = as_view(model)
         chosen = checks.heads(heads, view.n_layers, view.n_heads)
@@ -126,7 +126,7 @@ def _edit(
 
 def remove_planes(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, control: int | None = None
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: run the live model with some rotary planes taken out of the scores of
     ``heads`` (all for ``None``), ``S - sum_{m in planes} X^(m)``.
 
@@ -144,7 +144,7 @@ def remove_planes(
 
 def keep_planes(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, control: int | None = None
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: keep only some rotary planes of the scores of ``heads`` (and ALiBi); with
     ``control=seed`` as many planes drawn at random."""
 
@@ -156,7 +156,7 @@ def keep_planes(
 
 def swap_planes(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, seed: int = 0
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: give some rotary planes of the scores of ``heads`` the values of another
     prompt of the batch at the same positions, ``S - X + X'`` (at least two prompts)."""
 

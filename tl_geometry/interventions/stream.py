@@ -3,7 +3,9 @@ keep only it."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,7 +16,8 @@ from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.corpus.sources import state_indices
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import HookList, LiveEdit
+from tl_geometry.models.hook_lists import HookList, LiveEdit, require_unchanged
+from tl_geometry.models.live import OpenEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.points import Placed, attached
@@ -72,7 +75,7 @@ def project_stream(
     *,
     keep: bool = False,
     rank: int | None = None,
-) -> LiveEdit[None]:
+) -> LiveEdit:
     """Context manager: take a subspace out of the stream at a state, or with ``keep`` keep only it.
 
     ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``: V are the leading directions of
@@ -94,17 +97,26 @@ def project_stream(
     True
     """
 
-    def prepare() -> tuple[ModelView, Placed]:
-        view = as_view(model)
-        return view, _projection(view, basis, state, subspace, keep, rank)
+    def prepare() -> tuple[ModelView, Placed, OpenEdit]:
+        view, record = as_view(model), OpenEdit(())
+        return view, _projection(view, basis, state, subspace, keep, rank, record), record
 
-    def opened() -> AbstractContextManager[None]:
-        view, hook = prepare()
-        return attached(view, [hook])
+    @contextmanager
+    def opened() -> Iterator[OpenEdit]:
+        view, hook, record = prepare()
+        with attached(view, [hook]):
+            yield record
+        record.require_passes(view.name)
+        require_unchanged(view)
 
-    def listed() -> HookList:
-        name, call, _ = prepare()[1]
-        return [(name, lambda value, hook: call(value))]
+    def listed() -> tuple[OpenEdit, HookList]:
+        view, (name, call, _), record = prepare()
+
+        def hook(value: Tensor, hook: Any) -> Tensor | None:
+            require_unchanged(view)
+            return call(value)
+
+        return record, [(name, hook)]
 
     return LiveEdit(opened, listed)
 
@@ -116,6 +128,7 @@ def _projection(
     subspace: str,
     keep: bool,
     rank: int | None,
+    record: OpenEdit,
 ) -> Placed:
     require_basis(basis)
     basis.check_model(view)
@@ -125,6 +138,7 @@ def _projection(
     directions, mean = subspace_of(basis, at, subspace, rank), basis.mean[basis.index(at)]
 
     def hook(h: Tensor) -> Tensor:
+        record.count()
         V, m = directions.to(h.device), mean.to(h.device)
         inside = ((h.double() - m) @ V) @ V.mT
         return (m + inside if keep else h.double() - inside).to(h.dtype)

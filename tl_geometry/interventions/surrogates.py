@@ -37,7 +37,7 @@ from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, pro
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, OpenEdit
+from tl_geometry.models.live import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
@@ -232,7 +232,7 @@ def surrogate(
     rank: int | None = None,
     seed: int = 0,
     on_pattern: OnPattern | None = None,
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Run a live model with W_QK of the chosen heads replaced by a part of it (Song & Zhong 2023,
     Eq. 8), inside ``with`` or by :meth:`~tl_geometry.interventions.LiveEdit.hooks`.
 

@@ -33,7 +33,7 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.hook_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit, OpenEdit
+from tl_geometry.models.live import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.points import PassTokens
@@ -262,9 +262,7 @@ def require_several(scores: Tensor, what: str) -> None:
         )
 
 
-def _edit(
-    model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Change
-) -> LiveEdit[OpenEdit]:
+def _edit(model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Change) -> LiveEdit:
     def prepare() -> tuple[ModelView, list[Edit]]:
         view = as_view(model)
         return view, edits_for(view, basis, heads, change)
@@ -274,7 +272,7 @@ def _edit(
 
 def remove_term(
     model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for
     ``None``), ``S - X``.
 
@@ -308,7 +306,7 @@ def remove_term(
 
 def keep_term(
     model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: keep only a term, with every term that has bias on either side; ``()`` for
     those alone.
 
@@ -320,7 +318,7 @@ def keep_term(
 
 def mean_term(
     model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> LiveEdit[OpenEdit]:
+) -> LiveEdit:
     """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X``
     (at least two prompts)."""
     return _edit(model, basis, heads, averaging(terms_of(term)))

@@ -13,13 +13,24 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
+from tl_geometry.base.intervals import FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
+from tl_geometry.decomposition.layer_intervals import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import Subsets, subsets, window_means
 from tl_geometry.measures import contextual
 from tl_geometry.measures.contextual import Space
-from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
+from tl_geometry.measures.state_measures import (
+    Nulls,
+    StateMeasures,
+    Values,
+    split_half,
+    state_fields,
+)
 
+LEAST = FEWEST_GROUPS * BLOCK
+"""Contexts below which no error is given: how contexts differ cannot be known from fewer than four
+blocks of them (errors of 10 and 16 contexts held 0.99 where 0.95 is meant)."""
 SIMILARITY_LIMIT = 1024
 """Contexts whose pairwise cosines are averaged; from more, that many are taken at even distances (a
 flag says so)."""
@@ -63,8 +74,9 @@ def contextual_report(
 
     Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the
     signs of their coordinates drawn at random, which keeps outlier coordinates; ``shuffled`` the
-    labels in random order. Errors are delete-one jackknife errors over groups of contexts: windows
-    of one document are not independent, so with few documents they speak of these documents only.
+    labels in random order. Errors are delete-one jackknife errors over blocks of contexts, from 32
+    contexts on: windows of one document are not independent, so with few documents they speak of
+    these documents only.
 
     Raises ``GeometryError`` for a basis without context vectors or of one context, and for labels
     that do not fit its contexts.
@@ -82,6 +94,7 @@ def contextual_report(
     if means is None:
         instead = "decompose(..., keep_ctx=True)"
         fail("basis", expected="context vectors", got="a basis without", instead=instead)
+    require(draws >= 1, "draws", expected="at least 1", got=draws)
     z = _labels(basis, labels)
     basis.require_identifiable("contextual_report")
     sets = subsets(basis, jackknife=jackknife and basis.group_of is not None)
@@ -90,9 +103,11 @@ def contextual_report(
     flags = _flags(basis, z, len(chosen), r, rank)
     orders = [] if z is None else [z, *(_shuffles(z, draws, seed) if nulls else [])]
     found, tables = [], []
+    halves = split_half(basis)
     singular: list[int] = []
     for row, state in enumerate(basis.states):
         values = _over_subsets(basis, row, sets, z, chosen, r)
+        values["split_half"] = halves[row : row + 1]
         absent = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
         if z is not None:
             try:
@@ -112,7 +127,9 @@ def contextual_report(
         )
     names = basis.names if labels is None else ()
     similarity = torch.stack(tables) if tables else None
-    fields = state_fields(basis, sets, found, flags=flags, names=names, similarity=similarity)
+    fields = state_fields(
+        *(basis, sets, found), flags=flags, least=LEAST, names=names, similarity=similarity
+    )
     return ContextualReport(**fields)
 
 

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import linalg
+from tl_geometry.base.errors import require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.resampling import noise_weights, subsets, window_means
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, spans
 from tl_geometry.measures import differences, positional
 from tl_geometry.measures import rank as ranks
-from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
+from tl_geometry.measures.state_measures import (
+    Nulls,
+    StateMeasures,
+    Values,
+    split_half,
+    state_fields,
+)
 
 CACHE = 2**22
 """Bytes of bases that are measured at a time."""
@@ -147,8 +155,9 @@ def positional_report(
     no position effect but all its sampling noise (this noise is correlated, so its rank is not 0: a
     rank near it says nothing); ``isotropic`` Gaussian rows of the same energy. An untrained model
     is one more basis: run this on it. ``jackknife=False`` leaves errors and curve out (3 times
-    faster). Nulls of the relative norms keep the denominators of the whole corpus, and so do the
-    errors of ``relative_norm``; those of ``relative_norm_reference`` move with the mean.
+    faster). Nulls of the relative norms keep the denominators of the whole corpus; the
+    errors of ``relative_norm_reference`` move its own with the mean, and measures that nothing
+    stored can bound (:data:`tl_geometry.measures.state_measures.UNBOUNDED`) have none.
 
     Raises ``GeometryError`` for a basis of one context.
 
@@ -162,12 +171,14 @@ def positional_report(
     """
     require_basis(basis)
     basis.require_identifiable("positional_report")
+    for name, value in {"k": k, "frequencies": frequencies, "draws": draws}.items():
+        require(value >= 1, name, expected="at least 1", got=value)
     positions, d_model = basis.pos.shape[1:]
     used = min(k, ranks.usable_k(k, min(positions, d_model)))
     sets = subsets(basis, jackknife=jackknife)
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
-    halves = _split_half(basis)
+    halves = split_half(basis)
     pairs = zip(basis.states, halves.tolist(), strict=True)
     unsure = [state for state, cosine in pairs if cosine < LOW_RELIABILITY]
     if unsure:
@@ -206,7 +217,7 @@ def positional_report(
             positional.fourier(positional.normalized_gram(pos).gram)[:frequencies, :frequencies]
         )
         adjacent.append(positional.adjacent_cosine(pos))
-    stacked = {
+    stacked: dict[str, Any] = {
         "singular_values": torch.stack(spectra),
         "fourier": torch.stack(blocks),
         "adjacent": torch.stack(adjacent),
@@ -240,14 +251,6 @@ class _Measure:
         fast at 511 x 768)."""
         step = max(1, CACHE // (pos[0].numel() * pos.element_size()))
         return _joined([self(p) for p in pos.split(step)])
-
-
-def _split_half(basis: PositionContext) -> Float[Tensor, " state"]:
-    """Cosine between the positional bases of two halves of the contexts, as whole matrices."""
-    halves = basis.half_pos()
-    if halves is None:
-        return torch.full((len(basis.states),), torch.nan, dtype=torch.float64)
-    return torch.nan_to_num(torch.cosine_similarity(*(h.flatten(1) for h in halves), dim=1))
 
 
 def _positional_nulls(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.hooks import without_hooks
+from tl_geometry.models.hooks import brief, replaced_forwards, without_hooks
 from tl_geometry.models.identity import fingerprint, head_trained, loader_facts
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.model_view import ModelView
@@ -36,10 +36,10 @@ PROBE_BATCH, PROBE_LENGTH = 2, 12
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Probe:
-    """What one forward pass over random tokens showed, without anybody's hooks; kept as long as the
-    fingerprint is the same."""
+    """What one forward pass over random tokens showed, without anybody's hooks; kept as long as
+    ``made_of`` is the same: fingerprint, device, and forward methods that were replaced."""
 
-    fingerprint: str
+    made_of: tuple[object, ...]
     activations: Mapping[str, Tensor]
     causal: bool
     layers: dict[int, Any]
@@ -59,6 +59,8 @@ def class_of(model: Any) -> str:
             if known
             else "a model loaded with TransformerLens"
         )
+        if hasattr(model, "_orig_mod"):
+            help_ = "the model that torch.compile was given, model._orig_mod: hooks act there"
         fail(
             "model",
             expected=" or ".join(CLASS_NAMES),
@@ -100,9 +102,9 @@ def view(model: Any) -> ModelView:
     name, mark = facts.get("name") or _name(model), fingerprint(model)
     run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
     require_full_precision(run.device, name)
-    probe = _PROBES.get(model)
-    if probe is None or probe.fingerprint != mark:
-        probe = _PROBES[model] = _probe(model, class_name, name, run, mark)
+    probe, made_of = _PROBES.get(model), (mark, parameter.device, replaced_forwards(model))
+    if probe is None or probe.made_of != made_of:
+        probe = _PROBES[model] = _probe(model, class_name, name, run, made_of)
     parameters = Parameters(model, class_name, name)
     layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
     normalization = cfg.normalization_type
@@ -148,9 +150,12 @@ def _refreshed(seen: ModelView) -> ModelView:
     return dataclasses.replace(view(model), **kept)
 
 
-def _probe(model: Any, class_name: str, name: str, run: Runner, mark: str) -> Probe:
+def _probe(
+    model: Any, class_name: str, name: str, run: Runner, made_of: tuple[object, ...]
+) -> Probe:
     """Run the model on random tokens, without anybody's hooks, and check what every other number
     relies on."""
+    _require_weights(model, name)
     states = run.state_hooks
     length = min(PROBE_LENGTH, run.n_ctx)
     ids = torch.randint(
@@ -199,7 +204,31 @@ def _probe(model: Any, class_name: str, name: str, run: Runner, mark: str) -> Pr
         except RuntimeError:
             pass
     return Probe(
-        mark, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {}
+        made_of, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {}
+    )
+
+
+def _require_weights(model: Any, name: str) -> None:
+    """Refuse weights that are no numbers, by the name of the first."""
+    # HookedTransformer keeps a position table that ALiBi does not use, and never fills it
+    unused = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
+    named = [
+        (n, p.detach())
+        for n, p in model.named_parameters()
+        if not (unused and n == "pos_embed.W_pos")
+    ]
+    # the least element is NaN where any is, and takes no memory; one synchronisation for all
+    least = torch.stack(
+        [p.amin().float().cpu() if p.numel() else torch.zeros(()) for _, p in named]
+    )
+    bad = [n for (n, _), value in zip(named, least, strict=True) if bool(value.isnan())]
+    require(
+        not bad,
+        f"weights of {name}",
+        expected="numbers",
+        got=f"NaN in {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
+        instead="a checkpoint without NaN",
+        error=UnsupportedModelError,
     )
 
 
@@ -247,8 +276,9 @@ def _notes(model: Any, class_name: str, run: Runner) -> tuple[str, ...]:
             "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a "
             "power of two"
         )
-    if run.hooked():
-        notes.append("the model carries hooks of its own, which act in every number")
+    if hooked := run.hooked():
+        where = brief(hooked)
+        notes.append(f"the model carries hooks of its own, which act in every number: {where}")
     return tuple(notes)
 
 

@@ -228,16 +228,25 @@ def ignore_of(attn: Any) -> float | None:
     return float(value) if isinstance(value, Tensor) and bool(torch.isfinite(value)) else None
 
 
+def unmasked(
+    scores: Float[Tensor, "*batch query key"], ignore: float | None
+) -> Bool[Tensor, "*batch query key"]:
+    """Where the model's scores are not those of masked keys, with ``ignore`` of the layer's facts.
+
+    >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), -1e5).tolist()
+    [[True, False, False]]
+    """
+    seen = scores > MASKED[scores.dtype]
+    return seen if ignore is None else seen & (scores != torch.tensor(ignore).to(scores))
+
+
 def allowed_cells(
     facts: Facts, length: int, causal: bool, scores: Tensor | None, pattern: Tensor | None
 ) -> Bool[Tensor, "query key"]:
     """Which keys each query may attend to: from the model's masked scores, else causal and window
     by its own account."""
-    if scores is not None:
-        seen = scores[0] > MASKED[scores.dtype]
-        if facts.ignore is not None:
-            seen = seen & (scores[0] != torch.tensor(facts.ignore).to(scores))
-        return seen.any(0)  # windows have no padding: one mask for all contexts
+    if scores is not None:  # windows have no padding: one mask for all contexts
+        return unmasked(scores[0], facts.ignore).any(0)
     i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
     allowed = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
     if facts.window is not None:

@@ -10,9 +10,11 @@ of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from threading import RLock, get_ident
 from typing import Any
 
 from torch import nn
@@ -48,7 +50,7 @@ def foreign(hook: Any) -> bool:
 def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
     """Name, table of hooks, and the ids in it that are foreign, wherever there are any."""
     for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
-        ids = frozenset(i for i, hook in table.items() if foreign(hook))
+        ids = frozenset(i for i, hook in table.items() if foreign(hook) and not _silent(hook))
         if ids:
             yield GLOBAL, table, ids
     for name, module in _modules(model):
@@ -56,7 +58,8 @@ def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
             h.hook.id: h.user_hook for h in getattr(module, "fwd_hooks", ())
         }
         for table in (module._forward_hooks, module._forward_pre_hooks):
-            ids = frozenset(i for i, hook in table.items() if foreign(functions.get(i, hook)))
+            acting = [i for i, hook in table.items() if not _silent(hook)]
+            ids = frozenset(i for i in acting if foreign(functions.get(i, table[i])))
             if ids:
                 yield name, table, ids
 
@@ -80,28 +83,74 @@ def names_of(model: Any) -> tuple[str, ...]:
     points = {id(point._forward_hooks): name for name, point in model.hook_dict.items()}
     tables = [(name, id(table)) for name, table, _ in foreign_tables(model)]
     found = {points.get(table, name) or type(model).__name__ for name, table in tables}
-    return tuple(sorted(found))
+    return tuple(sorted(found.union(replaced_forwards(model))))
+
+
+def replaced_forwards(model: Any) -> tuple[str, ...]:
+    """Modules whose ``forward`` somebody has replaced, in the module or in its class, as
+    ``"blocks.0.mlp.forward"``."""
+    return tuple(
+        sorted(
+            f"{name}.forward".lstrip(".") for name, module in _modules(model) if _replaced(module)
+        )
+    )
+
+
+def _replaced(module: nn.Module) -> bool:
+    own = vars(module).get("forward")
+    if own is not None:
+        return foreign(own)
+    home = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    forward = vars(home)["forward"]
+    return foreign(forward) and getattr(forward, "__module__", None) != home.__module__
+
+
+def brief(names: Sequence[str], most: int = 4) -> str:
+    """Where hooks act, for a reader: the first names, and how many more.
+
+    >>> brief(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @contextmanager
 def without_hooks(model: Any) -> Iterator[None]:
-    """The model as it is by itself: foreign hooks are off inside ``with``, and back in their order
-    afterwards, also on exceptions."""
-    with ExitStack() as stack:
+    """The model as it is by itself: foreign hooks do nothing inside ``with`` in this thread, also
+    on exceptions; in other threads they act as before."""
+    with _SILENT, ExitStack() as stack:
         for _, table, ids in list(foreign_tables(model)):
-            stack.callback(_restore, table, dict(table), ids)
             for i in ids:
-                del table[i]
+                stack.callback(_restore, table, i, table[i])
+                table[i] = _Elsewhere(table[i], get_ident())
         yield
 
 
-def _restore(table: Table, before: Table, ids: frozenset[int]) -> None:
-    """Put hooks back where they were; those that were added meanwhile (by a bridge's first pass)
-    come last."""
-    now = dict(table)
-    table.clear()
-    table.update({i: hook for i, hook in before.items() if i in ids or i in now})
-    table.update(now)
+_SILENT = RLock()
+"""One thread at a time puts hooks back, so that none is put back twice or too early."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """A hook that acts in all threads but one."""
+
+    hook: Callable[..., Any]
+    thread: int
+
+    def __call__(self, *given: Any) -> Any:
+        return None if _silent(self) else self.hook(*given)
+
+
+def _silent(hook: Any) -> bool:
+    """Whether a hook does nothing in this thread."""
+    return isinstance(hook, _Elsewhere) and hook.thread == get_ident()
+
+
+def _restore(table: Table, i: int, hook: Any) -> None:
+    """Put a hook back in its place, unless somebody has removed it."""
+    if i in table:
+        table[i] = hook
 
 
 __all__ = ["foreign", "foreign_tables", "names_of", "without_hooks"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, 
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.facts import Facts, allowed_cells, ignore_of, scores_of, turn_of
 from tl_geometry.models.finding import FactFinder
-from tl_geometry.models.hooks import without_hooks
+from tl_geometry.models.hooks import brief, names_of, without_hooks
 from tl_geometry.models.layer_view import LayerHook, LayerView, Rotation
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
@@ -219,11 +219,33 @@ class Layers:
         if not verify:
             return view
         report = check_scores(view, check_inputs(facts, view, raw, hooked))
-        require_reconstruction(
-            [(layer, name, *pair) for name, pair in report.checks.items()],
-            f"layer {layer} of {self.parameters.name}",
-        )
+        if not report.adds_up:
+            self._refuse(view, report)
         return replace(view, reconstruction=report)
+
+    def _refuse(self, view: LayerView, report: ReconstructionReport) -> NoReturn:
+        """Say why a layer does not add up: a mask that differs between prompts or heads, somebody's
+        hooks, or by how much."""
+        prefix = f"blocks.{view.layer}."
+        hooks = [name for name in names_of(self.parameters.model) if name.startswith(prefix)]
+        acting = f", under hooks at {brief(hooks)}" if hooks else ""
+        what = f"layer {view.layer} of {self.parameters.name}{acting}"
+        # no query and key of these sizes make a score that low
+        hidden = None if view.scores is None else view.scores < -2 * max(report.scale, 1.0)
+        masked = 0 if hidden is None else int((hidden == view.allowed).flatten(1).any(1).sum())
+        require(
+            masked == 0,
+            f"mask of {what}",
+            expected="one mask for all prompts and heads, of minus infinity",
+            got=f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes them",
+            instead="prompts of one length without padding"
+            + (", or the model without these hooks" if hooks else ""),
+            error=ReconstructionError,
+        )
+        require_reconstruction(
+            [(view.layer, name, *pair) for name, pair in report.checks.items()], what
+        )
+        raise AssertionError("a report that does not add up names a check")
 
     def roundoff(self, layer: int) -> float:
         """Unit roundoff of the arithmetic behind a layer's numbers."""
@@ -303,12 +325,25 @@ class Layers:
             self._stream(ids, wanted, take)
 
     def run(
-        self, tokens: Tensor, layers: Sequence[int], on_layer: LayerHook, *, verify: bool = True
+        self,
+        tokens: Tensor,
+        layers: Sequence[int],
+        on_layer: LayerHook,
+        *,
+        verify: bool = True,
+        sample: tuple[int, LayerHook] | None = None,
     ) -> None:
         """One forward pass; each layer is handed over at its end and let go."""
         # before the pass: a model cannot be run from within its own hooks
         self.measure(layers, tokens.shape[-1])
-        self._stream(tokens, layers, lambda l, found: on_layer(self._build(l, found, verify)))
+
+        def take(layer: int, found: Mapping[str, Tensor]) -> None:
+            if sample is not None:
+                row, on_sample = sample
+                on_sample(self._build(layer, _context(found, row), True))
+            on_layer(self._build(layer, found, verify))
+
+        self._stream(tokens, layers, take)
 
     def _stream(
         self,
@@ -368,6 +403,12 @@ class Layers:
                 like = upcast(logits)
                 return replace(norm, gain=norm.gain.to(like), bias=norm.bias.to(like)), cap
         return None, None
+
+
+def _context(found: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    """The activations of one context of a batch; rotary tables are those of all."""
+    tables = tuple(name.removeprefix("attn.") for name in TABLES)
+    return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in found.items()}
 
 
 def _frozen(

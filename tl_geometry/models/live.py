@@ -20,12 +20,14 @@ there scores and pattern keep showing what the model made of its own scores;
 
 The removed term is a function of the running stream, norm scale included, so that gradients pass
 through it. Hooks survive ``run_with_hooks`` and ``run_with_cache`` inside the context and are
-removed by their own handles on exit, also on exceptions.
+removed by their own handles on exit, also on exceptions. Passes in several threads are edited each
+by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
-from tl_geometry.models.facts import MASKED
+from tl_geometry.models.facts import unmasked
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.points import (
@@ -49,7 +51,6 @@ from tl_geometry.models.points import (
     attached,
     claimed,
     hooked_points,
-    open_edits,
 )
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
 from tl_geometry.models.running import Hook
@@ -89,9 +90,12 @@ class Edit:
     values: ValueEdit | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OpenEdit:
     """What ``with remove_term(...) as edit`` gives.
+
+    ``passes`` counts the forward passes that the edit has changed, in all threads; ``reached`` says
+    that a pass came to it, also one that was refused.
 
     ``unedited`` names the hook points of edited layers that show the model's own scores or pattern,
     not the edited ones, because the class computes attention where no hook reaches it; ``hook_z``
@@ -102,6 +106,25 @@ class OpenEdit:
     heads: tuple[tuple[int, int], ...]
     unedited: tuple[str, ...] = ()
     flags: list[str] = field(default_factory=list)
+    passes: int = 0
+    reached: bool = field(default=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count(self) -> None:
+        """One more pass."""
+        with self._lock:
+            self.passes += 1
+
+    def require_passes(self, name: str) -> None:
+        """Refuse an edit that no pass came to while it was open."""
+        require(
+            self.passes > 0 or self.reached,
+            f"an edit of {name}",
+            expected="a forward pass inside the with block that it changes",
+            got="none",
+            instead="model(tokens) inside the block, as far as the edited layer; neither a "
+            "torch.compile wrapper that ran before it nor edit.hooks()",
+        )
 
 
 @contextmanager
@@ -109,19 +132,26 @@ def edited_scores(view: ModelView, edits: Sequence[Edit]) -> Iterator[OpenEdit]:
     """Run a live model with the scores of some heads replaced, inside ``with``.
 
     Raises ``GeometryError`` for a head that an open edit changes already, and during a forward pass
-    for a padding mask, a key-value cache, autocast, and tokens that ``on_tokens`` refuses;
+    for a padding mask, a key-value cache, autocast, and tokens that ``on_tokens`` refuses, and on
+    exit where no pass was edited;
     ``ReconstructionError`` where queries, keys, scores or patterns are not those that follow from
     the layer's input.
     """
-    heads = tuple((edit.layer, head) for edit in edits for head in edit.heads)
-    given = Given(view)
-    flags: list[str] = []
-    layers = [LiveLayer(view, edit, given, flags) for edit in edits]
+    given, record = Given(view), OpenEdit(edited(edits))
+    layers = [LiveLayer(view, edit, given, record) for edit in edits]
+    record.unedited = tuple(name for layer in layers for name in layer.unedited())
     with ExitStack() as stack:
-        stack.enter_context(claimed(view, heads))
+        stack.enter_context(claimed(view, record.heads))
         stack.enter_context(given.watched(sorted({edit.layer for edit in edits})))
         stack.enter_context(attached(view, [hook for layer in layers for hook in layer.hooks()]))
-        yield OpenEdit(heads, tuple(name for layer in layers for name in layer.unedited()), flags)
+        yield record
+    if edits:
+        record.require_passes(view.name)
+
+
+def edited(edits: Sequence[Edit]) -> tuple[tuple[int, int], ...]:
+    """All heads of some edits."""
+    return tuple((edit.layer, head) for edit in edits for head in edit.heads)
 
 
 def score_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "batch head query key"]:
@@ -146,11 +176,26 @@ class _Step(NamedTuple):
     new: Float[Tensor, "batch head query key"]
 
 
-class LiveLayer:
-    """The hooks of one edit, and what one forward pass has shown them so far."""
+class _Running(threading.local):
+    """What the running pass of this thread has shown of a layer: the values that the edit reads,
+    scores and pattern as they left everybody's hooks, and the edit itself."""
 
-    def __init__(self, view: ModelView, edit: Edit, given: Given, flags: list[str]) -> None:
-        self.view, self.edit, self.given, self.flags = view, edit, given, flags
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A new pass."""
+        self.seen: dict[str, Tensor] = {}
+        self.left: dict[str, Tensor] = {}
+        self.step: _Step | None = None
+
+
+class LiveLayer:
+    """The hooks of one edit."""
+
+    def __init__(self, view: ModelView, edit: Edit, given: Given, record: OpenEdit) -> None:
+        self.view, self.edit, self.given, self.record = view, edit, given, record
+        self.counts = edit.layer == min(layer for layer, _ in record.heads)
         self.listed = isinstance(given, Shown)
         self.heads = list(edit.heads)
         self.prefix = f"blocks.{edit.layer}."
@@ -158,9 +203,7 @@ class LiveLayer:
         self.scores, self.pattern, self.z = (
             f"{self.prefix}attn.hook_{n}" for n in ("attn_scores", "pattern", "z")
         )
-        self.seen: dict[str, Tensor] = {}
-        self.left: dict[str, Tensor] = {}
-        self.step: _Step | None = None
+        self.running = _Running()
 
     def unedited(self) -> tuple[str, ...]:
         """Hook points that show the model's own values."""
@@ -175,37 +218,44 @@ class LiveLayer:
         """All hooks of the edit: readers after everybody's, writers before them."""
         acts = {self.scores: self._scores, self.pattern: self._pattern, self.z: self._z}
         readers = [
-            Placed(n, self._alone(self._read(n)), "last")
+            Placed(n, self._read(n), "last")
             for n in self.names
             if n != self.z and n not in self.unedited()
         ]
         writers: list[tuple[str, Hook, Place]] = [
-            (n, self._alone(a), "first") for n, a in acts.items() if n in self.names
+            (n, a, "first") for n, a in acts.items() if n in self.names
         ]
         return [*readers, *(Placed(*w) for w in writers if w[0] not in self.unedited())]
 
-    def _alone(self, call: Hook) -> Hook:
-        record = open_edits(self.view)
-        return lambda value: None if record.suspended else call(value)
-
     def _read(self, name: str) -> Hook:
         def read(value: Tensor) -> None:
+            running = self.running
             if name == self.names[0]:  # the layer's input: a new pass
-                self.seen, self.left, self.step = {}, {}, None
-            (self.left if name in (self.scores, self.pattern) else self.seen)[name] = value
+                running.begin()
+                self.record.reached = True
+            (running.left if name in (self.scores, self.pattern) else running.seen)[name] = value
 
         return read
 
     def _begin(self, scores: Tensor | None = None) -> _Step:
         """The layer of the running pass, once everything that the edit reads is there."""
-        if self.step is not None:
-            return self.step
-        h = self.seen[self.names[0]]
+        running = self.running
+        if running.step is not None:
+            return running.step
+        require(
+            self.names[0] in running.seen,
+            f"a forward pass of {self.view.name} inside an edit",
+            expected=f"one that reads {self.names[0]} inside it",
+            got="one that began before, or outside of the block",
+            instead="model(tokens) after the edit is open",
+        )
+        h = running.seen[self.names[0]]
         tokens = self.given.check(h)
         if tokens is not None and self.edit.on_tokens is not None:
             flag = self.edit.on_tokens(tokens)
-            self.flags.extend([flag] if flag and flag not in self.flags else [])
-        found = self.seen if scores is None else self.seen | {self.scores: scores}
+            flags = self.record.flags
+            flags.extend([flag] if flag and flag not in flags else [])
+        found = running.seen if scores is None else running.seen | {self.scores: scores}
         keys = h.shape[1] if scores is None else scores.shape[-1]
         require(
             keys == h.shape[1],
@@ -214,24 +264,18 @@ class LiveLayer:
             got=f"{keys} keys for {h.shape[1]} tokens",
             instead="generate(..., use_past_kv_cache=False)",
         )
-        record = open_edits(self.view)
-        record.suspended = True  # a bias that can only be measured is measured by running the model
-        try:
-            layer = self.view.layer(self.edit.layer, found, verify=False)
-        finally:
-            record.suspended = False
+        layer = self.view.layer(self.edit.layer, found, verify=False)
         self._check_inputs(layer)
         own = score_of(layer, self.heads)
-        self.step = _Step(layer, own, self.edit.scores(layer, own))
-        return self.step
+        running.step = _Step(layer, own, self.edit.scores(layer, own))
+        return running.step
 
     def _scores(self, value: Tensor) -> Tensor:
         """Edited scores after the soft cap, where the model attends by what leaves this point."""
         layer, own, new = self._begin(value)
         theirs, allowed = value[:, self.heads], layer.allowed
-        one = bool(((theirs > MASKED[value.dtype]) == allowed).all()) and bool(
-            allowed.diagonal().all()
-        )
+        ignore = self.view.layer_facts(self.edit.layer).ignore
+        one = bool((unmasked(theirs, ignore) == allowed).all()) and bool(allowed.diagonal().all())
         require(
             one,
             self._what("mask"),
@@ -256,7 +300,7 @@ class LiveLayer:
     def _pattern(self, value: Tensor) -> Tensor | None:
         layer, own, new = self._begin()
         plain = dataclasses.replace(layer, softcap=None)
-        left = self.left.get(self.scores)
+        left = self.running.left.get(self.scores)
         after = None if left is None else plain.pattern_of(left[:, self.heads].to(own), self.heads)
         own, new = (layer.pattern_of(s, self.heads) for s in (own, new))
         bound = self._pattern_bound(layer, value)
@@ -278,7 +322,7 @@ class LiveLayer:
                 got="none",
                 error=UnsupportedModelError,
             )
-        v, left = layer.v[:, :, self.heads], self.left.get(self.pattern)
+        v, left = layer.v[:, :, self.heads], self.running.left.get(self.pattern)
         patterns = (layer.pattern_of(s, self.heads) for s in (own, new))
         own, new = (einsum(p, v, "b h i j, b j h e -> b i h e") for p in patterns)
         after = (
@@ -293,13 +337,15 @@ class LiveLayer:
         out = self._settled("z", by_head, (after, own, new), bound, 2, "pattern @ v")
         if self.edit.values is not None:
             out = self._revalued(layer, v, by_head if out is None else out, out is None)
-        self.seen, self.left, self.step = {}, {}, None
+        self.running.begin()
+        if self.counts:
+            self.record.count()
         return None if out is None else out.reshape(value.shape)
 
     def _revalued(self, layer: LayerView, v: Tensor, z: Tensor, obeyed: bool) -> Tensor:
         """Mixed edited values, under the pattern that the model attends by."""
         assert self.edit.values is not None
-        left = self.left.get(self.pattern)
+        left = self.running.left.get(self.pattern)
         if obeyed and left is not None:
             pattern = left[:, self.heads].to(v)
         else:

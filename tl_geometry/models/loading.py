@@ -3,7 +3,6 @@ same on every version."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
 from pathlib import Path
@@ -17,6 +16,7 @@ from tl_geometry.base.errors import GeometryError, UnsupportedModelError, choice
 from tl_geometry.models.configs import BY_HAND, hooked_config
 from tl_geometry.models.directories import ENCODERS, only_whole, quiet, read_directory
 from tl_geometry.models.identity import DTYPES, remember, require_numbers
+from tl_geometry.models.names import EXPECTED, look_up
 
 MODEL_CLASSES = ("bridge", "hooked")
 
@@ -177,26 +177,7 @@ def _by_name(
 ) -> Any:
     """A model of TransformerLens's own list, or (for a bridge) another ``owner/name`` of the
     Hugging Face hub."""
-    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
-
-    known = [
-        *OFFICIAL_MODEL_NAMES,
-        *(alias for aliases in MODEL_ALIASES.values() for alias in aliases),
-    ]
-    listed = name in known or name.lower() in {n.lower() for n in known}
-    near = (
-        " or ".join(repr(n) for n in difflib.get_close_matches(name, known, n=3, cutoff=0.5))
-        or "a local directory"
-    )
-    unknown = f"{name!r}, which is not among its {len(OFFICIAL_MODEL_NAMES)} models"
-    expected = "a local directory, or a name that the installed TransformerLens knows"
-    require(
-        listed or (model_class == "bridge" and "/" in name),
-        "model",
-        expected=expected,
-        got=unknown,
-        instead=near,
-    )
+    known = look_up(name, model_class)
     try:
         return _boot(name, model_class, processed, dtype, device)
     except GeometryError:
@@ -205,7 +186,7 @@ def _by_name(
         Exception
     ) as error:  # every loader and hub raises its own kind; the reader needs one line
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        if listed:
+        if known.listed:
             fail(
                 "model",
                 expected=f"weights of {name!r}",
@@ -214,7 +195,7 @@ def _by_name(
             )
         # a hub that was not reached says nothing about an unknown name
         known_cause = "" if isinstance(error, OSError) else f" ({reason})"
-        fail("model", expected=expected, got=unknown + known_cause, instead=near)
+        fail("model", expected=EXPECTED, got=known.unknown + known_cause, instead=known.near)
 
 
 def _first_line(error: Exception) -> str:

@@ -18,6 +18,8 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.models.facts import Facts
+from tl_geometry.models.hooks import brief
+from tl_geometry.models.identity import fingerprint
 from tl_geometry.models.layer_view import HeadWeights, LayerHook, LayerView
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
@@ -183,15 +185,17 @@ class ModelView:
         on_layer: LayerHook,
         *,
         verify: bool = True,
+        sample: tuple[int, LayerHook] | None = None,
     ) -> None:
         """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
         holding one layer at a time.
 
         With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
         and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
-        are the model's own, from its hooks, and nothing is recomputed.
+        are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a context of
+        the batch that is verified by itself, in the same pass, and what its view is given to.
         """
-        self._layers.run(tokens, layers, on_layer, verify=verify)
+        self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample)
 
     def layer(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
         """View of a layer from a TransformerLens ``ActivationCache``, or any mapping that holds its
@@ -288,6 +292,20 @@ class ModelView:
         texts = self._model.tokenizer.batch_decode(single, clean_up_tokenization_spaces=False)
         return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
 
+    # ---- the model as it is now
+
+    def require_unchanged(self) -> None:
+        """Raise unless the weights and settings are still those of this view: what was summed while
+        they changed is of no model. Edits of this package change none."""
+        now = fingerprint(self._model)
+        require(
+            now == self.fingerprint,
+            f"weights of {self.name}",
+            expected=f"the same until the pass has ended ({self.fingerprint})",
+            got=f"others ({now}): they changed during the pass",
+            instead="a copy of the model (copy.deepcopy) while it is trained or processed",
+        )
+
     # ---- other views of the same model
 
     def refreshed(self) -> ModelView:
@@ -345,7 +363,12 @@ class ModelView:
 
     def provenance(self, rows: Rows | None = None, **fields: Any) -> Provenance:
         """Provenance of a result of this model (on ``rows``), with the hooks that act on it now;
-        ``fields`` are the rest."""
+        ``fields`` are the rest.
+
+        It is made when the passes have ended, and raises where the weights have changed since this
+        view was made (:meth:`require_unchanged`).
+        """
+        self.require_unchanged()
         about: dict[str, Any] = {
             "model": self.name,
             "fingerprint": self.fingerprint,
@@ -358,7 +381,8 @@ class ModelView:
             about |= {"corpus": rows.corpus, "token_hash": rows.token_hash}
             about |= {"has_bos": rows.has_bos, "contexts": len(rows)}
             fields["flags"] = tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())]))
-        return Provenance(**(about | fields))
+        made = Provenance(**(about | fields))
+        return made.flagged(f"under hooks at {brief(made.hooks)}") if made.hooks else made
 
 
 __all__ = ["Hook", "LayerHook", "ModelView", "Rows"]

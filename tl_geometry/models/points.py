@@ -10,10 +10,12 @@ hook that moves them in the point's own list.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.hooks import without_hooks
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.running import Hook, collect
+from tl_geometry.models.running import Hook, collect, put_on, take_away
 
 Place = Literal["first", "last"]
 
@@ -41,10 +43,10 @@ class _Attachment:
 
     def __init__(self, view: ModelView, point: Any, hook: Placed) -> None:
         self.point, self.hook, self.view = point, hook, view
-        known = {id(h) for h in point.fwd_hooks}
-        point.add_hook(lambda value, hook, _call=hook.call: _call(value), is_permanent=True)
-        self.handle = next(h for h in point.fwd_hooks if id(h) not in known)
-        self.mover = point.register_forward_pre_hook(self._move)
+        call = lambda value, hook, _call=hook.call: _call(value)  # noqa: E731
+        self.handle = put_on(point, call, is_permanent=True)
+        # functions, which a deep copy of the model shares: a bound method would be copied with it
+        self.mover = point.register_forward_pre_hook(lambda module, given: self._move(module))
 
     @property
     def present(self) -> bool:
@@ -52,7 +54,14 @@ class _Attachment:
         away)."""
         return any(h is self.handle for h in self.point.fwd_hooks)
 
-    def _move(self, module: Any, given: Any) -> None:
+    def _move(self, module: Any) -> None:
+        require(
+            module is self.point,
+            f"a copy of {self.view.name}",
+            expected="a model that was copied outside of edits",
+            got=f"one that was copied inside an edit of {self.hook.name}, whose hooks it has",
+            instead="copy.deepcopy(model) before or after the with block",
+        )
         order = self.handle.hook.hooks_dict_ref()
         if not self.present or order is None or self.handle.hook.id not in order:
             _removed(self.view, [self])
@@ -61,8 +70,7 @@ class _Attachment:
     def remove(self) -> None:
         """Take the hook away, and leave those of others in their order."""
         self.mover.remove()
-        self.handle.hook.remove()
-        self.point.fwd_hooks[:] = [h for h in self.point.fwd_hooks if h is not self.handle]
+        take_away(self.point, self.handle)
 
 
 def _removed(view: ModelView, gone: Sequence[_Attachment]) -> NoReturn:
@@ -102,35 +110,26 @@ def attached(view: ModelView, hooks: Iterable[Placed]) -> Iterator[None]:
             attachment.remove()
 
 
-@dataclass(eq=False)
-class OpenEdits:
-    """What is open on one model: the edited heads, and whether the model is being run for us alone
-    (then edits do nothing)."""
-
-    heads: list[tuple[int, int]] = field(default_factory=list)
-    suspended: bool = False
+_EDITED: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
-_OPEN: weakref.WeakKeyDictionary[Any, OpenEdits] = weakref.WeakKeyDictionary()
-
-
-def open_edits(view: ModelView) -> OpenEdits:
-    """The open edits of a model."""
-    return _OPEN.setdefault(view._model, OpenEdits())
+def edited_heads(view: ModelView) -> list[tuple[int, int]]:
+    """The heads that open edits of a model change."""
+    return _EDITED.setdefault(view._model, [])
 
 
 @contextmanager
 def claimed(view: ModelView, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
     """Keep heads for one edit. Raises ``GeometryError`` for a head that an open edit has
     already."""
-    record = open_edits(view)
-    require_free(heads, record.heads)
-    record.heads.extend(heads)
+    taken = edited_heads(view)
+    require_free(heads, taken)
+    taken.extend(heads)
     try:
         yield
     finally:
         for head in heads:
-            record.heads.remove(head)
+            taken.remove(head)
 
 
 def require_free(heads: Iterable[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> None:
@@ -170,9 +169,17 @@ class PassTokens:
         return same if same.dim() == 2 else same.all(-1)
 
 
+class _Arguments(threading.local):
+    """What the running pass of this thread was given."""
+
+    tokens: PassTokens | None = None
+    named: Mapping[str, Any] = MappingProxyType({})
+    past: int = 0
+
+
 class Given:
     """What a forward pass was given beside the stream: token ids, masks, positions, keys and values
-    of earlier passes.
+    of earlier passes; each thread has its own pass.
 
     Edits are of whole prompts without padding, whose position is their index. Everything else is
     refused, each by its name.
@@ -180,51 +187,47 @@ class Given:
 
     def __init__(self, view: ModelView) -> None:
         self.view = view
-        self.tokens: PassTokens | None = None
-        self.arguments: dict[str, Any] = {}
-        self.past = 0
+        self.running = _Arguments()
         self.first = 0
 
     @contextmanager
     def watched(self, layers: Iterable[int]) -> Iterator[None]:
         """Look at the arguments of the model's parts during forward passes."""
         model = self.view._model
-        handles = [model.embed.register_forward_pre_hook(self._embedding)]
+        # functions, as in _Attachment
+        ids = lambda module, given: self._ids(given[0] if given else None)  # noqa: E731
+        take = lambda module, given, named: self._take(module, given, named)  # noqa: E731
+        handles = [model.embed.register_forward_pre_hook(ids)]
         # run_with_hooks calls the forward method of the model itself, past its module hooks
         bridge = self.view.class_name == "TransformerBridge"
         whole = [model.original_model] if bridge else [model.blocks[l] for l in layers]
-        handles += [
-            module.register_forward_pre_hook(self._take, with_kwargs=True) for module in whole
-        ]
+        handles += [module.register_forward_pre_hook(take, with_kwargs=True) for module in whole]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _embedding(self, module: Any, given: tuple[Any, ...]) -> None:
-        self._ids(given[0] if given else None)
-
     def _ids(self, ids: Any) -> None:
         known = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
-        self.tokens = PassTokens(ids) if known else None
+        self.running.tokens = PassTokens(ids) if known else None
 
     def _take(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         try:
-            self.arguments = dict(
-                inspect.signature(module.forward).bind_partial(*given, **named).arguments
-            )
+            found = dict(inspect.signature(module.forward).bind_partial(*given, **named).arguments)
         except TypeError:
-            self.arguments = dict(named)
-        self.arguments |= self.arguments.pop("kwargs", {})
+            found = dict(named)
+        found |= found.pop("kwargs", {})
         names = ("past_kv_cache_entry", "past_key_values", "layer_past")
         # before this pass adds its own
-        self.past = max(_past(self.arguments.get(name)) for name in names)
+        self.running.past = max(_past(found.get(name)) for name in names)
+        self.running.named = found
 
     def check(self, h: Tensor) -> PassTokens | None:
         """Refuse what cannot be edited exactly; gives the tokens of the pass once, where they are
         known."""
-        found, tokens, self.tokens = self.arguments, self.tokens, None
+        running = self.running
+        found, tokens, running.tokens = running.named, running.tokens, None
         what, length = f"a forward pass of {self.view.name} inside an edit", h.shape[1]
         device = h.device.type
         require(
@@ -235,10 +238,10 @@ class Given:
             instead="a model loaded in bfloat16, or no autocast",
         )
         require(
-            self.past == 0,
+            running.past == 0,
             what,
             expected="whole prompts",
-            got=f"tokens after {self.past} others in a key-value cache",
+            got=f"tokens after {running.past} others in a key-value cache",
             instead="generate(..., use_past_kv_cache=False)",
         )
         masks = ("attention_mask", "one_zero_attention_mask")
@@ -303,12 +306,12 @@ class Shown(Given):
                 return table(ids)
 
         def embedded(value: Tensor) -> None:
-            self.tokens = PassTokens(value.detach(), embed)
+            self.running.tokens = PassTokens(value.detach(), embed)
 
         return name, embedded
 
     def _positions(self, ids: Tensor) -> None:
-        self.arguments = {"position_ids": ids}
+        self.running.named = {"position_ids": ids}
 
 
 def _past(cache: Any) -> int:

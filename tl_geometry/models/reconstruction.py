@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -128,6 +129,60 @@ def pattern_bound(pattern: Tensor | None, roundoff: float, scale: float) -> floa
     attention (a freshly initialised model) adds up to 32 u and not to 32 u A.
     """
     return reconstruction_bound(pattern_roundoff(pattern, roundoff), max(scale, 1.0))
+
+
+def head_spreads(
+    scores: Float[Tensor, "batch head query key"], allowed: Bool[Tensor, "query key"]
+) -> Float[Tensor, " head"]:
+    """How far scores spread in a row of each head: the largest less the smallest over the allowed
+    keys, the median over rows with two keys or more (one token of enormous norm spreads its row).
+
+    >>> s = torch.tensor([[0.0, 9.0, 9.0], [1.0, 3.0, 9.0], [0.0, 1.0, 5.0]])
+    >>> head_spreads(s[None, None], torch.ones(3, 3).tril().bool())
+    tensor([2.])
+    """
+    highest = torch.where(allowed, scores, -torch.inf).amax(-1)
+    lowest = torch.where(allowed, scores, torch.inf).amin(-1)
+    ranges = rearrange((highest - lowest)[..., allowed.sum(-1) > 1], "b h q -> h (b q)")
+    return ranges.median(dim=1).values if ranges.shape[1] else ranges.new_zeros(len(ranges))
+
+
+def judge_rounding(
+    roundoff: float, scales: tuple[float, float], spreads: Float[Tensor, " head"], what: str
+) -> tuple[str, ...]:
+    """A remark where rounding of the parts may reach more than 1% of what scores spread over in a
+    row (``spreads``, the median over heads); ``ReconstructionError`` where it may reach all of it,
+    so that the check would see nothing.
+
+    Parts that cancel (a mean that holds a token of enormous norm) round as large as they are:
+    ``scales`` are A of the queries and keys as they are, and of their parts. Heads without any
+    spread beyond the rounding of the scores themselves are left out. The refusal takes the rounding
+    of our own arithmetic, float32 or better: models in half precision are verified in float32
+    besides.
+
+    >>> judge_rounding(2**-24, (20.0, 2.0**18), torch.tensor([10.0]), "layer 1")
+    ('layer 1: rounding may reach 0.5, scores of a row spread over 10',)
+    """
+    own, parts = scales
+    single = min(roundoff, 2**-24)
+    spreads = spreads[spreads > reconstruction_bound(single, own)]
+    if not len(spreads):
+        return ()
+    spread = float(spreads.median())
+    bound, ours = (reconstruction_bound(u, parts) for u in (roundoff, single))
+    if ours > spread:
+        fail(
+            what,
+            expected=f"rounding below {spread:.2g}, what the scores of a row spread over",
+            got=f"parts so large that it may reach {ours:.2g}",
+            instead="model.double(), or decompose(..., normalize=True)",
+            error=ReconstructionError,
+        )
+    if bound > 0.01 * spread:
+        return (
+            f"{what}: rounding may reach {bound:.2g}, scores of a row spread over {spread:.2g}",
+        )
+    return ()
 
 
 def require_reconstruction(checks: Sequence[Check], what: str) -> None:

@@ -5,14 +5,17 @@ TransformerLens removes hooks by level or all at once, and its bridges call a ho
 canonical name. Here each hook is closed over the name that was asked for and removed by its own
 handle, so that a user's hooks stay, also on exceptions. Where nothing after some state is needed, a
 hook at that state ends the pass by a private exception, as TransformerLens itself does for
-``stop_at_layer`` (which means different things in its classes at the last layer).
+``stop_at_layer`` (which means different things in its classes at the last layer). A hook acts in
+the thread that asked for it: other threads may run the model meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -103,8 +106,7 @@ class Runner:
             out = None
         finally:
             for point, handle in handles:
-                handle.hook.remove()
-                point.fwd_hooks[:] = [h for h in point.fwd_hooks if h is not handle]
+                take_away(point, handle)
         silent = sorted(set(hooks) - fired)
         require(
             not silent,
@@ -193,15 +195,18 @@ class Runner:
         return out if logits else None
 
     def _add(self, name: str, hook: Hook, fired: set[str]) -> tuple[Any, Any]:
+        thread = get_ident()
+
         def wrapped(
             value: Tensor, hook: Any, _call: Hook = hook, _name: str = name
         ) -> Tensor | None:
+            if get_ident() != thread:  # somebody else's pass of the same model
+                return None
             fired.add(_name)
             return _call(value)
 
         point = self.points[name]
-        point.add_hook(wrapped)
-        return point, point.fwd_hooks[-1]
+        return point, put_on(point, wrapped)
 
     def _last_state(
         self, hooks: Mapping[str, Hook], logits: bool, stop_at: int | None
@@ -231,6 +236,19 @@ class Runner:
             if name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head"))
             else 0
         )
+
+
+def put_on(point: Any, hook: Callable[..., Any], **options: Any) -> Any:
+    """Add a hook to a hook point and give its handle, whoever else adds one meanwhile."""
+    point.add_hook(hook, **options)
+    return next(handle for handle in point.fwd_hooks if handle.user_hook is hook)
+
+
+def take_away(point: Any, handle: Any) -> None:
+    """Remove one hook of a hook point, and leave those of others in their order."""
+    handle.hook.remove()
+    with suppress(ValueError):  # reset_hooks() may have taken it
+        point.fwd_hooks.remove(handle)
 
 
 def require_full_precision(device: torch.device, name: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_geometry.base import linalg
 from tl_geometry.base.html import visible
 from tl_geometry.base.results import Provenance
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.variance import Anova
 from tl_geometry.render.figure import (
     BLUE,
@@ -110,6 +110,7 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     >>> norms(basis).title
     'How large is each part of a state?'
     """
+    require_basis(basis)
     figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
     table, t = basis.anova(), basis.window[1] - basis.window[0]
     n = basis.contexts * t
@@ -163,6 +164,9 @@ def spirals(
     >>> spirals(basis).title
     'What curve do positions lie on in each state?'
     """
+    require_basis(basis)
+    if control is not None:
+        require_basis(control, "control")
     chosen = states or tuple(some(basis.states, 5))
     rows = [b for b in (basis, control) if b is not None]
     figure, axes = canvas(len(chosen), len(rows), size=(WIDTH / min(len(chosen), 5), 1.6))
@@ -239,6 +243,7 @@ def gram(
     >>> gram(basis, 1).title
     'Which positions and contexts of state 1 point the same way?'
     """
+    require_basis(basis)
     row = basis.index(state)
     pos, _ = linalg.normalize_rows(basis.pos[row])
     blocks = [pos]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_geometry.base import linalg
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.rows import row_center
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures import positional
 from tl_geometry.render.figure import (
     AMBER,
@@ -319,6 +319,7 @@ def state_cosines(
     >>> state_cosines(basis).title
     'Cosines of position'
     """
+    require_basis(basis)
     figure, axes = canvas(len(basis.states), size=(1.9, 2.0))
     image = None
     for axis, state, pos in zip(axes, basis.states, basis.pos, strict=True):

@@ -232,7 +232,7 @@ def shades(
     return scale.to_rgba
 
 
-def drawable(text: str) -> str:
+def drawable(text: str, longest: int = LONGEST) -> str:
     r"""Text as labels can hold it: of some length, no mathematics, and what the font does not have
     as ``\uXXXX``.
 
@@ -241,7 +241,7 @@ def drawable(text: str) -> str:
     """
     from matplotlib import font_manager
 
-    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    text = text if len(text) <= longest else f"{text[: longest - 1]}…"
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
     known = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text)
     return known.replace("$", r"\$")

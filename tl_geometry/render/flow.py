@@ -468,7 +468,8 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     ]
     caption = (
         "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by "
-        f"t; lines are two laws of noise fitted to them ({'; '.join(said)})."
+        f"t; lines are two laws of noise fitted to them, the {report.train} trajectories that the "
+        f"maps were fitted on ({'; '.join(said)})."
     )
     return View(
         figure,

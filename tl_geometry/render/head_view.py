@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FIRST = ("cs_position", "lift")
 """Columns shown at first, the first that a table has."""
-NULL = "Nulls are numbers of their own: shifted positions, uniform attention, random subspaces."
+NULL = "Nulls are numbers of their own: position destroyed, uniform attention, random subspaces."
 PARTS = {"cs_": "share of ", "gs_": "gain of ", "es_": "energy of "}
 """Beginnings of columns, in words."""
 READ = 24

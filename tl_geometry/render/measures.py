@@ -11,7 +11,7 @@ import torch
 from tl_geometry.base import checks, linalg
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.html import visible
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures import positional
 from tl_geometry.measures.context_report import ContextualReport
 from tl_geometry.measures.position_report import PositionalReport
@@ -124,6 +124,7 @@ def singular_values(
     >>> singular_values(basis).title
     'In how many directions do position and context lie?'
     """
+    require_basis(basis)
     checks.choice(adjust, positional.ADJUSTMENTS, "adjust")
     rows = _rows(basis.states, states, 1 if ax is not None else 4)
     one_panel(ax, len(rows), "state")
@@ -253,6 +254,7 @@ def planes(
     >>> planes(basis).title
     'Does context stay out of the plane of position?'
     """
+    require_basis(basis)
     rows = _rows(basis.states, states, 5)
     figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.7))
     for axis, row in zip(axes, rows, strict=True):

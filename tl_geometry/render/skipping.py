@@ -102,8 +102,8 @@ def _view(figure: Figure, skips: SkipMap, place: str, how: str) -> View:
     return View(
         figure,
         title="How many blocks can be skipped for how much loss?",
-        caption=f"{how}, at {where} of {skips.test} held-out chunks; the model's own loss is "
-        f"{own:.3f} nats.",
+        caption=f"{how}, at {where} of {skips.test} held-out chunks; the model's own loss there "
+        f"is {own:.3f} nats.",
         null="The map 'mean' forgets the state: what every other must beat."
         if "mean" in skips.map_types
         else "",

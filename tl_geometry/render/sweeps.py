@@ -35,12 +35,12 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
         draw_map(axis, sweep.heads, column, group, -1.0, 1.0, bar=False)
     axes[0].set_ylabel("layer")
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="share")
-    shifted = sweep.details.get(f"{share}_position_shifted")
+    destroyed = sweep.details.get(f"{share}_position_null")
     null = (
         "Shares have no null here."
-        if shifted is None or not bool(shifted.isfinite().any())
-        else "With positions shifted, position has at most "
-        f"{float(shifted.nan_to_num(-1.0).max()):.2f}."
+        if destroyed is None or not bool(destroyed.isfinite().any())
+        else "With position destroyed, position has at most "
+        f"{float(destroyed.nan_to_num(-1.0).max()):.2f}."
     )
     return View(
         figure,

@@ -12,6 +12,8 @@ from tl_geometry.scores.terms import label
 
 PAIRS, LABELS = 12, 40
 """(head, source) pairs, and names of tokens, that the image of a logit shows."""
+TOKEN = 16
+"""Characters of a token beside an axis: longer ones leave no room for the bars."""
 COLOURS = {"query": "#0072b2", "key": "#d55e00", "value": "#009e73"}
 """One colour for each side that a writer is read on."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
@@ -87,7 +89,7 @@ def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
     >>> logit_figure(tlg.explain_logit(model, windows, 14, 5)).title[:10]
     'L1H0 wrote'
     """
-    texts = [drawable(html.token_text(t)) for t in texts_of(found)]
+    texts = [drawable(html.token_text(t), TOKEN) for t in texts_of(found)]
     pairs = found.pairs[:PAIRS]
     size = (8.4, 2.3 + 0.19 * len(pairs))
     heights = {"height_ratios": [1.2, 0.19 * len(pairs) + 0.2]}

@@ -2,9 +2,9 @@
 results and ``run.json``.
 
 A section is a function ``section(analysis) -> Section`` in a module of this package, named in
-:data:`SECTIONS` in reading order, with ``estimate(analysis) -> float``, the seconds that it takes
-at full size. To add one, write both and add its name. A section never returns nothing: what it
-cannot do is a card that says why (:class:`Draft`). It is written as soon as it is finished.
+:data:`SECTIONS` in reading order, with a share of the budget in :data:`~tl_geometry.report.work.
+SHARES`. A section never returns nothing: what it cannot do is a card that says why
+(:class:`Draft`). It is written as soon as it is finished.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tl_geometry.report.section import (
     failure,
     refusal,
 )
-from tl_geometry.report.speed import Costs, own_threads
+from tl_geometry.report.work import Costs, Work
 
 TITLES = {
     "overview": "What was analysed",
@@ -49,24 +49,15 @@ EMBEDDED = (
     "and is evidence for nothing; its untrained control "
     "(same initialisation, no training) stands beside it."
 )
-WEIGHTS = {
-    "decompose": 26.0,
-    "overview": 1.0,
-    "basis": 12.0,
-    "heads": 24.0,
-    "measures": 9.0,
-    "weights": 8.0,
-    "flow": 28.0,
-}
-"""Share of the time that each stage may take, measured on a model of 30 layers."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
-    """What sections are made from: the model, the tokens, the basis, and the time that there is.
+    """What sections are made from: the model, the tokens, the basis, and how much there is to be
+    computed.
 
     ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
-    are remarks on what was made smaller to keep the budget; ``planes`` asks for the table of every
+    are remarks on what the budget made smaller; ``planes`` asks for the table of every
     rotary plane.
     """
 
@@ -75,6 +66,7 @@ class Analysis:
     windows: TokenWindows
     basis: PositionContext
     clock: Clock
+    work: Work
     costs: Costs = field(default_factory=Costs)
     embedded: bool = False
     seed: int = 0
@@ -99,18 +91,13 @@ def make(analysis: Analysis, name: str) -> Section:
     """One section; where it cannot be had at all, a section with a card that says why."""
     title = TITLES[name]
     try:
-        analysis.clock.begin(name, estimate(analysis, name), title)
-        with own_threads(analysis.view):
-            return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
+        analysis.clock.begin(name, title)
+        analysis.work.begin(name)
+        return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
     except GeometryError as error:
         return Section(title=title, blocks=[refusal("this section", error)])
     except Exception as error:
         return Section(title=title, blocks=[failure("this section", error)])
-
-
-def estimate(analysis: Analysis, name: str) -> float:
-    """Seconds that a section takes at full size."""
-    return importlib.import_module(f"tl_geometry.report.{name}").estimate(analysis)
 
 
 def write(
@@ -127,22 +114,19 @@ def write(
     Sections that ``folder`` knows to be finished are not made again. ``summary["failed"]`` names
     the sections with an unexpected error.
     """
-    folder = folder or Folder(out, analysis.view.name, command=command, versions=versions())
+    folder = folder or Folder(
+        out, analysis.view.name, command=command, versions=versions(), names=names
+    )
     view, basis = analysis.view, analysis.basis
     folder.describe(
         basis.provenance,
         notes=(*analysis.notes, *analysis.smaller),
-        names=names,
         lede=f"{view.n_layers} blocks of {view.n_heads} heads; {basis.contexts:,} windows of "
         f"{basis.length} tokens of {basis.provenance.corpus}.",
         caution=EMBEDDED if analysis.embedded else "",
     )
-    analysis.clock.expect(
-        {name: estimate(analysis, name) for name in names if not folder.has(name)}
-    )
     for name in names:
         if folder.has(name):
-            analysis.clock.skip(name)
             continue
         started = analysis.clock.elapsed()
         made = make(analysis, name)
@@ -168,7 +152,6 @@ def versions() -> dict[str, str]:
 __all__ = [
     "SECTIONS",
     "TITLES",
-    "WEIGHTS",
     "Analysis",
     "Card",
     "Clock",
@@ -177,6 +160,7 @@ __all__ = [
     "Figure",
     "Folder",
     "Section",
+    "Work",
     "make",
     "versions",
     "write",

@@ -10,16 +10,11 @@ from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.render import basis as views
 from tl_geometry.report import TITLES, Analysis, findings, massive
+from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 
 NULL_CONTEXTS = 256
 """Windows of the null and of the untrained control."""
-
-
-def estimate(analysis: Analysis) -> float:
-    """Seconds of the null (and the control) at full size."""
-    count = min(NULL_CONTEXTS, len(analysis.windows))
-    return 5.0 + (1 + analysis.embedded) * count * _window_cost(analysis)
 
 
 def _window_cost(analysis: Analysis) -> float:
@@ -72,29 +67,28 @@ def section(analysis: Analysis) -> Section:
     middle = basis.states[len(basis.states) // 2]
     with draft.part("the analysis of variance"):
         table = basis.anova(null=null)
-        row, shares = basis.index(middle), table.shares
+        row, cell = basis.index(middle), Cells("anova", table)
+        debiased = "pos_corrected" if table.intervals else "pos_debiased"
         draft.say(
-            f"At state {middle}: {float(shares['pos'][row]):.1%} position "
-            f"({float(table.pos_debiased[row]):.1%} after the correction for sampling noise, "
-            f"reliability {float(table.pos_reliability[row]):.3f} between halves of the corpus), "
-            f"{float(shares['ctx'][row]):.1%} context, "
-            f"{float(shares['resid'][row]):.1%} residual (interaction of position and context)."
+            f"At state {middle}: {cell(row, 'pos', percent=True)} position "
+            f"({cell(row, debiased, percent=True)} after the correction for sampling noise, "
+            f"reliability {cell(row, 'pos_reliability')} between halves of the corpus), "
+            f"{cell(row, 'ctx', percent=True)} context, "
+            f"{cell(row, 'resid', percent=True)} residual (interaction of position and context)."
         )
         if table.ctx_null is not None:
             draft.say(
                 "Windows spliced from random places of the same corpus have a context share of "
-                f"{float(table.ctx_null[row]):.1%} there, and the two ends of a "
-                f"window agree with a correlation of {float(table.ctx_agreement[row]):.2f}: the "
+                f"{cell(row, 'ctx_null', percent=True)} there, and the two ends of a "
+                f"window agree with a correlation of {cell(row, 'ctx_agreement')}: the "
                 "part of the context share above the spliced one is what "
                 "lasts longer than a piece of text."
             )
-        draft.draw(
-            views.variance_shares(table, control=None if control is None else control.anova()),
-            "variance",
-        )
+        untaught = None if control is None else control.anova()
+        draft.draw(views.variance_shares(table, control=untaught), "variance")
         draft.table("anova", table, "Analysis of variance of each state")
-        draft.find(findings.position_share(table, groups=analysis.groups))
-        draft.find(findings.context_share(table, groups=analysis.groups))
+        draft.find(findings.position_share(table, control=untaught))
+        draft.find(findings.context_share(table))
     with draft.part("massive tokens"):
         massive.add(draft, analysis)
     with draft.part("the positional basis of each state"):
@@ -116,11 +110,11 @@ def _beside(
     draft: Draft, analysis: Analysis
 ) -> tuple[PositionContext | None, PositionContext | None]:
     """The null and the control, as far as the time allows."""
-    clock, each = analysis.clock, _window_cost(analysis)
+    clock, work, each = analysis.clock, analysis.work, _window_cost(analysis)
     most = min(NULL_CONTEXTS, len(analysis.windows))
     null = control = None
     least = min(16, most)
-    if count := clock.fits(each, most, least, share=0.45 if analysis.embedded else 0.9):
+    if count := work.take(each, most, least, share=0.45 if analysis.embedded else 0.9):
         clock.say(f"{count} spliced windows")
         with draft.part("the null of spliced windows"):
             null = spliced(analysis, count)

@@ -4,7 +4,6 @@ choose sizes, cut, decompose."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +13,35 @@ import numpy as np
 import torch
 
 from tl_geometry import __version__, zoo
-from tl_geometry.base.arguments import CLASSES, DTYPES, SECTIONS, read_texts
+from tl_geometry.base.arguments import (
+    BUDGETS,
+    CLASSES,
+    DTYPES,
+    SECTIONS,
+    TOKENS,
+    check_seed,
+    text_files,
+)
 from tl_geometry.base.errors import GeometryError, choice, fail, require
-from tl_geometry.corpus.texts import windows
+from tl_geometry.base.owned import BASIS, CHECKPOINT, LOCK, check_folder, lock, report_files
+from tl_geometry.corpus.documents import Documents
+from tl_geometry.corpus.texts import cut_windows
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.decomposing import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.report import WEIGHTS, Analysis, versions, write
-from tl_geometry.report.clock import Clock, span
+from tl_geometry.report import Analysis, versions, write
+from tl_geometry.report.clock import Clock
 from tl_geometry.report.folder import Folder
-from tl_geometry.report.speed import Costs, measured_costs, own_threads, token_cost
+from tl_geometry.report.work import Costs, Work, threads_for
 
-CONTEXTS, LENGTH, BUDGET = 1024, 512, 600.0
-"""Windows of the corpus, longest window and seconds, where the user does not say."""
-ENOUGH, SHORTEST = 256, 128
-"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the time of the
-decomposition."""
+CONTEXTS, LENGTH = 1024, 512
+"""Windows of the corpus, and longest window, where the user does not say."""
+ENOUGH, SHORTEST, LEAST = 256, 128, 32
+"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the share of the
+decomposition; LEAST of them are taken in any case."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 """Bytes that position sums may take before windows are halved, and bytes of the contexts that are
 kept whole."""
@@ -47,6 +56,8 @@ class Request:
     model: str | None = None
     corpus: tuple[Path, ...] = ()
     encoding: str = "utf-8"
+    field: str | None = None
+    pack: bool = False
     contexts: int | None = None
     length: int | None = None
     device: str = "cpu"
@@ -55,14 +66,23 @@ class Request:
     processed: bool = False
     bos: bool | None = None
     seed: int = 0
-    budget: float = BUDGET
+    budget: str = "default"
     sections: tuple[str, ...] | None = None
     planes: bool = False
+
+    def __post_init__(self) -> None:
+        choice(self.budget, tuple(BUDGETS), "--budget")
+        check_seed(self.seed)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Sections to write."""
         return SECTIONS if self.sections is None else self.sections
+
+    @property
+    def limit(self) -> str:
+        """What makes sizes smaller, as options."""
+        return f"--budget {self.budget}"
 
     def loading(self) -> dict[str, Any]:
         """Options of :func:`load_model`."""
@@ -73,7 +93,7 @@ class Request:
             "device": self.device,
         }
 
-    def settings(self, view: ModelView, texts: Sequence[str]) -> dict[str, Any]:
+    def settings(self, view: ModelView, texts: Documents) -> dict[str, Any]:
         """Everything that the numbers depend on, but for the tokens: what a run to be gone on with
         must share."""
         told = {
@@ -81,12 +101,11 @@ class Request:
             for f in dataclasses.fields(self)
             if f.name not in ("corpus", "sections", "model", "planes")
         }
-        text = hashlib.sha256("\0".join(texts).encode(errors="replace")).hexdigest()[:16]
         return told | {
             "version": __version__,
             "model": view.name,
             "fingerprint": view.fingerprint,
-            "text": text,
+            "text": texts.digest(),
         }
 
 
@@ -119,29 +138,42 @@ def load_model(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Texts:
-    """Documents of a corpus: texts and names, a label for all, and remarks."""
+    """Documents of a corpus: texts and names (``None``: file and line of each), a label for all,
+    remarks, and whether they are joined."""
 
-    texts: tuple[str, ...]
-    names: tuple[str, ...]
+    texts: Documents
+    names: tuple[str, ...] | None
     label: str
     notes: tuple[str, ...] = ()
+    pack: bool = False
 
     @staticmethod
-    def of(corpus: Sequence[Path] | None, encoding: str = "utf-8") -> Texts:
+    def of(
+        corpus: Sequence[Path] | None,
+        encoding: str = "utf-8",
+        *,
+        field: str | None = None,
+        pack: bool = False,
+    ) -> Texts:
         """The user's text files, or the held-out standard-library modules."""
         if not corpus:
             found = zoo.corpus.held_out_documents()
             notes = (found.note,) if found.note else ()
             return Texts(
-                texts=found.texts,
+                texts=Documents.of(found.texts),
                 names=found.names,
                 label="held-out standard-library modules",
                 notes=notes,
+                pack=pack,
             )
-        texts, names = read_texts(
-            corpus, encoding, binary="tl-geometry fit for a .npy file of token ids"
+        files = text_files(corpus, encoding, field=field, binary=TOKENS)
+        names = tuple(file.name for file in files)
+        return Texts(
+            texts=Documents(files),
+            names=names if field is None else None,
+            label=", ".join(names),
+            pack=pack,
         )
-        return Texts(texts=tuple(texts), names=tuple(names), label=", ".join(names))
 
 
 def token_source(
@@ -149,6 +181,8 @@ def token_source(
     corpus: Sequence[Path] | None,
     *,
     encoding: str = "utf-8",
+    field: str | None = None,
+    pack: bool = False,
     contexts: int | None,
     length: int | None,
     bos: bool | None,
@@ -157,7 +191,7 @@ def token_source(
     """Tokens that a command names: all windows of its texts, or a ``.npy`` file of ids
     ``[context position]``, left on the disk."""
     if not corpus or corpus[0].suffix != ".npy":
-        view, texts = as_view(model), Texts.of(corpus, encoding)
+        view, texts = as_view(model), Texts.of(corpus, encoding, field=field, pack=pack)
         size = length or min(view.n_ctx, LENGTH)
         return corpus_windows(
             view, texts, contexts=contexts, length=size, bos=bos, seed=seed, most=None
@@ -207,56 +241,54 @@ def corpus_windows(
     order of the corpus."""
     require(2 <= length <= view.n_ctx, "--length", expected=f"2 to {view.n_ctx} tokens", got=length)
     prepend = view.bos_id is not None if bos is None else bos
-    everything = windows(
+    found = cut_windows(
         view,
         corpus.texts,
         length,
+        n=contexts or most,
+        at_most=True,
         prepend_bos=prepend,
         labels=corpus.names,
         seed=seed,
+        pack=corpus.pack,
         corpus=corpus.label,
     )
-    n = min(len(everything), contexts or most or len(everything))
-    if contexts is not None and contexts > len(everything):
-        expected = f"at most {len(everything)} windows of {length} tokens in this corpus"
-        fail("--contexts", expected=expected, got=contexts, instead="more --corpus")
-    generator = torch.Generator().manual_seed(seed)
-    return everything[torch.randperm(len(everything), generator=generator)[:n].sort().values]
+    expected = f"at most {len(found)} windows of {length} tokens in this corpus"
+    enough = contexts is None or contexts <= len(found)
+    require(enough, "--contexts", expected=expected, got=contexts, instead="more --corpus")
+    return found
 
 
 def choose_sizes(
-    request: Request, view: ModelView, corpus: Texts, clock: Clock
-) -> tuple[TokenWindows, Costs, tuple[str, ...]]:
-    """Windows that the decomposition can take in its time, the cost of a token, and what was made
-    smaller for it."""
+    request: Request, view: ModelView, corpus: Texts, work: Work
+) -> tuple[TokenWindows, tuple[str, ...]]:
+    """Windows that the decomposition can take within its share of the budget, and what was made
+    smaller for it: the same for the same model, texts and budget."""
     length = request.length or min(view.n_ctx, LENGTH)
     options: dict[str, Any] = {
         "contexts": request.contexts,
         "bos": request.bos,
         "seed": request.seed,
     }
-    found = corpus_windows(view, corpus, length=length, **options)
-    token = token_cost(view, found.tokens)
-    usual, wanted = length, len(found)
+    tokens = corpus_windows(view, corpus, length=length, **options)
+    costs = Costs.of(view.n_layers, view.d_model, view.d_vocab)
+    token, usual = 1.1 * costs.token, length
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
-        fit = clock.fits(1.1 * token * length, wanted, 1)
         sums = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
-        if fit >= min(ENOUGH, wanted) and sums <= SUMS:
+        if work.room(token * length, len(tokens)) >= min(ENOUGH, len(tokens)) and sums <= SUMS:
             break
         length //= 2
-        found = corpus_windows(view, corpus, length=length, **options)
-        wanted = len(found)  # a token of a shorter window costs less, if anything
-    costs = measured_costs(view, found.tokens, token if length == usual else None)
-    kept = f"to keep the budget of {span(clock.budget)}"
+        tokens = corpus_windows(view, corpus, length=length, **options)
     smaller = []
     if length < usual:
-        smaller.append(f"windows of {length} tokens in place of {usual}, {kept}")
+        smaller.append(f"windows of {length} tokens in place of {usual} ({request.limit})")
     if request.contexts is None:
-        fit = max(min(32, wanted), clock.fits(1.1 * costs.token * length, wanted, 1))
+        wanted = len(tokens)
+        fit = max(min(LEAST, wanted), work.room(token * length, wanted))
         if fit < wanted:
-            smaller.append(f"{fit} of {wanted} windows, {kept}")
-            found = corpus_windows(view, corpus, length=length, **{**options, "contexts": fit})
-    return found, costs, tuple(smaller)
+            smaller.append(f"{fit} of {wanted} windows ({request.limit})")
+            tokens = corpus_windows(view, corpus, length=length, **{**options, "contexts": fit})
+    return tokens, tuple(smaller)
 
 
 def kept_samples(view: ModelView, length: int) -> int:
@@ -274,25 +306,25 @@ def basis_of(
 ) -> PositionContext:
     """The basis of the windows: that of a stopped run of the same model, tokens and seed, or
     computed now and saved."""
-    out = folder.out
-    kept, checkpoint = out / "basis.safetensors", out / "checkpoint.safetensors"
-    if resume and kept.is_file():
+    if resume and folder.files.unchanged(BASIS):
         try:
-            basis = PositionContext.load(kept)
+            basis = PositionContext.load(folder.out / BASIS)
             basis.check_model(view)
             same = basis.provenance.token_hash == tokens.token_hash
             if same and basis.provenance.seed in (None, seed):
                 return basis
         except GeometryError:
             pass  # of another model or version: computed again
-    if not resume:
-        checkpoint.unlink(missing_ok=True)
-    samples = kept_samples(view, tokens.tokens.shape[1])
     basis = decompose(
-        view, tokens, checkpoint=checkpoint, progress=False, seed=seed, groups=GROUPS, keep=samples
+        view,
+        tokens,
+        checkpoint=folder.out / CHECKPOINT,
+        progress=False,
+        seed=seed,
+        groups=GROUPS,
+        keep=kept_samples(view, tokens.tokens.shape[1]),
     )
-    basis.save(kept)
-    checkpoint.unlink(missing_ok=True)
+    folder.save_basis(basis)
     return basis
 
 
@@ -301,70 +333,70 @@ def build(
     out: Path,
     *,
     resume: bool = False,
+    force: bool = False,
     progress: bool = True,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the analysis and write it; returns the summary of :func:`tl_geometry.report.write`.
 
     The basis and each section are on the disk as soon as they are finished; with ``resume`` what a
-    stopped run of the same request has finished is not computed again.
+    stopped run of the same request has finished is not computed again. Files that no run of ours
+    wrote are refused, or with ``force`` overwritten; a folder that another run is writing to is
+    refused.
     """
-    weights = {name: WEIGHTS[name] for name in ("decompose", *request.names)}
-    clock = Clock(request.budget, weights, show=progress)
-    corpus = Texts.of(request.corpus, request.encoding)
-    if progress:
-        clock.say("loading the model")
+    out.mkdir(parents=True, exist_ok=True)
+    with lock(out / LOCK):
+        return _build(request, out, resume, force, progress, command)
+
+
+def _build(
+    request: Request,
+    out: Path,
+    resume: bool,
+    force: bool,
+    progress: bool,
+    command: Sequence[str],
+) -> dict[str, Any]:
+    names = ("decompose", *request.names)
+    work = Work(request.budget)
+    clock = Clock(names, show=progress)
+    check_folder(out, "report", report_files(request.names), force=force)
+    corpus = Texts.of(request.corpus, request.encoding, field=request.field, pack=request.pack)
+    clock.say("loading the model")
     model = load_model(request.model, **request.loading())
     view = as_view(model)
-    folder = Folder(out, view.name, command=command, versions=versions(), resume=resume)
-    clock.begin("decompose", None, "position and context of every state")
-    with own_threads(view):
-        tokens, basis, costs, smaller = _based(request, view, corpus, clock, folder, resume=resume)
+    folder = Folder(
+        out,
+        view.name,
+        command=command,
+        versions=versions(),
+        resume=resume,
+        force=force,
+        names=request.names,
+    )
+    if folder.kept:
+        clock.note(f"kept, because changed since they were written: {', '.join(folder.kept)}")
+    clock.begin("decompose", "position and context of every state")
+    work.begin("decompose")
+    tokens, smaller = choose_sizes(request, view, corpus, work)
+    folder.begin({**request.settings(view, corpus.texts), "tokens": tokens.token_hash})
+    count, length = tokens.tokens.shape
+    clock.note(f"{count:,} windows of {length} tokens ({work.about})")
+    with threads_for(view.d_model):
+        basis = basis_of(view, tokens, folder, seed=request.seed, resume=resume)
     analysis = Analysis(
         model=model,
         view=view,
         windows=tokens,
         basis=basis,
         clock=clock,
-        costs=costs,
+        work=work,
+        costs=Costs.of(view.n_layers, view.d_model, view.d_vocab),
         embedded=request.model is None,
         seed=request.seed,
         notes=corpus.notes,
         smaller=smaller,
         planes=request.planes,
     )
-    return write(analysis, out, command=command, names=request.names, folder=folder)
-
-
-def _based(
-    request: Request,
-    view: ModelView,
-    corpus: Texts,
-    clock: Clock,
-    folder: Folder,
-    *,
-    resume: bool,
-) -> tuple[TokenWindows, PositionContext, Costs, tuple[str, ...]]:
-    """Windows and their basis, what things cost, and what was made smaller."""
-    settings = request.settings(view, corpus.texts)
-    plan = folder.planned(settings)
-    if plan:
-        tokens = corpus_windows(
-            view,
-            corpus,
-            contexts=plan["contexts"],
-            length=plan["length"],
-            bos=request.bos,
-            seed=request.seed,
-        )
-        costs, smaller = measured_costs(view, tokens.tokens), tuple(plan["smaller"])
-    else:
-        tokens, costs, smaller = choose_sizes(request, view, corpus, clock)
-    folder.remember(settings, contexts=len(tokens), length=tokens.tokens.shape[1], smaller=smaller)
-    folder.begin({**settings, "tokens": tokens.token_hash})
-    count, length = tokens.tokens.shape
-    clock.say(
-        f"{count} windows of {length} tokens, about {span(1.1 * costs.token * count * length)}"
-    )
-    basis = basis_of(view, tokens, folder, seed=request.seed, resume=resume)
-    return tokens, basis, costs, smaller
+    with threads_for(view.d_model):
+        return write(analysis, out, command=command, names=request.names, folder=folder)

@@ -1,99 +1,39 @@
-"""The time that a report may take: shared out over its stages, one line of progress, sizes that fit
-what is left.
-
-A budget is kept by making things smaller (fewer windows, chunks, pairs), and what was made smaller
-is said; it is no deadline.
-"""
+"""One line of progress: which stage of how many, what it does, and the time since the start. How
+long the rest takes is not known well enough to be said."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
-
-from tl_geometry.base.errors import require
-
-PATIENCE = 2.0
-"""The smallest useful size is still run where it takes at most so many times what is left of its
-stage."""
+from collections.abc import Callable, Sequence
 
 
 class Clock:
-    """Stages by name with their weights; each may take its share of the time that those before it
-    have left.
+    """Stages in their order, shown on standard error.
 
-    >>> time = iter([0.0, 0.0, 30.0, 30.0, 30.0]).__next__
-    >>> clock = Clock(100.0, {"first": 1.0, "second": 1.0}, show=False, now=time)
-    >>> clock.begin("first"), clock.left()
-    (50.0, 20.0)
-    >>> clock.begin("second")
-    70.0
+    >>> now = iter([0.0, 75.0]).__next__
+    >>> clock = Clock(["first", "second"], show=False, now=now)
+    >>> clock.elapsed()
+    75.0
     """
 
     def __init__(
-        self,
-        budget: float,
-        weights: Mapping[str, float],
-        *,
-        show: bool,
-        now: Callable[[], float] = time.monotonic,
+        self, stages: Sequence[str], *, show: bool, now: Callable[[], float] | None = None
     ) -> None:
-        require(budget > 0, "budget", expected="a positive number of seconds", got=budget)
-        self.budget, self.weights, self.show, self.now = budget, dict(weights), show, now
-        self.started = now()
-        self.waiting = list(self.weights)
-        self.stage, self.place, self.end = "start", 0, self.started + budget
+        self.stages, self.show, self.now = tuple(stages), show, now or time.monotonic
+        self.started = self.now()
+        self.stage, self.place = "start", 0
         self.wide, self.said = False, ""
-        self.expected: dict[str, float] = {}
 
-    def expect(self, seconds: Mapping[str, float]) -> None:
-        """What stages will take as far as is known, for the time left that is shown."""
-        self.expected |= seconds
-
-    def begin(self, stage: str, about: float | None = None, said: str = "") -> float:
-        """Begin a stage, say how long it will take, and return the seconds that it may."""
-        now = self.now()
-        total = sum(self.weights[s] for s in self.waiting)
-        rest = max(0.0, self.started + self.budget - now)
-        allowed = rest * self.weights[stage] / total
-        self.waiting.remove(stage)
-        self.place += 1
-        self.stage, self.end = said or stage, now + allowed
-        self.say(f"about {span(min(about, allowed) if about is not None else allowed)}")
-        return allowed
-
-    def skip(self, stage: str) -> None:
-        """A stage that is finished already: its time goes to the others."""
-        if stage in self.waiting:
-            self.waiting.remove(stage)
-            self.place += 1
-
-    def left(self) -> float:
-        """Seconds that the present stage may still take."""
-        return max(0.0, self.end - self.now())
+    def begin(self, stage: str, title: str) -> None:
+        """Begin a stage."""
+        self.stage, self.place = title, self.stages.index(stage) + 1
+        self.say("")
 
     def elapsed(self) -> float:
         """Seconds since the run began."""
         return self.now() - self.started
-
-    def ahead(self) -> float:
-        """Seconds to the end: what is expected, or the rest of the budget where that is less."""
-        rest = max(0.0, self.started + self.budget - self.now())
-        later = [self.expected.get(stage) for stage in self.waiting]
-        if any(seconds is None for seconds in later):
-            return rest
-        return min(rest, self.left() + sum(s for s in later if s is not None))
-
-    def fits(self, each: float, most: int, least: int = 1, *, share: float = 1.0) -> int:
-        """How many items of ``each`` seconds fit into a share of what is left, ``least`` to
-        ``most``; 0 where not even ``least`` do."""
-        time_left = share * self.left()
-        most = max(0, most)
-        count = min(most, int(time_left / max(each, 1e-9)))
-        if count >= least:
-            return count
-        return min(least, most) if least * each <= PATIENCE * time_left else 0
 
     def say(self, text: str) -> None:
         """Show what is being done: one line, rewritten on a terminal; elsewhere a line for each
@@ -102,13 +42,19 @@ class Clock:
         if not self.show or (not terminal and self.said == self.stage):
             return
         self.said = self.stage
-        line = (
-            f"[{self.place}/{len(self.weights)}] {self.stage}: {text} ({span(self.ahead())} left)"
-        )
+        what = f"{self.stage}: {text}" if text else self.stage
+        line = f"[{self.place}/{len(self.stages)}] {what} ({span(self.elapsed())} so far)"
         columns = shutil.get_terminal_size().columns  # a longer line would not be rewritten
         sys.stderr.write(f"\r\x1b[K{line[: columns - 1]}" if terminal else f"{line}\n")
         sys.stderr.flush()
         self.wide = terminal
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        if self.show:
+            self.finish()
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     def finish(self) -> None:
         """End the line."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.intervals import t_quantile
-from tl_geometry.decomposition.variance import Anova
+from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova
 from tl_geometry.flow.skipping import SkipMap
 from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.interventions.effects import Effects
@@ -78,15 +78,17 @@ def excludes(
     return bool(math.isfinite(low + high + null)) and abs(value - null) > wider * reach
 
 
-def position_share(table: Anova, *, groups: int) -> Finding | None:
-    """Whether position is in the residual stream."""
+def position_share(table: Anova, *, control: Anova | None = None) -> Finding | None:
+    """Whether position is in the residual stream; beside it the share of the untrained control."""
     if "pos" not in table.intervals:
         return None
-    at = _largest(table.pos_debiased)
-    value, state = float(table.pos_debiased[at]), table.states[at]
-    low, high = table.intervals["pos"][at, 1:].tolist()
+    shares, lows, highs = table.intervals["pos"].unbind(1)
+    at = _largest(_trusted(shares, table.pos_reliability))
+    value, state, trust = float(shares[at]), table.states[at], float(table.pos_reliability[at])
+    low, high = float(lows[at]), float(highs[at])
     noise = float(table.shares["pos"][at]) - value
-    clear = excludes(value, low, high, 0.0, samples=groups, among=len(table.states))
+    clear = trust >= LOW_RELIABILITY
+    clear &= excludes(value, low, high, 0.0, samples=table.blocks, among=len(table.states))
     shown = percent(value)
     return Finding(
         value=shown,
@@ -95,22 +97,39 @@ def position_share(table: Anova, *, groups: int) -> Finding | None:
         else "No evidence that the residual stream depends on position by itself: at most "
         f"{shown} of the variance of a state (state {state}).",
         beside=f"{_interval(low, high)}; 0 without an effect, after {percent(noise)} of sampling "
-        f"noise was taken off; the largest of {len(table.states)} states",
+        f"noise was taken off{_untrained(control, state)}; the largest of {len(table.states)} "
+        f"states; {_trust(trust)}",
         figure="figure-variance",
         table="anova",
         clear=clear,
     )
 
 
-def context_share(table: Anova, *, groups: int) -> Finding | None:
+def _untrained(control: Anova | None, state: int) -> str:
+    """The share of position in a state of the untrained control, where there is one."""
+    if control is None:
+        return ""
+    shares = control.intervals["pos"][:, 0] if control.intervals else control.pos_debiased
+    share = float(shares[control.states.index(state)])
+    return f"; {percent(share)} in the untrained control"
+
+
+def context_share(table: Anova) -> Finding | None:
     """Whether a whole window shares more than spliced ones do."""
-    if "ctx" not in table.intervals or table.ctx_null is None:
+    if "ctx_null" not in table.intervals:
         return None
-    shares = table.shares["ctx"]
-    at = _largest(shares - table.ctx_null)
-    value, null, state = float(shares[at]), float(table.ctx_null[at]), table.states[at]
-    low, high = table.intervals["ctx"][at, 1:].tolist()
-    clear = excludes(value, low, high, null, samples=groups, among=len(table.states))
+    (shares, lows, highs), null = table.intervals["ctx"].T, table.intervals["ctx_null"]
+    if not bool((lows + null[:, 1]).isfinite().any()):
+        return None
+    at = _largest(shares - null[:, 0])
+    value, low, high, state = float(shares[at]), float(lows[at]), float(highs[at]), table.states[at]
+    spliced, ends = float(null[at, 0]), null[at, 1:].tolist()
+    reach = math.hypot(value - low, ends[1] - spliced)  # both are estimates
+    clear = value > spliced and excludes(
+        *(value, value - reach, value + reach, spliced),
+        samples=table.blocks,
+        among=len(table.states),
+    )
     shown = percent(value)
     return Finding(
         value=shown,
@@ -119,8 +138,8 @@ def context_share(table: Anova, *, groups: int) -> Finding | None:
         if clear
         else "No evidence that context lasts longer than a piece of text: a whole window has "
         f"{shown} of the variance of state {state} in common.",
-        beside=f"{_interval(low, high)}; {percent(null)} in windows spliced from random places; "
-        f"the largest excess of {len(table.states)} states",
+        beside=f"{_interval(low, high)}; {percent(spliced)} in windows spliced from random places "
+        f"({_interval(*ends)}); the largest excess of {len(table.states)} states",
         figure="figure-variance",
         table="anova",
         clear=clear,
@@ -130,8 +149,8 @@ def context_share(table: Anova, *, groups: int) -> Finding | None:
 def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding | None:
     """Whether position drives a head (in a rotary model: position or content).
 
-    The null is the share with positions shifted; in a rotary model, where shifting what stands in
-    the stream changes little, it is the share of the next group.
+    The null of position is its share with position destroyed, that of content the share of the
+    next group.
     """
     found = table.group_intervals
     names = [g for g in ("position", "content") if g in table.groups]
@@ -142,14 +161,20 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     known = torch.where(found.low.isfinite(), table.group_cs, torch.nan)[:, columns]
     if not bool(known.isfinite().any()):
         return None
-    at, which = divmod(_largest(known.flatten()), len(columns))
+    # a head whose covariance and gain name different groups is no evidence: the others go first
+    firsts = zip(table.by_group.by_cs, table.by_group.by_gs, strict=True)
+    same = torch.tensor([[cs == gs == name for name in tried] for cs, gs in firsts])
+    agreeing = torch.where(same.to(known.device), known, torch.nan)
+    chosen = agreeing if bool(agreeing.isfinite().any()) else known
+    at, which = divmod(_largest(chosen.flatten()), len(columns))
     group, column = tried[which], columns[which]
     value, low, high = (float(x[at, column]) for x in (table.group_cs, found.low, found.high))
-    null, beside = _rival(table, at, column) if rotary else _shifted(table, at, group)
+    null, beside = _destroyed(table, at) if group == "position" else _rival(table, at, column)
     if null is None:
         return None
     among = known.numel()
     clear = excludes(value, low, high, null, samples=groups, among=among)
+    clear = clear and bool(same[at, which])
     head, shown = head_name(table.heads[at]), percent(value)
     labels = table.by_group.labels
     word = "relative position" if rotary and group == "position" else group
@@ -167,12 +192,12 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     )
 
 
-def _shifted(table: SweepTable, at: int, group: str) -> tuple[float | None, str]:
-    """A group's share with positions shifted."""
-    null = table.details.get(f"cs_{group}_shifted")
+def _destroyed(table: SweepTable, at: int) -> tuple[float | None, str]:
+    """The share of position where what the groups of the basis have in common cancels."""
+    null = table.details.get("cs_position_null")
     if null is None:
         return None, ""
-    return float(null[at]), f"{percent(float(null[at]))} with positions shifted"
+    return float(null[at]), f"{percent(float(null[at]))} with position destroyed"
 
 
 def _rival(table: SweepTable, at: int, column: int) -> tuple[float, str]:
@@ -230,20 +255,21 @@ def dominance(effect: Effects) -> Finding | None:
     )
 
 
-def smooth(report: PositionalReport, *, groups: int) -> Finding | None:
+def smooth(report: PositionalReport) -> Finding | None:
     """Whether positions lie on a smooth curve."""
     name = "low_frequency"
     nulls = {null: values for (m, null), values in report.nulls.items() if m == name}
     if name not in report.errors or not nulls:
         return None
     highest = torch.stack(list(nulls.values())).amax(0)
-    at = _largest(report[name] - highest)
+    at = _largest(_trusted(report[name] - highest, report["split_half"]))
     value, null = float(report[name][at]), float(highest[at])
-    low, high = _around(value, float(report.errors[name][at]), groups)
+    low, high = _around(value, float(report.errors[name][at]), report.blocks)
     if not math.isfinite(low):
         return None
-    among = len(report.states)
-    clear = value > null and excludes(value, low, high, null, samples=groups, among=among)
+    among, trust = len(report.states), float(report["split_half"][at])
+    clear = value > null and trust >= LOW_RELIABILITY
+    clear &= excludes(value, low, high, null, samples=report.blocks, among=among)
     state, shown = report.states[at], percent(value)
     held = f"the lowest frequencies hold {shown} of the energy of its cosines"
     said = [f"{percent(float(v[at]))} for {_NULLS.get(n, n)}" for n, v in nulls.items()]
@@ -252,7 +278,7 @@ def smooth(report: PositionalReport, *, groups: int) -> Finding | None:
         said=f"The positions of state {state} lie on a smooth curve: {held}."
         if clear
         else f"No evidence that positions lie on a smooth curve: in state {state} {held}.",
-        beside=f"{_interval(low, high)}; {', '.join(said)}",
+        beside=f"{_interval(low, high)}; {', '.join(said)}; {_trust(trust)}",
         figure="figure-position",
         table="positional",
         clear=clear,
@@ -268,24 +294,23 @@ _NULLS = {
 }
 
 
-def incoherence(report: ContextualReport, *, groups: int) -> Finding | None:
+def incoherence(report: ContextualReport) -> Finding | None:
     """Whether position and context are more, or less, aligned than chance."""
     name = "incoherence_avg"
     nulls = {null: values for (m, null), values in report.nulls.items() if m == name}
     if name not in report.errors or not nulls:
         return None
     both = torch.stack(list(nulls.values()))
-    at = _largest((report[name] - both).abs().amin(0))
+    at = _largest(_trusted((report[name] - both).abs().amin(0), report["split_half"]))
     value = float(report[name][at])
-    low, high = _around(value, float(report.errors[name][at]), groups)
+    low, high = _around(value, float(report.errors[name][at]), report.blocks)
     if not math.isfinite(low):
         return None
     known = both[:, at].tolist()
-    among = len(report.states)
+    among, trust = len(report.states), float(report["split_half"][at])
     above, below = (all(s * (value - n) > 0 for n in known) for s in (1, -1))
-    clear = (above or below) and all(
-        excludes(value, low, high, n, samples=groups, among=among) for n in known
-    )
+    clear = (above or below) and trust >= LOW_RELIABILITY
+    clear &= all(excludes(value, low, high, n, samples=report.blocks, among=among) for n in known)
     state, shown = report.states[at], number(value)
     said = [f"{number(float(v[at]))} for {_NULLS.get(n, n)}" for n, v in nulls.items()]
     mean = f"their mean |cos| in state {state} is {shown}"
@@ -296,7 +321,7 @@ def incoherence(report: ContextualReport, *, groups: int) -> Finding | None:
         if clear
         else f"No evidence that positional and context vectors are aligned otherwise than by "
         f"chance: {mean}.",
-        beside=f"{_interval(low, high, number)}; {', '.join(said)}",
+        beside=f"{_interval(low, high, number)}; {', '.join(said)}; {_trust(trust)}",
         figure="figure-incoherence",
         table="contextual",
         clear=clear,
@@ -305,30 +330,44 @@ def incoherence(report: ContextualReport, *, groups: int) -> Finding | None:
 
 def lift(geometry: WeightGeometry) -> Finding | None:
     """Whether a head's W_QK reads the positional directions."""
-    chance = geometry.activation_high
-    if not bool(chance.isfinite().any()):
+    if not bool(geometry.p.isfinite().any()):
         return None
-    at = _largest(geometry.lift)
-    value, mean = float(geometry.concentration[at]), float(geometry.activation_null[at])
-    most = float(chance[at])
-    clear = value > float(chance[chance.isfinite()].max())
+    reliable = geometry.reliability >= LOW_RELIABILITY
+    at = _largest(_trusted(geometry.excess, geometry.reliability))
+    value, p = float(geometry.excess[at]), float(geometry.p[at])
+    clear = bool(reliable[at]) and p <= 0.05
     layer, _ = pair = geometry.heads[at]
     k = geometry.k[geometry.layers.index(layer)]
-    shown = percent(value)
-    held = f"the {k} leading positional directions hold {shown} of W_QK of {head_name(pair)}"
+    shown, trust = number(value), float(geometry.reliability[at])
+    null, most = (percent(float(x[at])) for x in (geometry.noise_null, geometry.noise_high))
+    held = (
+        f"the {k} leading positional directions hold {percent(float(geometry.concentration[at]))}"
+    )
+    held += f" of W_QK of {head_name(pair)}, {shown} times what they hold with positions destroyed"
     return Finding(
-        value=f"{number(float(geometry.lift[at]))}×",
-        said=f"W_QK reads position: {held}, {number(float(geometry.lift[at]))} times chance."
+        value=f"{shown}×",
+        said=f"W_QK reads position: {held}."
         if clear
-        else f"No evidence that W_QK reads position more than any direction of the activations: "
-        f"{held}, {number(float(geometry.lift[at]))} times chance.",
-        beside=f"exact for these weights and directions; random subspaces of the activations hold "
-        f"{percent(mean)} on average and {percent(most)} at most; the largest lift of "
-        f"{len(geometry.heads)} heads",
+        else f"No evidence that W_QK reads position: {held}.",
+        beside=f"{null} on average and {most} at most in differences of random halves of the "
+        f"corpus, where position cancels; p = {number(p)} among {len(geometry.heads)} heads; "
+        f"{_trust(trust)}",
         figure="figure-lift",
         table="weights_qk",
         clear=clear,
     )
+
+
+def _trusted(values: Tensor, reliability: Tensor) -> Tensor:
+    """Values where position is reliable, the others NaN; all of them where it is nowhere."""
+    known = reliability >= LOW_RELIABILITY
+    return torch.where(known, values, torch.nan) if bool(known.any()) else values
+
+
+def _trust(reliability: float) -> str:
+    """The reliability of positional vectors, in words."""
+    low = "" if reliability >= LOW_RELIABILITY else ", too low for a statement about position"
+    return f"reliability of position {number(reliability)} between halves of the corpus{low}"
 
 
 def skipped(skips: SkipMap) -> Finding | None:

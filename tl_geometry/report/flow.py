@@ -18,7 +18,6 @@ from tl_geometry.render import flow as views
 from tl_geometry.render import space
 from tl_geometry.render.skipping import skip_figure
 from tl_geometry.report import TITLES, Analysis, findings
-from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.section import Draft, Section
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
@@ -28,18 +27,6 @@ SHALLOW = 12
 """Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
 MAP_TYPES = ("flow", "ridge", "identity", "mean")
 """Maps that stand in for skipped blocks."""
-
-
-def estimate(analysis: Analysis) -> float:
-    """Seconds of three ensembles, the maps between all their states, and the replaced outputs."""
-    length = _length(analysis)
-    chunks = min(CHUNKS, len(analysis.windows))
-    followed = 3.3 * analysis.costs.token * chunks * length + _maps_cost(analysis, chunks)
-    return (
-        followed
-        + _truncation_cost(analysis) * min(SKIPPED // 2, chunks)
-        + 2 * _skip_cost(analysis, min(SKIPPED, chunks))
-    )
 
 
 def _length(analysis: Analysis) -> int:
@@ -58,11 +45,15 @@ def _truncation_cost(analysis: Analysis) -> float:
 
 
 def _skip_cost(analysis: Analysis, chunks: int) -> float:
-    """The passes that maps are fitted on and that all of them share, and the fitting; the measuring
-    takes what time is left."""
-    d, states = analysis.view.d_model, min(analysis.view.n_layers + 1, 31)
-    fitting = 8 * analysis.costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
-    return 1 + 1.5 * analysis.costs.output * _length(analysis) * chunks + fitting
+    """The passes that maps are fitted on and that all of them share, the fitting, and the last
+    token's way from each map to the output on half of the chunks (measured)."""
+    view, costs = analysis.view, analysis.costs
+    d, n, states = view.d_model, view.n_layers, min(view.n_layers + 1, 31)
+    fitting = 8 * costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
+    pairs = n * (n + 1) / 2 if n <= SHALLOW else 3 * n
+    maps = (len(MAP_TYPES) - 1) * pairs + n  # one mean for each state
+    measuring = 2.5 * (costs.output - costs.token / 2) * maps * chunks / 2
+    return 1 + 1.5 * costs.output * _length(analysis) * chunks + fitting + measuring
 
 
 def section(analysis: Analysis) -> Section:
@@ -77,7 +68,7 @@ def section(analysis: Analysis) -> Section:
         return draft.section()
     length, most = _length(analysis), min(CHUNKS, len(windows))
     each = 3.3 * analysis.costs.token * length + _maps_cost(analysis, most) / most
-    count = analysis.clock.fits(each, most, FEWEST, share=0.6)
+    count = analysis.work.take(each, most, FEWEST, share=0.6)
     if not count:
         draft.too_long("trajectories", FEWEST * each)
         return draft.section()
@@ -149,7 +140,11 @@ def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Tra
     with reinitialized(model, seed=analysis.seed) as null:
         ensembles["untrained"] = trajectories(null, chunks, progress=False)
     nulls = compare_ensembles(ensembles)
-    draft.table("flow_nulls", nulls, "Trajectories of text, of gibberish, of an untrained model")
+    about = (
+        "Trajectories of text, of gibberish, of an untrained model (laws of noise fitted to all "
+        "chunks; those of the figure to the half that its maps were fitted on)"
+    )
+    draft.table("flow_nulls", nulls, about)
 
 
 def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
@@ -163,7 +158,7 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     most = min(SKIPPED, len(chunks))
     some = chunks[torch.linspace(0, len(chunks) - 1, most).long()]
     half = most // 2
-    count = analysis.clock.fits(_truncation_cost(analysis), most - half, 8, share=0.5)
+    count = analysis.work.take(_truncation_cost(analysis), most - half, 8, share=0.5)
     if not count:
         draft.too_long("truncated states", 8 * _truncation_cost(analysis))
     else:
@@ -186,10 +181,13 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 
 def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
     view, what = analysis.view, "skipped layers"
-    needed, left = _skip_cost(analysis, len(some)), analysis.clock.left()
-    if needed > PATIENCE * left:
-        draft.too_long(what, needed)
+    fewest = min(FEWEST, len(some))
+    each = _skip_cost(analysis, len(some)) / len(some)
+    count = analysis.work.take(each, len(some), fewest)
+    if not count:
+        draft.too_long(what, fewest * each)
         return
+    some = some[torch.linspace(0, len(some) - 1, count).long()]
     shallow = view.n_layers <= SHALLOW
     analysis.clock.say(f"{what}, {len(some)} chunks")
     skips = skip_map(
@@ -197,7 +195,6 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
         some,
         pairs="all" if shallow else None,
         map_types=MAP_TYPES,
-        budget=max(left - needed, 1.0),
         progress=False,
         seed=analysis.seed,
     )

@@ -1,9 +1,10 @@
 """The folder of a report: sections, tables and the page on the disk at every moment, and the record
 that a stopped run goes on from.
 
-``run.json`` holds, besides command, versions and provenance, a ``manifest``: for each finished
-section its title, files, cards and the hash of the settings that it was made under. A section is
-taken over only where that hash is the same.
+``run.json`` holds, besides command, versions and provenance, ``files`` with their hashes
+(:mod:`tl_geometry.base.owned`) and a ``manifest``: for each finished section its title, tables,
+cards and the hash of the settings that it was made under. A section is taken over only where that
+hash is the same.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tl_geometry.base.arguments import SECTIONS
+from tl_geometry.base.owned import (
+    BASIS,
+    CHECKPOINT,
+    PAGE,
+    PARTS,
+    WRITER,
+    OwnFiles,
+    check_folder,
+    report_files,
+    write_record,
+)
 from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.report import page
 from tl_geometry.report.findings import Finding
-from tl_geometry.report.section import Drawn, Section
-
-RECORD, PAGE, PARTS = "run.json", "report.html", "sections"
+from tl_geometry.report.section import Card, Drawn, Section
 
 
 def digest(settings: Mapping[str, Any]) -> str:
@@ -36,15 +46,8 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def put(path: Path, text: str) -> None:
-    """Write a text so that ``path`` always holds the old one or the new one, whole; half
-    characters are written out."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8", errors="backslashreplace")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_csv(table: Result, path: Path) -> None:
@@ -59,7 +62,8 @@ def write_csv(table: Result, path: Path) -> None:
 
 class Folder:
     """A report on the disk; with ``resume`` what is there already, if it was made under the same
-    settings."""
+    settings. Nothing is overwritten or deleted that a run of ours has not written (``force``:
+    overwritten all the same); listed files that were changed since are ``kept``, by name."""
 
     def __init__(
         self,
@@ -69,50 +73,39 @@ class Folder:
         command: Sequence[str] = (),
         versions: Mapping[str, str] | None = None,
         resume: bool = False,
+        force: bool = False,
+        names: Sequence[str] = SECTIONS,
     ) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.model = out, model
-        self.known = read_record(out) if resume else {}
+        self.out, self.model, self.names = out, model, tuple(names)
+        record = check_folder(out, "report", report_files(names), force=force)
+        self.files = OwnFiles(out, record.get("files", {}), force=force)
+        self.known = record if resume else {}
+        self.kept = [name for name in self.files.changed() if not force]
         if not resume:
-            self._clear(read_record(out))
-        self.plan: dict[str, Any] = dict(self.known.get("plan", {}))
+            self.files.clear()
+            (out / CHECKPOINT).unlink(missing_ok=True)
         self.settings = ""
         self.manifest: dict[str, dict[str, Any]] = {}
-        self.names: tuple[str, ...] = ()
-        self.summary: dict[str, Any] = {"command": list(command), "versions": dict(versions or {})}
+        self.summary: dict[str, Any] = {
+            "written_by": WRITER,
+            "command": list(command),
+            "versions": dict(versions or {}),
+        }
         self.parts: dict[str, dict[str, Any]] = {}
         self.provenance = Provenance()
         self.lede = self.caution = ""
-
-    def _clear(self, old: Mapping[str, Any]) -> None:
-        """Take away what an earlier run has written, so that its tables do not stand beside
-        others."""
-        for name, entry in old.get("manifest", {}).items():
-            for file in map(Path, [*entry.get("files", []), f"{PARTS}/{name}.json"]):
-                if file.name and not file.is_absolute() and ".." not in file.parts:
-                    (self.out / file).unlink(missing_ok=True)
-
-    def planned(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The sizes that a stopped run of the same request had chosen, or nothing."""
-        return dict(self.plan) if self.plan.get("request") == digest(settings) else {}
-
-    def remember(self, settings: Mapping[str, Any], **sizes: Any) -> None:
-        """Keep the sizes that were chosen for a request, so that a later run goes on with the same
-        tokens."""
-        self.plan = {"request": digest(settings), **sizes}
+        self._record(finished=False)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
         """From here on sections are made under these settings; finished ones of the same settings
         are taken over."""
         self.settings = digest(settings)
         for name, entry in self.known.get("manifest", {}).items():
-            part = self.out / PARTS / f"{name}.json"
-            if (
-                entry.get("settings") == self.settings
-                and not entry.get("failed")
-                and part.is_file()
-            ):
+            same = entry.get("settings") == self.settings and not entry.get("failed")
+            if same and self.files.unchanged(f"{PARTS}/{name}.json"):
                 self.manifest[name] = entry
+                part = self.out / PARTS / f"{name}.json"
                 self.parts[name] = json.loads(part.read_text(encoding="utf-8"))
 
     def has(self, name: str) -> bool:
@@ -124,38 +117,34 @@ class Folder:
         provenance: Provenance,
         *,
         notes: Sequence[str],
-        names: Sequence[str],
         lede: str = "",
         caution: str = "",
     ) -> None:
-        """Say what the sections are made from, and which there will be."""
-        self.provenance, self.names = provenance, tuple(names)
+        """Say what the sections are made from."""
+        self.provenance = provenance
         self.lede, self.caution = lede, caution
         self.summary |= {"provenance": dataclasses.asdict(provenance), "notes": list(notes)}
         self.write()
 
     def add(self, name: str, section: Section, *, seconds: float = 0.0) -> None:
         """Write a finished section: its tables, its part of the page, the page and the record."""
-        (self.out / PARTS).mkdir(exist_ok=True)
-        files, tables = [], {}
+        blocks, written, tables = list(section.blocks), [], {}
         for key, table in section.tables.items():
-            write_csv(table, self.out / f"{key}.csv")
-            table.save(self.out / f"{key}.safetensors")
-            files += [f"{key}.csv", f"{key}.safetensors"]
+            taken = [f for f in (f"{key}.csv", f"{key}.safetensors") if not self.files.free(f)]
+            if taken:  # written by somebody else while this ran; the page still holds the table
+                why = "files of these names are not of this run"
+                blocks.append(Card(status="left out", what=", ".join(taken), why=why))
+            else:
+                self._write(f"{key}.csv", lambda part, table=table: write_csv(table, part))
+                self._write(f"{key}.safetensors", table.save)
+                written += [f"{key}.csv", f"{key}.safetensors"]
             tables[key] = {
                 "columns": list(table.columns()),
                 "rows": [list(r) for r in table.rows()],
             }
+        section = dataclasses.replace(section, blocks=tuple(blocks))
         cards = [{"status": c.status, "what": c.what, "why": c.why} for c in section.cards]
         failed = next((c["why"] for c in cards if c["status"] == "failed"), "")
-        self.manifest[name] = {
-            "title": section.title,
-            "settings": self.settings,
-            "seconds": round(seconds, 1),
-            "files": files,
-            "cards": cards,
-            "failed": failed,
-        }
         drawn = [b for b in section.blocks if isinstance(b, Drawn)]
         self.parts[name] = {
             "html": section.html(),
@@ -165,8 +154,22 @@ class Folder:
             "library": any(d.library for d in drawn),
             "sources": section.sources,
         }
-        put(self.out / PARTS / f"{name}.json", json.dumps(self.parts[name], default=str))
+        text = json.dumps(self.parts[name], default=str)
+        self._write(f"{PARTS}/{name}.json", lambda part: _put(part, text))
+        self.manifest[name] = {
+            "title": section.title,
+            "settings": self.settings,
+            "seconds": round(seconds, 1),
+            "tables": written,
+            "cards": cards,
+            "failed": failed,
+        }
         self.write()
+
+    def save_basis(self, basis: Result) -> None:
+        """Write the basis; a checkpoint that led to it is not needed any more."""
+        self._write(BASIS, basis.save)
+        (self.out / CHECKPOINT).unlink(missing_ok=True)
 
     def finished(self) -> list[str]:
         """Sections there are, in reading order."""
@@ -185,17 +188,22 @@ class Folder:
         last = sorted(done, key=lambda name: name == "overview")
         parts = [self._part(name) for name in last]
         made = page.document(title, parts, sources, lede=self.lede, caution=self.caution, note=note)
-        put(self.out / PAGE, made)
-        own = {name for name in ("basis.safetensors",) if (self.out / name).is_file()}
         self.summary |= {
             "sections": titles,
-            "finished": finished,
             "failed": {name: e["failed"] for name, e in self.manifest.items() if e["failed"]},
             "manifest": {name: self.manifest[name] for name in done},
-            "plan": self.plan,
-            "files": sorted({f for name in done for f in self.manifest[name]["files"]} | own),
+            "kept": self.kept,
         }
-        put(self.out / RECORD, json.dumps(self.summary, indent=2, default=str) + "\n")
+        self._write(PAGE, lambda part: _put(part, made))
+        self._record(finished)
+
+    def _write(self, name: str, save: Callable[[Path], object]) -> None:
+        self.files.write(name, save, lambda: self._record(finished=False))
+
+    def _record(self, finished: bool) -> None:
+        """Write ``run.json``."""
+        self.summary |= {"finished": finished, "files": dict(sorted(self.files.hashes.items()))}
+        write_record(self.out, self.summary)
 
     def _part(self, name: str) -> page.Part:
         """A finished section as the page takes it."""
@@ -215,12 +223,3 @@ class Folder:
         self.write(finished=True)
         tables = [self.parts[name]["tables"] for name in self.finished()]
         return {**self.summary, "tables": {n: t for held in tables for n, t in held.items()}}
-
-
-def read_record(out: Path) -> dict[str, Any]:
-    """``run.json`` of a folder; nothing where there is none that can be read."""
-    try:
-        found = json.loads((out / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_geometry.base.checks import head_name
+from tl_geometry.base.intervals import FEWEST
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
 from tl_geometry.render.weights import effect_bars
 from tl_geometry.report import TITLES, Analysis, findings, planes
+from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.report.tables import signed
 from tl_geometry.scores.split import ScoreSplit, split_scores
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
     from tl_geometry.interventions.effects import Effects
 
 COLUMNS = (
-    *("layer", "head", "dominant_group", "group_share", "group_gain", "dropped_mass"),
+    *("layer", "head", "dominant_group", "group_by_cs", "group_share", "group_by_gs"),
+    *("group_gain", "dropped_mass"),
     *("previous", "induction", "duplicate", "cs_position", "cs_content", "cs_mixed"),
-    *("cs_position_shifted", "p_position"),
+    *("cs_position_null", "p_position", "p_position_bh"),
 )
 """Columns of the sweep that stand on the page; all are in its file."""
 PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
@@ -33,18 +36,9 @@ question."""
 SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
 """Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are
 worth (all measured)."""
-CELLS = {"intervals": 75.0, "nulls": 65.0}
+CELLS = {"intervals": 75.0}
 """What a sweep's details cost besides, for each head, query and key, in units of ``Costs.svd``
-(measured)."""
-
-
-def estimate(analysis: Analysis) -> float:
-    """Seconds of the sweep and of the edited passes."""
-    return (
-        _sweep_cost(analysis) * min(PROMPTS, len(analysis.windows))
-        + 5
-        + (5 + DRAWS) * _edit_cost(analysis) * (KEPT + REPEATS)
-    )
+(measured); the null of position is made of the sums of the intervals."""
 
 
 def _sweep_cost(analysis: Analysis) -> float:
@@ -69,9 +63,10 @@ def section(analysis: Analysis) -> Section:
         "'position' gathers the terms without a context part, 'content' is cvec-cvec, 'mixed' the "
         "rest. Gain shares count a cell by the attention "
         "paid to it: the additive part of a term in where attention goes. A head without a clear "
-        "winner is 'unclear': a label needs more than half of the score, a margin of 0.1 over the "
-        "second, and a margin whose 95% interval excludes zero (groups of contexts left out of "
-        "the sweep and of the basis)."
+        "winner is 'unclear': a label needs the same group first by covariance (more than half of "
+        "the score) and by gain, each with a margin of 0.1 over the second whose 95% interval "
+        "excludes zero (groups of contexts left out of the sweep and of the basis). The table "
+        "names the first by each."
     )
     table = _sweep(draft, analysis)
     if table is None:
@@ -115,10 +110,11 @@ def _rotary(analysis: Analysis) -> bool:
 
 def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
     most, each = min(PROMPTS, len(analysis.windows)), _sweep_cost(analysis)
-    count = analysis.clock.fits(each, most, min(8, most), share=0.55)
-    if not count:
-        draft.too_long("the sweep over all heads", min(8, most) * each)
+    if most < FEWEST:
+        why = f"a label needs an interval, and {most} windows are fewer than the {FEWEST} of one"
+        draft.leave_out("the sweep over all heads", why)
         return None
+    count = max(FEWEST, analysis.work.take(each, most, share=0.55))  # whatever the budget
     analysis.clock.say(f"a sweep over all heads of {count} windows")
     table = None
     with draft.part("the sweep over all heads"):
@@ -137,12 +133,12 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
 
 def _types(draft: Draft, table: SweepTable) -> None:
     """Which heads have a type, and what their label rests on."""
-    known = [k for k in ("previous", "induction") if k in table.types]
+    known, cell = [k for k in ("previous", "induction") if k in table.types], Cells("heads", table)
     for name, words in zip(known, ("previous-token", "induction")):
         draft.enumerate(
             f"On repeated random tokens these are the strongest {words} heads (uniform attention "
-            f"would score {table.baselines[name]:.3f}):",
-            _named(table.top(name, 3), name),
+            f"would score {cell(0, f'{name}_uniform')}):",
+            _named(table, table.top(name, 3), name),
         )
     draft.draw(views.head_types(table), "types")
 
@@ -154,29 +150,31 @@ def _details(analysis: Analysis) -> tuple[str, ...]:
     return ("intervals", *(() if added else ("nulls",)), *planes)
 
 
-def _named(top: SweepTable, name: str) -> list[str]:
+def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
     """Heads with their score, and with what their label on this corpus rests on."""
-    best, found = top.by_group, []
+    best, found, cell = top.by_group, [], Cells("heads", table)
     for i, pair in enumerate(top.heads):
+        row = table.heads.index(pair)
         held = (
             ""
             if top.dropped_mass is None
-            else f", {float(top.dropped_mass[i]):.0%} of its attention on positions left out"
+            else f", {cell(row, 'dropped_mass', percent=True)} of its attention on what is left out"
         )
         largest = int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())
         shares = (
-            f"{top.groups[largest]} {float(best.share[i]):.2f}{_evidence(top, i, largest)} of the "
-            f"score and {float(top.group_gs[i, largest]):.2f} of the gain"
+            f"{top.groups[largest]} {cell(row, f'cs_{top.groups[largest]}')}"
+            f"{_evidence(top, i, largest)} of the score and "
+            f"{cell(row, f'gs_{top.groups[largest]}')} of the gain"
+            + (f", flagged: {best.flags[i]}" if best.flags[i] else "")
         )
         found.append(
-            f"{head_name(pair)} {float(top.types[name][i]):.2f} ({best.labels[i]} on this corpus: "
-            f"{shares}{held})"
+            f"{head_name(pair)} {cell(row, name)} ({best.labels[i]} on this corpus: {shares}{held})"
         )
     return found
 
 
 def _evidence(table: SweepTable, row: int, group: int) -> str:
-    """The interval of a group's share and its mean under shifted positions, as far as known."""
+    """The interval of a group's share and, for position, the null share, as far as known."""
     found, name = table.group_intervals, table.groups[group]
     known = found is not None and bool(found.low[row].isfinite().all())
     said = (
@@ -184,8 +182,8 @@ def _evidence(table: SweepTable, row: int, group: int) -> str:
         if found is not None and known
         else []
     )
-    null = table.details.get(f"cs_{name}_shifted")
-    said += [] if null is None else [f"{signed(float(null[row]))} with positions shifted"]
+    null = table.details.get("cs_position_null") if name == "position" else None
+    said += [] if null is None else [f"{signed(float(null[row]))} with position destroyed"]
     return f" ({', '.join(said)})" if said else ""
 
 
@@ -238,14 +236,11 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
 
     # fewer draws, then fewer windows; REPEATS: repeated tokens go through every condition too
     draws, each = DRAWS, _edit_cost(analysis)
-    while draws > 1 and (5 + draws) * each * (KEPT + REPEATS) > analysis.clock.left():
+    while draws > 1 and (5 + draws) * each * (KEPT + REPEATS) > analysis.work.left:
         draws -= 1
-    cost = (5 + draws) * each
     most = min(KEPT, len(analysis.windows))
-    count = analysis.clock.fits(cost, most + REPEATS, 2 + REPEATS) - REPEATS
-    if count < 1:
-        draft.too_long(what, cost * (2 + REPEATS))
-        return
+    count = analysis.work.take((5 + draws) * each, most + REPEATS) - REPEATS
+    count = max(FEWEST, count)  # an interval, whatever the budget
     analysis.clock.say(f"{what}, {count} windows")
     effect = dominant_only(
         analysis.model,
@@ -256,17 +251,20 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         progress=False,
         seed=analysis.seed,
     )
-    loss = {str(row[0]): float(str(row[1])) for row in effect.rows()}
+    cell = Cells("dominant_only", effect)
+    rows = [str(row[0]) for row in effect.rows()]
+    loss = {name: cell(i, "loss") for i, name in enumerate(rows)}
     smaller = (
         f" ({count} windows and {draws} draw{'s' * (draws > 1)}, to keep the budget)"
         if (count, draws) != (most, DRAWS)
         else ""
     )
     draft.say(
-        "If every head kept only its dominant term, how much of the model would survive? Its "
-        f"loss goes from {loss['clean']:.2f} to {loss['dominant term']:.2f} nats per token; "
-        f"with a random term in place of the dominant one it is {loss['random term']:.2f}, with "
-        f"uniform attention {loss['uniform attention']:.2f}{smaller}. Edits act in the live model."
+        "If every head kept only its dominant term, how much of the model would survive? On "
+        f"{count} windows of this corpus its loss goes from {loss['clean']} to "
+        f"{loss['dominant term']} nats per token; with a random term in place of the dominant one "
+        f"it is {loss['random term']}, with uniform attention {loss['uniform attention']}{smaller}."
+        " Edits act in the live model."
     )
     draft.say(_dominance(effect))
     draft.draw(effect_bars(effect), "dominance")

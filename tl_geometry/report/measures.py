@@ -5,7 +5,7 @@ from __future__ import annotations
 from tl_geometry.measures import contextual_report, positional_report
 from tl_geometry.render import measures as views
 from tl_geometry.report import TITLES, Analysis, findings
-from tl_geometry.report.clock import PATIENCE
+from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 
 SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture")
@@ -23,7 +23,7 @@ DECOMPOSITIONS = 70
 (measured)."""
 
 
-def estimate(analysis: Analysis) -> float:
+def _cost(analysis: Analysis) -> float:
     """Seconds of both reports, with jackknife errors."""
     width, d = analysis.basis.window[1] - analysis.basis.window[0], analysis.view.d_model
     small, large = sorted((width, d))
@@ -38,24 +38,19 @@ def section(analysis: Analysis) -> Section:
     if width < FEWEST:
         draft.leave_out("measures", f"{width} positions are fewer than {FEWEST}")
         return draft.section()
-    needed, left = estimate(analysis), analysis.clock.left()
-    jackknife = needed <= PATIENCE * left
-    smallest = needed / 3  # without errors and learning curves
-    if smallest > 3 * left:
-        draft.too_long("measures", smallest)
+    if not analysis.work.take(_cost(analysis), 1):
+        draft.too_long("measures", _cost(analysis))
         return draft.section()
-    if not jackknife:
-        draft.say("Errors and learning curves are left out, to keep the budget.")
     with draft.part("measures of position"):
-        _position(draft, analysis, jackknife)
+        _position(draft, analysis)
     with draft.part("measures of context"):
-        _context(draft, analysis, jackknife)
+        _context(draft, analysis)
     return draft.section()
 
 
-def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
+def _position(draft: Draft, analysis: Analysis) -> None:
     basis = analysis.basis
-    position = positional_report(basis, seed=analysis.seed, jackknife=jackknife)
+    position = positional_report(basis, seed=analysis.seed)
     middle = len(basis.states) // 2
     row = basis.states[middle]
     draft.say(
@@ -64,10 +59,11 @@ def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
         "(positions in random order, sampling noise alone, isotropic noise of the same energy): a "
         "measure that lies on its null is no finding."
     )
+    cell = Cells("positional", position)
     draft.say(
-        f"At state {row} the rank estimate is {float(position['rank'][middle]):.0f} (ScreeNOT), "
-        f"the stable rank {float(position['stable_rank'][middle]):.2f}, and "
-        f"{float(position['low_frequency'][middle]):.0%} of the cosines' energy lies in the ten "
+        f"At state {row} the rank estimate is {cell(middle, 'rank')} (ScreeNOT), "
+        f"the stable rank {cell(middle, 'stable_rank')}, and "
+        f"{cell(middle, 'low_frequency', percent=True)} of the cosines' energy lies in the ten "
         "lowest frequencies. The published relative norm "
         "divides by the uncentred states; both forms are in the table."
     )
@@ -76,17 +72,16 @@ def _position(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
         draft.draw(views.singular_values(basis), "spectra")
     with draft.part("the Fourier transform of the cosines"):
         draft.draw(views.fourier(position), "fourier")
-    if jackknife:
-        draft.say(
-            "The rank grows with the number of contexts, because sampling noise falls: where the "
-            "learning curve still rises, a larger corpus would give a larger one."
-        )
-        draft.draw(views.learning_curve(position, "rank"), "learning")
+    draft.say(
+        "The rank grows with the number of contexts, because sampling noise falls: where the "
+        "learning curve still rises, a larger corpus would give a larger one."
+    )
+    draft.draw(views.learning_curve(position, "rank"), "learning")
     draft.table("positional", position, "Measures of position in each state", MEASURED)
-    draft.find(findings.smooth(position, groups=analysis.groups))
+    draft.find(findings.smooth(position))
 
 
-def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
+def _context(draft: Draft, analysis: Analysis) -> None:
     basis = analysis.basis
     if basis.ctx is None:
         draft.leave_out(
@@ -94,12 +89,13 @@ def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
         )
         return
     middle = len(basis.states) // 2
-    context = contextual_report(basis, seed=analysis.seed, jackknife=jackknife)
+    context = contextual_report(basis, seed=analysis.seed)
     draft.draw(views.planes(basis), "plane-of-position")
+    cell = Cells("contextual", context)
     draft.say(
         f"Positional and context vectors of state {basis.states[middle]} have a mean |cos| of "
-        f"{float(context['incoherence_avg'][middle]):.3f} where random directions have "
-        f"{float(context.nulls['incoherence_avg', 'random'][middle]):.3f}. The paper defines "
+        f"{cell(middle, 'incoherence_avg')} where random directions have "
+        f"{cell(middle, 'incoherence_avg_random')}. The paper defines "
         "incoherence as a maximum and tabulates an average; both are here."
     )
     draft.draw(views.incoherence(context), "incoherence")
@@ -108,4 +104,4 @@ def _context(draft: Draft, analysis: Analysis, jackknife: bool) -> None:
     else:
         draft.draw(views.similarity(context), "similarity")
     draft.table("contextual", context, "Measures of context in each state")
-    draft.find(findings.incoherence(context, groups=analysis.groups))
+    draft.find(findings.incoherence(context))

@@ -32,11 +32,6 @@ class Facts(Result):
         return self.facts
 
 
-def estimate(analysis: Analysis) -> float:
-    """Seconds: next to nothing, whatever the model."""
-    return 0.5
-
-
 def section(analysis: Analysis) -> Section:
     """Model, corpus, window and cautions."""
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance

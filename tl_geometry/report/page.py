@@ -17,7 +17,10 @@ from tl_geometry.render.page import script_hash
 from tl_geometry.report.findings import Finding, chosen
 from tl_geometry.report.tables import anchor
 
-LEDE = "Every number stands with its interval and with what chance would give."
+LEDE = (
+    "Findings stand with their interval and with what chance would give; tables have both where a "
+    "measure has them."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,4 +113,6 @@ def _finding(finding: Finding) -> str:
     link = f'<a href="#{html.escape(finding.figure)}">Figure</a>'
     said = f"{html.escape(finding.said)}&nbsp;{link}<small>{html.escape(finding.beside)}.</small>"
     kind = "find" if finding.clear else "find none"
-    return f'<div class="{kind}"><b>{html.escape(finding.value)}</b><div>{said}</div></div>'
+    source = f'data-source="{html.escape(finding.table)}.csv"'
+    value = f"<b {source}>{html.escape(finding.value)}</b>"
+    return f'<div class="{kind}">{value}<div>{said}</div></div>'

@@ -39,7 +39,7 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     if shown:
         chosen = list(dict.fromkeys(shown))
         each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
-        count = analysis.clock.fits(each, min(PROMPTS, len(analysis.windows)), 2)
+        count = analysis.work.take(each, min(PROMPTS, len(analysis.windows)), 2)
         if count:
             rows = analysis.pick(count)
             split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)

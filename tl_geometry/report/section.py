@@ -17,6 +17,7 @@ from tl_geometry.render.page import PageView
 from tl_geometry.report import tables
 from tl_geometry.report.clock import span
 from tl_geometry.report.findings import Finding
+from tl_geometry.report.origin import linked, plain
 
 
 @runtime_checkable
@@ -52,8 +53,8 @@ class Lines:
 
     def html(self) -> str:
         """The sentence and its list."""
-        items = "".join(f"<li>{html.escape(item)}</li>" for item in self.items)
-        return f"<p>{html.escape(self.said)}</p><ul>{items}</ul>"
+        items = "".join(f"<li>{linked(html.escape(item))}</li>" for item in self.items)
+        return f"<p>{linked(html.escape(self.said))}</p><ul>{items}</ul>"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,7 +115,7 @@ class Section:
     @property
     def text(self) -> list[str]:
         """The paragraphs."""
-        return [b for b in self.blocks if isinstance(b, str)]
+        return [plain(b) for b in self.blocks if isinstance(b, str)]
 
     @property
     def cards(self) -> list[Card]:
@@ -137,7 +138,7 @@ class Section:
         parts = [f"<section><h2>{html.escape(self.title)}</h2>"]
         for block in self.blocks:
             if isinstance(block, str):
-                parts.append(f"<p>{html.escape(block)}</p>")
+                parts.append(f"<p>{linked(html.escape(block))}</p>")
             elif isinstance(block, Card):
                 parts.append(f'<div class="absent">{block.html()}</div>')
             else:
@@ -216,9 +217,9 @@ class Draft:
         self.blocks.append(Card(status="left out", what=what, why=why))
 
     def too_long(self, what: str, needed: float) -> None:
-        """Say that something did not fit the time."""
+        """Say that something did not fit the budget."""
         self.leave_out(
-            what, f"it takes about {span(needed)} at its smallest, which --budget does not leave"
+            what, f"its smallest size is work for about {span(needed)}, more than --budget leaves"
         )
 
     def section(self) -> Section:

@@ -39,6 +39,9 @@ NAMES = {
     "resid": "residual",
     "ss_total": "sum of squares",
     "pos_debiased": "position without noise",
+    "pos_corrected": "position in any number of windows",
+    "ctx_corrected": "context in any number of windows",
+    "resid_corrected": "residual in any number of windows",
     "pos_reliability": "reliability of position",
     "ctx_agreement": "agreement of a window's ends",
     "ctx_null": "context of spliced windows",
@@ -77,6 +80,20 @@ def number(value: object) -> str:
     return f"{value:.2e}".replace("-", "−")
 
 
+def by_error(value: float, error: float) -> str:
+    """A number to the second digit of its error, and three digits where there is none.
+
+    >>> by_error(17.2361, 0.04), by_error(0.93149, 0.012), by_error(5.0, 0.0)
+    ('17.236', '0.931', '5')
+    """
+    if float(value).is_integer() and abs(value) < 1e6:
+        return number(int(value))
+    if not (math.isfinite(error) and error > 0):
+        return number(value)
+    places = max(0, 1 - math.floor(math.log10(error)))
+    return f"{round(value, places) + 0.0:,.{places}f}".replace("-", "−")
+
+
 def signed(value: float) -> str:
     """Two decimals for a sentence: a true minus, and none before nothing.
 
@@ -105,7 +122,8 @@ def joined(table: Result) -> tuple[list[str], list[list[object]]]:
                 low, high = (number(row[end or 0]) for end in ends)
                 made.append(f"{number(row[i])} [{low}, {high}]")
             elif error is not None and math.isfinite(_float(row[error])):
-                made.append(f"{number(row[i])} ± {number(row[error])}")
+                size = _float(row[error])
+                made.append(f"{by_error(_float(row[i]), size)} ± {size:.2g}")
             else:
                 made.append(row[i])
     return out, cells

@@ -3,13 +3,14 @@ paths on the norm's sphere."""
 
 from __future__ import annotations
 
+from tl_geometry.base import intervals
 from tl_geometry.base.checks import head_name
 from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.report import TITLES, Analysis, findings
-from tl_geometry.report.clock import PATIENCE
 from tl_geometry.report.measures import FEWEST
+from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.sphere.paths import token_paths
 from tl_geometry.weights.heads import token_readout, weight_geometry
@@ -17,8 +18,9 @@ from tl_geometry.weights.heads import token_readout, weight_geometry
 SURROGATES, TOKENS = 16, 24
 """Windows that surrogates of W_QK are tried on, and tokens whose paths are followed."""
 COLUMNS = (
-    *("layer", "head", "k", "rank", "concentration", "null", "lift", "activation_null"),
-    *("activation_high", "r2_low_rank", "r2_diagonal", "null_r2", "symmetric"),
+    *("layer", "head", "k", "rank", "concentration", "null", "lift", "noise_null"),
+    *("noise_high", "excess", "p", "reliability", "r2_low_rank", "r2_diagonal", "null_r2"),
+    "symmetric",
 )
 """Columns of the tables of weights that stand on the page."""
 DEEP = 12
@@ -31,17 +33,10 @@ OFFSETS, LENGTHS = 12_000, (128, 64, 32, 16)
 ``Costs.svd``, measured), and the lengths that windows are cut to for it."""
 
 
-def estimate(analysis: Analysis) -> float:
-    """Seconds; most of it singular value decompositions of all heads, and the surrogates of a
-    decoder."""
+def _geometry_cost(analysis: Analysis) -> float:
+    """Singular value decompositions of all heads, and their readouts."""
     view, d = analysis.view, analysis.view.d_model
-    geometry = view.n_layers * view.n_heads * d * (70 * d + 1.4 * view.d_vocab)
-    seconds = 3 + analysis.costs.svd * geometry
-    if view.causal and view.head_trained:
-        length = analysis.windows.tokens.shape[1] if view.position != "rotary" else LENGTHS[-1]
-        windows = min(SURROGATES, len(analysis.windows))
-        seconds += windows * _surrogate_cost(analysis, length) + _offset_cost(analysis, length)
-    return seconds
+    return analysis.costs.svd * view.n_layers * view.n_heads * d * (70 * d + 1.4 * view.d_vocab)
 
 
 def _surrogate_cost(analysis: Analysis, length: int) -> float:
@@ -64,9 +59,7 @@ def _surrogate_length(analysis: Analysis) -> int:
     if analysis.view.position != "rotary":
         return whole
     fitting = (
-        n
-        for n in LENGTHS
-        if n <= whole and _offset_cost(analysis, n) <= 0.8 * analysis.clock.left()
+        n for n in LENGTHS if n <= whole and _offset_cost(analysis, n) <= 0.8 * analysis.work.left
     )
     return next(fitting, min(whole, LENGTHS[-1]))
 
@@ -81,6 +74,7 @@ def section(analysis: Analysis) -> Section:
     elif basis.states != tuple(view.states):
         draft.leave_out(what, "the basis does not hold every state")
     else:
+        analysis.work.spend(_geometry_cost(analysis))
         with draft.part(what):
             _geometry(draft, analysis)
     with draft.part("what heads write, in tokens"):
@@ -113,21 +107,25 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
     model, view, basis = analysis.model, analysis.view, analysis.basis
     qk = weight_geometry(model, basis, "QK", seed=analysis.seed)
     ov = weight_geometry(model, basis, "OV", seed=analysis.seed)
-    best = max(range(len(qk.heads)), key=lambda i: float(qk.lift[i].nan_to_num(nan=-1.0)))
+    best = max(range(len(qk.heads)), key=lambda i: float(qk.excess[i].nan_to_num(nan=-1.0)))
     layer, _ = qk.heads[best]
     draft.say(
         "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) "
         "lies in the leading positional directions? The concentration is divided by its exact "
-        "expectation for a random subspace (lift); weights and activations share outlier "
-        "directions, so a second null takes random subspaces of the activations: see the table."
+        "expectation for a random subspace (lift), and by its mean in the leading directions of "
+        "the difference of random halves of the corpus (excess): position cancels in it, and the "
+        "leading directions of averages are those in which states vary most, with or without an "
+        "effect of position."
     )
+    cell = Cells("weights_qk", qk)
     draft.say(
-        f"Largest lift: {head_name(qk.heads[best])} with {float(qk.lift[best]):.1f} times chance "
-        f"(concentration {float(qk.concentration[best]):.2f}, activation null "
-        f"{float(qk.activation_null[best]):.2f})."
+        f"Largest excess: {head_name(qk.heads[best])}, {cell(best, 'excess')} times "
+        f"what is held with positions destroyed ({cell(best, 'lift')} times a random "
+        f"subspace; p = {cell(best, 'p')} among all heads)."
     )
     title = "W_QK of each head against the positional directions"
-    draft.draw(heads(qk, "lift", title=title), "lift")
+    value = "excess" if bool(qk.excess.isfinite().any()) else "lift"
+    draft.draw(heads(qk, value, title=title), "lift")
     draft.draw(views.weight_blocks(qk, [(layer, h) for h in range(min(view.n_heads, 8))]), "blocks")
     draft.table("weights_qk", qk, "W_QK of each head in the positional directions", COLUMNS)
     draft.table("weights_ov", ov, "W_OV of each head in the positional directions", COLUMNS)
@@ -143,30 +141,23 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
 
     length = _surrogate_length(analysis)
     most = min(SURROGATES, len(analysis.windows))
+    least = min(most, intervals.FEWEST)
     each, once = _surrogate_cost(analysis, length), _offset_cost(analysis, length)
-    left = analysis.clock.left()
-    if once > PATIENCE * left:
-        draft.too_long(what, once)
+    if not analysis.work.room(once + least * each, 1):
+        draft.too_long(what, once + least * each)
         return
-    count = analysis.clock.fits(
-        each, most, min(2, most), share=max(0.1, 1 - once / max(left, 1e-9))
-    )
-    if not count:
-        draft.too_long(what, once + min(2, most) * each)
-        return
+    analysis.work.spend(once)
+    count = max(least, analysis.work.take(each, most))
     analysis.clock.say(f"{what}, {count} windows of {length} tokens")
     effect = surrogate_effect(
         analysis.model, analysis.windows.tokens[:count, :length], analysis.basis
     )
     whole = analysis.windows.tokens.shape[1]
-    smaller = (
-        f" {count} windows of {length} tokens, to keep the budget."
-        if (count, length) != (most, whole)
-        else ""
-    )
+    smaller = ", to keep the budget" if (count, length) != (most, whole) else ""
     draft.say(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it "
-        "in the live model; grey bars are controls of the same rank." + smaller
+        "in the live model; grey bars are controls of the same rank. Losses are those of "
+        f"{count} windows of {length} tokens of this corpus{smaller}."
     )
     draft.draw(views.surrogate_bars(effect), "surrogates")
     draft.table("surrogates", effect, "Loss with W_QK replaced by its parts")

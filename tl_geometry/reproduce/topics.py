@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.decomposing import decompose
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.model_view import ModelView
 
 
@@ -76,6 +76,7 @@ def topic_bases(
     """Positional and context bases as published: pos and mean from the means of the large corpus
     over positions 1 to L - 1 only, ``ctx_c`` the mean of topic window c over the same ones minus
     that mean (so the ctx of the topics need not sum to zero)."""
+    require_basis(basis)
     length = topics.tokens.shape[1]
     require(
         length <= basis.length,

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from tl_geometry.corpus.nulls import repeated_random_tokens
 from tl_geometry.scores.composing import Composition, composition
-from tl_geometry.scores.features import (
-    Dictionary,
-    FeatureShares,
-    dictionary,
-    feature_shares,
-)
+from tl_geometry.scores.dictionaries import Dictionary, dictionary
+from tl_geometry.scores.features import FeatureShares, feature_shares
 from tl_geometry.scores.head_types import HeadTypes, head_type_scores, token_range
 from tl_geometry.scores.logits import LogitExplanation, explain_logit
 from tl_geometry.scores.plane_tables import BandTable, PlaneTable

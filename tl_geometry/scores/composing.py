@@ -120,8 +120,8 @@ class Composition(Result):
         return sorted(found, key=lambda edge: -abs(edge[3]))[:n]
 
     def graph(self, *, share: str = "cs", n: int = 100) -> dict[str, Any]:
-        """The ``n`` strongest edges as a node-link graph, the JSON that networkx and d3 read: nodes
-        with id, layer and head, links with source, target, side and weight."""
+        """The ``n`` strongest edges as a node-link graph in JSON: nodes with id, layer and head,
+        edges with source, target, side and weight. ``networkx.node_link_graph`` reads it."""
         edges = self.edges(share=share, n=n)
         place = dict(zip(self.parts, zip(self.wrote, self.writer_heads, strict=True), strict=True))
         place |= {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
@@ -133,7 +133,7 @@ class Composition(Result):
             "nodes": [
                 {"id": name, "layer": place[name][0], "head": place[name][1]} for name in used
             ],
-            "links": [
+            "edges": [
                 {"source": writer, "target": reader, "side": side, "weight": value}
                 for writer, reader, side, value in edges
             ],

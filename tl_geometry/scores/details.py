@@ -15,7 +15,7 @@ from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.scores.leave_out import GroupProjections, LeaveOut, Resampled, own_groups
-from tl_geometry.scores.position_null import PositionNull
+from tl_geometry.scores.position_null import PositionNull, adjusted
 from tl_geometry.scores.projection import PARTS, ProjectedParts
 from tl_geometry.scores.shapes import (
     ContrastSums,
@@ -69,10 +69,9 @@ class Details:
             )
         if self.wanted & {"nulls", "intervals"}:
             self.groups = groups = GroupProjections(layer, basis)
+            self.left_out = self.left_out or LeaveOut(groups.share)
             if "nulls" in self.wanted:
-                self.null = self.null or PositionNull(basis, self.seed)
-            if "intervals" in self.wanted:
-                self.left_out = self.left_out or LeaveOut(groups.share)
+                self.null = self.null or PositionNull(layer, groups, self.drop, self.seed)
 
     def update(
         self,
@@ -115,18 +114,13 @@ class Details:
             self.contrasts = (
                 new_contrast if self.contrasts is None else self.contrasts + new_contrast
             )
-        if self.groups is not None:
+        if self.groups is not None and self.left_out is not None:
             own = own_groups(basis, tokens)
-            if self.null is not None:
-                self.null.add(layer, self.groups, rows, own, self.drop)
-            if self.left_out is not None:
-                self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
+            self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
 
     def end(self) -> None:
         """A batch of one layer is done: only sums stay, as all layers are held together."""
         self.groups = None
-        if self.null is not None:
-            self.null.release()
         if self.left_out is not None:
             self.left_out.settle()
 
@@ -146,8 +140,8 @@ class Details:
             new = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
 
-    def table(self) -> dict[str, Float[Tensor, "head ..."]]:
-        """Finished quantities by column name, heads first."""
+    def table(self, contexts: int) -> dict[str, Float[Tensor, "head ..."]]:
+        """Finished quantities by column name, heads first; ``contexts`` are those of the basis."""
         out: dict[str, Tensor] = {}
         for name, (tv, kl) in self.effects.items():
             out |= {f"tv_{name}": tv / self.contexts, f"kl_{name}": kl / self.contexts}
@@ -158,14 +152,19 @@ class Details:
                 out[f"offsets_{name}"] = sums.profile
         if self.contrasts is not None:
             out["contrast_cvec-cvec"] = self.contrasts.contrast
-        out |= self.null.table() if self.null is not None else {}
+        if self.null is not None and self.left_out is not None:
+            out |= self.null.table(self.left_out, contexts)
         return {k: v.cpu() for k, v in out.items()}
 
     @staticmethod
-    def beside(layers: Sequence[Details]) -> dict[str, Tensor]:
-        """The tables of several layers, their heads in order."""
-        tables: list[Mapping[str, Tensor]] = [d.table() for d in layers]
-        return {k: torch.cat([t[k] for t in tables]) for k in tables[0]}
+    def beside(layers: Sequence[Details], contexts: int) -> dict[str, Tensor]:
+        """The tables of several layers, their heads in order; ``contexts`` are those of the
+        basis."""
+        tables: list[Mapping[str, Tensor]] = [d.table(contexts) for d in layers]
+        out = {k: torch.cat([t[k] for t in tables]) for k in tables[0]}
+        if "p_position" in out:
+            out["p_position_bh"] = adjusted(out["p_position"])
+        return out
 
 
 def _without_each_term(

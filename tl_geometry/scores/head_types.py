@@ -34,7 +34,8 @@ from tl_geometry.models.model_view import ModelView
 HEAD_TYPES = ("previous", "duplicate", "same", "neighbourhood", "induction")
 """Names of the scores."""
 SEQUENCES = 12
-"""Sequences of repeated random tokens that a model's heads are scored on."""
+"""Sequences of repeated random tokens that a model's heads are scored on, each from a range of ids
+of its own where the vocabulary is large."""
 
 
 def detection_patterns(
@@ -68,7 +69,8 @@ class HeadTypes:
     without a query are NaN.
 
     ``errors`` are standard errors over the rows of tokens, NaN below 10 rows: of the mean of the
-    rows' scores, weighted by their queries.
+    rows' scores, weighted by their queries. With rows from different ranges of ids
+    (:func:`token_ranges`) they hold the choice of tokens as well.
     """
 
     scores: dict[str, Float[Tensor, "*layer head"]]
@@ -190,6 +192,27 @@ def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, in
     return low, d_vocab
 
 
+def token_ranges(
+    d_vocab: int, avoid: Sequence[int | None] = (), *, count: int = SEQUENCES
+) -> list[tuple[int, int]]:
+    """``count`` equal ranges of ids from common to rare where the vocabulary is large, else the one
+    of :func:`token_range`. The first 1,000 and the last fiftieth, where special tokens stand, are
+    left out.
+
+    A head may copy common tokens and not rare ones: SmolLM2's L17H5 has an induction score of 0.72
+    on the ids up to 10,000 and of 0.56 on rare ones.
+
+    >>> token_ranges(50257, count=3), token_ranges(100, avoid=[0])
+    ([(1000, 17084), (17084, 33168), (33168, 49252)], [(1, 100)])
+    """
+    require(count >= 1, "count", expected="at least 1 range", got=count)
+    low, high = token_range(d_vocab, avoid)
+    if high == d_vocab:
+        return [(low, high)]
+    width = (d_vocab - d_vocab // 50 - low) // count
+    return [(low + i * width, low + (i + 1) * width) for i in range(count)]
+
+
 def measure_types(
     view: ModelView,
     layers: Sequence[int],
@@ -199,13 +222,17 @@ def measure_types(
     seed: int = 1234,
 ) -> HeadTypes:
     """Head-type scores of all heads of ``layers`` on repeated random tokens made for the model, two
-    copies of up to 32 tokens."""
+    copies of up to 32 tokens; where the vocabulary is large, each row is drawn from another range
+    of ids."""
     bos = bos and view.bos_id is not None
-    low, high = token_range(view.d_vocab, [view.bos_id])
-    period = period_for(view.n_ctx, high - low, bos=bos)
-    tokens = repeated_random_tokens(
-        period, 2, batch, low=low, high=high, seed=seed, bos_id=view.bos_id if bos else None
-    )
+    ranges = token_ranges(view.d_vocab, [view.bos_id], count=batch)
+    period = period_for(view.n_ctx, ranges[0][1] - ranges[0][0], bos=bos)
+    rows, bos_id = batch // len(ranges), view.bos_id if bos else None
+    drawn = [
+        repeated_random_tokens(period, 2, rows, low=low, high=high, seed=seed + i, bos_id=bos_id)
+        for i, (low, high) in enumerate(ranges)
+    ]
+    tokens = torch.cat(drawn)
     length = tokens.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed = causal_mask(length) if view.causal else allowed

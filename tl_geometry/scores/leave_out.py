@@ -1,5 +1,5 @@
-"""Shares with groups of contexts left out of the corpus and of the basis: what the intervals of a
-sweep are made of.
+"""Covariance and gain shares with groups of contexts left out of the corpus and of the basis: what
+the intervals of a sweep are made of.
 
 Mean and positional vectors are estimates, often from the very contexts whose shares are asked for,
 so that shares of position are too high, and no resampling of contexts alone sees it. With s the
@@ -109,16 +109,18 @@ def without(share: Float[Tensor, " group"], left_out: set[int]) -> Float[Tensor,
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """Shares ``[head sample term]``: first the whole sample, then each group left out, jackknife by
-    jackknife; and the shares of the samples in the groups of each jackknife."""
+    """Covariance and gain shares ``[head sample term]``: first the whole sample, then each group
+    left out, jackknife by jackknife; and the shares of the samples in the groups of each
+    jackknife."""
 
     shares: Float[Tensor, "head sample term"]
+    gains: Float[Tensor, "head sample term"]
     sizes: tuple[tuple[float, ...], ...]
 
 
 class LeaveOut:
-    """Sums in progress of one layer: numerators of all pairs of the 2 G + 1 parts, by own group and
-    block of contexts."""
+    """Sums in progress of one layer: numerators and gains of all pairs of the 2 G + 1 parts, by own
+    group and block of contexts."""
 
     def __init__(self, share: Float[Tensor, " group"]) -> None:
         self.share = share
@@ -171,21 +173,21 @@ class LeaveOut:
         )
 
     def _shares(self, left_out: int = -1, *, contexts: bool = False, block: int = -1) -> Tensor:
-        """Shares ``[head term]`` without a group of the basis (and, with ``contexts``, without its
-        contexts), or without a block of contexts."""
-        numerators, total = 0.0, 0.0
+        """Covariance and gain shares ``[2 head term]`` without a group of the basis (and, with
+        ``contexts``, without its contexts), or without a block of contexts."""
+        numerators, totals = torch.zeros(()), torch.zeros(())
         for (own, at), sums in self.sums.items():
             if (contexts and own == left_out) or at == block:
                 continue
             change = without(self.share, {own, left_out} - {-1})
             n = change.shape[1]
-            table = sums.numerators[:, : n * n].unflatten(1, (n, n))
-            terms = einsum(change, table, change, "a m, h m n, b n -> h a b").flatten(1)
-            beside = sums.numerators[:, n * n :]
-            numerators = numerators + torch.cat([terms, beside], 1)
-            total = total + torch.where(sums.uniform, 0.0, sums.total)
-        total = torch.as_tensor(total)
-        return torch.as_tensor(numerators) / torch.where(total > 0, total, torch.nan).unsqueeze(-1)
+            both = torch.stack([sums.numerators, sums.gains])
+            table = both[..., : n * n].unflatten(-1, (n, n))
+            terms = einsum(change, table, change, "a m, s h m n, b n -> s h a b").flatten(2)
+            numerators = numerators + torch.cat([terms, both[..., n * n :]], -1)
+            total = torch.stack([sums.total, sums.gain_total])
+            totals = totals + torch.where(sums.uniform, 0.0, total)
+        return numerators / torch.where(totals > 0, totals, torch.nan).unsqueeze(-1)
 
     def table(self, contexts: int) -> Resampled:
         """The shares with each group left out; NaN where basis or sweep have too few contexts or
@@ -199,8 +201,9 @@ class LeaveOut:
             samples += [self._shares(block=b) for b in sorted(blocks)]
             sizes.append(tuple(blocks[b] / self.done for b in sorted(blocks)))
         few = min(self.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
-        found = torch.stack([whole, *samples], dim=1)
-        return Resampled(torch.full_like(found, torch.nan) if few else found, tuple(sizes))
+        found = torch.stack([whole, *samples], dim=2)
+        cs, gs = torch.full_like(found, torch.nan) if few else found
+        return Resampled(cs, gs, tuple(sizes))
 
 
 class GroupProjections:
@@ -220,7 +223,7 @@ class GroupProjections:
             self.mapped[which] = layer.turned(both, which)
 
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
-        """Numerators of all pairs of the parts for some contexts."""
+        """Numerators and gains of all pairs of the parts for some contexts."""
         made: list[Tensor] = []
         for which, whole in (("q", layer.q), ("k", layer.k)):
             scale = layer.scale if which == "q" else 1.0
@@ -228,5 +231,5 @@ class GroupProjections:
             side = side.select(rows, slice(None), slice(None))
             bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
             made.append(group_parts(whole[rows] * scale, bias, pos, self.share))
-        options = {"bias": layer.bias, "drop": drop, "energy": False, "gain": False}
+        options = {"bias": layer.bias, "drop": drop, "energy": False, "softcap": layer.softcap}
         return share_sums(made[0], made[1], layer.allowed, **options)

@@ -316,7 +316,7 @@ class ScoreSplit(Result):
 def split_scores(
     model: ModelLike,
     tokens: TokensLike,
-    basis: PositionContext | None,
+    basis: PositionContext | None = None,
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
@@ -338,8 +338,8 @@ def split_scores(
     Args:
         tokens: prompts of equal length: a string or strings (with ``prepend_bos``), ids
             ``[position]`` or ``[batch position]``.
-        basis: from :func:`tl_geometry.decompose` of the same model; ``None`` only with the caller's
-            own ``parts`` and with writers (shares then leave out a BOS token).
+        basis: from :func:`tl_geometry.decompose` of the same model; not needed with the
+            caller's own ``parts`` and with writers (shares then leave out a BOS token).
         layers, heads: which heads, ``(layer, head)`` or ``"L5H1"``; all of ``layers`` by default.
         parts: ``("pos", "cvec")`` (with ``bias`` holding mean and constants),
             ``("pos", "ctx", "resid")``, either with ``"mean"`` first to keep the mean apart from

@@ -22,6 +22,8 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import (
     CHUNK,
     Check,
+    head_spreads,
+    judge_rounding,
     pattern_bound,
     pattern_error,
     reconstruction_bound,
@@ -73,8 +75,13 @@ class Splitter:
     ) -> None:
         own = isinstance(parts, Mapping | str)
         if basis is None and not own:
-            instead = "decompose(model, tokens)"
-            fail("basis", expected="a PositionContext", got=None, instead=instead)
+            instead = 'decompose(model, tokens), or parts="writers", which needs no basis'
+            fail(
+                "basis",
+                expected=f"a PositionContext for parts={parts!r}",
+                got=None,
+                instead=instead,
+            )
         known = not double or preset == "reference"
         require(known, "legacy_double_ln", expected="preset='reference'", got=repr(preset))
         self.view, self.basis, self.parts = view, basis, parts
@@ -250,6 +257,7 @@ class Splitter:
                 (layer.layer, name, float((ours.sum(0) - model[:, :, heads]).abs().max()), bound)
             )
         worst, scale = {"sum pattern": 0.0, "sum scores": 0.0}, 0.0
+        spreads: list[Tensor] = []
         step = max(1, CHUNK // (layer.h.shape[0] * layer.h.shape[1] ** 2))
         sums, sizes = (q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))
         for some in torch.arange(len(heads)).split(step):
@@ -261,6 +269,7 @@ class Splitter:
             if layer.bias is not None:
                 total, size = total + layer.bias[which], size + layer.bias[which].abs()
             scale = max(scale, float(torch.where(layer.allowed, size, 0.0).max()))
+            spreads.append(head_spreads(total, layer.allowed))
             capped = (
                 total
                 if layer.softcap is None
@@ -287,7 +296,26 @@ class Splitter:
                 )
             )
         require_reconstruction(checks, f"split of layer {layer.layer}")
+        scales, what = (layer.reconstruction.scale, scale), f"layer {layer.layer}"
+        self.flags += judge_rounding(layer.roundoff, scales, torch.cat(spreads), what)
         return scale
+
+
+def rounding_flags(
+    layer: LayerView,
+    q: Float[Tensor, "part batch position head d_head"],
+    k: Float[Tensor, "part batch position head d_head"],
+) -> tuple[str, ...]:
+    """:func:`judge_rounding` for the parts of queries (after the scale) and keys."""
+    total, size = (
+        einsum(a, b, "b i h e, b j h e -> b h i j")
+        for a, b in ((q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0)))
+    )
+    if layer.bias is not None:
+        total, size = total + layer.bias, size + layer.bias.abs()
+    scale = float(torch.where(layer.allowed, size, 0.0).max())
+    scales, spreads = (layer.reconstruction.scale, scale), head_spreads(total, layer.allowed)
+    return judge_rounding(layer.roundoff, scales, spreads, f"layer {layer.layer}")
 
 
 def is_relative(layer: LayerView) -> bool:

@@ -6,9 +6,9 @@ a time, so that no term exists as a matrix:
 
 1. mean and pos are projected once per layer and divided by the frozen scale (parts of the normed
    input, from a normalised basis, are not), cvec is the rest of the model's own q and k;
-2. on the first context the model's queries, keys, scores and patterns are recomputed from the
-   stream, and cvec is projected explicitly, because the subtraction alone would add up whatever
-   mean and pos were;
+2. of one context of every batch, another row each time, the model's queries, keys, scores and
+   patterns are recomputed from the stream, and cvec is projected explicitly, because the
+   subtraction alone would add up whatever mean and pos were;
 3. :func:`tl_geometry.scores.sums.share_sums` adds up numerators, gains and energies.
 
 Head types come from repeated random tokens made for the model.
@@ -50,7 +50,7 @@ from tl_geometry.scores.projection import (
     project_basis,
     split_layer,
 )
-from tl_geometry.scores.splitter import is_relative
+from tl_geometry.scores.splitter import is_relative, rounding_flags
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label, term_names
@@ -130,9 +130,10 @@ def sweep_heads(
             depend on i - j only, and the mean by offset), ``"contrast"`` (token identity in
             cvec-cvec), ``"intervals"`` (95% intervals of the shares, corrected for the bias of a
             basis made from the same contexts; then a head is labelled only where the margin's
-            interval excludes zero; :mod:`tl_geometry.scores.leave_out`), ``"nulls"`` (group shares
-            for positions shifted by a random offset in each group of the basis, and the p-value of
-            position; :mod:`tl_geometry.scores.position_null`), ``"energy"`` (energy shares ``es_X =
+            interval excludes zero; :mod:`tl_geometry.scores.leave_out`), ``"nulls"`` (the share of
+            position where what the groups of the basis have in common cancels, its p-value, and
+            the p-value adjusted for the number of heads by Benjamini and Hochberg;
+            :mod:`tl_geometry.scores.position_null`), ``"energy"`` (energy shares ``es_X =
             sum X~^2 / sum_Y sum Y~^2``, NaN without); and ``"planes"`` (shares of rotary planes,
             ``.planes()``), at no further cost.
         memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget
@@ -143,9 +144,9 @@ def sweep_heads(
     ``.shares()``.
 
     Raises ``ReconstructionError`` where the split does not reproduce the model's own queries, keys,
-    scores and patterns (checked on the first context), ``BudgetError`` where one context exceeds
-    the budget, ``GeometryError`` for a basis of another model or of fewer positions, and for
-    unknown details.
+    scores and patterns (checked on one context of every batch), ``BudgetError`` where one context
+    exceeds the budget, ``GeometryError`` for a basis of another model or of fewer positions, and
+    for unknown details.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -155,6 +156,8 @@ def sweep_heads(
     ((1, 0), (1, 3))
     """
     view = as_view(model)
+    if basis is not None:
+        require_basis(basis)
     if isinstance(parts, str):
         fits, got = not detail, f"detail={detail!r} with parts={parts!r}"
         require(fits, "detail", expected="no detail with writers", got=got)
@@ -178,19 +181,18 @@ def sweep_heads(
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
     rows = _rows_per_batch(view, source.length, memory_budget, batch_size)
-    require_basis(basis)
     work = _Sweep(view, basis, chosen, source.length, wanted, memory_budget, seed)
     done, token_hash, begins = 0, "", True
+    row, draws = 0, torch.Generator().manual_seed(seed)
     bar = tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name)
     with bar:
         for batch in source.batches(rows):
             begins = begins and begins_with_bos(batch, view.bos_id)
             # a row without BOS decides, one with it does not
             basis.check_model(view, None if begins else False)
-            if done == 0:
-                view.run_layers(batch[:1], chosen, work.verify, verify=True)
-            work.batch = batch
-            view.run_layers(batch, chosen, work.on_layer, verify=False)
+            work.batch, row = batch, another_row(row, len(batch), draws)
+            sample = (row, work.verify)  # in this very pass: a hook may spare some rows
+            view.run_layers(batch, chosen, work.on_layer, verify=False, sample=sample)
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
     basis.check_model(view, begins)
@@ -207,6 +209,18 @@ def sweep_heads(
         normalized=basis.provenance.normalized,
     )
     return work.table(types, provenance)
+
+
+def another_row(last: int, rows: int, draws: torch.Generator) -> int:
+    """The row of the next batch that is verified: any but the last one (and, of the first batch,
+    but row 0), where there are several.
+
+    >>> another_row(0, 2, torch.Generator().manual_seed(0)), another_row(7, 1, torch.Generator())
+    (1, 0)
+    """
+    if rows == 1:
+        return 0
+    return (last + 1 + int(torch.randint(rows - 1, (), generator=draws))) % rows
 
 
 def _rows_per_batch(
@@ -306,12 +320,15 @@ class _Sweep:
         self.planes: dict[int, RotaryPlanes] | None = {} if "planes" in detail else None
         self.alibi = self.softcap = False
         self.rotary = self.relative = True
+        self.blunt: dict[str, None] = {}  # layers where rounding hides errors, in order
 
     def verify(self, layer: LayerView) -> None:
-        """Check one context explicitly; the view has verified its own scores."""
+        """Check one context of a batch explicitly; the view has verified its own scores."""
         read = layer.normalized() if self.basis.provenance.normalized else layer
         self.relative = self.relative and is_relative(read)
-        check_cvec(layer, self.basis, split_layer(layer, self._projection(layer), slice(None)))
+        parts = split_layer(layer, self._projection(layer), slice(None))
+        check_cvec(layer, self.basis, parts)
+        self.blunt |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k))
 
     def on_layer(self, layer: LayerView) -> None:
         """Take in one layer of one batch."""
@@ -379,14 +396,21 @@ class _Sweep:
     def flags(self) -> tuple[str, ...]:
         """Remarks for the reader."""
         start = [f"queries and keys before position {self.drop} left out"] if self.drop else []
-        return (*start, *(["scores before the soft cap"] if self.softcap else []))
+        return (*start, *(["scores before the soft cap"] if self.softcap else []), *self.blunt)
 
     def _resampled(self) -> Resampled | None:
         """Shares with groups of contexts left out, where intervals were asked for."""
         if "intervals" not in self.detail:
             return None
         found = [self.details[x].resampled(self.basis.contexts) for x in self.layers]
-        return Resampled(torch.cat([r.shares for r in found]), found[0].sizes)
+        cs, gs = (torch.cat([getattr(r, x) for r in found]) for x in ("shares", "gains"))
+        return Resampled(cs, gs, found[0].sizes)
+
+    def _details(self) -> dict[str, Tensor]:
+        """What ``detail=`` asked for, by column name."""
+        if not self.details:
+            return {}
+        return Details.beside([self.details[x] for x in self.layers], self.basis.contexts)
 
     def table(self, types: HeadTypes, provenance: Provenance) -> SweepTable:
         """The finished table."""
@@ -398,7 +422,7 @@ class _Sweep:
         if resampled is not None and bool(torch.isnan(resampled.shares).all()):
             few = f"fewer than {FEWEST} contexts or {FEWEST_GROUPS} groups of them: no intervals"
             provenance = provenance.flagged(few)
-        details = Details.beside([self.details[x] for x in order]) if self.details else {}
+        details = self._details()
         planes: dict[str, Any] = {"length": self.length}
         if self.planes is not None:
             each = [self.planes[x] for x in order for _ in range(self.view.n_heads)]
@@ -422,6 +446,7 @@ class _Sweep:
             drop=self.drop,
             dropped_mass=torch.cat(mass) if len(mass) == len(order) else None,
             resampled=None if resampled is None else resampled.shares,
+            resampled_gains=None if resampled is None else resampled.gains,
             resampled_sizes=() if resampled is None else resampled.sizes,
             types=dict(types.scores),
             type_errors=dict(types.errors),

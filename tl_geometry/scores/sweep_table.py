@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,24 +13,63 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.results import Result
 from tl_geometry.scores.head_types import HEAD_TYPES
 from tl_geometry.scores.tables import ShareTable
+from tl_geometry.scores.terms import label
+
+LABEL = (
+    *("dominant_{}", "{}_by_cs", "{}_share", "{}_margin"),
+    *("{}_by_gs", "{}_gain", "{}_gain_margin", "{}_flag"),
+)
+"""Columns of a label, of groups and of terms: the fields of
+:class:`tl_geometry.scores.labels.Dominant`, in their order."""
+NUMBERS = ("{}_share", "{}_margin", "{}_gain", "{}_gain_margin")
+"""Those of them that are numbers."""
+READ = (
+    *("layer", "head", "dominant_group", "group_share", "group_gain", "dropped_mass"),
+    *("induction", "previous", "group_by_cs", "group_by_gs", "dominant_term"),
+)
+"""Columns that a reader of a sweep needs, the most needed first."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SweepColumns(Result):
+    """Some columns of a sweep, as it shows itself."""
+
+    names: tuple[str, ...]
+    cells: tuple[tuple[object, ...], ...]
+    bias_label: str
+
+    def _caption(self, table: Sequence[Sequence[object]]) -> str:
+        return super()._caption(table).replace(type(self).__name__, SweepTable.__name__, 1)
+
+    def readable(self, value: object) -> object:
+        return label(value, self.bias_label) if isinstance(value, str) else value
+
+    def columns(self) -> Sequence[str]:
+        return self.names
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.cells
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SweepTable(ShareTable):
-    """One row per head: shares of groups and terms, the dominant ones with their margin, head-type
-    scores with baselines.
+    """One row per head: the dominant group and term, shares of all, head-type scores with
+    baselines.
 
-    ``group_gain`` and ``term_gain`` are the gain shares of the group and the term with the largest
-    covariance share (the label's, where there is one), ``dropped_mass`` the attention that no share
-    describes.
+    ``dominant_group`` is the group that is first by covariance (``group_by_cs``, with its share
+    ``group_share`` and its lead ``group_margin``) and by gain (``group_by_gs``, ``group_gain``,
+    ``group_gain_margin``), each with a clear lead; else ``"unclear"``, and ``group_flag`` says
+    where the two name different groups. Likewise for terms. ``dropped_mass`` is the attention that
+    no share describes.
 
     ``types[name]`` and ``baselines[name]`` are the head-type scores (see
     :mod:`tl_geometry.scores.head_types`) on repeated random tokens and what uniform attention would
-    score, ``type_errors`` their standard errors over twelve sequences; ``details`` holds what
+    score, ``type_errors`` their standard errors over twelve sequences (of as many ranges of ids in
+    a large vocabulary); ``details`` holds what
     ``detail=`` asked for, one tensor per quantity, heads first.
     """
 
@@ -43,8 +83,7 @@ class SweepTable(ShareTable):
         return ShareTable(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ShareTable)})
 
     def columns(self) -> Sequence[str]:
-        best = ["dominant_group", "group_share", "group_margin", "group_gain"]
-        best += ["dominant_term", "term_share", "term_margin", "term_gain"]
+        best = [column.format(of) for of in ("group", "term") for column in LABEL]
         shares = [
             f"{share}_{name}" for share in self._measured() for name in (*self.groups, *self.terms)
         ]
@@ -64,20 +103,15 @@ class SweepTable(ShareTable):
     def rows(self) -> Sequence[Sequence[object]]:
         kinds = [x for kind in self._measured() for x in (f"group_{kind}", kind)]
         shares = torch.cat([getattr(self, x) for x in kinds], dim=1).tolist()
-        best = [
-            (self.by_group, _of_largest(self.group_cs, self.group_gs)),
-            (self.by_term, _of_largest(self.cs, self.gs)),
-        ]
+        dominant = (self.by_group, self.by_term)
         flat = [self.details[name].tolist() for name in self._scalars()]
         mass = self._mass().tolist()
         out: list[list[object]] = []
         for h, (layer, head) in enumerate(self.heads):
-            row: list[object] = [layer, head]
-            for found, gain in best:
-                numbers = (found.share[h], found.margin[h], gain[h])
-                row += [found.labels[h], *map(float, numbers)]
+            best = [field[h] for found in dominant for field in found]
+            best = [float(x) if isinstance(x, Tensor) else x for x in best]
             types = [x for t in self._types() for x in self._type(t, h)]
-            out.append([*row, mass[h], *types, *shares[h], *(v[h] for v in flat)])
+            out.append([layer, head, *best, mass[h], *types, *shares[h], *(v[h] for v in flat)])
         return out
 
     def _type(self, name: str, row: int) -> tuple[float, float, float]:
@@ -87,13 +121,17 @@ class SweepTable(ShareTable):
 
     def top(self, column: str, n: int | None = 10, *, ascending: bool = False) -> SweepTable:
         """The ``n`` heads with the largest values of a numeric column, in order (``"induction"``,
-        ``"cs_pos-pos"``, ...); NaN last."""
+        ``"cs_pos-pos"``, ...); NaN last. The name of a group or term alone is its covariance
+        share: ``"position"``."""
         names = list(self.columns())
-        numeric = [c for c in names if c not in ("dominant_group", "dominant_term")]
+        column = f"cs_{column}" if column in (*self.groups, *self.terms) else column
+        words = [c.format(of) for of in ("group", "term") for c in LABEL if c not in NUMBERS]
+        numeric = [c for c in names if c not in words]
         asked = not column.startswith("es_") or "es" in self._measured()
         instead = 'sweep_heads(..., detail="energy")'
         require(asked, "column", expected="a measured share", got=repr(column), instead=instead)
-        checks.choice(column, numeric, "column")
+        if column not in numeric:
+            fail("column", expected=f"one of {self._listed(numeric)}", got=repr(column))
         require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
         cells: list[Any] = [row[names.index(column)] for row in self.rows()]
         values = torch.tensor([float(cell) for cell in cells], dtype=torch.float64)
@@ -102,6 +140,43 @@ class SweepTable(ShareTable):
             descending=not ascending, stable=True
         )
         return self.select(order[:n])
+
+    def text(self, limit: int | None = None) -> str:
+        """The columns that a reader needs as aligned plain text, no wider than the terminal."""
+        width, count = shutil.get_terminal_size().columns, len(READ)
+        shown = self._read(count).text(limit)
+        while count > 3 and max(map(len, shown.splitlines()[1:])) > width:
+            count -= 1
+            shown = self._read(count).text(limit)
+        return shown
+
+    def _repr_html_(self) -> str:
+        return self._read(len(READ))._repr_html_()
+
+    def _read(self, count: int) -> SweepColumns:
+        """The first ``count`` columns that a reader needs, and where the others are."""
+        names, rows = list(self.columns()), self.rows()
+        chosen = [c for c in READ if c in names][:count]
+        at = [names.index(c) for c in chosen]
+        more = f"{len(chosen)} of {len(names)} columns (all: .to_dataframe(), render.heads)"
+        return SweepColumns(
+            provenance=self.provenance.flagged(more),
+            names=tuple(chosen),
+            cells=tuple(tuple(row[i] for i in at) for row in rows),
+            bias_label=self.bias_label,
+        )
+
+    def _listed(self, numeric: Sequence[str]) -> str:
+        """All numeric columns for a message, families of names together."""
+        types, shares = self._types(), (*self.groups, *self.terms)
+        told = {f"{share}_{name}" for share in self._measured() for name in shares}
+        told |= {f"{t}{end}" for t in types for end in ("", "_se", "_uniform")}
+        kinds = " or ".join(f"{share}_" for share in self._measured())
+        rest = [c for c in numeric if c not in told]
+        return (
+            f"{', '.join(shares)} (alone, or behind {kinds}); {', '.join(types)} (alone, or "
+            f"before _se or _uniform); {', '.join(rest)}"
+        )
 
     def select(self, rows: Int[Tensor, " head"]) -> SweepTable:
         """Some of the heads, in the given order."""
@@ -112,12 +187,3 @@ class SweepTable(ShareTable):
         return dataclasses.replace(
             self, heads=tuple(self.heads[i] for i in rows.tolist()), **picked
         )
-
-
-def _of_largest(
-    shares: Float[Tensor, "head term"], values: Float[Tensor, "head term"]
-) -> Float[Tensor, " head"]:
-    """The value of what has the largest share; NaN without any."""
-    if shares.shape[1] == 0:
-        return torch.full(shares.shape[:1], torch.nan, dtype=values.dtype)
-    return values.gather(1, torch.nan_to_num(shares).argmax(1, keepdim=True))[:, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from einops import einsum
@@ -15,59 +15,19 @@ from torch import Tensor
 from tl_geometry.base.errors import fail
 from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
+from tl_geometry.scores.labels import MARGIN_OVER, SHARE_OVER, Dominant, dominant
 from tl_geometry.scores.plane_tables import PlaneTable
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.sums import ShareSums
 from tl_geometry.scores.terms import BIAS_BIAS, GROUPS, group_of, label, term_names, term_pairs
 
-UNCLEAR, UNIFORM = "unclear", "uniform"
-"""Labels of a head without a clear winner, and of one that spreads its attention evenly."""
 COLUMNS = (
-    *("layer", "head", "term", "group", "cs", "gs", "es", "dominant", "margin", "dropped_mass"),
-    *("numerator", "gain", "energy", "total", "cells"),
+    *("layer", "head", "term", "group", "cs", "gs", "es", "dominant", "margin", "gain_margin"),
+    *("flag", "dropped_mass", "numerator", "gain", "energy", "total", "cells"),
 )
 """Columns of a share table without intervals."""
-INTERVAL = ("cs_corrected", "cs_low", "cs_high")
-"""Columns of a share table with intervals, after the covariance share."""
-
-
-class Dominant(NamedTuple):
-    """Label of each head, its share, and the distance to the runner-up."""
-
-    labels: tuple[str, ...]
-    share: Float[Tensor, " head"]
-    margin: Float[Tensor, " head"]
-
-
-def dominant(
-    shares: Float[Tensor, "head term"],
-    names: Sequence[str],
-    *,
-    share_over: float = 0.5,
-    margin_over: float = 0.1,
-    certain: Bool[Tensor, " head"] | None = None,
-) -> Dominant:
-    """The name with the largest share, if that is over ``share_over`` and leads by more than
-    ``margin_over`` (and the head is among the ``certain``, where they are given), else
-    ``"unclear"``.
-
-    Heads whose shares are NaN are ``"uniform"``.
-
-    >>> dominant(torch.tensor([[0.7, 0.3], [0.5, 0.5]]), ["pos-pos", "cvec-cvec"]).labels
-    ('pos-pos', 'unclear')
-    """
-    if not names:
-        nothing = torch.full(shares.shape[:1], torch.nan, dtype=shares.dtype)
-        return Dominant(("",) * len(shares), nothing, nothing)
-    top, order = shares.sort(dim=-1, descending=True, stable=True)
-    margin = top[:, 0] - top[:, 1] if shares.shape[1] > 1 else torch.full_like(top[:, 0], torch.inf)
-    clear = (top[:, 0] > share_over) & (margin > margin_over)
-    clear = clear if certain is None else clear & certain
-    uniform = torch.isnan(shares).any(-1)
-    choice = zip(order[:, 0].tolist(), clear.tolist(), uniform.tolist(), strict=True)
-    labels = tuple(UNIFORM if u else str(names[i]) if c else UNCLEAR for i, c, u in choice)
-    blank = torch.where(uniform, torch.nan, 0.0)
-    return Dominant(labels, top[:, 0] + blank, margin + blank)
+INTERVAL = ("corrected", "low", "high")
+"""Columns of an interval, behind the name of the share: ``cs_low``, ``gs_high``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,10 +68,14 @@ class ShareTable(Result):
     is the attention paid to them (mean over the other queries), which no share describes. A uniform
     head has NaN shares.
 
-    Where intervals were asked for, ``resampled`` are covariance shares with groups of contexts left
-    out (:class:`tl_geometry.scores.leave_out.Resampled`; ``resampled_sizes`` the groups' shares of
-    the contexts): :attr:`intervals`, :attr:`group_intervals`, and labels only where the interval of
-    the margin excludes zero.
+    Labels need the same name first by covariance and by gain
+    (:func:`tl_geometry.scores.labels.dominant`); where the two disagree the row has a ``flag``.
+
+    Where intervals were asked for, ``resampled`` and ``resampled_gains`` are covariance and gain
+    shares with groups of contexts left out (:class:`tl_geometry.scores.leave_out.Resampled`;
+    ``resampled_sizes`` the groups' shares of the contexts): :attr:`intervals`,
+    :attr:`gain_intervals`, those of the groups, and labels only where the intervals of both margins
+    exclude zero.
 
     ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`); its
     key is always the same. ``plane_numerators`` and ``plane_gains`` are those of the terms in each
@@ -133,16 +97,17 @@ class ShareTable(Result):
     drop: int = 0
     dropped_mass: Float[Tensor, " head"] | None = None
     resampled: Float[Tensor, "head sample term"] | None = None
+    resampled_gains: Float[Tensor, "head sample term"] | None = None
     resampled_sizes: tuple[tuple[float, ...], ...] = ()
-    share_over: float = 0.5
-    margin_over: float = 0.1
+    share_over: float = SHARE_OVER
+    margin_over: float = MARGIN_OVER
     bias_label: str = BIAS_BIAS
     plane_numerators: Float[Tensor, "head plane pair"] | None = None
     plane_gains: Float[Tensor, "head plane pair"] | None = None
     plane: Int[Tensor, "head d_head"] | None = None
     theta: Float[Tensor, "head plane"] | None = None
     length: int = 0
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     @property
     def sums(self) -> ShareSums:
@@ -228,9 +193,26 @@ class ShareTable(Result):
         return self._interval(self.resampled)
 
     @property
+    def gain_intervals(self) -> Interval | None:
+        """The same for the gain shares ``[head term]``."""
+        return self._interval(self.resampled_gains)
+
+    @property
     def group_intervals(self) -> Interval | None:
-        """The same for the groups ``[head group]``."""
-        return self._interval(None if self.resampled is None else self._grouped(self.resampled))
+        """Covariance shares of the groups ``[head group]`` with their intervals."""
+        return self._interval(self._grouped_samples[0])
+
+    @property
+    def group_gain_intervals(self) -> Interval | None:
+        """Gain shares of the groups ``[head group]`` with their intervals."""
+        return self._interval(self._grouped_samples[1])
+
+    @property
+    def _grouped_samples(self) -> tuple[Tensor | None, Tensor | None]:
+        """Covariance and gain shares of the groups with groups of contexts left out."""
+        each = (self.resampled, self.resampled_gains)
+        cs, gs = (None if x is None else self._grouped(x) for x in each)
+        return cs, gs
 
     def _certain(self, shares: Tensor, resampled: Tensor | None) -> Bool[Tensor, " head"] | None:
         """Heads whose interval of the margin (largest share over the second) excludes zero."""
@@ -238,25 +220,31 @@ class ShareTable(Result):
             return None
         order = shares.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)
         two = resampled.gather(2, order[:, None, :2].expand(-1, resampled.shape[1], -1))
-        found = self._interval(two[..., 0] - two[..., 1])
-        return None if found is None else found.low > 0
+        margin = self._interval(two[..., 0] - two[..., 1])
+        return None if margin is None else margin.low > 0
 
     @property
     def by_term(self) -> Dominant:
         """Dominant term of each head; ``"unclear"`` where none is, ``"uniform"`` where there is
         nothing to explain."""
-        return self._dominant(self.cs, self.terms, self.resampled)
+        return self._dominant(self.cs, self.gs, self.terms, (self.resampled, self.resampled_gains))
 
     @property
     def by_group(self) -> Dominant:
         """Dominant group of each head; ``"unclear"`` where none is (``"mixed"`` is the group of
         position-content terms)."""
-        resampled = None if self.resampled is None else self._grouped(self.resampled)
-        return self._dominant(self.group_cs, self.groups, resampled)
+        return self._dominant(self.group_cs, self.group_gs, self.groups, self._grouped_samples)
 
-    def _dominant(self, shares: Tensor, names: Sequence[str], resampled: Tensor | None) -> Dominant:
+    def _dominant(
+        self,
+        cs: Tensor,
+        gs: Tensor,
+        names: Sequence[str],
+        resampled: tuple[Tensor | None, Tensor | None],
+    ) -> Dominant:
         over = {"share_over": self.share_over, "margin_over": self.margin_over}
-        return dominant(shares, names, certain=self._certain(shares, resampled), **over)
+        certain = (self._certain(cs, resampled[0]), self._certain(gs, resampled[1]))
+        return dominant(cs, gs, names, certain=certain, **over)
 
     @property
     def dominant(self) -> tuple[str, ...]:
@@ -359,26 +347,41 @@ class ShareTable(Result):
         )
 
     def columns(self) -> Sequence[str]:
-        at = COLUMNS.index("gs")
-        interval = INTERVAL if self.resampled is not None else ()
-        return (*COLUMNS[:at], *interval, *COLUMNS[at:])
+        if self.resampled is None:
+            return COLUMNS
+        with_interval = lambda name: (name, *(f"{name}_{end}" for end in INTERVAL))  # noqa: E731
+        return tuple(
+            column
+            for name in COLUMNS
+            for column in (with_interval(name) if name in ("cs", "gs") else (name,))
+        )
 
     def rows(self) -> Sequence[Sequence[object]]:
-        sums = [self.numerators, self.gains, self.energies]
-        own, grouped_own = self.intervals, self.group_intervals
-        bounds = [] if own is None else own[:3]
-        tables = [(self.by_term, self.terms, (self.cs, *bounds, self.gs, self.es), sums)]
-        if self.groups:
-            bounds = [] if grouped_own is None else grouped_own[:3]
-            values = (self.group_cs, *bounds, self.group_gs, self.group_es)
-            tables.append((self.by_group, self.groups, values, [self._grouped(x) for x in sums]))
+        tables = [self._columns_of(grouped=False)]
+        tables += [self._columns_of(grouped=True)] if self.groups else []
         mass, out = self._mass(), []
         for h, (layer, head) in enumerate(self.heads):
-            for grouped, (best, names, shares, counted) in enumerate(tables):
+            for grouped, (best, names, shares, sums) in enumerate(tables):
+                label = [float(best.margin[h]), float(best.gain_margin[h]), best.flags[h]]
                 for t, name in enumerate(names):
                     what = [None, name] if grouped else [name, None]
-                    winner = [best.labels[h] == name, float(best.margin[h]), float(mass[h])]
-                    values = [[float(v[h, t]) for v in of] for of in (shares, counted)]
+                    winner = [best.labels[h] == name, *label, float(mass[h])]
+                    values = [[float(v[h, t]) for v in of] for of in (shares, sums)]
                     last = [*values[1], float(self.total[h]), self.cells]
                     out.append([layer, head, *what, *values[0], *winner, *last])
         return out
+
+    def _columns_of(
+        self, *, grouped: bool
+    ) -> tuple[Dominant, tuple[str, ...], list[Tensor], list[Tensor]]:
+        """Labels, names, shares with their intervals, and sums of the terms or of the groups."""
+        sums = [self.numerators, self.gains, self.energies]
+        if grouped:
+            best, names, sums = self.by_group, self.groups, [self._grouped(x) for x in sums]
+            shares = [self.group_cs, self.group_gs, self.group_es]
+            ends = (self.group_intervals, self.group_gain_intervals)
+        else:
+            best, names, shares = self.by_term, self.terms, [self.cs, self.gs, self.es]
+            ends = (self.intervals, self.gain_intervals)
+        cs, gs = ([] if found is None else list(found[:3]) for found in ends)
+        return best, names, [shares[0], *cs, shares[1], *gs, shares[2]], sums

@@ -114,7 +114,7 @@ class ValueSplit(Result):
 def split_values(
     model: ModelLike,
     tokens: TokensLike,
-    basis: PositionContext | None,
+    basis: PositionContext | None = None,
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,

@@ -8,7 +8,7 @@ positional means) and ``W_o = W - diag(W)``:
 
 1. :func:`structure`: diag(W), the block V^T W_o V, mean and standard deviation of all rotated
    entries, the threshold, the entries above the threshold;
-2. :func:`haar_null`, :func:`subspace_null`: how much of ``|W_o|^2`` a random subspace would hold;
+2. :func:`haar_null`: how much of ``|W_o|^2`` a random subspace would hold;
 3. :func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`: the best L and D in
    ``W = V L V^T + D``, jointly.
 
@@ -348,41 +348,6 @@ def haar_null(
     alpha = k * ((d + 1) * k - 2) / (d * (d - 1) * (d + 2))
     beta = k * (d - k) / (d * (d - 1) * (d + 2))
     return torch.where(total > 0, alpha + beta * squares / total, torch.nan)
-
-
-def subspace_null(
-    factors: Factors,
-    left: Float[Tensor, "row d_model"],
-    right: Float[Tensor, "column d_model"] | None = None,
-    *,
-    k: int,
-    draws: int = 8,
-    seed: int = 0,
-) -> Float[Tensor, "sample *batch head"]:
-    """Concentration of W_o in random k-dimensional subspaces of an activation distribution, one row
-    per draw.
-
-    Each subspace is spanned by k Gaussian combinations of the rows of ``left`` (centred
-    activations), so that it follows their covariance: weights and activations share outlier
-    coordinates, and a uniformly random subspace does not. With ``right`` (activations on the
-    writing side) the two sides are drawn separately.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    total = factors.off_diagonal_energy
-
-    def draw(rows: Tensor) -> Tensor:
-        weights = torch.randn(draws * k, len(rows), generator=generator, dtype=torch.float64)
-        mixed = weights.to(rows.device) @ rows.double()
-        mixed = rearrange(mixed, "(sample k) d -> sample d k", sample=draws)
-        return torch.linalg.qr(mixed).Q
-
-    bases = draw(left)
-    bases_right = bases if right is None else draw(right)
-    blocks = [
-        rotated_block(factors, v, u).square().sum((-2, -1))
-        for v, u in zip(bases, bases_right, strict=True)
-    ]
-    return torch.where(total > 0, torch.stack(blocks) / total, torch.nan)
 
 
 def leading_directions(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,13 +15,14 @@ from torch import Tensor
 from tl_geometry.base import checks, linalg
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.variance import reliability
 from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.norms import remove_mean
-from tl_geometry.weights import bilinear, low_rank_diagonal, readout
+from tl_geometry.weights import bilinear, low_rank_diagonal, readout, subspaces
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import (
     decode_table,
@@ -32,8 +33,6 @@ from tl_geometry.weights.vocabulary import (
     weight_provenance,
 )
 
-NULL_ROWS = 512
-"""Activations that the activation null draws from, at most."""
 NUMBERS = (
     "std",
     "threshold",
@@ -44,8 +43,11 @@ NUMBERS = (
     "concentration",
     "null",
     "lift",
-    "activation_null",
-    "activation_high",
+    "excess",
+    "noise_null",
+    "noise_high",
+    "p",
+    "reliability",
     "r2_low_rank",
     "r2_diagonal",
     "r2_joint",
@@ -64,13 +66,17 @@ class WeightGeometry(Result):
     ``k`` is the dimension of the subspace in each layer and ``ranks`` the numerical rank of the
     positional basis it was cut from. ``block`` is ``V^T W_o V`` over the shown directions (a k x k
     block first), ``diagonal`` is diag(W). ``null`` is the exact expectation of ``concentration``
-    for a uniformly random subspace, ``activation_null`` and ``activation_high`` the mean and
-    maximum over random subspaces of the activations (NaN without sampled states). ``L`` and
-    ``delta`` are the joint least squares fit, ``r2_*`` shares of ``|W|^2``, ``null_r2`` the
-    expectation of ``r2_low_rank``.
+    for a uniformly random subspace; ``noise_null`` and ``noise_high`` are its mean and maximum in
+    subspaces found in the same way with positions destroyed
+    (:mod:`tl_geometry.weights.subspaces`), and ``p`` says how rarely any head of the table is as
+    far above its mean, there and in random subspaces, the larger of the two (NaN below 10 contexts
+    or 4 groups; at least 1 / 20). ``reliability`` is the split-half
+    cosine of the positional vectors, the lower of the two states for W_OV: below 0.5 the subspace
+    is mostly noise. ``L`` and ``delta`` are the joint least squares fit, ``r2_*`` shares of
+    ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``.
     """
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     matrix: str
     heads: tuple[tuple[int, int], ...]
     layers: tuple[int, ...]
@@ -89,8 +95,10 @@ class WeightGeometry(Result):
     above_threshold_outside: Int[Tensor, " head"]
     concentration: Float[Tensor, " head"]
     null: Float[Tensor, " head"]
-    activation_null: Float[Tensor, " head"]
-    activation_high: Float[Tensor, " head"]
+    noise_null: Float[Tensor, " head"]
+    noise_high: Float[Tensor, " head"]
+    p: Float[Tensor, " head"]
+    reliability: Float[Tensor, " head"]
     L: Float[Tensor, "head rank rank"]
     delta: Float[Tensor, "head d_model"]
     r2_low_rank: Float[Tensor, " head"]
@@ -104,6 +112,12 @@ class WeightGeometry(Result):
     def lift(self) -> Float[Tensor, " head"]:
         """Concentration over its expectation for a uniformly random subspace."""
         return self.concentration / self.null
+
+    @property
+    def excess(self) -> Float[Tensor, " head"]:
+        """Concentration over its mean with positions destroyed: above 1 where a head reads (or
+        writes) position itself."""
+        return self.concentration / self.noise_null
 
     def head(self, head: Head) -> int:
         """Row of a head."""
@@ -134,7 +148,7 @@ def weight_geometry(
     outside: bool = False,
     offsets: tuple[int, ...] = (0,),
     shown: int = 60,
-    draws: int = 8,
+    draws: int = subspaces.DRAWS,
     seed: int = 0,
 ) -> WeightGeometry:
     """How much of every head's W_QK (or W_OV) is a diagonal plus a small block in the positional
@@ -159,7 +173,7 @@ def weight_geometry(
         offsets: for rotary models, the query-key offsets that W_QK is averaged over (``(0,)``, or
             ``range(1, 17)``).
         shown: directions in ``block``.
-        draws: random activation subspaces of the second null, drawn with ``seed``.
+        draws: draws of each null, with ``seed`` (0 leaves them out).
 
     Raises ``GeometryError`` for a basis of another model or without the states needed.
 
@@ -186,36 +200,39 @@ def weight_geometry(
         instead="states=None",
     )
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
+    require(draws >= 0, "draws", expected="at least 0", got=draws)
     wanted = rank or 20
     width = min(max(shown, wanted), view.d_model)
     centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
-    sides = {
-        s: _Side(
-            *_directions(basis, s, width, centered),
-            _points(basis, s, centered, seed) if draws else None,
-        )
-        for s in need
-    }
+    found = subspaces.Subspaces(
+        basis, width=width, k=min(wanted, width), centered=centered, draws=draws, seed=seed
+    )
+    reliable = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
     parts: list[dict[str, Tensor]] = []
     used: list[tuple[int, int]] = []
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
-        left, right = sides[layer], sides[layer + step] if step else None
-        found = left.rank if right is None else min(left.rank, right.rank)
+        left, right = found.at(layer), found.at(layer + step) if step else None
+        both = left.rank if right is None else min(left.rank, right.rank)
         require(
-            found > 0,
+            both > 0,
             "basis",
             expected="positional vectors that differ",
             got=f"none at state {layer}",
             instead="a longer window",
         )
-        k = min(wanted, found)
-        used.append((k, found))
-        numbers = _layer(factors, left, right, k=k, outside=outside, draws=draws, seed=seed)
+        k = min(wanted, both)
+        used.append((k, both))
+        numbers = _layer(factors, left, right, k=k, outside=outside)
+        lowest = min(reliable[layer], reliable[layer + step])
+        numbers["reliability"] = torch.full((view.n_heads,), lowest, dtype=torch.float64)
         missing = min(wanted, width) - k
         numbers["L"] = torch.nn.functional.pad(numbers["L"], (0, missing, 0, missing))
         parts.append(numbers)
+    drawn = [subspaces.Draws(p.pop("noise"), p.pop("random")) for p in parts]
+    nulls = subspaces.Draws(*(torch.cat(x, dim=1).cpu() for x in zip(*drawn, strict=True)))
     table: dict[str, Any] = {n: torch.cat([p[n] for p in parts]).cpu() for n in parts[0]}
-    flags = _flags(basis, raw, draws, bool(table["singular"].any()))
+    table |= _against(nulls, table["concentration"])
+    flags = _flags(bool(draws and not len(nulls.noise)), raw, bool(table["singular"].any()))
     return WeightGeometry(
         provenance=_provenance(view, basis, raw, flags),
         matrix=matrix,
@@ -229,10 +246,24 @@ def weight_geometry(
     )
 
 
-def _flags(basis: PositionContext, raw: bool, draws: int, singular: bool) -> list[str]:
+def _against(
+    nulls: subspaces.Draws, values: Float[Tensor, " head"]
+) -> dict[str, Float[Tensor, " head"]]:
+    """What heads have with positions destroyed, and how rarely a null reaches ``values``."""
+    unknown = torch.full_like(values, torch.nan)
+    known = len(nulls.noise) > 0
+    p = [subspaces.familywise_p(values, draws) for draws in nulls]
+    return {
+        "noise_null": nulls.noise.mean(0) if known else unknown,
+        "noise_high": nulls.noise.amax(0) if known else unknown,
+        "p": torch.maximum(*p),
+    }
+
+
+def _flags(no_null: bool, raw: bool, singular: bool) -> list[str]:
     flags = ["published coordinates: raw weights"] if raw else []
-    if draws and basis.samples is None:
-        flags.append("no sampled states: no activation null")
+    if no_null:
+        flags.append(f"fewer than {FEWEST} contexts or {FEWEST_GROUPS} groups: no null of position")
     if singular:
         flags.append("singular: some diagonal cells not determined")
     return flags
@@ -251,46 +282,13 @@ def _provenance(
     )
 
 
-class _Side(NamedTuple):
-    """One side of a head's matrix: the positional directions of the state there, how many there
-    are, and sampled states for the activation null."""
-
-    directions: Float[Tensor, "d_model column"]
-    rank: int
-    points: Float[Tensor, "row d_model"] | None
-
-    def to(self, device: torch.device) -> _Side:
-        points = None if self.points is None else self.points.to(device)
-        return _Side(self.directions.to(device), self.rank, points)
-
-
-def _directions(
-    basis: PositionContext, state: int, width: int, centered: bool
-) -> tuple[Tensor, int]:
-    pos = basis.pos[basis.index(state)]
-    directions, _, rank = bilinear.leading_directions(pos, width, centered=centered)
-    return directions, rank
-
-
-def _points(basis: PositionContext, state: int, centered: bool, seed: int) -> Tensor | None:
-    """Sampled states of the window without their mean, at most ``NULL_ROWS`` of them."""
-    if basis.samples is None:
-        return None
-    row = basis.index(state)
-    rows = basis.samples[:, row, slice(*basis.window)].flatten(0, 1)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:NULL_ROWS]
-    return remove_mean(rows[order].double() - basis.mean[row], "LN" if centered else None)
-
-
 def _layer(
     factors: Factors,
-    left: _Side,
-    right: _Side | None,
+    left: subspaces.Subspace,
+    right: subspaces.Subspace | None,
     *,
     k: int,
     outside: bool,
-    draws: int,
-    seed: int,
 ) -> dict[str, Tensor]:
     """All numbers of one layer, a row per head."""
     device = factors.left.device
@@ -305,14 +303,7 @@ def _layer(
     out["singular"] = fit.singular.expand(factors.left.shape[0])
     out["null"] = bilinear.haar_null(factors, k, one_basis=right is None)
     out["null_r2"] = bilinear.haar_null(factors, k, off_diagonal=False, one_basis=right is None)
-    out["activation_null"] = out["activation_high"] = torch.full_like(s.std, torch.nan)
-    if left.points is not None and len(left.points) >= k:
-        rows_right = None if right is None else right.points
-        drawn = bilinear.subspace_null(
-            factors, left.points, rows_right, k=k, draws=draws, seed=seed
-        )
-        out |= {"activation_null": drawn.mean(0), "activation_high": drawn.amax(0)}
-    return out
+    return out | subspaces.drawn_concentration(factors, left, right, k)._asdict()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,0 +1,296 @@
+"""What belongs to the caller: tensors that are written into after a call, weights that change while
+a pass runs, and files."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tl_geometry as tlg
+from tests.bad_inputs.ownership import doors
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.decomposition import streaming, variance
+from tl_geometry.interventions import effects
+from tl_geometry.models.identity import fingerprint
+
+Tokens = tlg.TokenWindows
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tlg.zoo.embedded()
+
+
+@pytest.fixture(scope="module")
+def windows(model: Any) -> Tokens:
+    return tlg.zoo.default_windows(model, 12, n=10)
+
+
+@pytest.fixture(scope="module")
+def basis(model: Any, windows: Tokens) -> tlg.PositionContext:
+    return tlg.decompose(model, windows, progress=False)
+
+
+# --- Tensors that the caller goes on writing into ---------------------------------------------
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Every tensor that can be reached from a result, without the model."""
+    if id(value) in seen or isinstance(value, nn.Module | type | str | bytes):
+        return
+    seen.add(id(value))
+    inside: list[Any] = []
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, np.ndarray):
+        yield torch.as_tensor(value)
+    elif isinstance(value, Mapping):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        inside = list(value)
+    elif inspect.isfunction(value):
+        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+    elif type(value).__module__.startswith("tl_geometry"):
+        inside = list(getattr(value, "__dict__", {}).values())
+    for part in inside:
+        yield from _tensors(part, seen)
+
+
+def _changed_by(made: Callable[[], tuple[Any, list[Any]]]) -> int:
+    """Tensors of a result that change when what it was made from is overwritten."""
+    result, given = made()
+    found = list(_tensors(result, set()))
+    assert found
+    before = [t.clone() for t in found]
+    for value in given:
+        value[...] = 1
+    return sum(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, found))
+
+
+def _results(
+    model: Any, windows: Tokens, basis: tlg.PositionContext
+) -> dict[str, Callable[[], tuple[Any, list[Any]]]]:
+    """Calls that take tensors of the caller: result, and the tensors that it was given."""
+    ids, prompt = windows.tokens, windows.tokens[:2]
+    states = torch.randn(3, 8, 5, 4, generator=torch.Generator().manual_seed(0)).double()
+
+    def call(make: Callable[..., Any], *given: Any) -> Callable[[], tuple[Any, list[Any]]]:
+        def run() -> tuple[Any, list[Any]]:
+            mine = [v.copy() if isinstance(v, np.ndarray) else v.clone() for v in given]
+            return make(*mine), mine
+
+        return run
+
+    def split(rows: Tensor, first: Tensor, rest: Tensor) -> Any:
+        return tlg.split_scores(model, rows, heads="L1H0", parts={"a": first, "b": rest})
+
+    h = model.run_with_cache(prompt)[1]["blocks.1.hook_resid_pre"].detach()
+    quiet: dict[str, Any] = {"progress": False}
+    labels = torch.arange(len(ids)) // 2
+    return {
+        "windows": call(lambda t, n: Tokens(tokens=t, labels=n, has_bos=True), ids, labels),
+        "decompose": call(lambda t, n: tlg.decompose(model, t, labels=n, **quiet), ids, labels),
+        "decompose arrays": call(
+            lambda t, n: tlg.decompose(model, t, labels=n, **quiet), ids.numpy(), labels.numpy()
+        ),
+        "activations": call(
+            lambda t, n: tlg.decompose_activations(t, labels=n), states, torch.arange(8)
+        ),
+        "one batch of activations": call(
+            lambda t: tlg.decompose_activations(t, batch_size=1, keep=8), states
+        ),
+        "transform": call(lambda t: tlg.decompose_activations(states).transform(t), states),
+        "trajectories": call(
+            lambda t, n: tlg.trajectories(model, t, labels=n, **quiet), ids, labels
+        ),
+        "split of own parts": call(split, prompt, h * 0.25, h * 0.75),
+        "split": call(lambda t: tlg.split_scores(model, t, basis, heads="L1H0"), prompt),
+        "split values": call(lambda t: tlg.split_values(model, t, basis, heads="L1H0"), prompt),
+        "sweep": call(lambda t: tlg.sweep_heads(model, t, basis, **quiet), ids),
+        "writers": call(lambda t: tlg.sweep_heads(model, t, parts="writers", **quiet), ids),
+        "composition": call(lambda t: tlg.composition(model, t, **quiet), ids),
+        "explain logit": call(
+            lambda t: tlg.explain_logit(model, t, position=3, target=5), prompt[:1]
+        ),
+        "token paths": call(lambda t: tlg.token_paths(model, t), prompt[:1]),
+    }
+
+
+NAMES = ["windows", "decompose", "decompose arrays", "activations", "one batch of activations"]
+NAMES += ["transform", "trajectories", "split of own parts", "split", "split values", "sweep"]
+NAMES += ["writers", "composition", "explain logit", "token paths"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_do_not_change_with_what_they_were_made_from(
+    name: str, model: Any, windows: Tokens, basis: tlg.PositionContext
+) -> None:
+    assert _changed_by(_results(model, windows, basis)[name]) == 0
+
+
+def test_the_law_sees_a_result_that_holds_on_to_an_argument(windows: Tokens) -> None:
+    first, second = windows.tokens.clone(), windows.tokens.clone()
+    held = dataclasses.make_dataclass("Held", ["value"], namespace={"__module__": "tl_geometry"})
+    assert _changed_by(lambda: (held(first), [first])) == 1
+    assert _changed_by(lambda: ([lambda: second], [second])) == 1
+
+
+def test_a_file_that_is_written_over_leaves_what_was_read(
+    basis: tlg.PositionContext, tmp_path: Path
+) -> None:
+    path = basis.save(tmp_path / "basis.safetensors")
+    loaded = tlg.PositionContext.load(path)
+    with path.open("r+b") as handle:  # in place, as copying tools write
+        handle.write(b"\0" * path.stat().st_size)
+    for name, value in basis.tensors().items():
+        assert torch.equal(loaded.tensors()[name], value), name
+
+
+# --- Weights that change while a pass runs ----------------------------------------------------
+
+
+def _while_training(model: Any, rows: Tensor) -> Iterator[Tensor]:
+    """Batches, in the middle of which a weight changes."""
+    for i, part in enumerate(rows.split(3)):
+        if i == 2:
+            with torch.no_grad():
+                next(iter(model.parameters())).mul_(1.5)
+        yield part
+
+
+STREAMED: dict[str, Callable[[Any, Any, tlg.PositionContext], Any]] = {
+    "decompose": lambda m, t, b: tlg.decompose(m, t, progress=False),
+    "trajectories": lambda m, t, b: tlg.trajectories(m, t, progress=False),
+    "sweep": lambda m, t, b: tlg.sweep_heads(m, t, b, progress=False),
+    "writers": lambda m, t, b: tlg.sweep_heads(m, t, parts="writers", progress=False),
+    "composition": lambda m, t, b: tlg.composition(m, t, progress=False),
+}
+
+
+@pytest.mark.parametrize("name", list(STREAMED))
+def test_weights_that_change_during_a_pass_are_refused(
+    name: str, model: Any, windows: Tokens, basis: tlg.PositionContext
+) -> None:
+    own, call = copy.deepcopy(model), STREAMED[name]
+    call(own, iter(windows.tokens.split(3)), basis)
+    with pytest.raises(GeometryError, match="changed during the pass"):
+        call(own, _while_training(own, windows.tokens), basis)
+
+
+def test_a_measured_effect_of_weights_that_change_is_refused(
+    model: Any, windows: Tokens, basis: tlg.PositionContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, left = copy.deepcopy(model), [3]
+    measured = effects.log_probabilities
+
+    def training(*args: Any, **options: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            with torch.no_grad():
+                next(iter(own.parameters())).mul_(1.5)
+        return measured(*args, **options)
+
+    monkeypatch.setattr(effects, "log_probabilities", training)
+    with pytest.raises(GeometryError, match="changed during the pass"):
+        tlg.interventions.dominant_only(own, windows[:4], basis, draws=1, progress=False)
+
+
+def test_no_checkpoint_of_two_models_is_left(
+    model: Any, windows: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # after every batch
+    own, path = copy.deepcopy(model), tmp_path / "run"
+    options: dict[str, Any] = {"checkpoint": path, "batch_size": 3, "progress": False}
+    weights = copy.deepcopy(own.state_dict())
+    with pytest.raises(GeometryError, match="changed during the pass"):
+        tlg.decompose(own, _while_training(own, windows.tokens), **options)
+    own.load_state_dict(weights)
+    resumed = tlg.decompose(own, iter(windows.tokens.split(3)), **options)
+    whole = tlg.decompose(model, windows.tokens, progress=False)
+    assert torch.allclose(resumed.pos, whole.pos, atol=1e-9)
+
+
+def test_edits_and_controls_of_the_library_are_no_change(
+    model: Any, windows: Tokens, basis: tlg.PositionContext
+) -> None:
+    mark = fingerprint(model)
+    with tlg.interventions.remove_term(model, basis, "pos-pos", "L1H0"):
+        edited = tlg.decompose(model, windows, progress=False)
+    with tlg.models.reinitialized(model) as control:
+        tlg.decompose(control, windows, progress=False)
+    assert edited.provenance.fingerprint == mark == fingerprint(model)
+
+
+def test_weights_that_are_processed_after_a_basis_are_another_model(
+    model: Any, windows: Tokens, basis: tlg.PositionContext
+) -> None:
+    own = copy.deepcopy(model)
+    tlg.split_scores(own, windows[:2], basis, heads="L1H0")
+    own.process_weights(fold_ln=True)
+    with pytest.raises(GeometryError, match="the model it was computed from"):
+        tlg.split_scores(own, windows[:2], basis, heads="L1H0")
+
+
+# --- Files and tables -------------------------------------------------------------------------
+
+
+def test_equal_runs_are_equal_files(model: Any, windows: Tokens, tmp_path: Path) -> None:
+    digests = set()
+    for i in range(4):
+        made = tlg.decompose(model, windows, progress=False)
+        digests.add(hashlib.sha256(made.save(tmp_path / str(i)).read_bytes()).hexdigest())
+    assert len(digests) == 1
+    other = tlg.decompose(model, windows, seed=1, progress=False)
+    assert hashlib.sha256(other.save(tmp_path / "5").read_bytes()).hexdigest() not in digests
+
+
+def test_a_link_goes_on_leading_to_its_file(basis: tlg.PositionContext, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    target, link = tmp_path / "data" / "real.safetensors", tmp_path / "link.safetensors"
+    link.symlink_to(target)
+    for save in (basis.save, basis.anova().save):
+        save(link)
+        assert link.is_symlink()
+        assert target.is_file()
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_name_as_long_as_a_name_can_be(basis: tlg.PositionContext, tmp_path: Path) -> None:
+    assert tlg.PositionContext.load(basis.save(tmp_path / ("a" * 255))).contexts == 10
+    with pytest.raises(GeometryError, match="File name too long"):
+        basis.save(tmp_path / ("a" * 256))
+
+
+def test_a_table_of_a_basis_is_one_analysis(
+    model: Any, windows: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(moments: Any) -> Any:
+        calls.append(1)
+        return variance.analysis(moments)
+
+    monkeypatch.setattr("tl_geometry.decomposition.position_context.analysis", counted)
+    for show in ("to_dataframe", "text", "to_latex"):
+        made = tlg.decompose(model, windows, progress=False)
+        calls.clear()
+        getattr(made, show)()
+        assert len(calls) == 1, show
+
+
+def test_every_public_function_that_takes_a_basis_is_asked() -> None:
+    """The rows themselves run in ``tests/project/test_bad_inputs.py``, without checks of
+    annotations."""
+    names = {name.rpartition(".")[2] for name, _, _ in doors()}
+    assert len(list(doors())) >= 20
+    assert {"sweep_heads:basis", "dominant_only:basis", "spirals:control"} <= names

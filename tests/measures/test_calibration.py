@@ -1,0 +1,37 @@
+"""Small sizes of the calibration of measures: what is printed covers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.calibration_measures import (
+    REPORTED,
+    anova_shares,
+    planted_basis,
+    positional,
+    report_errors,
+)
+from tl_geometry.decomposition import PositionContext
+from tl_geometry.measures.state_measures import UNBOUNDED, StateMeasures
+
+
+def test_shares_of_variance_in_topic_blocks_cover_or_have_no_interval() -> None:
+    (found,) = anova_shares("topics of 8 windows", 32, 60)
+    assert found.kept
+    (few,) = anova_shares("topics of 8 windows", 16, 20)
+    assert "(pos alone)" in few.name
+
+
+def halved(basis: PositionContext) -> StateMeasures:
+    """Errors of half their size, which must be seen."""
+    report = positional(basis)
+    return dataclasses.replace(report, errors={n: e / 2 for n, e in report.errors.items()})
+
+
+def test_errors_of_measures_cover_and_smaller_ones_do_not() -> None:
+    draw = planted_basis("topics of 8 windows")
+    (found,) = report_errors("position", draw, 32, 60, positional)
+    (small,) = report_errors("half of it", draw, 32, 60, halved)
+    assert found.kept
+    assert not small.kept
+    assert not set(REPORTED[found.name]) & set(UNBOUNDED)

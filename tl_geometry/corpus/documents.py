@@ -1,0 +1,157 @@
+"""Documents of a corpus, wherever they are: strings, files, lines of files, a column of a data set.
+
+Their lengths are known, in characters; their text is read from any place, when it is wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import require
+from tl_geometry.base.text_files import JsonLines, TextFile, text_file
+from tl_geometry.corpus.sources import refuse_file_names
+
+HASHED = 2**20
+"""Characters that are hashed at a time."""
+
+
+class _Strings:
+    """Texts in memory, or in whatever gives one by its number."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts, self.sizes = texts, array("q")
+        for text in texts:
+            _require_text(isinstance(text, str), texts)
+            refuse_file_names([text])
+            self.sizes.append(len(text))
+
+    def read(self, document: int, start: int, stop: int) -> str:
+        return self._texts[document][start:stop]
+
+
+Origin = TextFile | JsonLines | _Strings
+"""What holds documents: their ``sizes``, and ``read`` of a part of one."""
+
+
+class Documents:
+    """Documents one after another: document ``d`` has ``sizes[d]`` characters, and ends at
+    ``ends[d]`` where all are counted through.
+
+    >>> found = Documents.of(["one", "two three"])
+    >>> found.ends.tolist(), found.read(1, 4, 9)
+    ([3, 12], 'three')
+    """
+
+    def __init__(self, origins: Sequence[Origin]) -> None:
+        self.origins = tuple(origins)
+        counts = torch.tensor([len(origin.sizes) for origin in origins])
+        self._ends = counts.cumsum(0)
+        sizes = [np.array(origin.sizes, dtype=np.int64) for origin in origins]
+        self.sizes = torch.from_numpy(np.concatenate(sizes))
+        self.ends = self.sizes.cumsum(0)
+
+    @staticmethod
+    def of(texts: Any, field: str | None = None) -> Documents:
+        """The documents in anything that :func:`tl_geometry.windows` takes."""
+        if isinstance(texts, Documents):
+            return texts
+        if isinstance(texts, Mapping) or hasattr(texts, "column_names"):
+            texts, field = _column(texts, field or "text"), None
+        given: Any = texts
+        if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
+            given = [texts]
+        if not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
+            given = list(given)
+        _require_text(len(given) > 0, given)
+        files = isinstance(given, list | tuple) and any(isinstance(t, Path) for t in given)
+        only = field is None or (files and all(isinstance(t, Path) for t in given))
+        instead = "the texts themselves"
+        require(only, "field", expected="None, but for files", got=repr(field), instead=instead)
+        if not files:
+            return Documents([_Strings(given)])
+        origins = [
+            text_file(t, field=field) if isinstance(t, Path) else _Strings([t]) for t in given
+        ]
+        return Documents(origins)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def characters(self) -> int:
+        """Length of all together."""
+        return int(self.sizes.sum())
+
+    def read(self, document: int, start: int, stop: int) -> str:
+        """Characters ``start`` to ``stop`` of a document."""
+        origin, at = self._place(document)
+        return origin.read(at, start, stop)
+
+    @property
+    def named_by_line(self) -> bool:
+        """Whether documents are lines of files, named where they stand."""
+        return any(isinstance(origin, JsonLines) for origin in self.origins)
+
+    def name(self, document: int) -> str:
+        """Name of a document by itself: its file and line, else its number."""
+        origin, at = self._place(document)
+        return origin.label(at) if isinstance(origin, JsonLines) else str(document)
+
+    def origin(self, documents: Int[Tensor, " context"]) -> Int[Tensor, " context"]:
+        """Which of the texts and files that were given holds each of these documents."""
+        if not self.named_by_line:
+            return documents
+        return torch.searchsorted(self._ends, documents, right=True)
+
+    @property
+    def given(self) -> int:
+        """Texts and files that were given."""
+        return len(self.origins) if self.named_by_line else len(self)
+
+    def digest(self) -> str:
+        """Hash of all texts and of where each ends."""
+        found = hashlib.sha256()
+        for document, size in enumerate(self.sizes.tolist()):
+            for start in range(0, size, HASHED):
+                text = self.read(document, start, min(size, start + HASHED))
+                found.update(text.encode(errors="replace"))
+            found.update(b"\0")
+        return found.hexdigest()[:16]
+
+    def _place(self, document: int) -> tuple[Origin, int]:
+        at = int(torch.searchsorted(self._ends, document, right=True))
+        return self.origins[at], document - (int(self._ends[at - 1]) if at else 0)
+
+
+def _column(texts: Any, field: str) -> Any:
+    """One column of a data set."""
+    columns = list(texts) if isinstance(texts, Mapping) else list(texts.column_names or ())
+    require(
+        field in columns,
+        "texts",
+        expected=f"a column named {field!r}",
+        got=f"columns {columns}",
+        instead="field= for another column, or a list of strings",
+    )
+    whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
+    return texts[field] if whole_column else (row[field] for row in texts)
+
+
+def _require_text(ok: bool, texts: Any) -> None:
+    require(
+        ok,
+        "texts",
+        expected="a string or a list of strings",
+        got=describe(texts),
+        instead="decompose(model, tokens) for token ids",
+    )

@@ -1,0 +1,185 @@
+"""Tokens of documents of any length: a text is tokenised in pieces that end where a word does, so
+that their tokens are those of the whole text.
+
+1. A piece ends before a space (else before a mark) that follows a word, at a place where the
+   tokenizer begins a new token: the tokens of the text on both sides begin with those of the left
+   side (:meth:`Pieces.border`).
+2. Behind its first, a piece is tokenised after the end of the piece before it, whose tokens are
+   taken off again: a tokenizer that begins each text with a space of its own does so once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.base.errors import fail
+from tl_geometry.corpus.documents import Documents
+from tl_geometry.models.model_view import ModelView
+
+PIECE = 2**16
+"""Characters that are tokenised at a time; shorter documents are tokenised whole. Longer pieces
+cost more time and memory per character (a whole text of 5.6 MB twice as much as its pieces)."""
+REACH, BESIDE = 1024, 64
+"""Characters in which a piece must find its end, and those on either side that decide it."""
+ENDS = tuple(re.compile(p) for p in (r"(?<=\w)(?= \w)", r"(?<=\S)(?=\s)", r"(?<=\w)(?=[^\w\s])"))
+"""Where a piece may end, best first."""
+TRIED = 8
+"""Places of each kind that are tried."""
+
+
+class Pieces:
+    """Tokenises documents in pieces; with ``bos`` without the BOS string that they begin with
+    themselves.
+
+    ``cut_words`` counts pieces that end inside a word, as none ended near; ``begun`` holds the
+    documents that began with the BOS string, of those in ``started``.
+    """
+
+    def __init__(self, view: ModelView, documents: Documents, bos: int | None) -> None:
+        self.view, self.documents, self.bos = view, documents, bos
+        self.begun: set[int] = set()
+        self.started = self.cut_words = 0
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self.view.encode(text)
+        except (TypeError, UnicodeError):  # what tokenizers say of half a pair of UTF-16
+            lone = re.search("[\ud800-\udfff]", text)
+            if lone is None:
+                raise
+            got = f"the lone surrogate U+{ord(lone[0]):04X} in {text[:20]!r}"
+            fail("texts", expected="text that UTF-8 can hold", got=got)
+
+    def border(self, document: int, at: int) -> int:
+        """The place nearest behind ``at`` where a piece may end: near the end of the document, if
+        nowhere else, there."""
+        size = int(self.documents.sizes[document])
+        if at <= 0 or at >= size:
+            return min(max(at, 0), size)
+        text = self.documents.read(document, max(0, at - BESIDE), min(size, at + REACH))
+        before = min(at, BESIDE)
+        for pattern in ENDS:
+            for match in itertools.islice(pattern.finditer(text, before), TRIED):
+                if self._begins_a_token(text, match.start()):
+                    return at - before + match.start()
+        if at + REACH >= size:
+            return size
+        self.cut_words += 1
+        return at
+
+    def _begins_a_token(self, text: str, at: int) -> bool:
+        left = text[max(0, at - BESIDE) : at]
+        ids = self._encode(left)
+        return self._encode(left + text[at : at + BESIDE])[: len(ids)] == ids
+
+    def ids(self, document: int, start: int, stop: int) -> list[int]:
+        """Tokens between two borders of a document."""
+        before = min(start, BESIDE)
+        text = self.documents.read(document, start - before, stop)
+        ids = self._encode(text)
+        if before:
+            left = self._encode(text[:before])
+            joined = ids[: len(left)] == left
+            return ids[len(left) :] if joined else self._encode(text[before:])
+        self.started += 1
+        bare = ids if self.bos is None else itertools.dropwhile(lambda i: i == self.bos, ids)
+        bare = list(bare)
+        if len(bare) < len(ids):
+            self.begun.add(document)
+        return bare
+
+    def all_ids(self, document: int) -> Iterator[list[int]]:
+        """Tokens of a document, piece by piece."""
+        size, start = int(self.documents.sizes[document]), 0
+        for at in range(PIECE, max(size, 1) + PIECE, PIECE):
+            stop = self.border(document, at)
+            yield self.ids(document, start, stop)
+            start = stop
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a record of these tokens should say."""
+        notes = []
+        if self.begun:
+            of = f"{len(self.begun)} of {self.started} texts"
+            notes.append(f"{of} begin with the BOS string: not doubled")
+        if self.cut_words:
+            notes.append(f"{self.cut_words} pieces of text end inside a word")
+        return tuple(notes)
+
+
+def joint(view: ModelView, separator: str) -> list[int]:
+    """Tokens of a separator as they stand behind a word.
+
+    >>> from tl_geometry import zoo
+    >>> from tl_geometry.models.describing import as_view
+    >>> len(joint(as_view(zoo.embedded()), ""))
+    0
+    """
+    word = view.encode("a")
+    ids = view.encode(f"a{separator}")
+    return ids[len(word) :] if ids[: len(word)] == word else view.encode(separator)
+
+
+class Ids:
+    """Tokens of documents one after another, four bytes each: ``ends[i]`` counts those up to the
+    end of document ``numbers[i]``."""
+
+    def __init__(self) -> None:
+        self._ids, self.ends, self.numbers = array("i"), array("q"), array("q")
+
+    def add(self, document: int, parts: Iterable[list[int]], separator: Sequence[int] = ()) -> None:
+        """The tokens of one more document, behind a separator where it is not the first."""
+        if self._ids:
+            self._ids.extend(separator)
+        for ids in parts:
+            self._ids.fromlist(ids)
+        self.ends.append(len(self._ids))
+        self.numbers.append(document)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def starts(self, length: int, *, joined: bool, step: int) -> Int[Tensor, " context"]:
+        """Where windows begin: every ``step`` tokens of a document, or of all where they are
+        ``joined``, as far as a whole window fits."""
+        ends = _tensor(self.ends[-1:] if joined else self.ends)
+        firsts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
+        counts = ((ends - firsts - length) // step + 1).clamp(min=0)
+        past = counts.cumsum(0) - counts
+        return torch.repeat_interleave(firsts - step * past, counts) + step * torch.arange(
+            int(counts.sum())
+        )
+
+    def first_ids(self, starts: Int[Tensor, " context"]) -> Int[Tensor, " context"]:
+        """The token at each start."""
+        return self._tensor()[starts].long()
+
+    def rows(self, starts: Int[Tensor, " context"], length: int) -> Int[Tensor, "context position"]:
+        """Windows from their starts."""
+        return self._tensor().unfold(0, length, 1)[starts].long()
+
+    def documents(self, starts: Int[Tensor, " context"]) -> Int[Tensor, " context"]:
+        """The document that each start belongs to."""
+        at = torch.searchsorted(_tensor(self.ends), starts, right=True)
+        return _tensor(self.numbers)[at]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(np.diff(self.ends, prepend=0).tolist(), default=0)
+
+    def _tensor(self) -> Int[Tensor, " token"]:
+        return torch.frombuffer(self._ids, dtype=torch.int32)
+
+
+def _tensor(numbers: Sequence[int]) -> Int[Tensor, " context"]:
+    return torch.from_numpy(np.array(numbers))

@@ -1,0 +1,75 @@
+"""Names of models that the installed TransformerLens lists, read without importing it (which takes
+ten seconds)."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tl_geometry.base.errors import fail, require
+
+EXPECTED = "a local directory, or a name that the installed TransformerLens knows"
+OURS = ("smollm2", "minilm")
+"""Names of :mod:`tl_geometry.zoo`, which are not in TransformerLens's list."""
+
+
+class Name(NamedTuple):
+    """Whether a name is listed, what is said of one that is not, and what may be meant."""
+
+    listed: bool
+    unknown: str
+    near: str
+
+
+def look_up(name: str, model_class: str) -> Name:
+    """A name in TransformerLens's list; one that is not there is refused, unless a bridge may find
+    it as ``owner/name`` on the Hugging Face hub."""
+    official, known = listed_names()
+    listed = name.lower() in {n.lower() for n in known}
+    near = " or ".join(repr(n) for n in difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+    found = Name(
+        listed,
+        f"{name!r}, which is not among its {len(official)} models",
+        near or "a local directory",
+    )
+    allowed = listed or (model_class == "bridge" and "/" in name)
+    require(allowed, "model", expected=EXPECTED, got=found.unknown, instead=found.near)
+    return found
+
+
+def check_name(name: str | None, model_class: str) -> None:
+    """:func:`look_up` for what a command is given: nothing, a name of ours, a directory, or a name
+    of the list."""
+    if name is not None and name not in OURS and not Path(name).expanduser().is_dir():
+        look_up(name, model_class)
+
+
+def listed_names() -> tuple[list[str], list[str]]:
+    """Official names, and these with their aliases."""
+    spec = importlib.util.find_spec("transformer_lens")
+    if spec is None or not spec.submodule_search_locations:
+        fail("transformer-lens", expected="an installed package", got="none")
+    folder = Path(spec.submodule_search_locations[0])
+    lists = _literals(folder / "supported_models.py")
+    official: list[str] = lists["OFFICIAL_MODEL_NAMES"]
+    aliases: dict[str, list[str]] = lists.get("MODEL_ALIASES", {})
+    if not aliases:  # TransformerLens 4 keeps them as data
+        data = folder / "tools" / "model_registry" / "data" / "model_aliases.json"
+        aliases = json.loads(data.read_text(encoding="utf-8"))["aliases"]
+    return official, [*official, *(name for more in aliases.values() for name in more)]
+
+
+def _literals(path: Path) -> dict[str, Any]:
+    """What a module assigns to names at its top, as far as it is written out."""
+    found: dict[str, Any] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            try:
+                found[node.target.id] = ast.literal_eval(node.value)
+            except ValueError:  # computed
+                continue
+    return found

@@ -1,0 +1,116 @@
+"""The label of a head: the group of terms (or the term) that comes first both by covariance and by
+gain.
+
+A covariance share counts all cells of a row alike, a gain share by the attention that is paid to
+them. Removing a term costs what it does to attention, so a label by covariance alone can name what
+the head does not need: in a published induction circuit it says position where gain and removal
+say content. Where the two disagree there is no label, and both are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+UNCLEAR, UNIFORM = "unclear", "uniform"
+"""Labels of a head without a clear winner, and of one that spreads its attention evenly."""
+SHARE_OVER, MARGIN_OVER = 0.5, 0.1
+"""A label needs more than half of the covariance, and this lead over the second by both shares."""
+
+
+class Ranking(NamedTuple):
+    """What comes first by one share: its index, its share, its lead over the second, and whether
+    it leads clearly."""
+
+    first: Int[Tensor, " head"]
+    share: Float[Tensor, " head"]
+    margin: Float[Tensor, " head"]
+    clear: Bool[Tensor, " head"]
+
+    @staticmethod
+    def of(
+        shares: Float[Tensor, "head term"],
+        margin_over: float,
+        certain: Bool[Tensor, " head"] | None = None,
+    ) -> Ranking:
+        """``certain`` says in which heads the interval of the lead excludes zero, where known."""
+        top, order = shares.sort(dim=-1, descending=True, stable=True)
+        several = shares.shape[1] > 1
+        margin = top[:, 0] - top[:, 1] if several else torch.full_like(top[:, 0], torch.inf)
+        clear = margin > margin_over
+        clear = clear if certain is None else clear & certain
+        blank = torch.where(torch.isnan(shares).any(-1), torch.nan, 0.0)
+        return Ranking(order[:, 0], top[:, 0] + blank, margin + blank, clear)
+
+
+class Dominant(NamedTuple):
+    """Label of each head, and what it rests on: what comes first by covariance, its share and its
+    lead over the second; the same by gain; and a remark where the two name different things."""
+
+    labels: tuple[str, ...]
+    by_cs: tuple[str, ...]
+    share: Float[Tensor, " head"]
+    margin: Float[Tensor, " head"]
+    by_gs: tuple[str, ...]
+    gain: Float[Tensor, " head"]
+    gain_margin: Float[Tensor, " head"]
+    flags: tuple[str, ...]
+
+
+def dominant(
+    cs: Float[Tensor, "head term"],
+    gs: Float[Tensor, "head term"],
+    names: Sequence[str],
+    *,
+    share_over: float = SHARE_OVER,
+    margin_over: float = MARGIN_OVER,
+    certain: tuple[Bool[Tensor, " head"] | None, Bool[Tensor, " head"] | None] = (None, None),
+) -> Dominant:
+    """The name that has the largest covariance share and the largest gain share, if the first is
+    over ``share_over`` and both lead by more than ``margin_over`` (and the head is among the
+    ``certain`` of each share, where they are given), else ``"unclear"``.
+
+    Heads whose covariance shares are NaN are ``"uniform"``.
+
+    >>> cs, gs = torch.tensor([[0.7, 0.3], [0.6, 0.4]]), torch.tensor([[0.6, 0.4], [0.4, 0.6]])
+    >>> found = dominant(cs, gs, ["position", "content"])
+    >>> found.labels, found.flags
+    (('position', 'unclear'), ('', 'position by cs, content by gs'))
+    """
+    heads = len(cs)
+    if not names:
+        nothing, blank = torch.full((heads,), torch.nan, dtype=cs.dtype), ("",) * heads
+        return Dominant(blank, blank, nothing, nothing, blank, nothing, nothing, blank)
+    by_cs, by_gs = (Ranking.of(x, margin_over, c) for x, c in zip((cs, gs), certain, strict=True))
+    uniform, unknown = torch.isnan(by_cs.share), torch.isnan(by_gs.share)
+    same = (by_cs.first == by_gs.first) | unknown
+    clear = by_cs.clear & by_gs.clear & same & (by_cs.share > share_over)
+    first, gains = (
+        [UNIFORM if u else "" if n else str(names[i]) for i, u, n in zip(*each, strict=True)]
+        for each in (
+            (by_cs.first.tolist(), uniform.tolist(), uniform.tolist()),
+            (by_gs.first.tolist(), uniform.tolist(), unknown.tolist()),
+        )
+    )
+    labels = [
+        UNIFORM if u else name if c else UNCLEAR
+        for name, c, u in zip(first, clear.tolist(), uniform.tolist(), strict=True)
+    ]
+    flags = [
+        "" if s else f"{a} by cs, {b} by gs"
+        for a, b, s in zip(first, gains, same.tolist(), strict=True)
+    ]
+    return Dominant(
+        tuple(labels),
+        tuple(first),
+        by_cs.share,
+        by_cs.margin,
+        tuple(gains),
+        by_gs.share,
+        by_gs.margin,
+        tuple(flags),
+    )

@@ -1,0 +1,144 @@
+"""Positional subspaces of a basis, and what the same estimator finds where position was destroyed.
+
+The leading directions of T averages of states are never arbitrary: they are those in which states
+vary most, along any slowly varying text, whether or not position has an effect. So "this head reads
+position" is compared with the leading directions of the difference of two random halves of the
+corpus: what all contexts have in common at a position cancels, and the noise of an average stays
+(:func:`tl_geometry.decomposition.resampling.noise_weights`). Random combinations of states are too
+weak: they held 0.80% of W_QK of SmolLM2's L7H7, windows of source code rolled by random offsets
+1.89%, the true positions 1.34%. Groups that are only shifted against each other keep the directions
+of a strong effect, and so find none.
+
+A second null, uniformly random subspaces, stands for the chance that real positional directions lie
+well in some head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.resampling import noise_weights, window_means
+from tl_geometry.weights import bilinear
+
+DRAWS = 19
+"""Draws of each null: the smallest p-value is 1 / 20."""
+
+
+class Draws(NamedTuple):
+    """Subspaces (or what heads hold in them) of every draw of both nulls."""
+
+    noise: Float[Tensor, "sample ..."]
+    random: Float[Tensor, "sample ..."]
+
+
+class Subspace(NamedTuple):
+    """The positional directions of one state, strongest first, how many there are, and the
+    directions of every draw (none where contexts or groups are too few)."""
+
+    directions: Float[Tensor, "d_model column"]
+    rank: int
+    draws: Draws
+
+    def to(self, device: torch.device) -> Subspace:
+        """The same on another device."""
+        draws = Draws(*(x.to(device) for x in self.draws))
+        return Subspace(self.directions.to(device), self.rank, draws)
+
+
+class Subspaces:
+    """The positional subspaces of a basis, state by state: at most ``width`` directions, ``k`` of
+    them in each draw. All states share the halves of a draw."""
+
+    def __init__(
+        self,
+        basis: PositionContext,
+        *,
+        width: int,
+        k: int,
+        centered: bool,
+        draws: int = DRAWS,
+        seed: int = 0,
+    ) -> None:
+        self.basis, self.width, self.k, self.centered = basis, width, k, centered
+        few = basis.contexts < FEWEST or int((basis.group_counts > 0).sum()) < FEWEST_GROUPS
+        self.signs = noise_weights(basis, 0 if few else draws, seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.held: dict[int, Subspace] = {}
+
+    def at(self, state: int) -> Subspace:
+        """The subspace of one state; that of the state before is kept for W_OV, which reads one and
+        writes to the next."""
+        if state not in self.held:
+            row = self.basis.index(state)
+            pos, size = self.basis.pos[row], (len(self.signs), self.basis.pos.shape[2], self.k)
+            found, _, rank = bilinear.leading_directions(pos, self.width, centered=self.centered)
+            noise = window_means(self.basis, row, self.signs)
+            noise = noise - noise.mean(1, keepdim=True)
+            if self.centered:
+                noise = noise - noise.mean(2, keepdim=True)
+            normal = torch.randn(size, generator=self.generator, dtype=torch.float64)
+            draws = Draws(_leading(noise, self.k), torch.linalg.qr(normal).Q)
+            self.held = {s: v for s, v in self.held.items() if s == state - 1}
+            self.held[state] = Subspace(found, rank, draws)
+        return self.held[state]
+
+
+def _leading(
+    rows: Float[Tensor, "sample row d_model"], k: int
+) -> Float[Tensor, "sample d_model column"]:
+    """The k leading right singular vectors from the smaller Gram matrix (a third of the time of an
+    SVD, exact enough for directions above 1e-6 of the first); columns beyond the rank are zero."""
+    wide = rows.shape[1] < rows.shape[2]
+    values, vectors = torch.linalg.eigh(rows @ rows.mT if wide else rows.mT @ rows)
+    values, vectors = values.flip(-1)[:, None, :k], vectors.flip(-1)[..., :k]
+    known = values > 1e-12 * values[..., :1]
+    if wide:
+        vectors = rows.mT @ vectors / torch.where(known, values, 1.0).sqrt()
+    vectors = torch.where(known, vectors, 0.0)
+    return torch.nn.functional.pad(vectors, (0, k - vectors.shape[-1]))
+
+
+def drawn_concentration(
+    factors: bilinear.Factors, left: Subspace, right: Subspace | None, k: int
+) -> Draws:
+    """Concentration of W_o in the subspaces of every draw, ``[sample head]`` (NaN where W_o is
+    zero)."""
+    total = factors.off_diagonal_energy
+
+    def held(left: Tensor, right: Tensor) -> Tensor:
+        blocks = [
+            bilinear.rotated_block(factors, v[:, :k], u[:, :k]).square().sum((-2, -1))
+            for v, u in zip(left, right, strict=True)
+        ]
+        found = torch.stack(blocks) if blocks else total.new_zeros(0, len(total))
+        return torch.where(total > 0, found / total, torch.nan)
+
+    return Draws(*(held(*pair) for pair in zip(left.draws, (right or left).draws, strict=True)))
+
+
+def familywise_p(
+    values: Float[Tensor, " head"], draws: Float[Tensor, "sample head"]
+) -> Float[Tensor, " head"]:
+    """p-value of each head, corrected for the choice among all of them: the share of draws (and of
+    the data) in which *some* head is as far above its own mean over the others.
+
+    Westfall and Young's maximum of ratios ``x_i / mean_(j != i) x_j`` over heads, in which the data
+    are one draw among the others; NaN without draws.
+
+    >>> familywise_p(torch.tensor([2.0, 1.0]), torch.ones(19, 2)).tolist()
+    [0.05000000074505806, 1.0]
+    """
+    if not len(draws):
+        return torch.full_like(values, torch.nan)
+    every = torch.cat([values[None], draws])
+    others = (every.sum(0) - every) / len(draws)
+    ratio = torch.nan_to_num(every / others, nan=-torch.inf)
+    above = (ratio[1:].amax(1, keepdim=True) >= ratio[0]).sum(0)
+    p = (1 + above).to(values) / (1 + len(draws))
+    return torch.where(values.isnan(), torch.nan, p)
