@@ -73,7 +73,7 @@ def test_too_few_documents_are_said(tmp_path: Path) -> None:
         assert CUT not in tlg.decompose_activations(h, labels=labels).provenance.flags
 
 
-CONTEXTS, BLOCK, POSITIONS, WIDTH = 32, 8, 12, 8
+CONTEXTS, BLOCK, POSITIONS, WIDTH = 64, 16, 12, 8
 """Windows, windows of one topic in a row, positions, coordinates."""
 
 

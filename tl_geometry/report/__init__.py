@@ -2,9 +2,9 @@
 results and ``run.json``.
 
 A section is a function ``section(analysis) -> Section`` in a module of this package, named in
-:data:`SECTIONS` in reading order, with a share of the budget in :data:`~tl_geometry.report.work.
-SHARES`. A section never returns nothing: what it cannot do is a card that says why
-(:class:`Draft`). It is written as soon as it is finished.
+:data:`SECTIONS` in reading order, with a share of the budget in ``SHARES``
+(:mod:`tl_geometry.report.work`). A section never returns nothing: what it cannot do is a card that
+says why (:class:`Draft`). It is written as soon as it is finished.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def adjusted(p: Float[Tensor, " head"]) -> Float[Tensor, " head"]:
     """p-values adjusted for the number of heads by Benjamini and Hochberg 1995: of the heads below
     0.05 at most 5% have no position, on average. NaN stays and counts for nothing.
 
-    >>> adjusted(torch.tensor([0.01, 0.04, torch.nan, 0.02]).double()).tolist()
+    >>> adjusted(torch.tensor([0.01, 0.04, torch.nan, 0.02], dtype=torch.float64)).tolist()
     [0.03, 0.04, nan, 0.03]
     """
     known = torch.isfinite(p)
