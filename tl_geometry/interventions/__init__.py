@@ -11,6 +11,7 @@ as it was, and are lists of hooks too: ``model.run_with_hooks(tokens, fwd_hooks=
 from __future__ import annotations
 
 from tl_geometry.interventions.causal import (
+    Dominance,
     NecessitySufficiency,
     dominant_only,
     necessity_sufficiency,
@@ -25,6 +26,7 @@ from tl_geometry.interventions.terms import keep_term, mean_term, remove_term
 from tl_geometry.models.hook_lists import LiveEdit
 
 __all__ = [
+    "Dominance",
     "EdgeNecessity",
     "Effects",
     "LiveEdit",
