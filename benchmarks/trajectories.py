@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.harness import Row, interleave
 from tl_geometry.flow.ensemble import trajectories
 from tl_geometry.flow.langevin import LangevinModel
-from tl_geometry.models.describing import as_view
+from tl_geometry.models.reader import as_view
 
 SIZES = {
     "smoke": (16, 2, 200, 32, 4),

@@ -22,7 +22,7 @@ LONG = "a" * 300
 def doors() -> Iterator[tuple[str, Any, str]]:
     """Public functions with a parameter that is a basis, by its annotation: name and parameter,
     function, parameter."""
-    packages = [tlg.interventions, tlg.measures, tlg.render, tlg.reproduce, tlg.scores]
+    packages = [tlg.interventions, tlg.measures, tlg.render, tlg.papers, tlg.scores, tlg.circuits]
     found: dict[Any, str] = {}
     for package in (tlg, *packages, tlg.sphere, tlg.weights):
         for name in package.__all__:

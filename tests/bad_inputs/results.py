@@ -184,16 +184,16 @@ SPLITS = [
     ),
     Call(
         "a dictionary of another width",
-        lambda w: tlg.scores.feature_shares(
+        lambda w: tlg.circuits.feature_shares(
             w.model,
             w.ids[:1],
-            tlg.scores.dictionary((torch.ones(1, 12, 3), torch.eye(3), torch.zeros(3)), 1),
+            tlg.circuits.dictionary((torch.ones(1, 12, 3), torch.eye(3), torch.zeros(3)), 1),
         ),
         "d_model",
     ),
     Call(
         "a dictionary that is none",
-        lambda w: tlg.scores.dictionary(torch.nn.Linear(2, 2), 1),
+        lambda w: tlg.circuits.dictionary(torch.nn.Linear(2, 2), 1),
         "encode, W_dec",
     ),
     Call("planes that were not asked for", lambda w: w.table.planes(), 'detail="planes"'),

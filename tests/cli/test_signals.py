@@ -18,9 +18,10 @@ import torch
 import tl_geometry as tlg
 from tests.cli.test_arguments import run
 from tests.reports import model_directory
-from tl_geometry import cli, experiments
-from tl_geometry.base import arguments, results
-from tl_geometry.decomposition import streaming
+from tl_geometry import cli, papers
+from tl_geometry.base import results
+from tl_geometry.cli import arguments
+from tl_geometry.decomposition import stream_pass
 from tl_geometry.zoo import trainer
 
 ROOT = Path(cli.__file__).parents[2]
@@ -74,7 +75,7 @@ def test_a_stopped_fit_says_where_it_goes_on_and_does(
     assert run(fit(directory, "--out", "whole.safetensors"), monkeypatch) == 0
     calls = 0
     module, name = (
-        (streaming, "forward_states") if place == "between batches" else (results, "save_file")
+        (stream_pass, "forward_states") if place == "between batches" else (results, "save_file")
     )
     original = getattr(module, name)
 
@@ -87,7 +88,7 @@ def test_a_stopped_fit_says_where_it_goes_on_and_does(
         return value
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "SAVE_SHARE", 1e9)  # a checkpoint after each batch
+        patch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # a checkpoint after each batch
         patch.setattr(module, name, stop)
         assert run(fit(directory, "--out", "x.safetensors"), monkeypatch) == 143
     said = capsys.readouterr().err
@@ -130,7 +131,7 @@ def test_a_stopped_experiment_goes_on_with_the_same_command(
 def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds a lock."""
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom tl_geometry.base.owned import lock\n"
+        "import sys, time\nfrom pathlib import Path\nfrom tl_geometry.base.run_files import lock\n"
         f"with lock(Path({str(path)!r})):\n    print('held', flush=True)\n    time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -228,4 +229,4 @@ def test_the_names_are_those_of_transformer_lens() -> None:
 def test_seeds_that_no_generator_takes_are_refused_by_functions_too(tmp_path: Path) -> None:
     for seed in (-1, 2**32, 2**64):
         with pytest.raises(tlg.GeometryError, match="--seeds: expected 0 or more, at most"):
-            experiments.run("addition", scale="smoke", seeds=[seed], out=tmp_path / "x")
+            papers.experiment("addition", scale="smoke", seeds=[seed], out=tmp_path / "x")

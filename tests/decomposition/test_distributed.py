@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tl_geometry.decomposition import checkpoints, streaming
+from tl_geometry.decomposition import checkpoints, stream_pass
 from tl_geometry.decomposition.moments import Moments, Scratch
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.processes import Processes
-from tl_geometry.decomposition.streaming import time
+from tl_geometry.decomposition.stream_pass import time
 from tl_geometry.models.model_view import ModelView
 
 ROOT = Path(tlg.__file__).parent.parent
@@ -184,7 +184,7 @@ def together(size: int, call: Callable[[Thread], Any]) -> list[Any]:
 @pytest.fixture(autouse=True)
 def _threads_as_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        streaming,
+        stream_pass,
         "Processes",
         lambda group: group if isinstance(group, Thread) else Processes(group),
     )
@@ -263,7 +263,7 @@ class Killed(Exception):
 def test_a_checkpoint_of_some_processes_resumes_with_others(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # every round is saved
+    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # every round is saved
     path, tokens = tmp_path / "run.safetensors", ids(40)
     whole = tlg.decompose(toy(), tokens, **OPTIONS)
     counts: dict[int, int] = {}
@@ -569,8 +569,8 @@ PROGRAM = """
 import os, sys, torch
 from tests.decomposition.test_distributed import OPTIONS, ids, toy
 import tl_geometry as tlg
-from tl_geometry.decomposition import streaming
-streaming.SAVE_SHARE = 1e9
+from tl_geometry.decomposition import stream_pass
+stream_pass.SAVE_SHARE = 1e9
 torch.set_num_threads(1)
 folder = sys.argv[1]
 torch.distributed.init_process_group("gloo")

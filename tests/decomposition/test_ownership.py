@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import tl_geometry as tlg
 from tests.bad_inputs.ownership import doors
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import streaming, variance
+from tl_geometry.decomposition import stream_pass, variance
 from tl_geometry.interventions import effects
-from tl_geometry.models.identity import fingerprint
+from tl_geometry.models.fingerprints import fingerprint
 
 Tokens = tlg.TokenWindows
 
@@ -208,7 +208,7 @@ def test_a_measured_effect_of_weights_that_change_is_refused(
 def test_no_checkpoint_of_two_models_is_left(
     model: Any, windows: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # after every batch
+    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # after every batch
     own, path = copy.deepcopy(model), tmp_path / "run"
     options: dict[str, Any] = {"checkpoint": path, "batch_size": 3, "progress": False}
     weights = copy.deepcopy(own.state_dict())

@@ -27,7 +27,7 @@ from tests.decomposition.test_distributed import (  # noqa: F401 (a fixture)
 from tests.tiny import ARCHITECTURES, loadable, tiny, tokens
 from tl_geometry import decompose_activations
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import streaming
+from tl_geometry.decomposition import stream_pass
 from tl_geometry.decomposition.largest import KEPT, Largest, log_histogram, top_share
 from tl_geometry.decomposition.position_context import RAW, PositionContext
 
@@ -350,7 +350,7 @@ class Killed(Exception):
 def test_a_checkpoint_belongs_to_its_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)
+    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)
     path, rows, labels = tmp_path / "run", ids(20), torch.arange(20) % 3
     left = [3]
 

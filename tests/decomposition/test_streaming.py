@@ -21,10 +21,10 @@ import tl_geometry as tlg
 from tests.planted import require_caught
 from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
 from tests.views import with_methods
-from tl_geometry.decomposition import accumulation, checkpoints, reservoir, streaming
-from tl_geometry.decomposition.parts import decompose_tensor
+from tl_geometry.decomposition import accumulator, checkpoints, reservoir, stream_pass
+from tl_geometry.decomposition.from_activations import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.streaming import forward_states
+from tl_geometry.decomposition.stream_pass import forward_states
 from tl_geometry.models.model_view import ModelView
 
 MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
@@ -139,7 +139,7 @@ class Killed(Exception):
 def test_interrupted_run_resumes_without_repeating_finished_batches(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # every batch is saved
+    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # every batch is saved
     ids, path = tokens(20, 8), tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, batch_size=3, progress=False, moments_dtype=torch.float64)
     seen: list[int] = []
@@ -156,7 +156,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(
         "checkpoint": path,
         "moments_dtype": torch.float64,
     }
-    monkeypatch.setattr(streaming, "forward_states", counting)
+    monkeypatch.setattr(stream_pass, "forward_states", counting)
     with pytest.raises(Killed):
         tlg.decompose(model, ids, batch_size=3, **options)
     again: list[int] = []
@@ -165,7 +165,7 @@ def test_interrupted_run_resumes_without_repeating_finished_batches(
         again.append(len(batch))
         forward(view, states, batch, on_state)
 
-    monkeypatch.setattr(streaming, "forward_states", recording)
+    monkeypatch.setattr(stream_pass, "forward_states", recording)
     resumed = tlg.decompose(model, ids, batch_size=4, **options)
     assert sum(seen) + sum(again) == 20  # nine contexts were finished, eleven were left
     assert same(resumed, whole)
@@ -196,15 +196,15 @@ def test_checkpoint_of_another_run_is_refused_and_kept(model: Any, tmp_path: Pat
 CHILD = """
 import sys, time, torch
 import tl_geometry as tlg
-from tl_geometry.decomposition import streaming
+from tl_geometry.decomposition import accumulator, stream_pass
 from tests.tiny import tiny, tokens
-streaming.SAVE_SHARE = 1e9
-forward = streaming.forward_states
+stream_pass.SAVE_SHARE = 1e9
+forward = stream_pass.forward_states
 def slow(*args):
     time.sleep(0.02)
     forward(*args)
     print("batch", flush=True)
-streaming.forward_states = slow
+stream_pass.forward_states = slow
 options = {"batch_size": 2, "progress": False, "moments_dtype": torch.float64}
 tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), checkpoint=sys.argv[1], **options)
 """
@@ -240,8 +240,8 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
 from tests.decomposition.test_distributed import OPTIONS, ids, toy
 import tl_geometry as tlg
-from tl_geometry.decomposition import streaming
-streaming.SAVE_SHARE = 1e9
+from tl_geometry.decomposition import accumulator, stream_pass
+stream_pass.SAVE_SHARE = 1e9
 path, out = map(Path, sys.argv[1:])
 for _ in sys.stdin:
     child = os.fork()
@@ -553,7 +553,7 @@ def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path)
 def test_an_interrupted_run_with_labels_resumes_with_theirs(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)
+    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)
     ids, labels, path = tokens(20, 8), torch.arange(20) % 3, tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, labels=labels, progress=False)
     forward, left = forward_states, [2]
@@ -564,10 +564,10 @@ def test_an_interrupted_run_with_labels_resumes_with_theirs(
             raise Killed
         forward(*args)
 
-    monkeypatch.setattr(streaming, "forward_states", dying)
+    monkeypatch.setattr(stream_pass, "forward_states", dying)
     with pytest.raises(Killed):
         tlg.decompose(model, ids, labels=labels, batch_size=4, checkpoint=path, progress=False)
-    monkeypatch.setattr(streaming, "forward_states", forward)
+    monkeypatch.setattr(stream_pass, "forward_states", forward)
     resumed = tlg.decompose(
         model, ids, labels=labels, batch_size=5, checkpoint=path, progress=False
     )
@@ -584,7 +584,7 @@ def test_what_is_over_the_limit_is_not_kept_and_said(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        accumulation, "KEEP_LIMIT", 10_000
+        accumulator, "KEEP_LIMIT", 10_000
     )  # three samples of [3 states, 8 positions, 32], and none of the others
     for source in (tokens(20, 8), iter(tokens(20, 8).split(3))):  # of known and of unknown length
         basis = tlg.decompose(model, source, batch_size=4, progress=False)

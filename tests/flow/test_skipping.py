@@ -28,9 +28,9 @@ from tl_geometry.flow.residuals import (
 from tl_geometry.flow.separation import true_against_extrapolated
 from tl_geometry.flow.skipping import SKIPS, SkipMap, skip_map
 from tl_geometry.flow.truncation import truncation_kl
-from tl_geometry.models import continuing, outputs
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.outputs import log_probabilities, pilot_runs
+from tl_geometry.models import kv_cache, next_token
+from tl_geometry.models.next_token import log_probabilities, pilot_runs
+from tl_geometry.models.reader import as_view
 
 MODELS = [
     ("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "gpt-neo", "neox", "opt")
@@ -49,7 +49,7 @@ def same(a: SkipMap, b: SkipMap, tolerance: float = 2e-4) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every pass runs all tokens."""
-    monkeypatch.setattr(outputs, "behind", lambda view, tokens: None)
+    monkeypatch.setattr(next_token, "behind", lambda view, tokens: None)
     return monkeypatch
 
 
@@ -76,7 +76,7 @@ def test_skips_at_the_pilot_are_those_of_whole_passes(
 ) -> None:
     model, ids = tiny(model_class, architecture), tokens(24, 12)
     fast = skip_map(model, ids, pairs="all", progress=False)
-    monkeypatch.setattr(outputs, "behind", lambda view, tokens: None)
+    monkeypatch.setattr(next_token, "behind", lambda view, tokens: None)
     same(fast, skip_map(model, ids, pairs="all", progress=False))
 
 
@@ -103,14 +103,14 @@ def test_truncation_at_the_pilot_is_that_of_whole_passes(slow: pytest.MonkeyPatc
 def test_a_class_that_keeps_its_keys_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     view, ids = as_view(tiny("bridge", "llama")), tokens(3, 12)
     own = log_probabilities(view, ids, {})
-    repeat = continuing.batch_copies
+    repeat = kv_cache.batch_copies
 
     def wrong(cache: Any, copies: int) -> Any:
         out = repeat(cache, copies)
         out.layers[1].keys = out.layers[1].keys.roll(1, -2)
         return out
 
-    monkeypatch.setattr(continuing, "batch_copies", wrong)
+    monkeypatch.setattr(kv_cache, "batch_copies", wrong)
     runs = pilot_runs(view, ids, own, 8)
     assert runs.kept is None
     torch.testing.assert_close(
@@ -141,7 +141,7 @@ def test_other_peoples_hooks_act_on_whole_passes() -> None:
 
 def test_encoders_have_no_pilot_and_their_outputs_are_refused() -> None:
     view = as_view(tiny("bridge", "bert"))
-    assert continuing.behind(view, tokens(2, 8)) is None
+    assert kv_cache.behind(view, tokens(2, 8)) is None
     with pytest.raises(
         UnsupportedModelError,
         match="skip_map: expected a causal language model, got tiny-bert, an encoder",
@@ -168,7 +168,7 @@ def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result
 def test_a_budget_leaves_out_the_longest_skips_then_chunks_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outputs, "PILOTS", 60)  # rows of one pass: it is the least that is measured
+    monkeypatch.setattr(next_token, "PILOTS", 60)  # rows of one pass, at least
     ids = tokens(40, 8)
     whole = skip_map(deep(), ids, pairs="all", batch_size=8, progress=False)
     short = skip_map(deep(), ids, pairs="all", batch_size=8, budget=1e-6, progress=False)
@@ -207,7 +207,7 @@ def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
             self.steps.append(n)
 
     monkeypatch.setattr(skipping, "tqdm", Bar)
-    monkeypatch.setattr(outputs, "PILOTS", 60)
+    monkeypatch.setattr(next_token, "PILOTS", 60)
     skip_map(deep(), tokens(40, 8), pairs="all", places=("pilot", "all"), batch_size=40)
     bar = Bar.seen[0]
     assert sum(bar.steps) == bar.total

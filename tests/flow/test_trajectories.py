@@ -35,10 +35,10 @@ from tl_geometry.flow.separation import (
 )
 from tl_geometry.flow.skipping import SkipMap, skip_map
 from tl_geometry.flow.truncation import TruncationCurve, truncation_kl
-from tl_geometry.models.control import reinitialized
-from tl_geometry.models.describing import as_view
+from tl_geometry.models.next_token import log_probabilities
 from tl_geometry.models.output_head import distances
-from tl_geometry.models.outputs import log_probabilities
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.untrained import reinitialized
 
 ROOT = Path(tl_geometry.__file__).parent.parent
 MODEL_CLASSES = [
@@ -57,7 +57,7 @@ def deep(layers: int = 4) -> Any:
     """A tiny GPT-2 with more blocks than the shared ones."""
     import transformers
 
-    from tl_geometry.models.loading import from_hf
+    from tl_geometry.models.loaders import from_hf
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -805,7 +805,7 @@ def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_pa
 
 def test_published_numbers_stand_beside_ours():
     pytest.importorskip("sklearn", reason="needs the ml extra")
-    from tl_geometry.reproduce.lines_of_thought import PUBLISHED, SETTINGS, sarfati
+    from tl_geometry.papers.lines_of_thought import PUBLISHED, SETTINGS, sarfati
 
     view = with_methods(
         as_view(deep()),
@@ -833,7 +833,7 @@ def test_published_numbers_stand_beside_ours():
 
 
 def test_the_protocol_truncates_before_the_norm_also_where_its_states_are_published_after_it():
-    from tl_geometry.reproduce.lines_of_thought import sarfati
+    from tl_geometry.papers.lines_of_thought import sarfati
 
     model = as_view(deep())
     view = with_methods(

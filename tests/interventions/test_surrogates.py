@@ -23,7 +23,7 @@ from tl_geometry.interventions.surrogates import (
     surrogate,
     surrogate_effect,
 )
-from tl_geometry.models.live import score_of
+from tl_geometry.models.live_edits import score_of
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
 

@@ -34,7 +34,7 @@ from tl_geometry.interventions.terms import (
     terms_of,
 )
 from tl_geometry.models import view
-from tl_geometry.models.live import edited_scores
+from tl_geometry.models.live_edits import edited_scores
 from tl_geometry.scores.head_types import head_type_scores
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import sweep_heads

@@ -121,7 +121,7 @@ def test_a_library_pass_in_another_thread_disturbs_nobody(model_class: str) -> N
 
 
 def test_silenced_hooks_act_in_other_threads() -> None:
-    from tl_geometry.models.hooks import names_of, without_hooks
+    from tl_geometry.models.user_hooks import names_of, without_hooks
 
     model, calls = fresh("bridge"), list[str]()
     model.blocks[0].hook_in.add_hook(lambda value, hook: calls.append("mine"))

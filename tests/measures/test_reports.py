@@ -15,7 +15,7 @@ from torch import Tensor
 from tl_geometry import decompose_activations
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import decompose_tensor, resampling
+from tl_geometry.decomposition import decompose_tensor, delete_group
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import comparison, context_report, contextual, position_report, positional
 from tl_geometry.measures.state_measures import UNBOUNDED
@@ -124,7 +124,7 @@ def test_the_error_of_the_raw_relative_norm_moves_its_denominator() -> None:
         exact.append(top / raw)
         fixed.append(top / torch.linalg.svdvals(h.flatten(0, 1))[0] * contexts**0.5)
     expected, kept_whole = (
-        resampling.jackknife_error(torch.stack(x)[:, None]) for x in (exact, fixed)
+        delete_group.jackknife_error(torch.stack(x)[:, None]) for x in (exact, fixed)
     )
     assert error == pytest.approx(float(expected), rel=0.1)
     assert error > 2 * kept_whole, "one denominator for all would hide most of it"
@@ -132,7 +132,7 @@ def test_the_error_of_the_raw_relative_norm_moves_its_denominator() -> None:
 
 def test_levels_of_the_curve_are_the_contexts_that_were_used() -> None:
     basis = basis_of(planted(contexts=29))
-    sets = resampling.subsets(basis)
+    sets = delete_group.subsets(basis)
     for contexts, rows in sets.levels:
         used = [sets.contexts[i] for i in range(rows.start, rows.stop)]
         assert contexts == round(sum(used) / len(used))
@@ -202,12 +202,12 @@ def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
     """E|P_null|^2 is what averages over C contexts of independent noise leave: (1 - 1/T) T d /
     C."""
     bare = basis_of(gaussian(3, 1, 64, POSITIONS, D) + 20 * gaussian(4, POSITIONS, D))
-    noise = resampling.window_means(bare, 0, resampling.noise_weights(bare, 30, seed=0))
+    noise = delete_group.window_means(bare, 0, delete_group.noise_weights(bare, 30, seed=0))
     noise = noise - noise.mean(1, keepdim=True)
     assert float(noise.square().sum((1, 2)).mean()) == pytest.approx(
         (POSITIONS - 1) * D / 64, rel=0.1
     )
-    whole = resampling.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
+    whole = delete_group.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
     assert float(whole.square().sum()) > 100 * float(noise[0].square().sum())
 
 

@@ -20,7 +20,7 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import from_hf, load, view
-from tl_geometry.models.checking import check_model
+from tl_geometry.models.support import check_model
 from tl_geometry.zoo import tokenizer
 
 MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]

@@ -19,10 +19,10 @@ from tests.planted import require_caught
 from tl_geometry import render
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.render import logit_view
 from tl_geometry.render.logit_view import followers
 from tl_geometry.render.page import PageView
-from tl_geometry.scores.logits import LogitExplanation
 
 PROMPT = "def f(width, height):\n    return width * height"
 

@@ -22,10 +22,10 @@ from tl_geometry import decompose
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask
+from tl_geometry.scores.share_table import Marginals, ShareTable
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sums import BLOCK, ShareSums, share_sums, share_sums_dense
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
-from tl_geometry.scores.tables import Marginals, ShareTable
 from tl_geometry.scores.terms import term_names, terms
 
 PARTS = ("bias", "pos", "cvec")

@@ -29,7 +29,7 @@ from tl_geometry.base.errors import (
 )
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models import facts, from_hf, parameters, view
+from tl_geometry.models import attention_spec, from_hf, parameters, view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
@@ -671,7 +671,7 @@ def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.Mon
         split_scores(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"))
 
 
-def _unbiased(self: facts.Facts, which: str) -> Tensor:
+def _unbiased(self: attention_spec.Facts, which: str) -> Tensor:
     assert self.weights is not None
     return {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
 
@@ -685,26 +685,26 @@ def _other_layer(
     return weights(self, 1 - layer)
 
 
-ROTATE = facts.rotate
+ROTATE = attention_spec.rotate
 ADAPTER_FAULTS: dict[str, tuple[str, Any, str, Any]] = {
-    "norm bias dropped": ("gpt2", facts.Facts, "constant", _unbiased),
+    "norm bias dropped": ("gpt2", attention_spec.Facts, "constant", _unbiased),
     "weights of another layer": ("llama", parameters.Parameters, "weights", _other_layer),
     "rotation the other way": (
         "llama",
-        facts,
+        attention_spec,
         "rotate",
         lambda x, cos, sin, style: ROTATE(x, cos, -sin, style),
     ),
     "rotation of other pairs": (
         "llama",
-        facts,
+        attention_spec,
         "rotate",
         lambda x, cos, sin, style: ROTATE(x, cos, sin, "adjacent"),
     ),
-    "rotation left out": ("phi", facts, "rotate", lambda x, cos, sin, style: x),
+    "rotation left out": ("phi", attention_spec, "rotate", lambda x, cos, sin, style: x),
     "QK-norm per head in place of flat": (
         "olmo2",
-        facts.QKNorm,
+        attention_spec.QKNorm,
         "scale",
         lambda self, x: (x.square().mean(-1) + self.eps).sqrt(),
     ),

@@ -18,6 +18,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.scores import shapes
+from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.sums import (
     BLOCK,
     ShareSums,
@@ -25,7 +26,6 @@ from tl_geometry.scores.sums import (
     share_sums,
     share_sums_dense,
 )
-from tl_geometry.scores.tables import ShareTable
 from tl_geometry.scores.terms import GROUPS, group_of, term_names, terms
 
 PARTS = ("bias", "pos", "cvec")

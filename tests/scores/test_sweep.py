@@ -20,7 +20,7 @@ from tl_geometry.base.errors import BudgetError, GeometryError, ReconstructionEr
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
-from tl_geometry.models.control import reinitialized
+from tl_geometry.models.untrained import reinitialized
 from tl_geometry.scores import sweep
 from tl_geometry.scores.details import DETAILS, score
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens

@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import typer
 
 from tl_geometry import __version__
-from tl_geometry.base import arguments, owned
-from tl_geometry.base.errors import choice, require
-from tl_geometry.cli import ending
+from tl_geometry.base import run_files
+from tl_geometry.base.errors import check_seed, choice, require
+from tl_geometry.base.printable import printable_lines
+from tl_geometry.cli import arguments, ending
 from tl_geometry.cli.options import (
     EXAMPLES,
     Bos,
@@ -46,6 +47,9 @@ from tl_geometry.cli.options import (
     Sections,
     Seed,
 )
+from tl_geometry.corpus.text_files import read_texts
+from tl_geometry.papers.contents import EXPERIMENT_FILES, EXPERIMENTS, SCALES, WORKS
+from tl_geometry.report.contents import BASIS, BUDGETS, PARTS, SECTIONS, report_files
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -80,16 +84,16 @@ def _check_run(
     arguments.model_options(model, **loading)
     arguments.at_least(contexts, 1, "--contexts")
     arguments.at_least(length, 2, "--length")
-    arguments.check_seed(seed)
+    check_seed(seed)
 
 
 def _own_folder(out: Path, sections: tuple[str, ...] | None, force: bool) -> None:
     """Make sure that a report may be written to a folder, and say what a stopped one goes on
     from."""
     arguments.folder(out)
-    files = owned.report_files(sections or arguments.SECTIONS)
-    owned.check_folder(out, "report", files, force=force)
-    ending.goes_on_from(out / owned.CHECKPOINT, out / owned.BASIS, out / owned.PARTS)
+    files = report_files(sections or SECTIONS)
+    run_files.check_folder(out, "report", files, force=force)
+    ending.goes_on_from(out / run_files.CHECKPOINT, out / BASIS, out / PARTS)
 
 
 def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -141,7 +145,7 @@ def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
         as_json: Json = False,
         quiet: Quiet = False,
     ) -> None:
-        choice(budget, tuple(arguments.BUDGETS), "--budget")
+        choice(budget, tuple(BUDGETS), "--budget")
         wanted = chosen if chosen is not None else arguments.sections(sections)
         loading = {"model_class": model_class, "dtype": dtype, "device": device}
         _check_run(model, contexts, length, seed, **loading)
@@ -244,18 +248,18 @@ def fit(
     )
     arguments.at_least(batch_size, 1, "--batch-size")
     arguments.file(out, suffix=".safetensors")
-    owned.check_file(out, "PositionContext", force=force)
+    run_files.check_file(out, "PositionContext", force=force)
     checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
-    owned.check_checkpoint(checkpoint, resume=resume, force=force)
+    run_files.check_checkpoint(checkpoint, resume=resume, force=force)
     ending.goes_on_from(checkpoint)
-    from tl_geometry.decomposition.decomposing import decompose
+    from tl_geometry.decomposition.from_model import decompose
     from tl_geometry.decomposition.processes import launched
     from tl_geometry.models.names import check_name
     from tl_geometry.report.build import load_model, token_source
 
     check_name(model, model_class)
     alone = os.environ.get("RANK", "0") == "0"  # of several processes the first one writes
-    busy = owned.lock(out.with_name(f".{out.name}.lock")) if alone else nullcontext()
+    busy = run_files.lock(out.with_name(f".{out.name}.lock")) if alone else nullcontext()
     with busy, launched(device) as (group, own, first):
         loaded = load_model(
             model, model_class=model_class, processed=processed, dtype=dtype, device=own
@@ -299,8 +303,8 @@ def check(
 ) -> None:
     """What is supported, verified and refused for a model: the first thing to run."""
     arguments.model_options(model, model_class=model_class, dtype=dtype, device=device)
-    from tl_geometry.models.checking import check_model
     from tl_geometry.models.names import check_name
+    from tl_geometry.models.support import check_model
     from tl_geometry.report.build import load_model
 
     check_name(model, model_class)
@@ -333,7 +337,7 @@ def readout(
     arguments.at_least(k, 1, "--k")
     if out is not None:
         arguments.file(out)
-        owned.check_file(out, force=force)
+        run_files.check_file(out, force=force)
     from tl_geometry.models.names import check_name
     from tl_geometry.report.build import load_model
     from tl_geometry.report.folder import write_csv
@@ -385,19 +389,19 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Published settings and numbers, with ours beside them."""
-    choice(work, arguments.WORKS, "work")
+    choice(work, WORKS, "work")
     arguments.model_options(model, model_class="bridge", dtype="float32", device="cpu")
     arguments.check_corpus(corpus, encoding)
-    arguments.read_texts(topics or [], encoding, "--topics")
+    read_texts(topics or [], encoding, "--topics")
     told = ", ".join(map(str, topics or ()))
     require(work == "song-zhong" or not told, "--topics", expected=f"none with {work}", got=told)
     arguments.at_least(contexts, 2, "--contexts")
     if out is not None:
         arguments.file(out)
-        owned.check_file(out, force=force)
+        run_files.check_file(out, force=force)
     from tl_geometry.models.names import check_name
+    from tl_geometry.papers.reproduction import reproduce as run
     from tl_geometry.report.folder import write_csv
-    from tl_geometry.reproduce import run
 
     check_name(model, "bridge")
 
@@ -444,16 +448,16 @@ def experiment(
 ) -> None:
     """Train small models on other formats and measure their geometry on the way; a stopped run goes
     on in its folder."""
-    choice(name, arguments.EXPERIMENTS, "experiment")
-    choice(scale, arguments.SCALES, "--scale")
+    choice(name, EXPERIMENTS, "experiment")
+    choice(scale, SCALES, "--scale")
     for seed in seeds or ():
-        arguments.check_seed(seed, "--seeds")
+        check_seed(seed, "--seeds")
     arguments.check_device(device)
-    arguments.read_texts(text or [], encoding, "--text")
+    read_texts(text or [], encoding, "--text")
     arguments.folder(out)
-    owned.check_folder(out, name, owned.EXPERIMENT, force=force)
+    run_files.check_folder(out, name, EXPERIMENT_FILES, force=force)
     ending.goes_on_from(out, how="the same command")
-    from tl_geometry.experiments import run
+    from tl_geometry.papers.experiments import experiment as run
 
     outcome = run(
         name,
@@ -473,7 +477,7 @@ def experiment(
 
 def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
     """Print a result: JSON, or one line for a person."""
-    typer.echo(json.dumps(summary, default=str) if as_json else arguments.printable_lines(line))
+    typer.echo(json.dumps(summary, default=str) if as_json else printable_lines(line))
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import typer
 
-from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.owned import RECORD
+from tl_geometry.base.printable import printable
+from tl_geometry.base.run_files import RECORD
+from tl_geometry.cli.arguments import file_trouble
 
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """What typer raises for a command line that it cannot parse (its own copy of click's exception, or
@@ -41,7 +42,7 @@ def _stopped(started: float) -> str:
     kept = [p for p in _partial if any(f.stat().st_mtime >= started for f in _files(p))]
     if not kept:
         return "stopped; this run had finished nothing yet"
-    where = arguments.printable(", ".join(map(str, kept)))
+    where = printable(", ".join(map(str, kept)))
     return f"stopped; what was finished is kept in {where}, {_again[0]} goes on from it"
 
 
@@ -76,7 +77,7 @@ def run(app: Callable[..., Any]) -> None:
     except USAGE as error:
         raise SystemExit(_line(str(error.format_message()), 2)) from None
     except Exception as error:
-        said = arguments.file_trouble(error)
+        said = file_trouble(error)
         if said is None:
             raise
         raise SystemExit(_line(said, 2)) from None
@@ -112,5 +113,5 @@ def _silenced() -> int:
 def _line(text: str, code: int) -> int:
     """Say what went wrong, and with which arguments, in one line on standard error."""
     said = " ".join(text.split())
-    typer.echo(arguments.printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
+    typer.echo(printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
     return code

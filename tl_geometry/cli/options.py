@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tl_geometry.base import arguments
+from tl_geometry.report.contents import SECTIONS
 
 Model = Annotated[
     str | None,
@@ -104,7 +104,7 @@ Sections = Annotated[
     str | None,
     typer.Option(
         "--sections",
-        help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.",
+        help=f"Some of {', '.join(SECTIONS)}, separated by commas. Default: all.",
     ),
 ]
 EXAMPLES = {

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.text_files import JsonLines, TextFile, text_file
 from tl_geometry.corpus.sources import refuse_file_names
+from tl_geometry.corpus.text_files import JsonLines, TextFile, text_file
 
 HASHED = 2**20
 """Characters that are hashed at a time."""

@@ -10,8 +10,8 @@ from tl_geometry.base.errors import require
 from tl_geometry.corpus.sources import bos_to_prepend
 from tl_geometry.corpus.texts import windows
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.reader import as_view
 
 HIGH_TOKEN = 10_000
 """Id below which the tokens of a large vocabulary are rarely special."""

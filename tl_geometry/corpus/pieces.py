@@ -120,7 +120,7 @@ def joint(view: ModelView, separator: str) -> list[int]:
     """Tokens of a separator as they stand behind a word.
 
     >>> from tl_geometry import zoo
-    >>> from tl_geometry.models.describing import as_view
+    >>> from tl_geometry.models.reader import as_view
     >>> len(joint(as_view(zoo.embedded()), ""))
     0
     """

@@ -24,7 +24,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
-from tl_geometry.corpus import cutting
+from tl_geometry.corpus import window_cutter
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, double_bos
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.states import state_of
@@ -47,7 +47,7 @@ def token_rows(
     for them.
 
     >>> from tl_geometry import zoo
-    >>> from tl_geometry.models.describing import as_view
+    >>> from tl_geometry.models.reader import as_view
     >>> view = as_view(zoo.embedded())
     >>> rows = token_rows(view, "def f(x):", prepend_bos=True)
     >>> rows.has_bos, rows.corpus, token_rows(view, [5, 7]).tokens.tolist()
@@ -69,7 +69,7 @@ def token_rows(
     refuse_padding(view, ids)
     return TokenWindows(
         tokens=ids.cpu(),
-        has_bos=cutting.begins_with_bos(ids, view.bos_id),
+        has_bos=window_cutter.begins_with_bos(ids, view.bos_id),
         str_tokens=tuple(view.decode(ids[0].tolist())),
         corpus="tokens",
     )
@@ -151,7 +151,7 @@ def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
     """Refuse rows that begin or end with padding: their positions are not those of the model, and
     every mean would hold padding."""
     if view.pad_id is not None:
-        padded = cutting.padded_rows(ids, view.pad_id)
+        padded = window_cutter.padded_rows(ids, view.pad_id)
         got = f"{padded} of {len(ids)} that begin or end with the padding token (id {view.pad_id})"
         require(padded == 0, "tokens", expected="rows without padding", got=got, instead=REPACK)
 

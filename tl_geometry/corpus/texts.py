@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, whole
 from tl_geometry.base.errors import require
-from tl_geometry.corpus import cutting
+from tl_geometry.corpus import window_cutter
 from tl_geometry.corpus.documents import Documents
-from tl_geometry.corpus.drawing import Cutter
 from tl_geometry.corpus.pieces import Pieces, joint
 from tl_geometry.corpus.sources import bos_to_prepend
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.models.describing import as_view
+from tl_geometry.corpus.window_sampler import Cutter
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 
 SEPARATOR = "\n\n"
 """Between documents that are joined, where nothing else is said: a blank line. The tokenizer's own
@@ -175,7 +175,7 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     torch.Size([8, 16])
     """
     length = source.tokens.shape[1]
-    rows = cutting.splice(
+    rows = window_cutter.splice(
         source.tokens, piece or max(1, length // 8), seed=seed, keep_first=source.has_bos
     )
     return TokenWindows(

@@ -9,7 +9,7 @@ from typing import Any
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import hash_tokens, write_atomically
 from tl_geometry.decomposition import files
-from tl_geometry.decomposition.accumulation import Accumulation
+from tl_geometry.decomposition.accumulator import Accumulation
 from tl_geometry.decomposition.largest import Largest
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.position_context import PositionContext

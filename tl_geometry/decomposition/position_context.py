@@ -19,7 +19,8 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, as_path, write_atomically
-from tl_geometry.decomposition import files, merging
+from tl_geometry.decomposition import files, merge_parts
+from tl_geometry.decomposition.from_activations import Parts, parts_about
 from tl_geometry.decomposition.largest import (
     Largest,
     LargestTokens,
@@ -31,7 +32,6 @@ from tl_geometry.decomposition.largest import (
 )
 from tl_geometry.decomposition.layer_intervals import anova_intervals, jackknife_blocks
 from tl_geometry.decomposition.moments import Moments
-from tl_geometry.decomposition.parts import Parts, parts_about
 from tl_geometry.decomposition.reservoir import Reservoir
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis, half_pos, spans
 from tl_geometry.models.model_view import ModelView
@@ -402,26 +402,26 @@ class PositionContext(Result):
         require(parts, "merge", expected="at least one basis", got="none")
         first = parts[0]
         for other in parts[1:]:
-            merging.require_one_setting(first, other)
-        labelled, names = merging.one_labelling(parts)
+            merge_parts.require_one_setting(first, other)
+        labelled, names = merge_parts.one_labelling(parts)
         starts = [0, *accumulate(p.contexts for p in parts[:-1])]
         sums, hashes = [part.moments for part in labelled], [p.token_hashes for p in parts]
-        moments = merging.joined(sums, contiguous=first.contiguous)
+        moments = merge_parts.joined(sums, contiguous=first.contiguous)
         tops = [p.largest for p in parts if p.largest is not None]
         largest = Largest.merge(tops, starts) if len(tops) == len(parts) else None
         return PositionContext(
-            provenance=merging.merged_provenance(
+            provenance=merge_parts.merged_provenance(
                 [p.provenance for p in parts],
                 moments.contexts,
-                merging.same_contexts(sums, hashes),
+                merge_parts.same_contexts(sums, hashes),
             ),
             states=first.states,
             moments=moments,
-            context_means=merging.together([p.context_means for p in parts], dim=1),
-            labels=merging.together([part.labels for part in labelled]),
+            context_means=merge_parts.together([p.context_means for p in parts], dim=1),
+            labels=merge_parts.together([part.labels for part in labelled]),
             names=names,
-            reservoir=merging.merged_samples([p.reservoir for p in parts], starts),
-            token_hashes=merging.together(hashes),
+            reservoir=merge_parts.merged_samples([p.reservoir for p in parts], starts),
+            token_hashes=merge_parts.together(hashes),
             largest=largest,
             largest_texts=merged_texts(largest, tops, [p.largest_texts for p in parts]),
             contiguous=first.contiguous,

@@ -18,16 +18,16 @@ from tqdm.auto import tqdm
 from tl_geometry.base.checks import finite, index
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource, state_indices
 from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.window_cutter import begins_with_bos
 from tl_geometry.flow import bases, noise, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.models.batches import default_batch
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.reader import as_view
 
 SOURCE = ("sarfati2025",)
 AFTER_NORM = "last state after the final norm"

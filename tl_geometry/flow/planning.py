@@ -10,9 +10,9 @@ from tl_geometry.base.errors import require
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import default_batch
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook
+from tl_geometry.models.reader import as_view
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.flow.residuals import LayerMap
+from tl_geometry.models.forward import keep
 from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.next_token import PilotRuns, log_probabilities, pilot_runs
 from tl_geometry.models.output_head import distances, token_losses
-from tl_geometry.models.outputs import PilotRuns, log_probabilities, pilot_runs
-from tl_geometry.models.running import keep
 
 METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
 """What is measured of every map, see :class:`tl_geometry.flow.SkipMap`."""

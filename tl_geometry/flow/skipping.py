@@ -22,10 +22,10 @@ from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_at
 from tl_geometry.flow.residuals import ALWAYS, LayerMap, MapsFrom, flow_map
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.outputs import output_batch, require_output
+from tl_geometry.models.next_token import output_batch, require_output
+from tl_geometry.models.reader import as_view
 
 MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
 """Maps that take the place of blocks: the published flow, the flow with the best signs, and the

@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.window_cutter import begins_with_bos
 from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import (
     AFTER_NORM,
@@ -24,11 +24,16 @@ from tl_geometry.flow.ensemble import (
     require_trajectories,
     too_few,
 )
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.next_token import (
+    log_probabilities,
+    output_batch,
+    pilot_runs,
+    require_output,
+)
 from tl_geometry.models.output_head import distances
-from tl_geometry.models.outputs import log_probabilities, output_batch, pilot_runs, require_output
+from tl_geometry.models.reader import as_view
 
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 """Published numbers of directions; those that the aligned bases do not have are left out, all of

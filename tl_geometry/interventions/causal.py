@@ -34,11 +34,11 @@ from tl_geometry.interventions.terms import (
     terms_of,
     uniform,
 )
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.live import edited_scores
+from tl_geometry.models.live_edits import edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.outputs import require_output
+from tl_geometry.models.next_token import require_output
+from tl_geometry.models.reader import as_view
 from tl_geometry.scores.projection import PARTS
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 from tl_geometry.scores.terms import ALIBI, term_names

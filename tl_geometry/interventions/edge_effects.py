@@ -20,19 +20,19 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
+from tl_geometry.circuits.writer_edges import SIDES, composition
+from tl_geometry.circuits.writer_sweep import sweep_writers
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.edges import CleanRun, clean_run, edge_edits, first_edited
 from tl_geometry.interventions.effects import Conditions
 from tl_geometry.interventions.terms import derangement
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.live import Edit, edited_scores
+from tl_geometry.models.live_edits import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.output_head import next_token_losses
-from tl_geometry.models.outputs import output_batch, require_output
-from tl_geometry.scores.composing import SIDES, composition
-from tl_geometry.scores.writers import sweep_writers
+from tl_geometry.models.reader import as_view
 
 CLEAN, REMOVE, SWAP, KEEP, SHRINK = "clean", "remove", "swap", "keep", "shrink"
 """Conditions of :func:`edge_necessity` beside the controls, which are named by their writers."""

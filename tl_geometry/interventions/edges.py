@@ -28,13 +28,13 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.terms import HeadsLike, derangement
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit, live_edit
+from tl_geometry.models.hook_points import PassTokens
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit
+from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.points import PassTokens
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import Written, run_written, writer_names
 
 SIDES = {"query": "q", "key": "k", "value": "v"}

@@ -20,8 +20,8 @@ from tl_geometry.base.results import Result
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import log_probabilities, output_batch
 from tl_geometry.models.output_head import token_losses
-from tl_geometry.models.outputs import log_probabilities, output_batch
 from tl_geometry.scores.head_types import period_for, repeated_random_tokens, token_range
 
 MEASURES = ("loss", "induction_loss", "kl")

@@ -24,12 +24,12 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.interventions.terms import HeadsLike, derangement, require_several
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit
+from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import rotary_planes
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 

@@ -15,12 +15,12 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.corpus.sources import state_indices
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import HookList, LiveEdit, require_unchanged
-from tl_geometry.models.live import OpenEdit
+from tl_geometry.models.edit_lists import HookList, LiveEdit, require_unchanged
+from tl_geometry.models.hook_points import Placed, attached
+from tl_geometry.models.live_edits import OpenEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.points import Placed, attached
+from tl_geometry.models.reader import as_view
 
 ENERGY = 0.99
 """Share of the squared norm of the basis that a subspace of default rank holds."""

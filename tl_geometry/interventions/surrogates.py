@@ -4,7 +4,7 @@ it.
 Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a
 layer, whose scores are ``S = x W x^T + (bias terms)`` with x the normalised stream:
 
-1. the layer's view is built from the running forward pass (:mod:`tl_geometry.models.live`);
+1. the layer's view is built from the running forward pass (:mod:`tl_geometry.models.live_edits`);
 2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
 3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class
    obeys.
@@ -34,14 +34,14 @@ from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit, live_edit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit
+from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import next_token_loss
 from tl_geometry.models.norms import remove_mean
-from tl_geometry.models.outputs import next_token_loss
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance

@@ -30,13 +30,13 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit, live_edit
+from tl_geometry.models.hook_points import PassTokens
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit
+from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.points import PassTokens
+from tl_geometry.models.reader import as_view
 from tl_geometry.scores.projection import PARTS, ProjectedParts, project_basis, split_heads
 from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
 
@@ -280,8 +280,8 @@ def remove_term(
     whose heads attend by S - X: X is the term of the stream as it leaves everybody's hooks (a
     patched stream gives the patched term), hooks and caches at scores, pattern and z see the edited
     ones, and gradients pass. ``with ... as edit`` gives an
-    :class:`~tl_geometry.models.live.OpenEdit`, whose ``unedited`` names the points that cannot show
-    the edit. The model is as before on exit. The same for one pass, among other hooks:
+    :class:`~tl_geometry.models.live_edits.OpenEdit`, whose ``unedited`` names the points that
+    cannot show the edit. The model is as before on exit. The same for one pass, among other hooks:
     ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
     (:meth:`~tl_geometry.interventions.LiveEdit.hooks`).
 

@@ -15,9 +15,9 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.intervals import FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
+from tl_geometry.decomposition.delete_group import Subsets, subsets, window_means
 from tl_geometry.decomposition.layer_intervals import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.decomposition.resampling import Subsets, subsets, window_means
 from tl_geometry.measures import contextual
 from tl_geometry.measures.contextual import Space
 from tl_geometry.measures.state_measures import (

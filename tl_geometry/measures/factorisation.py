@@ -15,9 +15,9 @@ from tl_geometry.base.errors import fail
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures import contextual, kernels
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.heads import weight_geometry
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from tl_geometry.base.checks import describe, index
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.models.facts import Facts, allowed_cells, ignore_of, scores_of, turn_of
-from tl_geometry.models.finding import FactFinder
-from tl_geometry.models.hooks import brief, names_of, without_hooks
+from tl_geometry.models.attention_spec import Facts, allowed_cells, ignore_of, scores_of, turn_of
+from tl_geometry.models.forward import Hook, Runner, keep, require_full_precision
+from tl_geometry.models.infer import FactFinder
 from tl_geometry.models.layer_view import LayerHook, LayerView, Rotation
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
@@ -27,8 +27,8 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.models.running import Hook, Runner, keep, require_full_precision
-from tl_geometry.models.verifying import check_inputs, check_scores, largest
+from tl_geometry.models.user_hooks import brief, names_of, without_hooks
+from tl_geometry.models.verify import check_inputs, check_scores, largest
 
 CORE = (
     "attn.hook_q",

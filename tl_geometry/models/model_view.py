@@ -17,15 +17,15 @@ from torch import Tensor
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Provenance
-from tl_geometry.models.facts import Facts
-from tl_geometry.models.hooks import brief
-from tl_geometry.models.identity import fingerprint
+from tl_geometry.models.attention_spec import Facts
+from tl_geometry.models.fingerprints import fingerprint
+from tl_geometry.models.forward import Hook, collect
 from tl_geometry.models.layer_view import HeadWeights, LayerHook, LayerView
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import Parameters, part
-from tl_geometry.models.running import Hook, collect
+from tl_geometry.models.user_hooks import brief
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
 

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 from tl_geometry.base.errors import fail, require
 
 EXPECTED = "a local directory, or a name that the installed TransformerLens knows"
+CLASSES = ("bridge", "hooked")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+"""Values of ``--class`` and ``--dtype``."""
 OURS = ("smollm2", "minilm")
 """Names of :mod:`tl_geometry.zoo`, which are not in TransformerLens's list."""
 

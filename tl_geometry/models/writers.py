@@ -25,13 +25,13 @@ from torch import Tensor
 
 from tl_geometry.base.checks import choice
 from tl_geometry.base.errors import require
+from tl_geometry.models.forward import Hook, keep
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
-from tl_geometry.models.running import Hook, keep
-from tl_geometry.models.writing import Writing, by_head, writing_of
+from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
 CONSTANTS = "constants"
 """The writer that holds b_O, b_out, the biases of norms behind writes, and what heads write

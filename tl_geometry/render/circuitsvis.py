@@ -34,12 +34,12 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, describe, head_name
 from tl_geometry.base.errors import require
 from tl_geometry.base.rows import row_center
+from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.render import circuitsvis_images
 from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import NEGATIVE, POSITIVE, check_limit
 from tl_geometry.render.logit_view import explanations, followers, logit_page
 from tl_geometry.render.page import PageView
-from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.split import ScoreSplit
 
 CELLS, TOKENS = 50_000, 2_000

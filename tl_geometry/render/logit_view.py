@@ -1,7 +1,7 @@
 """What wrote a logit, over the text itself: arcs from the chosen token to what heads read there,
 and head by head what was written towards the target and the terms of the score behind it.
 
-1. One or several :class:`~tl_geometry.scores.logits.LogitExplanation` of one prompt, a position
+1. One or several :class:`~tl_geometry.circuits.logits.LogitExplanation` of one prompt, a position
    each.
 2. The (head, source) pairs of each go to cards, a head each; terms are summed to the groups of
    ``render.split`` (of writers: by the writer of the key), and listed one by one.
@@ -20,10 +20,10 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
+from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.render.page import PageView, document
 from tl_geometry.render.split_view import groups_of
 from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
-from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
 HEADS, FEW, MANY = 5, 4, 9

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tl_geometry.base import html
 from tl_geometry.base.errors import choice
+from tl_geometry.circuits.logits import LogitExplanation
+from tl_geometry.circuits.writer_edges import SIDES, Composition
 from tl_geometry.render.figure import NEGATIVE, POSITIVE, WIDTH, View, canvas, drawable
-from tl_geometry.scores.composing import SIDES, Composition
-from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.terms import label
 
 PAIRS, LABELS = 12, 40

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from tl_geometry.corpus.texts import splice
-from tl_geometry.decomposition.decomposing import decompose
+from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.render import basis as views
-from tl_geometry.report import TITLES, Analysis, findings, massive
+from tl_geometry.report import findings, massive
+from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 

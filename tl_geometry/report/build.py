@@ -13,27 +13,21 @@ import numpy as np
 import torch
 
 from tl_geometry import __version__, zoo
-from tl_geometry.base.arguments import (
-    BUDGETS,
-    CLASSES,
-    DTYPES,
-    SECTIONS,
-    TOKENS,
-    check_seed,
-    text_files,
-)
-from tl_geometry.base.errors import GeometryError, choice, fail, require
-from tl_geometry.base.owned import BASIS, CHECKPOINT, LOCK, check_folder, lock, report_files
+from tl_geometry.base.errors import GeometryError, check_seed, choice, fail, require
+from tl_geometry.base.run_files import CHECKPOINT, LOCK, check_folder, lock
 from tl_geometry.corpus.documents import Documents
+from tl_geometry.corpus.text_files import TOKENS, text_files
 from tl_geometry.corpus.texts import cut_windows
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.decomposition.decomposing import decompose
+from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.report import Analysis, versions, write
+from tl_geometry.models.names import CLASSES, DTYPES
+from tl_geometry.models.reader import as_view
+from tl_geometry.report.analysis import Analysis, versions, write
 from tl_geometry.report.clock import Clock
+from tl_geometry.report.contents import BASIS, BUDGETS, SECTIONS, report_files
 from tl_geometry.report.folder import Folder
 from tl_geometry.report.work import Costs, Work, threads_for
 

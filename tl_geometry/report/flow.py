@@ -13,11 +13,12 @@ from tl_geometry.flow.ensemble import Trajectories, trajectories
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.skipping import skip_map
 from tl_geometry.flow.truncation import GRID, truncation_kl
-from tl_geometry.models.control import reinitialized
+from tl_geometry.models.untrained import reinitialized
 from tl_geometry.render import flow as views
 from tl_geometry.render import space
 from tl_geometry.render.skipping import skip_figure
-from tl_geometry.report import TITLES, Analysis, findings
+from tl_geometry.report import findings
+from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.section import Draft, Section
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96

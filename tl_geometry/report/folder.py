@@ -2,7 +2,7 @@
 that a stopped run goes on from.
 
 ``run.json`` holds, besides command, versions and provenance, ``files`` with their hashes
-(:mod:`tl_geometry.base.owned`) and a ``manifest``: for each finished section its title, tables,
+(:mod:`tl_geometry.base.run_files`) and a ``manifest``: for each finished section its title, tables,
 cards and the hash of the settings that it was made under. A section is taken over only where that
 hash is the same.
 """
@@ -18,20 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tl_geometry.base.arguments import SECTIONS
-from tl_geometry.base.owned import (
-    BASIS,
+from tl_geometry.base.results import SOURCES, Provenance, Result
+from tl_geometry.base.run_files import (
     CHECKPOINT,
     PAGE,
-    PARTS,
     WRITER,
     OwnFiles,
     check_folder,
-    report_files,
     write_record,
 )
-from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.report import page
+from tl_geometry.report.contents import BASIS, PARTS, SECTIONS, report_files
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.section import Card, Drawn, Section
 

@@ -13,7 +13,8 @@ from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
 from tl_geometry.render.weights import effect_bars
-from tl_geometry.report import TITLES, Analysis, findings, planes
+from tl_geometry.report import findings, planes
+from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.report.tables import signed

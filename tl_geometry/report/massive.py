@@ -11,7 +11,7 @@ from tl_geometry.decomposition.largest import LargestTokens
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.variance import spans
 from tl_geometry.render import basis as views
-from tl_geometry.report import Analysis
+from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.section import Draft
 
 ABOUT = "The tokens of largest norm in each state"

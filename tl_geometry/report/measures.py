@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tl_geometry.measures import contextual_report, positional_report
 from tl_geometry.render import measures as views
-from tl_geometry.report import TITLES, Analysis, findings
+from tl_geometry.report import findings
+from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 

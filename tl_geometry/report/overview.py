@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tl_geometry.base.results import Result
-from tl_geometry.report import TITLES, Analysis
+from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.section import Section, Shown
 
 LIMITS = (

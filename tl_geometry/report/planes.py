@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tl_geometry.render.rotary import bands_page, head_planes
-from tl_geometry.report import Analysis
+from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.section import Draft
 from tl_geometry.report.tables import signed
 from tl_geometry.scores.plane_tables import BandTable

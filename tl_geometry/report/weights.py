@@ -8,7 +8,8 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
-from tl_geometry.report import TITLES, Analysis, findings
+from tl_geometry.report import findings
+from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.measures import FEWEST
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section

@@ -29,10 +29,10 @@ from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.facts import rotate
+from tl_geometry.models.attention_spec import rotate
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.shapes import OffsetSums, offset_sums

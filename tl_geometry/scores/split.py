@@ -35,16 +35,17 @@ from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
 from tl_geometry.models.writers import CONSTANTS
 from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 from tl_geometry.scores.relative import OffsetProfile, offset_profile, offset_share
-from tl_geometry.scores.requests import (
+from tl_geometry.scores.share_table import COLUMNS, ShareTable
+from tl_geometry.scores.split_request import (
     UserParts,
     check_request,
     each_layer,
@@ -53,7 +54,6 @@ from tl_geometry.scores.requests import (
 )
 from tl_geometry.scores.splitter import HeadTerms, Splitter
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
-from tl_geometry.scores.tables import COLUMNS, ShareTable
 from tl_geometry.scores.terms import ALIBI, BIAS_BIAS, bias_label, label, term_names, term_pairs
 
 PRESETS = ("exact", "paper", "reference")

@@ -32,7 +32,7 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.models.writers import Written, writer_names
 from tl_geometry.scores.projection import Side
-from tl_geometry.scores.requests import UserParts
+from tl_geometry.scores.split_request import UserParts
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ Head types come from repeated random tokens made for the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,19 +27,20 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, ReconstructionError, fail, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.results import Provenance, hash_tokens
-from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.window_cutter import begins_with_bos
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import default_batch
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.details import DETAILS, Details
+from tl_geometry.scores.families import sweep_of
 from tl_geometry.scores.head_types import HeadTypes, measure_types
 from tl_geometry.scores.leave_out import Resampled
 from tl_geometry.scores.planes import HeadPlanes
@@ -54,7 +55,9 @@ from tl_geometry.scores.splitter import is_relative, rounding_flags
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label, term_names
-from tl_geometry.scores.writers import WriterSweep, sweep_writers
+
+if TYPE_CHECKING:
+    from tl_geometry.circuits.writer_sweep import WriterSweep
 
 WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 """Bytes that one step works on: about the cache of a CPU core, enough to fill a GPU."""
@@ -121,8 +124,8 @@ def sweep_heads(
             ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an
             attention sink); the attention paid to them is the column ``dropped_mass``.
         parts: ``"writers"`` or ``"blocks"`` for who wrote what each head reads: a
-            :class:`~tl_geometry.scores.writers.WriterSweep` with the share of every earlier head,
-            MLP and embedding on the query and on the key side. It needs no basis (which then only
+            :class:`~tl_geometry.circuits.WriterSweep` with the share of every earlier head, MLP and
+            embedding on the query and on the key side. It needs no basis (which then only
             says how many positions to leave out; without one a BOS token is).
         layers: blocks to look at, all by default.
         detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern
@@ -168,7 +171,7 @@ def sweep_heads(
         }
         options |= {"prepend_bos": prepend_bos, "progress": progress, "layers": layers}
         drop = None if basis is None else basis.window[0]
-        return sweep_writers(view, tokens, grain=parts, drop=drop, **options)
+        return sweep_of(parts)(view, tokens, grain=parts, drop=drop, **options)
     if basis is None:
         instead = 'decompose(model, tokens), or parts="writers"'
         fail("basis", expected="a PositionContext", got=None, instead=instead)

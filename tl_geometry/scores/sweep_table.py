@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.scores.head_types import HEAD_TYPES
-from tl_geometry.scores.tables import ShareTable
+from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.terms import label
 
 LABEL = (

@@ -33,10 +33,10 @@ from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
@@ -44,7 +44,7 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.scores.requests import (
+from tl_geometry.scores.split_request import (
     UserParts,
     check_request,
     each_layer,

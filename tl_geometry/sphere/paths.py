@@ -19,10 +19,10 @@ from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import default_batch
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.reader import as_view
 from tl_geometry.sphere import projection
 from tl_geometry.weights.vocabulary import embeddings, output_rows, weight_provenance
 

@@ -19,9 +19,9 @@ from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.variance import reliability
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear, low_rank_diagonal, readout, subspaces
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import (

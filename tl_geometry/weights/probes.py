@@ -21,11 +21,11 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.results import Result
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import readout
 from tl_geometry.weights.vocabulary import (
     embeddings,

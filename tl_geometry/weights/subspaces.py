@@ -4,8 +4,8 @@ The leading directions of T averages of states are never arbitrary: they are tho
 vary most, along any slowly varying text, whether or not position has an effect. So "this head reads
 position" is compared with the leading directions of the difference of two random halves of the
 corpus: what all contexts have in common at a position cancels, and the noise of an average stays
-(:func:`tl_geometry.decomposition.resampling.noise_weights`). Random combinations of states are too
-weak: they held 0.80% of W_QK of SmolLM2's L7H7, windows of source code rolled by random offsets
+(:func:`tl_geometry.decomposition.delete_group.noise_weights`). Random combinations of states are
+too weak: they held 0.80% of W_QK of SmolLM2's L7H7, windows of source code rolled by random offsets
 1.89%, the true positions 1.34%. Groups that are only shifted against each other keep the directions
 of a strong effect, and so find none.
 
@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.decomposition.delete_group import noise_weights, window_means
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.resampling import noise_weights, window_means
 from tl_geometry.weights import bilinear
 
 DRAWS = 19

@@ -1,0 +1,67 @@
+"""Held-out text is no training text: what an experiment trains on and measures on, with faults
+planted in the module."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.planted import require_caught
+from tl_geometry.papers import characters
+
+
+def check_held_out(module: Any) -> None:
+    text = "abcdefghij" * 7 + "klmnopqrst" * 3 + "abcdefghij"
+    other = "tsrqponmlk" * 4
+    seen: dict[str, Any] = {"windows": [], "trained": []}
+    module.chosen = lambda scale, setups: scale
+    setup = SimpleNamespace(
+        context=5, contexts=3, batch=2, frequencies=2, model=lambda n, seed: torch.nn.Linear(1, 1)
+    )
+    module.held_out_windows = lambda ids, *sizes: seen["windows"].append(ids) or ids
+    module.text_windows = lambda ids, length, batch, seed: seen["trained"].append((ids, seed))
+    module.shifted = lambda windows: windows
+
+    def training(setup: Any, model: Any, batch_at: Any, measure: Any, **options: Any) -> Any:
+        batch_at(4)
+        seen["found"] = measure(0, model)
+        return None, []
+
+    module.run_training = training
+    module.bridge_of = lambda model, name: None
+    module.held_out_loss = lambda model, tokens: float(len(tokens))
+    module.basis_of = lambda bridge, tokens, name: name
+    module.state_measures = lambda basis, frequencies: [{"basis": basis}]
+    module.measure_views = SimpleNamespace(planes=lambda basis: None)
+    module.views = SimpleNamespace(state_cosines=lambda basis: None)
+    module._outcome = lambda *arguments: arguments
+    module.nanogpt(setup, texts=[text], other=[other], seeds=(2,), progress=False)
+    ids = torch.tensor(["abcdefghijklmnopqrst".index(c) for c in text])
+    own, second = seen["windows"]
+    cut = int(0.9 * len(text))
+    assert torch.equal(own, ids[cut:]), "the last tenth"
+    assert second.tolist() == ["abcdefghijklmnopqrst".index(c) for c in other]
+    trained, seed = seen["trained"][0]
+    assert torch.equal(trained, ids[:cut]), "and no more"
+    assert seed == 2 * 10_000_019 + 4
+    assert [(r["measured"], r["loss"], r["basis"]) for r in seen["found"]] == [
+        ("own text", float(len(own)), "own text"),
+        ("other text", float(len(second)), "other text"),
+    ]
+
+
+def test_faults_of_experiments_are_seen() -> None:
+    require_caught(
+        check_held_out,
+        characters,
+        {
+            "measured on training text": ('"own text": stream[cut:]', '"own text": stream[:cut]'),
+            "measured on all text": ('"own text": stream[cut:]', '"own text": stream'),
+            "trained on held-out text": ("text_windows(stream[:cut],", "text_windows(stream,"),
+            "one text for both": ('"other text": second}', '"other text": stream[cut:]}'),
+            "half held out": ("cut = int(0.9 * len(stream))", "cut = int(0.5 * len(stream))"),
+            "one batch again and again": ("seed * 10_000_019 + step)", "seed * 10_000_019)"),
+        },
+    )

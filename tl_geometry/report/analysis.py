@@ -1,0 +1,142 @@
+"""The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors
+results and ``run.json``.
+
+A section is a function ``section(analysis) -> Section`` in a module of this package, named in
+:data:`SECTIONS` in reading order, with a share of the budget in ``SHARES``
+(:mod:`tl_geometry.report.work`). A section never returns nothing: what it cannot do is a card that
+says why (:class:`Draft`). It is written as soon as it is finished.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.report.clock import Clock
+from tl_geometry.report.contents import SECTIONS
+from tl_geometry.report.folder import Folder
+from tl_geometry.report.section import Section, failure, refusal
+from tl_geometry.report.work import Costs, Work
+
+TITLES = {
+    "overview": "What was analysed",
+    "basis": "Position and context",
+    "heads": "What drives each head",
+    "measures": "Measures of position and context",
+    "weights": "Weights and the sphere",
+    "flow": "Trajectories as a flow",
+}
+"""Section -> its title."""
+EMBEDDED = (
+    "The embedded model is a small language model of Python source. It demonstrates the library "
+    "and is evidence for nothing; its untrained control "
+    "(same initialisation, no training) stands beside it."
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Analysis:
+    """What sections are made from: the model, the tokens, the basis, and how much there is to be
+    computed.
+
+    ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
+    are remarks on what the budget made smaller; ``planes`` asks for the table of every
+    rotary plane.
+    """
+
+    model: ModelLike
+    view: ModelView
+    windows: TokenWindows
+    basis: PositionContext
+    clock: Clock
+    work: Work
+    costs: Costs = field(default_factory=Costs)
+    embedded: bool = False
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+    smaller: tuple[str, ...] = ()
+    planes: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Groups of contexts that the basis holds: what intervals leave out in turn."""
+        return int((self.basis.group_counts > 0).sum())
+
+    def pick(self, count: int) -> TokenWindows:
+        """``count`` windows at even distances."""
+        import torch
+
+        last = len(self.windows) - 1
+        return self.windows[torch.linspace(0, last, min(count, last + 1)).long()]
+
+
+def make(analysis: Analysis, name: str) -> Section:
+    """One section; where it cannot be had at all, a section with a card that says why."""
+    title = TITLES[name]
+    try:
+        analysis.clock.begin(name, title)
+        analysis.work.begin(name)
+        return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
+    except GeometryError as error:
+        return Section(title=title, blocks=[refusal("this section", error)])
+    except Exception as error:
+        return Section(title=title, blocks=[failure("this section", error)])
+
+
+def write(
+    analysis: Analysis,
+    out: Path,
+    *,
+    command: Sequence[str] = (),
+    names: Sequence[str] = SECTIONS,
+    folder: Folder | None = None,
+) -> dict[str, Any]:
+    """Write the report into ``out``, each section as it is finished, and return the summary that is
+    also written as ``run.json``.
+
+    Sections that ``folder`` knows to be finished are not made again. ``summary["failed"]`` names
+    the sections with an unexpected error.
+    """
+    folder = folder or Folder(
+        out, analysis.view.name, command=command, versions=versions(), names=names
+    )
+    view, basis = analysis.view, analysis.basis
+    folder.describe(
+        basis.provenance,
+        notes=(*analysis.notes, *analysis.smaller),
+        lede=f"{view.n_layers} blocks of {view.n_heads} heads; {basis.contexts:,} windows of "
+        f"{basis.length} tokens of {basis.provenance.corpus}.",
+        caution=EMBEDDED if analysis.embedded else "",
+    )
+    for name in names:
+        if folder.has(name):
+            continue
+        started = analysis.clock.elapsed()
+        made = make(analysis, name)
+        folder.add(name, made, seconds=analysis.clock.elapsed() - started)
+    analysis.clock.finish()
+    return folder.finish(analysis.clock.elapsed())
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that shapes the numbers."""
+    from importlib.metadata import version
+
+    names = ("tl-geometry", "transformer-lens", "torch", "transformers", "numpy")
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except Exception:  # an uninstalled checkout has no metadata
+            found[name] = "unknown"
+    return {"python": platform.python_version(), "platform": sys.platform, **found}
