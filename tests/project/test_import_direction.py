@@ -45,7 +45,11 @@ HEAVY = (
     "sklearn",
     "plotly",
 )
-ONLY = {"transformer_lens": {"models"}, "circuitsvis": {"render"}, "matplotlib": {"render"}}
+ONLY = {
+    "transformer_lens": {"models"},
+    "circuitsvis": {"render"},
+    "matplotlib": {"render", "papers"},
+}
 """Libraries that only these packages may import."""
 
 
@@ -117,14 +121,14 @@ def test_packages_import_only_those_above_them() -> None:
     ("name", "planted"),
     [
         ("base.linalg", "from tl_geometry.models.model_view import ModelView"),
-        ("models.describing", "from tl_geometry import corpus"),
+        ("models.reader", "from tl_geometry import corpus"),
         ("models.model_view", "if TYPE_CHECKING:\n    from tl_geometry.corpus import TokenWindows"),
         ("decomposition.streaming", "def f():\n    from tl_geometry.scores import split"),
         ("decomposition.streaming", "import transformer_lens"),
         ("render.basis", "import matplotlib.pyplot as plt"),
-        ("models.describing", "import transformer_lens"),
-        ("models.describing", "import tl_geometry.render.basis"),
-        ("report.build", "from tl_geometry import experiments"),
+        ("models.reader", "import transformer_lens"),
+        ("models.reader", "import tl_geometry.render.basis"),
+        ("report.build", "from tl_geometry import papers"),
     ],
 )
 def test_a_planted_import_is_caught(name: str, planted: str) -> None:
@@ -136,7 +140,7 @@ def test_a_planted_import_is_caught(name: str, planted: str) -> None:
     [
         ("decomposition.position_context", "from tl_geometry.decomposition.moments import Moments"),
         ("render.basis", "def f():\n    import matplotlib"),
-        ("models.describing", "def f():\n    import transformer_lens"),
+        ("models.reader", "def f():\n    import transformer_lens"),
         ("corpus.sources", "def f():\n    from tl_geometry.models import view"),
     ],
 )

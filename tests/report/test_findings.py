@@ -14,8 +14,8 @@ import torch
 from scipy import stats
 
 import tl_geometry as tlg
-from tests.planted import require_caught
-from tests.report.test_planted import effects
+from tests.modules import copy_of
+from tests.report.test_by_hand import effects
 from tests.tiny import tiny, tokens
 from tl_geometry import (
     contextual_report,
@@ -295,112 +295,13 @@ def test_the_share_of_the_untrained_control_stands_beside_that_of_position() -> 
 
 
 def test_the_numbers_of_findings_are_those_of_their_tables() -> None:
-    require_caught(
-        check_states,
-        findings,
-        {
-            "raw share": (
-                "value, state, trust = float(shares[at])",
-                'value, state, trust = float(table.shares["pos"][at]) * 1.1',
-            ),
-            "the first state": (
-                "at = _largest(shares - null[:, 0])",
-                "at = 0 * _largest(shares)",
-            ),
-            "the share for its null": (
-                "spliced, ends = float(null[at, 0])",
-                "spliced, ends = float(shares[at])",
-            ),
-            "bounds of position": (
-                '(shares, lows, highs), null = table.intervals["ctx"].T',
-                'shares, (_, lows, highs), null = table.intervals["ctx"][:, 0], '
-                'table.intervals["pos"].T',
-            ),
-            "one error for an interval": (
-                "reach = float(t_quantile(torch.tensor(samples - 1.0))) * error",
-                "reach = error",
-            ),
-            "nulls of the first state": (
-                "{percent(float(v[at]))} for",
-                "{percent(float(v[0]))} for",
-            ),
-            "the maximum": (
-                'name = "incoherence_avg"',
-                'name = "incoherence_max"',
-            ),
-        },
-    )
-    require_caught(
-        check_heads,
-        findings,
-        {
-            "the lower bound twice": (
-                "(table.group_cs, found.low, found.high)",
-                "(table.group_cs, found.low, found.low)",
-            ),
-            "another null": (
-                'null = table.details.get("cs_position_null")',
-                'null = table.details.get("cs_position_null_95")',
-            ),
-            "the smallest rival": (
-                "second = int(others.argmax())",
-                "second = int(others.argmin())",
-            ),
-            "another type": (
-                "at = _largest(table.types[name])",
-                'at = _largest(table.types["duplicate"])',
-            ),
-            "no baseline": ("table.baselines[name]", "0.0"),
-            "the clean run for random": (
-                'effect.change("random term")',
-                'effect.change("bias")',
-            ),
-            "any head": (
-                "_trusted(geometry.excess, ",
-                "_trusted(-geometry.excess, ",
-            ),
-            "null of the rotation": (
-                "(geometry.noise_null, geometry.noise_high)",
-                "(geometry.null, geometry.noise_high)",
-            ),
-        },
-    )
-    require_caught(
-        check_flow,
-        findings,
-        {
-            "loss for divergence": (
-                '(float(skips.table(name, "kl", place=place)[a, b]), name, a, b)',
-                '(float(skips.table(name, "loss_increase", place=place)[a, b]), name, a, b)',
-            ),
-            "forgetting is free": (
-                'null = float(skips.table("mean", "kl", place=place)[a, b])',
-                'null = float(skips.table(name, "kl", place=place)[a, b])',
-            ),
-            "the last K": ("else curve.K.index(needed)", "else len(curve.K) - 1"),
-            "the median": ("curve.baseline_mean", "curve.baseline_median"),
-        },
-    )
+    check_states(copy_of(findings))
+    check_heads(copy_of(findings))
+    check_flow(copy_of(findings))
 
 
 def test_what_is_on_its_null_is_no_evidence() -> None:
-    require_caught(
-        check_words,
-        findings,
-        {
-            "the interval alone": (
-                "abs(value - null) > wider * reach",
-                "abs(value - null) >= 0",
-            ),
-            "never": ("abs(value - null) > wider * reach", "abs(value - null) < 0"),
-            "a gap of means": ("clear = bool(gap.low > 0)", "clear = bool(gap.value > -1)"),
-            "any direction": (
-                "clear = value < null and excludes(value, low, high, null, "
-                "samples=skips.test, among=among)",
-                "clear = True",
-            ),
-        },
-    )
+    check_words(copy_of(findings))
 
 
 def test_the_largest_of_many_on_their_null_is_rarely_evidence() -> None:

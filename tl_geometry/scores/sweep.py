@@ -17,7 +17,7 @@ Head types come from repeated random tokens made for the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -56,9 +56,6 @@ from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label, term_names
 
-if TYPE_CHECKING:
-    from tl_geometry.circuits.writer_sweep import WriterSweep
-
 WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 """Bytes that one step works on: about the cache of a CPU core, enough to fill a GPU."""
 
@@ -92,7 +89,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> WriterSweep: ...
+) -> Any: ...
 def sweep_heads(
     model: ModelLike,
     tokens: TokensLike,
@@ -106,7 +103,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> SweepTable | WriterSweep:
+) -> Any:
     """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a
     term as a matrix.
 

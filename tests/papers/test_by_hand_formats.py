@@ -1,5 +1,4 @@
-"""Held-out text is no training text: what an experiment trains on and measures on, with faults
-planted in the module."""
+"""Held-out text is no training text: what an experiment trains on and measures on."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.planted import require_caught
+from tests.modules import copy_of
 from tl_geometry.papers import characters
 
 
@@ -52,16 +51,5 @@ def check_held_out(module: Any) -> None:
     ]
 
 
-def test_faults_of_experiments_are_seen() -> None:
-    require_caught(
-        check_held_out,
-        characters,
-        {
-            "measured on training text": ('"own text": stream[cut:]', '"own text": stream[:cut]'),
-            "measured on all text": ('"own text": stream[cut:]', '"own text": stream'),
-            "trained on held-out text": ("text_windows(stream[:cut],", "text_windows(stream,"),
-            "one text for both": ('"other text": second}', '"other text": stream[cut:]}'),
-            "half held out": ("cut = int(0.9 * len(stream))", "cut = int(0.5 * len(stream))"),
-            "one batch again and again": ("seed * 10_000_019 + step)", "seed * 10_000_019)"),
-        },
-    )
+def test_experiments_by_hand() -> None:
+    check_held_out(copy_of(characters))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.planted import require_caught
+from tests.modules import copy_of
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, decompose_activations, sweep_heads
 from tl_geometry.base.results import Provenance, Result
@@ -147,82 +147,7 @@ def check_heads(module: Any) -> None:
         assert float(mass[1]) == pytest.approx(100 * float(table.dropped_mass[i]), rel=0.01)
 
 
-def test_faults_of_nulls_and_sentences_are_seen() -> None:
-    require_caught(
-        check_nulls,
-        flow_section,
-        {
-            "gibberish is text": (
-                '"gibberish": trajectories(model, noise',
-                '"gibberish": trajectories(model, chunks',
-            ),
-            "untrained is trained": (
-                '"untrained"] = trajectories(null, chunks',
-                '"untrained"] = trajectories(model, chunks',
-            ),
-            "untrained on gibberish": (
-                '"untrained"] = trajectories(null, chunks',
-                '"untrained"] = trajectories(null, noise',
-            ),
-        },
-    )
-    require_caught(
-        check_anova,
-        basis_section,
-        {
-            "context for position": (
-                "{cell(row, 'pos', percent=True)} position",
-                "{cell(row, 'ctx', percent=True)} position",
-            ),
-            "residual for context": (
-                "{cell(row, 'ctx', percent=True)} context",
-                "{cell(row, 'resid', percent=True)} context",
-            ),
-            "another state": (
-                "row, cell = basis.index(middle), ",
-                "row, cell = basis.index(middle) + 1, ",
-            ),
-            "not debiased": (
-                "{cell(row, debiased, percent=True)}",
-                "{cell(row, 'pos', percent=True)}",
-            ),
-            "agreement for reliability": (
-                "{cell(row, 'pos_reliability')}",
-                "{cell(row, 'ctx_agreement')}",
-            ),
-            "own share for the null": (
-                "{cell(row, 'ctx_null', percent=True)}",
-                "{cell(row, 'ctx', percent=True)}",
-            ),
-        },
-    )
-    require_caught(
-        check_heads,
-        heads_section,
-        {
-            "worse for better": (
-                'effect.change("random term", against="dominant term")',
-                'effect.change("dominant term", against="random term")',
-            ),
-            "against the clean run": (
-                'effect.change("random term", against="dominant term")',
-                'effect.change("random term")',
-            ),
-            "the upper bound for the lower": (
-                "{float(found.low[row, group]):.2f} to",
-                "{float(found.high[row, group]):.2f} to",
-            ),
-            "the first group": (
-                "{cell(row, f'gs_{top.groups[largest]}')} of the gain",
-                "{cell(row, f'gs_{top.groups[0]}')} of the gain",
-            ),
-            "the share for the score": (
-                "{cell(row, name)} (",
-                "{cell(row, 'group_share')} (",
-            ),
-            "mass of the first head": (
-                "{cell(row, 'dropped_mass', percent=True)}",
-                "{cell(0, 'dropped_mass', percent=True)}",
-            ),
-        },
-    )
+def test_nulls_and_sentences_by_hand() -> None:
+    check_nulls(copy_of(flow_section))
+    check_anova(copy_of(basis_section))
+    check_heads(copy_of(heads_section))
