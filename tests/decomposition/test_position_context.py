@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.fixtures import additive, random_states
-from tl_geometry.base.results import write_atomically
+from tl_geometry.base.files import write_atomically
 from tl_geometry.decomposition.from_activations import decompose_tensor
 from tl_geometry.decomposition.moments import Moments, half_width
 from tl_geometry.decomposition.position_context import PositionContext

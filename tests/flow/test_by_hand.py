@@ -1,5 +1,4 @@
-"""Numbers of the flow against other routes (numpy, scipy, formulas written out), with faults
-planted in the modules to see that each would be noticed."""
+"""Numbers of the flow against other routes (numpy, scipy, formulas written out)."""
 
 from __future__ import annotations
 

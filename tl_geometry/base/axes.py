@@ -6,6 +6,9 @@ annotation.
 
 from __future__ import annotations
 
+import functools
+import re
+
 AXES: dict[str, str] = {
     "state": "residual stream states: 0 the embedding output, l the input of block l, n_layers the "
     "stream before the final norm",
@@ -48,3 +51,27 @@ AXES: dict[str, str] = {
     "symbol": "characters of a small alphabet",
     "vocab": "token ids of a model that is trained here",
 }
+
+
+@functools.cache
+def axes_of(cls: type) -> dict[str, tuple[str, ...]]:
+    """Axis names of every tensor that a class has as a field or as a property, from the
+    annotations: ``Float[Tensor, "head side part"]``.
+
+    >>> from tl_geometry.circuits import WriterSweep
+    >>> axes_of(WriterSweep)["numerators"]
+    ('head', 'side', 'part')
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for base in reversed(cls.__mro__):
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            found[name] = _axes(str(annotation))
+        for name, value in vars(base).items():
+            if isinstance(value, property) and value.fget is not None:
+                found[name] = _axes(str(value.fget.__annotations__.get("return", "")))
+    return found
+
+
+def _axes(annotation: str) -> tuple[str, ...]:
+    written = re.search(r"Tensor, ['\"]([^'\"]*)['\"]", annotation)
+    return tuple(written[1].split()) if written else ()

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import hash_tokens, write_atomically
+from tl_geometry.base.files import write_atomically
+from tl_geometry.base.results import hash_tokens
 from tl_geometry.decomposition import files
 from tl_geometry.decomposition.accumulator import Accumulation
 from tl_geometry.decomposition.largest import Largest

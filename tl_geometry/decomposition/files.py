@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.results import UNCHECKED, Provenance, read_file, refuse_unknown
+from tl_geometry.base.files import read_file, refuse_unknown
+from tl_geometry.base.records import decode
+from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition.largest import Largest
 from tl_geometry.decomposition.moments import SETTINGS, Moments
 from tl_geometry.decomposition.reservoir import Reservoir
@@ -79,10 +81,11 @@ def fields_of(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
         group: {n: tensors[f"{group}|{n}"] for n in names if f"{group}|{n}" in tensors}
         for group, names in GROUPS.items()
     }
-    provenance, sample = Provenance.of(header["provenance"]), header["reservoir"]
+    fields: Any = decode(header["provenance"], {}, {})
+    provenance, sample = Provenance(**fields), header["reservoir"]
     dtype = getattr(torch, header.get("product_dtype", "float32"))
     return {
-        "provenance": provenance if "checksum" in header else provenance.flagged(UNCHECKED),
+        "provenance": provenance,
         "states": tuple(header["states"]),
         "moments": Moments.of(header["window"], held["moments"], dtype),
         "names": tuple(header["names"]),

@@ -18,7 +18,8 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.results import Result, as_path, write_atomically
+from tl_geometry.base.files import as_path, write_atomically
+from tl_geometry.base.results import Result
 from tl_geometry.decomposition import files, merge_parts
 from tl_geometry.decomposition.from_activations import Parts, parts_about
 from tl_geometry.decomposition.largest import (

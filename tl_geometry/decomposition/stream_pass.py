@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import as_path, hash_tokens
+from tl_geometry.base.files import as_path
+from tl_geometry.base.results import hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.decomposition import checkpoints, process_group
 from tl_geometry.decomposition.accumulator import Accumulation, Feed, OnState, Plan

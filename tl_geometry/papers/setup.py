@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.base.results import Result, write_atomically
+from tl_geometry.base.files import write_atomically
+from tl_geometry.base.results import Result
 from tl_geometry.papers.contents import SCALES
 from tl_geometry.zoo.trainer import Batch, TrainSettings, train
 

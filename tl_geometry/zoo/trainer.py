@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import read_file, write_atomically
+from tl_geometry.base.files import read_file, write_atomically
 
 IGNORE = -100
 """Target id that takes no part in the loss."""
