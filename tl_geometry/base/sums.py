@@ -25,8 +25,6 @@ from torch import Tensor
 from tl_geometry.base.axes import axes_of
 from tl_geometry.base.errors import require
 
-S = TypeVar("S", bound="Sums")
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sums:
@@ -99,3 +97,6 @@ class Sums:
         if axis not in names:
             return None
         return names.index(axis) - len(names) + value.dim()
+
+
+S = TypeVar("S", bound=Sums)
