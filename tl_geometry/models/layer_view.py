@@ -194,12 +194,6 @@ class LayerView:
         """Keys of additive parts (without the constant)."""
         return self.k_map(parts) * self.k_scale.unsqueeze(-1)
 
-    def project_v(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
-        """Values of additive parts (without the constant)."""
-        return self.v_map(parts) * self.v_scale.unsqueeze(-1)
-
 
 LayerHook = Callable[[LayerView], None]
 """Receives the view of a layer as soon as the forward pass has finished that layer."""

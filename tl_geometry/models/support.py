@@ -19,7 +19,6 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.states import AFTER
 
-VERDICTS = ("supported", "verified", "reported", "refused")
 Row = tuple[str, str, str]
 
 
