@@ -32,6 +32,7 @@ from tl_geometry.models.attention_spec import (
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.parameters import Parameters, block_of, inner, part, qk_norm_module
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.softmax import soft_cap
 
 
 class FactFinder:
@@ -258,8 +259,7 @@ class FactFinder:
         if facts.bias_form == "measured" and scores is not None:
             rest = torch.where(allowed, scores - total, 0.0)
             return float((rest - rest.mean(0)).abs().max())
-        if facts.softcap is not None:
-            total = facts.softcap * torch.tanh(total / facts.softcap)
+        total = soft_cap(total, facts.softcap)
         if scores is not None:
             return float(torch.where(allowed, scores - total, 0.0).abs().max())
         cells = allowed & (pattern > 1e-30)

@@ -327,7 +327,7 @@ class Layers:
             self.memo["bias", layer, length] = rest.mean(0)
 
         with without_hooks(self.parameters.model):  # the bias is the model's own
-            self._stream(ids, wanted, take)
+            self.stream(ids, {layer: self.hooks(layer) for layer in wanted}, take)
 
     def run(
         self,
@@ -349,31 +349,35 @@ class Layers:
                 on_sample(self._build(layer, one_context(found, row), True, queries=queries))
             on_layer(self._build(layer, found, verify))
 
-        self._stream(tokens, layers, take)
+        self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
 
-    def _stream(
+    def stream(
         self,
         tokens: Tensor,
-        layers: Sequence[int],
+        names: Mapping[int, Sequence[str]],
         take: Callable[[int, Mapping[str, Tensor]], None],
-    ) -> None:
-        """One forward pass that hands over each layer's activations once the layer is done, and
-        lets them go."""
-        wanted = {l: self.hooks(l) for l in layers}
+        last: str | None = None,
+    ) -> Tensor | None:
+        """One forward pass that hands over each layer's activations (``names``) once the layer is
+        done, and lets them go; returns the activation of the hook ``last``."""
         held: dict[str, Tensor] = {}
+        hooks = {name: keep(held, name) for of_layer in names.values() for name in of_layer}
+        if last is not None:
+            hooks[last] = keep(held, last)
 
-        def finish(layer: int, before: Hook | None) -> Hook:
+        def finish(layer: int, record: Hook | None) -> Hook:
             def hook(value: Tensor) -> None:
-                take(layer, {n: held.pop(n) for n in wanted[layer]})
-                if before is not None:
-                    before(value)
+                take(layer, {name: held.pop(name) for name in names[layer]})
+                if record is not None:  # the output of this layer is the input of the next
+                    record(value)
 
             return hook
 
-        hooks = {name: keep(held, name) for names in wanted.values() for name in names}
-        ends = {self.runner.state_hooks[l + 1]: l for l in layers}
-        last = {name: finish(layer, hooks.get(name)) for name, layer in ends.items()}
-        self.runner(tokens, hooks | last)
+        for layer in names:
+            end = self.runner.state_hooks[layer + 1]
+            hooks[end] = finish(layer, hooks.get(end))
+        self.runner(tokens, hooks)
+        return None if last is None else held[last]
 
     def output_head(self) -> OutputHead | None:
         """The norm and the linear map that make the logits of the last state, or ``None``."""

@@ -54,6 +54,7 @@ from tl_geometry.models.hook_points import (
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
+from tl_geometry.models.softmax import soft_cap
 
 ALLOWED_HOOKS = (
     "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
@@ -288,10 +289,7 @@ class LiveLayer:
             instead="prompts of one length without padding mask",
             error=ReconstructionError,
         )
-        own, new = (
-            s if layer.softcap is None else layer.softcap * torch.tanh(s / layer.softcap)
-            for s in (own, new)
-        )
+        own, new = (soft_cap(s, layer.softcap) for s in (own, new))
         error = torch.where(allowed, theirs.detach() - own.detach(), 0.0).abs().max()
         self._close(
             "scores",

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.softmax import soft_cap
 
 
 class OutputHead(NamedTuple):
@@ -26,8 +26,7 @@ class OutputHead(NamedTuple):
     def logits(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
         """Logits of last states, in their dtype."""
         readout = einsum(self.norm.apply(h), self.W_U.to(h), "... d_model, d_model v -> ... v")
-        out = readout + self.b_U.to(h)
-        return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
+        return soft_cap(readout + self.b_U.to(h), self.softcap)
 
     def directions(self, ids: Sequence[int] | None = None) -> Float[Tensor, "token d_model"]:
         """One row per token (of ``ids``), ``A diag(gain) W_U`` with A the norm's centring: its dot

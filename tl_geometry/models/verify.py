@@ -18,6 +18,7 @@ from tl_geometry.models.reconstruction import (
     pattern_error,
     reconstruction_bound,
 )
+from tl_geometry.models.softmax import soft_cap
 
 
 def largest(x: Tensor) -> float:
@@ -67,7 +68,7 @@ def check_scores(
         part_ = slice(start, min(start + step, heads))
         total, size = _total_and_size(view, part_, queries)
         scale = max(scale, float(torch.where(allowed, size, 0.0).max()))
-        capped = total if view.softcap is None else view.softcap * torch.tanh(total / view.softcap)
+        capped = soft_cap(total, view.softcap)
         if view.scores is not None:
             theirs = view.scores[:, part_, queries]
             difference = torch.where(allowed, capped - theirs, 0.0)
