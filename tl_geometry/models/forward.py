@@ -12,7 +12,7 @@ the thread that asked for it: other threads may run the model meanwhile.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import get_ident
@@ -85,15 +85,9 @@ class Runner:
         stop_at: int | None = None,
     ) -> Tensor | None:
         ids = self.checked(tokens)
-        missing = [name for name in hooks if not self.has(name)]
-        require(
-            not missing,
-            f"hooks of {self.name}",
-            expected=f"hooks of this {self.class_name}",
-            got=f"no {', '.join(missing)}",
-            instead="check_model(model) to see what is supported",
-            error=UnsupportedModelError,
-        )
+        for name in hooks:
+            self.has(name)  # points that were added since
+        require_points(self.points, hooks, self.name, self.class_name)
         fired: set[str] = set()
         last = self._last_state(hooks, logits, stop_at)
         handles = [self._add(name, hook, fired) for name, hook in hooks.items()]
@@ -236,6 +230,21 @@ class Runner:
             if name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head"))
             else 0
         )
+
+
+def require_points(
+    points: Mapping[str, Any], names: Iterable[str], model_name: str, class_name: str
+) -> None:
+    """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
+    missing = [name for name in names if name not in points]
+    require(
+        not missing,
+        f"hooks of {model_name}",
+        expected=f"hooks of this {class_name}",
+        got=f"no {', '.join(missing)}",
+        instead="check_model(model) to see what is supported",
+        error=UnsupportedModelError,
+    )
 
 
 def put_on(point: Any, hook: Callable[..., Any], **options: Any) -> Any:

@@ -42,6 +42,7 @@ def token_losses(
 ) -> Float[Tensor, "*batch"]:
     """``-log p(target)`` in nats, on the device of the log-probabilities.
 
+    >>> import torch
     >>> token_losses(torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([0])).exp().tolist()
     [2.0]
     """
@@ -53,6 +54,7 @@ def next_token_losses(
 ) -> Float[Tensor, "batch position-1"]:
     """Loss in nats of each token after the first, from the logits of the position before it.
 
+    >>> import torch
     >>> next_token_losses(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp().tolist()
     [[4.0, 4.0]]
     """

@@ -1,5 +1,5 @@
-"""The checks of one layer: recomputed queries, keys, scores and patterns against the model's
-own."""
+"""Compares the recomputed queries, keys, scores and patterns of one layer with the model's own;
+:mod:`tl_geometry.models.layers` calls it for every layer that is verified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tl_geometry.models.attention_spec import Facts, scores_of
+from tl_geometry.models.attention_spec import AttentionSpec, scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.reconstruction import (
     CHUNK,
@@ -27,7 +27,7 @@ def largest(x: Tensor) -> float:
 
 
 def check_inputs(
-    facts: Facts,
+    spec: AttentionSpec,
     view: LayerView,
     raw: Mapping[str, Tensor],
     hooked: Mapping[str, Tensor | None],
@@ -37,11 +37,11 @@ def check_inputs(
     and as they enter the scores."""
     checks, sizes = {}, {}
     for w in "qk":
-        value, size = hooked[w], facts.sizes(view.h[:, positions], w)
+        value, size = hooked[w], spec.sizes(view.h[:, positions], w)
         if value is not None:
             bound = reconstruction_bound(view.roundoff, largest(size))
             checks[w] = (largest((raw[w] - value)[:, positions]), bound)
-        sizes[w] = largest(size if facts.qk_norm is None else view.sizes(w))
+        sizes[w] = largest(size if spec.qk_norm is None else view.sizes(w))
     return ReconstructionReport(checks=checks, scale=0.0, sizes=sizes)
 
 
