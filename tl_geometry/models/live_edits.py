@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
@@ -54,6 +54,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
 from tl_geometry.models.softmax import soft_cap
+from tl_geometry.models.write_spec import by_head
 
 ALLOWED_HOOKS = (
     "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
@@ -190,6 +191,11 @@ def score_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "batch hea
 @torch.no_grad()
 def _distance(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).square().sum()
+
+
+def _mixed(pattern: Tensor, v: Tensor) -> Float[Tensor, "batch query head d_head"]:
+    """Mixed values ``pattern @ v``."""
+    return einsum(pattern, v, "b h i j, b j h e -> b i h e")
 
 
 class _Step(NamedTuple):
@@ -337,27 +343,16 @@ class LiveLayer:
     def _z(self, value: Tensor) -> Tensor | None:
         layer, own, new = self._begin()
         if layer.v is None:
-            fail(
-                f"layer {layer.layer} of {self.view.name}",
-                expected="values",
-                got="none",
-                error=UnsupportedModelError,
-            )
+            what = f"layer {layer.layer} of {self.view.name}"
+            fail(what, expected="values", got="none", error=UnsupportedModelError)
         v, left = layer.v[:, :, self.heads], self.running.left.get(self.pattern)
-        patterns = (layer.pattern_of(s, self.heads) for s in (own, new))
-        own, new = (einsum(p, v, "b h i j, b j h e -> b i h e") for p in patterns)
-        after = (
-            None
-            if left is None
-            else einsum(left[:, self.heads].to(v), v, "b h i j, b j h e -> b i h e")
-        )
-        by_head = (
-            rearrange(value, "b i (h e) -> b i h e", e=v.shape[-1]) if value.dim() == 3 else value
-        )
+        own, new = (_mixed(layer.pattern_of(s, self.heads), v) for s in (own, new))
+        after = None if left is None else _mixed(left[:, self.heads].to(v), v)
+        z = by_head(value, layer.v.shape[2])
         bound = self._pattern_bound(layer, None) * float(v.detach().abs().max())
-        out = self._settled("z", by_head, (after, own, new), bound, 2, "pattern @ v")
+        out = self._settled("z", z, (after, own, new), bound, 2, "pattern @ v")
         if self.edit.values is not None:
-            out = self._revalued(layer, v, by_head if out is None else out, out is None)
+            out = self._revalued(layer, v, z if out is None else out, out is None)
         self.running.begin()
         if self.counts:
             self.record.count()
@@ -372,7 +367,7 @@ class LiveLayer:
         else:
             pattern = layer.pattern_of(self._begin().new, self.heads)
         change = self.edit.values(layer, v) - v
-        return self._moved(z, einsum(pattern, change, "b h i j, b j h e -> b i h e"), 2)
+        return self._moved(z, _mixed(pattern, change), 2)
 
     def _settled(
         self,

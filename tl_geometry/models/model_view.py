@@ -24,7 +24,7 @@ from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import Parameters, part, upcast
-from tl_geometry.models.user_hooks import brief
+from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
 
@@ -210,7 +210,7 @@ class ModelView:
 
     def hooked(self) -> tuple[str, ...]:
         """Where user hooks act now."""
-        return self._layers.runner.hooked()
+        return names_of(self._model)
 
     # ---- weights and facts
 

@@ -27,7 +27,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import Parameters
 from tl_geometry.models.precision import can_widen, is_half, widened
 from tl_geometry.models.states import BEFORE, block_output, state_hooks
-from tl_geometry.models.user_hooks import brief, replaced_forwards, without_hooks
+from tl_geometry.models.user_hooks import brief, names_of, replaced_forwards, without_hooks
 
 CLASS_NAMES = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
@@ -124,7 +124,7 @@ def view(model: Any) -> ModelView:
         head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
-        notes=_notes(model, class_name, run),
+        notes=_notes(model, class_name),
         pad_id=unambiguous_pad_id(model),
         _model=model,
         _run=run,
@@ -253,7 +253,7 @@ def unambiguous_pad_id(model: Any) -> int | None:
     return None if pad is None or pad in taken else int(pad)
 
 
-def _notes(model: Any, class_name: str, run: Runner) -> tuple[str, ...]:
+def _notes(model: Any, class_name: str) -> tuple[str, ...]:
     notes = []
     if (
         class_name == "HookedTransformer"
@@ -264,7 +264,7 @@ def _notes(model: Any, class_name: str, run: Runner) -> tuple[str, ...]:
             "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a "
             "power of two"
         )
-    if hooked := run.hooked():
+    if hooked := names_of(model):
         where = brief(hooked)
         notes.append(f"the model carries hooks of its own, which act in every number: {where}")
     return tuple(notes)

@@ -1,5 +1,5 @@
-"""Who wrote the residual stream: at each block the stream as a sum over embeddings, heads, MLPs and
-constants, by one forward pass.
+"""Who wrote the residual stream? At each block the stream as a sum over embeddings, heads, MLPs and
+constants, by one forward pass; composition, logits and splits by writer ask.
 
 1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds; b_O, b_out and the part of z
    that does not depend on the source, ``(beta W_V + b_V) W_O sum_j p_ij``, are ``constants``, so
@@ -57,7 +57,7 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
     end."""
     choice(grain, GRAINS, "parts")
     writing = writing_of(view)
-    found = [Writer(name, -1, -1) for name, _ in writing.embedding.hooks]
+    found = [Writer(name, -1, -1) for name, _ in writing.embeddings]
     found.append(Writer(CONSTANTS, -1, -1))
     for at in range(layer):
         if grain == "writers":
@@ -101,13 +101,13 @@ class Written:
         first = upcast(found["blocks.0.hook_resid_pre"])
         self.dense = {
             name: upcast(found[hook]).to(first).expand_as(first)
-            for name, hook in writing.embedding.hooks
+            for name, hook in writing.embeddings
         }
         self.constants = torch.zeros_like(first)
         self.heads: list[HeadWrites] = []
-        if writing.embedding.norm is not None:
-            whole = torch.stack(list(self.dense.values())).sum(0)
-            self._through(writing.embedding.norm, writing.embedding.norm.scale(whole))
+        if writing.embedding_norm is not None:
+            total = torch.stack(list(self.dense.values())).sum(0)
+            self._through(writing.embedding_norm, writing.embedding_norm.scale(total))
 
     @property
     def layer(self) -> int:
