@@ -212,8 +212,8 @@ def test_arguments_are_refused_before_anything_is_read() -> None:
             "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, "
             "got torch.int8",
         ),
-        ({"device": "nonsense"}, "device: expected one that torch has here, got 'nonsense'"),
-        ({"device": "meta"}, "device: expected one that torch has here, got 'meta'"),
+        ({"device": "nonsense"}, "device: expected a device of this machine, got 'nonsense'"),
+        ({"device": "meta"}, "device: expected a device of this machine, got 'meta'"),
     ):
         assert text in message("no-such-model", **options)
 

@@ -137,7 +137,7 @@ def test_a_rotation_off_by_one_position_is_refused(
 ) -> None:
     seen = view(tiny("bridge", architecture))
     layers_of(seen, tokens())
-    plain = layers.Facts.head_map
+    plain = layers.AttentionSpec.head_map
 
     def late(self: Any, x: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         return plain(
@@ -147,7 +147,7 @@ def test_a_rotation_off_by_one_position_is_refused(
             turn if which == "k" or turn is None else (turn[0].roll(1, 0), turn[1].roll(1, 0)),
         )
 
-    monkeypatch.setattr(attention_spec.Facts, "head_map", late)
+    monkeypatch.setattr(attention_spec.AttentionSpec, "head_map", late)
     with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
         layers_of(seen, tokens())
 
@@ -194,13 +194,13 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
             hf_model(architecture, dtype), None, model_class=model_class, processed=processed
         )
         layers_of(view(model), tokens())
-        monkeypatch.setattr(infer.FactFinder, "find", lambda self: off_by(FIND(self), factor))
+        monkeypatch.setattr(infer.SpecInference, "infer", lambda self: off_by(FIND(self), factor))
         again = from_hf(
             hf_model(architecture, dtype), None, model_class=model_class, processed=processed
         )
         with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
             layers_of(view(again), tokens())
-        monkeypatch.setattr(layers.Layers, "verify_facts", lambda self, layer, h: None)
+        monkeypatch.setattr(layers.Layers, "verify_spec", lambda self, layer, h: None)
         layers_of(
             view(
                 from_hf(
@@ -215,10 +215,10 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
         monkeypatch.undo()
 
 
-FIND = infer.FactFinder.find
+FIND = infer.SpecInference.infer
 
 
-def off_by(found: attention_spec.Facts, factor: float) -> attention_spec.Facts:
+def off_by(found: attention_spec.AttentionSpec, factor: float) -> attention_spec.AttentionSpec:
     return dataclasses.replace(found, scale=found.scale * factor)
 
 

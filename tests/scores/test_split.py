@@ -671,7 +671,7 @@ def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.Mon
         split_scores(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"))
 
 
-def _unbiased(self: attention_spec.Facts, which: str) -> Tensor:
+def _unbiased(self: attention_spec.AttentionSpec, which: str) -> Tensor:
     assert self.weights is not None
     return {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
 
@@ -687,7 +687,7 @@ def _other_layer(
 
 ROTATE = attention_spec.rotate
 ADAPTER_FAULTS: dict[str, tuple[str, Any, str, Any]] = {
-    "norm bias dropped": ("gpt2", attention_spec.Facts, "constant", _unbiased),
+    "norm bias dropped": ("gpt2", attention_spec.AttentionSpec, "constant", _unbiased),
     "weights of another layer": ("llama", parameters.Parameters, "weights", _other_layer),
     "rotation the other way": (
         "llama",

@@ -31,6 +31,7 @@ from tl_geometry.models.batches import SAMPLED, another_row
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.softmax import masked_softmax, soft_cap
 from tl_geometry.scores.split_request import BIAS
 
 ERROR, OFFSET = "error", "b_dec"
@@ -223,9 +224,7 @@ class _FeatureSums:
         allowed = layer.allowed[start:, start:]
         score = score[..., start:, start:]
         centred = row_center(score, allowed)
-        cap = layer.softcap
-        entered = score if cap is None else cap * torch.tanh(score / cap)
-        p = torch.where(allowed, entered, torch.finfo(score.dtype).min).softmax(-1) * allowed
+        p = masked_softmax(soft_cap(score, layer.softcap), allowed)
         moved = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
         weight = torch.stack([centred, moved])
         length, most = active.place[:, start:].shape[1:]

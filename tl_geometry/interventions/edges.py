@@ -28,7 +28,7 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.terms import HeadsLike, derangement
-from tl_geometry.models.edit_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.hook_points import PassTokens
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit
@@ -185,7 +185,7 @@ def _live(
         source = None if others is None else clean_run(now, others, names, layers)
         return now, edge_edits(run, names, chosen, sides, source, drop=start)
 
-    return live_edit(prepare)
+    return LiveEdit(prepare)
 
 
 def first_edited(drop: int | None, rows: TokenWindows) -> int:

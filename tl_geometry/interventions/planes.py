@@ -24,7 +24,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.interventions.terms import HeadsLike, derangement, require_several
-from tl_geometry.models.edit_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
@@ -123,7 +123,7 @@ def _edit(
             edits.append(Edit(at, mine, scores))
         return as_view(model), edits
 
-    return live_edit(prepare)
+    return LiveEdit(prepare)
 
 
 def remove_planes(

@@ -3,9 +3,6 @@ keep only it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,16 +11,8 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.corpus.sources import state_indices
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.edit_lists import (
-    HookList,
-    ListedHook,
-    LiveEdit,
-    OneThread,
-    OwnedHooks,
-    require_unchanged,
-)
-from tl_geometry.models.hook_points import Placed, attached
-from tl_geometry.models.live_edits import OpenEdit
+from tl_geometry.models.edit_lists import LiveEdit
+from tl_geometry.models.live_edits import StreamEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -103,26 +92,11 @@ def project_stream(
     True
     """
 
-    def prepare() -> tuple[ModelView, Placed, OpenEdit]:
-        view, record = as_view(model), OpenEdit(())
-        return view, _projection(view, basis, state, subspace, keep, rank, record), record
+    def prepare() -> tuple[ModelView, list[StreamEdit]]:
+        view = as_view(model)
+        return view, [_projection(view, basis, state, subspace, keep, rank)]
 
-    @contextmanager
-    def opened() -> Iterator[OpenEdit]:
-        view, hook, record = prepare()
-        with attached(view, [hook]):
-            yield record
-        record.require_passes(view.name)
-        require_unchanged(view)
-
-    def listed() -> tuple[OpenEdit, HookList]:
-        view, (name, call, _), record = prepare()
-
-        thread = OneThread(view)
-        hook = ListedHook(thread, call, begin=lambda: require_unchanged(view))
-        return record, OwnedHooks([(name, hook)], thread)
-
-    return LiveEdit(opened, listed)
+    return LiveEdit(prepare)
 
 
 def _projection(
@@ -132,8 +106,7 @@ def _projection(
     subspace: str,
     keep: bool,
     rank: int | None,
-    record: OpenEdit,
-) -> Placed:
+) -> StreamEdit:
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
@@ -142,12 +115,11 @@ def _projection(
     directions, mean = subspace_of(basis, at, subspace, rank), basis.mean[basis.index(at)]
 
     def hook(h: Tensor) -> Tensor:
-        record.count()
         V, m = directions.to(h.device), mean.to(h.device)
         inside = ((h.double() - m) @ V) @ V.mT
         return (m + inside if keep else h.double() - inside).to(h.dtype)
 
-    return Placed(view.state_hooks[at], hook, "first")
+    return StreamEdit(view.state_hooks[at], hook)
 
 
 def removed_share(

@@ -34,7 +34,7 @@ from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
-from tl_geometry.models.edit_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
@@ -257,7 +257,7 @@ def surrogate(
         new = replacements(now, basis, pairs, part, rank=rank, seed=seed)
         return now, [_edit(layer, one, on_pattern) for layer, one in new.items()]
 
-    return live_edit(prepare)
+    return LiveEdit(prepare)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -31,7 +31,7 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import SAMPLED
-from tl_geometry.models.edit_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.hook_points import PassTokens
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit, ScoreEdit
@@ -288,7 +288,7 @@ def _edit(model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Ch
         now = as_view(model)
         return now, edits_for(now, basis, chosen, change)
 
-    return live_edit(prepare)
+    return LiveEdit(prepare)
 
 
 def remove_term(

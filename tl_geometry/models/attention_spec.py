@@ -1,5 +1,6 @@
-"""How one attention layer makes scores, as data that can be applied to any part of the stream:
-norm, projections, QK-norm, rotation, scale, bias and mask."""
+"""How one attention layer turns its input into scores (norm, projections, QK-norm, rotation, scale,
+bias, mask), as data that can be applied to any part of the stream. Inferred by
+:mod:`tl_geometry.models.infer`, applied by :mod:`tl_geometry.models.layers`."""
 
 from __future__ import annotations
 
@@ -35,6 +36,10 @@ class QKNorm:
     gain_k: Float[Tensor, "head d_head"]
     eps: float
 
+    def gain(self, which: str) -> Float[Tensor, "head d_head"]:
+        """The gains of queries (``"q"``) or keys (``"k"``)."""
+        return self.gain_q if which == "q" else self.gain_k
+
     def scale(self, x: Float[Tensor, "... head d_head"]) -> Float[Tensor, "... head"]:
         """The scale that is frozen."""
         x = self.centre(x)
@@ -49,8 +54,8 @@ class QKNorm:
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
-    """What one attention layer does to its input, apart from the tokens.
+class AttentionSpec:
+    """What one attention layer does to its input, whatever the tokens.
 
     ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary
     tables, GPT-Neo's products), as its own numbers on the probe show. ``added`` is what Shortformer
@@ -94,18 +99,16 @@ class Facts:
 
     def matrix(self, which: str) -> Tensor:
         """W_Q, W_K or W_V."""
-        # left out only of the facts that are remembered between forward passes
-        assert self.weights is not None
-        return {"q": self.weights.W_Q, "k": self.weights.W_K, "v": self.weights.W_V}[which]
+        assert self.weights is not None  # they are absent only between forward passes
+        return getattr(self.weights, f"W_{which.upper()}")
 
     def constant(self, which: str) -> Float[Tensor, "... head d_head"]:
         """Query, key or value of what does not depend on the stream (biases of norm and
         projection), before QK-norm and rotation."""
-        assert self.weights is not None
-        bias = {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
         source = self.norm.bias
         if self.added is not None and which != "v":
             source = source + self.added
+        bias = getattr(self.weights, f"b_{which.upper()}")
         return einsum(source, self.matrix(which), "... d, h d e -> ... h e") + bias
 
     def added_position(self) -> AddedPosition | None:
@@ -122,8 +125,7 @@ class Facts:
         if which == "v":
             return x
         if self.qk_norm is not None:
-            gain = self.qk_norm.gain_q if which == "q" else self.qk_norm.gain_k
-            x = self.qk_norm.centre(x) * gain
+            x = self.qk_norm.centre(x) * self.qk_norm.gain(which)
         return x if self.rotation is None or turn is None else rotate(x, *turn, self.rotation)
 
     def raw(self, h: Tensor, which: str) -> Tensor:
@@ -143,8 +145,8 @@ class Facts:
         size = self.sizes(h, which)
         if self.qk_norm is None:
             return size
-        gain = self.qk_norm.gain_q if which == "q" else self.qk_norm.gain_k
-        return size / self.qk_norm.scale(self.raw(h, which)).unsqueeze(-1) * gain.abs()
+        frozen = self.qk_norm.scale(self.raw(h, which)).unsqueeze(-1)
+        return size / frozen * self.qk_norm.gain(which).abs()
 
     def full(self, h: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         """Query or key as it enters the score."""
@@ -160,12 +162,9 @@ def rotate(
     """Rotary embedding of the first coordinates, linear in ``x``; ``cos`` and ``sin`` are
     ``[position rotary_dim]``."""
     size, rest = cos.shape[-1], x.shape[-1] - cos.shape[-1]
-    half = style == "half"
-    first, second = (
-        (slice(size // 2), slice(size // 2, size))
-        if half
-        else (slice(0, size, 2), slice(1, size, 2))
-    )
+    first, second = slice(size // 2), slice(size // 2, size)
+    if style == "adjacent":
+        first, second = slice(0, size, 2), slice(1, size, 2)
     cos, sin = pad(cos, (0, rest), value=1.0).unsqueeze(-2), sin.unsqueeze(-2)
     out = x * cos
     out[..., first].addcmul_(x[..., second], sin[..., first], value=-1)
@@ -174,14 +173,14 @@ def rotate(
 
 
 def turn_of(
-    parameters: Parameters, layer: int, found: Mapping[str, Tensor], length: int, style: str | None
+    parameters: Parameters, layer: int, cached: Mapping[str, Tensor], length: int, style: str | None
 ) -> tuple[Tensor, Tensor] | None:
     """Cosine and sine tables ``[position rotary_dim]`` of a layer, from its activations or its
     buffers."""
     if style is None:
         return None
     attn, prefix = parameters.attention(layer), f"blocks.{layer}.attn."
-    cos, sin = found.get(prefix + "hook_cos"), found.get(prefix + "hook_sin")
+    cos, sin = cached.get(prefix + "hook_cos"), cached.get(prefix + "hook_sin")
     if cos is None or sin is None:
         cos, sin = _tables(attn, length)
     if cos is None or sin is None:
@@ -231,7 +230,8 @@ def ignore_of(attn: Any) -> float | None:
 def unmasked(
     scores: Float[Tensor, "*batch query key"], ignore: float | None
 ) -> Bool[Tensor, "*batch query key"]:
-    """Where the model's scores are not those of masked keys, with ``ignore`` of the layer's facts.
+    """Where the model's scores are not those of masked keys (``ignore``: the spec's score of
+    those).
 
     >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), -1e5).tolist()
     [[True, False, False]]
@@ -241,14 +241,14 @@ def unmasked(
 
 
 def allowed_cells(
-    facts: Facts, length: int, causal: bool, scores: Tensor | None, pattern: Tensor | None
+    spec: AttentionSpec, length: int, causal: bool, scores: Tensor | None, pattern: Tensor | None
 ) -> Bool[Tensor, "query key"]:
     """Which keys each query may attend to: from the model's masked scores, else causal and window
     by its own account."""
     if scores is not None:  # windows have no padding: one mask for all contexts
-        return unmasked(scores[0], facts.ignore).any(0)
+        return unmasked(scores[0], spec.ignore).any(0)
     i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
     allowed = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
-    if facts.window is not None:
-        allowed = allowed & (i - j < facts.window) & (True if causal else (j - i < facts.window))
+    if spec.window is not None:
+        allowed = allowed & (i - j < spec.window) & (True if causal else (j - i < spec.window))
     return allowed if pattern is None else allowed.to(pattern.device)

@@ -1,13 +1,16 @@
-"""Edits of a live model as context managers and as lists of hooks.
+"""An edit of a live model as users hold it: a context manager, and a list of hooks for
+``run_with_hooks``. Every function of ``interventions`` that edits a model returns one.
 
-A list knows nothing of the pass that it is given to but what its hooks see, and TransformerLens
-decides when they are added and removed. So
+Both ways put the same hooks of :mod:`tl_geometry.models.live_edits` on the model. TransformerLens
+decides when the hooks of a list are added and removed, and they see activations, not the arguments
+of forward(). So in a list
 
-1. hooks that only read move behind everybody's as soon as a pass begins (at the token ids or the
+1. hooks that only read move behind user hooks as soon as a pass begins (at the token ids or the
    embeddings, and at the input of an edited layer): they see what leaves a point;
 2. hooks that write stay where the list has them: what comes before them sees what the model made;
 3. other edits of the same heads are found by the hooks that stand at the same points;
-4. what a pass was given is known by what it makes: :class:`~tl_geometry.models.hook_points.Shown`.
+4. the arguments of a pass are known by what they make:
+   :class:`~tl_geometry.models.hook_points.HookedArguments`.
 """
 
 from __future__ import annotations
@@ -22,23 +25,77 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.models.fingerprints import fingerprint
 from tl_geometry.models.forward import Hook
-from tl_geometry.models.hook_points import Shown, edited_heads, require_free
-from tl_geometry.models.live_edits import Edit, LiveLayer, OpenEdit, edited, edited_scores
+from tl_geometry.models.hook_points import HookedArguments, edited_heads, require_free
+from tl_geometry.models.live_edits import (
+    Edit,
+    LiveLayer,
+    OpenEdit,
+    StreamEdit,
+    edited,
+    edited_scores,
+    score_edits,
+)
 from tl_geometry.models.model_view import ModelView
 
 HookList = list[tuple[str, Callable[[Tensor, Any], Tensor | None]]]
 """What ``run_with_hooks`` and ``hooks`` of TransformerLens take as ``fwd_hooks``."""
+_ADDING = RLock()
+"""One thread at a time adds a list to a model."""
 
 
-class OneThread:
-    """The thread that a list of hooks belongs to: the first that adds it to the model."""
+class ListedHook:
+    """A hook of an edit in a list; ``owner`` is the list that it was made for."""
 
-    def __init__(self, view: ModelView) -> None:
+    def __init__(self, owner: EditHooks, call: Hook, begin: Callable[[], None] | None) -> None:
+        self.owner, self.call, self.begin = owner, call, begin
+
+    def __deepcopy__(self, memo: Any) -> ListedHook:
+        return self  # a copied model has the hooks of the same edit, which checks its numbers
+
+    def __call__(self, value: Tensor, hook: Any) -> Tensor | None:
+        self.owner.require_thread()
+        if self.begin is not None:
+            self.begin()
+        return self.call(value)
+
+
+class EditHooks(HookList):
+    """The hooks of some edits as a list, which belongs to the first thread that adds it to a model.
+
+    TransformerLens goes through the list to add them, in the thread of the pass: another thread is
+    refused there, before its pass could run without the hooks that the first one takes away with
+    its own.
+    """
+
+    def __init__(self, view: ModelView, edits: Sequence[Edit | StreamEdit]) -> None:
+        super().__init__()
         self.view = view
         self.thread: int | None = None
+        self.record = OpenEdit(edited(edits))
+        self.points: dict[str, Any] = dict(view._model.hook_dict)
+        self.readers: list[tuple[str, ListedHook]] = []
+        arguments = HookedArguments(view)
+        scored = score_edits(edits)
+        self.layers = [LiveLayer(view, edit, arguments, self.record) for edit in scored]
+        for name, call in arguments.hooks() if scored else ():
+            self._add(name, call, self._begin)
+        for layer in self.layers:
+            begin = self._begin_edit if layer.counts else self._begin
+            for name, call, place in layer.hooks():
+                hook = self._add(name, call, begin if name == layer.names[0] else None)
+                if place == "last":
+                    self.readers.append((name, hook))
+        for edit in edits:
+            if isinstance(edit, StreamEdit):
+                self._add(edit.name, edit.counting(self.record).call, self._begin_edit)
 
-    def require(self) -> None:
-        """Refuse any other thread."""
+    def _add(self, name: str, call: Hook, begin: Callable[[], None] | None) -> ListedHook:
+        hook = ListedHook(self, call, begin)
+        self.append((name, hook))
+        return hook
+
+    def require_thread(self) -> None:
+        """Refuse any other thread than the first."""
         self.thread = self.thread or get_ident()
         require(
             self.thread == get_ident(),
@@ -48,45 +105,50 @@ class OneThread:
             instead="with edit: ... around all threads",
         )
 
-
-_ADDING = RLock()
-"""One thread at a time adds a list to a model."""
-
-
-class OwnedHooks(HookList):
-    """The hooks of an edit. TransformerLens goes through the list to add them, in the thread of the
-    pass: another thread is refused here, before its pass could run without the hooks that the first
-    one takes away with its own."""
-
-    def __init__(self, hooks: HookList, owner: OneThread) -> None:
-        super().__init__(hooks)
-        self.owner = owner
-
     def __iter__(self) -> Iterator[tuple[str, Callable[[Tensor, Any], Tensor | None]]]:
         with _ADDING:  # held until the whole list is on the model
-            self.owner.require()
-            for point in self.owner.view._model.hook_dict.values():
+            self.require_thread()
+            for point in self.points.values():
                 for handle in point.fwd_hooks:
                     if isinstance(handle.user_hook, ListedHook):
-                        handle.user_hook.thread.require()
+                        handle.user_hook.owner.require_thread()
             yield from super().__iter__()
+
+    def _begin_edit(self) -> None:
+        """A pass reaches the first edited layer."""
+        self._begin()
+        require_unchanged(self.view)
+
+    def _begin(self) -> None:
+        """A pass begins: no head may be another edit's, and readers come last."""
+        taken = list(edited_heads(self.view))
+        for layer in self.layers:
+            hooks = [handle.user_hook for handle in self.points[layer.z].fwd_hooks]
+            owners = [hook.owner for hook in hooks if isinstance(hook, ListedHook)]
+            twice = sum(owner is self for owner in owners) > 1  # the list was added twice
+            for owner in owners:
+                taken += owner.record.heads if twice or owner is not self else []
+        require_free(self.record.heads, taken)
+        for name, hook in self.readers:
+            point = self.points[name]
+            for handle in point.fwd_hooks:
+                if handle.user_hook is hook and handle.hook.id in point._forward_hooks:
+                    point._forward_hooks.move_to_end(handle.hook.id)
 
 
 class LiveEdit(AbstractContextManager[OpenEdit]):
     """An edit of a live model: a context manager, and a list of hooks.
 
     ``with edit: model(tokens)`` edits every pass inside; ``model.run_with_hooks(tokens,
-    fwd_hooks=edit.hooks())`` edits that pass alone, with the same logits. Nothing happens before
-    either. ``passes`` counts the passes that were edited, both ways; a block without any raises on
-    exit.
+    fwd_hooks=edit.hooks())`` edits that pass alone, with the same logits. ``prepare`` gives the
+    model and the edits of its scores or stream when they are wanted; nothing happens before.
+    ``passes`` counts the passes that were edited, both ways; a block without any raises on exit.
     """
 
     def __init__(
-        self,
-        opened: Callable[[], AbstractContextManager[OpenEdit]],
-        listed: Callable[[], tuple[OpenEdit, HookList]],
+        self, prepare: Callable[[], tuple[ModelView, Sequence[Edit | StreamEdit]]]
     ) -> None:
-        self._opened, self._listed = opened, listed
+        self._prepare = prepare
         self._stack: list[AbstractContextManager[OpenEdit]] = []
         self._records: list[OpenEdit] = []
 
@@ -104,12 +166,19 @@ class LiveEdit(AbstractContextManager[OpenEdit]):
         """What was noticed in them."""
         return tuple(dict.fromkeys(flag for record in self._records for flag in record.flags))
 
+    @contextmanager
+    def _opened(self) -> Iterator[OpenEdit]:
+        view, edits = self._prepare()
+        with edited_scores(view, edits) as record:
+            yield record
+        require_unchanged(view)
+
     def __enter__(self) -> OpenEdit:
         context = self._opened()
-        found = context.__enter__()
+        record = context.__enter__()
         self._stack.append(context)
-        self._records.append(found)
-        return found
+        self._records.append(record)
+        return record
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.pop().__exit__(*error)
@@ -118,14 +187,14 @@ class LiveEdit(AbstractContextManager[OpenEdit]):
         """The edit as ``fwd_hooks`` of ``model.run_with_hooks`` or ``model.hooks``, for as many
         passes as one likes, alone or among other hooks in one list.
 
-        The stream and the values are read as they leave everybody's hooks, wherever those stand in
-        the list; at scores, pattern and z the order of the list counts: hooks before ours see what
-        the model made (and may not change it), hooks after ours act on what the edit made. A list
-        sees no arguments of a pass, and runs in one thread (TransformerLens removes the hooks of
-        all threads when one is done). Whether it has edited a pass is counted in :attr:`passes`.
-        Padding, keys of earlier passes and autocast are refused all
-        the same, by the numbers that they leave; other position ids only where the model embeds
-        them. Two edits of one head are refused, be they lists or open contexts.
+        The stream and the values are read as they leave all user hooks, wherever those stand in the
+        list; at scores, pattern and z the order of the list counts: hooks before the edit's see
+        what the model made (and may not change it), hooks after them act on what the edit made. A
+        list sees no arguments of a pass, and runs in one thread (TransformerLens removes the hooks
+        of all threads when one is done). Whether it has edited a pass is counted in :attr:`passes`.
+        Padding, keys of earlier passes and autocast are refused all the same, by the numbers that
+        they leave; other position ids only where the model embeds them. Two edits of one head are
+        refused, be they lists or open contexts.
 
         >>> import tl_geometry as tlg
         >>> model = tlg.zoo.embedded()
@@ -136,30 +205,9 @@ class LiveEdit(AbstractContextManager[OpenEdit]):
         >>> bool((model.run_with_hooks(tokens, fwd_hooks=edit.hooks()) == inside).all())
         True
         """
-        record, hooks = self._listed()
-        self._records.append(record)
+        hooks = EditHooks(*self._prepare())
+        self._records.append(hooks.record)
         return hooks
-
-
-Prepared = Callable[[], tuple[ModelView, Sequence[Edit]]]
-"""Makes the edits of a model when they are wanted, before any hook of ours."""
-
-
-def live_edit(prepare: Prepared) -> LiveEdit:
-    """Edits of scores as a context manager that is a list of hooks too."""
-
-    @contextmanager
-    def opened() -> Iterator[OpenEdit]:
-        view, edits = prepare()
-        with edited_scores(view, edits) as record:
-            yield record
-        require_unchanged(view)
-
-    def listed() -> tuple[OpenEdit, HookList]:
-        edit = _ListedEdit(*prepare())
-        return edit.record, OwnedHooks(edit.hooks(), edit.thread)
-
-    return LiveEdit(opened, listed)
 
 
 def require_unchanged(view: ModelView) -> None:
@@ -173,80 +221,3 @@ def require_unchanged(view: ModelView) -> None:
         got=f"others ({now})",
         instead="a basis of the changed model, decompose(model, tokens)",
     )
-
-
-class ListedHook:
-    """A hook of ours in somebody's list; ``owner`` has the heads that it edits."""
-
-    def __init__(
-        self,
-        thread: OneThread,
-        call: Hook,
-        begin: Callable[[], None] | None = None,
-        owner: _ListedEdit | None = None,
-    ) -> None:
-        self.thread, self.call, self.begin, self.owner = thread, call, begin, owner
-
-    def __deepcopy__(self, memo: Any) -> ListedHook:
-        return self  # a copied model has the hooks of the same edit, which checks its numbers
-
-    def __call__(self, value: Tensor, hook: Any) -> Tensor | None:
-        self.thread.require()
-        if self.begin is not None:
-            self.begin()
-        return self.call(value)
-
-
-class _ListedEdit:
-    """The hooks of an edit for a list.
-
-    They stand where the list has them; only those that read move behind everybody's, as soon as a
-    pass begins. TransformerLens removes them as it removes all of the list.
-    """
-
-    def __init__(self, view: ModelView, edits: Sequence[Edit]) -> None:
-        self.view, self.shown = view, Shown(view)
-        self.heads = edited(edits)
-        self.record = OpenEdit(self.heads)
-        self.thread = OneThread(view)
-        self.layers = [LiveLayer(view, edit, self.shown, self.record) for edit in edits]
-        self.points: dict[str, Any] = dict(view._model.hook_dict)
-        self.readers: list[tuple[str, ListedHook]] = []
-
-    def hooks(self) -> HookList:
-        """The list."""
-        shown = self.shown.hooks()
-        out: HookList = [(n, self._hook(call, self.begin)) for n, call in shown]
-        for layer in self.layers:
-            begin = self.begin_edit if layer.counts else self.begin
-            for name, call, place in layer.hooks():
-                hook = self._hook(call, begin if name == layer.names[0] else None)
-                out.append((name, hook))
-                if place == "last":
-                    self.readers.append((name, hook))
-        return out
-
-    def _hook(self, call: Hook, begin: Callable[[], None] | None) -> ListedHook:
-        return ListedHook(self.thread, call, begin, self)
-
-    def begin_edit(self) -> None:
-        """A pass reaches the first edited layer."""
-        self.begin()
-        require_unchanged(self.view)
-
-    def begin(self) -> None:
-        """A pass begins: no head may be another edit's, and readers come last."""
-        taken = list(edited_heads(self.view))
-        for layer in self.layers:
-            hooks = [handle.user_hook for handle in self.points[layer.z].fwd_hooks]
-            found = (hook.owner for hook in hooks if isinstance(hook, ListedHook))
-            owners = [owner for owner in found if owner is not None]
-            again = owners.count(self) > 1
-            for owner in owners:
-                taken += owner.heads if again or owner is not self else []
-        require_free(self.heads, taken)
-        for name, hook in self.readers:
-            for handle in self.points[name].fwd_hooks:
-                order = handle.hook.hooks_dict_ref() if handle.user_hook is hook else None
-                if order is not None and handle.hook.id in order:
-                    order.move_to_end(handle.hook.id)

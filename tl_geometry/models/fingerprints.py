@@ -1,12 +1,11 @@
-"""On which model something was computed: a fingerprint of all weights and of the settings that the
-forward pass reads.
+"""A fingerprint of a model's weights and settings: on which model was this result computed? Every
+view of a model computes it, and results carry it.
 
-1. The bits of every parameter and persistent buffer go into a checksum: lanes of 64 bits, each
-   folded onto itself (so that sign bits do not meet in the highest bit, where an even number of
-   changes would cancel), times a pseudo-random odd weight, summed modulo 2^64 in rows of
-   :data:`ROW` lanes, and the sums again until one number is left. Odd weights are invertible modulo
-   2^64, so that a change of one element always shows; any other change is missed with probability
-   about 2^-32.
+1. Every parameter and persistent buffer gets a checksum, a 64-bit multilinear hash, sum of w_i x_i
+   mod 2^64 with odd w_i, computed on the tensor's device in rows of :data:`ROW` words, and the row
+   sums again until one number is left. Words are XOR-folded first, so that two flipped sign bits do
+   not cancel. Odd weights are invertible modulo 2^64: a change of one element always shows, any
+   other change is missed with probability about 2^-32.
 2. The checksums of all tensors are read from their device at once and hashed with names, dtypes,
    shapes, and the configuration.
 
@@ -21,10 +20,11 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.parameters import part
@@ -44,97 +44,33 @@ QUANTISED = ("bitsandbytes", "quantized", "linear4bit", "linear8bit", "gptq", "a
 HEADS = ("cls.", "lm_head.", "mlm_head.", "unembed.")
 """What output heads are called. The bias that processing gives a bridge is ``lm_head.bias`` in 3.9
 and ``unembed.bias`` in 4.3."""
-ABOUT_FILES = (
-    "transformers_version",
-    "architectures",
-    "model_type",
-    "_name_or_path",
-    "name_or_path",
-    "torch_dtype",
-    "dtype",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "tokenizer_class",
-    "auto_map",
-    "quantization_config",
-    "pruned_heads",
-    "task_specific_params",
-    "finetuning_task",
-    "prefix",
-)
-ABOUT_USE = (
-    "use_cache",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "use_return_dict",
-    "torchscript",
-    "gradient_checkpointing",
-    "initializer_range",
-    "initializer_factor",
-    "initializer_cutoff_factor",
-    "is_decoder",
-    "cross_attention_hidden_size",
-    "add_cross_attention",
-    "is_encoder_decoder",
-    "tie_encoder_decoder",
-    "chunk_size_feed_forward",
-    "tie_word_embeddings",
-    "loss_type",
-    "classifier_dropout",
-    "layerdrop",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "pretraining_tp",
-)
-ABOUT_HOOKED = (
-    "model_name",
-    "tokenizer_name",
-    "device",
-    "seed",
-    "init_mode",
-    "init_weights",
-    "from_checkpoint",
-    "n_devices",
-    "n_params",
-    "default_prepend_bos",
-    "tokenizer_prepends_bos",
-    "use_attn_result",
-    "use_attn_in",
-    "use_split_qkv_input",
-    "use_hook_mlp_in",
-    "use_hook_tokens",
-    "ungroup_grouped_query_attention",
-    "trust_remote_code",
-    "original_architecture",
-    "weight_init_mode",
-    "checkpoint_index",
-    "checkpoint_label_type",
-    "checkpoint_value",
-    "layer_norm_folding",
-    "load_in_4bit",
-    "quantization_method",
-)
-IGNORED = frozenset((*ABOUT_FILES, *ABOUT_USE, *ABOUT_HOOKED))
-"""Settings that say where a model is from, how it is kept, or how it is trained, and not what it
-computes."""
-SETTINGS = (
-    "eps",
-    "variance_epsilon",
-    "scaling",
-    "scale_attn",
-    "inv_norm_factor",
-    "softmax_scale",
-    "attention_scaling",
-    "attn_scale",
-    "attn_logit_softcapping",
-    "sliding_window",
-    "scale_attn_weights",
-    "rotary_ndims",
-    "rotary_dim",
-    "approximate",
-)
+ABOUT_FILES = """
+transformers_version architectures model_type _name_or_path name_or_path torch_dtype dtype
+id2label label2id problem_type tokenizer_class auto_map quantization_config pruned_heads
+task_specific_params finetuning_task prefix
+"""
+ABOUT_USE = """
+use_cache return_dict output_attentions output_hidden_states use_return_dict torchscript
+gradient_checkpointing initializer_range initializer_factor initializer_cutoff_factor is_decoder
+cross_attention_hidden_size add_cross_attention is_encoder_decoder tie_encoder_decoder
+chunk_size_feed_forward tie_word_embeddings loss_type classifier_dropout layerdrop
+router_aux_loss_coef output_router_logits pretraining_tp
+"""
+ABOUT_HOOKED = """
+model_name tokenizer_name device seed init_mode init_weights from_checkpoint n_devices n_params
+default_prepend_bos tokenizer_prepends_bos use_attn_result use_attn_in use_split_qkv_input
+use_hook_mlp_in use_hook_tokens ungroup_grouped_query_attention trust_remote_code
+original_architecture weight_init_mode checkpoint_index checkpoint_label_type checkpoint_value
+layer_norm_folding load_in_4bit quantization_method
+"""
+IGNORED = frozenset(f"{ABOUT_FILES} {ABOUT_USE} {ABOUT_HOOKED}".split())
+"""Settings that say where a model comes from, how it is saved or how it is trained, and not what it
+computes: of its files, of its use by transformers, and of HookedTransformer."""
+SETTINGS = """
+eps variance_epsilon scaling scale_attn inv_norm_factor softmax_scale attention_scaling
+attn_scale attn_logit_softcapping sliding_window scale_attn_weights rotary_ndims rotary_dim
+approximate
+"""
 """Numbers that modules keep for themselves and use in place of the configuration."""
 
 _LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -155,14 +91,12 @@ def loader_facts(model: Any) -> Mapping[str, Any]:
 def head_trained(model: Any) -> bool:
     """False where the checkpoint was of a model without this output head, so that loading it made a
     random one."""
-    known = loader_facts(model).get("head_trained")
+    noted = loader_facts(model).get("head_trained")
+    if noted is not None:
+        return bool(noted)
     original = getattr(model, "original_model", None)
     saved = getattr(getattr(original, "config", None), "architectures", None) or []
-    return (
-        bool(known)
-        if known is not None
-        else not saved or any("For" in a or "Head" in a for a in saved)
-    )
+    return not saved or any("For" in name or "Head" in name for name in saved)
 
 
 def fingerprint(model: Any) -> str:
@@ -179,8 +113,10 @@ def fingerprint(model: Any) -> str:
     skipped = _random_parts(model)
     named = [(name, value) for name, value in _tensors(model) if not name.startswith(skipped)]
     digest = hashlib.sha256(json.dumps(configuration(model), sort_keys=True, default=str).encode())
-    totals = zip(named, _read([checksum(v) for _, v in named]), strict=True)
-    for (name, value), total in sorted(totals, key=lambda pair: pair[0][0]):
+    sums = [checksum(value) for _, value in named]
+    # stacked on one device, so that reading them waits for it once
+    totals = torch.stack([total.to(sums[0].device) for total in sums]).tolist()
+    for (name, value), total in sorted(zip(named, totals, strict=True), key=lambda x: x[0][0]):
         # An absent bias and a zero one are the same model: versions differ in which they keep.
         if total != 0:
             digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{total}".encode())
@@ -212,33 +148,28 @@ def _require_numbers(
     parameters: Sequence[tuple[str, Tensor]],
     modules: Sequence[tuple[str, nn.Module]],
 ) -> None:
-    for name, value in parameters:
-        if value.is_meta:
-            got = f"{name} on the meta device, without values"
-            _refuse(model, got, "a model whose weights are loaded")
-        if value.dtype not in DTYPES:
-            got = f"{name} in {str(value.dtype).removeprefix('torch.')}"
-            _refuse(model, got, "the model without quantisation")
-    for name, module in modules:
-        if _is_quantised(type(module)):
-            _refuse(model, f"{name}, a {type(module).__name__}", "the model without quantisation")
+    meta = [f"{name} on the meta device, without values" for name, p in parameters if p.is_meta]
+    quantised = [
+        f"{name} in {str(p.dtype).removeprefix('torch.')}"
+        for name, p in parameters
+        if p.dtype not in DTYPES
+    ]
+    quantised += [f"{name}, a {type(m).__name__}" for name, m in modules if _is_quantised(type(m))]
+    instead = "a model whose weights are loaded" if meta else "the model without quantisation"
+    for problem in [*meta, *quantised][:1]:
+        fail(
+            f"weights of {type(model).__name__}",
+            expected="floating-point numbers, not quantised",
+            got=problem,
+            instead=instead,
+            error=UnsupportedModelError,
+        )
 
 
 @cache
 def _is_quantised(kind: type) -> bool:
     called = f"{kind.__module__}.{kind.__name__}".lower()
     return any(text in called for text in QUANTISED)
-
-
-def _refuse(model: nn.Module, got: str, instead: str) -> NoReturn:
-    what = f"weights of {type(model).__name__}"
-    fail(
-        what,
-        expected="floating-point numbers, not quantised",
-        got=got,
-        instead=instead,
-        error=UnsupportedModelError,
-    )
 
 
 def _called(name: str) -> str:
@@ -274,39 +205,38 @@ def checksum(value: Tensor) -> Tensor:
     if value.is_floating_point() and value.numel() <= SMALL:
         value = value + 0.0
     flat = value.reshape(-1).contiguous().view(torch.uint8)
-    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
-    whole = flat.numel() // 8 * 8
-    sums = flat[:whole].view(torch.int64)
-    if whole < flat.numel():
-        rest = torch.nn.functional.pad(flat[whole:], (0, 8 - (flat.numel() - whole))).view(
-            torch.int64
-        )
-        sums = torch.cat([_sums(sums, 0), _sums(rest, 1)])
+    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()  # words must be aligned
+    aligned = flat.numel() // 8 * 8
+    sums = flat[:aligned].view(torch.int64)
+    if aligned < flat.numel():
+        rest = pad(flat[aligned:], (0, 8 - (flat.numel() - aligned))).view(torch.int64)
+        sums = torch.cat([_row_sums(sums, 0), _row_sums(rest, 1)])
     level = 0
     while level == 0 or sums.numel() > 1:
-        sums, level = _sums(sums, level), level + 1
+        sums, level = _row_sums(sums, level), level + 1
     return sums.sum()
 
 
-def _sums(lanes: Tensor, level: int) -> Tensor:
-    """Weighted sum of each row of lanes, modulo 2^64."""
-    weights = checksum_weights(str(lanes.device))[level % LEVELS]
-    if 0 < lanes.numel() <= ROW:  # most tensors of a model
-        return ((lanes >> 32) ^ lanes).mul_(weights[: lanes.numel()]).sum().unsqueeze(0)
-    whole = lanes.numel() // ROW
-    parts = [lanes[: whole * ROW].view(whole, ROW)] if whole else []
-    if whole * ROW < lanes.numel():
-        parts.append(lanes[whole * ROW :].unsqueeze(0))
-    height = ROWS if lanes.device.type == "cpu" else 64 * ROWS
-    # new memory at each step costs as much again
-    space = torch.empty(min(height, whole + 1), ROW, dtype=torch.int64, device=lanes.device)
-    found: list[Tensor] = []
-    for rows in (some for p in parts for some in p.split(height)):
-        folded, w = space[: len(rows), : rows.shape[1]], weights[: rows.shape[1]]
+def _row_sums(words: Tensor, level: int) -> Tensor:
+    """Weighted sum of each row of words, modulo 2^64."""
+    weights = checksum_weights(str(words.device))[level % LEVELS]
+    if 0 < words.numel() <= ROW:  # most tensors of a model
+        return ((words >> 32) ^ words).mul_(weights[: words.numel()]).sum().unsqueeze(0)
+    on_cpu = words.device.type == "cpu"
+    height = ROWS if on_cpu else 64 * ROWS
+    # one buffer for all steps: new memory at each step costs as much again
+    buffer = torch.empty(height, ROW, dtype=torch.int64, device=words.device)
+    full = words.numel() // ROW * ROW
+    blocks = [*words[:full].view(-1, ROW).split(height), words[full:].unsqueeze(0)]
+    sums: list[Tensor] = []
+    for rows in blocks:
+        if not rows.numel():
+            continue
+        folded, w = buffer[: len(rows), : rows.shape[1]], weights[: rows.shape[1]]
         torch.bitwise_right_shift(rows, 32, out=folded).bitwise_xor_(rows)
         # integers have no matrix product on a GPU
-        found.append(torch.mv(folded, w) if lanes.device.type == "cpu" else folded.mul_(w).sum(1))
-    return torch.cat(found) if found else lanes
+        sums.append(torch.mv(folded, w) if on_cpu else folded.mul_(w).sum(1))
+    return torch.cat(sums) if sums else words
 
 
 @cache
@@ -319,13 +249,6 @@ def checksum_weights(device: str) -> Tensor:
         .add_(1)
         .to(device)
     )
-
-
-def _read(sums: Sequence[Tensor]) -> list[int]:
-    """All numbers, with one synchronisation for each device."""
-    devices = list(dict.fromkeys(s.device for s in sums))
-    read = {d: iter(torch.stack([s for s in sums if s.device == d]).tolist()) for d in devices}
-    return [next(read[s.device]) for s in sums]
 
 
 def configuration(model: Any) -> dict[str, Any]:
@@ -378,7 +301,7 @@ def _modules(root: nn.Module) -> list[str]:
         if type(module).__module__.startswith("transformer_lens.model_bridge"):
             continue
         path = name.replace("_original_component.", "").replace("._original_component", "")
-        for key in SETTINGS:
+        for key in SETTINGS.split():
             value = part(module, key) if key in vars(module) else None
             if isinstance(value, str | bool | int | float):
                 found.append(f"{path}.{key}={_plain(value)}")
@@ -386,14 +309,3 @@ def _modules(root: nn.Module) -> list[str]:
         if callable(act):
             found.append(f"{path}.act_fn={getattr(act, '__name__', type(act).__name__)}")
     return sorted(found)
-
-
-__all__ = [
-    "checksum",
-    "configuration",
-    "fingerprint",
-    "head_trained",
-    "loader_facts",
-    "remember",
-    "require_numbers",
-]

@@ -1,9 +1,10 @@
-"""One forward pass with hooks of our own, whatever the class: they fire, they are removed, and
-nothing later is computed.
+"""Runs a model once, of whatever TransformerLens class, with hooks that surely fire and are surely
+removed, and computes nothing after what was asked for: the callable behind
+:meth:`tl_geometry.models.ModelView.run`.
 
 TransformerLens removes hooks by level or all at once, and its bridges call a hook under its
 canonical name. Here each hook is closed over the name that was asked for and removed by its own
-handle, so that a user's hooks stay, also on exceptions. Where nothing after some state is needed, a
+handle, so that user hooks stay, also on exceptions. Where nothing after some state is needed, a
 hook at that state ends the pass by a private exception, as TransformerLens itself does for
 ``stop_at_layer`` (which means different things in its classes at the last layer). A hook acts in
 the thread that asked for it: other threads may run the model meanwhile.
@@ -12,7 +13,7 @@ the thread that asked for it: other threads may run the model meanwhile.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import get_ident
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.models.user_hooks import names_of
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -41,7 +41,7 @@ def keep(into: MutableMapping[K, Tensor], key: K) -> Hook:
 
 
 class Stop(Exception):
-    """Raised by a hook of ours once everything that was asked for has been seen."""
+    """Raised by the last hook once everything that was asked for has been seen."""
 
 
 @dataclass(eq=False)
@@ -58,17 +58,11 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.points: dict[str, Any] = dict(self.model.hook_dict)
-        forward = (
-            self.model.original_model.forward
-            if self.class_name == "TransformerBridge"
-            else self.model.forward
-        )
-        accepted = inspect.signature(forward).parameters
-        self.kwargs: dict[str, Any] = (
-            {"use_cache": False}
-            if self.class_name == "TransformerBridge" and "use_cache" in accepted
-            else {}
-        )
+        self.bridge = self.class_name == "TransformerBridge"
+        self.kwargs: dict[str, Any] = {}
+        if self.bridge:
+            accepted = inspect.signature(self.model.original_model.forward).parameters
+            self.kwargs = {"use_cache": False} if "use_cache" in accepted else {}
 
     def has(self, name: str) -> bool:
         """Whether the model has a hook of that name."""
@@ -85,15 +79,9 @@ class Runner:
         stop_at: int | None = None,
     ) -> Tensor | None:
         ids = self.checked(tokens)
-        missing = [name for name in hooks if not self.has(name)]
-        require(
-            not missing,
-            f"hooks of {self.name}",
-            expected=f"hooks of this {self.class_name}",
-            got=f"no {', '.join(missing)}",
-            instead="check_model(model) to see what is supported",
-            error=UnsupportedModelError,
-        )
+        for name in hooks:
+            self.has(name)  # points that were added since
+        require_points(self.points, hooks, self.name, self.class_name)
         fired: set[str] = set()
         last = self._last_state(hooks, logits, stop_at)
         handles = [self._add(name, hook, fired) for name, hook in hooks.items()]
@@ -130,14 +118,9 @@ class Runner:
             got=f"training mode ({training})",
             instead="model.eval()",
         )
-        ok = (
-            isinstance(tokens, Tensor)
-            and tokens.dim() == 2
-            and not tokens.is_floating_point()
-            and tokens.numel() > 0
-        )
+        ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
         require(
-            ok,
+            ids and tokens.numel() > 0,
             "tokens",
             expected="integer ids [batch position]",
             got=describe(tokens),
@@ -162,48 +145,35 @@ class Runner:
         # waits for nothing where they are pinned
         return tokens.to(self.device, torch.int64, non_blocking=True)
 
-    def hooked(self) -> tuple[str, ...]:
-        """Where someone else's hooks act now (see :mod:`tl_geometry.models.user_hooks`)."""
-        return names_of(self.model)
-
     def is_training(self) -> str:
         """What would act differently in training mode, if anything: HookedTransformer itself has no
         dropout."""
-        if self.class_name == "TransformerBridge" and (
-            self.model.training or self.model.original_model.training
-        ):
-            return type(self.model.original_model).__name__
-        dropout = [
-            n
-            for n, m in self.model.named_modules()
-            if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0
-        ]
-        return f"dropout in {dropout[0]}" if dropout else ""
+        original = self.model.original_model if self.bridge else None
+        if original is not None and (self.model.training or original.training):
+            return type(original).__name__
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p:
+                return f"dropout in {name}"
+        return ""
 
     def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
-        if self.class_name == "HookedEncoder":
-            return self.model(ids, return_type="logits" if logits else None)
-        extra = self.kwargs
-        if (
-            self.class_name == "HookedTransformer"
-            and getattr(getattr(self.model, "tokenizer", None), "padding_side", None) == "left"
-        ):
+        kwargs, tokenizer = self.kwargs, getattr(self.model, "tokenizer", None)
+        hooked = self.class_name == "HookedTransformer"
+        if hooked and getattr(tokenizer, "padding_side", None) == "left":
             # It would mask ids equal to the pad token by itself. Windows have no padding, so every
             # position is attended to.
-            extra = extra | {"attention_mask": torch.ones_like(ids)}
-        out = self.model(ids, return_type="logits" if logits else None, **extra)
-        return out if logits else None
+            kwargs = kwargs | {"attention_mask": torch.ones_like(ids)}
+        out = self.model(ids, return_type="logits" if logits else None, **kwargs)
+        return out if logits or self.class_name == "HookedEncoder" else None
 
-    def _add(self, name: str, hook: Hook, fired: set[str]) -> tuple[Any, Any]:
+    def _add(self, name: str, call: Hook, fired: set[str]) -> tuple[Any, Any]:
         thread = get_ident()
 
-        def wrapped(
-            value: Tensor, hook: Any, _call: Hook = hook, _name: str = name
-        ) -> Tensor | None:
-            if get_ident() != thread:  # somebody else's pass of the same model
+        def wrapped(value: Tensor, hook: Any) -> Tensor | None:
+            if get_ident() != thread:  # another pass of the same model
                 return None
-            fired.add(_name)
-            return _call(value)
+            fired.add(name)
+            return call(value)
 
         point = self.points[name]
         return point, put_on(point, wrapped)
@@ -231,11 +201,23 @@ class Runner:
             return self.state_hooks.index(name)
         if name.startswith("blocks."):
             return int(name.split(".")[1]) + 1
-        return (
-            len(self.state_hooks)
-            if name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head"))
-            else 0
-        )
+        of_head = name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head"))
+        return len(self.state_hooks) if of_head else 0
+
+
+def require_points(
+    points: Mapping[str, Any], names: Iterable[str], model_name: str, class_name: str
+) -> None:
+    """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
+    missing = [name for name in names if name not in points]
+    require(
+        not missing,
+        f"hooks of {model_name}",
+        expected=f"hooks of this {class_name}",
+        got=f"no {', '.join(missing)}",
+        instead="check_model(model) to see what is supported",
+        error=UnsupportedModelError,
+    )
 
 
 def put_on(point: Any, hook: Callable[..., Any], **options: Any) -> Any:
@@ -272,6 +254,6 @@ def collect(
     run: Callable[..., Any], tokens: Tensor, names: Sequence[str], **options: Any
 ) -> dict[str, Tensor]:
     """Activations of one forward pass by hook name, detached."""
-    found: dict[str, Tensor] = {}
-    run(tokens, {name: keep(found, name) for name in names}, **options)
-    return found
+    activations: dict[str, Tensor] = {}
+    run(tokens, {name: keep(activations, name) for name in names}, **options)
+    return activations

@@ -1,10 +1,10 @@
-"""Hooks of ours on a live model: where they stand among everybody's, which heads are being edited,
-and what a pass was given.
+"""Where the hooks of an edit stand on a live model, which heads are being edited, and what a
+forward pass was given; :mod:`tl_geometry.models.live_edits` builds edits from these.
 
 A hook point calls its hooks in the order in which they were added, and a user may add some at any
-time, inside our context or before it. Ours therefore take their place anew whenever the point is
-about to run: ``"first"`` (before everybody's hooks) or ``"last"`` (after them), by a pre-forward
-hook that moves them in the point's own list.
+time, inside an edit or before it. The hooks of an edit therefore take their place anew whenever the
+point is about to run: ``"first"`` (before user hooks) or ``"last"`` (after them), by a pre-forward
+hook that moves them in the point's own table.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.forward import Hook, collect, put_on, take_away
+from tl_geometry.base.errors import require
+from tl_geometry.models.forward import Hook, collect, put_on, require_points, take_away
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.user_hooks import without_hooks
 
 Place = Literal["first", "last"]
 
 
-class Placed(NamedTuple):
+class PlacedHook(NamedTuple):
     """A hook, and where it stands among all hooks of its point."""
 
     name: str
@@ -39,20 +39,24 @@ class Placed(NamedTuple):
 
 
 class _Attachment:
-    """One hook of ours on a hook point."""
+    """One hook of an edit on a hook point."""
 
-    def __init__(self, view: ModelView, point: Any, hook: Placed) -> None:
+    def __init__(self, view: ModelView, point: Any, hook: PlacedHook) -> None:
         self.point, self.hook, self.view = point, hook, view
         call = lambda value, hook, _call=hook.call: _call(value)  # noqa: E731
         self.handle = put_on(point, call, is_permanent=True)
         # functions, which a deep copy of the model shares: a bound method would be copied with it
-        self.mover = point.register_forward_pre_hook(lambda module, given: self._move(module))
+        self.mover = point.register_forward_pre_hook(lambda module, arguments: self._move(module))
 
-    @property
-    def present(self) -> bool:
-        """Whether the hook is still there (``reset_hooks(including_permanent=True)`` takes it
-        away)."""
-        return any(h is self.handle for h in self.point.fwd_hooks)
+    def require_present(self) -> None:
+        """Refuse that ``reset_hooks(including_permanent=True)`` has taken the hook away."""
+        require(
+            self.handle.hook.id in self.point._forward_hooks,
+            f"an open edit of {self.view.name}",
+            expected="its hooks to stay until the end of the with block",
+            got=f"none at {self.hook.name} any more",
+            instead="reset_hooks() without including_permanent, or after the with block",
+        )
 
     def _move(self, module: Any) -> None:
         require(
@@ -62,10 +66,9 @@ class _Attachment:
             got=f"one that was copied inside an edit of {self.hook.name}, whose hooks it has",
             instead="copy.deepcopy(model) before or after the with block",
         )
-        order = self.handle.hook.hooks_dict_ref()
-        if not self.present or order is None or self.handle.hook.id not in order:
-            _removed(self.view, [self])
-        order.move_to_end(self.handle.hook.id, last=self.hook.place == "last")
+        self.require_present()
+        last = self.hook.place == "last"
+        self.point._forward_hooks.move_to_end(self.handle.hook.id, last=last)
 
     def remove(self) -> None:
         """Take the hook away, and leave those of others in their order."""
@@ -73,41 +76,22 @@ class _Attachment:
         take_away(self.point, self.handle)
 
 
-def _removed(view: ModelView, gone: Sequence[_Attachment]) -> NoReturn:
-    names = ", ".join(dict.fromkeys(a.hook.name for a in gone))
-    fail(
-        f"an open edit of {view.name}",
-        expected="its hooks to stay until the end of the with block",
-        got=f"none at {names} any more",
-        instead="reset_hooks() without including_permanent, or after the with block",
-    )
-
-
 @contextmanager
-def attached(view: ModelView, hooks: Iterable[Placed]) -> Iterator[None]:
+def attached(view: ModelView, hooks: Sequence[PlacedHook]) -> Iterator[None]:
     """Hooks on a live model, removed by their own handles on exit.
 
-    Raises ``GeometryError`` at the next forward pass, and on exit, where somebody else has removed
-    them meanwhile.
+    Raises ``GeometryError`` at the next forward pass, and on exit, where user code has removed them
+    meanwhile.
     """
-    points, added, hooks = dict(view._model.hook_dict), list[_Attachment](), list(hooks)
-    missing = [hook.name for hook in hooks if hook.name not in points]
-    require(
-        not missing,
-        f"hooks of {view.name}",
-        expected=f"hooks of this {view.class_name}",
-        got=f"no {', '.join(missing)}",
-        error=UnsupportedModelError,
-    )
-    try:
+    require_points(view._model.hook_dict, [h.name for h in hooks], view.name, view.class_name)
+    with ExitStack() as stack:
+        attachments: list[_Attachment] = []
         for hook in hooks:
-            added.append(_Attachment(view, points[hook.name], hook))
+            attachments.append(_Attachment(view, view._model.hook_dict[hook.name], hook))
+            stack.callback(attachments[-1].remove)
         yield
-        if gone := [a for a in added if not a.present]:
-            _removed(view, gone)
-    finally:
-        for attachment in added:
-            attachment.remove()
+        for attachment in attachments:
+            attachment.require_present()
 
 
 _EDITED: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -169,7 +153,7 @@ class PassTokens:
         return same if same.dim() == 2 else same.all(-1)
 
 
-class _Arguments(threading.local):
+class _RunningPass(threading.local):
     """What the running pass of this thread was given."""
 
     tokens: PassTokens | None = None
@@ -177,7 +161,7 @@ class _Arguments(threading.local):
     past: int = 0
 
 
-class Given:
+class PassArguments:
     """What a forward pass was given beside the stream: token ids, masks, positions, keys and values
     of earlier passes; each thread has its own pass.
 
@@ -187,7 +171,7 @@ class Given:
 
     def __init__(self, view: ModelView) -> None:
         self.view = view
-        self.running = _Arguments()
+        self.running = _RunningPass()
         self.first = 0
 
     @contextmanager
@@ -195,18 +179,17 @@ class Given:
         """Look at the arguments of the model's parts during forward passes."""
         model = self.view._model
         # functions, as in _Attachment
-        ids = lambda module, given: self._ids(given[0] if given else None)  # noqa: E731
+        ids = lambda module, arguments: self._ids(arguments[0] if arguments else None)  # noqa: E731
         take = lambda module, given, named: self._take(module, given, named)  # noqa: E731
-        handles = [model.embed.register_forward_pre_hook(ids)]
         # run_with_hooks calls the forward method of the model itself, past its module hooks
         bridge = self.view.class_name == "TransformerBridge"
-        whole = [model.original_model] if bridge else [model.blocks[l] for l in layers]
-        handles += [module.register_forward_pre_hook(take, with_kwargs=True) for module in whole]
-        try:
+        modules = [model.original_model] if bridge else [model.blocks[l] for l in layers]
+        with ExitStack() as stack:
+            stack.callback(model.embed.register_forward_pre_hook(ids).remove)
+            for module in modules:
+                handle = module.register_forward_pre_hook(take, with_kwargs=True)
+                stack.callback(handle.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _ids(self, ids: Any) -> None:
         known = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
@@ -227,47 +210,46 @@ class Given:
         """Refuse what cannot be edited exactly; gives the tokens of the pass once, where they are
         known."""
         running = self.running
-        found, tokens, running.tokens = running.named, running.tokens, None
-        what, length = f"a forward pass of {self.view.name} inside an edit", h.shape[1]
-        device = h.device.type
-        require(
-            not torch.is_autocast_enabled(device),
-            what,
-            expected="the model's own dtype",
-            got="torch.autocast",
-            instead="a model loaded in bfloat16, or no autocast",
+        arguments, tokens, running.tokens = running.named, running.tokens, None
+        length = h.shape[1]
+
+        def allow(condition: bool, expected: str, got: str, instead: str) -> None:
+            what = f"a forward pass of {self.view.name} inside an edit"
+            require(condition, what, expected=expected, got=got, instead=instead)
+
+        allow(
+            not torch.is_autocast_enabled(h.device.type),
+            "the model's own dtype",
+            "torch.autocast",
+            "a model loaded in bfloat16, or no autocast",
         )
-        require(
+        allow(
             running.past == 0,
-            what,
-            expected="whole prompts",
-            got=f"tokens after {running.past} others in a key-value cache",
-            instead="generate(..., use_past_kv_cache=False)",
+            "whole prompts",
+            f"tokens after {running.past} others in a key-value cache",
+            "generate(..., use_past_kv_cache=False)",
         )
         masks = ("attention_mask", "one_zero_attention_mask")
-        padded = [name for name in masks if _padded(found.get(name))]
-        extra = found.get("additive_attention_mask")
+        padded = [name for name in masks if _padded(arguments.get(name))]
+        extra = arguments.get("additive_attention_mask")
         if isinstance(extra, Tensor) and bool((extra != 0).any()):
             padded.append("one_zero_attention_mask")
-        require(
+        allow(
             not padded,
-            what,
-            expected="no padding: the basis knows positions by their index",
-            got=f"zeros in {', '.join(padded)}",
-            instead="prompts of one length, with attention_mask=torch.ones_like(tokens) where ids "
+            "no padding: the basis knows positions by their index",
+            f"zeros in {', '.join(padded)}",
+            "prompts of one length, with attention_mask=torch.ones_like(tokens) where ids "
             "equal the pad token",
         )
-        positions = found.get("position_ids")
-        usual = not isinstance(positions, Tensor) or bool(
-            (positions == self.first + torch.arange(length, device=positions.device)).all()
-        )
-        require(
-            usual,
-            what,
-            expected=f"positions {self.first} to {self.first + length - 1}",
-            got="other position_ids",
-            instead="the model's own positions",
-        )
+        positions = arguments.get("position_ids")
+        if isinstance(positions, Tensor):
+            usual = self.first + torch.arange(length, device=positions.device)
+            allow(
+                bool((positions == usual).all()),
+                f"positions {self.first} to {self.first + length - 1}",
+                "other position_ids",
+                "the model's own positions",
+            )
         return tokens if tokens is not None and tokens.shape == tuple(h.shape[:2]) else None
 
 
@@ -275,10 +257,10 @@ POSITIONS = "pos_embed.hook_in"
 """The hook of position ids, where a bridge's model embeds them."""
 
 
-class Shown(Given):
-    """The same by hooks alone, which see no arguments: tokens by their ids or embeddings, and
-    position ids where they are embedded. Masks and keys of earlier passes show in the scores,
-    patterns and mixed values that they make."""
+class HookedArguments(PassArguments):
+    """The same read by hooks alone, which see activations and not the arguments of forward():
+    tokens by their ids or embeddings, and position ids where the model embeds them. Masks and keys
+    of earlier passes show in the scores, patterns and mixed values that they make."""
 
     def hooks(self) -> list[tuple[str, Hook]]:
         """Readers of what a pass shows before its first block."""
@@ -328,15 +310,15 @@ def _padded(mask: Any) -> bool:
 
 
 def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> list[str]:
-    """Hook points with somebody else's functions, under a prefix, each once. Caches of
-    TransformerLens and hooks of ours count for nothing: they change no value."""
-    own = ("transformer_lens", __name__.partition(".")[0])
+    """Hook points with user hooks, under a prefix, each once. Caches of TransformerLens and hooks
+    of this package do not count: they change no value."""
+    library = ("transformer_lens", __name__.partition(".")[0])
     points = view._model.hook_dict
     welcome = {id(points[name]) for name in besides if name in points}
-    found: dict[int, str] = {}
+    hooked: dict[int, str] = {}
     for name, point in points.items():
         homes = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
-        others = any(not home.startswith(own) for home in homes)
+        others = any(not home.startswith(library) for home in homes)
         if name.startswith(prefix) and id(point) not in welcome and others:
-            found[id(point)] = name  # an alias comes after what it is one of
-    return list(found.values())
+            hooked[id(point)] = name  # an alias comes after what it is one of
+    return list(hooked.values())

@@ -1,10 +1,9 @@
-"""The last token of some chunks run again and again behind the keys and values of the tokens before
-it, which are run once.
+"""Runs the last token of some chunks many times while the tokens before it run once: their keys and
+values are cached. :func:`tl_geometry.models.next_token.pilot_runs` calls it.
 
-Where only the last position is edited, the earlier ones are the same in every run (causality).
-Every class keeps their keys and values in a cache of its own: a bridge in that of transformers,
-HookedTransformer in one of TransformerLens. Whether a class and an architecture do so rightly is
-for the caller to verify: :class:`tl_geometry.models.next_token.PilotRuns` does.
+Where only the last position is edited, the earlier ones are the same in every run (causality). A
+bridge keeps keys and values in a cache of transformers, HookedTransformer in one of
+TransformerLens. Whether a class and an architecture do so rightly is for the caller to verify.
 """
 
 from __future__ import annotations
@@ -23,57 +22,54 @@ from tl_geometry.models.model_view import ModelView
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Behind:
-    """Keys and values of all but the last token of ``rows`` chunks; ``size`` is their memory in
+class PrefixCache:
+    """Keys and values of all but the last token of some chunks; ``size`` is their memory in
     bytes."""
 
     view: ModelView
     cache: Any
-    rows: int
     size: int
 
     def times(self, copies: int) -> ModelView:
         """A view that runs one token for each row of ``copies`` copies of the chunks, behind the
         tokens before it."""
-        runner, hooked = self.view._run, self.view.class_name == "HookedTransformer"
-        assert isinstance(runner, Runner)
-        repeated = (
-            _hooked_copies(self.cache, copies) if hooked else batch_copies(self.cache, copies)
-        )
+        hooked = self.view.class_name == "HookedTransformer"
+        repeat = _hooked_copies if hooked else batch_copies
+        repeated = repeat(self.cache, copies)
 
         def run(tokens: Tensor, hooks: Mapping[str, Hook], **options: Any) -> Tensor | None:
-            one = copy.copy(runner)
-            one.kwargs = _arguments(
-                hooked, repeated if hooked else batch_copies(repeated, 1), tokens
-            )
-            return one(tokens, hooks, **options)
+            # a cache of transformers grows with each pass, a frozen one of TransformerLens does not
+            cache = repeated if hooked else batch_copies(repeated, 1)
+            return _with_cache(self.view, cache, tokens)(tokens, hooks, **options)
 
         return dataclasses.replace(self.view, _run=run)
 
 
-def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> Behind | None:
+def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCache | None:
     """All but the last token of the chunks, run once; ``None`` where the class has no cache of keys
     and values."""
-    runner = view._run
-    if not (
-        view.causal
-        and tokens.shape[1] >= 2
-        and isinstance(runner, Runner)
-        and view.class_name != "HookedEncoder"
-    ):
+    runner, hooked = view._run, view.class_name == "HookedTransformer"
+    if not (view.causal and tokens.shape[1] >= 2 and isinstance(runner, Runner)):
         return None
-    hooked = view.class_name == "HookedTransformer"
-    if not hooked and "use_cache" not in runner.kwargs:
+    if not hooked and "use_cache" not in runner.kwargs:  # HookedEncoder has none either
         return None
-    cache = _empty(view, len(tokens))
-    one = copy.copy(runner)
-    before = tokens[:, :-1].to(view.device)
-    one.kwargs = _arguments(hooked, cache, before)
-    one(before, {view.state_hooks[-1]: lambda h: None})
-    kept = _held(cache, hooked)
-    if not all(isinstance(t, Tensor) and t.shape[0] == len(tokens) for t in kept):
+    cache, prefix = _empty(view, len(tokens)), tokens[:, :-1].to(view.device)
+    _with_cache(view, cache, prefix)(prefix, {view.state_hooks[-1]: lambda h: None})
+    tensors = _tensors(cache, hooked)
+    if not all(isinstance(t, Tensor) and t.shape[0] == len(tokens) for t in tensors):
         return None  # a class that ignores its cache
-    return Behind(view, cache, len(tokens), sum(t.numel() * t.element_size() for t in kept))
+    return PrefixCache(view, cache, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def _with_cache(view: ModelView, cache: Any, tokens: Tensor) -> Runner:
+    """The runner of a view, whose passes read and extend a cache."""
+    runner = copy.copy(view._run)
+    assert isinstance(runner, Runner)
+    runner.kwargs = {"use_cache": True, "past_key_values": cache}
+    if view.class_name == "HookedTransformer":
+        # without a mask it asks its tokenizer for one, which it may not have
+        runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
+    return runner
 
 
 def _empty(view: ModelView, batch: int) -> Any:
@@ -86,13 +82,7 @@ def _empty(view: ModelView, batch: int) -> Any:
     return DynamicCache(config=view._model.original_model.config)
 
 
-def _arguments(hooked: bool, cache: Any, tokens: Tensor) -> dict[str, Any]:
-    if hooked:  # without a mask it asks its tokenizer for one, which it may not have
-        return {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
-    return {"use_cache": True, "past_key_values": cache}
-
-
-def _held(cache: Any, hooked: bool) -> list[Any]:
+def _tensors(cache: Any, hooked: bool) -> list[Any]:
     if hooked:
         return [t for entry in cache.entries for t in (entry.past_keys, entry.past_values)]
     return [t for layer in cache.layers for t in (layer.keys, layer.values)] or [None]

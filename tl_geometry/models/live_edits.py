@@ -1,15 +1,15 @@
-"""Editing attention scores of a live model, exactly, beside everybody's hooks, in every
-TransformerLens class.
+"""Changes attention scores (or the stream) of a live model, exactly, beside user hooks and in every
+TransformerLens class; the edits of :mod:`tl_geometry.interventions` are built from these.
 
-Inside the context the model is one whose edited heads attend by other scores S'; a user's hooks act
-on that model. So the edit
+Inside the context the model is one whose edited heads attend by other scores S'; user hooks act on
+that model. So the edit
 
-1. reads a layer's input, queries, keys and values as they leave everybody's hooks (a patched stream
-   is split as it was patched);
+1. reads a layer's input, queries, keys and values as they leave all user hooks (a patched stream is
+   split as it was patched);
 2. checks that queries and keys are those of that input (``constant + mean + pos + cvec``,
    projected): where a hook changed them in between, no split of them is known, and the pass is
    refused with the name of the hooks;
-3. writes S' before everybody's hooks into the first of ``hook_attn_scores``, ``hook_pattern`` and
+3. writes S' before user hooks into the first of ``hook_attn_scores``, ``hook_pattern`` and
    ``hook_z`` that the class obeys, so that later hooks and caches see edited scores, pattern and z,
    and may change them further. At each point the value is compared with what follows from the point
    before it (the class obeyed) and with the model's own, and the nearer one counts.
@@ -34,19 +34,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
-from tl_geometry.models.attention_spec import unmasked
+from tl_geometry.models.attention_spec import scores_of, unmasked
 from tl_geometry.models.forward import Hook
 from tl_geometry.models.hook_points import (
-    Given,
+    HookedArguments,
+    PassArguments,
     PassTokens,
-    Place,
-    Placed,
-    Shown,
+    PlacedHook,
     attached,
     claimed,
     hooked_points,
@@ -54,13 +53,15 @@ from tl_geometry.models.hook_points import (
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
+from tl_geometry.models.softmax import soft_cap
+from tl_geometry.models.write_spec import by_head
 
 ALLOWED_HOOKS = (
     "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
 )
 UNCHANGED = "model.eval(), no mask, and weights that stay the same while the edit is open"
-"""What to do instead, where a layer's numbers do not follow from its input under somebody's hooks,
-and without any."""
+"""What to do instead, where a layer's numbers do not follow from its input under user hooks, and
+without any."""
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 """Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
 to use."""
@@ -89,6 +90,23 @@ class Edit:
     on_tokens: Callable[[PassTokens], str | None] | None = None
     values: ValueEdit | None = None
     flags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamEdit:
+    """Another stream at a hook, ``change(stream)``; user hooks there act on what it leaves."""
+
+    name: str
+    change: Hook
+
+    def counting(self, record: OpenEdit) -> PlacedHook:
+        """The hook of the edit, which counts its passes."""
+
+        def hook(h: Tensor) -> Tensor | None:
+            record.count()
+            return self.change(h)
+
+        return PlacedHook(self.name, hook, "first")
 
 
 @dataclass(eq=False)
@@ -129,8 +147,9 @@ class OpenEdit:
 
 
 @contextmanager
-def edited_scores(view: ModelView, edits: Sequence[Edit]) -> Iterator[OpenEdit]:
-    """Run a live model with the scores of some heads replaced, inside ``with``.
+def edited_scores(view: ModelView, edits: Sequence[Edit | StreamEdit]) -> Iterator[OpenEdit]:
+    """Run a live model with the scores of some heads, or the stream at some hooks, replaced inside
+    ``with``.
 
     Raises ``GeometryError`` for a head that an open edit changes already, and during a forward pass
     for a padding mask, a key-value cache, autocast, and tokens that ``on_tokens`` refuses, and on
@@ -138,34 +157,45 @@ def edited_scores(view: ModelView, edits: Sequence[Edit]) -> Iterator[OpenEdit]:
     ``ReconstructionError`` where queries, keys, scores or patterns are not those that follow from
     the layer's input.
     """
-    given, record = Given(view), OpenEdit(edited(edits))
-    layers = [LiveLayer(view, edit, given, record) for edit in edits]
+    arguments, record, scored = PassArguments(view), OpenEdit(edited(edits)), score_edits(edits)
+    layers = [LiveLayer(view, edit, arguments, record) for edit in scored]
     record.unedited = tuple(name for layer in layers for name in layer.unedited())
+    hooks = [hook for layer in layers for hook in layer.hooks()]
+    hooks += [edit.counting(record) for edit in edits if isinstance(edit, StreamEdit)]
     with ExitStack() as stack:
         stack.enter_context(claimed(view, record.heads))
-        stack.enter_context(given.watched(sorted({edit.layer for edit in edits})))
-        stack.enter_context(attached(view, [hook for layer in layers for hook in layer.hooks()]))
+        if scored:
+            stack.enter_context(arguments.watched(sorted({edit.layer for edit in scored})))
+        stack.enter_context(attached(view, hooks))
         yield record
     if edits:
         record.require_passes(view.name)
 
 
-def edited(edits: Sequence[Edit]) -> tuple[tuple[int, int], ...]:
+def score_edits(edits: Sequence[Edit | StreamEdit]) -> list[Edit]:
+    """Those of some edits that change scores."""
+    return [edit for edit in edits if isinstance(edit, Edit)]
+
+
+def edited(edits: Sequence[Edit | StreamEdit]) -> tuple[tuple[int, int], ...]:
     """All heads of some edits."""
-    return tuple((edit.layer, head) for edit in edits for head in edit.heads)
+    return tuple((edit.layer, head) for edit in score_edits(edits) for head in edit.heads)
 
 
 def score_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "batch head query key"]:
     """Scores of some heads before any soft cap."""
-    scores = layer.scale * einsum(
-        layer.q[:, :, heads], layer.k[:, :, heads], "b i h e, b j h e -> b h i j"
-    )
+    scores = scores_of(layer.q[:, :, heads], layer.k[:, :, heads], layer.scale)
     return scores if layer.bias is None else scores + layer.bias[list(heads)]
 
 
 @torch.no_grad()
 def _distance(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).square().sum()
+
+
+def _mixed(pattern: Tensor, v: Tensor) -> Float[Tensor, "batch query head d_head"]:
+    """Mixed values ``pattern @ v``."""
+    return einsum(pattern, v, "b h i j, b j h e -> b i h e")
 
 
 class _Step(NamedTuple):
@@ -179,7 +209,7 @@ class _Step(NamedTuple):
 
 class _Running(threading.local):
     """What the running pass of this thread has shown of a layer: the values that the edit reads,
-    scores and pattern as they left everybody's hooks, and the edit itself."""
+    scores and pattern as they left all user hooks, and the edit itself."""
 
     def __init__(self) -> None:
         self.begin()
@@ -194,10 +224,12 @@ class _Running(threading.local):
 class LiveLayer:
     """The hooks of one edit."""
 
-    def __init__(self, view: ModelView, edit: Edit, given: Given, record: OpenEdit) -> None:
-        self.view, self.edit, self.given, self.record = view, edit, given, record
+    def __init__(
+        self, view: ModelView, edit: Edit, arguments: PassArguments, record: OpenEdit
+    ) -> None:
+        self.view, self.edit, self.arguments, self.record = view, edit, arguments, record
         self.counts = edit.layer == min(layer for layer, _ in record.heads)
-        self.listed = isinstance(given, Shown)
+        self.listed = isinstance(arguments, HookedArguments)
         self.heads = list(edit.heads)
         self.prefix = f"blocks.{edit.layer}."
         self.names = view.layer_hooks(edit.layer)
@@ -215,18 +247,12 @@ class LiveLayer:
         inside = getattr(source, "accepts_pattern_fn", False)
         return () if inside else (self.scores, self.pattern)
 
-    def hooks(self) -> list[Placed]:
-        """All hooks of the edit: readers after everybody's, writers before them."""
+    def hooks(self) -> list[PlacedHook]:
+        """All hooks of the edit: readers after user hooks, writers before them."""
+        names = [name for name in self.names if name not in self.unedited()]
         acts = {self.scores: self._scores, self.pattern: self._pattern, self.z: self._z}
-        readers = [
-            Placed(n, self._read(n), "last")
-            for n in self.names
-            if n != self.z and n not in self.unedited()
-        ]
-        writers: list[tuple[str, Hook, Place]] = [
-            (n, a, "first") for n, a in acts.items() if n in self.names
-        ]
-        return [*readers, *(Placed(*w) for w in writers if w[0] not in self.unedited())]
+        readers = [PlacedHook(n, self._read(n), "last") for n in names if n != self.z]
+        return readers + [PlacedHook(n, a, "first") for n, a in acts.items() if n in names]
 
     def _read(self, name: str) -> Hook:
         def read(value: Tensor) -> None:
@@ -250,7 +276,7 @@ class LiveLayer:
             instead="model(tokens) after the edit is open",
         )
         h = running.seen[self.names[0]]
-        tokens = self.given.check(h)
+        tokens = self.arguments.check(h)
         if tokens is not None and self.edit.on_tokens is not None:
             self._flag(self.edit.on_tokens(tokens))
         found = running.seen if scores is None else running.seen | {self.scores: scores}
@@ -288,10 +314,7 @@ class LiveLayer:
             instead="prompts of one length without padding mask",
             error=ReconstructionError,
         )
-        own, new = (
-            s if layer.softcap is None else layer.softcap * torch.tanh(s / layer.softcap)
-            for s in (own, new)
-        )
+        own, new = (soft_cap(s, layer.softcap) for s in (own, new))
         error = torch.where(allowed, theirs.detach() - own.detach(), 0.0).abs().max()
         self._close(
             "scores",
@@ -320,27 +343,16 @@ class LiveLayer:
     def _z(self, value: Tensor) -> Tensor | None:
         layer, own, new = self._begin()
         if layer.v is None:
-            fail(
-                f"layer {layer.layer} of {self.view.name}",
-                expected="values",
-                got="none",
-                error=UnsupportedModelError,
-            )
+            what = f"layer {layer.layer} of {self.view.name}"
+            fail(what, expected="values", got="none", error=UnsupportedModelError)
         v, left = layer.v[:, :, self.heads], self.running.left.get(self.pattern)
-        patterns = (layer.pattern_of(s, self.heads) for s in (own, new))
-        own, new = (einsum(p, v, "b h i j, b j h e -> b i h e") for p in patterns)
-        after = (
-            None
-            if left is None
-            else einsum(left[:, self.heads].to(v), v, "b h i j, b j h e -> b i h e")
-        )
-        by_head = (
-            rearrange(value, "b i (h e) -> b i h e", e=v.shape[-1]) if value.dim() == 3 else value
-        )
+        own, new = (_mixed(layer.pattern_of(s, self.heads), v) for s in (own, new))
+        after = None if left is None else _mixed(left[:, self.heads].to(v), v)
+        z = by_head(value, layer.v.shape[2])
         bound = self._pattern_bound(layer, None) * float(v.detach().abs().max())
-        out = self._settled("z", by_head, (after, own, new), bound, 2, "pattern @ v")
+        out = self._settled("z", z, (after, own, new), bound, 2, "pattern @ v")
         if self.edit.values is not None:
-            out = self._revalued(layer, v, by_head if out is None else out, out is None)
+            out = self._revalued(layer, v, z if out is None else out, out is None)
         self.running.begin()
         if self.counts:
             self.record.count()
@@ -355,7 +367,7 @@ class LiveLayer:
         else:
             pattern = layer.pattern_of(self._begin().new, self.heads)
         change = self.edit.values(layer, v) - v
-        return self._moved(z, einsum(pattern, change, "b h i j, b j h e -> b i h e"), 2)
+        return self._moved(z, _mixed(pattern, change), 2)
 
     def _settled(
         self,

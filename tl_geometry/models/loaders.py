@@ -1,8 +1,10 @@
-"""Models from disk or memory as TransformerLens objects, offline where the files are local, the
-same on every version."""
+"""Loads a model as a TransformerLens object: :func:`load` by name or from a local directory
+(offline then), :func:`from_hf` from a Hugging Face model in memory. The command line, the zoo and
+users call them; the result is the same on every version of TransformerLens, or it is refused."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from pathlib import Path
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError, choice, fail, require
+from tl_geometry.models.batches import device_of
 from tl_geometry.models.configs import BY_HAND, hooked_config
-from tl_geometry.models.directories import ENCODERS, only_whole, quiet, read_directory
+from tl_geometry.models.directories import ENCODERS, only_whole, read_directory
 from tl_geometry.models.fingerprints import DTYPES, remember, require_numbers
 from tl_geometry.models.names import EXPECTED, look_up
 
@@ -41,19 +44,15 @@ def load(
     class cannot hold the model.
     """
     choice(model_class, MODEL_CLASSES, "model_class")
-    _check_arguments(dtype, device)
+    # refused before anything large is imported or read
+    dtypes = ", ".join(map(str, DTYPES))
+    require(dtype in DTYPES, "dtype", expected=dtypes, got=repr(dtype))
+    device = device_of(device, "cpu")
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
         hf, tokenizer = read_directory(directory, model_class, dtype)
-        return from_hf(
-            hf,
-            tokenizer,
-            model_class=model_class,
-            processed=processed,
-            name=_shown(directory),
-            dtype=dtype,
-            device=device,
-        )
+        options = {"model_class": model_class, "processed": processed, "device": device}
+        return from_hf(hf, tokenizer, name=_shown(directory), dtype=dtype, **options)
     if directory.is_dir() or str(name).startswith(("/", ".", "~")):
         got = f"{directory.name} without one" if directory.is_dir() else f"no directory {name}"
         fail(
@@ -63,32 +62,6 @@ def load(
             got=got,
         )
     return _by_name(str(name), model_class, processed, dtype, device)
-
-
-def _check_arguments(dtype: Any, device: Any) -> None:
-    """Refuse what cannot be had before anything large is imported or read."""
-    known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-    require(
-        dtype in DTYPES,
-        "dtype",
-        expected=f"torch.{known}".replace(", ", ", torch."),
-        got=repr(dtype),
-    )
-    try:
-        found = torch.device(device)
-        here = found.type == "cpu" or torch.empty(0, device=found).device.type not in (
-            "cpu",
-            "meta",
-        )
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError):
-        here = False
-    require(
-        here,
-        "device",
-        expected="one that torch has here",
-        got=repr(str(device)),
-        instead="device='cpu'",
-    )
 
 
 @torch.no_grad()
@@ -118,17 +91,23 @@ def from_hf(
         make = _bridge if model_class == "bridge" else _hooked
         ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
         # half precision differs by rounding alone
-        exact = next(hf_model.parameters()).dtype in (
-            torch.float32,
-            torch.float64,
-        )
+        exact = next(hf_model.parameters()).dtype in (torch.float32, torch.float64)
         before = _log_probabilities(_logits(hf_model(ids))) if exact else None
         model = make(hf_model, _on_disk(tokenizer, Path(scratch)), processed, name)
         if before is not None:
-            _same(before, _log_probabilities(model(ids, return_type="logits")), name)
-    return remember(
-        model.eval(), name=name, head_trained=not getattr(hf_model, "_newly_initialised", False)
-    )
+            after = _log_probabilities(model(ids, return_type="logits"))
+            error = float((before - after).abs().max())
+            require(
+                error <= 0.01 * float(before.abs().max()),
+                name,
+                expected="the outputs of the Hugging Face model",
+                got=f"log probabilities off by {error:.2g}",
+                instead='processed=False, model_class="bridge", or another version of '
+                "TransformerLens",
+                error=UnsupportedModelError,
+            )
+    new_head = getattr(hf_model, "_newly_initialised", False)
+    return remember(model.eval(), name=name, head_trained=not new_head)
 
 
 def _on_disk(tokenizer: Any, directory: Path) -> Any:
@@ -152,20 +131,6 @@ def _log_probabilities(logits: Tensor) -> Tensor:
     return logits.detach().double().log_softmax(-1)
 
 
-def _same(before: Tensor, after: Tensor, name: str) -> None:
-    """Raise unless the converted model still computes the log probabilities that the original
-    did."""
-    error, size = float((before - after).abs().max()), float(before.abs().max())
-    require(
-        error <= 0.01 * size,
-        name,
-        expected="the outputs of the Hugging Face model",
-        got=f"log probabilities off by {error:.2g}",
-        instead='processed=False, model_class="bridge", or another version of TransformerLens',
-        error=UnsupportedModelError,
-    )
-
-
 def _shown(directory: Path) -> str:
     """The directory's name, or its parent's where that says nothing."""
     path = directory.resolve()
@@ -173,52 +138,39 @@ def _shown(directory: Path) -> str:
 
 
 def _by_name(
-    name: str, model_class: str, processed: bool, dtype: torch.dtype, device: torch.device | str
+    name: str, model_class: str, processed: bool, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """A model of TransformerLens's own list, or (for a bridge) another ``owner/name`` of the
     Hugging Face hub."""
-    known = look_up(name, model_class)
+    entry = look_up(name, model_class)
+    options: dict[str, Any] = {"device": str(device), "dtype": dtype}
     try:
-        return _boot(name, model_class, processed, dtype, device)
+        with warnings.catch_warnings(), only_whole(name) as new:
+            warnings.simplefilter("ignore")
+            if model_class == "bridge":
+                from transformer_lens.model_bridge import TransformerBridge as Bridge
+
+                model = Bridge.boot_transformers(name, trust_remote_code=False, **options)
+                _process(model, processed)
+            else:
+                hooked = hooked_class("HookedTransformer")
+                make = hooked.from_pretrained if processed else hooked.from_pretrained_no_processing
+                model = make(name, **options).eval()
     except GeometryError:
         raise
-    except (
-        Exception
-    ) as error:  # every loader and hub raises its own kind; the reader needs one line
+    except Exception as error:  # each loader and the hub raise their own; the reader needs one line
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        if known.listed:
-            fail(
-                "model",
-                expected=f"weights of {name!r}",
-                got=f"a known name that cannot be fetched ({reason})",
-                instead="a local directory",
-            )
+        if entry.listed:
+            got = f"a known name that cannot be fetched ({reason})"
+            fail("model", expected=f"weights of {name!r}", got=got, instead="a local directory")
         # a hub that was not reached says nothing about an unknown name
-        known_cause = "" if isinstance(error, OSError) else f" ({reason})"
-        fail("model", expected=EXPECTED, got=known.unknown + known_cause, instead=known.near)
+        cause = "" if isinstance(error, OSError) else f" ({reason})"
+        fail("model", expected=EXPECTED, got=entry.unknown + cause, instead=entry.near)
+    return remember(model, name=name, head_trained=not any(new))
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
-
-
-def _boot(
-    name: str, model_class: str, processed: bool, dtype: torch.dtype, device: torch.device | str
-) -> Any:
-    with warnings.catch_warnings(), only_whole(name) as new:
-        warnings.simplefilter("ignore")
-        if model_class == "bridge":
-            from transformer_lens.model_bridge import TransformerBridge
-
-            model = TransformerBridge.boot_transformers(
-                name, device=str(device), dtype=dtype, trust_remote_code=False
-            )
-            _process(model, processed)
-            return remember(model, name=name, head_trained=not any(new))
-        hooked = hooked_class("HookedTransformer")
-        make = hooked.from_pretrained if processed else hooked.from_pretrained_no_processing
-        model = make(name, device=str(device), dtype=dtype).eval()
-        return remember(model, name=name, head_trained=not any(new))
 
 
 def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
@@ -231,11 +183,10 @@ def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
             hf_model, architecture, hf_config=hf_model.config, tokenizer=tokenizer
         )
     except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        text = str(error).splitlines()[0][:200]
         fail(
             name,
             expected="an architecture that TransformerBridge supports",
-            got=f"{architecture} ({text})",
+            got=f"{architecture} ({_first_line(error)})",
             error=UnsupportedModelError,
         )
     _process(model, processed)
@@ -248,8 +199,9 @@ def _process(model: Any, processed: bool) -> None:
 
 
 def hooked_class(which: str) -> Any:
+    """HookedTransformer or HookedEncoder, which TransformerLens 4 no longer has."""
     try:
-        module = __import__(f"transformer_lens.{which}", fromlist=[which])
+        module = importlib.import_module(f"transformer_lens.{which}")
     except ImportError:
         fail(
             "model_class",
@@ -272,9 +224,8 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
     with TemporaryDirectory() as parent:
         directory = Path(parent, "checkpoint")
         directory.mkdir()
-        config = hf_model.config.to_dict() | {
-            "architectures": ["BertForMaskedLM" if encoder else architecture]
-        }
+        config = hf_model.config.to_dict()
+        config["architectures"] = ["BertForMaskedLM" if encoder else architecture]
         config.setdefault("n_ctx", config.get("n_positions"))
         (directory / "config.json").write_text(json.dumps(config, default=str))
         try:
@@ -293,11 +244,10 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
             )
             return _fill(hooked, cfg, state, tokenizer, processed, encoder)
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-            text = f"{architecture} ({str(error).splitlines()[0][:200]})"
             fail(
                 name,
                 expected=f"an architecture that {hooked.__name__} can hold",
-                got=text,
+                got=f"{architecture} ({_first_line(error)})",
                 instead='model_class="bridge"',
                 error=UnsupportedModelError,
             )
@@ -310,11 +260,8 @@ def _with_pooler(hf_model: Any) -> Any:
 
     if type(hf_model).__name__ == "BertForPreTraining":
         return hf_model
-    full = (
-        transformers.BertForPreTraining(hf_model.config)
-        .to(hf_model.device, next(hf_model.parameters()).dtype)
-        .eval()
-    )
+    full = transformers.BertForPreTraining(hf_model.config)
+    full = full.to(hf_model.device, next(hf_model.parameters()).dtype).eval()
     full.load_state_dict(hf_model.state_dict(), strict=False)
     return full
 
@@ -325,11 +272,8 @@ def _fill(
     model = hooked(cfg, tokenizer=tokenizer, move_to_device=False)
     if encoder:
         missing, unexpected = model.load_state_dict(state, strict=False)
-        lost = [
-            k
-            for k in (*missing, *unexpected)
-            if "mask" not in k and "IGNORE" not in k and "nsp" not in k and "pooler" not in k
-        ]
+        unread = ("mask", "IGNORE", "nsp", "pooler")
+        lost = [k for k in (*missing, *unexpected) if not any(part in k for part in unread)]
         require(
             not lost,
             "model",
@@ -350,6 +294,3 @@ def _fill(
             fold_value_biases=processed,
         )
     return model.to(cfg.device, print_details=False)
-
-
-__all__ = ["from_hf", "load", "quiet"]

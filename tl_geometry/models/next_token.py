@@ -1,5 +1,5 @@
-"""Next-token distributions of a live model with hooks in place: of whole passes, and of passes over
-the last token alone."""
+"""The next-token distributions of a live model with hooks in place, of whole passes or of passes
+over the last token alone; what measures the effect of an edit on the output calls these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.forward import Hook
-from tl_geometry.models.kv_cache import Behind, behind
+from tl_geometry.models.kv_cache import PrefixCache, behind
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import next_token_losses
 
@@ -89,7 +89,7 @@ class PilotRuns(NamedTuple):
 
     view: ModelView
     tokens: Int[Tensor, "batch position"]
-    kept: Behind | None
+    kept: PrefixCache | None
     copies: int
     """Edited copies of the chunks that one pass can take."""
 

@@ -1,5 +1,5 @@
 """``view(model)``: one description of HookedTransformer, HookedEncoder and TransformerBridge, of
-TransformerLens 3.9 to 4.x.
+TransformerLens 3.9 to 4.x. Every public function that takes a model calls it first.
 
 Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so
 everything is read from the model object. A bridge's ``cfg`` is not trusted beyond sizes (it reports
@@ -27,7 +27,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import Parameters
 from tl_geometry.models.precision import can_widen, is_half, widened
 from tl_geometry.models.states import BEFORE, block_output, state_hooks
-from tl_geometry.models.user_hooks import brief, replaced_forwards, without_hooks
+from tl_geometry.models.user_hooks import brief, names_of, replaced_forwards, without_hooks
 
 CLASS_NAMES = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
@@ -36,7 +36,7 @@ PROBE_BATCH, PROBE_LENGTH = 2, 12
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Probe:
-    """What one forward pass over random tokens showed, without anybody's hooks; kept as long as
+    """What one forward pass over random tokens showed, without user hooks; kept as long as
     ``made_of`` is the same: fingerprint, device, and forward methods that were replaced."""
 
     made_of: tuple[object, ...]
@@ -51,26 +51,22 @@ _PROBES: weakref.WeakKeyDictionary[Any, Probe] = weakref.WeakKeyDictionary()
 def class_of(model: Any) -> str:
     """The TransformerLens class behind a model object, or an error that says what would help."""
     names = {c.__name__ for c in type(model).__mro__}
-    class_name = next((k for k in CLASS_NAMES if k in names), None)
+    class_name = next((name for name in CLASS_NAMES if name in names), None)
     if class_name is None:
-        known = hasattr(model, "config") and hasattr(model, "forward")
-        help_ = (
-            "tl_geometry.models.from_hf(model, tokenizer)"
-            if known
-            else "a model loaded with TransformerLens"
-        )
+        instead = "a model loaded with TransformerLens"
         if hasattr(model, "_orig_mod"):
-            help_ = "the model that torch.compile was given, model._orig_mod: hooks act there"
+            instead = "the model that torch.compile was given, model._orig_mod: hooks act there"
+        elif hasattr(model, "config") and hasattr(model, "forward"):
+            instead = "tl_geometry.models.from_hf(model, tokenizer)"
         fail(
             "model",
             expected=" or ".join(CLASS_NAMES),
             got=type(model).__name__,
-            instead=help_,
+            instead=instead,
             error=UnsupportedModelError,
         )
-    ok = hasattr(model, "blocks") and len(model.blocks) > 0
     require(
-        ok,
+        len(getattr(model, "blocks", ())) > 0,
         type(model).__name__,
         expected="a stack of blocks",
         got="none",
@@ -128,7 +124,7 @@ def view(model: Any) -> ModelView:
         head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
-        notes=_notes(model, class_name, run),
+        notes=_notes(model, class_name),
         pad_id=unambiguous_pad_id(model),
         _model=model,
         _run=run,
@@ -153,7 +149,7 @@ def _refreshed(seen: ModelView) -> ModelView:
 def _probe(
     model: Any, class_name: str, name: str, run: Runner, made_of: tuple[object, ...]
 ) -> Probe:
-    """Run the model on random tokens, without anybody's hooks, and check what every other number
+    """Run the model on random tokens, without user hooks, and check what every other number
     relies on."""
     _require_weights(model, name)
     states = run.state_hooks
@@ -203,30 +199,25 @@ def _probe(
         # only
         except RuntimeError:
             pass
-    return Probe(
-        made_of, found, all(bool((p.triu(1) == 0).all()) for p in patterns) and length > 1, {}
-    )
+    causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
+    return Probe(made_of, found, causal, {})
 
 
 def _require_weights(model: Any, name: str) -> None:
     """Refuse weights that are no numbers, by the name of the first."""
     # HookedTransformer keeps a position table that ALiBi does not use, and never fills it
     unused = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
-    named = [
-        (n, p.detach())
-        for n, p in model.named_parameters()
-        if not (unused and n == "pos_embed.W_pos")
-    ]
+    named = {
+        n: p.detach() for n, p in model.named_parameters() if n != "pos_embed.W_pos" or not unused
+    }
     # the least element is NaN where any is, and takes no memory; one synchronisation for all
-    least = torch.stack(
-        [p.amin().float().cpu() if p.numel() else torch.zeros(()) for _, p in named]
-    )
-    bad = [n for (n, _), value in zip(named, least, strict=True) if bool(value.isnan())]
+    least = [p.amin().float().cpu() if p.numel() else torch.zeros(()) for p in named.values()]
+    bad = [name for name, is_nan in zip(named, torch.stack(least).isnan().tolist()) if is_nan]
     require(
         not bad,
         f"weights of {name}",
         expected="numbers",
-        got=f"NaN in {', '.join(bad[:4])}" + (f" and {len(bad) - 4} more" if len(bad) > 4 else ""),
+        got=f"NaN in {brief(bad)}",
         instead="a checkpoint without NaN",
         error=UnsupportedModelError,
     )
@@ -241,16 +232,15 @@ def _processed(model: Any, class_name: str) -> bool:
 def _name(model: Any) -> str:
     config = getattr(getattr(model, "original_model", None), "config", None)
     names = [getattr(model.cfg, "model_name", None), getattr(config, "_name_or_path", None)]
-    name = next(
-        (str(n) for n in names if n and n not in ("external", "custom")), type(model).__name__
-    )
+    placeholders = (None, "", "external", "custom")
+    name = next((str(n) for n in names if n not in placeholders), type(model).__name__)
     return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
 def _bos_id(model: Any) -> int | None:
     tokenizer = getattr(model, "tokenizer", None)
-    found = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
-    return next((int(i) for i in found if i is not None), None)
+    ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
+    return next((int(i) for i in ids if i is not None), None)
 
 
 def unambiguous_pad_id(model: Any) -> int | None:
@@ -258,14 +248,12 @@ def unambiguous_pad_id(model: Any) -> int | None:
     then nothing tells it apart."""
     tokenizer = getattr(model, "tokenizer", None)
     pad = getattr(tokenizer, "pad_token_id", None)
-    others = [
-        getattr(tokenizer, f"{which}_token_id", None)
-        for which in ("bos", "eos", "unk", "cls", "sep", "mask")
-    ]
-    return None if pad is None or pad in others else int(pad)
+    others = ("bos", "eos", "unk", "cls", "sep", "mask")
+    taken = [getattr(tokenizer, f"{which}_token_id", None) for which in others]
+    return None if pad is None or pad in taken else int(pad)
 
 
-def _notes(model: Any, class_name: str, run: Runner) -> tuple[str, ...]:
+def _notes(model: Any, class_name: str) -> tuple[str, ...]:
     notes = []
     if (
         class_name == "HookedTransformer"
@@ -276,7 +264,7 @@ def _notes(model: Any, class_name: str, run: Runner) -> tuple[str, ...]:
             "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a "
             "power of two"
         )
-    if hooked := run.hooked():
+    if hooked := names_of(model):
         where = brief(hooked)
         notes.append(f"the model carries hooks of its own, which act in every number: {where}")
     return tuple(notes)

@@ -19,7 +19,6 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.states import AFTER
 
-VERDICTS = ("supported", "verified", "reported", "refused")
 Row = tuple[str, str, str]
 
 
@@ -95,60 +94,46 @@ def check_model(model: ModelLike) -> ModelReport:
 
 
 def _head(view: ModelView) -> Row:
+    norm = view.final_norm() if view.head_trained else None
     if not view.head_trained:
-        return (
-            "output head",
-            "newly initialised",
-            "refused for every output-based measure: load a checkpoint that has its output head",
-        )
-    norm = view.final_norm()
-    if norm is None:
-        return (
-            "output head",
-            "not one norm and one linear map",
-            "refused for direct effects on logits; losses and logits are supported",
-        )
-    return (
-        "output head",
-        f"{norm.norm_type or 'no'} norm, then linear",
-        "verified against the model's logits",
-    )
+        value, verdict = "newly initialised", "refused for every output-based measure: load a "
+        verdict += "checkpoint that has its output head"
+    elif norm is None:
+        value, verdict = "not one norm and one linear map", "refused for direct effects on logits; "
+        verdict += "losses and logits are supported"
+    else:
+        value = f"{norm.norm_type or 'no'} norm, then linear"
+        verdict = "verified against the model's logits"
+    return ("output head", value, verdict)
 
 
 def _layers(view: ModelView, tokens: Tensor) -> list[Row]:
     """Facts of the layers, those that agree in one row, and the reconstruction error of each."""
     facts = [view.describe_layer(layer) for layer in range(view.n_layers)]
     rows: list[Row] = []
+    notes = {
+        "soft cap": "supported: scores are split before the cap",
+        "sinks": "supported: scores exact, patterns with the sink's share",
+    }
     for name in facts[0]:
-        values = [str(f[name]) for f in facts]
-        distinct = dict.fromkeys(values)
-        shown = "; ".join(f"{v} in layers {_ranges(values, v)}" for v in distinct)
-        shown = values[0] if len(distinct) == 1 else shown
-        rows.append((name, shown, _verdict(name, values)))
+        layers_of: dict[str, list[str]] = {}
+        for layer, fact in enumerate(facts):
+            layers_of.setdefault(str(fact[name]), []).append(str(layer))
+        shown = [f"{value} in layers {', '.join(which)}" for value, which in layers_of.items()]
+        value = "; ".join(shown) if len(shown) > 1 else next(iter(layers_of))
+        rows.append((name, value, "supported" if value == "none" else notes.get(name, "supported")))
     for layer in range(view.n_layers):
-        found: list[LayerView] = []
+        views: list[LayerView] = []
         try:
-            view.run_layers(tokens, [layer], found.append)
+            view.run_layers(tokens, [layer], views.append)
         except GeometryError as error:
             rows.append((f"scores of layer {layer}", "do not add up", f"refused: {error}"))
             continue
-        worst, error, bound = found[0].reconstruction.nearest or ("nothing", 0.0, 0.0)
-        sizes = f"sizes up to {found[0].reconstruction.scale:.3g}"
+        worst, error, bound = views[0].reconstruction.nearest or ("nothing", 0.0, 0.0)
+        sizes = f"sizes up to {views[0].reconstruction.scale:.3g}"
         verdict = f"verified, {worst} within {error:.1e} (allowed {bound:.1e})"
         rows.append((f"scores of layer {layer}", sizes, verdict))
     return rows
-
-
-def _verdict(name: str, values: Sequence[str]) -> str:
-    if name == "soft cap" and any(v != "none" for v in values):
-        return "supported: scores are split before the cap"
-    if name == "sinks" and any(v != "none" for v in values):
-        return "supported: scores exact, patterns with the sink's share"
-    return "supported"
-
-
-def _ranges(values: Sequence[str], value: str) -> str:
-    return ", ".join(str(i) for i, v in enumerate(values) if v == value)
 
 
 def _additive(view: ModelView, tokens: Tensor) -> str:
@@ -168,10 +153,10 @@ def _additive(view: ModelView, tokens: Tensor) -> str:
             f"blocks.{layer}.{AFTER}",
         ]
         try:
-            found = view.activations(tokens, names)
+            activations = view.activations(tokens, names)
         except GeometryError:
             return f"hooks missing in layer {layer}"
-        pre, attn, mlp, post = (found[n].double() for n in names)
+        pre, attn, mlp, post = (activations[name].double() for name in names)
         worst = max(worst, float((pre + attn + mlp - post).abs().max()))
         size = max(size, float(post.abs().max()), float(pre.abs().max()))
     holds = worst <= reconstruction_bound(unit_roundoff(view.dtype), size)

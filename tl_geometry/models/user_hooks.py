@@ -151,6 +151,3 @@ def _restore(table: Table, i: int, hook: Any) -> None:
     """Put a hook back in its place, unless somebody has removed it."""
     if i in table:
         table[i] = hook
-
-
-__all__ = ["foreign", "foreign_tables", "names_of", "without_hooks"]

@@ -1,5 +1,5 @@
-"""The checks of one layer: recomputed queries, keys, scores and patterns against the model's
-own."""
+"""Compares the recomputed queries, keys, scores and patterns of one layer with the model's own;
+:mod:`tl_geometry.models.layers` calls it for every layer that is verified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tl_geometry.models.attention_spec import Facts, scores_of
+from tl_geometry.models.attention_spec import AttentionSpec, scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.reconstruction import (
     CHUNK,
@@ -18,6 +18,7 @@ from tl_geometry.models.reconstruction import (
     pattern_error,
     reconstruction_bound,
 )
+from tl_geometry.models.softmax import soft_cap
 
 
 def largest(x: Tensor) -> float:
@@ -26,7 +27,7 @@ def largest(x: Tensor) -> float:
 
 
 def check_inputs(
-    facts: Facts,
+    spec: AttentionSpec,
     view: LayerView,
     raw: Mapping[str, Tensor],
     hooked: Mapping[str, Tensor | None],
@@ -36,11 +37,11 @@ def check_inputs(
     and as they enter the scores."""
     checks, sizes = {}, {}
     for w in "qk":
-        value, size = hooked[w], facts.sizes(view.h[:, positions], w)
+        value, size = hooked[w], spec.sizes(view.h[:, positions], w)
         if value is not None:
             bound = reconstruction_bound(view.roundoff, largest(size))
             checks[w] = (largest((raw[w] - value)[:, positions]), bound)
-        sizes[w] = largest(size if facts.qk_norm is None else view.sizes(w))
+        sizes[w] = largest(size if spec.qk_norm is None else view.sizes(w))
     return ReconstructionReport(checks=checks, scale=0.0, sizes=sizes)
 
 
@@ -67,7 +68,7 @@ def check_scores(
         part_ = slice(start, min(start + step, heads))
         total, size = _total_and_size(view, part_, queries)
         scale = max(scale, float(torch.where(allowed, size, 0.0).max()))
-        capped = total if view.softcap is None else view.softcap * torch.tanh(total / view.softcap)
+        capped = soft_cap(total, view.softcap)
         if view.scores is not None:
             theirs = view.scores[:, part_, queries]
             difference = torch.where(allowed, capped - theirs, 0.0)

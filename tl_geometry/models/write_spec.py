@@ -1,5 +1,6 @@
-"""How a model writes into its residual stream: the embedding, and what each block adds, proposed
-from its modules and chosen by what reproduces the model's own probe.
+"""Infers how a model writes into its residual stream (the embeddings, and what each block adds):
+candidates from its modules, of which the one that reproduces the model's own states is kept.
+:mod:`tl_geometry.models.writers` applies it.
 
 A decoder's block adds what attention and MLP give, each through a norm of its own in some families
 (Gemma 2 and 3, OLMo 2); an encoder (BERT) norms the whole stream after each addition::
@@ -27,19 +28,13 @@ from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
+from tl_geometry.models.verify import largest
 
 EMBED = ("hook_embed", "embed.hook_embed", "embed.hook_out")
 POSITION = ("hook_pos_embed", "embed.hook_pos_embed")
 TYPE = ("embed.hook_token_type_embed", "token_type_embed.hook_out")
 """What the hooks of token, position and segment embeddings are called; a bridge's ``hook_embed``
 comes after a norm behind the embeddings, where there is one."""
-
-
-class Embedding(NamedTuple):
-    """The first state: a sum of embeddings (name, hook), through a norm in some families."""
-
-    hooks: tuple[tuple[str, str], ...]
-    norm: NormWeights | None
 
 
 class BlockWriting(NamedTuple):
@@ -54,18 +49,20 @@ class BlockWriting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Writing:
-    """How the whole model writes, found once for its weights."""
+    """How the whole model writes, inferred once for its weights. The first state is a sum of
+    ``embeddings`` (name, hook), through a norm in some families."""
 
-    embedding: Embedding
+    embeddings: tuple[tuple[str, str], ...]
+    embedding_norm: NormWeights | None
     blocks: tuple[BlockWriting, ...]
 
     def hooks(self, layer: int) -> tuple[str, ...]:
         """Hooks that say what the writers up to block ``layer`` wrote there (and, for block 0,
         before it)."""
-        own = (f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z")
+        names = [hook for _, hook in self.embeddings] if layer == 0 else []
+        names += [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z"]
         mlp = self.blocks[layer].mlp
-        first = tuple(hook for _, hook in self.embedding.hooks) if layer == 0 else ()
-        return (*first, *own, *(() if mlp is None else (mlp,)))
+        return (*names, *([] if mlp is None else [mlp]))
 
 
 def by_head(z: Tensor, heads: int) -> Float[Tensor, "batch position head d_head"]:
@@ -81,16 +78,16 @@ def writing_of(view: ModelView) -> Writing:
     """
     memo = view._layers.memo
     if "writing" not in memo:
-        memo["writing"] = _find(view)
+        memo["writing"] = _infer(view)
     return memo["writing"]
 
 
-def _find(view: ModelView) -> Writing:
+def _infer(view: ModelView) -> Writing:
     runner = view._layers.runner
     embeds = [name for name in EMBED if runner.has(name)]
-    wide = view.position in ("standard", "shortformer")
-    positions = [name for name in POSITION if wide and runner.has(name)][:1]
-    types = [name for name in TYPE if runner.has(name)][:1]
+    in_stream = view.position in ("standard", "shortformer")
+    added = [name for name in POSITION if in_stream and runner.has(name)][:1]
+    added += [name for name in TYPE if runner.has(name)][:1]
     # attention-only blocks of HookedTransformer have the hook, and no MLP
     mlps = [
         f"blocks.{layer}.hook_mlp_out" if part(block, "mlp") is not None else None
@@ -98,12 +95,12 @@ def _find(view: ModelView) -> Writing:
     ]
     z = [f"blocks.{layer}.attn.hook_z" for layer in range(view.n_layers)]
     ids = torch.arange(8).unsqueeze(0) % view.d_vocab
-    names = [*view.state_hooks, *embeds, *positions, *types, *z, *(m for m in mlps if m)]
+    names = [*view.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
     with without_hooks(view._model):
-        found = view.activations(ids[:, : view.n_ctx], list(dict.fromkeys(names)))
-    found = {name: upcast(value) for name, value in found.items()}
-    blocks = tuple(_block(view, layer, found, mlps[layer]) for layer in range(view.n_layers))
-    return Writing(_embedding(view, found, embeds, positions, types), blocks)
+        activations = view.activations(ids[:, : view.n_ctx], list(dict.fromkeys(names)))
+    activations = {name: upcast(value) for name, value in activations.items()}
+    blocks = [_block(view, layer, activations, mlp) for layer, mlp in enumerate(mlps)]
+    return Writing(*_embedding(view, activations, embeds, added), tuple(blocks))
 
 
 def _tolerance(view: ModelView, h: Tensor) -> float:
@@ -112,24 +109,20 @@ def _tolerance(view: ModelView, h: Tensor) -> float:
 
 
 def _embedding(
-    view: ModelView,
-    found: Mapping[str, Tensor],
-    embeds: list[str],
-    positions: list[str],
-    types: list[str],
-) -> Embedding:
-    h = found[view.state_hooks[0]]
+    view: ModelView, activations: Mapping[str, Tensor], embeds: list[str], added: list[str]
+) -> tuple[tuple[tuple[str, str], ...], NormWeights | None]:
+    """The embeddings that sum to the first state, as many as possible, and the norm behind them."""
+    h = activations[view.state_hooks[0]]
     model = view._model
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
     norms = [None, *(n for n in view._parameters.norm_candidates(module, h) if n.norm_type)]
-    counts = range(len(positions) + len(types), -1, -1)  # as many embeddings as possible
-    for count, norm, embed in product(counts, norms, embeds):
-        hooks = [embed, *(positions + types)[:count]]
-        total = sum((found[name] for name in hooks), torch.zeros_like(h))
+    for count, norm, embed in product(range(len(added), -1, -1), norms, embeds):
+        hooks = [embed, *added[:count]]
+        total = sum((activations[name] for name in hooks), torch.zeros_like(h))
         total = total if norm is None else norm.apply(total)
-        if _far(total, h) <= _tolerance(view, h):
+        if largest(total - h) <= _tolerance(view, h):
             named = ["pos_embed" if hook in POSITION else "type_embed" for hook in hooks[1:]]
-            return Embedding(tuple(zip(["embed", *named], hooks, strict=True)), norm)
+            return tuple(zip(["embed", *named], hooks, strict=True)), norm
     return fail(
         f"embeddings of {view.name}",
         expected="a sum of token, position and segment embeddings, perhaps normed",
@@ -140,29 +133,31 @@ def _embedding(
 
 
 def _block(
-    view: ModelView, layer: int, found: Mapping[str, Tensor], mlp: str | None
+    view: ModelView, layer: int, activations: Mapping[str, Tensor], mlp: str | None
 ) -> BlockWriting:
-    """The reading of a block that reproduces its output."""
-    h, after = found[f"blocks.{layer}.hook_resid_pre"], found[view.state_hooks[layer + 1]]
+    """The candidate for a block that reproduces its output."""
+    h = activations[f"blocks.{layer}.hook_resid_pre"]
+    after = activations[view.state_hooks[layer + 1]]
     weights = view.weights(layer)
-    z = by_head(found[f"blocks.{layer}.attn.hook_z"], view.n_heads).to(weights.W_O)
+    z = by_head(activations[f"blocks.{layer}.attn.hook_z"], view.n_heads).to(weights.W_O)
     attention = einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
-    own = torch.zeros_like(h) if mlp is None else found[mlp]
+    mlp_out = torch.zeros_like(h) if mlp is None else activations[mlp]
     block = view._model.blocks[layer]
     b_out = part(part(block, "mlp"), "b_out")
     b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
-    known: list[tuple[float, BlockWriting]] = []
+    candidates: list[tuple[float, BlockWriting]] = []
     for norm in _behind(view, block, h):
-        whole = h + (attention if norm is None else norm.apply(attention)) + own
+        total = h + (attention if norm is None else norm.apply(attention)) + mlp_out
         # a norm behind the MLP has been applied by the hook: the bias before it is not apart
-        kept = b_out if norm is None else torch.zeros_like(b_out)
-        known.append((_far(whole, after), BlockWriting(norm, None, mlp, kept)))
-    candidates = view._parameters.norm_candidates
-    for first in candidates(part(block, "ln1"), h):
-        for second in candidates(part(block, "ln2"), h):
-            whole = second.apply(first.apply(h + attention) + own)
-            known.append((_far(whole, after), BlockWriting(None, (first, second), mlp, b_out)))
-    error, best = min(known, key=lambda pair: pair[0])  # the first of equals
+        bias = b_out if norm is None else torch.zeros_like(b_out)
+        candidates.append((largest(total - after), BlockWriting(norm, None, mlp, bias)))
+    readings = view._parameters.norm_candidates
+    for first in readings(part(block, "ln1"), h):
+        for second in readings(part(block, "ln2"), h):
+            total = second.apply(first.apply(h + attention) + mlp_out)
+            writing = BlockWriting(None, (first, second), mlp, b_out)
+            candidates.append((largest(total - after), writing))
+    error, best = min(candidates, key=lambda pair: pair[0])  # the first of equals
     if error <= _tolerance(view, after):
         return best
     return fail(
@@ -174,12 +169,8 @@ def _block(
     )
 
 
-def _far(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max())
-
-
 def _behind(view: ModelView, block: object, h: Tensor) -> Iterator[NormWeights | None]:
-    """Readings of the norm behind attention, none first."""
+    """Candidates for the norm behind attention, none first."""
     yield None
     for name in ("ln1_post", "ln1"):
         module = part(block, name)

@@ -30,6 +30,7 @@ from tl_geometry.models.reconstruction import (
     require_reconstruction,
 )
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import Written, writer_names
 from tl_geometry.scores.projection import Side
 from tl_geometry.scores.split_request import UserParts
@@ -270,11 +271,7 @@ class Splitter:
                 total, size = total + layer.bias[which], size + layer.bias[which].abs()
             scale = max(scale, float(torch.where(layer.allowed, size, 0.0).max()))
             spreads.append(head_spreads(total, layer.allowed))
-            capped = (
-                total
-                if layer.softcap is None
-                else layer.softcap * torch.tanh(total / layer.softcap)
-            )
+            capped = soft_cap(total, layer.softcap)
             if layer.scores is not None:
                 error = torch.where(layer.allowed, capped - layer.scores[:, which], 0.0).abs().max()
                 worst["sum scores"] = max(worst["sum scores"], float(error))
