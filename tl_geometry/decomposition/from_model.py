@@ -213,9 +213,7 @@ def _run_tensor(
             for row in range(len(part)):
                 on_state(row, part[row, contexts])
 
-        work.update(
-            part.shape[1], feed, None, None if labels is None else labels[start : start + batch]
-        )
+        work.update(part.shape[1], feed, None)
     return work.finish(labels, ())
 
 

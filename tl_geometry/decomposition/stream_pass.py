@@ -64,8 +64,9 @@ def run_corpus(
         device=sums_on,
         labels=source.labels,
     )
-    mine = [checkpoints.settings(work, 0), checkpoints.label_hash(work, source.contexts or 0)]
-    processes.agree(json.dumps([*mine, size, str(checkpoint)]), "arguments of decompose")
+    labels = checkpoints.label_hash(work, source.contexts or 0)
+    arguments = [checkpoints.settings(work, 0), labels, size, str(checkpoint)]
+    processes.agree(json.dumps(arguments), "arguments of decompose")
     path = None if checkpoint is None else as_path(checkpoint, "checkpoint")
     saver = _Saver(view, work, processes, path)
     bar = tqdm(
@@ -76,10 +77,10 @@ def run_corpus(
         desc=view.name,
     )
     with bar:
-        for number, (tokens, labels) in enumerate(_remaining(source, work, size, str(checkpoint))):
+        for number, tokens in enumerate(_remaining(source, work, size, str(checkpoint))):
             if processes.takes(number):
                 feed = _feeding(view, plan.states, _ahead(tokens, view.device), norms)
-                work.update(len(tokens), feed, tokens, labels, view.bos_id)
+                work.update(len(tokens), feed, tokens, view.bos_id)
             else:
                 work.skip(tokens, view.bos_id)
             if number == 0:
@@ -98,7 +99,6 @@ def run_corpus(
 
 def _texts(view: ModelView, basis: PositionContext) -> tuple[tuple[str, ...], ...]:
     """The largest tokens of each state as text."""
-    assert basis.largest is not None
     ids = basis.largest.token.clamp(min=0)
     unique = ids.unique().tolist()
     text = dict(zip(unique, view.decode(unique), strict=True))
@@ -158,9 +158,9 @@ def _normalizing(on_state: OnState, norms: Mapping[int, NormWeights]) -> OnState
 
 def _remaining(
     source: TokenSource, work: Accumulation, size: int, checkpoint: str
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Batches (and labels) that are not in the checkpoint yet, after making sure that those before
-    are the ones it was made from."""
+) -> Iterator[Tensor]:
+    """Batches that are not in the checkpoint yet, after making sure that those before are the ones
+    it was made from."""
     done, seen = work.done, ""
     what, expected = f"checkpoint {checkpoint}", "the tokens it was made from"
     for batch in source.batches(size):
@@ -170,8 +170,7 @@ def _remaining(
             same, instead = done > 0 or seen == work.token_hash, "another checkpoint= path"
             require(same, what, expected=expected, got="others", instead=instead)
         if len(tokens):
-            part = slice(work.done, work.done + len(tokens))
-            yield tokens, None if source.labels is None else source.labels[part]
+            yield tokens
     require(done == 0, what, expected=expected, got=f"{done} contexts fewer")
 
 
