@@ -1,5 +1,5 @@
-"""Intervals and p-values that hold what they say: the delete-group jackknife with its correction
-for bias, paired differences, sign flips. None is given from fewer than :data:`FEWEST` samples."""
+"""Jackknife intervals corrected for bias, paired t intervals, sign-flip tests. None is given from
+fewer than :data:`FEWEST` samples."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ class Interval(NamedTuple):
     low: Float[Tensor, "*batch"]
     high: Float[Tensor, "*batch"]
     error: Float[Tensor, "*batch"]
-
-    @property
-    def excludes_zero(self) -> Tensor:
-        """Whether zero is outside the interval (never without one)."""
-        return (self.low > 0) | (self.high < 0)
 
 
 class LeftOut(NamedTuple):

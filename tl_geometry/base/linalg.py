@@ -88,8 +88,10 @@ def product_svd(
         if not bool(bad.any()):
             return result
         if bad.dim() > 0:
-            for mine, theirs in zip(result, _product_svd_qr(left[bad], right[bad]), strict=True):
-                mine[bad] = theirs
+            for values, replacements in zip(
+                result, _product_svd_qr(left[bad], right[bad]), strict=True
+            ):
+                values[bad] = replacements
             return result
     return _product_svd_qr(left, right)
 

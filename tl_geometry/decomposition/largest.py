@@ -1,5 +1,5 @@
-"""Sinks: which tokens have the largest norms in a state, and how much of its sum of squares the
-largest hold.
+"""Attention sinks and other massive tokens: which tokens have the largest norms in a state, and how
+much of its sum of squares they hold.
 
 A few tokens of enormous norm (an attention sink, and in real models a second one) can hold most of
 ``sum |h|^2``, so that shares, spectra and reliabilities describe them and nothing else. A pass
@@ -69,8 +69,8 @@ def top_share(
     before = counts.cumsum(-1) - counts
     part = ((wanted.unsqueeze(-1) - before) / counts.clamp(min=1)).clamp(0, 1)
     binned = (part * sums).sum(-1)
-    known = torch.arange(largest.shape[-1], device=largest.device) < wanted.unsqueeze(-1)
-    exact = torch.where(known, largest.square(), 0.0).sum(-1)
+    listed = torch.arange(largest.shape[-1], device=largest.device) < wanted.unsqueeze(-1)
+    exact = torch.where(listed, largest.square(), 0.0).sum(-1)
     held = torch.where(wanted <= largest.shape[-1], exact, binned)
     return torch.where(total > 0, held / total, torch.nan)
 
@@ -183,8 +183,8 @@ def sinks_of(
     named = {int(t): text for t, text in zip(largest.token[row].tolist(), texts, strict=False)}
     where = _some("position", [str(p) for p in positions])
     what = _some("token", [repr(named[t]) if t in named else str(t) for t in ids]) if ids else ""
-    known = ", ".join(filter(None, (where, what)))
-    held = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({known})"
+    which = ", ".join(filter(None, (where, what)))
+    held = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({which})"
     remark = held if of and share > max(SINK_SHARE, CONCENTRATED * tokens / of) else ""
     return Sinks(tokens, of, share, tuple(positions), tuple(ids), remark)
 

@@ -1,4 +1,5 @@
-"""Intervals of the analysis of variance of each state: blocks of contexts left out in turn."""
+"""Intervals of the shares in the analysis of variance of each state, by a jackknife that leaves out
+blocks of contexts in turn; and the blocks, which other measures leave out too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Shards of one corpus put together: what must agree, their sums in contiguous groups again, and
-the same shard given twice refused."""
+"""How ``PositionContext.merge`` joins the bases of several shards of a corpus: what must agree, how
+their groups, labels and provenance are joined, and that a shard given twice is refused."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def merged_provenance(
 
 def together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:
     """The tensors of all parts one after another, ``None`` where a part has none."""
-    known = [v for v in values if v is not None]
-    return torch.cat(known, dim=dim) if len(known) == len(values) else None
+    tensors = [v for v in values if v is not None]
+    return torch.cat(tensors, dim=dim) if len(tensors) == len(values) else None
 
 
 def merged_labels(
@@ -112,12 +112,12 @@ def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> 
             same = torch.equal(parts[k].sums, part.sums)
             got = f"parts {k} and {i} with the same sums"
             require(not same, "merge", expected="disjoint contexts", got=got, instead=instead)
-            mine, theirs = hashes[i], hashes[k]
-            if mine is None or theirs is None:
+            these, others = hashes[i], hashes[k]
+            if these is None or others is None:
                 continue
-            both = int(torch.isin(mine, theirs).sum())
+            both = int(torch.isin(these, others).sum())
             got = f"{both} contexts that are in parts {k} and {i}"
-            few = both <= MOST_SHARED * min(len(mine), len(theirs))
+            few = both <= MOST_SHARED * min(len(these), len(others))
             require(few, "merge", expected="disjoint contexts", got=got, instead=instead)
             shared += both
     return [f"{shared} contexts are in more than one of the merged parts"] if shared else []

@@ -50,11 +50,16 @@ class Scratch:
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """An uninitialised tensor, valid until the next call with the same name."""
-        size, found = math.prod(shape), self.held.get(name)
-        if found is None or found.numel() < size or found.dtype != dtype or found.device != device:
+        size, buffer = math.prod(shape), self.held.get(name)
+        if (
+            buffer is None
+            or buffer.numel() < size
+            or buffer.dtype != dtype
+            or buffer.device != device
+        ):
             self.held.pop(name, None)
-            found = self.held[name] = torch.empty(size, dtype=dtype, device=device)
-        return found[:size].view(*shape)
+            buffer = self.held[name] = torch.empty(size, dtype=dtype, device=device)
+        return buffer[:size].view(*shape)
 
 
 def half_width(width: int) -> int:

@@ -1,4 +1,5 @@
-"""The positional and context basis of a model's states over a corpus, from sums that merge."""
+"""The result of ``decompose``: the mean, positional and context vectors of a model's states over a
+corpus, computed from sums that merge."""
 
 from __future__ import annotations
 
@@ -301,11 +302,11 @@ class PositionContext(Result):
 
         What can be used and should be said with the result is :meth:`remarks`.
         """
-        known, bos = self.provenance.fingerprint, self.provenance.has_bos
+        fingerprint, bos = self.provenance.fingerprint, self.provenance.has_bos
         require(
-            known is None or known == view.fingerprint,
+            fingerprint is None or fingerprint == view.fingerprint,
             "basis",
-            expected=f"the model it was computed from, {self.provenance.model} ({known})",
+            expected=f"the model it was computed from, {self.provenance.model} ({fingerprint})",
             got=f"{view.name} ({view.fingerprint})",
             instead="decompose(model, tokens)",
         )
@@ -323,12 +324,16 @@ class PositionContext(Result):
     def remarks(self, view: ModelView) -> tuple[str, ...]:
         """Flags of a result that uses this basis with a model: hooks of one that the other did not
         have, an unknown model."""
-        mine, theirs = set(self.provenance.hooks), set(view.hooked())
+        fitted_under, active = set(self.provenance.hooks), set(view.hooked())
         flags = [RAW] if self.provenance.fingerprint is None else []
-        if theirs - mine:
-            flags.append(f"basis fitted without these hooks ({', '.join(sorted(theirs - mine))})")
-        if mine - theirs:
-            flags.append(f"basis fitted under other hooks ({', '.join(sorted(mine - theirs))})")
+        if active - fitted_under:
+            flags.append(
+                f"basis fitted without these hooks ({', '.join(sorted(active - fitted_under))})"
+            )
+        if fitted_under - active:
+            flags.append(
+                f"basis fitted under other hooks ({', '.join(sorted(fitted_under - active))})"
+            )
         return (*flags, *self.flags())
 
     @staticmethod
@@ -387,10 +392,10 @@ class PositionContext(Result):
     @property
     def kept(self) -> str:
         """What is held besides the sums, in words."""
-        kept = ["second moments"] if self.has_second_moments else []
-        kept += ["ctx"] if self.ctx is not None else []
-        kept += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
-        return ", ".join(kept) or "sums"
+        parts = ["second moments"] if self.has_second_moments else []
+        parts += ["ctx"] if self.ctx is not None else []
+        parts += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
+        return ", ".join(parts) or "sums"
 
     def __repr__(self) -> str:
         outside = self.length - (self.window[1] - self.window[0])

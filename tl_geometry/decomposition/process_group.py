@@ -1,4 +1,5 @@
-"""What several processes do with one accumulation: add up their sums, go on from one checkpoint."""
+"""How the processes of one run share an accumulation: they add up their sums, and all go on from
+the checkpoint that the first one read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The one loop over data: batches in, statistics out, with progress, checkpoints and nothing kept
-but sums."""
+"""The loop behind ``decompose``: runs the model over a corpus batch by batch, with progress and
+checkpoints, and keeps nothing but sums."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def run_corpus(
     with bar:
         for number, tokens in enumerate(_remaining(source, work, size, str(checkpoint))):
             if processes.takes(number):
-                feed = _feeding(view, plan.states, _ahead(tokens, view.device), norms)
+                # pinned, so that the transfer to a GPU waits for nothing
+                ids = tokens.pin_memory() if view.device.type == "cuda" else tokens
+                feed = _feeding(view, plan.states, ids, norms)
                 work.update(len(tokens), feed, tokens, view.bos_id)
             else:
                 work.skip(tokens, view.bos_id)
@@ -136,24 +138,17 @@ def _feeding(
     view: ModelView, states: Sequence[int], tokens: Tensor, norms: Mapping[int, NormWeights]
 ) -> Feed:
     """A batch for :meth:`Accumulation.update`: runs some of its contexts, and norms their states
-    where norms are given."""
+    where norms are given, in float32 at least; gain and bias stay with the reader."""
 
     def feed(contexts: slice, on_state: OnState) -> None:
-        forward_states(view, states, tokens[contexts], _normalizing(on_state, norms))
+        def normalized(row: int, h: Tensor) -> None:
+            if row in norms:
+                h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
+            on_state(row, h)
+
+        forward_states(view, states, tokens[contexts], normalized)
 
     return feed
-
-
-def _normalizing(on_state: OnState, norms: Mapping[int, NormWeights]) -> OnState:
-    """Norm states on their way into the sums, in float32 at least; gain and bias stay with the
-    reader."""
-
-    def normalized(row: int, h: Tensor) -> None:
-        if row in norms:
-            h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
-        on_state(row, h)
-
-    return normalized if norms else on_state
 
 
 def _remaining(
@@ -172,11 +167,6 @@ def _remaining(
         if len(tokens):
             yield tokens
     require(done == 0, what, expected=expected, got=f"{done} contexts fewer")
-
-
-def _ahead(tokens: Tensor, device: torch.device) -> Tensor:
-    """Tokens for a device: in pinned memory for a GPU, so that their transfer waits for nothing."""
-    return tokens.pin_memory() if device.type == "cuda" else tokens
 
 
 def forward_states(
@@ -244,10 +234,7 @@ class _Saver:
             self._save(self.path)
 
     def _save(self, path: Path) -> None:
-        self.processes.first(lambda: self._save_one_model(path))
-        self.saved = self.work.done
-
-    def _save_one_model(self, path: Path) -> None:
         # else a later run would go on from sums of two models
-        self.view.require_unchanged()
-        checkpoints.save(self.work, path)
+        self.processes.first(self.view.require_unchanged)
+        self.processes.first(lambda: checkpoints.save(self.work, path))
+        self.saved = self.work.done

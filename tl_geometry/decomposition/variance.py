@@ -166,9 +166,9 @@ def _agreement(m: Moments) -> Float[Tensor, " state"]:
     aa, bb, ab = m.halves.sum(0).unbind(-1)
     var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
     floor = 1e-12 * (aa + bb)  # below it the difference is rounding
-    known = (var_a > floor) & (var_b > floor)
+    defined = (var_a > floor) & (var_b > floor)
     covariance, size = ab - c * (a * b).sum(-1), (var_a * var_b).clamp(min=1e-300).sqrt()
-    return torch.where(known, covariance / size, torch.nan)
+    return torch.where(defined, covariance / size, torch.nan)
 
 
 def spans(states: Sequence[int]) -> str:
