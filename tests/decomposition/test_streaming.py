@@ -304,7 +304,7 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
 def test_files_are_the_users_and_what_cannot_be_written_is_said(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tl_geometry.base import results
+    from tl_geometry.base import files
 
     basis = tlg.decompose_activations(torch.randn(4, 5, 3))
     before = os.umask(0o027)
@@ -325,7 +325,7 @@ def test_files_are_the_users_and_what_cannot_be_written_is_said(
         Path(args[1]).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(tlg.GeometryError, match="No space left on device"):
         basis.save(path)
     assert path.read_bytes() == held

@@ -45,6 +45,7 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     ([2.0, 1.0], [2.05, 64.0])
     """
     flat = squares.reshape(-1).double()
+    # zeros (a logarithm of -inf) fall into the first bin, infinities into the last
     at = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
     at = (at + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
     out = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
@@ -136,7 +137,7 @@ class Largest(Sums):
 
     def top(self) -> Largest:
         """The :data:`KEPT` largest by norm, descending; equal ones by context and position."""
-        place = self.context * 2**32 + self.position
+        place = self.context * 2**32 + self.position  # one number that orders by both
         first = place.argsort(dim=1, stable=True)
         by_norm = self.norm.gather(1, first).argsort(dim=1, descending=True, stable=True)
         order = first.gather(1, by_norm)[:, :KEPT]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_SHARED = 0.5
 """Share of a part's contexts that another part may hold too before both are taken for the same
-shard."""
+shard: repeated texts share a few windows, a shard given twice shares all."""
 ONE_SETTING = ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized")
 """Fields of the provenance that are the same in all parts."""
 

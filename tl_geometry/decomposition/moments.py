@@ -34,8 +34,8 @@ HALF_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32
 product."""
 SHIFT_SPREAD = 3.0
-"""Standard deviations from zero beyond which half-precision coordinates are centred on their
-shift."""
+"""Standard deviations from zero beyond which half-precision coordinates are centred on their shift:
+then most states lie within a factor of two of it, so that the difference is exact."""
 
 
 class Scratch:

@@ -222,7 +222,7 @@ class _Saver:
         if self.processes.rank > 0:
             process_group.clear(self.work)
         now = time.monotonic()
-        each = max(before - self.clock, 1e-9) / self.rounds  # seconds of a round
+        each = max(before - self.clock, 1e-9) / self.rounds  # seconds of a round, never zero
         due = torch.tensor([max(1, math.ceil((now - before) / SAVE_SHARE / each))])
         self.processes.share(due)
         self.rounds, self.due, self.clock = 0, int(due), now

@@ -167,6 +167,7 @@ def _agreement(m: Moments) -> Float[Tensor, " state"]:
     var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
     floor = 1e-12 * (aa + bb)  # below it the difference is rounding
     defined = (var_a > floor) & (var_b > floor)
+    # 1e-300 only keeps the unused quotients finite
     covariance, size = ab - c * (a * b).sum(-1), (var_a * var_b).clamp(min=1e-300).sqrt()
     return torch.where(defined, covariance / size, torch.nan)
 
