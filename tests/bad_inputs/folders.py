@@ -22,7 +22,7 @@ def headed(schema: str) -> bytes:
 
 
 SNOW = "\u96ea" * 100 + ".safetensors"
-BASIS, CHECKPOINT = headed("tl_geometry/PositionContext/1"), headed("tl_geometry/checkpoint/3")
+BASIS, CHECKPOINT = headed("tl_geometry/PositionContext/1"), headed("tl_geometry/checkpoint/1")
 RECORDS = {
     "no JSON": b"{",
     "a list": b"[]",

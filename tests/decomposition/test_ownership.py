@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import tl_geometry as tlg
 from tests import tiny
 from tests.bad_inputs.ownership import doors
+from tests.decomposition.test_distributed import tensors_of
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import stream_pass, variance
 from tl_geometry.interventions import (
@@ -207,8 +208,8 @@ def test_a_file_that_is_written_over_leaves_what_was_read(
     loaded = tlg.PositionContext.load(path)
     with path.open("r+b") as handle:  # in place, as copying tools write
         handle.write(b"\0" * path.stat().st_size)
-    for name, value in basis.tensors().items():
-        assert torch.equal(loaded.tensors()[name], value), name
+    for name, value in tensors_of(basis).items():
+        assert torch.equal(tensors_of(loaded)[name], value), name
 
 
 # --- Weights that change while a pass runs ----------------------------------------------------

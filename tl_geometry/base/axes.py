@@ -62,14 +62,14 @@ def axes_of(cls: type) -> dict[str, tuple[str, ...]]:
     >>> axes_of(WriterSweep)["numerators"]
     ('head', 'side', 'part')
     """
-    found: dict[str, tuple[str, ...]] = {}
+    axes: dict[str, tuple[str, ...]] = {}
     for base in reversed(cls.__mro__):
         for name, annotation in vars(base).get("__annotations__", {}).items():
-            found[name] = _axes(str(annotation))
+            axes[name] = _axes(str(annotation))
         for name, value in vars(base).items():
             if isinstance(value, property) and value.fget is not None:
-                found[name] = _axes(str(value.fget.__annotations__.get("return", "")))
-    return found
+                axes[name] = _axes(str(value.fget.__annotations__.get("return", "")))
+    return axes
 
 
 def _axes(annotation: str) -> tuple[str, ...]:

@@ -103,9 +103,9 @@ def _sort_header(handle: BinaryIO) -> None:
     The file is the length of the header (8 bytes), the header (JSON), and the numbers.
     """
     size = struct.unpack("<Q", handle.read(8))[0]
-    found = json.loads(handle.read(size))
-    found["__metadata__"] = dict(sorted(found["__metadata__"].items()))
-    text = json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    header = json.loads(handle.read(size))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) <= size:  # blanks at the end are part of the format
         handle.seek(8)
         handle.write(text.ljust(size))

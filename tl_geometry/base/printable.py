@@ -1,4 +1,4 @@
-"""Names and messages as text that every output can hold."""
+"""File names and messages as text that every terminal and file can hold."""
 
 from __future__ import annotations
 

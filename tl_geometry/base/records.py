@@ -87,14 +87,14 @@ def references(value: Any) -> Iterator[str]:
 
 def records_of(cls: type) -> dict[str, type]:
     """Classes of records that the annotations of a class name."""
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     for base in cls.__mro__:
         names = vars(sys.modules[base.__module__])
         for annotation in vars(base).get("__annotations__", {}).values():
             for word in re.findall(r"\w+", str(annotation)):
                 if isinstance(names.get(word), type) and _is_record(names[word]):
-                    found[word] = names[word]
-    return found
+                    classes[word] = names[word]
+    return classes
 
 
 def _is_record(cls: type) -> bool:

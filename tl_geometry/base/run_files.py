@@ -1,4 +1,5 @@
-"""Which files are ours, and who writes them now.
+"""Keeps reports and experiments from overwriting files of the user: which files of a folder this
+library wrote, and which process writes them now.
 
 A folder of results holds ``run.json``, which says that this library wrote it and lists the other
 files with their hashes. What stands there unlisted, or with another hash, belongs to the user: it

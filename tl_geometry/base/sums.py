@@ -33,8 +33,8 @@ class Sums:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, without those that were not taken."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def mapped(self: S, change: Callable[[str, Tensor], Tensor]) -> S:
         """The same with every tensor (name, value) changed."""

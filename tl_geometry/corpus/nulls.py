@@ -1,4 +1,5 @@
-"""Chunks of text, and random tokens as nulls: chunks of them, and periods repeated."""
+"""Chunks of text without BOS (the published input of trajectories), and random tokens to compare
+text with: chunks of them, and one random period repeated (the input of head types)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every way in which tokens come in: texts, ids, windows, batches, data sets, files; and what is
-refused because it would be wrong.
+"""Turns whatever a user gives as tokens (texts, ids, windows, batches, data sets, files) into rows
+of ids: :func:`token_rows` for prompts, :class:`TokenSource` for a corpus. Every public function
+that takes tokens calls one of the two.
 
 Token ids are never edited. What is not a set of whole windows of one length (ragged or padded rows)
 is refused by name.
@@ -275,32 +276,26 @@ def _is_sequence_of_items(given: Sequence[Any]) -> bool:
     return isinstance(first, Mapping) or isinstance(_of_item(first), Tensor | np.ndarray)
 
 
+def token_file(path: str | Path, what: str = "tokens") -> np.ndarray:
+    """The ids ``[context position]`` in a ``.npy`` file, left on the disk; ``what`` names the
+    argument that gave it."""
+    expected, instead = "an existing .npy file of ids [context position]", "numpy.save"
+    require(Path(path).is_file(), what, expected=expected, got=str(path))
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        got = f"{path} ({' '.join(str(error).split())[:120]})"
+        fail(what, expected="a .npy file of token ids", got=got, instead=instead)
+
+
 def _opened(tokens: Any) -> Any:
     """The array in a ``.npy`` file; other files are refused with what to do."""
     if isinstance(tokens, str | Path) and str(tokens).endswith(".npy"):
-        require(
-            Path(tokens).is_file(),
-            "tokens",
-            expected="an existing .npy file of ids [context position]",
-            got=str(tokens),
-        )
-        try:
-            return np.load(tokens, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            fail(
-                "tokens",
-                expected="a .npy file of ids [context position]",
-                got=f"{tokens}: {error}",
-                instead="numpy.save",
-            )
+        return token_file(tokens)
     if isinstance(tokens, Path):
         instead = f"tl_geometry.windows(model, {tokens!r}, length, prepend_bos=...)"
-        fail(
-            "tokens",
-            expected="token ids, windows or a .npy file",
-            got=f"the file {str(tokens)!r}",
-            instead=instead,
-        )
+        expected, got = "token ids, windows or a .npy file", f"the file {str(tokens)!r}"
+        fail("tokens", expected=expected, got=got, instead=instead)
     return tokens
 
 

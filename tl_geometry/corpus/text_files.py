@@ -1,5 +1,5 @@
-"""Text files of any size: read once from beginning to end, which checks them, and then from any
-place.
+"""Reads text files of any size for windows and for the command line: once from beginning to end,
+which checks them, and then from any place.
 
 A file is decoded block by block and the state of the decoder before each block is kept, so that a
 later reading begins at a block in any encoding. Places are counted in characters, as in a string.
@@ -31,11 +31,11 @@ STRING = "a string, such as path.read_text(encoding=...)"
 def check_encoding(encoding: str) -> None:
     """Refuse what is no encoding of text that Python knows."""
     try:
-        known = bool("a".encode(encoding))
+        valid = bool("a".encode(encoding))
     except (LookupError, ValueError):  # "undefined" knows only errors; a name with a zero byte
-        known = False
+        valid = False
     expected = "an encoding that Python knows, such as utf-8 or latin-1"
-    require(known, "--encoding", expected=expected, got=repr(encoding))
+    require(valid, "--encoding", expected=expected, got=repr(encoding))
 
 
 def existing(paths: Sequence[Path], what: str = "--corpus") -> None:
@@ -75,8 +75,8 @@ class _File:
 
 
 def _stamp(file: BinaryIO) -> tuple[int, int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class TextFile(_File):
@@ -203,16 +203,16 @@ class JsonLines(_File):
     def _text(self, line: bytes, number: int) -> str:
         where = f"line {number} of {self.name}"
         try:
-            found = json.loads(line.decode().removeprefix(BOM))
+            record = json.loads(line.decode().removeprefix(BOM))
         except (ValueError, RecursionError):
             fail(self.what, expected="a JSON object in UTF-8 on each line", got=f"{where}, no JSON")
-        if not isinstance(found, dict) or not isinstance(found.get(self._field), str):
-            keys = ", ".join(map(printable, list(found)[:8])) if isinstance(found, dict) else ""
-            got = f"{where} with {f'fields {keys}' if keys else type(found).__name__}"
-            if isinstance(found, dict) and self._field in found:
-                got = f"{where}, where it is {type(found[self._field]).__name__}"
+        if not isinstance(record, dict) or not isinstance(record.get(self._field), str):
+            keys = ", ".join(map(printable, list(record)[:8])) if isinstance(record, dict) else ""
+            got = f"{where} with {f'fields {keys}' if keys else type(record).__name__}"
+            if isinstance(record, dict) and self._field in record:
+                got = f"{where}, where it is {type(record[self._field]).__name__}"
             fail(self.what, expected=f"a text in the field {self._field!r} of each line", got=got)
-        return found[self._field]
+        return record[self._field]
 
 
 def text_file(

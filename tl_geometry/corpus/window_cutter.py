@@ -1,4 +1,5 @@
-"""Windows of token ids: cutting, sampling, splicing. Plain integer tensors in and out."""
+"""Windows of token ids as plain integer tensors: how they are cut and sampled, whether they begin
+with BOS, and which hold padding."""
 
 from __future__ import annotations
 
@@ -45,32 +46,6 @@ def sample_starts(
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(ids) - length, (n,), generator=generator)
     return torch.as_tensor(list(ids), dtype=torch.int64)[starts[:, None] + torch.arange(length)]
-
-
-def splice(
-    windows: Int[Tensor, "context position"], piece: int, *, seed: int = 0, keep_first: bool = False
-) -> Int[Tensor, "context position"]:
-    """Windows spliced from pieces of ``piece`` tokens taken from random places of the same windows:
-    text without a common context.
-
-    Each output window draws every piece from a window of its own; positions are kept, so that the
-    positional statistics stay the same and only what lasts longer than a piece is lost.
-    ``keep_first`` leaves position 0 (a BOS id) in place. The context share of such windows is what
-    slow variation within a piece produces by itself: a null for the context share.
-
-    >>> windows = torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]])
-    >>> splice(windows, 1, keep_first=True).sort(0).values.equal(windows)
-    True
-    """
-    contexts, length = windows.shape
-    require(1 <= piece <= length, "piece", expected=f"1 to {length} tokens", got=piece)
-    generator = torch.Generator().manual_seed(seed)
-    kept = int(keep_first)
-    parts = [
-        part[torch.randperm(contexts, generator=generator)]
-        for part in windows[:, kept:].split(piece, dim=1)
-    ]
-    return torch.cat([windows[:, :kept], *parts], dim=1)
 
 
 def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> bool:

@@ -1,5 +1,5 @@
-"""Which windows are cut: all, a uniform choice of all, or the windows at places that are drawn in a
-text too long to be tokenised for a few windows."""
+"""Which windows :func:`tl_geometry.windows` cuts: all, a uniform choice of all, or the windows at
+places that are drawn in a text too long to be tokenised for a few windows."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Cutter:
             starts = starts[torch.randperm(len(starts), generator=generator)[:n].sort().values]
         note = f"{left_out} windows that begin with the BOS string left out"
         notes = (note,) if left_out and not self._replace else ()
-        found = ids.rows(starts, self.length), ids.documents(starts)
-        return *found, (*self.pieces.notes, *notes)
+        rows, documents = ids.rows(starts, self.length), ids.documents(starts)
+        return rows, documents, (*self.pieces.notes, *notes)
 
     def _starts(self, ids: Ids) -> Int[Tensor, " context"]:
         return ids.starts(self.length, joined=self._joined, step=self.step)

@@ -1,10 +1,10 @@
-"""Statistics in progress: batches of states in, sums out; in parts where memory runs out."""
+"""Statistics in progress: takes batches of states in, in parts where memory runs out, and gives the
+basis of all of them. The loops over a corpus and over activations drive it."""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,28 +91,27 @@ class Accumulation:
         if start > 0:
             left_out = "position 0" if start == 1 else f"positions 0 to {start - 1}"
             flags.append(f"{left_out} left out of the statistics")
-        self.borders: tuple[int, ...] | None = None  # where the number of contexts is known
+        # of an unknown number of contexts 2 G blocks, of one context at first (make_room)
+        borders, remarks = tuple(range(1, 2 * plan.groups)), ()
         if contexts is not None:
-            self.borders, remarks = group_borders(contexts, plan.groups, labels)
-            flags += remarks
-            self._borders_there = torch.tensor(self.borders, dtype=torch.int64, device=device)
-        self.provenance = provenance.flagged(*flags)
+            borders, remarks = group_borders(contexts, plan.groups, labels)
+        self.block = 1
+        self.provenance = provenance.flagged(*flags, *remarks)
         self.moments = Moments.zeros(
             states=n,
             length=length,
             d_model=d_model,
             window=(start, end),
-            groups=2 * plan.groups if self.borders is None else len(self.borders) + 1,
-            labels=0 if labels is None else int(labels.max()) + 1,
+            groups=len(borders) + 1,
             second=second,
             product_dtype=plan.moments_dtype,
             device=device,
         )
-        self.reservoir = Reservoir(size=keep, seed=plan.seed)
+        self._divide(borders)
+        self.reservoir = Reservoir.empty(keep, plan.seed, (n, length, d_model))
         self.largest = Largest.empty(n, device)
         self.hashes: list[Tensor] = []
         self.labels = labels
-        self.block = 1  # contexts of one group, where their number is not known
         self.means: list[Tensor] = []
         self.token_hash = ""
         self.has_bos: bool | None = None
@@ -128,13 +127,23 @@ class Accumulation:
             flags.append(f"{name} not kept (over 1 GiB)")
         return size <= KEEP_LIMIT if wanted == "auto" else bool(wanted)
 
+    def _divide(self, borders: Sequence[int]) -> None:
+        """Set the first context of every group but the first: here and, because a transfer would
+        wait for a GPU, where the sums are."""
+        self.borders = torch.tensor(borders, dtype=torch.int64)
+        self._borders_there = self.borders.to(self.moments.sums.device)
+
+    def make_room(self, size: int) -> None:
+        """Where the number of contexts is not known: join the 2 G blocks in pairs as often as the
+        next contexts need room."""
+        blocks = torch.arange(2 * self.plan.groups)
+        while not self.contexts and self.done + size > len(blocks) * self.block:
+            self.moments = self.moments.regrouped(blocks // 2, len(blocks))
+            self.block *= 2
+            self._divide((blocks[1:] * self.block).tolist())
+
     def update(
-        self,
-        size: int,
-        feed: Feed,
-        tokens: Tensor | None,
-        labels: Int[Tensor, " batch"] | None,
-        bos_id: int | None = None,
+        self, size: int, feed: Feed, tokens: Tensor | None, bos_id: int | None = None
     ) -> None:
         """Take in the next ``size`` contexts: ``feed(contexts, on_state)`` calls
         ``on_state(row, h)`` once for each state.
@@ -144,41 +153,45 @@ class Accumulation:
         """
         device = self.moments.sums.device
         self.make_room(size)
-        groups = self._groups(size, device)
-        marks = None if labels is None else labels.to(device, non_blocking=True)
-        chosen = self._sample(size, tokens)
+        contexts = self.done + torch.arange(size, device=device)
+        groups = torch.bucketize(contexts, self._borders_there, right=True)
+        groups_here = torch.bucketize(self.done + torch.arange(size), self.borders, right=True)
+        sampled = self.reservoir.enter(self.done, size, tokens)
         order = range(len(self.plan.states))
         means: list[list[Tensor]] = [[] for _ in order]
         finite: list[list[Tensor]] = [[] for _ in order]
-        samples: list[tuple[int, int, Tensor]] = []
+        late: list[tuple[int, int, Tensor]] = []  # sampled states that are on a device
 
         start, end = self.moments.window
-        contexts = self.done + torch.arange(size, device=device)
         ids = None if tokens is None else tokens[:, start:end].to(device, non_blocking=True)
 
-        def seen(row: int, part: slice) -> Callable[[Tensor, Tensor], None]:
-            some = None if ids is None else ids[part]
-            return lambda h, norms: self.largest.add(row, h, norms, contexts[part], start, some)
-
         def take(row: int, h: Tensor, part: slice) -> None:
-            for slot, i in chosen:
+            for slot, i in sampled:
                 if part.start <= i < part.stop:
-                    self._keep(samples, slot, row, h[i - part.start])
-            marked = None if marks is None else marks[part]
-            first, last = (self._group(self.done + i) for i in (part.start, part.stop - 1))
+                    state = h[i - part.start]
+                    if state.device.type == "cpu":
+                        self.reservoir.states[slot, row] = state
+                    else:
+                        late.append((slot, row, state.clone()))
             mean, ok = self.moments.add(
-                row, h, groups[part], marked, seen(row, part), slice(first, last + 1)
+                row,
+                h,
+                groups[part],
+                lambda h, norms: self.largest.add(
+                    row, h, norms, contexts[part], start, None if ids is None else ids[part]
+                ),
+                slice(int(groups_here[part.start]), int(groups_here[part.stop - 1]) + 1),
             )
             means[row].append(mean)
             finite[row].append(ok)
 
         self._run(feed, slice(0, size), take, set())
-        self.moments.count(self._groups(size, "cpu"), labels)
+        self.moments.count(groups_here)
         first, place = self.done, len(self.means)
         self._pass(size, tokens, bos_id)
 
         def settle() -> None:
-            good = torch.stack([torch.stack(found).all() for found in finite]).tolist()
+            good = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
             bad = [self.plan.states[i] for i in order if not good[i]]
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
             require(
@@ -188,10 +201,10 @@ class Accumulation:
                 got=where,
                 instead="float32 weights",
             )
-            for slot, row, value in samples:
-                self._keep([], slot, row, value.cpu())
+            for slot, row, state in late:
+                self.reservoir.states[slot, row] = state
             if self.keep_ctx:
-                self.means[place] = torch.stack([torch.cat(found) for found in means]).cpu()
+                self.means[place] = torch.stack([torch.cat(parts) for parts in means]).cpu()
 
         self.settle()
         self._pending = settle
@@ -199,8 +212,7 @@ class Accumulation:
     def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
         """Leave the next contexts to another process."""
         self.make_room(len(tokens))
-        for slot, _ in self._sample(len(tokens), tokens):
-            assert self.reservoir.states is not None
+        for slot, _ in self.reservoir.enter(self.done, len(tokens), tokens):
             self.reservoir.states[slot] = 0
         self._pass(len(tokens), tokens, bos_id)
 
@@ -210,46 +222,8 @@ class Accumulation:
         if pending is not None:
             pending()
 
-    def _sample(self, size: int, tokens: Tensor | None) -> list[tuple[int, int]]:
-        """(slot, row of the batch) of the contexts that enter the sample."""
-        chosen = self.reservoir.enter(self.done, size) if self.reservoir.size else []
-        self.reservoir.room(chosen, (len(self.plan.states), self.length, self.d_model), tokens)
-        return chosen
-
-    def _groups(self, size: int, device: torch.device | str) -> Int[Tensor, " batch"]:
-        """Group of each of the next contexts, made where it is needed (a transfer would wait for
-        the device)."""
-        contexts = self.done + torch.arange(size, device=device)
-        if self.borders is None:
-            return contexts // self.block
-        return torch.bucketize(contexts, self._borders_there.to(device), right=True)
-
-    def _group(self, context: int) -> int:
-        """Group of one context."""
-        if self.borders is None:
-            return context // self.block
-        return bisect.bisect_right(self.borders, context)
-
-    def make_room(self, size: int) -> None:
-        """Where the number of contexts is not known: 2G blocks, joined in pairs as often as the
-        next contexts need room."""
-        while not self.contexts and self.done + size > 2 * self.plan.groups * self.block:
-            self.moments.halve_groups()
-            self.block *= 2
-
-    def _keep(
-        self, later: list[tuple[int, int, Tensor]], slot: int, row: int, value: Tensor
-    ) -> None:
-        """Keep one state of one sampled context: at once on the CPU, otherwise a copy for
-        ``later``."""
-        assert self.reservoir.states is not None
-        if value.device.type == "cpu":
-            self.reservoir.states[slot, row] = value
-        else:
-            later.append((slot, row, value.clone()))
-
     def _pass(self, size: int, tokens: Tensor | None, bos_id: int | None) -> None:
-        """Note that ``size`` contexts are behind, whoever takes them in."""
+        """Count ``size`` more contexts and hash their tokens, whichever process takes them in."""
         if tokens is not None:
             self.token_hash = hash_tokens(tokens, self.token_hash)
             self.hashes.append(row_hashes(tokens))
@@ -309,7 +283,7 @@ class Accumulation:
         try:
             feed(part, on_state)
         except (RuntimeError, MemoryError) as error:
-            if self.moments.busy or not out_of_memory(error):
+            if self.moments.scratch.busy or not out_of_memory(error):
                 raise
             self.moments.scratch.held.clear()
             return False
@@ -318,14 +292,16 @@ class Accumulation:
     def finish(
         self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True
     ) -> PositionContext:
-        """The basis of everything taken in so far, on the CPU; groups that may still grow are kept
-        where it is not the ``final`` one."""
+        """The basis of everything taken in so far, on the CPU; groups that may still grow are left
+        as they are where it is not the ``final`` one."""
         self.settle()
         require(self.done > 0, "tokens", expected="at least one context", got="none")
-        moments = Moments.of(self.moments.window, self.moments.tensors(), self.plan.moments_dtype)
+        moments = self.moments.to("cpu")
         moments = self._full_groups(moments) if final and not self.contexts else moments
-        sampled = self.reservoir.states is not None
-        reservoir = self.reservoir.ordered(copy=not final) if sampled else None
+        self.reservoir.sort()
+        reservoir = self.reservoir.filled()
+        if not self.token_hash:
+            reservoir = dataclasses.replace(reservoir, tokens=None)
         return PositionContext(
             provenance=dataclasses.replace(
                 self.provenance,
@@ -340,9 +316,9 @@ class Accumulation:
             context_means=torch.cat(self.means, dim=1) if self.keep_ctx else None,
             labels=None if labels is None else labels[: self.done],
             names=names,
-            reservoir=reservoir,
+            reservoir=reservoir if len(reservoir) else None,
             token_hashes=torch.cat(self.hashes) if self.hashes else None,
-            largest=Largest(**{name: v.cpu() for name, v in self.largest.tensors().items()}),
+            largest=self.largest.to("cpu"),
         )
 
     def _full_groups(self, moments: Moments) -> Moments:

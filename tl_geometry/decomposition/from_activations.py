@@ -1,5 +1,5 @@
-"""The mean decomposition of states held in memory: h = mean + pos + ctx + resid (Song & Zhong 2023,
-Eq. 2 and 3).
+"""The four parts of activations held in memory, h = mean + pos + ctx + resid (Song & Zhong 2023,
+Eq. 2 and 3): what ``PositionContext.transform`` returns, and the plain form of ``decompose``.
 
 A two-way analysis of variance in d_model dimensions: with contexts c and positions t,
 

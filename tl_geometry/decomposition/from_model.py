@@ -1,9 +1,8 @@
-"""The mean decomposition of every state of a model over a corpus, or of activations that are there
-already."""
+"""The public functions ``decompose`` (a model over a corpus) and ``decompose_activations`` (states
+that are there already): arguments checked, sums taken, the basis returned."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -18,7 +17,7 @@ from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.sources import TokenSource, is_cache, label_ids, state_indices
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.decomposition.accumulator import Accumulation, OnState, Plan
+from tl_geometry.decomposition.accumulator import Accumulation, Feed, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.stream_pass import run_corpus
 from tl_geometry.models.batches import batch_of, device_of
@@ -182,41 +181,30 @@ def decompose_activations(
         moments_dtype=moments_dtype,
         seed=seed,
     )
-    given, names = label_ids(labels, h.shape[1])
-    size = batch_of(batch_size, h.shape[2], h.device)
-    basis = _run_tensor(h[list(chosen)], plan, given, provenance, size, device_of(device, h.device))
-    return dataclasses.replace(basis, names=names)
-
-
-def _run_tensor(
-    h: Float[Tensor, "state context position d_model"],
-    plan: Plan,
-    labels: Tensor | None,
-    provenance: Provenance,
-    batch: int,
-    device: torch.device,
-) -> PositionContext:
-    """The statistics of activations that are already in memory."""
+    numbers, names = label_ids(labels, h.shape[1])
+    h = h[list(chosen)]
     work = Accumulation(
         plan,
         provenance,
         length=h.shape[2],
         d_model=h.shape[3],
         contexts=h.shape[1],
-        device=device,
-        labels=labels,
+        device=device_of(device, h.device),
+        labels=numbers,
     )
-    for start in range(0, h.shape[1], batch):
-        part = h[:, start : start + batch]
+    for batch in h.split(batch_of(batch_size, h.shape[2], h.device), dim=1):
+        work.update(batch.shape[1], _feeding(batch), None)
+    return work.finish(numbers, names)
 
-        def feed(contexts: slice, on_state: OnState, part: Tensor = part) -> None:
-            for row in range(len(part)):
-                on_state(row, part[row, contexts])
 
-        work.update(
-            part.shape[1], feed, None, None if labels is None else labels[start : start + batch]
-        )
-    return work.finish(labels, ())
+def _feeding(h: Float[Tensor, "state batch position d_model"]) -> Feed:
+    """Activations as a batch for :meth:`Accumulation.update`."""
+
+    def feed(contexts: slice, on_state: OnState) -> None:
+        for row, state in enumerate(h):
+            on_state(row, state[contexts])
+
+    return feed
 
 
 def checked_window(value: Any, length: int, default_start: int) -> tuple[int, int]:

@@ -1,11 +1,13 @@
-"""Shards of one corpus put together: what must agree, their sums in contiguous groups again, and
-the same shard given twice refused."""
+"""How ``PositionContext.merge`` joins the bases of several shards of a corpus: what must agree, how
+their groups, labels and provenance are joined, and that a shard given twice is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
@@ -14,14 +16,13 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition.moments import Moments
-from tl_geometry.decomposition.reservoir import Reservoir
 
 if TYPE_CHECKING:
     from tl_geometry.decomposition.position_context import PositionContext
 
 MOST_SHARED = 0.5
 """Share of a part's contexts that another part may hold too before both are taken for the same
-shard."""
+shard: repeated texts share a few windows, a shard given twice shares all."""
 ONE_SETTING = ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized")
 """Fields of the provenance that are the same in all parts."""
 
@@ -34,9 +35,6 @@ def require_one_setting(first: PositionContext, other: PositionContext) -> None:
         require(a == b, f"merge: {field}", expected=repr(a), got=repr(b), instead=instead)
     a, b = first.states, other.states
     require(a == b, "merge: states", expected=a, got=b)
-    same, got = first.contiguous == other.contiguous, "contiguous and interleaved"
-    expected, instead = "files of one version", "decompose again"
-    require(same, "merge: groups", expected=expected, got=got, instead=instead)
 
 
 def merged_provenance(
@@ -52,80 +50,56 @@ def merged_provenance(
 
 def together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:
     """The tensors of all parts one after another, ``None`` where a part has none."""
-    known = [v for v in values if v is not None]
-    return torch.cat(known, dim=dim) if len(known) == len(values) else None
+    tensors = [v for v in values if v is not None]
+    return torch.cat(tensors, dim=dim) if len(tensors) == len(values) else None
 
 
-class Labelled(NamedTuple):
-    """The sums of a part, and the labels of its contexts, under the labels of the whole."""
-
-    moments: Moments
-    labels: Int[Tensor, " context"] | None
-
-
-def one_labelling(
+def merged_labels(
     parts: Sequence[PositionContext],
-) -> tuple[list[Labelled], tuple[str, ...]]:
-    """Parts whose labels are numbered alike, and the names of the numbers: each part numbers the
+) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
+    """Labels of all contexts, numbered alike, and the names of the numbers: each part numbers the
     values that occur in it. Labels without names are named by their numbers."""
-    counts = [0 if p.label_counts is None else len(p.label_counts) for p in parts]
-    known = all(counts) or not any(counts)
-    expected, instead = "labels in all parts or in none", "the same labels= for all parts"
-    require(known, "merge: labels", expected=expected, got=f"{counts} labels", instead=instead)
-    own = [p.names or tuple(map(str, range(n))) for p, n in zip(parts, counts, strict=True)]
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(n for names in own for n in names))}
-    mixed = any(p.names for p in parts) and not all(p.names for p in parts)
-    if mixed:
+    labels = [part.labels for part in parts if part.labels is not None]
+    if not labels:
+        return None, ()
+    instead = "the same labels= for all parts"
+    require(
+        len(labels) == len(parts),
+        "merge: labels",
+        expected="labels in all parts or in none",
+        got=f"labels in {len(labels)} of {len(parts)}",
+        instead=instead,
+    )
+    names = [
+        part.names or tuple(map(str, range(int(of.max()) + 1)))
+        for part, of in zip(parts, labels, strict=True)
+    ]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(n for of in names for n in of))}
+    named = [bool(part.names) for part in parts]
+    if any(named) and not all(named):
         digits = all(name.isdecimal() for name in numbers)
         got = "names in some parts, numbers in others"
         require(digits, "merge: labels", expected="one kind", got=got, instead=instead)
         numbers = {name: i for i, name in enumerate(sorted(numbers, key=int))}
-    labelled = [
-        _relabelled(p, torch.tensor([numbers[n] for n in names], dtype=torch.int64), len(numbers))
-        for p, names in zip(parts, own, strict=True)
+    merged = [
+        torch.tensor([numbers[name] for name in names_of])[labels_of]
+        for names_of, labels_of in zip(names, labels, strict=True)
     ]
     plain = list(numbers) == list(map(str, range(len(numbers))))
-    return labelled, () if plain and not all(p.names for p in parts) else tuple(numbers)
+    return torch.cat(merged), () if plain and not all(named) else tuple(numbers)
 
 
-def _relabelled(part: PositionContext, to: Int[Tensor, " label"], labels: int) -> Labelled:
-    """A part whose label k becomes ``to[k]`` of so many ``labels``."""
-    m = part.moments
-    if m.label_sums is None or m.label_counts is None:
-        return Labelled(m, None)
-    sums = m.label_sums.new_zeros(labels, *m.label_sums.shape[1:]).index_add_(0, to, m.label_sums)
-    counts = m.label_counts.new_zeros(labels).index_add_(0, to, m.label_counts)
-    moments = dataclasses.replace(m, label_sums=sums, label_counts=counts)
-    return Labelled(moments, None if part.labels is None else to[part.labels])
-
-
-def merged_samples(parts: Sequence[Reservoir | None], starts: Sequence[int]) -> Reservoir | None:
-    """The sample of the whole; ``starts`` are the numbers that the first contexts of the parts have
-    in it."""
-    whole = parts[0]
-    for part, start in zip(parts[1:], starts[1:], strict=True):
-        if whole is not None and part is not None:
-            whole = Reservoir.merge(whole, part, start)
-    return whole
-
-
-def joined(parts: Sequence[Moments], *, contiguous: bool = True) -> Moments:
-    """The sums of all parts, in as many groups as the part with most has; each group joins the one
-    that holds its middle.
-
-    Groups that are not ``contiguous`` (files of earlier versions) are joined by their number.
-    """
-    groups, total, start = max(len(m.counts) for m in parts), sum(m.contexts for m in parts), 0
-    whole = parts[0]
-    for i, part in enumerate(parts):
-        group_of = torch.arange(len(part.counts))
-        if contiguous:
-            middle = start + part.counts.cumsum(0) - (part.counts + 1) // 2
-            group_of = (middle * groups // total).clamp(0, groups - 1)
-        mine = part if len(parts) == 1 else part.regrouped(group_of, groups)
-        whole = mine if i == 0 else Moments.merge(whole, mine)
+def joined(parts: Sequence[Moments]) -> Moments:
+    """The sums of all parts, in as many contiguous groups as the part with most has; each group
+    joins the one that holds its middle."""
+    groups, contexts, start = max(len(m.counts) for m in parts), sum(m.contexts for m in parts), 0
+    regrouped: list[Moments] = []
+    for part in parts:
+        middle = start + part.counts.cumsum(0) - (part.counts + 1) // 2
+        group_of = (middle * groups // contexts).clamp(0, groups - 1)
+        regrouped.append(part if len(parts) == 1 else part.regrouped(group_of, groups))
         start += part.contexts
-    return whole
+    return functools.reduce(operator.add, regrouped)
 
 
 def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> list[str]:
@@ -138,12 +112,12 @@ def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> 
             same = torch.equal(parts[k].sums, part.sums)
             got = f"parts {k} and {i} with the same sums"
             require(not same, "merge", expected="disjoint contexts", got=got, instead=instead)
-            mine, theirs = hashes[i], hashes[k]
-            if mine is None or theirs is None:
+            these, others = hashes[i], hashes[k]
+            if these is None or others is None:
                 continue
-            both = int(torch.isin(mine, theirs).sum())
+            both = int(torch.isin(these, others).sum())
             got = f"{both} contexts that are in parts {k} and {i}"
-            few = both <= MOST_SHARED * min(len(mine), len(theirs))
+            few = both <= MOST_SHARED * min(len(these), len(others))
             require(few, "merge", expected="disjoint contexts", got=got, instead=instead)
             shared += both
     return [f"{shared} contexts are in more than one of the merged parts"] if shared else []

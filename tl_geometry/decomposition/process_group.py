@@ -1,4 +1,5 @@
-"""What several processes do with one accumulation: add up their sums, go on from one checkpoint."""
+"""How the processes of one run share an accumulation: they add up their sums, and all go on from
+the checkpoint that the first one read."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import json
 import torch
 
 from tl_geometry.decomposition.accumulator import Accumulation
-from tl_geometry.decomposition.largest import gathered
+from tl_geometry.decomposition.largest import Largest, gathered
 from tl_geometry.decomposition.processes import Processes
 
 KNOWN = ("done", "token_hash", "has_bos", "keep_ctx")
@@ -24,10 +25,10 @@ def combine(work: Accumulation, processes: Processes) -> None:
     if work.keep_ctx and work.means:
         work.means = [torch.cat(work.means, dim=1)]
         processes.total(work.means[0])
-    if work.reservoir.states is not None:
-        processes.total(work.reservoir.states)
     if processes.size > 1:
+        processes.total(work.reservoir.filled().states)
         work.largest = gathered(work.largest, processes.rank, processes.size, processes.total)
+    work.reservoir.sort()  # in all processes alike: only the first one finishes a checkpoint
 
 
 def clear(work: Accumulation) -> None:
@@ -35,18 +36,17 @@ def clear(work: Accumulation) -> None:
     for name, tensor in work.moments.tensors().items():
         if name != "shift":
             tensor.zero_()
-    work.largest.clear()
+    work.largest = Largest.empty(len(work.plan.states), work.moments.sums.device)
     if work.keep_ctx:
         work.means = [work.nothing(work.done)]
-    if work.reservoir.states is not None:
-        work.reservoir.states.zero_()
+    work.reservoir.filled().states.zero_()
 
 
 def share_shift(work: Accumulation, processes: Processes) -> None:
     """Centre the second moments of all processes on the first one's shift."""
     if work.moments.shift is not None and processes.size > 1:
         processes.share(work.moments.shift)
-        work.moments.fixed = set(range(len(work.plan.states)))
+        work.moments.fixed.update(range(len(work.plan.states)))
 
 
 def share(work: Accumulation, processes: Processes) -> None:
@@ -54,37 +54,21 @@ def share(work: Accumulation, processes: Processes) -> None:
     stay with the first."""
     if processes.size == 1:
         return
-    sample = work.reservoir
-    mine = {name: getattr(work, name) for name in KNOWN} | {
-        "flags": work.provenance.flags,
-        "priorities": sample.priorities.tolist(),
-        "contexts": sample.contexts.tolist(),
-    }
-    theirs = json.loads(processes.share_text(json.dumps(mine)))
-    if not theirs["done"]:
+    known = {name: getattr(work, name) for name in KNOWN} | {"flags": work.provenance.flags}
+    first = json.loads(processes.share_text(json.dumps(known)))
+    if not first["done"]:
         return
     share_shift(work, processes)
-    work.make_room(theirs["done"] - work.done)
-    follows = processes.rank > 0
-    hashes = torch.zeros(theirs["done"], dtype=torch.int64)
-    hashes = hashes if follows else torch.cat(work.hashes)
+    work.make_room(first["done"] - work.done)
+    hashes = torch.cat(work.hashes) if work.hashes else torch.zeros(first["done"]).long()
     processes.share(hashes)
     work.hashes = [hashes]
-    slots = list(range(len(theirs["priorities"])))
-    tokens = torch.zeros(len(slots), work.length, dtype=torch.int64)
-    if follows:
+    for name, values in work.reservoir.tensors().items():
+        if name != "states":
+            processes.share(values)
+    if processes.rank > 0:
         for name in KNOWN:
-            setattr(work, name, theirs[name])
-        work.provenance = dataclasses.replace(work.provenance, flags=tuple(theirs["flags"]))
-        sample.priorities = torch.tensor(theirs["priorities"], dtype=torch.float64)
-        sample.contexts = torch.tensor(theirs["contexts"], dtype=torch.int64)
-        shape = (len(work.plan.states), work.length, work.d_model)
-        sample.room([(slot, slot) for slot in slots], shape, tokens)
-        if sample.states is not None:
-            sample.states.zero_()
+            setattr(work, name, first[name])
+        work.provenance = dataclasses.replace(work.provenance, flags=tuple(first["flags"]))
+        work.reservoir.filled().states.zero_()
         work.means = [work.nothing(work.done)] if work.keep_ctx else []
-    elif sample.tokens is not None:
-        tokens.copy_(sample.tokens[: len(slots)])
-    processes.share(tokens)
-    if sample.tokens is not None:
-        sample.tokens[: len(slots)] = tokens

@@ -1,5 +1,5 @@
-"""The one loop over data: batches in, statistics out, with progress, checkpoints and nothing kept
-but sums."""
+"""The loop behind ``decompose``: runs the model over a corpus batch by batch, with progress and
+checkpoints, and keeps nothing but sums."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def run_corpus(
         device=sums_on,
         labels=source.labels,
     )
-    mine = [checkpoints.settings(work, 0), checkpoints.label_hash(work, source.contexts or 0)]
-    processes.agree(json.dumps([*mine, size, str(checkpoint)]), "arguments of decompose")
+    labels = checkpoints.label_hash(work, source.contexts or 0)
+    arguments = [checkpoints.settings(work, 0), labels, size, str(checkpoint)]
+    processes.agree(json.dumps(arguments), "arguments of decompose")
     path = None if checkpoint is None else as_path(checkpoint, "checkpoint")
     saver = _Saver(view, work, processes, path)
     bar = tqdm(
@@ -76,10 +77,12 @@ def run_corpus(
         desc=view.name,
     )
     with bar:
-        for number, (tokens, labels) in enumerate(_remaining(source, work, size, str(checkpoint))):
+        for number, tokens in enumerate(_remaining(source, work, size, str(checkpoint))):
             if processes.takes(number):
-                feed = _feeding(view, plan.states, _ahead(tokens, view.device), norms)
-                work.update(len(tokens), feed, tokens, labels, view.bos_id)
+                # pinned, so that the transfer to a GPU waits for nothing
+                ids = tokens.pin_memory() if view.device.type == "cuda" else tokens
+                feed = _feeding(view, plan.states, ids, norms)
+                work.update(len(tokens), feed, tokens, view.bos_id)
             else:
                 work.skip(tokens, view.bos_id)
             if number == 0:
@@ -98,7 +101,6 @@ def run_corpus(
 
 def _texts(view: ModelView, basis: PositionContext) -> tuple[tuple[str, ...], ...]:
     """The largest tokens of each state as text."""
-    assert basis.largest is not None
     ids = basis.largest.token.clamp(min=0)
     unique = ids.unique().tolist()
     text = dict(zip(unique, view.decode(unique), strict=True))
@@ -136,31 +138,24 @@ def _feeding(
     view: ModelView, states: Sequence[int], tokens: Tensor, norms: Mapping[int, NormWeights]
 ) -> Feed:
     """A batch for :meth:`Accumulation.update`: runs some of its contexts, and norms their states
-    where norms are given."""
+    where norms are given, in float32 at least; gain and bias stay with the reader."""
 
     def feed(contexts: slice, on_state: OnState) -> None:
-        forward_states(view, states, tokens[contexts], _normalizing(on_state, norms))
+        def normalized(row: int, h: Tensor) -> None:
+            if row in norms:
+                h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
+            on_state(row, h)
+
+        forward_states(view, states, tokens[contexts], normalized)
 
     return feed
 
 
-def _normalizing(on_state: OnState, norms: Mapping[int, NormWeights]) -> OnState:
-    """Norm states on their way into the sums, in float32 at least; gain and bias stay with the
-    reader."""
-
-    def normalized(row: int, h: Tensor) -> None:
-        if row in norms:
-            h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
-        on_state(row, h)
-
-    return normalized if norms else on_state
-
-
 def _remaining(
     source: TokenSource, work: Accumulation, size: int, checkpoint: str
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Batches (and labels) that are not in the checkpoint yet, after making sure that those before
-    are the ones it was made from."""
+) -> Iterator[Tensor]:
+    """Batches that are not in the checkpoint yet, after making sure that those before are the ones
+    it was made from."""
     done, seen = work.done, ""
     what, expected = f"checkpoint {checkpoint}", "the tokens it was made from"
     for batch in source.batches(size):
@@ -170,14 +165,8 @@ def _remaining(
             same, instead = done > 0 or seen == work.token_hash, "another checkpoint= path"
             require(same, what, expected=expected, got="others", instead=instead)
         if len(tokens):
-            part = slice(work.done, work.done + len(tokens))
-            yield tokens, None if source.labels is None else source.labels[part]
+            yield tokens
     require(done == 0, what, expected=expected, got=f"{done} contexts fewer")
-
-
-def _ahead(tokens: Tensor, device: torch.device) -> Tensor:
-    """Tokens for a device: in pinned memory for a GPU, so that their transfer waits for nothing."""
-    return tokens.pin_memory() if device.type == "cuda" else tokens
 
 
 def forward_states(
@@ -233,7 +222,7 @@ class _Saver:
         if self.processes.rank > 0:
             process_group.clear(self.work)
         now = time.monotonic()
-        each = max(before - self.clock, 1e-9) / self.rounds  # seconds of a round
+        each = max(before - self.clock, 1e-9) / self.rounds  # seconds of a round, never zero
         due = torch.tensor([max(1, math.ceil((now - before) / SAVE_SHARE / each))])
         self.processes.share(due)
         self.rounds, self.due, self.clock = 0, int(due), now
@@ -245,10 +234,7 @@ class _Saver:
             self._save(self.path)
 
     def _save(self, path: Path) -> None:
-        self.processes.first(lambda: self._save_one_model(path))
-        self.saved = self.work.done
-
-    def _save_one_model(self, path: Path) -> None:
         # else a later run would go on from sums of two models
-        self.view.require_unchanged()
-        checkpoints.save(self.work, path)
+        self.processes.first(self.view.require_unchanged)
+        self.processes.first(lambda: checkpoints.save(self.work, path))
+        self.saved = self.work.done

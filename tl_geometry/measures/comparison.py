@@ -16,6 +16,7 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.variance import half_pos
 from tl_geometry.measures import rank as ranks
 
 Pair = tuple[int, int]
@@ -115,7 +116,7 @@ def compare_bases(
     for basis in (a, b):
         require_basis(basis)
     pairs = _checked_pairs(a, b, states)
-    halves = [x.half_pos() for x in (a, b)]
+    halves = [half_pos(x.moments) for x in (a, b)]
     positions, d_model = a.pos.shape[1:]
     rows: list[dict[str, Tensor]] = []
     used: list[int] = []

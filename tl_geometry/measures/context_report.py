@@ -94,7 +94,7 @@ def contextual_report(
     require(draws >= 1, "draws", expected="at least 1", got=draws)
     z, names = _labels(basis, labels)
     basis.require_identifiable("contextual_report")
-    sets = subsets(basis, jackknife=jackknife and basis.group_of is not None)
+    sets = subsets(basis, jackknife=jackknife)
     chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
     r = _overlap_rank(basis, rank)
     flags = _flags(basis, z, len(chosen), r, rank)
@@ -145,8 +145,6 @@ def _flags(
 ) -> list[str]:
     """What the report leaves out, and why."""
     flags = []
-    if basis.group_of is None:
-        flags.append("groups of contexts not known (merged files of an earlier version): no errors")
     if z is not None and compared < basis.contexts:
         flags.append(f"similarities from {compared} contexts")
     if rank < wanted:
@@ -170,8 +168,7 @@ def _over_subsets(
     per_set: list[Values] = []
     bases = window_means(basis, row, sets.member.double())
     for rows, member in zip(bases, sets.member, strict=True):
-        everyone = torch.ones(basis.contexts, dtype=torch.bool)
-        inside = everyone if group_of is None else member[group_of]
+        inside = member[group_of]
         kept = chosen[inside[chosen]]
         pos, ctx = rows - rows.mean(0), means - rows.mean(0)
         found = _towards(pos, ctx[inside], rank)

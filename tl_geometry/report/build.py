@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from tl_geometry import __version__, zoo
-from tl_geometry.base.errors import GeometryError, check_seed, choice, fail, require
+from tl_geometry.base.errors import GeometryError, check_seed, choice, require
 from tl_geometry.base.run_files import CHECKPOINT, LOCK, check_folder, lock
 from tl_geometry.corpus.documents import Documents
+from tl_geometry.corpus.sources import token_file
 from tl_geometry.corpus.text_files import TOKENS, text_files
 from tl_geometry.corpus.texts import cut_windows
 from tl_geometry.corpus.token_windows import TokenWindows
@@ -203,14 +204,7 @@ def token_source(
         got="some",
         instead="text files",
     )
-    try:
-        ids = np.load(corpus[0], mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        fail(
-            "--corpus",
-            expected="a .npy file of token ids",
-            got=f"{corpus[0].name} ({' '.join(str(error).split())[:120]})",
-        )
+    ids = token_file(corpus[0], "--corpus")
     rows = len(ids) if getattr(ids, "ndim", 0) else 0
     require(
         contexts is None or contexts <= rows,
