@@ -34,7 +34,8 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
-from tl_geometry.scores.split_request import UserParts, check_request, part_names, provenance_of
+from tl_geometry.scores.families import Family, UserParts, Writers, family_of
+from tl_geometry.scores.split_request import check_request, provenance_of
 from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.terms import BIAS_BIAS, bias_label
 from tl_geometry.scores.values import target_ids
@@ -124,7 +125,7 @@ def explain_logit(
     target: int | str | Sequence[int | str],
     basis: PositionContext | None = None,
     *,
-    parts: Sequence[str] | UserParts | None = None,
+    parts: Sequence[str] | UserParts | Family | None = None,
     top: int = 16,
     prepend_bos: bool | None = None,
     memory_budget: int = 2**31,
@@ -162,16 +163,17 @@ def explain_logit(
     require(len(ids) <= 2, "target", expected="a token, or two for their difference", got=len(ids))
     head = _output_head(view)
     parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
-    names = part_names(parts, "exact", view, range(view.n_layers))
+    family = family_of(view, parts, basis, range(view.n_layers))
+    splitter = Splitter(view, family, range(view.n_layers))
+    names = splitter.names
     size = 4 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
     check_request(view, rows, basis, size, memory_budget, view.n_heads)
-    splitter = Splitter(view, basis, parts, "exact", False, range(view.n_layers))
     direct = _Direct(view, head, ids, position)
     run_written(view, rows.tokens, range(view.n_layers), direct.on_layer, on_end=direct.on_end)
     pairs = direct.largest(top)
     details = _Pairs(view, splitter, direct, position, pairs, len(names))
     run_written(view, rows.tokens, sorted({l for l, _, _ in pairs}), details.on_layer)
-    window = provenance_of(view, rows, basis, "exact", splitter.flags, splitter.normalized)
+    window = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
     found = LogitExplanation(
         provenance=window,
         position=position,
@@ -300,7 +302,8 @@ class _Pairs:
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Split the pairs of one layer."""
-        self.splitter.on_written(written)
+        if isinstance(self.splitter.family, Writers):
+            self.splitter.family.take(written)
         mine = [p for p, (at, _, _) in enumerate(self.pairs) if at == layer.layer]
         heads = sorted({self.pairs[p][1] for p in mine})
         terms = self.splitter.layer(layer, heads, layer.h.device)

@@ -161,7 +161,8 @@ class Details:
         """The tables of several layers, their heads in order; ``contexts`` are those of the
         basis."""
         tables: list[Mapping[str, Tensor]] = [d.table(contexts) for d in layers]
-        out = {k: torch.cat([t[k] for t in tables]) for k in tables[0]}
+        names = tables[0] if tables else ()
+        out = {name: torch.cat([table[name] for table in tables]) for name in names}
         if "p_position" in out:
             out["p_position_bh"] = adjusted(out["p_position"])
         return out

@@ -29,7 +29,13 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.base.intervals import (
+    FEWEST,
+    FEWEST_GROUPS,
+    Interval,
+    LeftOut,
+    jackknife_interval,
+)
 from tl_geometry.base.results import row_hashes
 from tl_geometry.decomposition.layer_intervals import blocks
 from tl_geometry.decomposition.position_context import PositionContext
@@ -117,13 +123,29 @@ def sets_of(member: Bool[Tensor, "row group"]) -> list[frozenset[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """Covariance and gain shares ``[head sample term]``: first the whole sample, then each group
-    left out, jackknife by jackknife; and the shares of the samples in the groups of each
-    jackknife."""
+    """Covariance and gain shares of all contexts (the first sample), then with each group left out,
+    jackknife by jackknife; ``sizes`` are the groups' shares of the contexts, by jackknife."""
 
-    shares: Float[Tensor, "head sample term"]
-    gains: Float[Tensor, "head sample term"]
+    cs: Float[Tensor, "head sample term"]
+    gs: Float[Tensor, "head sample term"]
     sizes: tuple[tuple[float, ...], ...]
+
+    def interval(self, values: Float[Tensor, "head sample *batch"]) -> Interval:
+        """Interval of anything linear in the shares, from its value in each sample."""
+        samples = values[:, 1:].split([len(sizes) for sizes in self.sizes], dim=1)
+        jackknives = [
+            LeftOut(sample.transpose(0, 1), values.new_tensor(sizes))
+            for sample, sizes in zip(samples, self.sizes, strict=True)
+        ]
+        return jackknife_interval(values[:, 0], jackknives)
+
+    def grouped(self, member: Float[Tensor, "term group"]) -> Resampled:
+        """The same for groups of terms."""
+        return Resampled(self.cs @ member, self.gs @ member, self.sizes)
+
+    def select(self, heads: Int[Tensor, " head"]) -> Resampled:
+        """The same for some heads, in the given order."""
+        return Resampled(self.cs[heads], self.gs[heads], self.sizes)
 
 
 class LeaveOut:
@@ -144,7 +166,7 @@ class LeaveOut:
             if at == 2 * BLOCKS:
                 self._merge_pairs()
                 at = BLOCKS
-            key, one = (group, at), sums.context(i)
+            key, one = (group, at), sums.select(i)
             self.sums[key] = self.sums[key] + one if key in self.sums else one
             self.counts[key] = self.counts.get(key, 0) + 1
             self.done += 1
@@ -153,7 +175,7 @@ class LeaveOut:
         """Move the sums together: strewn among the temporaries of a layer they would keep its
         memory from being used again (2 GB on SmolLM2)."""
         together = ShareSums.stack(list(self.sums.values()))
-        self.sums = {key: together.context(i) for i, key in enumerate(self.sums)}
+        self.sums = {key: together.select(i) for i, key in enumerate(self.sums)}
 
     def _merge_pairs(self) -> None:
         sums, counts = self.sums, self.counts

@@ -17,19 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-def pattern_of(
-    scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]
-) -> Float[Tensor, "*batch query key"]:
-    """Softmax over the allowed keys; rows without one are zero.
-
-    >>> pattern_of(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool).tril()).tolist()
-    [[1.0, 0.0], [0.5, 0.5]]
-    """
-    return torch.where(
-        allowed, torch.where(allowed, scores, torch.finfo(scores.dtype).min).softmax(-1), 0
-    )
-
-
 class Distance(NamedTuple):
     """Total variation ``sum |p - q| / 2`` (0 to 1) and ``KL(p || q)`` in nats, means over rows that
     allow at least two keys."""

@@ -45,13 +45,8 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.scores.split_request import (
-    UserParts,
-    check_request,
-    each_layer,
-    part_names,
-    provenance_of,
-)
+from tl_geometry.scores.families import Family, UserParts, family_of
+from tl_geometry.scores.split_request import check_request, each_layer, provenance_of
 from tl_geometry.scores.splitter import Splitter
 
 
@@ -119,7 +114,7 @@ def split_values(
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
-    parts: Sequence[str] | UserParts = ("pos", "cvec"),
+    parts: Sequence[str] | UserParts | Family = ("pos", "cvec"),
     token_ids: Sequence[int | str] | int | str | None = None,
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
@@ -147,16 +142,16 @@ def split_values(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
-    names = part_names(parts, "exact", view, layers_of)
+    family = family_of(view, parts, basis, layers_of)
+    splitter = Splitter(view, family, layers_of)
     wanted = () if token_ids is None else target_ids(view, token_ids)
-    numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
+    numbers = len(splitter.names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_request(
         view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
     )
     readout = (
         None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
     )
-    splitter = Splitter(view, basis, parts, "exact", False, layers_of)
     z: list[Tensor] = []
     W_O: list[Tensor] = []
     compared: list[Check] = []
@@ -167,15 +162,14 @@ def split_values(
         z.append(_mixed(layer, values, picked, compared, splitter.flags).to(device))
         W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
 
-    on_written = splitter.on_written if isinstance(parts, str) else None
-    each_layer(view, rows, cache, splitter.layers, on_layer, on_written)
+    each_layer(view, rows, cache, splitter.layers, on_layer, family)
     order = [(l, h) for layer in splitter.layers for l, h in chosen if l == layer]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
     return ValueSplit(
-        provenance=provenance_of(view, rows, basis, "exact", splitter.flags, splitter.normalized),
+        provenance=provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized),
         heads=chosen,
-        parts=names,
+        parts=splitter.names,
         z=mixed,
         W_O=outward,
         token_ids=wanted,
