@@ -38,7 +38,7 @@ from tl_geometry.scores.families import Family, UserParts, Writers, family_of
 from tl_geometry.scores.split_request import check_request, provenance_of
 from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.terms import BIAS_BIAS, bias_label
-from tl_geometry.scores.values import target_ids
+from tl_geometry.scores.values import target_ids, trained_head
 
 TOLERANCE = 1e-6
 """Largest difference from the model's logit, relative to the sum of absolute contributions (float32
@@ -161,7 +161,7 @@ def explain_logit(
     position = index(position, length, "position")
     ids = target_ids(view, target)
     require(len(ids) <= 2, "target", expected="a token, or two for their difference", got=len(ids))
-    head = _output_head(view)
+    head = trained_head(view)
     parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
     family = family_of(view, parts, basis, range(view.n_layers))
     splitter = Splitter(view, family, range(view.n_layers))
@@ -203,22 +203,6 @@ def explain_logit(
         error=ReconstructionError,
     )
     return found
-
-
-def _output_head(view: ModelView) -> OutputHead:
-    """The output head, or a refusal by name."""
-    what, instead = f"logits of {view.name}", "split_values without token_ids="
-    if not view.head_trained:
-        expected, got = "a trained output head", "one that was newly initialised"
-        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    head = view.output_head()
-    if head is None:
-        expected, got = (
-            "a norm and a linear map from the last state",
-            f"the head of {view.class_name}",
-        )
-        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    return head
 
 
 class _Direct:

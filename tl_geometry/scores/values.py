@@ -36,6 +36,7 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import (
     Check,
@@ -68,6 +69,7 @@ class ValueSplit(Result):
     logits: Float[Tensor, "part batch position head d_vocab"] | None = None
     checks: tuple[Check, ...] = ()
     str_tokens: tuple[str, ...] = ()
+    table_axes, table_values = ("head", "part"), ("share", "norm")
 
     def output(self, part: str | None = None) -> Float[Tensor, "batch position head d_model"]:
         """What each head writes into the stream from one source part (``None``: from all of them,
@@ -90,21 +92,19 @@ class ValueSplit(Result):
         worst = max(self.checks, key=lambda c: c[2] / c[3] if c[3] > 0 else float(c[2] > 0))
         return ReconstructionReport(checks={worst[1]: (worst[2], worst[3])}, scale=0.0)
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "part", "share", "norm")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        """One row per head and part: its covariance share ``sum out_a . out / sum out^2`` of the
-        head's output, and its RMS norm."""
+    @property
+    def share(self) -> Float[Tensor, "head part"]:
+        """Covariance share of each part in the head's output, ``sum out_a . out / sum out^2``."""
         outputs = torch.stack([self.output(p) for p in self.parts]).double()
         total = outputs.sum(0)
         energy = total.square().sum((0, 1, 3))
-        share = (outputs * total).sum((1, 2, 4)) / torch.where(energy > 0, energy, torch.nan)
-        norm = outputs.square().sum(-1).mean((1, 2)).sqrt()
-        order = [(h, p) for h in range(len(self.heads)) for p in range(len(self.parts))]
-        return [
-            (*self.heads[h], self.parts[p], float(share[p, h]), float(norm[p, h])) for h, p in order
-        ]
+        return ((outputs * total).sum((1, 2, 4)) / torch.where(energy > 0, energy, torch.nan)).mT
+
+    @property
+    def norm(self) -> Float[Tensor, "head part"]:
+        """RMS norm of what each part writes."""
+        squares = [self.output(p).double().square().sum(-1).mean((0, 1)) for p in self.parts]
+        return torch.stack(squares, -1).sqrt()
 
 
 def split_values(
@@ -228,38 +228,35 @@ def _mixed(
     return z
 
 
+def trained_head(view: ModelView) -> OutputHead:
+    """The output head, where logits can be read off the last state; else a refusal."""
+    what, instead = f"logits of {view.name}", "split_values without token_ids="
+    if not view.head_trained:
+        expected, got = "a trained output head", "one that was newly initialised"
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+    head = view.output_head()
+    if head is None:
+        expected = "a norm and a linear map from the last state"
+        got = f"the output head of {view.class_name}"
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+    return head
+
+
 class _Readout:
     """Direct effect of a write into the stream on some logits."""
 
     def __init__(
         self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]
     ) -> None:
+        head = trained_head(view)
         require(
-            view.head_trained,
-            f"logits of {view.name}",
-            expected="a trained output head",
-            got="one that was newly initialised",
-            instead="split_values without token_ids=",
-            error=UnsupportedModelError,
-        )
-        normed = [layer for layer in layers if view.layer_facts(layer).norm_after]
-        require(
-            not normed,
+            not any(view.layer_facts(layer).norm_after for layer in layers),
             f"logits of {view.name}",
             expected="heads that write straight into the stream",
             got="a norm after attention",
             instead="split_values without token_ids=",
             error=UnsupportedModelError,
         )
-        head = view.output_head()
-        if head is None:
-            fail(
-                f"logits of {view.name}",
-                expected="a norm and a linear map from the last state",
-                got=f"the output head of {view.class_name}",
-                instead="split_values without token_ids=",
-                error=UnsupportedModelError,
-            )
         last = view.state_hooks[-1]
         h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
         self.scale = head.norm.scale(h)
