@@ -209,18 +209,18 @@ def measure_types(
     length = tokens.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed = causal_mask(length) if view.causal else allowed
-    found: dict[int, HeadTypes] = {}
+    types: dict[int, HeadTypes] = {}
 
     def hook(layer: int) -> Callable[[Tensor], None]:
         def take(pattern: Tensor) -> None:
-            found[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
+            types[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
 
         return take
 
     view.run(tokens, {view.pattern_hooks[layer]: hook(layer) for layer in layers})
-    first = found[layers[0]]
+    first = types[layers[0]]
     scores, errors = (
-        {t: torch.cat([getattr(found[at], name)[t].cpu() for at in layers]) for t in HEAD_TYPES}
+        {t: torch.cat([getattr(types[at], name)[t].cpu() for at in layers]) for t in HEAD_TYPES}
         for name in ("scores", "errors")
     )
     return dataclasses.replace(first, scores=scores, errors=errors)

@@ -1,5 +1,5 @@
-"""Covariance and gain shares with groups of contexts left out of the corpus and of the basis: what
-the intervals of a sweep are made of.
+"""The samples behind the intervals of a sweep (``detail="intervals"``): covariance and gain shares
+with groups of contexts left out of the corpus and of the basis.
 
 Mean and positional vectors are estimates, often from the very contexts whose shares are asked for,
 so that shares of position are too high, and no resampling of contexts alone sees it. With s the
@@ -45,7 +45,8 @@ from tl_geometry.scores.sums import ShareSums, share_sums
 
 NONE: frozenset[int] = frozenset()
 BLOCKS = 8
-"""Blocks of contexts, at least (twice as many at most), that are left out in turn."""
+"""Blocks of contexts, at least (twice as many at most), that are left out in turn: as many as a
+basis has groups by default."""
 UNEVEN = 2.0
 """A group of the basis may hold up to this many times its share of a sweep's contexts, and must
 hold one over this, for one jackknife to serve both."""
@@ -255,29 +256,27 @@ class LeaveOut:
 
 
 class GroupProjections:
-    """Mean and positional vectors of the groups of one layer's input, projected to queries and
-    keys: their sum at all positions before it turns with the position, and both parts after."""
+    """Mean and positional vectors of the groups of one layer's input, projected to queries and keys
+    and turned with the position."""
 
     def __init__(self, layer: LayerView, basis: PositionContext) -> None:
-        groups, length = GroupBasis.of(basis, layer.layer, basis.length), layer.h.shape[1]
+        groups = GroupBasis.of(basis, layer.layer, layer.h.shape[1])
         self.share, self.normalized = groups.share, basis.provenance.normalized
-        self.whole: dict[str, Float[Tensor, "group position head d_head"]] = {}
         self.mapped: dict[str, Float[Tensor, "part group position head d_head"]] = {}
         for which in ("q", "k"):
             mean = layer.projected(groups.mean.unsqueeze(1).to(layer.h), which)
             pos = layer.projected(groups.pos.to(layer.h), which)
-            self.whole[which] = mean + pos
-            both = torch.stack([mean.expand_as(pos), pos])[:, :, :length]
+            both = torch.stack([mean.expand_as(pos), pos])
             self.mapped[which] = layer.turned(both, which)
 
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
         """Numerators and gains of all pairs of the parts for some contexts."""
-        made: list[Tensor] = []
+        parts: list[Tensor] = []
         for which, whole in (("q", layer.q), ("k", layer.k)):
             scale = layer.scale if which == "q" else 1.0
             side = Side.of(layer, which, normalized=self.normalized)
             side = side.select(rows, slice(None), slice(None))
             bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
-            made.append(group_parts(whole[rows] * scale, bias, pos, self.share))
+            parts.append(group_parts(whole[rows] * scale, bias, pos, self.share))
         options = {"bias": layer.bias, "drop": drop, "energy": False, "softcap": layer.softcap}
-        return share_sums(made[0], made[1], layer.allowed, **options)
+        return share_sums(parts[0], parts[1], layer.allowed, **options)

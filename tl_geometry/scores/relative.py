@@ -1,4 +1,5 @@
-"""Relative position: how scores depend on the offset i - j of query and key.
+"""Relative position: how scores depend on the offset i - j of query and key. Functions of a split
+(:func:`offset_profile`, :func:`offset_share`) and of a model (:func:`relative_kernel`).
 
 - **Kernel.** On a normalised basis the (bias, bias) term of a rotary model without QK-norm is
   exactly a function of the offset: with the projected mean and constants q, k before rotation,
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from einops import einsum
@@ -273,8 +275,8 @@ def offset_profile(
         wide = float(student.ppf((1 + level) / 2, batch - 1)) / math.sqrt(batch)
         bound = means.std(0) * wide
     first = int((cells > 0).any(0).int().argmax())
-    found = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
-    middle, low, high, counts = found
+    seen = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
+    middle, low, high, counts = seen
     name = TOTAL if term is None else term if isinstance(term, str) else "-".join(term)
     return OffsetProfile(
         provenance=split.provenance,
@@ -320,15 +322,14 @@ def offset_share(
 
 def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
     """The share of :func:`offset_share` from the sums of each group of prompts."""
-    whole = groups[0]
-    for group in groups[1:]:
-        whole = whole + group
+    whole = reduce(OffsetSums.__add__, groups)
     used = whole.counts > 0
     explained = torch.zeros_like(whole.energy)
     for group in groups:
         gram = (whole.gram - group.gram)[used][:, used]
+        # row means make the dummies dependent: what is smaller than 1e-10 is rounding
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
         beta = (whole.sums - group.sums)[:, used] @ inverse
-        own = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
-        explained += 2 * (beta * group.sums[:, used]).sum(-1) - own
+        fitted = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
+        explained += 2 * (beta * group.sums[:, used]).sum(-1) - fitted
     return explained / torch.where(whole.energy > 0, whole.energy, torch.nan)

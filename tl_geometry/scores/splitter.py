@@ -98,8 +98,8 @@ class Splitter:
         else:
             q, k = (x[..., pick, :] for x in self._published(layer))
         if self.preset == "reference":
-            unsplit = (x[None][..., pick, :] for x in (layer.q * layer.scale, layer.k))
-            scores, _ = _sum_and_size(layer, *unsplit, pick)
+            whole_q, whole_k = (x[None][..., pick, :] for x in (layer.q * layer.scale, layer.k))
+            scores, _ = _sum_and_size(layer, whole_q, whole_k, pick)
         measured = layer.bias is not None and layer.bias_source == "measured"
         flags = ["scores before the soft cap"] if layer.softcap is not None else []
         flags += ["ALiBi measured"] if measured else []

@@ -1,5 +1,5 @@
-"""Exact split of head outputs by source part: what position and context write, and their direct
-effect on chosen logits.
+"""What each source part (position, context, a writer) makes a head write into the stream, and its
+direct effect on chosen logits: an exact split of head outputs, ``split_values``.
 
 With the pattern A and the norm scale frozen, the mixed value of a head is linear in the parts of
 its layer's input,
@@ -181,7 +181,7 @@ def split_values(
 
 def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
     """Ids of tokens that are given as ids or as texts of one token each, one or several."""
-    found: list[int] = []
+    token_ids: list[int] = []
     for value in [given] if isinstance(given, int | str) else given:
         ids = view.encode(value) if isinstance(value, str) else [value]
         require(
@@ -191,11 +191,11 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
             got=f"{value!r}, which is {len(ids)} tokens",
         )
         try:
-            found.append(operator.index(ids[0]))
+            token_ids.append(operator.index(ids[0]))
         except TypeError:
             fail("token_ids", expected="ids, or texts of one token each", got=repr(value))
-    require(len(found) > 0, "token_ids", expected="at least one token", got="none")
-    return tuple(checks.index(i, view.d_vocab, "token_ids") for i in found)
+    require(len(token_ids) > 0, "token_ids", expected="at least one token", got="none")
+    return tuple(checks.index(i, view.d_vocab, "token_ids") for i in token_ids)
 
 
 def _mixed(
