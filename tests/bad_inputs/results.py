@@ -200,7 +200,9 @@ SPLITS = [
     Call("a plane beyond the last", lambda w: w.split.on_planes(1), "planes 0 to 0"),
     Call("a band that has no name", lambda w: w.split.on_planes("fast"), "near.*far"),
     Call(
-        "a profile of no term", lambda w: w.split.offset_profile("pos-nothing"), "terms: expected"
+        "a profile of no term",
+        lambda w: tlg.scores.offset_profile(w.split, "pos-nothing"),
+        "terms: expected",
     ),
     Call(
         "a kernel of a model without rotation",

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.scores.dense import share_sums_dense
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import BudgetError, GeometryError
 from tl_geometry.base.rows import row_center
 from tl_geometry.models import view
 from tl_geometry.scores.split import split_scores
-from tl_geometry.scores.sums import share_sums_dense
 from tl_geometry.scores.sweep import sweep_heads
 from tl_geometry.scores.values import split_values
 

@@ -23,6 +23,7 @@ from tl_geometry.report import build
 from tl_geometry.report.overview import Facts
 from tl_geometry.report.section import Draft
 from tl_geometry.report.tables import shown
+from tl_geometry.scores import offset_profile
 
 COUNTS = (
     *(
@@ -123,8 +124,8 @@ def own_figures() -> list[View | PageView]:
     return [
         *(render.band_atlas(planes, share=share) for share in ("cs", "gs")),
         render.head_planes(planes),
-        render.head_planes(planes, rotary.offset_profile()),
-        render.bands_page(planes, rotary.offset_profile()),
+        render.head_planes(planes, offset_profile(rotary)),
+        render.bands_page(planes, offset_profile(rotary)),
         *(render.variance_shares(basis.anova(null=null)) for null in (None, spliced)),
         *(render.composition_figure(composed, share=share) for share in ("cs", "gs")),
         render.logit_figure(found),

@@ -216,10 +216,12 @@ def check_heads(module: Any) -> None:
     for term, share in (("cvec-cvec", 0.6), ("pos-pos", 0.3), ("pos-cvec", 0.1)):
         shares[:, table.terms.index(term)] = share
     assert table.resampled is not None
-    kept = shares.unsqueeze(1).expand_as(table.resampled)
-    content = {"numerators": shares * table.total[:, None], "resampled": kept}
-    content |= {"gains": shares * table.gain_total[:, None], "resampled_gains": kept}
-    found = module.driver(dataclasses.replace(table, **content), groups=8, rotary=True)
+    kept = shares.unsqueeze(1).expand_as(table.resampled.cs)
+    resampled = dataclasses.replace(table.resampled, cs=kept, gs=kept)
+    numerators, gains = (shares * x[:, None] for x in (table.sums.total, table.sums.gain_total))
+    sums = dataclasses.replace(table.sums, numerators=numerators, gains=gains)
+    changed = dataclasses.replace(table, sums=sums, resampled=resampled)
+    found = module.driver(changed, groups=8, rotary=True)
     assert "30.0% for position" in plain(found.beside)
 
     for name in ("induction", "previous"):

@@ -143,9 +143,9 @@ def test_labels_need_both_intervals() -> None:
     )
     at = table.heads.index((1, 0))
     assert table.resampled is not None
-    assert table.resampled_gains is not None
     assert table.by_group.labels[at] == "content"
-    for field in ("resampled", "resampled_gains"):
-        torn = getattr(table, field).clone()
+    for field in ("cs", "gs"):
+        torn = getattr(table.resampled, field).clone()
         torn[:, 1, 0] += 20
-        assert dataclasses.replace(table, **{field: torn}).by_group.labels[at] == "unclear"
+        resampled = dataclasses.replace(table.resampled, **{field: torn})
+        assert dataclasses.replace(table, resampled=resampled).by_group.labels[at] == "unclear"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tl_geometry
+from tests.scores.dense import share_sums_dense
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tests.views import with_methods
 from tl_geometry import decompose
@@ -34,9 +35,8 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import pattern_error, reconstruction_bound
+from tl_geometry.scores.families import PositionAndContext, family_of
 from tl_geometry.scores.split import ScoreSplit, split_scores
-from tl_geometry.scores.splitter import Splitter
-from tl_geometry.scores.sums import share_sums_dense
 from tl_geometry.scores.values import split_values, target_ids
 
 PROMPTS = tokens(batch=2, length=18, seed=7)
@@ -377,12 +377,6 @@ def test_the_published_code_and_how_far_it_misses() -> None:
     )
     assert float(split.pattern()[..., 0].abs().max()) == 0
     assert torch.allclose(split.pattern()[:, :, 1:].sum(-1), torch.ones(1), atol=1e-6)
-    twice = split_scores(model, PROMPTS, basis, preset="reference", legacy_double_ln=True)
-    double = torch.einsum(
-        "ihe,bjhe->bhij", projected(pos, 2, 0), projected(h - pos, 1, 1)
-    ) / math.sqrt(8)
-    assert torch.allclose(twice.terms["pos", "cvec"][:, 4:], double, atol=1e-3)
-    assert torch.equal(twice.terms["pos", "pos"], split.terms["pos", "pos"])
     with pytest.raises(GeometryError, match="terms that sum to the scores, got preset='reference'"):
         split.shares()
     with pytest.raises(GeometryError, match="'exact' for models with QK-norm"):
@@ -652,10 +646,10 @@ def test_a_planted_fault_is_refused(name: str) -> None:
     "name", ["mean left in cvec", "position of the next column", "context twice", "part forgotten"]
 )
 def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Splitter.stream
+    right = PositionAndContext.parts
 
-    def wrong(self: Splitter, layer: LayerView) -> dict[str, Tensor]:
-        parts = stream(self, layer)
+    def wrong(self: PositionAndContext, layer: LayerView) -> dict[str, Tensor]:
+        parts = right(self, layer)
         if name == "mean left in cvec":
             parts["cvec"] = parts["cvec"] + parts["mean"]
         if name == "position of the next column":
@@ -666,7 +660,7 @@ def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.Mon
             parts["pos"] = torch.zeros_like(parts["pos"])
         return parts
 
-    monkeypatch.setattr(Splitter, "stream", wrong)
+    monkeypatch.setattr(PositionAndContext, "parts", wrong)
     with pytest.raises(ReconstructionError, match="q parts off by"):
         split_scores(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"))
 
@@ -913,7 +907,6 @@ def test_bad_requests_are_named(function: Any, options: dict[str, Any], text: st
             {"preset": "paper", "parts": ("pos", "ctx", "resid")},
             "expected ('pos', 'cvec') with preset='paper'",
         ),
-        ({"legacy_double_ln": True}, "legacy_double_ln: expected preset='reference', got 'exact'"),
         ({"prepend_bos": True}, "prepend_bos: expected None with token ids"),
     ],
 )
@@ -982,9 +975,9 @@ def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
         view(model),
     )
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    splitter = Splitter(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
+    family = family_of(seen, ("pos", "ctx", "resid"), basis, (1,))
     seen.run_layers(
-        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), splitter.stream(layer)))
+        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), family.parts(layer)))
     )
     h, parts = found[0]
     expected = basis.transform(

@@ -25,14 +25,14 @@ from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.dictionaries import Dictionary, check_decoder
 from tl_geometry.circuits.writer_sweep import WEIGHTS, Reader, pulled
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import TokenSource, token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.models.batches import SAMPLED, another_row
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.softmax import masked_softmax, soft_cap
-from tl_geometry.scores.split_request import BIAS
+from tl_geometry.scores.corpus_pass import CorpusPass
+from tl_geometry.scores.families import BIAS
 
 ERROR, OFFSET = "error", "b_dec"
 """Parts beside the features: what the dictionary does not explain, and its own bias."""
@@ -129,14 +129,11 @@ def feature_shares(
     start = int(rows.has_bos) if drop is None else drop
     _check_request(features, rows, start, batch_size=batch_size, pairs=pairs, per_cell=per_cell)
     sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell)
-    at, row, draws = 0, 0, torch.Generator().manual_seed(0)
-    for batch in rows.tokens.split(batch_size):
-        sums.rows = slice(at, at + len(batch))
-        row = another_row(row, len(batch), draws)
-        sample = (row, lambda layer: None)  # verified by now
-        options: dict[str, Any] = {"verify": at == 0, "sample": sample, "queries": SAMPLED}
-        view.run_layers(batch, [features.layer], sums.add, **options)
-        at += len(batch)
+    stream = CorpusPass(view, TokenSource.of(view, rows), batch_size)
+    for batch in stream:
+        sums.rows = slice(stream.contexts, stream.contexts + len(batch))
+        sample = stream.sample()
+        view.run_layers(batch, [features.layer], sums.add, verify=stream.first, **sample)
     return FeatureShares(
         provenance=view.provenance(rows, window=(start, rows.tokens.shape[1])),
         heads=chosen,

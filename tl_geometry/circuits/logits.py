@@ -34,10 +34,11 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
-from tl_geometry.scores.split_request import UserParts, check_request, part_names, provenance_of
+from tl_geometry.scores.families import Family, UserParts, Writers, family_of
+from tl_geometry.scores.split_request import check_request, provenance_of
 from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.terms import BIAS_BIAS, bias_label
-from tl_geometry.scores.values import target_ids
+from tl_geometry.scores.values import target_ids, trained_head
 
 TOLERANCE = 1e-6
 """Largest difference from the model's logit, relative to the sum of absolute contributions (float32
@@ -124,7 +125,7 @@ def explain_logit(
     target: int | str | Sequence[int | str],
     basis: PositionContext | None = None,
     *,
-    parts: Sequence[str] | UserParts | None = None,
+    parts: Sequence[str] | UserParts | Family | None = None,
     top: int = 16,
     prepend_bos: bool | None = None,
     memory_budget: int = 2**31,
@@ -160,18 +161,19 @@ def explain_logit(
     position = index(position, length, "position")
     ids = target_ids(view, target)
     require(len(ids) <= 2, "target", expected="a token, or two for their difference", got=len(ids))
-    head = _output_head(view)
+    head = trained_head(view)
     parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
-    names = part_names(parts, "exact", view, range(view.n_layers))
+    family = family_of(view, parts, basis, range(view.n_layers))
+    splitter = Splitter(view, family, range(view.n_layers))
+    names = splitter.names
     size = 4 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
     check_request(view, rows, basis, size, memory_budget, view.n_heads)
-    splitter = Splitter(view, basis, parts, "exact", False, range(view.n_layers))
     direct = _Direct(view, head, ids, position)
     run_written(view, rows.tokens, range(view.n_layers), direct.on_layer, on_end=direct.on_end)
     pairs = direct.largest(top)
     details = _Pairs(view, splitter, direct, position, pairs, len(names))
     run_written(view, rows.tokens, sorted({l for l, _, _ in pairs}), details.on_layer)
-    window = provenance_of(view, rows, basis, "exact", splitter.flags, splitter.normalized)
+    window = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
     found = LogitExplanation(
         provenance=window,
         position=position,
@@ -201,22 +203,6 @@ def explain_logit(
         error=ReconstructionError,
     )
     return found
-
-
-def _output_head(view: ModelView) -> OutputHead:
-    """The output head, or a refusal by name."""
-    what, instead = f"logits of {view.name}", "split_values without token_ids="
-    if not view.head_trained:
-        expected, got = "a trained output head", "one that was newly initialised"
-        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    head = view.output_head()
-    if head is None:
-        expected, got = (
-            "a norm and a linear map from the last state",
-            f"the head of {view.class_name}",
-        )
-        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    return head
 
 
 class _Direct:
@@ -300,7 +286,8 @@ class _Pairs:
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Split the pairs of one layer."""
-        self.splitter.on_written(written)
+        if isinstance(self.splitter.family, Writers):
+            self.splitter.family.take(written)
         mine = [p for p, (at, _, _) in enumerate(self.pairs) if at == layer.layer]
         heads = sorted({self.pairs[p][1] for p in mine})
         terms = self.splitter.layer(layer, heads, layer.h.device)

@@ -38,7 +38,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import GRAINS, Written, writer_names
-from tl_geometry.scores.split_request import BIAS
+from tl_geometry.scores.families import BIAS
 
 SIDES = ("query", "key", "value")
 """What a head does with what it reads."""

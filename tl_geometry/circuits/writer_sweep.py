@@ -28,22 +28,19 @@ import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import BudgetError, ReconstructionError, require
+from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.base.results import Provenance, Result, hash_tokens
-from tl_geometry.base.rows import row_center
+from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.corpus.window_cutter import begins_with_bos
-from tl_geometry.models.batches import SAMPLED, another_row, batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import CONSTANTS, Writer, Written, run_written, writer_names
-from tl_geometry.scores.blockwise import blocks_of, centred_scores, moved_attention
-from tl_geometry.scores.split_request import BIAS
+from tl_geometry.scores.blockwise import block_scores
+from tl_geometry.scores.corpus_pass import CorpusPass, rows_per_batch
+from tl_geometry.scores.families import BIAS
 from tl_geometry.scores.sums import dropped_mass
 from tl_geometry.scores.terms import ALIBI
 
@@ -75,30 +72,22 @@ def pulled(layer: LayerView, drop: int, heads: Sequence[int] | None = None) -> P
     q, k = (rearrange(x[:, drop:, pick], "b i h e -> b h i e") for x in (layer.q, layer.k))
     mask = layer.allowed[drop:, drop:].unsqueeze(0)
     query, shift = q * layer.scale, k.mean(2, keepdim=True)
-    key, near = (k - shift).contiguous(), mask.unsqueeze(1)
+    key = (k - shift).contiguous()
     bias = None if layer.bias is None else layer.bias[pick][None, :, drop:, drop:].to(q)
-    extra = None if bias is None else row_center(bias, near)
-    level = None if layer.softcap is None else (query * shift).sum(-1, keepdim=True)
-    if bias is not None and extra is not None and level is not None:
-        level = level + torch.where(near, bias - extra, -torch.inf).amax(-1, keepdim=True)
     out_q, out_k = (q.new_zeros(len(WEIGHTS), *q.shape) for _ in SIDES)
     alibi, total = (
         torch.zeros(len(WEIGHTS), len(pick), dtype=torch.float64, device=q.device) for _ in "ab"
     )
-    for block in blocks_of(mask, q.dtype):
+    options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
+    for block, centred, block_bias, moved in block_scores(query, key, mask, **options):
         at, seen = slice(block.start, block.stop), slice(block.end)
-        count = (block.full + block.mask.sum(-1, keepdim=True)).clamp(min=1)
-        centred, mean = centred_scores(query[:, :, at], key, block, count)
-        added = None if extra is None else extra[:, :, at, seen].expand_as(centred)
-        centred = centred if added is None else centred + added
-        entered = None if level is None else mean + level[:, :, at]
-        moved = moved_attention(centred, block, count, layer.softcap, entered)
+        assert moved is not None
         for n, weight in enumerate((centred, moved)):
             out_q[n][:, :, at] = weight @ key[:, :, seen] * layer.scale
             out_k[n][:, :, seen] += weight.mT @ query[:, :, at]
             total[n] += (weight * centred).sum((0, 2, 3), dtype=torch.float64)
-            if added is not None:
-                alibi[n] += (added * weight).sum((0, 2, 3), dtype=torch.float64)
+            if block_bias is not None:
+                alibi[n] += (block_bias * weight).sum((0, 2, 3), dtype=torch.float64)
     # as in share_sums: what rounding alone could leave
     sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)).double() for x in (query, key)]
     floor = (32 * unit_roundoff(q.dtype) * sizes[0] * sizes[1]).square().sum(0)
@@ -376,54 +365,30 @@ def stream_writers(
     """Call the second of ``calls`` for each layer of each batch, the first for one context of the
     first; one context of every batch is verified. Returns how many positions are left out and what
     was read."""
-    size = batch_of(batch_size, source.length, view.device)
-    size = min(size, _fitting(view, source.length, memory_budget))
-    begins, done, token_hash, start = True, 0, "", drop
-    row, draws = 0, torch.Generator().manual_seed(seed)
-    with tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name) as bar:
-        for batch in source.batches(size):
-            begins = begins and begins_with_bos(batch, view.bos_id)
-            start = int(begins) if start is None else start
-            expected, fits = f"more than {start + 1} positions", start + 1 < source.length
-            require(fits, "tokens", expected=f"{expected} ({start} left out)", got=source.length)
-            first, every = (partial(_called, call, start) for call in calls)
-            row = another_row(row, len(batch), draws)
-            sample = (row, first if done == 0 else _verified)
-            queries = None if done == 0 else SAMPLED
-            run_written(view, batch, layers, every, verify=False, sample=sample, queries=queries)
-            done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
-            bar.update(len(batch))
+    bytes_per_context = _bytes_per_context(view, source.length)
+    rows = rows_per_batch(view, source.length, bytes_per_context, memory_budget, batch_size)
+    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
+    start = drop
+    for batch in stream:
+        start = int(stream.begins_with_bos) if start is None else start
+        expected, fits = f"more than {start + 1} positions", start + 1 < source.length
+        require(fits, "tokens", expected=f"{expected} ({start} left out)", got=source.length)
+        first, every = (partial(_called, call, start) for call in calls)
+        sample = stream.sample(first if stream.first else None)
+        run_written(view, batch, layers, every, verify=False, **sample)
     start = start or 0
-    about = {"corpus": source.corpus, "token_hash": token_hash, "contexts": done, "seed": seed}
-    window = (start, source.length)
-    made = view.provenance(has_bos=begins, window=window, flags=source.flags, **about)
-    return start, made
-
-
-def _verified(layer: LayerView, written: Written) -> None:
-    """Layer and writers have been compared with the model by now."""
+    return start, stream.provenance(start)
 
 
 def _called(call: OnStart, start: int, layer: LayerView, written: Written) -> None:
     call(layer, written, start)
 
 
-def _fitting(view: ModelView, length: int, memory_budget: int) -> int:
-    """Contexts of one forward pass within the budget: scores, and everything that was written."""
-    number = max(4, view.dtype.itemsize)
+def _bytes_per_context(view: ModelView, length: int) -> int:
+    """What one context holds in a forward pass: scores, and everything that was written."""
     width = view.n_heads * view.d_head
     held = view.n_layers * (width + view.d_model) + 16 * width + 8 * view.d_model
-    per_context = number * length * (4 * view.n_heads * length + held)
-    fits = memory_budget // per_context
-    require(
-        fits >= 1,
-        "memory_budget",
-        expected=f"at least {per_context} bytes for one context of {length} positions",
-        got=memory_budget,
-        instead="shorter windows, or a larger memory_budget=",
-        error=BudgetError,
-    )
-    return fits
+    return max(4, view.dtype.itemsize) * length * (4 * view.n_heads * length + held)
 
 
 def _table(

@@ -110,7 +110,7 @@ def bands_page(
 
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
-        profile: from ``split.offset_profile()`` of some of these heads.
+        profile: from ``offset_profile(split)`` of some of these heads.
         head: the head shown at first, by default the first of ``profile``, or the one with the
             largest share of a band that turns.
         share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (of where attention goes), as
@@ -233,7 +233,7 @@ def head_planes(
 
     Args:
         planes: from a split's or a sweep's shares, ``.planes()``.
-        profile: from ``split.offset_profile()`` of the same heads, for the second column.
+        profile: from ``offset_profile(split)`` of the same heads, for the second column.
         heads: some of the heads of ``planes`` (at most 12); by default all, or those of
             ``profile``.
 
@@ -242,7 +242,7 @@ def head_planes(
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
-    >>> head_planes(split.shares().planes(), split.offset_profile()).title
+    >>> head_planes(split.shares().planes(), tlg.scores.offset_profile(split)).title
     'Which wavelengths carry L1H0'
     """
     known = profile.heads if heads is None and profile is not None else planes.heads

@@ -227,9 +227,7 @@ def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
         softcap=split.softcap[rows],
         sinks=split.sinks[rows],
         scores=None if split.scores is None else split.scores[at, rows],
-        q_again=None if split.q_again is None else split.q_again[:, at, :, rows],
-        plane=None if split.plane is None else split.plane[rows],
-        theta=None if split.theta is None else split.theta[rows],
+        planes=split.planes.select(torch.tensor(rows)),
     )
 
 

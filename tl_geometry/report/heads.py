@@ -90,7 +90,7 @@ def section(analysis: Analysis) -> Section:
             "heads",
         )
         draft.table("heads", table, "Shares, types and labels of every head", COLUMNS)
-    blocks = len(table.resampled_sizes[0]) if table.resampled_sizes else 0
+    blocks = len(table.resampled.sizes[0]) if table.resampled else 0
     draft.find(findings.driver(table, groups=blocks, rotary=_rotary(analysis)))
     for name in findings.TYPES:
         draft.find(findings.head_type(table, name))

@@ -8,6 +8,7 @@ from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.labels import UNCLEAR
 from tl_geometry.scores.plane_tables import BandTable, HeadBands
+from tl_geometry.scores.relative import offset_profile
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
@@ -43,7 +44,7 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         if count:
             rows = analysis.pick(count)
             split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
-            profile = split.offset_profile()
+            profile = offset_profile(split)
         draft.draw(head_planes(planes, profile, heads=chosen), "planes")
     draft.draw(bands_page(planes, profile), "bands")
     draft.table("head_bands", by_head, "Shares of bands of wavelengths in every head")

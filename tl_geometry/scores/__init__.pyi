@@ -9,13 +9,14 @@ from .planes import HeadPlanes as HeadPlanes
 from .planes import default_bands as default_bands
 from .relative import OffsetProfile as OffsetProfile
 from .relative import RelativeKernel as RelativeKernel
+from .relative import offset_profile as offset_profile
+from .relative import offset_share as offset_share
 from .relative import relative_kernel as relative_kernel
 from .share_table import ShareTable as ShareTable
 from .split import ScoreSplit as ScoreSplit
 from .split import split_scores as split_scores
 from .sums import ShareSums as ShareSums
 from .sums import share_sums as share_sums
-from .sums import share_sums_dense as share_sums_dense
 from .sweep import sweep_heads as sweep_heads
 from .sweep_table import SweepTable as SweepTable
 from .values import ValueSplit as ValueSplit
