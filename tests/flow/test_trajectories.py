@@ -480,13 +480,11 @@ def test_skipping_at_all_positions_spares_the_first_and_deletes_blocks():
     assert math.isnan(found.loss[0])
 
 
-def test_the_skip_map_covers_every_pair_and_says_what_can_be_skipped(tmp_path):
+def test_the_skip_map_covers_every_pair(tmp_path):
     found = skip_map(deep(), tokens(40, 8, 1), pairs="all", places=("pilot", "all"), progress=False)
     assert found.pairs() == [(a, b) for a in range(4) for b in range(a + 1, 5)]
     assert len(found.rows()) == 2 * 7 * 10
     assert found.train + found.test == 40
-    assert found.skippable(1e9, "identity") == (4, (0, 4))
-    assert found.skippable(-1e9, "identity") is None
     mean = found.table("mean")
     assert float(mean[0, 3]) == float(mean[2, 3])  # the constant map does not depend on its start
     again = SkipMap.load(found.save(tmp_path / "skip.safetensors"))
@@ -583,7 +581,6 @@ def test_methods_of_an_ensemble_agree_with_their_functions():
     found = ensemble()
     assert found.angles().shape == (4, 5, 5)
     assert found.spectra().entropy_rank.shape == (5,)
-    assert found.isotropy(1, 3).degenerate == 0
     model = found.langevin(noise="sde", stretch="regression")
     assert model.alpha * model.rate >= 0
     assert torch.allclose(model.times, torch.arange(5).double())
@@ -887,12 +884,6 @@ def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other():
         )
         assert float(table[1, 3]) == pytest.approx(outside), map_type
         assert abs(inside - outside) > 1e-3, map_type
-
-
-def test_isotropy_is_of_the_residual_from_the_first_state_to_the_second():
-    e = ensemble()
-    residual = e.X[:, 3].double() - flow_map(e.aligned_bases(), 1, 3)(e.X[:, 1].double())
-    assert tuple(e.isotropy(1, 3)) == pytest.approx(tuple(isotropy_tests(residual)), nan_ok=True)
 
 
 @pytest.mark.parametrize("rate", [1.0, -1.0])

@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange, reduce
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import normalize_rows, principal_angles, stable_rank
+from tl_geometry.base.linalg import normalize_rows, stable_rank
 
 MAD_TO_SD = 1.4826
 """Median absolute deviation of a Gaussian -> its standard deviation."""
@@ -42,18 +42,6 @@ def basis_angles(
     apart = u[:, :, None] - flip[..., None] * u[:, None]
     angle = 2 * torch.asin((torch.linalg.vector_norm(apart, dim=-1) / 2).clamp(max=1))
     return torch.rad2deg(angle)
-
-
-def subspace_angles(U: Float[Tensor, "state d_model rank"]) -> Float[Tensor, "state state rank"]:
-    """Principal angles (degrees, ascending) between the spans of ``U`` at every two states; free of
-    signs and order inside a span.
-
-    >>> axes = torch.eye(3).double()
-    >>> subspace_angles(torch.stack([axes[:, :2], axes[:, 1:]]))[0, 1].tolist()
-    [0.0, 90.0]
-    """
-    rows = [principal_angles(U[s].expand(len(U), -1, -1).contiguous(), U) for s in range(len(U))]
-    return torch.rad2deg(torch.stack(rows))
 
 
 class Spectra(NamedTuple):
@@ -189,82 +177,3 @@ def outliers(X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10
     score = torch.where(mad > 0, away / mad, torch.where(away > 0, torch.inf, 0.0))
     worst = tuple(int(score[i].argmax()) for i in found)
     return Outliers(mask, found, worst, tuple(int(s) for s in (mad == 0).nonzero()[:, 0]))
-
-
-def gaussian_wasserstein(
-    a: Float[Tensor, "row d_model"], b: Float[Tensor, "column d_model"]
-) -> float:
-    """2-Wasserstein distance between Gaussians with the means and covariances of two samples.
-
-    ``sqrt(|m_a - m_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2))``; by the trace norm of
-    ``A^1/2 B^1/2``, taken from the centred samples.
-
-    >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
-    >>> round(gaussian_wasserstein(x, x + 2.0), 6) == round(12**0.5, 6)
-    True
-    """
-    a, b = a.double(), b.double()
-    apart = (a.mean(0) - b.mean(0)).square().sum()
-    ca, cb = ((x - x.mean(0)) / (len(x) - 1) ** 0.5 for x in (a, b))
-    ra, rb = (torch.linalg.qr(c, mode="r").R for c in (ca, cb))
-    shared = torch.linalg.svdvals(ra @ rb.mT).sum()
-    square = apart + ca.square().sum() + cb.square().sum() - 2 * shared
-    return float(square.clamp(min=0).sqrt())
-
-
-class Discrepancy(NamedTuple):
-    """A two-sample statistic, and the chance of one at least as large under exchange of the two
-    labels."""
-
-    statistic: float
-    p_value: float
-
-
-def mmd(
-    a: Float[Tensor, "row d_model"],
-    b: Float[Tensor, "column d_model"],
-    *,
-    permutations: int = 200,
-    paired: bool = False,
-    seed: int = 0,
-) -> Discrepancy:
-    """Unbiased squared maximum mean discrepancy, Gaussian kernel at the median distance, with a
-    permutation p-value.
-
-    ``paired=True`` exchanges the labels inside pairs (row i of ``a`` and of ``b``), for a state and
-    its own extrapolation. Gretton et al. 2012. Memory: (rows of both)^2.
-
-    >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
-    >>> mmd(x[:10], x[10:] + 5, permutations=99).p_value
-    0.01
-    """
-    n, m = len(a), len(b)
-    require(min(n, m) >= 2, "samples", expected="at least two rows each", got=f"{n} and {m}")
-    require(
-        not paired or n == m,
-        "samples",
-        expected="equally many rows with paired=True",
-        got=f"{n} and {m}",
-    )
-    rows = torch.cat([a, b]).double()
-    distance = torch.cdist(rows, rows).square()
-    scale = distance[distance > 0].median() if bool((distance > 0).any()) else distance.new_ones(())
-    kernel = torch.exp(-distance / scale)
-    kernel.fill_diagonal_(0)
-    generator = torch.Generator().manual_seed(seed)
-    label = torch.cat([torch.ones(n), torch.zeros(m)]).double().to(rows.device)
-    draws = [label]
-    for _ in range(permutations):
-        if paired:
-            swap = (torch.rand(n, generator=generator) < 0.5).double().to(rows.device)
-            draws.append(torch.cat([1 - swap, swap]))
-        else:
-            draws.append(label[torch.randperm(n + m, generator=generator).to(rows.device)])
-    pick = torch.stack(draws)
-    with_a = pick @ kernel
-    aa = reduce(with_a * pick, "sample row -> sample", "sum")
-    ab = reduce(with_a * (1 - pick), "sample row -> sample", "sum")
-    bb = kernel.sum() - aa - 2 * ab
-    values = aa / (n * (n - 1)) + bb / (m * (m - 1)) - 2 * ab / (n * m)
-    beyond = int((values[1:] >= values[0] - 1e-15).sum())
-    return Discrepancy(float(values[0]), (1 + beyond) / (1 + permutations))

@@ -139,24 +139,6 @@ class Trajectories(Result):
         aligned = (train or self).aligned_bases(align=align)
         return residuals.residual_maps(self.X, partial(residuals.flow_map, aligned, signs=signs))
 
-    def isotropy(
-        self,
-        start: int,
-        end: int,
-        *,
-        train: Trajectories | None = None,
-        align: str = "greedy",
-        signs: str = "U",
-        fdr: float = 0.05,
-    ) -> noise.Isotropy:
-        """Isotropy and Gaussianity of the residual between two states; held out with ``train``, as
-        in :meth:`residuals`."""
-        _require_apart(train, self)
-        a, b = self.row(start), self.row(end)
-        move = residuals.flow_map((train or self).aligned_bases(align=align), a, b, signs=signs)
-        residual = self.X[:, b].double() - move(self.X[:, a].double())
-        return noise.isotropy_tests(residual, fdr=fdr)
-
     def langevin(
         self,
         *,

@@ -80,6 +80,21 @@ class LayerMap:
         return replace(self, **parts)
 
 
+class MappedStates:
+    """States mapped by many maps, one after another: maps from one start read the same coordinates,
+    which are then computed once."""
+
+    def __init__(self, x: Float[Tensor, "trajectory d_model"]) -> None:
+        self.x, self.coordinates = x, x
+        self.before: LayerMap | None = None
+
+    def __call__(self, layer_map: LayerMap) -> Float[Tensor, "trajectory d_model"]:
+        if self.before is None or not layer_map.reads_as(self.before):
+            self.coordinates = layer_map.coordinates(self.x)
+        self.before = layer_map
+        return layer_map.unfold(self.coordinates)
+
+
 def flow_map(
     aligned: AlignedBases, start: int, end: int, *, signs: str = "U", rtol: float = 1e-10
 ) -> LayerMap:
@@ -380,44 +395,12 @@ def residual_maps(
     require(states >= 2, "trajectories", expected="at least two states", got=states)
     table = np.full((len(Maps._fields), states, states), np.nan)
     for start in range(states - 1):
-        x = X[:, start].double()
-        before, coordinates = None, x  # those of the last map: maps from one start share them
+        mapped = MappedStates(X[:, start].double())
         for end in range(max(first_end, start + 1), states):
-            true, found = X[:, end].double(), map_of(start, end)
-            if before is None or not found.reads_as(before):
-                coordinates = found.coordinates(x)
-            before, moved = found, found.unfold(coordinates)
+            true, moved = X[:, end].double(), mapped(map_of(start, end))
             residual = true - moved
             statistics = residual_statistics(residual)
             table[:, start, end] = [*statistics[:6], *score_map(moved, true)]
             if collect is not None:
                 collect(start, end, residual)
     return Maps(*torch.from_numpy(table).unbind(0))
-
-
-def baselines(
-    train: Float[Tensor, "trajectory state d_model"],
-    test: Float[Tensor, "trajectory state d_model"],
-    start: int,
-    end: int,
-    aligned: AlignedBases | None = None,
-    *,
-    map_types: tuple[str, ...] = MAPS,
-    signs: str = "U",
-) -> dict[str, tuple[Fit, Fit]]:
-    """For each type of map its fit in-sample (on ``train``) and held out (on ``test``), from one
-    state row to another.
-
-    ``aligned`` of ``train`` are used for the flow where given (aligned over all states, as
-    published); else the two states' own.
-    """
-    out: dict[str, tuple[Fit, Fit]] = {}
-    for map_type in map_types:
-        found = (
-            flow_map(aligned, start, end, signs=signs)
-            if map_type == "flow" and aligned is not None
-            else fit_map(train[:, start], train[:, end], map_type)
-        )
-        scores = [score_map(found(part[:, start].double()), part[:, end]) for part in (train, test)]
-        out[map_type] = (scores[0], scores[1])
-    return out
