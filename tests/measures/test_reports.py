@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.measures.test_contextual import cluster_compactness
 from tl_geometry import decompose_activations
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
@@ -294,8 +295,8 @@ def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: Positio
             parts.ctx, LABELS, preset="reference"
         ).intra,
         "overlap": contextual.subspace_overlap(parts.pos, parts.ctx, 3).overlap,
-        "compactness_raw": contextual.cluster_compactness(planted().flatten(1, 2), rows),
-        "compactness_cvec": contextual.cluster_compactness(parts.cvec.flatten(1, 2), rows),
+        "compactness_raw": cluster_compactness(planted().flatten(1, 2), rows),
+        "compactness_cvec": cluster_compactness(parts.cvec.flatten(1, 2), rows),
     }.items():
         assert torch.allclose(found[name], expected, rtol=1e-6), name
     assert found.similarity is not None
@@ -408,7 +409,7 @@ def test_float64_products_resolve_what_float32_products_cannot() -> None:
     h = planted()
     h[..., 1] = h[..., 0] + 1e-5 * gaussian(11, *h.shape[:-1])
     exact = context_report.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
-    expected = contextual.cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
+    expected = cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
     assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)
     plain = context_report.contextual_report(
         decompose_activations(h), LABELS, jackknife=False, nulls=False

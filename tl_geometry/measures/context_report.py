@@ -64,8 +64,8 @@ def contextual_report(
     between documents, self-pairs left out), ``intra_signed``, ``inter_signed``, ``intra_reference``
     (self-pairs counted: the published number), ``compactness_cvec`` and ``compactness_raw``
     (cluster compactness of the states without and with their positional part; ``norm``, ``space``
-    and ``ridge`` as in :func:`tl_geometry.measures.contextual.cluster_compactness`; NaN and a flag
-    where the within-document covariance is singular or second moments are missing).
+    and ``ridge`` as in :func:`tl_geometry.measures.contextual.compactness_from_moments`; NaN and a
+    flag where the within-document covariance is singular or second moments are missing).
 
     Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the
     signs of their coordinates drawn at random, which keeps outlier coordinates; ``exchanged``
