@@ -60,7 +60,6 @@ def test_values_are_those_of_the_whole_basis(report: position_report.PositionalR
         M = (h[i] - h[i].mean((0, 1))).numpy()
         P = M.mean(0)
         s = np.linalg.svd(P, compute_uv=False)
-        assert np.allclose(report.singular_values[i], s)
         assert float(report["stable_rank"][i]) == pytest.approx((s**2).sum() / s[0] ** 2)
         paper = math.sqrt(CONTEXTS) * s[0] / np.linalg.norm(M.reshape(-1, D), 2)
         assert float(report["relative_norm"][i]) == pytest.approx(paper)
@@ -155,9 +154,6 @@ def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(
     rough = report.curve["roughness"]
     assert (rough[0] > rough[1]).all()  # sampling noise falls with C
     assert (rough[1] > rough[2]).all()
-    rows = report.learning_curve()
-    assert ("rank", 24, 0, float(report["rank"][0])) in rows
-    assert len(rows) == 4 * 2 * len(report.curve)
 
 
 def test_jackknife_error_covers_the_truth_and_shrinks_with_the_corpus() -> None:

@@ -1,5 +1,6 @@
-"""Every measure of the context basis, a row per state, with its uncertainty and its nulls
-(:func:`contextual_report`)."""
+"""Do position and context lie apart, and do contexts of one document lie together? Every measure of
+the context basis, a row per state, with its uncertainty and its nulls:
+:func:`tl_geometry.contextual_report`."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def contextual_report(
     r = _overlap_rank(basis, rank)
     flags = _flags(basis, z, len(chosen), r, rank)
     orders = [] if z is None else [z, *(_shuffles(z, draws, seed) if nulls else [])]
-    found, tables = [], []
+    per_state, similarities = [], []
     halves = reliability(basis.moments)
     singular: list[int] = []
     for row, state in enumerate(basis.states):
@@ -115,17 +116,17 @@ def contextual_report(
             values |= {n: v[:1] for n, v in compact.items()}
             absent |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             ctx = means[row, chosen] - basis.mean[row]
-            tables.append(contextual.cluster_similarity(ctx, z[chosen]).table)
-        found.append((values, absent))
+            similarities.append(contextual.cluster_similarity(ctx, z[chosen]).table)
+        per_state.append((values, absent))
     if singular:
         flags.append(
             f"within-document covariance singular at states {singular}: "
             "compactness needs space=('pca', k) or ridge="
         )
-    similarity = torch.stack(tables) if tables else None
+    similarity = torch.stack(similarities) if similarities else None
     compared = [] if z is None else z[chosen].unique().tolist()
     names = tuple(names[label] for label in compared) if names else ()
-    fields = state_fields(basis, sets, found, flags=flags, least=LEAST, draws=draws)
+    fields = state_fields(basis, sets, per_state, flags=flags, least=LEAST, draws=draws)
     return ContextualReport(**fields, names=names, similarity=similarity)
 
 
