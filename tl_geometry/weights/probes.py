@@ -1,5 +1,5 @@
-"""Static probes of weights in tokens (Molina 2023): what heads do to single nouns, head biases,
-norms and shape of the embedding.
+"""What can be read from weights in tokens alone (Molina 2023)? What heads do to single nouns, what
+their biases prefer, and how near the embedding lies to the norm's sphere.
 
 No text is run: a token's embedding goes straight through a block's norm, so positions, earlier
 blocks and MLPs are absent.
@@ -7,7 +7,7 @@ blocks and MLPs are absent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import NamedTuple
@@ -322,86 +322,6 @@ def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EmbeddingNorms(Result):
-    """Tokens at both ends of five lengths of unembedding rows (see
-    :func:`embedding_norm_table`)."""
-
-    scores: tuple[str, ...]
-    top_ids: Int[Tensor, "row column"]
-    top_values: Float[Tensor, "row column"]
-    bottom_ids: Int[Tensor, "row column"]
-    bottom_values: Float[Tensor, "row column"]
-    texts: tuple[tuple[int, str], ...]
-
-    def columns(self) -> Sequence[str]:
-        """Column names of the table."""
-        return ("score", "end", "place", "token", "value")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
-        text = dict(self.texts)
-        ends = (
-            ("top", self.top_ids, self.top_values),
-            ("bottom", self.bottom_ids, self.bottom_values),
-        )
-        return [
-            [score, end, place, text[int(ids[i, place])], values[i, place].item()]
-            for i, score in enumerate(self.scores)
-            for end, ids, values in ends
-            for place in range(ids.shape[1])
-        ]
-
-
-def embedding_norm_table(model: ModelLike, *, k: int = 5) -> EmbeddingNorms:
-    """Tokens with the largest and smallest unembedding rows, scaled by the final norm's gain and
-    with its bias (Molina 2023, section 4.1).
-
-    With rows U_t, gain g and bias b of the final norm: ``norm |U|``, ``scaled |g U|``,
-    ``bias |U| + b.U``, ``scaled_bias |g U| + b.U``, and ``max_logit = sqrt(d) |A (g U)| + b.U``,
-    the largest logit above the vocabulary's mean that any state can give the token (A the centring
-    of a LayerNorm, U without its mean over the vocabulary, the unembedding's own bias added where
-    there is one). The first four depend on whether the gain was folded in, the last does not.
-
-    Raises ``UnsupportedModelError`` for models without a trained output head.
-
-    >>> import tl_geometry as tlg
-    >>> table = tlg.weights.embedding_norm_table(tlg.zoo.embedded(), k=2)
-    >>> table.scores[-1], bool((table.top_values >= table.bottom_values).all())
-    ('max_logit', True)
-    """
-    view = as_view(model)
-    output = _Output.of(view, "embedding_norm_table")
-    rows, constant = output.rows[:, :-1].double(), output.rows[:, -1].double()
-    centered = rows - rows.mean(0)
-    gain, bias = output.norm.gain.double(), output.norm.bias.double()
-    shift = rows @ bias
-    norm, scaled = (torch.linalg.vector_norm(x, dim=-1) for x in (rows, gain * rows))
-    read = remove_mean(gain * centered, output.norm.norm_type)
-    reach = view.d_model**0.5 * torch.linalg.vector_norm(read, dim=-1)
-    scores = {
-        "norm": norm,
-        "scaled": scaled,
-        "bias": norm + shift,
-        "scaled_bias": scaled + shift,
-        "max_logit": reach + centered @ bias + constant - constant.mean(),
-    }
-    stacked = torch.stack(list(scores.values()))
-    require(1 <= k <= stacked.shape[1], "k", expected=f"1 to {stacked.shape[1]} tokens", got=k)
-    ends = [stacked.sort(dim=-1, descending=d, stable=True) for d in (True, False)]
-    (top, top_ids), (bottom, bottom_ids) = ((v[:, :k].cpu(), i[:, :k].cpu()) for v, i in ends)
-    shown = [*top_ids.flatten().tolist(), *bottom_ids.flatten().tolist()]
-    return EmbeddingNorms(
-        provenance=weight_provenance(view, sources=SOURCE),
-        scores=tuple(scores),
-        top_ids=top_ids,
-        top_values=top,
-        bottom_ids=bottom_ids,
-        bottom_values=bottom,
-        texts=tuple(token_texts(view, shown).items()),
-    )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingDistances(Result):
     """Distances between embedding rows and their normalised selves, for four matrices (see
     :func:`embedding_distance_table`).
@@ -418,14 +338,21 @@ class EmbeddingDistances(Result):
     mean_norm: float
     identity: float
 
-    def columns(self) -> Sequence[str]:
-        """Column names of the table."""
-        return ("matrix", "l2_mean", "l2_sd", "cosine_distance_mean", "cosine_distance_sd")
+    table_axes = ("row",)
 
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
-        values = (self.l2_mean, self.l2_sd, self.cosine_mean, self.cosine_sd)
-        return [[name, *(v[i].item() for v in values)] for i, name in enumerate(self.matrices)]
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        """The matrix of each row."""
+        return {"matrix": self.matrices}
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        """Means and standard deviations over tokens."""
+        values = {
+            "l2_mean": self.l2_mean,
+            "l2_sd": self.l2_sd,
+            "cosine_distance_mean": self.cosine_mean,
+            "cosine_distance_sd": self.cosine_sd,
+        }
+        return {name: (value, ("row",)) for name, value in values.items()}
 
 
 def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
