@@ -318,8 +318,6 @@ def test_fewer_trajectories_than_coordinates_live_in_a_common_basis():
     assert torch.allclose(R.mT @ R, torch.eye(6).double(), atol=1e-10)
     inside = X[:, 0] @ model.subspace @ model.subspace.mT
     assert torch.allclose(model.simulate(X[:, 0], [1.0])[0, :, 0], inside, atol=1e-10)
-    with pytest.raises(GeometryError, match=r"rank: expected at most 6 \(trajectories\), got 9"):
-        LangevinModel.fit(X, rank=9)
 
 
 def test_a_state_without_energy_in_a_direction_is_clamped_and_flagged():

@@ -122,7 +122,6 @@ class LangevinModel(Result):
         align: str = "greedy",
         stretch: str = "spectral",
         times: Float[Tensor, " state"] | None = None,
-        rank: int | None = None,
         provenance: Provenance | None = None,
     ) -> LangevinModel:
         """Fit rotations, stretches and noise to an ensemble.
@@ -139,12 +138,9 @@ class LangevinModel(Result):
                 regression of each direction on itself, which leaves room for the noise and is what
                 recovers a planted equation.
             times: layers of the states, by default 1, 2, ...
-            rank: directions of the common basis where there are fewer trajectories than
-                coordinates.
             provenance: where the ensemble comes from.
 
-        Raises ``GeometryError`` for a single state, states that are not finite, and more directions
-        than trajectories.
+        Raises ``GeometryError`` for a single state and for states that are not finite.
 
         >>> g = torch.Generator().manual_seed(0)
         >>> x = torch.randn(50, 1, 3, generator=g, dtype=torch.float64)
@@ -156,10 +152,8 @@ class LangevinModel(Result):
         choice(stretch, STRETCHES, "stretch")
         n, states, d = X.shape
         subspace, outside = torch.eye(d).double(), torch.zeros(states).double()
-        if n < d or rank is not None:
-            subspace, outside = common_basis(X, min(n, d) if rank is None else rank)
-            fits = subspace.shape[1] <= n
-            require(fits, "rank", expected=f"at most {n} (trajectories)", got=rank)
+        if n < d:
+            subspace, outside = common_basis(X)
             X = torch.stack([X[:, s].double() @ subspace for s in range(states)], dim=1)
         aligned, flips = proper_rotations(fit_aligned_bases(X, align=align))
         S = aligned.S.clamp(min=0)

@@ -1,5 +1,6 @@
-"""The flow view of an ensemble in one result: residuals of every map between states, noise laws,
-isotropy, anomalous layers."""
+"""Do the blocks act on an ensemble of trajectories as rotation, stretch and noise? Residuals of
+every map between states beside those of baselines, noise laws, isotropy and anomalous layers, in
+one result."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -17,7 +17,7 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.flow import noise
-from tl_geometry.flow.alignment import AlignedBases, with_last_state
+from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
 from tl_geometry.flow.held_out import held_out_errors
 from tl_geometry.flow.residuals import (
@@ -46,7 +46,6 @@ class FlowReport(Result):
     state as a second opinion where it was kept.
     """
 
-    version: ClassVar[int] = 2
     states: tuple[int, ...]
     in_sample: Mapping[str, Float[Tensor, "state state"]]
     held_out: Mapping[str, Float[Tensor, "state state"]]
@@ -163,7 +162,7 @@ def flow_report(
     laws = _laws(inside.log_variance, ensemble.times, drop_first, drop_last)
     anomalies = _anomalies(inside, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
-        normed = _after_norm(train, aligned, inside, signs)
+        normed = _after_norm(train, inside, align, signs)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
     outliers = ensemble.outliers().indices
     flags = [
@@ -233,10 +232,11 @@ def adjusted_over_pairs(p: Float[Tensor, "state state"]) -> Float[Tensor, "state
     return out
 
 
-def _after_norm(train: Trajectories, aligned: AlignedBases, maps: Maps, signs: str) -> Maps:
-    """``train.after_norm().residuals()``, from what is known of the other states."""
+def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps:
+    """``train.after_norm().residuals()``: only maps to the last state differ from ``maps``, since
+    alignment runs forward."""
     X = train.after_norm().X
-    flow = partial(flow_map, with_last_state(aligned, X), signs=signs)
+    flow = partial(flow_map, fit_aligned_bases(X, align=align), signs=signs)
     last = residual_maps(X, flow, first_end=X.shape[1] - 1)
     return Maps(*(torch.cat([a[:, :-1], b[:, -1:]], dim=1) for a, b in zip(maps, last)))
 
@@ -257,15 +257,15 @@ class NullComparison(Result):
     names: tuple[str, ...]
     statistics: Mapping[str, Float[Tensor, " sample"]]
 
-    def columns(self) -> tuple[str, ...]:
-        """Column names of the table."""
-        return ("ensemble", *self.statistics)
+    table_axes = ("sample",)
 
-    def rows(self) -> list[tuple[object, ...]]:
-        """Rows of the table."""
-        return [
-            (n, *(float(v[i]) for v in self.statistics.values())) for i, n in enumerate(self.names)
-        ]
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        """The ensemble of each row."""
+        return {"ensemble": self.names}
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        """A column for each statistic."""
+        return {name: (value, ("sample",)) for name, value in self.statistics.items()}
 
 
 def compare_ensembles(
