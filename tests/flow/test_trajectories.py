@@ -577,7 +577,6 @@ def test_the_flow_report_counts_dropped_directions_and_takes_one_kind():
 def test_methods_of_an_ensemble_agree_with_their_functions():
     found = ensemble()
     assert found.angles().shape == (4, 5, 5)
-    assert found.spectra().entropy_rank.shape == (5,)
     model = found.langevin(noise="sde", stretch="regression")
     assert model.alpha * model.rate >= 0
     assert torch.allclose(model.times, torch.arange(5).double())

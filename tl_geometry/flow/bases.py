@@ -1,5 +1,6 @@
-"""What an ensemble of trajectories looks like: angles between aligned bases, spectra, how straight
-and how parallel the bundle runs, outliers.
+"""What does an ensemble of trajectories look like? Angles between its bases, over how many
+directions it spreads, how straight and how parallel the bundle runs, and which trajectories are far
+out.
 
 Plain tensors in, named tuples out. ``X [trajectory state d_model]`` holds one token per trajectory
 at every state; aligned bases are ``U [state d_model rank]`` and ``S [state rank]``. Source: Sarfati
@@ -12,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import normalize_rows, stable_rank
+from tl_geometry.base.linalg import normalize_rows
 
 MAD_TO_SD = 1.4826
 """Median absolute deviation of a Gaussian -> its standard deviation."""
@@ -44,36 +45,16 @@ def basis_angles(
     return torch.rad2deg(angle)
 
 
-class Spectra(NamedTuple):
-    """Summaries of the singular values of each state."""
+def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
+    """Number of directions over which the energy of each state spreads: ``exp(-sum p ln p)`` with
+    ``p = s^2 / sum s^2``.
 
-    stable_rank: Float[Tensor, " state"]
-    entropy_rank: Float[Tensor, " state"]
-    decay: Float[Tensor, " state"]
-    """Slope of ln s against ln rank over ranks 2 to 512 (the first is left out: uncentred, it is
-    the ensemble mean)."""
-
-
-def spectra(S: Float[Tensor, "state rank"]) -> Spectra:
-    """Stable rank ``sum s^2 / s_1^2``, entropy rank ``exp(-sum p ln p)`` with
-    ``p = s^2 / sum s^2``, and the log-log slope.
-
-    >>> spectra(torch.ones(1, 5)).entropy_rank.round(decimals=4).tolist()
+    >>> entropy_rank(torch.ones(1, 5)).round(decimals=4).tolist()
     [5.0]
     """
-    values = S.double().sort(-1, descending=True).values
-    share = values.square() / values.square().sum(-1, keepdim=True)
-    entropy = -torch.xlogy(share, share).sum(-1)
-    used = values[:, 1:512]
-    x = torch.log(torch.arange(2, 2 + used.shape[1], dtype=torch.float64, device=S.device))
-    ok = used > 1e-12 * values[:, :1]
-    y = torch.where(ok, torch.log(torch.where(ok, used, 1.0)), 0.0)
-    w = ok.double()
-    count = w.sum(-1)
-    dx = x - ((w * x).sum(-1) / count)[:, None]
-    dy = y - ((w * y).sum(-1) / count)[:, None]
-    slope = (w * dx * dy).sum(-1) / (w * dx.square()).sum(-1)
-    return Spectra(stable_rank(values), entropy.exp(), torch.where(count >= 2, slope, torch.nan))
+    energy = S.double().square()
+    share = energy / energy.sum(-1, keepdim=True)
+    return (-torch.xlogy(share, share).sum(-1)).exp()
 
 
 class Bundle(NamedTuple):
@@ -147,33 +128,21 @@ def _nearest(
     return torch.cat(found)
 
 
-class Outliers(NamedTuple):
-    """Trajectories whose norm leaves the others at some state; nothing is dropped."""
+def outliers(
+    X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0
+) -> tuple[int, ...]:
+    """Trajectories whose norm leaves the others at some state: ``|r - median(r)| > factor * 1.4826
+    * MAD(r)``, ``r`` the norm (Sarfati et al. 2025: factor 10). Nothing is dropped.
 
-    mask: Bool[Tensor, " trajectory"]
-    indices: tuple[int, ...]
-    states: tuple[int, ...]
-    """State rows at which each of them is farthest out."""
-    constant: tuple[int, ...]
-    """State rows whose median absolute deviation is zero: there only the median itself passes."""
-
-
-def outliers(X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0) -> Outliers:
-    """Trajectories with ``|r - median(r)| > factor * 1.4826 * MAD(r)`` at any state, ``r`` the norm
-    (Sarfati et al. 2025: factor 10).
+    Where the median absolute deviation is 0, every norm but the median itself is far out.
 
     >>> X = torch.ones(5, 1, 1) + torch.arange(5).view(5, 1, 1) / 10
     >>> X[3] = 50.0
-    >>> outliers(X).indices
+    >>> outliers(X)
     (3,)
     """
     norms = [torch.linalg.vector_norm(state.double(), dim=-1) for state in X.unbind(1)]
     r = torch.stack(norms, dim=1)
     away = (r - r.quantile(0.5, dim=0)).abs()
-    mad = away.quantile(0.5, dim=0)
-    out = away > factor * MAD_TO_SD * mad
-    mask = out.any(1)
-    found = tuple(int(i) for i in mask.nonzero()[:, 0])
-    score = torch.where(mad > 0, away / mad, torch.where(away > 0, torch.inf, 0.0))
-    worst = tuple(int(score[i].argmax()) for i in found)
-    return Outliers(mask, found, worst, tuple(int(s) for s in (mad == 0).nonzero()[:, 0]))
+    far = (away > factor * MAD_TO_SD * away.quantile(0.5, dim=0)).any(1)
+    return tuple(far.nonzero()[:, 0].tolist())

@@ -108,10 +108,6 @@ class Trajectories(Result):
     def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
         return {}
 
-    def outliers(self, *, factor: float = 10.0) -> bases.Outliers:
-        """Trajectories whose norm leaves the others at some state; reported, never dropped."""
-        return bases.outliers(self.X, factor=factor)
-
     def bundle(self, *, k: int = 10) -> bases.Bundle:
         """Straightness, parallelism and neighbour preservation."""
         return bases.bundle(self.X, k=k)
@@ -120,10 +116,6 @@ class Trajectories(Result):
         """Degrees between direction i at two states, for the first ``k`` directions."""
         aligned = self.aligned_bases(align=align)
         return bases.basis_angles(aligned.U, min(k, aligned.rank))
-
-    def spectra(self) -> bases.Spectra:
-        """Stable rank, entropy rank and decay of each state's singular values."""
-        return bases.spectra(self.aligned_bases(align="none").S)
 
     def residuals(
         self, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U"

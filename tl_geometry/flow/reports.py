@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.flow import noise
+from tl_geometry.flow import bases, noise
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
 from tl_geometry.flow.held_out import held_out_errors
@@ -107,8 +107,6 @@ def flow_report(
     signs: str = "U",
     map_types: Sequence[str] = BASELINES,
     train_share: float = 0.5,
-    drop_first: int = 0,
-    drop_last: int = 0,
     fdr: float = 0.05,
     seed: int = 0,
 ) -> FlowReport:
@@ -159,12 +157,12 @@ def flow_report(
 
     inside, outside = residual_maps(train.X, flow), residual_maps(test.X, flow, collect=look)
     tests["sphericity_q"] = adjusted_over_pairs(tests["sphericity_p"])
-    laws = _laws(inside.log_variance, ensemble.times, drop_first, drop_last)
+    laws = _laws(inside.log_variance, ensemble.times)
     anomalies = _anomalies(inside, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
         normed = _after_norm(train, inside, align, signs)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
-    outliers = ensemble.outliers().indices
+    outliers = bases.outliers(ensemble.X)
     flags = [
         *too_few(len(train), train.X.shape[-1], "maps"),
         *_dropped(aligned, ensemble.states),
@@ -196,17 +194,13 @@ def _baselines(map_types: Sequence[str] | str) -> tuple[str, ...]:
     return (*names, *(t for t in ALWAYS if t not in names))
 
 
-def _laws(
-    log_variance: Tensor, times: Tensor, drop_first: int, drop_last: int
-) -> dict[str, Float[Tensor, " column"]]:
-    """The fitted noise laws; none where fewer than three states are left."""
-    if len(times) - drop_first - drop_last < 3:
+def _laws(log_variance: Tensor, times: Tensor) -> dict[str, Float[Tensor, " column"]]:
+    """The fitted noise laws; none where there are fewer than three states."""
+    if len(times) < 3:
         return {}
     laws: dict[str, Tensor] = {}
     for law in noise.LAWS:
-        _, *numbers = noise.fit_noise_law(
-            log_variance, law=law, times=times, drop_first=drop_first, drop_last=drop_last
-        )
+        _, *numbers = noise.fit_noise_law(log_variance, law=law, times=times)
         laws[law] = torch.tensor(numbers, dtype=torch.float64)
     return laws
 
@@ -294,12 +288,12 @@ def compare_ensembles(
             "parallel": float(bundle.parallel.nanmean()),
             "neighbours": float(bundle.neighbours.mean()),
             "neighbours_chance": bundle.neighbours_chance,
-            "entropy_rank": float(one.spectra().entropy_rank.mean()),
+            "entropy_rank": float(bases.entropy_rank(one.aligned_bases(align="none").S).mean()),
             "relative_error": float(maps.relative_error.nanmean()),
             "abs_kurtosis": float(maps.abs_kurtosis.nanmean()),
             "mean_over_sd": float(maps.mean_over_sd.nanmean()),
         }
-        laws = _laws(maps.log_variance, one.times, 0, 0)
+        laws = _laws(maps.log_variance, one.times)
         for law in noise.LAWS:
             _, rate, _, r2, *_ = laws[law].tolist() if law in laws else [math.nan] * 6
             row |= {f"{law}_rate": rate, f"{law}_r2": r2}

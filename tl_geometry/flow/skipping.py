@@ -1,5 +1,5 @@
-"""How many layers can be skipped for how much loss: blocks replaced by a fitted map between their
-states, in the live model."""
+"""How many layers can be skipped for how much loss? Blocks of the live model are replaced by a
+fitted map between their states."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How many directions of an ensemble the output needs: states truncated to K directions after every
-block."""
+"""How many directions of an ensemble does the output need? States are truncated to K directions
+after every block of the live model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Measures of the context basis, and of how it lies towards the positional one (Song & Zhong 2023,
-sections 2 and 4).
+"""Formulas of the measures of a context basis, and of how it lies towards the positional one, for
+:func:`tl_geometry.contextual_report` (Song & Zhong 2023, sections 2 and 4).
 
 Rows are context vectors ``ctx [context d_model]`` (or any points), batched over states. Each number
 that chance alone would make positive comes with what random directions give. Zero rows have no

@@ -1,5 +1,5 @@
-"""Rank of a noisy low-rank matrix: ScreeNOT, scale-free and batched (Donoho, Gavish & Romanov 2023,
-arXiv:2009.12297).
+"""How many singular values of a noisy matrix are signal? ScreeNOT, scale-free and batched (Donoho,
+Gavish & Romanov 2023, arXiv:2009.12297), for the rank of positional bases.
 
 1. The k largest singular values are taken as possible signal; a pseudo-noise spectrum f replaces
    them (``strategy``).

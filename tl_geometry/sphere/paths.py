@@ -1,5 +1,5 @@
-"""Paths of single tokens through the layers, on the sphere of the norm (Molina 2023): angles,
-updates, and the token they turn to."""
+"""Where does each token travel on the sphere of the norm, layer by layer, and how near does it come
+to the token that follows? The paths of Molina 2023: angles, updates, ranks, coordinates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sphere that a norm layer puts states on, and the paths of tokens along it (Molina 2023).
+"""Where does a norm layer put a state? The formulas of :func:`tl_geometry.token_paths` on the
+sphere (Molina 2023): the point itself, angles along a path, what an update does, coordinates.
 
 LayerNorm without its affine part is ``z = sqrt(d) x A / sqrt(|x A|^2 + d eps)``, A the centring
 over d_model: a point of the sphere of radius sqrt(d) inside the hyperplane ``sum z = 0``, up to a

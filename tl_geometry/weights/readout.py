@@ -1,5 +1,5 @@
-"""What a head reads and writes, in tokens: singular vectors of W_QK and W_OV against the vocabulary
-(Molina 2023).
+"""Which tokens do the singular vectors of a head point to? The formulas of
+:func:`tl_geometry.token_readout` (Molina 2023).
 
 Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`),
 scores are dot products with one row per token, and only the extremes of the vocabulary are kept: it

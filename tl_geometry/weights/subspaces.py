@@ -1,4 +1,6 @@
-"""Positional subspaces of a basis, and what the same estimator finds where position was destroyed.
+"""Does a head read position, or the directions in which any averages of states vary? Positional
+subspaces of a basis, and what the same estimator finds where position was destroyed, for
+:func:`tl_geometry.weight_geometry`.
 
 The leading directions of T averages of states are never arbitrary: they are those in which states
 vary most, along any slowly varying text, whether or not position has an effect. So "this head reads

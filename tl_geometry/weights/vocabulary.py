@@ -1,5 +1,5 @@
-"""The vocabulary as vectors, as a head reads it and as the output reads what a head writes; the
-factors of a layer's heads."""
+"""Which vector is a token to a head that reads it, and to the output that reads what a head writes?
+And what are the factors of a layer's heads? The ground of all readouts of weights."""
 
 from __future__ import annotations
 
