@@ -479,7 +479,7 @@ def test_unknown_pairs_do_not_count():
     values[1, :-2] = torch.nan
     with pytest.raises(
         GeometryError,
-        match=r"pairs of states: expected at least 3 with a finite variance, got 1\. Use more states",
+        match=r"expected at least 3 with a finite variance, got 1\. Use more states",
     ):
         fit_noise_law(values)
 
