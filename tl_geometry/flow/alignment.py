@@ -140,8 +140,8 @@ def inverse_values(
     >>> inverse_values(torch.tensor([2.0, 0.0])).tolist()
     [0.5, 0.0]
     """
-    kept = S.amax(-1, keepdim=True) * rtol < S
-    return torch.where(kept, 1 / torch.where(kept, S, 1.0), 0.0)
+    large = S.amax(-1, keepdim=True) * rtol < S
+    return torch.where(large, 1 / torch.where(large, S, 1.0), 0.0)
 
 
 def _right_overlaps(

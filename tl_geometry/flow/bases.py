@@ -93,7 +93,7 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
     k = min(k, n - 2)
     straight = torch.linalg.vector_norm(X[:, -1].double() - X[:, 0].double(), dim=-1)
     length = torch.zeros_like(straight)
-    parallel, kept, zero, before = [], [], 0, _nearest(X[:, 0].double(), k)
+    parallel, neighbours_kept, zero, before = [], [], 0, _nearest(X[:, 0].double(), k)
     for s in range(states - 1):
         step = X[:, s + 1].double() - X[:, s].double()
         length += torch.linalg.vector_norm(step, dim=-1)
@@ -103,12 +103,12 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
         cosines = unit.sum(0).square().sum() - m  # of the m (m - 1) ordered pairs, summed
         parallel.append(cosines / (m * (m - 1)) if m > 1 else torch.full_like(cosines, torch.nan))
         after = _nearest(X[:, s + 1].double(), k)
-        kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
+        neighbours_kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
         before = after
     return Bundle(
         straightness=torch.where(length > 0, straight / length, torch.nan),
         parallel=torch.stack(parallel),
-        neighbours=torch.stack(kept),
+        neighbours=torch.stack(neighbours_kept),
         neighbours_chance=k / (n - 1),
         degenerate=zero,
     )
@@ -118,14 +118,14 @@ def _nearest(
     rows: Float[Tensor, "trajectory d_model"], k: int, chunk: int = 1024
 ) -> Int[Tensor, "trajectory rank"]:
     """The ``k`` nearest other trajectories of each."""
-    found = []
+    nearest = []
     squares = rows.square().sum(-1)
     for start in range(0, len(rows), chunk):
         part = rows[start : start + chunk]
         distance = squares - 2 * part @ rows.mT
         distance[torch.arange(len(part)), torch.arange(start, start + len(part))] = torch.inf
-        found.append(distance.topk(k, largest=False).indices)
-    return torch.cat(found)
+        nearest.append(distance.topk(k, largest=False).indices)
+    return torch.cat(nearest)
 
 
 def outliers(

@@ -211,8 +211,8 @@ def shared_rows(
     """
     if rows.shape[1] != fitted.shape[1]:
         return torch.zeros(len(rows), dtype=torch.bool)
-    known = {tuple(row) for row in fitted.tolist()}
-    return torch.tensor([tuple(row) in known for row in rows.tolist()], dtype=torch.bool)
+    fitted_rows = {tuple(row) for row in fitted.tolist()}
+    return torch.tensor([tuple(row) in fitted_rows for row in rows.tolist()], dtype=torch.bool)
 
 
 def _require_apart(train: Trajectories | None, test: Trajectories) -> None:

@@ -205,13 +205,13 @@ class LangevinModel(Result):
 
         grid = np.linspace(-2, 2, 41)  # the misfit may have several minima: start from the best
         near = grid[int(np.argmin([misfit(g)[0] for g in grid]))]
-        found: Any = minimize_scalar(
+        best: Any = minimize_scalar(
             lambda r: misfit(r)[0],
             bounds=(near - 0.1, near + 0.1),
             method="bounded",
             options={"xatol": 1e-8},
         )
-        rate = math.copysign(max(abs(found.x), 1e-6), found.x)  # alpha is divided by it
+        rate = math.copysign(max(abs(best.x), 1e-6), best.x)  # alpha is divided by it
         return math.exp(misfit(rate)[1]) / rate, rate
 
     @cached_property
@@ -233,8 +233,8 @@ class LangevinModel(Result):
     def embed(self) -> Float[Tensor, "d_model rank"] | None:
         """``subspace``, or ``None`` where it is the identity and products can be left out."""
         d, rank = self.subspace.shape
-        whole = d == rank and torch.equal(self.subspace, torch.eye(d).to(self.subspace))
-        return None if whole else self.subspace
+        is_identity = d == rank and torch.equal(self.subspace, torch.eye(d).to(self.subspace))
+        return None if is_identity else self.subspace
 
     def sigma(self, t: float) -> Float[Tensor, " rank"]:
         """Stretch values at time ``t`` (layers), from the spline of their logarithms."""

@@ -114,10 +114,10 @@ def fit_noise_law(
     else:
         grid = np.linspace(-3, 3, 241)  # the misfit may have several minima: start from the best
         near = grid[int(np.argmin([misfit(g) for g in grid]))]
-        found: Any = minimize_scalar(
+        best: Any = minimize_scalar(
             misfit, bounds=(near - 0.025, near + 0.025), method="bounded", options={"xatol": 1e-10}
         )
-        rate = float(found.x)
+        rate = float(best.x)
     left = misfit(rate)
     total = float((y - y.mean()).square().sum())
     log_alpha = float((y - _shape(law, rate, start, end)).mean())
@@ -254,10 +254,10 @@ def _least_absolute(
 ) -> Float[Tensor, " column"]:
     """Least absolute deviations, as the dual linear programme: the largest ``y.u`` with
     ``design^T u = 0`` and ``|u| <= 1``; the coefficients are its multipliers."""
-    found: Any = linprog(
+    solution: Any = linprog(
         -y.numpy(), A_eq=design.mT.numpy(), b_eq=np.zeros(design.shape[1]), bounds=(-1, 1)
     )
-    return torch.from_numpy(-found.eqlin.marginals)
+    return torch.from_numpy(-solution.eqlin.marginals)
 
 
 class Anomalies(NamedTuple):
@@ -309,16 +309,19 @@ def layer_anomalies(
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
     excess = torch.full((len(values),), torch.nan, dtype=torch.float64)
     for b, time in enumerate(_times(values, times)):
-        own = end == time
-        if bool(own.any()) and int((~own).sum()) >= 6:
-            excess[b] = (y[own] - design[own] @ _least_absolute(design[~own], y[~own])).mean()
-    known = torch.isfinite(excess)
+        at_target = end == time
+        if bool(at_target.any()) and int((~at_target).sum()) >= 6:
+            excess[b] = (
+                y[at_target]
+                - design[at_target] @ _least_absolute(design[~at_target], y[~at_target])
+            ).mean()
+    measured = torch.isfinite(excess)
     z = torch.full_like(excess, torch.nan)
-    if int(known.sum()) >= 4:
-        away = excess - excess[known].quantile(0.5)
-        mad = away[known].abs().quantile(0.5)
+    if int(measured.sum()) >= 4:
+        away = excess - excess[measured].quantile(0.5)
+        mad = away[measured].abs().quantile(0.5)
         infinite = torch.where(away == 0, 0.0, torch.inf)
         z = torch.where(mad > 0, away / (MAD_TO_SD * mad), infinite)
-        z = torch.where(known, z, torch.nan)
-    limit = familywise_threshold(int(known.sum())) if threshold is None else threshold
-    return Anomalies(excess, z, (z.abs() > limit) & known)
+        z = torch.where(measured, z, torch.nan)
+    limit = familywise_threshold(int(measured.sum())) if threshold is None else threshold
+    return Anomalies(excess, z, (z.abs() > limit) & measured)

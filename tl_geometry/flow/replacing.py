@@ -76,8 +76,8 @@ class Measure:
         plain = log_probabilities(
             view, tokens, {view.state_hooks[s]: keep(clean, s) for s in starts}, position=position
         )
-        own = _from_second(plain, place)
-        own_loss = token_losses(own, target)
+        own_log_probs = _from_second(plain, place)
+        own_loss = token_losses(own_log_probs, target)
         self.loss.setdefault(place, []).append(own_loss.mean(1))
         runs = pilot_runs(view, tokens, plain, self.limit) if place == "pilot" else None
         copies = max(1, self.limit // len(tokens)) if runs is None else runs.copies
@@ -85,7 +85,7 @@ class Measure:
             group = sorted(self.jobs[start : start + copies], key=lambda job: job[0][1])
             changed = _from_second(self._run(group, tokens, place, maps, clean, runs), place)
             for job, part in zip(group, changed.split(len(tokens)), strict=True):
-                self._record(place, job, part, own, token_losses(part, target) - own_loss)
+                self._record(place, job, part, own_log_probs, token_losses(part, target) - own_loss)
             self.bar.update(len(group) * len(tokens))
 
     def _run(
@@ -100,18 +100,22 @@ class Measure:
         """One forward pass over a copy of the chunks for each job, in the order of their ends."""
         hooks: dict[str, Hook] = {}
         for end in {b for (_, b), _ in group}:
-            mine = [i for i, ((_, b), _) in enumerate(group) if b == end]
-            moved = torch.cat([_moved(maps[group[i]], clean[group[i][0][0]], place) for i in mine])
+            copies_of_end = [i for i, ((_, b), _) in enumerate(group) if b == end]
+            moved = torch.cat(
+                [_moved(maps[group[i]], clean[group[i][0][0]], place) for i in copies_of_end]
+            )
             hooks[self.view.state_hooks[end]] = put(
-                moved, slice(mine[0] * len(tokens), (mine[-1] + 1) * len(tokens))
+                moved, slice(copies_of_end[0] * len(tokens), (copies_of_end[-1] + 1) * len(tokens))
             )
         if runs is not None:
             return runs.log_probabilities(len(group), hooks)
         return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, position=None)
 
-    def _record(self, place: str, job: Job, changed: Tensor, own: Tensor, increase: Tensor) -> None:
-        compared = distances(changed, own)
-        k = min(5, own.shape[-1])
+    def _record(
+        self, place: str, job: Job, changed: Tensor, own_log_probs: Tensor, increase: Tensor
+    ) -> None:
+        compared = distances(changed, own_log_probs)
+        k = min(5, own_log_probs.shape[-1])
         row = torch.stack(
             [compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]
         ).mean(2)
@@ -141,9 +145,9 @@ class Measure:
         return values, (loss[0], loss[1])
 
 
-def _moved(found: LayerMap, state: Tensor, place: str) -> Tensor:
+def _moved(layer_map: LayerMap, state: Tensor, place: str) -> Tensor:
     """The mapped state at the positions of a place: the last, or all but the first."""
-    return found(state[:, -1:] if place == "pilot" else state[:, 1:])
+    return layer_map(state[:, -1:] if place == "pilot" else state[:, 1:])
 
 
 def _from_second(values: Tensor, place: str) -> Tensor:

@@ -73,12 +73,12 @@ class FlowReport(Result):
         """States that each measure calls anomalous, ``|z| > threshold`` (by default
         :func:`tl_geometry.flow.noise.familywise_threshold`: one run in 20 flags any by chance, for
         each measure)."""
-        found: dict[str, tuple[int, ...]] = {}
+        states_of: dict[str, tuple[int, ...]] = {}
         for name, (_, z) in self.anomalies.items():
-            known = int(torch.isfinite(z).sum())
-            limit = noise.familywise_threshold(known) if threshold is None else threshold
-            found[name] = tuple(s for s, v in zip(self.states, z.tolist()) if abs(v) > limit)
-        return found
+            measured = int(torch.isfinite(z).sum())
+            limit = noise.familywise_threshold(measured) if threshold is None else threshold
+            states_of[name] = tuple(s for s, v in zip(self.states, z.tolist()) if abs(v) > limit)
+        return states_of
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
@@ -220,9 +220,9 @@ def adjusted_over_pairs(p: Float[Tensor, "state state"]) -> Float[Tensor, "state
     >>> adjusted_over_pairs(p).tolist()
     [[0.75, 1.0], [nan, 0.75]]
     """
-    known = torch.isfinite(p)
+    tested = torch.isfinite(p)
     out = torch.full_like(p, torch.nan)
-    out[known] = torch.from_numpy(false_discovery_control(p[known].numpy()))
+    out[tested] = torch.from_numpy(false_discovery_control(p[tested].numpy()))
     return out
 
 
@@ -239,8 +239,8 @@ def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Float[Tensor
     """``[excess, z]`` of each target state by three measures, their names with a suffix."""
     out = {}
     for name in ("log_variance", "mean_over_sd", "relative_error"):
-        found = noise.layer_anomalies(getattr(maps, name), times=times)
-        out[name + suffix] = torch.stack([found.excess, found.z])
+        anomalies = noise.layer_anomalies(getattr(maps, name), times=times)
+        out[name + suffix] = torch.stack([anomalies.excess, anomalies.z])
     return out
 
 

@@ -71,8 +71,8 @@ class SkipMap(Result):
 
     def pairs(self) -> list[Pair]:
         """Measured pairs of states."""
-        known = torch.stack([torch.isfinite(table) for table in self.values.values()]).any(0)
-        return [(int(a), int(b)) for a, b in known.nonzero()]
+        measured = torch.stack([torch.isfinite(table) for table in self.values.values()]).any(0)
+        return [(int(a), int(b)) for a, b in measured.nonzero()]
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
@@ -310,9 +310,9 @@ def _collect(
         else:
             picked = (torch.rand(len(part), positions - 1, generator=generator) < share).nonzero()
             where = (picked[:, 0], picked[:, 1] + 1)
-        found: dict[int, Tensor] = {}
-        view.run(part[:, :-1], {view.state_hooks[s]: keep_at(found, s, where) for s in states})
-        out.append(torch.stack([found[s] for s in states], dim=1))
+        states_at: dict[int, Tensor] = {}
+        view.run(part[:, :-1], {view.state_hooks[s]: keep_at(states_at, s, where) for s in states})
+        out.append(torch.stack([states_at[s] for s in states], dim=1))
     return torch.cat(out)
 
 
@@ -330,8 +330,8 @@ def _fit(
                 continue
             j = states.index(b)
             if map_type.startswith("flow") and aligned is not None:
-                found = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
+                layer_map = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
             else:
-                found = start.to(X[:, j], map_type)
-            maps[(a, b), map_type] = found
+                layer_map = start.to(X[:, j], map_type)
+            maps[(a, b), map_type] = layer_map
     return maps

@@ -122,9 +122,11 @@ def compare_bases(
         same_space = d_model == b.mean.shape[1]
         mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else NAN
         random = torch.tensor(r / d_model, dtype=torch.float64)
-        own = [(h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None]
+        own_halves = [
+            (h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None
+        ]
         chance = {"overlap_random": random, "mean_cosine": mean}
-        rows.append(_agreement(*parts, r) | _floors(own, r) | chance)
+        rows.append(_agreement(*parts, r) | _floors(own_halves, r) | chance)
         used_ranks.append(r)
     return BasisComparison(
         provenance=a.provenance.flagged(*a.flags()),
@@ -170,10 +172,10 @@ def _checked_pairs(
 def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Tensor]:
     """The agreement of the two halves of each basis with each other, the noisier of the bases; NaN
     where no basis has halves."""
-    own = [_agreement(linalg.svd(one), linalg.svd(two), rank) for one, two in halves]
+    agreements = [_agreement(linalg.svd(one), linalg.svd(two), rank) for one, two in halves]
     worst = {"overlap": torch.amin, "procrustes": torch.amin, "difference": torch.amax}
     return {
-        f"{name}_floor": noisier(torch.stack([o[name] for o in own])) if own else NAN
+        f"{name}_floor": noisier(torch.stack([o[name] for o in agreements])) if agreements else NAN
         for name, noisier in worst.items()
     }
 

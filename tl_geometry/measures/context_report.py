@@ -173,10 +173,10 @@ def _over_subsets(
     for rows, member in zip(bases, sets.member, strict=True):
         everyone = torch.ones(basis.contexts, dtype=torch.bool)
         inside = everyone if group_of is None else member[group_of]
-        kept = chosen[inside[chosen]]
+        compared = chosen[inside[chosen]]
         pos, ctx = rows - rows.mean(0), means - rows.mean(0)
-        found = _towards(pos, ctx[inside], rank)
-        per_set.append(found if z is None else found | _clusters(ctx[kept], z[kept]))
+        values = _towards(pos, ctx[inside], rank)
+        per_set.append(values if z is None else values | _clusters(ctx[compared], z[compared]))
     return {n: torch.stack([v[n] for v in per_set]) for n in per_set[0]}
 
 
@@ -185,11 +185,11 @@ def _overlap_rank(basis: PositionContext, rank: int) -> int:
     have none do not count."""
     require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
     assert basis.context_means is not None
-    found = []
+    ranks = []
     for pos, means, mean in zip(basis.pos, basis.context_means, basis.mean, strict=True):
         both = (pos, means - mean)
-        found.append(min(int(numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in both))
-    return min(rank, basis.pos.shape[1] - 1, basis.contexts - 1, *(n for n in found if n > 0))
+        ranks.append(min(int(numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in both))
+    return min(rank, basis.pos.shape[1] - 1, basis.contexts - 1, *(n for n in ranks if n > 0))
 
 
 def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
@@ -253,10 +253,10 @@ def _compactness(
         sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64)
         sums.index_add_(0, z, basis.context_means[row].double())
         means = sums / counts.clamp(min=1)[:, None] - basis.mean[row]
-        found = contextual.compactness_from_moments(
+        compact = contextual.compactness_from_moments(
             second, basis.pos[row], means, counts, accuracy=accuracy, **options
         )
-        pairs.append(found)
+        pairs.append(compact)
     return {
         "compactness_cvec": torch.stack([p.cvec for p in pairs]),
         "compactness_raw": torch.stack([p.raw for p in pairs]),

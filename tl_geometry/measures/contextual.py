@@ -275,8 +275,8 @@ def compactness_from_moments(
     25.0
     """
     positions, contexts = pos.shape[-2], label_counts.sum()
-    kept = label_counts > 0
-    means, counts = label_means[..., kept, :], (label_counts[kept] * positions).to(pos)
+    occurs = label_counts > 0
+    means, counts = label_means[..., occurs, :], (label_counts[occurs] * positions).to(pos)
     between = einsum(counts, means, means, "label, ... label i, ... label j -> ... i j")
     raw = second_moment - between
     cvec = raw - contexts * pos.mT @ pos

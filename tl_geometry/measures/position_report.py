@@ -41,11 +41,11 @@ def _joined(parts: Sequence[Values]) -> Values:
 def _shape(pos: Tensor, axes: Tensor, frequencies: int) -> Values:
     """Measures of the curve that depend on the order of positions, for a batch of bases [sample
     position d_model]."""
-    whole = positional.fourier(positional.normalized_gram(pos))
+    spectrum = positional.fourier(positional.normalized_gram(pos))
     fracture = positional.fracture_score(pos)
     return {
         "low_frequency": positional.low_frequency_share(pos, frequencies),
-        "off_diagonal": positional.off_diagonal_share(whole),
+        "off_diagonal": positional.off_diagonal_share(spectrum),
         "smoothness": differences.smoothness(pos, 1),
         "smoothness_2": differences.smoothness(pos, 2),
         "fracture": fracture.score,

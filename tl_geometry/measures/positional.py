@@ -41,9 +41,9 @@ def explained_ratio(
     require(power in (1, 2), "power", expected="1 (singular values) or 2 (energy)", got=power)
     values = singular_values**power
     leading = torch.as_tensor(r, device=values.device).unsqueeze(-1)
-    kept = torch.arange(values.shape[-1], device=values.device) < leading
+    is_leading = torch.arange(values.shape[-1], device=values.device) < leading
     total = values.sum(-1)
-    return torch.where(total > 0, (values * kept).sum(-1) / total, torch.nan)
+    return torch.where(total > 0, (values * is_leading).sum(-1) / total, torch.nan)
 
 
 def relative_norm(
@@ -139,13 +139,13 @@ def spectra_from_moments(
     """
     positions = pos.shape[-2]
     cvec = second_moment - contexts * outer_moment(pos)
-    found = {
+    spectra = {
         "P": math.sqrt(contexts) * torch.linalg.svdvals(pos)[..., :top],
         "Cvec": gram_spectrum(cvec)[..., :top],
     }
     if ctx is not None:
-        found["R"] = gram_spectrum(cvec - positions * outer_moment(ctx))[..., :top]
-    return found
+        spectra["R"] = gram_spectrum(cvec - positions * outer_moment(ctx))[..., :top]
+    return spectra
 
 
 def normalized_gram(

@@ -146,8 +146,8 @@ def rotated_block(
     ``right`` to ``left``."""
     right = left if right is None else right
     diag = factors.diagonal if remove is None else remove
-    whole = project(left, factors.left) @ project(right, factors.right).mT
-    return whole - rotate_diagonal(left, diag, right)
+    product = project(left, factors.left) @ project(right, factors.right).mT
+    return product - rotate_diagonal(left, diag, right)
 
 
 def complete(
@@ -290,5 +290,5 @@ def leading_directions(
         rows = rows - reduce(rows, "row d_model -> row 1", "mean")
     _, values, vectors = linalg.svd(rows)
     rank = int(linalg.numerical_rank(values, rows.shape))
-    known = vectors[:, : min(width, rank)]
-    return torch.nn.functional.pad(known, (0, width - known.shape[-1])), values, rank
+    directions = vectors[:, : min(width, rank)]
+    return torch.nn.functional.pad(directions, (0, width - directions.shape[-1])), values, rank

@@ -194,14 +194,14 @@ def weight_geometry(
     wanted = rank or 20
     width = min(max(shown, wanted), view.d_model)
     centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
-    found = subspaces.Subspaces(
+    positional = subspaces.Subspaces(
         basis, width=width, k=min(wanted, width), centered=centered, draws=draws, seed=seed
     )
     reliable = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
     parts: list[dict[str, Tensor]] = []
     used: list[tuple[int, int]] = []
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
-        left, right = found.at(layer), found.at(layer + step) if step else None
+        left, right = positional.at(layer), positional.at(layer + step) if step else None
         both = left.rank if right is None else min(left.rank, right.rank)
         require(
             both > 0,
@@ -241,11 +241,11 @@ def _against(
 ) -> dict[str, Float[Tensor, " head"]]:
     """What heads have with positions destroyed, and how rarely a null reaches ``values``."""
     unknown = torch.full_like(values, torch.nan)
-    known = len(nulls.noise) > 0
+    drawn = len(nulls.noise) > 0
     p = [subspaces.familywise_p(values, draws) for draws in nulls]
     return {
-        "noise_null": nulls.noise.mean(0) if known else unknown,
-        "noise_high": nulls.noise.amax(0) if known else unknown,
+        "noise_null": nulls.noise.mean(0) if drawn else unknown,
+        "noise_high": nulls.noise.amax(0) if drawn else unknown,
         "p": torch.maximum(*p),
     }
 
@@ -263,12 +263,12 @@ def _provenance(
     view: ModelView, basis: PositionContext, raw: bool, flags: Sequence[str]
 ) -> Provenance:
     """The weights' provenance with the corpus of the basis."""
-    mine = weight_provenance(
+    of_weights = weight_provenance(
         view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags
     )
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
     return dataclasses.replace(
-        mine.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields}
+        of_weights.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields}
     )
 
 
@@ -406,10 +406,10 @@ def token_readout(
         plain = (norm.norm_type, norm.eps)
         if raw or reads_of != plain:  # without its affine part the norm is the same in every layer
             reads_of, reads = plain, normalized_rows(rows, norm, affine=raw)
-        found = readout.read_tokens(
+        reading = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k
         )
-        parts.append((svd.S, found.left, found.right))
+        parts.append((svd.S, reading.left, reading.right))
     return _readout(view, matrix, pairs, features, raw, parts)
 
 
@@ -424,11 +424,11 @@ def _readout(
     values = torch.cat([S for S, _, _ in parts]).cpu()
     fields: dict[str, Any] = {}
     for i, side in enumerate(("left", "right"), start=1):
-        found = [
+        ends_of_side = [
             torch.cat([v.flatten(0, -2) for v in layers]).cpu()
             for layers in zip(*(part[i] for part in parts), strict=True)
         ]
-        ends = readout.Extremes(*found)
+        ends = readout.Extremes(*ends_of_side)
         fields |= {
             f"{side}_ids": ends.top_ids,
             f"{side}_scores": ends.top_scores,

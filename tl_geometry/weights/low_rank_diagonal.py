@@ -113,9 +113,9 @@ def solve_diagonal(
     if bool((bound > 1e-6).all()):
         return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
     values, vectors = torch.linalg.eigh(matrix)
-    kept = values > 1e-10
-    inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
-    return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~kept.all(-1)
+    determined = values > 1e-10
+    inverse = torch.where(determined, 1 / torch.where(determined, values, 1.0), 0.0)
+    return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~determined.all(-1)
 
 
 def _pairs(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:

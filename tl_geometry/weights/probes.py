@@ -69,8 +69,8 @@ class _Output(NamedTuple):
         """Ids of the k largest logits of states."""
         flat = rearrange(states, "... d_model -> (...) d_model").float()
         y = normalized_rows(flat, self.norm, affine=True)
-        found = readout.extremes(torch.cat([y, torch.ones_like(y[:, :1])], dim=1), self.rows, k)
-        return found.top_ids.reshape(*states.shape[:-1], k)
+        extremes = readout.extremes(torch.cat([y, torch.ones_like(y[:, :1])], dim=1), self.rows, k)
+        return extremes.top_ids.reshape(*states.shape[:-1], k)
 
 
 def _plain_norm(view: ModelView, norm_type: str | None, eps: float) -> NormWeights:
@@ -155,25 +155,25 @@ def noun_probe(
     nouns = common_nouns() if nouns is None else nouns
     given = (nouns,) if isinstance(nouns, str) else tuple(nouns)
     encoded = {noun: view.encode(noun) for noun in given}
-    kept = tuple(n for n in given if len(encoded[n]) == 1)
+    single = tuple(n for n in given if len(encoded[n]) == 1)
     require(
-        len(kept) > 0,
+        len(single) > 0,
         "nouns",
         expected="at least one noun of a single token",
         got=f"{len(given)} nouns of several",
         instead="nouns=[...]",
     )
-    ids = torch.tensor([encoded[n][0] for n in kept])
+    ids = torch.tensor([encoded[n][0] for n in single])
     rows = embeddings(view)
-    found = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
+    per_layer = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
     keys, values, sums, norms, lengths = (
-        torch.stack(part).cpu() for part in zip(*found, strict=True)
+        torch.stack(part).cpu() for part in zip(*per_layer, strict=True)
     )
     shown = {int(t) for ids in (keys, values, sums) for t in ids.unique()}
     return NounProbe(
         provenance=weight_provenance(view, sources=SOURCE, preset="exact" if biases else "paper"),
-        nouns=kept,
-        skipped=tuple(n for n in given if n not in kept),
+        nouns=single,
+        skipped=tuple(n for n in given if n not in single),
         layers=chosen,
         key_ids=keys,
         value_ids=values,
@@ -283,18 +283,18 @@ def bias_readout(
     rows = embeddings(view)
     head = view.output_head() if view.head_trained else None
     writes = output_rows(view, raw=True) if head is None else head.directions().float()
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    per_layer: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in sorted({l for l, _ in pairs}):
-        mine = [h for l, h in pairs if l == layer]
+        chosen = [h for l, h in pairs if l == layer]
         w, norm = _single(view.weights(layer)), view.attention_norm(layer)
         reads = normalized_rows(rows, norm, affine=False)
-        vectors = _bias_vectors(w, norm)[mine]
+        vectors = _bias_vectors(w, norm)[chosen]
         read = readout.extremes(vectors[:, :2], reads, k)
         write = readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
         top = torch.cat([read.top_ids, write.top_ids], dim=1)
         bottom = torch.cat([read.bottom_ids, write.bottom_ids], dim=1)
-        found.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
-    lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*found, strict=True))
+        per_layer.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
+    lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*per_layer, strict=True))
     shown = {int(t) for ids in (top, bottom) for t in ids.unique()}
     untrained = "output head not trained: values are read in the embedding"
     flags = [] if view.head_trained else [untrained]
