@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from tl_geometry.flow import (
     truncation,
 )
 from tl_geometry.flow.ensemble import Trajectories
-from tl_geometry.flow.geodesic import geodesic_path
+from tl_geometry.flow.geodesic import GeodesicPath
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -35,7 +36,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check_law(module: Any) -> None:
-    """Parameters planted in both laws, the numbers of a noisy fit by numpy, and states left out."""
+    """Parameters planted in both laws, the numbers of a noisy fit by numpy, and pairs left out."""
     n = 7
     t = np.arange(1, n + 1.0)
     start, end = np.triu_indices(n, 1)
@@ -51,9 +52,9 @@ def check_law(module: Any) -> None:
         variance = found.variance(torch.tensor(2.0), torch.tensor(5.0))
         at = [i for i in range(len(start)) if (t[start[i]], t[end[i]]) == (2.0, 5.0)]
         assert float(variance.log()) == pytest.approx(math.log(0.7) + shape[at[0]], rel=1e-4)
-        values[0] += 9  # a first state and two last ones that do not follow
-        values[:, -2:] -= 5
-        kept = module.fit_noise_law(values, law=law, drop_first=1, drop_last=2)
+        values[0] = math.nan  # pairs that are not known
+        values[:, -2:] = math.nan
+        kept = module.fit_noise_law(values, law=law)
         assert kept.rate == pytest.approx(0.21, rel=1e-4)
         assert kept.pairs == 6
     values = torch.full((n, n), math.nan).double()
@@ -180,13 +181,13 @@ def test_held_out_errors_by_hand() -> None:
 
 
 def check_paths(module: Any) -> None:
-    """Variances of simulated paths against the integral of the equation, by all three methods."""
+    """Variances of simulated paths against the integral of the equation, by both methods."""
     states, rank, n = 3, 2, 12_000
     U = torch.eye(rank).double().repeat(states, 1, 1)
     times = torch.arange(1.0, states + 1).double()
     flow = module.FlowNoise(0.8, 0.3)
     for S in (torch.ones(states, rank), torch.tensor([[1.0, 2.0], [1.3, 1.5], [2.0, 1.0]])):
-        path = geodesic_path(U, S.double(), times)
+        path = GeodesicPath(U, S.double(), times)
         x = torch.ones(n, rank).double()
         begin, end = 1.0, 2.5
 
@@ -199,18 +200,18 @@ def check_paths(module: Any) -> None:
         sigma = path.sigma(end)
         wanted = [float(sigma[i]) ** 2 * gained[i] for i in range(rank)]
         growth = (sigma / path.sigma(begin)).tolist()
-        arguments = (path, flow, x, begin, [1.5, end], torch.Generator().manual_seed(0), None)
-        runs = {"exact": module.exact_paths(*arguments)[-1]}
-        for heun in (False, True):
-            options = {"dt": 0.05, "heun": heun, "stretch_share": 1.0}
-            runs[f"heun {heun}"] = module.stepped_paths(*arguments, **options)[-1]
+        arguments = (path, flow, x, begin, [1.5, end], torch.Generator().manual_seed(0))
+        runs = {
+            "exact": module.exact_paths(*arguments)[-1],
+            "euler": module.stepped_paths(*arguments, dt=0.05, stretch_share=1.0)[-1],
+        }
         for name, found in runs.items():
             assert found.mean(0).tolist() == pytest.approx(growth, rel=0.04, abs=0.04), name
             assert found.var(0).tolist() == pytest.approx(wanted, rel=0.08), name
 
 
 def check_langevin(module: Any) -> None:
-    """A planted equation comes back, and stands beside the laws as the formulas say."""
+    """A planted equation comes back, with the covariance and drift of the formulas."""
     states = 5
     U = torch.eye(3).double().repeat(states, 1, 1)
     grown = torch.linspace(0, 1, states).unsqueeze(1) * torch.tensor([0.2, 0.9, 0.5])
@@ -219,7 +220,6 @@ def check_langevin(module: Any) -> None:
         subspace=torch.eye(3).double(),
         U=U,
         S=S.double(),
-        observed=S.double(),
         times=torch.arange(1.0, states + 1).double(),
         outside=torch.zeros(states).double(),
         alpha=0.5,
@@ -230,16 +230,9 @@ def check_langevin(module: Any) -> None:
     alpha, rate = made.estimate_noise(torch.cat([draw(8000, 3, seed=4).unsqueeze(1), X], 1))
     assert rate == pytest.approx(0.35, abs=0.03)
     assert alpha == pytest.approx(0.5, rel=0.1)
-    found = made.consistency()
     gain = made.S[3].square() * made.noise_integral(2.0, 4.0)
-    assert float(found.anisotropy[1, 3]) == pytest.approx(float(gain.max() / gain.min()))
-    assert float(found.sde_log_variance[1, 3]) == pytest.approx(float(gain.log().mean()))
-    assert float(found.asymptotic[1, 3]) == pytest.approx(math.log(0.5) + 0.35 * 4)
-    grown = math.log(0.5 * (math.exp(0.35 * 4) - math.exp(0.35 * 2)))
-    assert float(found.increment[1, 3]) == pytest.approx(grown)
-    energy = float((made.S[3].square().sum() + 8000 * gain.sum()) / made.S[3].square().sum())
-    assert float(found.energy_ratio[1, 3]) == pytest.approx(energy)
-    half = made.with_preset("reference").stretch_rate(1.5)
+    assert torch.allclose(made.noise_covariance(2.0, 4.0), torch.diag(gain))
+    half = dataclasses.replace(made, preset="reference").stretch_rate(1.5)
     assert torch.allclose(2 * half, made.stretch_rate(1.5))
 
 
@@ -363,7 +356,7 @@ def check_skipping(module: Any) -> None:
     view = SimpleNamespace(n_layers=2)
     pairs = [(0, 1), (1, 2), (0, 2)]
     jobs = [((0, 1), "ridge"), ((1, 2), "mean")]
-    work = module.Measure(view, {"pilot": jobs}, pairs, 8, None)
+    work = module.Measure(view, jobs, pairs, 8, None)
     own = draw(7, 1, 30, seed=1).log_softmax(-1)
     changed = draw(7, 1, 30, seed=2).log_softmax(-1)
     increase = draw(7, 1, seed=3)

@@ -1,10 +1,9 @@
-"""Skipped layers and truncation on the fast path, on other chunks than were fitted on, within a
-budget; fewer chunks than dimensions."""
+"""Skipped layers and truncation on the fast path, on other chunks than were fitted on; fewer chunks
+than dimensions."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +16,6 @@ from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.flow import skipping
 from tl_geometry.flow.ensemble import shared_rows, split_rows, trajectories
-from tl_geometry.flow.planning import plan_chunks
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.residuals import (
     PENALTIES,
@@ -149,7 +147,7 @@ def test_encoders_have_no_pilot_and_their_outputs_are_refused() -> None:
         skip_map(view, tokens(24, 8))
 
 
-# which skips, in what order, in what time
+# which skips, in what order
 
 
 def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result_says_so() -> None:
@@ -163,27 +161,6 @@ def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result
     assert not any("only" in flag for flag in every.provenance.flags)
     with pytest.raises(GeometryError, match='pairs: expected "all", or states'):
         skip_map(model, tokens(24, 8), pairs="every")
-
-
-def test_a_budget_leaves_out_the_longest_skips_then_chunks_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(next_token, "PILOTS", 60)  # rows of one pass, at least
-    ids = tokens(40, 8)
-    whole = skip_map(deep(), ids, pairs="all", batch_size=8, progress=False)
-    short = skip_map(deep(), ids, pairs="all", batch_size=8, budget=1e-6, progress=False)
-    assert 0 < len(short.pairs()) < len(whole.pairs())
-    assert all(b - a == 1 for a, b in short.pairs()[:3])
-    assert short.test < whole.test
-    flags = [flag for flag in short.provenance.flags if flag.startswith("budget of 1e-06 s")]
-    assert [
-        ("maps left out at place pilot" in flag, "chunks measured" in flag) for flag in flags
-    ] == [(True, False), (False, True)]
-    long = skip_map(deep(), ids, pairs="all", batch_size=8, budget=1e6, progress=False)
-    assert not any("budget" in flag for flag in long.provenance.flags)
-    same(long, whole)
-    with pytest.raises(GeometryError, match=r"budget: expected seconds above 0, got 0\.0"):
-        skip_map(deep(), ids, budget=0.0)
 
 
 def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +250,7 @@ def test_held_out_residuals_refuse_the_chunks_they_were_fitted_on() -> None:
     ):
         ensemble().residuals(train=train)
     with pytest.raises(GeometryError, match=r"got 30 of 30 in both. Use ensemble.split\(\)"):
-        train.isotropy(1, 3, train=train)
+        train.residuals(train=train)
 
 
 # fewer chunks than dimensions
@@ -368,25 +345,6 @@ def test_maps_from_one_start_are_those_of_each_pair() -> None:
     single = fit_map(X[:, 1], X[:, 2], "ridge").single()
     assert single.left is not None
     assert single.left.dtype == torch.float32
-
-
-def test_the_number_of_chunks_follows_the_dimensions_and_the_time() -> None:
-    model, ids = deep(), tokens(60, 8)
-    plan = plan_chunks(model, ids)
-    assert (plan.n, plan.wanted) == (36, 36)  # 2.2 times 16, rounded up
-    assert plan.note == "36 chunks"
-    assert plan_chunks(model, ids[:20]).n == 20
-    assert plan_chunks(model, ids, share=0.9).n == 20
-    short, long = plan_chunks(model, ids, budget=1e-9), plan_chunks(model, ids, budget=1e6)
-    assert (short.n, long.n) == (32, 36)
-    assert "32 chunks of 36 wanted (twice d_model and a tenth), about " in short.note
-    assert not math.isnan(long.seconds)
-    with pytest.raises(GeometryError, match="tokens: expected chunks whose number is known"):
-        plan_chunks(model, iter([ids]))
-    assert not any(
-        "fewer" in flag
-        for flag in flow_report(trajectories(model, ids[: plan.n], progress=False)).provenance.flags
-    )
 
 
 def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:

@@ -108,9 +108,7 @@ def check_measures(module: Any) -> None:
         curve_contexts=(),
         provenance=Provenance(),
         k=1,
-        singular_values=draw(3, 2),
         fourier=draw(3, 2, 2),
-        adjacent=draw(3, 4),
     )
     shown = module.measure_curves(report, tuple(names)).figure.axes
     for axis, name in zip(shown, names, strict=False):

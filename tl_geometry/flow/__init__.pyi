@@ -3,7 +3,6 @@ from .ensemble import Trajectories as Trajectories
 from .ensemble import trajectories as trajectories
 from .langevin import LangevinModel as LangevinModel
 from .noise import fit_noise_law as fit_noise_law
-from .planning import plan_chunks as plan_chunks
 from .reports import FlowReport as FlowReport
 from .reports import compare_ensembles as compare_ensembles
 from .reports import flow_report as flow_report

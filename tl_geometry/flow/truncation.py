@@ -1,5 +1,5 @@
-"""How many directions of an ensemble the output needs: states truncated to K directions after every
-block."""
+"""How many directions of an ensemble does the output need? States are truncated to K directions
+after every block of the live model."""
 
 from __future__ import annotations
 
@@ -279,10 +279,13 @@ def _run(
             measured = []
             for start in range(0, len(grid), at_once):
                 ks = torch.tensor(grid[start : start + at_once], device=view.device)
-                kept = (ranks < ks[:, None]).to(view.dtype)
-                kept = repeat(kept, "k rank -> (k chunk) rank", chunk=len(tokens))
+                kept_directions = (ranks < ks[:, None]).to(view.dtype)
+                kept_directions = repeat(
+                    kept_directions, "k rank -> (k chunk) rank", chunk=len(tokens)
+                )
                 hooks = {
-                    view.state_hooks[s]: _project(U[s], center[s], kept, positions) for s in rows
+                    view.state_hooks[s]: _project(U[s], center[s], kept_directions, positions)
+                    for s in rows
                 }
                 if runs is None:
                     changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
@@ -297,12 +300,12 @@ def _run(
     return (kl, reverse, top1, top5), torch.cat(own)
 
 
-def _project(U: Tensor, center: Tensor, kept: Tensor, positions: str) -> Hook:
+def _project(U: Tensor, center: Tensor, kept_directions: Tensor, positions: str) -> Hook:
     """A hook that leaves of a state its part in some directions: row i those ``kept[i]``."""
 
     def hook(h: Tensor) -> Tensor:
         x = h if positions == "all" else h[:, -1:]
-        part = ((x - center) @ U * kept[:, None]) @ U.mT + center
+        part = ((x - center) @ U * kept_directions[:, None]) @ U.mT + center
         return part if positions == "all" else torch.cat([h[:, :-1], part], dim=1)
 
     return hook

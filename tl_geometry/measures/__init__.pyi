@@ -8,7 +8,6 @@ from .differences import theorem1 as theorem1
 from .factorisation import kernel_gaps as kernel_gaps
 from .position_report import PositionalReport as PositionalReport
 from .position_report import positional_report as positional_report
-from .rank import denoise as denoise
 from .rank import screenot as screenot
 from .rank import usable_k as usable_k
 

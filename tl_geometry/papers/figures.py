@@ -130,7 +130,7 @@ def format_cosines(
     figure, cells = _cells(bases, state, (2.1, 1.9))
     image = None
     for axis, pos in cells:
-        gram = positional.normalized_gram(pos).gram
+        gram = positional.normalized_gram(pos)
         image = axis.imshow(
             gram.numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest", aspect="auto"
         )
@@ -324,7 +324,7 @@ def state_cosines(
     image = None
     for axis, state, pos in zip(axes, basis.states, basis.pos, strict=True):
         image = axis.imshow(
-            positional.normalized_gram(pos).gram.numpy(),
+            positional.normalized_gram(pos).numpy(),
             cmap=DIVERGING,
             vmin=-1,
             vmax=1,

@@ -5,7 +5,6 @@ from .heads import token_readout as token_readout
 from .heads import weight_geometry as weight_geometry
 from .probes import bias_readout as bias_readout
 from .probes import embedding_distance_table as embedding_distance_table
-from .probes import embedding_norm_table as embedding_norm_table
 from .probes import noun_probe as noun_probe
 
 __all__: list[str]
