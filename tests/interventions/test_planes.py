@@ -15,8 +15,8 @@ from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import decompose, split_scores
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import keep_planes, remove_planes, swap_planes
+from tl_geometry.interventions.head_edits import derangement
 from tl_geometry.interventions.planes import random_planes
-from tl_geometry.interventions.terms import derangement
 from tl_geometry.scores import Band, ScoreSplit
 
 KINDS = (
