@@ -315,4 +315,4 @@ def test_offset_fits_are_kept_for_a_length_and_the_effect_leaves_out_what_has_no
     for length in (5, 8, 5):
         tlg.view(model).run_layers(tokens(1, length), [0], lambda s: kept.__setitem__(0, s))
         new.product(kept[0])
-    assert sorted(new.found) == [(5, False), (8, False)]
+    assert sorted(new.diagonals) == [(5, False), (8, False)]

@@ -55,7 +55,7 @@ class OffsetReplacement:
     heads: tuple[int, ...]
     part: str
     V: Float[Tensor, "d_model rank"]
-    found: dict[tuple[int, bool], Float[Tensor, "position head d_model"]] = field(
+    diagonals: dict[tuple[int, bool], Float[Tensor, "position head d_model"]] = field(
         default_factory=dict
     )
 
@@ -84,10 +84,10 @@ class OffsetReplacement:
     def _delta(self, seen: LayerView, ahead: bool) -> Float[Tensor, "position head d_model"]:
         """Diagonals of all offsets of one sign; ``ahead`` for keys that come after the query."""
         key = (seen.h.shape[1], ahead)
-        if key not in self.found:
+        if key not in self.diagonals:
             V = None if self.part == "diagonal" else self.V
-            self.found[key] = offset_diagonals(seen, self.heads, V, ahead=ahead).to(seen.h)
-        return self.found[key]
+            self.diagonals[key] = offset_diagonals(seen, self.heads, V, ahead=ahead).to(seen.h)
+        return self.diagonals[key]
 
 
 def _offsets(seen: LayerView) -> list[int]:
