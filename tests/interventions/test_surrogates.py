@@ -177,7 +177,9 @@ def test_refusals() -> None:
         surrogate_effect(llama, tokens(), basis_of(llama), parts=("none", "thresholded"))
     with pytest.raises(GeometryError, match="part: expected one of 'structured'"):
         surrogate_effect(llama, tokens(), basis_of(llama), parts=("half",))
-    with pytest.raises(UnsupportedModelError, match="surrogate_effect: expected a causal model"):
+    with pytest.raises(
+        UnsupportedModelError, match="surrogate_effect: expected a causal language model"
+    ):
         surrogate_effect(bert, tokens(), basis_of(bert))
     untrained = dataclasses.replace(tlg.view(gpt2), head_trained=False)
     with pytest.raises(UnsupportedModelError, match="expected a model with a trained output head"):

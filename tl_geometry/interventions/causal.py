@@ -285,6 +285,7 @@ def dominant_only(
     same prompts.
     """
     view, rows = _prompts(model, tokens, basis, "dominant_only", prepend_bos)
+    require(draws >= 1, "draws", expected="at least 1", got=draws)
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
     _require_all_heads(view, table)
     generator = torch.Generator().manual_seed(seed)

@@ -144,7 +144,7 @@ def measure_effects(
     *,
     counted: Bool[Tensor, "batch position"],
     progress: bool = False,
-) -> Float[Tensor, "measure condition batch"]:
+) -> tuple[Float[Tensor, "condition batch"], Float[Tensor, "condition batch"]]:
     """Loss, and KL from clean, of each condition and prompt over its ``counted`` tokens.
 
     They are weighted so that the mean over prompts is the mean over tokens. The first condition is
@@ -168,12 +168,13 @@ def measure_effects(
                 of_batch.append(_summed(log_p, clean, rows, chosen))
                 bar.update(1)
             sums.append(torch.stack(of_batch, dim=1))
-    return torch.cat(sums, dim=-1) / counted[:, 1:].sum(1).double().mean()
+    losses, kls = torch.cat(sums, dim=-1) / counted[:, 1:].sum(1).double().mean()
+    return losses, kls
 
 
 def _summed(
     log_p: Tensor, clean: Tensor, tokens: Tensor, counted: Tensor
-) -> Float[Tensor, "measure batch"]:
+) -> Float[Tensor, "2 batch"]:
     """Loss and KL from clean of each prompt, summed over the ``counted`` tokens, from
     log-probabilities ``[batch position d_vocab]``."""
     counted = counted[:, 1:].to(log_p.device)

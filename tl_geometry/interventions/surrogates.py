@@ -16,7 +16,6 @@ dimension is the control.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,12 +39,12 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.next_token import next_token_loss
+from tl_geometry.models.next_token import next_token_loss, require_output
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
-from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance
+from tl_geometry.weights.vocabulary import factors_of
 
 PARTS = ("structured", "low_rank", "diagonal", "thresholded", "random", "none", "whole")
 """What may take the place of W_QK: ``V L V^T + D``, the best ``V L V^T``, diag(W), diag(W) plus the
@@ -272,15 +271,7 @@ def surrogate_effect(
     whose next-token loss means nothing.
     """
     view = as_view(model)
-    require_trained_head(view, "surrogate_effect")
-    require(
-        view.causal,
-        "surrogate_effect",
-        expected="a causal model",
-        got=f"{view.name}, which attends to both sides",
-        instead="surrogate(...) and your own measure",
-        error=UnsupportedModelError,
-    )
+    require_output(view, "surrogate_effect")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     wanted = offset_parts(view) if parts is None else parts
@@ -296,14 +287,7 @@ def surrogate_effect(
             losses.append(next_token_loss(view, rows.tokens))
         moved.append(torch.tensor([distance[pair] for pair in pairs]))
     return SurrogateEffect(
-        provenance=dataclasses.replace(
-            weight_provenance(view, sources=("song2023",), flags=basis.remarks(view)),
-            corpus=rows.corpus,
-            token_hash=rows.token_hash,
-            has_bos=rows.has_bos,
-            contexts=len(rows),
-            seed=seed,
-        ),
+        provenance=view.provenance(rows, seed=seed, flags=basis.remarks(view)),
         heads=pairs,
         parts=parts,
         clean_loss=next_token_loss(view, rows.tokens),
