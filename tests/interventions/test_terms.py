@@ -14,6 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from tests.induction import attention_only, corpus, induction_model, prompts, rotary_previous_token
+from tests.interventions.bases import basis_of
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import decompose, interventions
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
@@ -59,13 +60,6 @@ HOOKED = ("gpt2", "llama", "bloom", "gpt-neo", "bert") if HAS_HOOKED else ()
 PROMPTS = tokens(batch=3, length=14, seed=4)
 NINE = term_names(("bias", "pos", "cvec"))
 MIXED = ("pos-cvec", "cvec-cvec")
-
-
-@cache
-def basis_of(model_class: str, architecture: str) -> PositionContext:
-    return decompose(
-        tiny(model_class, architecture), tokens(batch=16, length=18, seed=2), progress=False
-    )
 
 
 @cache

@@ -64,7 +64,7 @@ def molina(
     the model has not (QK-norm, a norm after attention) is a row that says why.
 
     >>> import tl_geometry as tlg
-    >>> table = tlg.reproduce.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
+    >>> table = tlg.papers.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
     >>> sorted({row[0] for row in table.rows()})
     ['bias', 'head OV', 'head QK', 'noun']
     """
