@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.files import write_atomically
 from tl_geometry.base.printable import printable
 from tl_geometry.base.results import Result
 from tl_geometry.base.run_files import RECORD, WRITER, read_record, write_record
 from tl_geometry.papers.contents import SCALES
-from tl_geometry.zoo.trainer import Batch, TrainSettings, train
+from tl_geometry.zoo.trainer import Batch, TrainSettings, new_gpt2, train
 
 FILE = Path(__file__).with_name("setups.toml")
 """Settings of the three experiments at every scale."""
@@ -77,10 +75,9 @@ class Setup:
 
     def model(self, d_vocab: int, seed: int) -> Any:
         """The model (a ``GPT2LMHeadModel``) before training, under ``seed``."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
-        config = GPT2Config(
+        model = new_gpt2(
+            seed,
             vocab_size=d_vocab,
             n_positions=self.context,
             n_embd=self.d_model,
@@ -88,18 +85,13 @@ class Setup:
             n_head=self.heads,
             activation_function="gelu",
             layer_norm_epsilon=1e-5,
-            bos_token_id=0,
-            eos_token_id=0,
             **drop,
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = GPT2LMHeadModel(config)
         if not self.bias:
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):  # zero from the start; frozen, so that they stay so
                     parameter.requires_grad_(False)
-        return model.eval()
+        return model
 
     def changed(self: S, changes: Mapping[str, str]) -> S:
         """The setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a

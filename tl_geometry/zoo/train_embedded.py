@@ -38,7 +38,7 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus
-from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
+from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, new_gpt2, train
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -77,13 +77,7 @@ INITIAL: dict[str, Any] = {
 def new_model(seed: int = SEED) -> GPT2LMHeadModel:
     """The model before training: the ordinary GPT-2 initialisation (standard deviation 0.06) under
     ``seed``."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return GPT2LMHeadModel(
-            GPT2Config(**SHAPE, **INITIAL, bos_token_id=BOS, eos_token_id=BOS)
-        ).eval()
+    return new_gpt2(seed, **SHAPE, **INITIAL)
 
 
 def train_tokenizer(texts: Iterable[str], path: Path) -> None:

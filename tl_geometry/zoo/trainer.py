@@ -54,6 +54,20 @@ class TrainSettings:
         return self.final_learning_rate + half * (1 + math.cos(math.pi * done))
 
 
+def new_gpt2(seed: int, **settings: Any) -> Any:
+    """A ``GPT2LMHeadModel`` before training, under ``seed``, in evaluation mode; token 0 begins and
+    ends a text.
+
+    >>> new_gpt2(0, vocab_size=5, n_positions=4, n_embd=8, n_layer=1, n_head=2).config.n_embd
+    8
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(GPT2Config(**settings, bos_token_id=0, eos_token_id=0)).eval()
+
+
 def sequence_loss(
     logits: Float[Tensor, "batch position vocab"], targets: Int[Tensor, "batch position"]
 ) -> Float[Tensor, ""]:
