@@ -9,6 +9,7 @@ import torch
 
 from tests.modules import copy_of
 from tl_geometry.papers import characters
+from tl_geometry.papers.setup import Training
 
 
 def check_held_out(module: Any) -> None:
@@ -16,17 +17,15 @@ def check_held_out(module: Any) -> None:
     other = "tsrqponmlk" * 4
     seen: dict[str, Any] = {"windows": [], "trained": []}
     module.chosen = lambda scale, setups: scale
-    setup = SimpleNamespace(
-        context=5, contexts=3, batch=2, frequencies=2, model=lambda n, seed: torch.nn.Linear(1, 1)
-    )
+    setup = SimpleNamespace(context=5, contexts=3, batch=2, frequencies=2)
     module.held_out_windows = lambda ids, *sizes: seen["windows"].append(ids) or ids
     module.text_windows = lambda ids, length, batch, seed: seen["trained"].append((ids, seed))
     module.shifted = lambda windows: windows
 
-    def training(setup: Any, model: Any, batch_at: Any, measure: Any, **options: Any) -> Any:
+    def training(setup: Any, d_vocab: Any, batch_at: Any, measure: Any, **options: Any) -> Any:
         batch_at(4)
-        seen["found"] = measure(0, model)
-        return None, []
+        seen["found"] = measure(0, None)
+        return Training(None, [], [])
 
     module.run_training = training
     module.bridge_of = lambda model, name: None

@@ -41,7 +41,7 @@ from tl_geometry.papers.formats import (
     randomise,
     shifted,
 )
-from tl_geometry.papers.setup import Setup, load_weights, run_training
+from tl_geometry.papers.setup import Setup, Training, run_training
 from tl_geometry.zoo.trainer import IGNORE, sequence_loss
 
 TINY = Setup(
@@ -79,7 +79,6 @@ def near(count: int, n: int, share: float) -> bool:
 def test_the_alphabet_is_sorted_and_its_places_are_the_ids() -> None:
     assert "".join(sorted("0123456789=+\n")) == ALPHABET
     assert encode("\n+0123456789=") == list(range(13))
-    assert formats.decode(encode("907+15=229\n")) == "907+15=229\n"
     with pytest.raises(GeometryError, match=r"text: expected characters of .*, got \['-'\]"):
         encode("1-2")
 
@@ -139,7 +138,7 @@ def test_lines_without_carry_are_built_and_not_filtered() -> None:
 def test_lines_are_a_function_of_the_seed_and_can_be_aligned(task: str) -> None:
     assert problems(task, 20, low=2, high=4, seed=5) == problems(task, 20, low=2, high=4, seed=5)
     assert problems(task, 20, low=2, high=4, seed=5) != problems(task, 20, low=2, high=4, seed=6)
-    for p in formats.aligned_problems(task, 50, length=4):
+    for p in problems(task, 50, low=4, high=4):
         assert [len(x) for x in p] == [4, 4, 4]
         assert (p.text[4], p.text[9], p.text[14]) == ("+", "=", "\n")
     with pytest.raises(GeometryError, match="1 <= low <= high"):
@@ -188,7 +187,7 @@ class Oracle(torch.nn.Module):
     def forward(self, tokens: Tensor) -> Any:
         logits = torch.zeros(*tokens.shape, 13)
         for row, ids in enumerate(tokens.tolist()):
-            text = formats.decode(ids)
+            text = "".join(ALPHABET[i] for i in ids)
             match = re.match(r"(\d+)\+(\d+)=", text)
             assert match is not None
             a, b = match.groups()
@@ -419,13 +418,15 @@ def measure(_: int, model: Any) -> list[dict[str, Any]]:
     return [{"size": float(model.transformer.wpe.weight.detach().norm()), "gap": math.nan}]
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    setup = TINY
-    whole = setup.model(11, 0)
-    losses, records = run_training(
-        setup, whole, batch_at, measure, seed=0, folder=None, progress=False
+def run(seed: int = 0, setup: Setup = TINY, measure: Any = measure, **options: Any) -> Training:
+    return run_training(
+        setup, 11, batch_at, measure, name="run", seed=seed, progress=False, **options
     )
-    assert [r["step"] for r in records] == [0, 1, 4, 9]
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = run()
+    assert [r["step"] for r in whole.records] == [0, 1, 4, 9]
 
     def stops(step: int, model: Any) -> list[dict[str, Any]]:
         if step == 4:
@@ -433,62 +434,37 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
         return measure(step, model)
 
     with pytest.raises(KeyboardInterrupt):
-        run_training(
-            setup, setup.model(11, 0), batch_at, stops, seed=0, folder=tmp_path, progress=False
-        )
-    again = setup.model(11, 0)
-    found = run_training(setup, again, batch_at, measure, seed=0, folder=tmp_path, progress=False)
-    assert (found[0], str(found[1])) == (losses, str(records))
-    assert all(
-        torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
-    )
-    finished = setup.model(11, 0)
-    untouched = lambda step, model: pytest.fail("measured again")
-    third = run_training(
-        setup, finished, batch_at, untouched, seed=0, folder=tmp_path, progress=False
-    )
-    assert (third[0], str(third[1])) == (losses, str(records))
-    kept = setup.model(11, 1)
-    load_weights(kept, tmp_path / "step-000009.safetensors")
-    assert all(
-        torch.equal(a, b) for a, b in zip(whole.parameters(), kept.parameters(), strict=True)
-    )
+        run(measure=stops, out=tmp_path)
+    again = run(out=tmp_path)
+    assert (again.losses, str(again.records)) == (whole.losses, str(whole.records))
+    weights = dict(whole.model.named_parameters())
+    assert all(torch.equal(p, weights[n]) for n, p in again.model.named_parameters())
+    finished = run(measure=lambda step, model: pytest.fail("measured again"), out=tmp_path)
+    assert (finished.losses, str(finished.records)) == (whole.losses, str(whole.records))
+    last = load_file(tmp_path / "run" / "step-000009.safetensors")
+    assert set(last) == set(weights)
+    assert all(torch.equal(last[n], p) for n, p in weights.items())
     assert not torch.equal(
-        load_file(tmp_path / "step-000001.safetensors")["transformer.wpe.weight"],
-        whole.transformer.wpe.weight,
+        load_file(tmp_path / "run" / "step-000001.safetensors")["transformer.wpe.weight"],
+        weights["transformer.wpe.weight"],
     )
     with pytest.raises(GeometryError, match=r"expected a checkpoint of this run, got other seed"):
-        run_training(
-            setup, setup.model(11, 0), batch_at, measure, seed=1, folder=tmp_path, progress=False
-        )
+        run(seed=1, out=tmp_path)
 
 
 def test_training_is_a_function_of_the_seed_alone() -> None:
-    runs = []
+    losses = []
     for seed, state in ((0, 5), (0, 6), (1, 5)):
-        torch.manual_seed(
-            state
-        )  # neither the model nor its dropout looks at the caller's generator
-        runs.append(
-            run_training(
-                TINY,
-                TINY.model(11, seed),
-                batch_at,
-                measure,
-                seed=seed,
-                folder=None,
-                progress=False,
-            )[0]
-        )
+        # neither the model nor its dropout looks at the caller's generator
+        torch.manual_seed(state)
+        losses.append(run(seed).losses)
     assert TINY.dropout > 0
-    assert runs[0] == runs[1] != runs[2]
+    assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_model_without_biases_has_none_after_training() -> None:
     for bias in (False, True):
-        setup = TINY.changed({"bias": str(bias).lower()})
-        model = setup.model(11, 0)
-        run_training(setup, model, batch_at, measure, seed=0, folder=None, progress=False)
+        model = run(setup=TINY.changed({"bias": str(bias).lower()})).model
         assert (
             any(bool(p.any()) for n, p in model.named_parameters() if n.endswith(".bias")) is bias
         )

@@ -1,9 +1,8 @@
-"""Project the positional or the context subspace out of the residual stream of a live model, or
-keep only it."""
+"""Take the positional or the context subspace out of the residual stream of a live model, or keep
+only that subspace: ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``."""
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,6 +18,8 @@ from tl_geometry.models.reader import as_view
 
 ENERGY = 0.99
 """Share of the squared norm of the basis that a subspace of default rank holds."""
+ROUNDING = 1e-12
+"""Singular values below this share of the largest are rounding (float64)."""
 
 
 def subspace_of(
@@ -30,20 +31,17 @@ def subspace_of(
     ``rank`` defaults to the fewest directions that hold 99% of the squared norm.
     """
     row = basis.index(state)
-    rows = basis.pos[row] if choice(subspace, ("pos", "ctx"), "subspace") == "pos" else None
-    if rows is None:
-        ctx = basis.ctx
-        if ctx is None:
-            fail(
-                "subspace='ctx'",
-                expected="a basis with context vectors",
-                got="one without",
-                instead="decompose(..., keep_ctx=True)",
-            )
-        rows = ctx[row]
-    found = linalg.svd(rows)
-    energy = found.S.square()
-    nonzero = int((found.S / found.S[0].clamp(min=1e-300) > 1e-12).sum())
+    choice(subspace, ("pos", "ctx"), "subspace")
+    vectors = basis.pos if subspace == "pos" else basis.ctx
+    if vectors is None:
+        fail(
+            "subspace='ctx'",
+            expected="a basis with context vectors",
+            got="one without",
+            instead="decompose(..., keep_ctx=True)",
+        )
+    _, S, V = linalg.svd(vectors[row])
+    nonzero = int((S / S[0].clamp(min=1e-300) > ROUNDING).sum())
     require(
         nonzero > 0,
         f"{subspace} at state {state}",
@@ -52,6 +50,7 @@ def subspace_of(
         instead="a longer window, more contexts",
     )
     if rank is None:
+        energy = S.square()
         rank = 1 + int((energy.cumsum(0) < ENERGY * energy.sum()).sum())
     require(
         1 <= rank <= nonzero,
@@ -59,7 +58,7 @@ def subspace_of(
         expected=f"1 to {nonzero}, the rank of {subspace} at state {state}",
         got=rank,
     )
-    return found.V[:, :rank]
+    return V[:, :rank]
 
 
 def project_stream(
@@ -120,13 +119,3 @@ def _projection(
         return (m + inside if keep else h.double() - inside).to(h.dtype)
 
     return StreamEdit(view.state_hooks[at], hook)
-
-
-def removed_share(
-    basis: PositionContext, state: int, subspace: str = "pos", rank: int | None = None
-) -> float:
-    """Share of the stream's variance (over contexts and window) that :func:`project_stream` takes
-    out; needs second moments."""
-    V = subspace_of(basis, state, subspace, rank)
-    second = basis.second_moment(state)
-    return float(torch.trace(V.mT @ second @ V) / torch.trace(second))

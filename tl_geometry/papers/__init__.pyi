@@ -5,7 +5,6 @@ from .lines_of_thought import sarfati as sarfati
 from .outcome import Finding as Finding
 from .outcome import Outcome as Outcome
 from .protocol import Settings as Settings
-from .protocol import causal_attention as causal_attention
 from .protocol import settings_for as settings_for
 from .published import Reproduction as Reproduction
 from .published import published_tables as published_tables

@@ -1,4 +1,5 @@
-"""Answers of a model to additions, digit by digit, and how many are right."""
+"""Answers of a model to additions, digit by digit, and how many are right: what
+:mod:`tl_geometry.papers.arithmetic` asks at each measured step."""
 
 from __future__ import annotations
 
@@ -45,14 +46,8 @@ def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[
 def score(model: nn.Module, lines: Sequence[Problem], positions: int, *, batch: int = 256) -> Score:
     """Greedy answers against the reversed sums: exact match over problems, and share of right
     digits over all digits."""
-    exact, right, total = 0, 0, 0
-    for low in range(0, len(lines), batch):
-        part = lines[low : low + batch]
-        for line, found in zip(part, answers(model, part, positions), strict=True):
-            exact += found == line.answer
-            right += sum(x == y for x, y in zip(found, line.answer, strict=True))
-            total += len(line.answer)
-    return Score(exact / len(lines), right / total)
+    batches = [lines[at : at + batch] for at in range(0, len(lines), batch)]
+    return _score(lines, [answer for part in batches for answer in answers(model, part, positions)])
 
 
 def guess(lines: Sequence[Problem]) -> Score:
@@ -67,11 +62,17 @@ def guess(lines: Sequence[Problem]) -> Score:
     for line in lines:
         for place, digit in enumerate(line.answer):
             counts[len(line.answer), place][digit] += 1
-    best = {
-        n: "".join(counts[n, place].most_common(1)[0][0] for place in range(n))
-        for n in {n for n, _ in counts}
-    }
+    guesses = [
+        [counts[len(line.answer), place].most_common(1)[0][0] for place in range(len(line.answer))]
+        for line in lines
+    ]
+    return _score(lines, guesses)
+
+
+def _score(lines: Sequence[Problem], answers: Sequence[Sequence[str]]) -> Score:
+    """Right problems and digits; an answer has as many characters as its sum."""
     right = [
-        [x == y for x, y in zip(best[len(line.answer)], line.answer, strict=True)] for line in lines
+        [x == y for x, y in zip(line.answer, answer, strict=True)]
+        for line, answer in zip(lines, answers, strict=True)
     ]
     return Score(sum(map(all, right)) / len(lines), sum(map(sum, right)) / sum(map(len, right)))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from tl_geometry.papers.formats import (
     ALPHABET,
     TASKS,
     Problem,
-    aligned_problems,
     answer_batch,
     encode,
     longest,
@@ -49,8 +49,8 @@ from tl_geometry.papers.outcome import (
     table_of,
 )
 from tl_geometry.papers.prediction import PREDICTORS, by_step, prediction
-from tl_geometry.papers.setup import PAPER, SMOKE, Setup, chosen, run_training
-from tl_geometry.scores.split import ScoreSplit, split_scores
+from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
+from tl_geometry.scores.split import split_scores
 from tl_geometry.zoo.trainer import Batch
 
 
@@ -65,54 +65,9 @@ class AdditionSetup(Setup):
     problems: int = 1000
 
 
-SETUPS: dict[str, AdditionSetup] = {
-    "smoke": AdditionSetup(
-        **SMOKE,
-        context=14,
-        batch=16,
-        steps=30,
-        frequencies=2,
-        low=3,
-        high=4,
-        examples=200,
-        problems=20,
-    ),
-    "cpu": AdditionSetup(
-        scale="cpu",
-        layers=3,
-        heads=4,
-        d_model=128,
-        context=20,
-        batch=64,
-        steps=5000,
-        warmup=200,
-        learning_rate=1e-3,
-        final_learning_rate=1e-5,
-        dropout=0.0,
-        measurements=6,
-        contexts=256,
-        frequencies=3,
-        low=3,
-        high=6,
-        examples=100_000,
-        problems=500,
-    ),
-    "paper": AdditionSetup(
-        **PAPER,
-        layers=8,
-        heads=8,
-        d_model=512,
-        context=32,
-        contexts=1024,
-        frequencies=4,
-        low=5,
-        high=10,
-        examples=100_000,
-    ),
-}
-"""Settings by scale. The published text has batches of 64, a warm-up of 1000 steps and 100,000
-examples (used here); the published configuration batches of 16, a warm-up of 200, and 1,000,000
-examples."""
+SETUPS = setups(AdditionSetup, "addition")
+"""Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
+ones."""
 PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
 """Exact match in and out of the trained lengths as published: "100% and 72%" and "5.02% and 0.00%"
 (on 1,000 samples, of which 5.02% is no whole number)."""
@@ -126,9 +81,8 @@ def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list
 
 def aligned_tokens(task: str, n: int, length: int, seed: int) -> Int[Tensor, "context position"]:
     """Ids of ``n`` lines of one length without their newline: what the model sees."""
-    return torch.tensor(
-        [encode(p.text)[:-1] for p in aligned_problems(task, n, length=length, seed=seed)]
-    )
+    lines = problems(task, n, low=length, high=length, seed=seed)
+    return torch.tensor([encode(line.text)[:-1] for line in lines])
 
 
 def digit_fracture(
@@ -142,24 +96,21 @@ def digit_fracture(
     step = 1 - positional.adjacent_cosine(pos)
     left = torch.arange(start, start + step.shape[1])
     signs = torch.tensor([length, 2 * length + 1])
-    kept = step[:, ~(torch.isin(left, signs) | torch.isin(left + 1, signs))]
-    if kept.shape[1] == 0:
+    between_digits = step[:, ~(torch.isin(left, signs) | torch.isin(left + 1, signs))]
+    if between_digits.shape[1] == 0:
         return torch.full_like(step[:, 0], torch.nan)
-    return kept.amax(-1) / kept.median(-1).values
+    return between_digits.amax(-1) / between_digits.median(-1).values
 
 
 def table_measures(table: Float[Tensor, "position d_model"], frequencies: int) -> dict[str, float]:
     """Measures of a table of position vectors, less its mean."""
     P = table.double() - table.double().mean(0)
-    found = {"fracture": positional.fracture_score(P).score, "roughness": positional.roughness(P)}
-    found["low_frequency"] = positional.low_frequency_share(P, frequencies)
-    return {f"wpe_{name}": float(value) for name, value in found.items()}
-
-
-def position_term(split: ScoreSplit) -> Float[Tensor, "head query key"]:
-    """The pos-pos term, mean over contexts (it depends on a context only through the norm of each
-    stream)."""
-    return split.terms["pos", "pos"].double().mean(0)
+    measures = {
+        "fracture": positional.fracture_score(P).score,
+        "roughness": positional.roughness(P),
+        "low_frequency": positional.low_frequency_share(P, frequencies),
+    }
+    return {f"wpe_{name}": float(value) for name, value in measures.items()}
 
 
 def _geometry(
@@ -174,19 +125,14 @@ def _geometry(
         for i, row in enumerate(state_measures(basis, setup.frequencies)):
             states.append({"length": length, **row, "fracture_digits": float(digits[i])})
         split = split_scores(bridge, tokens[:64], basis)
-        term = position_term(split)
-        fracture, shares = positional.fracture_score(term).score, split.shares()
+        # the term depends on a context only through the norm of each stream
+        fracture = positional.fracture_score(split.terms["pos", "pos"].double().mean(0)).score
+        shares = split.shares()
         for i, (layer, head) in enumerate(split.heads):
-            named = {f"cs_{a}": float(v) for a, v in zip(shares.terms, shares.cs[i], strict=True)}
-            heads.append(
-                {
-                    "length": length,
-                    "layer": layer,
-                    "head": head,
-                    "pos_pos_fracture": float(fracture[i]),
-                    **named,
-                }
-            )
+            row: dict[str, Any] = {"length": length, "layer": layer, "head": head}
+            row |= {"pos_pos_fracture": float(fracture[i])}
+            cs = zip(shares.terms, shares.cs[i].tolist(), strict=True)
+            heads.append(row | {f"cs_{term}": value for term, value in cs})
     return states, heads
 
 
@@ -194,19 +140,14 @@ def _measure(
     setup: AdditionSetup, model: nn.Module, task: str, positions: int
 ) -> list[dict[str, Any]]:
     """Scores and geometry as rows marked by ``row_of``: ``"state"`` or ``"head"``."""
-    inside, outside = (score(model, lines, positions) for lines in asked_problems(setup, task))
-    scores = {
-        "exact_in": inside.exact,
-        "exact_out": outside.exact,
-        "digits_in": inside.digits,
-        "digits_out": outside.digits,
-    }
-    scores |= table_measures(
-        model.get_parameter("transformer.wpe.weight").detach().cpu(), setup.frequencies
-    )
+    scores: dict[str, float] = {}
+    for where, lines in zip(("in", "out"), asked_problems(setup, task), strict=True):
+        scores[f"exact_{where}"], scores[f"digits_{where}"] = score(model, lines, positions)
+    wpe = model.get_parameter("transformer.wpe.weight").detach().cpu()
+    scores |= table_measures(wpe, setup.frequencies)
     states, heads = _geometry(setup, model, task)
-    return [{"row_of": "state", **scores, **r} for r in states] + [
-        {"row_of": "head", **r} for r in heads
+    return [{"row_of": "state", **scores, **row} for row in states] + [
+        {"row_of": "head", **row} for row in heads
     ]
 
 
@@ -254,66 +195,54 @@ def addition(
     states: list[dict[str, Any]] = []
     heads: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
-    for task in [choice(t, TASKS, "tasks") for t in tasks]:
-        for seed in seeds:
-            lines = problems(task, setup.examples, low=setup.low, high=setup.high, seed=seed)
-
-            def batch_at(step: int, lines: list[Problem] = lines, seed: int = seed) -> Batch:
-                generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-                chosen = torch.randint(len(lines), (setup.batch,), generator=generator).tolist()
-                return answer_batch([lines[i] for i in chosen], positions)
-
-            model = setup.model(len(ALPHABET), seed).to(device)
-            folder = None if out is None else Path(out) / f"{task}-{seed}"
-            _, records = run_training(
-                setup,
-                model,
-                batch_at,
-                lambda _, m, t=task: _measure(setup, m, t, positions),
-                seed=seed,
-                folder=folder,
-                progress=progress,
-            )
-            for record in records:
-                rows = states if record.pop("row_of") == "state" else heads
-                rows.append({"task": task, "seed": seed, **record})
-            models.setdefault(task, model)
+    training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
+    for task, seed in product([choice(t, TASKS, "tasks") for t in tasks], seeds):
+        run = _train(setup, task, seed, positions, training)
+        for record in run.records:
+            rows = states if record.pop("row_of") == "state" else heads
+            rows.append({"task": task, "seed": seed, **record})
+        models.setdefault(task, run.model)
     return _outcome(setup, states, heads, models, tuple(seeds))
+
+
+def _train(
+    setup: AdditionSetup, task: str, seed: int, positions: int, training: dict[str, Any]
+) -> Training:
+    lines = problems(task, setup.examples, low=setup.low, high=setup.high, seed=seed)
+
+    def batch_at(step: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        rows = torch.randint(len(lines), (setup.batch,), generator=generator).tolist()
+        return answer_batch([lines[i] for i in rows], positions)
+
+    def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
+        return _measure(setup, model, task, positions)
+
+    name = f"{task}-{seed}"
+    return run_training(setup, len(ALPHABET), batch_at, measure, name=name, seed=seed, **training)
 
 
 def _figures(
     setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any], source: str
 ) -> dict[str, Any]:
     """Curves over training, and heads and cosines of the trained models."""
+    digits = f"{setup.low} to {setup.high} digits"
+    in_and_out = (
+        f"Numbers of {digits} are in, of 1 to {setup.low - 1} out; exact counts whole answers, "
+        "digits single ones."
+    )
+    measured = (
+        f"Measured on lines of {setup.high} digits, means over states above 0 and over heads; wpe "
+        "is the table of position vectors."
+    )
+    scores = ("exact_in", "digits_in", "exact_out", "digits_out")
+    geometry = (*PREDICTORS, "low_frequency", "wpe_low_frequency")
+    points = "Each point is a measured step of a seed."
+    drawn: dict[str, Any] = {"by": "task", "source": source}
     figures: dict[str, Any] = {
-        "scores": views.training_curves(
-            steps,
-            ("exact_in", "digits_in", "exact_out", "digits_out"),
-            by="task",
-            caption=(
-                f"Numbers of {setup.low} to {setup.high} digits are in, of 1 to {setup.low - 1} "
-                "out; exact counts whole answers, digits single ones."
-            ),
-            source=source,
-        ),
-        "geometry": views.training_curves(
-            steps,
-            (*PREDICTORS, "low_frequency", "wpe_low_frequency"),
-            by="task",
-            caption=(
-                f"Measured on lines of {setup.high} digits, means over states above 0 and over "
-                "heads; wpe is the table of position vectors."
-            ),
-            source=source,
-        ),
-        "prediction": views.scatter(
-            steps,
-            PREDICTORS,
-            "digits_out",
-            by="task",
-            caption="Each point is a measured step of a seed.",
-            source=source,
-        ),
+        "scores": views.training_curves(steps, scores, caption=in_and_out, **drawn),
+        "geometry": views.training_curves(steps, geometry, caption=measured, **drawn),
+        "prediction": views.scatter(steps, PREDICTORS, "digits_out", caption=points, **drawn),
     }
     for task, model in models.items():
         bridge = bridge_of(model, task)
@@ -342,10 +271,8 @@ def _outcome(
     provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
     steps = by_step(states, heads, setup.high)
     predicted = prediction(steps)
-    figures = _figures(setup, steps, models, provenance.line())
-    final = table_of([r for r in heads if r["step"] == setup.steps], provenance)
-    tables = {"curves": table_of(steps, provenance), "prediction": table_of(predicted, provenance)}
-    tables |= {"states": table_of(states, provenance), "heads": final}
+    final = [r for r in heads if r["step"] == setup.steps]
+    tables = {"curves": steps, "prediction": predicted, "states": states, "heads": final}
     notes = (
         f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of "
         "range. Geometry is measured on lines of one length; + and = stand at fixed positions "
@@ -361,8 +288,8 @@ def _outcome(
         seeds=seeds,
         corpus="generated additions",
         findings=tuple(findings(setup, steps, predicted)),
-        tables=dict(tables),
-        figures=figures,
+        tables={name: table_of(rows, provenance) for name, rows in tables.items()},
+        figures=_figures(setup, steps, models, provenance.line()),
         notes=notes,
     )
 
@@ -371,44 +298,43 @@ def findings(
     setup: AdditionSetup, steps: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]
 ) -> list[Finding]:
     """Final accuracies beside the published ones, and what geometry says about the failure."""
-    found = []
+    found: list[Finding] = []
     for task in dict.fromkeys(r["task"] for r in steps):
         last = [r for r in steps if r["task"] == task and r["step"] == setup.steps]
         inside, outside, digits = (
             "; ".join(f"{r[n]:.1%}" for r in last) for n in ("exact_in", "exact_out", "digits_out")
         )
-        published, goal = PUBLISHED[task], task == "no-carry"
-        found.append(
+        (published_in, published_out), goal = PUBLISHED[task], task == "no-carry"
+        chance = guess(asked_problems(setup, task)[1])
+        rho = {
+            name: [r["changes"] for r in predicted if (r["task"], r["measure"]) == (task, name)]
+            for name in PREDICTORS
+        }
+        found += [
             Finding(
                 claim=f"{task}: exact match, {setup.low} to {setup.high} digits",
-                expected=f"published {published[0]:.0%}{'; at least 90%' if goal else ''}",
+                expected=f"published {published_in:.0%}{'; at least 90%' if goal else ''}",
                 found=inside,
                 holds=all(r["exact_in"] >= 0.9 for r in last) if goal else None,
-            )
-        )
-        chance = guess(asked_problems(setup, task)[1])
-        out = (
-            f"{outside} ({digits} of the digits); the likeliest digit at each place: "
-            f"{chance.exact:.1%} ({chance.digits:.1%})"
-        )
-        claim = f"{task}: exact match, 1 to {setup.low - 1} digits"
-        expected = f"published {published[1]:.2%}: fails"
-        found.append(Finding(claim=claim, expected=expected, found=out))
-        rho = {
-            n: [r["changes"] for r in predicted if r["task"] == task and r["measure"] == n]
-            for n in PREDICTORS
-        }
-        text = ", ".join(
-            f"{n} {'/'.join(format(v, '.2f') for v in values)}" for n, values in rho.items()
-        )
-        claim = (
-            f"{task}: rank correlation of changes of geometry with changes of right digits out of "
-            "range, over training"
-        )
-        expected = "negative for fracture and roughness, if they predict the failure"
-        found.append(Finding(claim=claim, expected=expected, found=text))
-        rough = "; ".join(f"{r['wpe_roughness']:.2f}" for r in last)
-        claim = f"{task}: roughness of the table of position vectors at the end"
-        expected = "2 for independent rows, near 0 for a smooth curve"
-        found.append(Finding(claim=claim, expected=expected, found=rough))
+            ),
+            Finding(
+                claim=f"{task}: exact match, 1 to {setup.low - 1} digits",
+                expected=f"published {published_out:.2%}: fails",
+                found=f"{outside} ({digits} of the digits); the likeliest digit at each place: "
+                f"{chance.exact:.1%} ({chance.digits:.1%})",
+            ),
+            Finding(
+                claim=f"{task}: rank correlation of changes of geometry with changes of right "
+                "digits out of range, over training",
+                expected="negative for fracture and roughness, if they predict the failure",
+                found=", ".join(
+                    f"{name} {'/'.join(f'{v:.2f}' for v in values)}" for name, values in rho.items()
+                ),
+            ),
+            Finding(
+                claim=f"{task}: roughness of the table of position vectors at the end",
+                expected="2 for independent rows, near 0 for a smooth curve",
+                found="; ".join(f"{r['wpe_roughness']:.2f}" for r in last),
+            ),
+        ]
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from tl_geometry.papers.outcome import (
 )
 from tl_geometry.papers.published import published_tables
 from tl_geometry.papers.random_tokens import held_out_windows, text_windows
-from tl_geometry.papers.setup import PAPER, SMOKE, Setup, chosen, run_training
+from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
 from tl_geometry.render import measures as measure_views
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import Batch
@@ -47,30 +48,12 @@ SUMMARY = {
     "relative_norm_reference": "relative_norm",
     "relative_norm": "relative_norm",
 }
-"""Our measures and the published ones they stand beside; the published code's relative norm is the
+"""Measures, and the published ones they stand beside; the published code's relative norm is the
 reference form."""
 
-SETUPS: dict[str, Setup] = {
-    "smoke": Setup(**SMOKE, context=24, batch=8, steps=20, frequencies=3),
-    "cpu": Setup(
-        scale="cpu",
-        layers=4,
-        heads=4,
-        d_model=128,
-        context=64,
-        batch=32,
-        steps=1500,
-        warmup=100,
-        learning_rate=2e-3,
-        final_learning_rate=2e-4,
-        measurements=5,
-        contexts=1024,
-        frequencies=4,
-    ),
-    "paper": Setup(**PAPER, layers=6, heads=6, d_model=384, context=128, contexts=6400),
-}
-"""Settings by scale. The published text has context 128 and a warm-up of 1000 steps (used here),
-the configuration 256 and 200."""
+SETUPS = setups(Setup, "nanogpt")
+"""Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
+ones."""
 
 
 def character_ids(text: str, alphabet: str) -> Int[Tensor, " token"]:
@@ -138,41 +121,44 @@ def nanogpt(
     require(len(alphabet) > 1, "text", expected="two characters or more", got=len(alphabet))
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
+    training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
+    sources = {"own text": stream[cut:], "other text": second}
     for seed in seeds:
-        sources = {"own text": stream[cut:], "other text": second}
         windows = {
-            n: held_out_windows(ids, setup.context, setup.contexts, seed)
-            for n, ids in sources.items()
+            label: held_out_windows(ids, setup.context, setup.contexts, seed)
+            for label, ids in sources.items()
         }
-
-        def batch_at(step: int, seed: int = seed) -> Batch:
-            return shifted(
-                text_windows(stream[:cut], setup.context + 1, setup.batch, seed * 10_000_019 + step)
-            )
-
-        def measure(
-            _: int, model: nn.Module, windows: dict[str, Tensor] = windows
-        ) -> list[dict[str, Any]]:
-            bridge, found = bridge_of(model, "NanoGPT"), []
-            for measured, tokens in windows.items():
-                loss, basis = held_out_loss(model, tokens), basis_of(bridge, tokens, measured)
-                found += [
-                    {"measured": measured, "loss": loss, **row}
-                    for row in state_measures(basis, setup.frequencies)
-                ]
-            return found
-
-        model = setup.model(len(alphabet), seed).to(device)
-        folder = None if out is None else Path(out) / f"seed-{seed}"
-        _, records = run_training(
-            setup, model, batch_at, measure, seed=seed, folder=folder, progress=progress
-        )
-        rows += [{"seed": seed, **r} for r in records]
+        run = _train(setup, stream[:cut], len(alphabet), windows, seed, training)
+        rows += [{"seed": seed, **record} for record in run.records]
         if seed == seeds[0]:
-            basis = basis_of(bridge_of(model, "NanoGPT"), windows["own text"], "own text")
+            basis = basis_of(bridge_of(run.model, "NanoGPT"), windows["own text"], "own text")
             figures = {"planes": measure_views.planes(basis), "cosines": views.state_cosines(basis)}
     label = "standard-library modules" if texts is None else name
     return _outcome(setup, rows, figures, tuple(seeds), label)
+
+
+def _train(
+    setup: Setup,
+    stream: Tensor,
+    d_vocab: int,
+    windows: dict[str, Tensor],
+    seed: int,
+    training: dict[str, Any],
+) -> Training:
+    def batch_at(step: int) -> Batch:
+        place = seed * 10_000_019 + step
+        return shifted(text_windows(stream, setup.context + 1, setup.batch, place))
+
+    def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
+        bridge, rows = bridge_of(model, "NanoGPT"), []
+        for measured, tokens in windows.items():
+            loss, basis = held_out_loss(model, tokens), basis_of(bridge, tokens, measured)
+            states = state_measures(basis, setup.frequencies)
+            rows += [{"measured": measured, "loss": loss, **row} for row in states]
+        return rows
+
+    name = f"seed-{seed}"
+    return run_training(setup, d_vocab, batch_at, measure, name=name, seed=seed, **training)
 
 
 def _outcome(
@@ -183,10 +169,12 @@ def _outcome(
     label: str,
 ) -> Outcome:
     provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
-    last = [r for r in rows if r["step"] == setup.steps]
     summary = [
-        _beside_published([r for r in last if r["seed"] == seed], seed, measured, measure)
-        for measured in PUBLISHED_ROWS
+        _beside_published(
+            [r for r in rows if (r["step"], r["seed"], r["measured"]) == (setup.steps, seed, text)],
+            measure,
+        )
+        for text in PUBLISHED_ROWS
         for seed in seeds
         for measure in SUMMARY
     ]
@@ -202,7 +190,6 @@ def _outcome(
         "relative norm reference divides by the raw states, as the published code does; relative "
         "norm by the centred ones, as the paper says."
     )
-    tables = {"summary": table_of(summary, provenance), "curves": table_of(rows, provenance)}
     return Outcome(
         name="nanogpt",
         title="NanoGPT",
@@ -210,30 +197,27 @@ def _outcome(
         seeds=seeds,
         corpus=label,
         findings=tuple(_findings(summary, rows, seeds)),
-        tables=dict(tables),
+        tables={"summary": table_of(summary, provenance), "curves": table_of(rows, provenance)},
         figures=figures | {"curves": curves},
         notes=(note,),
     )
 
 
-def _beside_published(
-    rows: list[dict[str, Any]], seed: int, measured: str, measure: str
-) -> dict[str, Any]:
-    """Mean and standard deviation of a measure over the states at the end of a run, beside those of
-    the published table."""
-    mine = [r for r in rows if r["measured"] == measured]
-    values = [r[measure] for r in mine]
-    table, row = PUBLISHED_ROWS[measured]
+def _beside_published(rows: list[dict[str, Any]], measure: str) -> dict[str, Any]:
+    """Mean and standard deviation of a measure over the states (``rows``) at the end of a run,
+    beside those of the published table."""
+    values = [r[measure] for r in rows]
+    table, row = PUBLISHED_ROWS[rows[0]["measured"]]
     mean, sd = published_tables()[table][row][SUMMARY[measure]]
     return {
-        "seed": seed,
-        "measured": measured,
+        "seed": rows[0]["seed"],
+        "measured": rows[0]["measured"],
         "measure": measure,
         "mean": math.fsum(values) / len(values),
         "sd": statistics.pstdev(values),
         "published_mean": mean,
         "published_sd": sd,
-        "loss": mine[0]["loss"],
+        "loss": rows[0]["loss"],
     }
 
 
@@ -241,20 +225,20 @@ def _findings(
     summary: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: Sequence[int]
 ) -> Iterator[Finding]:
     """Each measure beside the published one, and whether the loss falls."""
-    for measured in PUBLISHED_ROWS:
-        for measure in SUMMARY:
-            mine = [r for r in summary if r["measured"] == measured and r["measure"] == measure]
-            theirs = f"{mine[0]['published_mean']}({mine[0]['published_sd']})"
-            yield Finding(
-                claim=f"{measured}: {measure.replace('_', ' ')} over states",
-                expected=f"{theirs} published",
-                found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in mine),
-            )
-    own = [r for r in rows if r["measured"] == "own text"]
-    ends = [[r["loss"] for r in own if r["seed"] == seed] for seed in seeds]
+    for text, measure in product(PUBLISHED_ROWS, SUMMARY):
+        ours = [r for r in summary if (r["measured"], r["measure"]) == (text, measure)]
+        yield Finding(
+            claim=f"{text}: {measure.replace('_', ' ')} over states",
+            expected=f"{ours[0]['published_mean']}({ours[0]['published_sd']}) published",
+            found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in ours),
+        )
+    losses = [
+        [r["loss"] for r in rows if (r["measured"], r["seed"]) == ("own text", seed)]
+        for seed in seeds
+    ]
     yield Finding(
         claim="held-out loss (nats per character)",
         expected="falls",
-        found="; ".join(f"{e[0]:.3f} to {e[-1]:.3f}" for e in ends),
-        holds=all(e[-1] < e[0] for e in ends),
+        found="; ".join(f"{each[0]:.3f} to {each[-1]:.3f}" for each in losses),
+        holds=all(each[-1] < each[0] for each in losses),
     )

@@ -58,12 +58,8 @@ def experiment(
     require(len(seeds) > 0, "--seeds", expected="at least one", got="none")
     for seed in seeds:
         check_seed(seed, "--seeds")
-    options: dict[str, Any] = {
-        "seeds": tuple(seeds),
-        "out": out,
-        "device": device,
-        "progress": progress,
-    }
+    options: dict[str, Any] = {"seeds": tuple(seeds), "out": out}
+    options |= {"device": device, "progress": progress}
     if texts:
         options["texts"], names = read_texts(texts, encoding, "--text")
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -72,11 +68,9 @@ def experiment(
         return getattr(module, name)(setup, **options)
     out.mkdir(parents=True, exist_ok=True)
     with lock(out / LOCK):
-        if not check_folder(
-            out, name, EXPERIMENT_FILES, force=force
-        ):  # a stopped run is known by it
-            record = {"written_by": WRITER, "experiment": name, "finished": False}
-            write_record(out, record)
+        if not check_folder(out, name, EXPERIMENT_FILES, force=force):
+            # the record by which a stopped run is known
+            write_record(out, {"written_by": WRITER, "experiment": name, "finished": False})
         outcome: Outcome = getattr(module, name)(setup, **options)
         outcome.save(out, command=command, force=force)
     return outcome

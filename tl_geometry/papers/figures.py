@@ -3,10 +3,12 @@ training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import linalg
@@ -37,26 +39,54 @@ OTHER_FORMATS = "No null is drawn: formats that a model was not trained on are t
 SEEDS = "Lines of one colour differ by their seed alone: that spread is chance."
 
 
-def _cells(
-    bases: Mapping[tuple[str, str], Tensor], state: int, size: tuple[float, float]
-) -> tuple[Any, list[tuple[Axes, Tensor]]]:
-    """A figure with a row per training format and a column per inference format, and each panel
-    with its basis."""
+Bases = Mapping[tuple[str, str], Float[Tensor, "state position d_model"]]
+"""``bases[trained, measured]`` is the basis of a model trained on one format, measured on
+another."""
+
+
+def _by_format(
+    bases: Bases,
+    state: int,
+    draw: Callable[[Axes, Float[Tensor, "position d_model"]], Any],
+    *,
+    title: str,
+    caption: str,
+    colours: str,
+    source: str,
+) -> View:
+    """A panel for each basis, a row per training format and a column per inference format; ``draw``
+    fills one and returns what its colours stand for."""
     formats = list(dict.fromkeys(trained for trained, _ in bases))
-    figure, axes = canvas(len(formats), len(formats), size=size)
-    pairs = [(a, b) for a in formats for b in formats]
-    for axis, (trained, measured) in zip(axes, pairs, strict=True):
+    figure, axes = canvas(len(formats), len(formats), size=(2.1, 2.0))
+    coloured = None
+    for axis, (trained, measured) in zip(axes, product(formats, formats), strict=True):
+        coloured = draw(axis, bases[trained, measured][state])
         axis.set_xticks([])
         axis.set_yticks([])
         if trained == formats[0]:
             axis.set_title(f"measured on {measured}", fontsize=8)
         if measured == formats[0]:
             axis.set_ylabel(f"trained on {trained}", fontsize=8)
-    return figure, [(axis, bases[pair][state]) for axis, pair in zip(axes, pairs, strict=True)]
+    figure.colorbar(coloured, ax=axes, label=colours, shrink=0.5)  # type: ignore[arg-type]
+    title = f"{title} by training and inference format, state {state}"
+    return View(figure, title=title, caption=caption, null=OTHER_FORMATS, source=source)
+
+
+def _image(
+    axis: Axes, values: Tensor, limit: float, labels: Sequence[str] = (), title: str = ""
+) -> Any:
+    """Signed values between ``-limit`` and ``limit``, rows and columns named by ``labels``."""
+    axis.set_title(title, fontsize=8)
+    for ticks in (axis.set_xticks, axis.set_yticks):
+        if labels:
+            ticks(range(len(labels)), labels, fontsize=5)
+    return axis.imshow(
+        values.numpy(), cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation="nearest"
+    )
 
 
 def format_planes(
-    bases: Mapping[tuple[str, str], Tensor],
+    bases: Bases,
     state: int,
     *,
     half: int,
@@ -67,8 +97,7 @@ def format_planes(
     2023, Fig. 6 a to c and 42 to 50).
 
     Args:
-        bases: ``bases[trained, measured]`` is the basis ``[state position d_model]`` of a model
-            trained on one format, measured on another.
+        bases: by training and inference format.
         state: which state.
         half: points from this position on are crosses.
         start: position of the first row of a basis.
@@ -79,40 +108,34 @@ def format_planes(
     >>> format_planes(bases, 1, half=4).title
     'Positional bases by training and inference format, state 1'
     """
-    figure, cells = _cells(bases, state, (2.1, 2.0))
-    image = None
-    for axis, pos in cells:
+
+    def draw(axis: Axes, pos: Tensor) -> Any:
         points = positional.pca_view(pos, linalg.svd(pos).V, 2)
-        places = range(start, start + len(pos))
+        positions = range(start, start + len(pos))
         axis.plot(points[:, 0], points[:, 1], lw=0.4, color="#bbbbbb", zorder=0)
+        limits: dict[str, Any] = {"cmap": SEQUENTIAL, "vmin": start, "vmax": positions[-1]}
         for marker, part in (("o", slice(0, half - start)), ("x", slice(half - start, None))):
-            image = axis.scatter(
-                points[part, 0],
-                points[part, 1],
-                c=places[part],
-                cmap=SEQUENTIAL,
-                s=9,
-                lw=0.8,
-                marker=marker,
-                vmin=start,
-                vmax=places[-1],
-            )
-    figure.colorbar(image, ax=[axis for axis, _ in cells], label="position", shrink=0.5)
+            x, y = points[part, 0], points[part, 1]
+            dots = axis.scatter(x, y, c=positions[part], s=9, lw=0.8, marker=marker, **limits)
+        return dots
+
     caption = (
         f"Each panel shows the two leading directions of pos at state {state} to its own scale; "
         f"crosses are positions from {half} on."
     )
-    return View(
-        figure,
-        title=f"Positional bases by training and inference format, state {state}",
+    return _by_format(
+        bases,
+        state,
+        draw,
+        title="Positional bases",
         caption=caption,
-        null=OTHER_FORMATS,
+        colours="position",
         source=source,
     )
 
 
 def format_cosines(
-    bases: Mapping[tuple[str, str], Tensor],
+    bases: Bases,
     state: int,
     *,
     half: int,
@@ -127,25 +150,23 @@ def format_cosines(
     >>> format_cosines(bases, 1, half=4).title
     'Cosines of position by training and inference format, state 1'
     """
-    figure, cells = _cells(bases, state, (2.1, 1.9))
-    image = None
-    for axis, pos in cells:
-        gram = positional.normalized_gram(pos)
-        image = axis.imshow(
-            gram.numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest", aspect="auto"
-        )
+
+    def draw(axis: Axes, pos: Tensor) -> Any:
         for line in (axis.axhline, axis.axvline):
             line(half - start - 0.5, color="k", lw=0.5, ls=":")
-    figure.colorbar(image, ax=[axis for axis, _ in cells], label="cosine", shrink=0.5)
+        return _image(axis, positional.normalized_gram(pos), 1.0)
+
     caption = (
         f"Each cell is the cosine of two positional vectors at state {state}, positions {start} "
         f"on; the dotted lines are position {half}."
     )
-    return View(
-        figure,
-        title=f"Cosines of position by training and inference format, state {state}",
+    return _by_format(
+        bases,
+        state,
+        draw,
+        title="Cosines of position",
         caption=caption,
-        null=OTHER_FORMATS,
+        colours="cosine",
         source=source,
     )
 
@@ -192,22 +213,16 @@ def _panels(
     """A figure with a panel for each pair of columns (across, up), ``most`` side by side: a line
     per seed, a colour per value of the column ``by``."""
     figure, axes = canvas(min(most, len(pairs)), -(-len(pairs) // most), size=size)
-    groups = list(dict.fromkeys(row[by] for row in rows))
-    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    colours = dict(zip(dict.fromkeys(row[by] for row in rows), COLOURS, strict=False))
+    lines = list(dict.fromkeys((row[by], row["seed"]) for row in rows))
     for axis, (across, up) in zip(axes, pairs, strict=False):
-        for group, colour in zip(groups, COLOURS, strict=False):
-            for seed in seeds:
-                mine = [row for row in rows if row[by] == group and row["seed"] == seed]
-                label = str(group) if seed == seeds[0] else None
-                x, y = [row[across] for row in mine], [row[up] for row in mine]
-                axis.plot(x, y, ".-", ms=4, lw=lw, color=colour, label=label)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside right upper",
-        fontsize=7,
-        title=by,
-        title_fontsize=7,
-    )
+        for group, seed in lines:
+            points = [row for row in rows if (row[by], row["seed"]) == (group, seed)]
+            x, y = [row[across] for row in points], [row[up] for row in points]
+            axis.plot(x, y, ".-", ms=4, lw=lw, color=colours[group], label=str(group))
+    legend = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    place: dict[str, Any] = {"loc": "outside right upper", "fontsize": 7, "title_fontsize": 7}
+    figure.legend(list(legend.values()), list(legend), title=by, **place)
     for axis in axes[len(pairs) :]:
         axis.set_visible(False)
     return figure, axes[: len(pairs)]
@@ -242,8 +257,7 @@ def scatter(
     for axis, measure in zip(axes, measures, strict=True):
         axis.set_xlabel(measure.replace("_", " "), fontsize=8)
     axes[0].set_ylabel(score.replace("_", " "))
-    said = score.replace("_", " ")
-    title = f"{said[0].upper()}{said[1:]} against geometry"
+    title = f"{score.replace('_', ' ').capitalize()} against geometry"
     return View(figure, title=title, caption=caption, null=SEEDS, source=source)
 
 
@@ -270,31 +284,18 @@ def score_panels(
     'One head'
     """
     names = [("pos", "pos"), ("pos", "cvec"), ("cvec", "pos"), ("cvec", "cvec")]
+    titles = [*("-".join(name) for name in names), "score"]
     figure, axes = canvas(6, len(rows), size=(1.75, 1.9))
     for i, row in enumerate(rows):
-        allowed = split.allowed[row]
-        shown = [*(split.terms[name][0, row] for name in names), split.total()[0, row]]
-        panels = [torch.where(allowed, row_center(x, allowed), torch.nan) for x in shown]
-        limit = max(float(p.nan_to_num().abs().amax()) for p in panels) or 1.0
-        for axis, values, name in zip(
-            axes[6 * i :], panels, [*("-".join(n) for n in names), "score"], strict=False
-        ):
-            axis.imshow(
-                values.numpy(), cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation="nearest"
-            )
-            axis.set_title(name, fontsize=8)
-        axes[6 * i + 5].imshow(
-            split.pattern()[0, row].numpy(),
-            cmap=SEQUENTIAL,
-            vmin=0,
-            vmax=1,
-            interpolation="nearest",
-        )
-        axes[6 * i + 5].set_title("pattern", fontsize=8)
-        axes[6 * i].set_ylabel(head_name(split.heads[row]), fontsize=9)
-        for axis in axes[6 * i : 6 * i + 6]:
-            axis.set_xticks(range(len(labels)), labels, fontsize=5)
-            axis.set_yticks(range(len(labels)), labels, fontsize=5)
+        of_head, allowed = axes[6 * i : 6 * i + 6], split.allowed[row]
+        scores = [*(split.terms[name][0, row] for name in names), split.total()[0, row]]
+        panels = [torch.where(allowed, row_center(x, allowed), torch.nan) for x in scores]
+        limit = max(float(panel.nan_to_num().abs().amax()) for panel in panels) or 1.0
+        for axis, values, name in zip(of_head, panels, titles, strict=False):
+            _image(axis, values, limit, labels, name)
+        pattern = _image(of_head[-1], split.pattern()[0, row], 1.0, labels, "pattern")
+        pattern.set(cmap=SEQUENTIAL, clim=(0, 1))
+        of_head[0].set_ylabel(head_name(split.heads[row]), fontsize=9)
     return View(
         figure,
         title=title,
@@ -323,18 +324,8 @@ def state_cosines(
     figure, axes = canvas(len(basis.states), size=(1.9, 2.0))
     image = None
     for axis, state, pos in zip(axes, basis.states, basis.pos, strict=True):
-        image = axis.imshow(
-            positional.normalized_gram(pos).numpy(),
-            cmap=DIVERGING,
-            vmin=-1,
-            vmax=1,
-            interpolation="nearest",
-        )
-        axis.set_title(f"state {state}", fontsize=8)
-        if labels:
-            shown = labels[slice(*basis.window)]
-            axis.set_xticks(range(len(shown)), shown, fontsize=5)
-            axis.set_yticks(range(len(shown)), shown, fontsize=5)
+        gram = positional.normalized_gram(pos)
+        image = _image(axis, gram, 1.0, labels[slice(*basis.window)], f"state {state}")
     figure.colorbar(image, ax=axes, shrink=0.7)  # type: ignore[arg-type]
     named = "; the tokens of one context name them" if labels else ""
     return View(

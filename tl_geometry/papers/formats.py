@@ -140,16 +140,6 @@ def problems(task: str, n: int, *, low: int, high: int, seed: int = 0) -> list[P
     return [draw(source, low, high) for _ in range(n)]
 
 
-def aligned_problems(task: str, n: int, *, length: int, seed: int = 0) -> list[Problem]:
-    """``n`` additions with operands and sum all of ``length`` digits, so that each position means
-    the same in every context.
-
-    >>> {len(p.text) for p in aligned_problems("carry", 5, length=4)}
-    {15}
-    """
-    return problems(task, n, low=length, high=length, seed=seed)
-
-
 def encode(text: str) -> list[int]:
     r"""Ids of the characters of an addition.
 
@@ -159,15 +149,6 @@ def encode(text: str) -> list[int]:
     unknown = sorted(set(text) - set(ALPHABET))
     require(not unknown, "text", expected=f"characters of {ALPHABET!r}", got=unknown)
     return [ALPHABET.index(character) for character in text]
-
-
-def decode(ids: Sequence[int]) -> str:
-    """Characters of ids: the inverse of :func:`encode`.
-
-    >>> decode(encode("1+2="))
-    '1+2='
-    """
-    return "".join(ALPHABET[i] for i in ids)
 
 
 def answer_batch(lines: Sequence[Problem], positions: int) -> Batch:

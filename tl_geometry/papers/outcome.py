@@ -70,43 +70,31 @@ class Outcome:
     def text(self) -> str:
         """The findings, a line each."""
         word = {True: "yes", False: "NO", None: "-"}
+        seeds = ", ".join(map(str, self.seeds))
         lines = [
             f"  [{word[f.holds]:>3}] {f.claim}: {f.found} (expected: {f.expected})"
             for f in self.findings
         ]
-        return "\n".join(
-            [
-                f"{self.title}, {self.setup.scale} scale, seeds {', '.join(map(str, self.seeds))}",
-                *lines,
-            ]
-        )
+        return "\n".join([f"{self.title}, {self.setup.scale} scale, seeds {seeds}", *lines])
 
     def sections(self) -> list[Section]:
         """The outcome as sections of a report: the findings, then figures and tables."""
         words = {True: "yes", False: "no", None: "not judged"}
-        cells = tuple((f.claim, f.expected, f.found, words[f.holds]) for f in self.findings)
-        found = Table(
+        claims = Table(
             names=("claim", "expected", "found", "holds"),
-            cells=cells,
+            cells=tuple((f.claim, f.expected, f.found, words[f.holds]) for f in self.findings),
             provenance=Provenance(corpus=self.corpus),
         )
         s, seeds = self.setup, ", ".join(map(str, self.seeds))
-        model = f"{s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context {s.context}"
         scale = (
-            f"Scale {s.scale}: {model}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: "
-            f"{self.corpus}."
+            f"Scale {s.scale}: {s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context "
+            f"{s.context}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
         )
+        tables = [Shown(name=name, table=table) for name, table in self.tables.items()]
+        first = (scale, *self.notes, Shown(name="findings", table=claims))
         return [
-            Section(
-                title="Claims", blocks=(scale, *self.notes, Shown(name="findings", table=found))
-            ),
-            Section(
-                title="Figures and tables",
-                blocks=(
-                    *self.figures.values(),
-                    *(Shown(name=name, table=table) for name, table in self.tables.items()),
-                ),
-            ),
+            Section(title="Claims", blocks=first),
+            Section(title="Figures and tables", blocks=(*self.figures.values(), *tables)),
         ]
 
     def save(self, out: Path, *, command: Sequence[str] = (), force: bool = False) -> Path:
@@ -164,18 +152,12 @@ def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, A
     """:data:`MEASURES`, the :func:`jump` and ``split_half`` of every state."""
     report = positional_report(basis, frequencies=frequencies, jackknife=False, nulls=False)
     size, place = jump(basis.pos)
-    rows = []
-    for i, state in enumerate(basis.states):
-        found = {m: float(report[m][i]) for m in (*MEASURES, "split_half")}
-        rows.append(
-            {
-                "state": state,
-                **found,
-                "jump": float(size[i]),
-                "jump_at": float(place[i] + basis.window[0]),
-            }
-        )
-    return rows
+    jumps = {"jump": size, "jump_at": place + basis.window[0]}
+    values = {name: report[name] for name in (*MEASURES, "split_half")} | jumps
+    return [
+        {"state": state, **{name: float(value[i]) for name, value in values.items()}}
+        for i, state in enumerate(basis.states)
+    ]
 
 
 def jump(
@@ -203,6 +185,5 @@ def jump(
 def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance) -> Table:
     """A table from rows with the same keys."""
     names = tuple(rows[0])
-    return Table(
-        names=names, cells=tuple(tuple(r[n] for n in names) for r in rows), provenance=provenance
-    )
+    cells = tuple(tuple(row[name] for name in names) for row in rows)
+    return Table(names=names, cells=cells, provenance=provenance)

@@ -1,5 +1,5 @@
-"""The settings of the published experiments of Song & Zhong 2023, each deviation of the code from
-the paper a switch of its own.
+"""The settings behind Tables 1 to 5 of Song & Zhong 2023, with a switch for each deviation of the
+published code from the paper. :func:`~tl_geometry.papers.song_zhong` runs them.
 
 The published numbers were made by code that differs from the text in ways that change them. Every
 switch is off in the mathematics (:meth:`Settings.exact`) and on where the published run had it
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,15 @@ FAMILIES = {
     "llama-2-7b-hf": "Llama-2",
 }
 """Models of the published tables, by the last part of their name."""
+SWITCHES = {
+    "uint16": "token ids modulo 65,536",
+    "causal": "causal mask",
+    "raw_denominator": "relative norm over raw states of fresh windows",
+    "overlap": "overlapping windows",
+    "absolute_with_self": "similarities with self-pairs",
+    "final_norm": "last state after the final norm",
+}
+"""Switches of :class:`Settings`, and what a result says where one is on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +82,11 @@ class Settings:
 
     def exact(self) -> Settings:
         """The same sizes with every switch off."""
-        off = ("uint16", "causal", "raw_denominator", "overlap", "absolute_with_self", "final_norm")
-        return dataclasses.replace(self, **dict.fromkeys(off, False))
+        return dataclasses.replace(self, **dict.fromkeys(SWITCHES, False))
 
     def remarks(self) -> tuple[str, ...]:
         """The switches that are on, in words."""
-        words = {
-            "uint16": "token ids modulo 65,536",
-            "causal": "causal mask",
-            "raw_denominator": "relative norm over raw states of fresh windows",
-            "overlap": "overlapping windows",
-            "absolute_with_self": "similarities with self-pairs",
-            "final_norm": "last state after the final norm",
-        }
-        return tuple(text for name, text in words.items() if getattr(self, name))
+        return tuple(text for name, text in SWITCHES.items() if getattr(self, name))
 
 
 def family_of(view: ModelView) -> str | None:
@@ -120,11 +119,9 @@ def chosen_states(n_layers: int, count: int) -> tuple[int, ...]:
     >>> chosen_states(32, 13)
     (0, 2, 5, 8, 10, 13, 16, 18, 21, 24, 26, 29, 32)
     """
-    return (
-        tuple(range(n_layers + 1))
-        if n_layers < count
-        else tuple(np.linspace(0, n_layers, count, dtype=int).tolist())
-    )
+    if n_layers < count:
+        return tuple(range(n_layers + 1))
+    return tuple(np.linspace(0, n_layers, count, dtype=int).tolist())
 
 
 def draw(
@@ -139,32 +136,26 @@ def draw(
     ids = wrap_uint16(ids) if settings.uint16 else ids
     train = ids[: int(settings.train_share * len(ids))]
     if settings.overlap:
+        sizes = (settings.contexts, settings.fresh)
         parts = [
             window_cutter.sample_starts(train.tolist(), settings.length, n, settings.seed + i)
-            for i, n in _sizes(settings)
+            for i, n in enumerate(sizes)
         ]
     else:
-        whole = window_cutter.cut(train.tolist(), settings.length)
-        enough = (
-            f"at least 2 windows of {settings.length} tokens in {settings.train_share:.0%} of the "
-            "text"
-        )
+        rows = window_cutter.cut(train.tolist(), settings.length)
+        share = f"{settings.train_share:.0%} of the text"
         require(
-            len(whole) >= 2,
+            len(rows) >= 2,
             "corpus",
-            expected=enough,
-            got=f"{len(whole)} of {len(ids)} tokens",
+            expected=f"at least 2 windows of {settings.length} tokens in {share}",
+            got=f"{len(rows)} of {len(ids)} tokens",
             instead="more text",
         )
-        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(settings.seed))
-        fresh = min(settings.fresh, max(1, len(whole) // 4))
-        parts = [whole[order[fresh:][: settings.contexts]], whole[order[:fresh]]]
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
+        fresh = min(settings.fresh, max(1, len(rows) // 4))
+        parts = [rows[order[fresh:][: settings.contexts]], rows[order[:fresh]]]
     first, second = (TokenWindows(tokens=p, has_bos=False, corpus=name) for p in parts)
     return first, second
-
-
-def _sizes(settings: Settings) -> list[tuple[int, int]]:
-    return [(0, settings.contexts), (1, settings.fresh)]
 
 
 def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Tensor, " position"]:
@@ -176,9 +167,3 @@ def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Ten
         return corpus.long()
     text = corpus if isinstance(corpus, str) else "\n".join(corpus)
     return torch.tensor(view.encode(text), dtype=torch.int64)
-
-
-def causal_attention(view: ModelView, on: bool = True) -> AbstractContextManager[None]:
-    """Inside the block an encoder (BERT) attends only to the left, as in the published runs (see
-    :meth:`tl_geometry.models.ModelView.attending_left`)."""
-    return view.attending_left() if on else nullcontext()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from tl_geometry import zoo
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.corpus.text_files import read_texts
 from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.measures import contextual, positional
 from tl_geometry.measures import rank as ranks
@@ -28,7 +27,6 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.papers.protocol import (
     Settings,
-    causal_attention,
     chosen_states,
     corpus_ids,
     draw,
@@ -44,25 +42,21 @@ BY_STATE = {
     "stable_rank": "table_4_stable_rank",
     "relative_norm": "table_5_relative_norm",
 }
+DATA = Path(__file__).with_name("published.json")
+"""Tables 1 to 5 as printed, read by :func:`published_tables`."""
 SUMMARY = ("rank", "relative_norm", "inter", "intra", "incoherence")
 DOUBTS = {
     ("BERT OWT", "rank"): "Table 3 averages to 12.46(2.76)",
     ("BERT Wiki", "rank"): "Table 3 averages to 12.54(2.71)",
-    (
-        "Llama-2 Wiki",
-        "relative_norm",
-    ): "Table 5 averages to 0.073(0.023); Table 1 repeats the OWT value",
+    ("Llama-2 Wiki", "relative_norm"): (
+        "Table 5 averages to 0.073(0.023); Table 1 repeats the OWT value"
+    ),
     ("Llama-2 GitHub", "rank sd"): "Table 3 has a deviation of 1.07",
-    **{
-        (f"Llama-2 {c}", "intra"): "all windows of a document were the same text"
-        for c in ("OWT", "Wiki", "GitHub")
-    },
-    **{
-        (r, n): "the published notebook has other values"
-        for r in ("BERT Wiki", "BLOOM OWT", "BLOOM Wiki")
-        for n in ("inter", "intra")
-    },
 }
+for _row in ("Llama-2 OWT", "Llama-2 Wiki", "Llama-2 GitHub"):
+    DOUBTS[_row, "intra"] = "all windows of a document were the same text"
+for _row in ("BERT Wiki", "BLOOM OWT", "BLOOM Wiki"):
+    DOUBTS[_row, "inter"] = DOUBTS[_row, "intra"] = "the published notebook has other values"
 """Published cells that the published sources themselves contradict, or that mean nothing."""
 
 
@@ -74,19 +68,19 @@ def published_tables() -> dict[str, Any]:
     >>> published_tables()["table_1"]["GPT-2 OWT"]["rank"]
     [11.38, 1.86]
     """
-    return json.loads(
-        importlib.resources.files("tl_geometry.papers.reproduction")
-        .joinpath("published.json")
-        .read_text(encoding="utf-8")
-    )
+    return json.loads(DATA.read_text(encoding="utf-8"))
+
+
+def printed_rows() -> dict[str, Any]:
+    """The rows of Tables 1 and 2, by "model corpus"."""
+    return published_tables()["table_1"] | published_tables()["table_2"]
 
 
 def tolerance(measure: str, published: float, deviation: float | None = None) -> float:
-    """How near another sample of the corpus should come: rank 1, stable rank 0.1, relative norm 10
-    %; else the published deviation."""
-    return {"rank": 1.0, "stable_rank": 0.1, "relative_norm": 0.1 * published}.get(
-        measure, deviation or 0.0
-    )
+    """How near another sample of the corpus should come: rank 1, stable rank 0.1, relative norm
+    10%; else the published deviation."""
+    by_measure = {"rank": 1.0, "stable_rank": 0.1, "relative_norm": 0.1 * published}
+    return by_measure.get(measure, deviation or 0.0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,32 +104,17 @@ class Reproduction(Result):
 
     def value(self, table: str, cell: str) -> float:
         """Our number in one cell."""
-        found = [c[2] for c in self.cells if c[0] == table and c[1] == cell]
-        require(
-            len(found) == 1,
-            "cell",
-            expected=f"one of {sorted({c[0] for c in self.cells})} and its cells",
-            got=(table, cell),
-        )
-        return float(found[0])
-
-    def text(self, limit: int | None = None) -> str:
-        """The whole comparison as lines for a terminal, at most ``limit`` cells."""
-        titles = f"{'table':<14}{'cell':<16}{'ours':>9}{'published':>11}{'tolerance':>11}  verdict"
-        head = f"{self.provenance.line()}\n{titles}"
-        shown = lambda v: "-" if math.isnan(v) else f"{v:.3f}"  # noqa: E731
-        lines = [
-            f"{t:<14}{c:<16}{shown(o):>9}{shown(p):>11}{shown(e):>11}  {v}"
-            for t, c, o, p, e, v in self.cells[:limit]
-        ]
-        return "\n".join([head, *lines])
+        by_cell = {(row[0], row[1]): row[2] for row in self.cells}
+        expected = f"one of {sorted({row[0] for row in self.cells})} and its cells"
+        require((table, cell) in by_cell, "cell", expected=expected, got=(table, cell))
+        return float(by_cell[table, cell])
 
 
 def song_zhong(
     model: ModelLike | str | Path | None = None,
-    corpus: Text | Path | Sequence[Path] | None = None,
+    corpus: Text | None = None,
     *,
-    topics: Sequence[str] | Sequence[Tensor] | Sequence[Path] | None = None,
+    topics: Sequence[str] | Sequence[Tensor] | None = None,
     row: str | None = None,
     settings: Settings | None = None,
     batch_size: int | None = None,
@@ -148,11 +127,11 @@ def song_zhong(
         model: a TransformerLens model, a name or directory to load (raw weights, float32), or
             ``None`` for the embedded model. The published models are gpt2, bert-base-cased,
             bigscience/bloom-560m and Llama-2-7B.
-        corpus: text, texts (joined by newlines), text files, or ids [position]; ``None`` for the
-            held-out standard library.
-        topics: a few documents for similarities and incoherence (4 in the paper), as texts, files
-            or ids; ``None`` leaves them out, but with the embedded corpus the four longest modules
-            are taken.
+        corpus: text, texts (joined by newlines), or ids [position]; ``None`` for the held-out
+            standard library.
+        topics: a few documents for similarities and incoherence (4 in the paper), as texts or ids;
+            ``None`` leaves them out, but with the embedded corpus the four longest modules are
+            taken.
         row: the published row to compare with, such as ``"GPT-2 OWT"`` (corpora OWT, Wiki, GitHub).
             Without it every verdict is "no published row".
         settings: by default those of the published run of this model
@@ -163,12 +142,11 @@ def song_zhong(
     paper, not fixed. Raises GeometryError when weights cannot be had, and for text that is too
     short.
     """
-    corpus, topics = _texts(corpus, topics)
+    if corpus is None:
+        corpus = list(zoo.corpus.held_out_documents().texts)
+        topics = sorted(corpus, key=len, reverse=True)[:4] if topics is None else topics
+    require_row(row, "row")
     view = as_view(loaded(model))
-    known = published_tables()["table_1"] | published_tables()["table_2"]
-    require(
-        row is None or row in known, "row", expected=f"one of {', '.join(known)}", got=repr(row)
-    )
     chosen = settings or settings_for(view)
     used = dataclasses.replace(
         chosen,
@@ -176,24 +154,26 @@ def song_zhong(
         topic_length=min(chosen.topic_length, view.n_ctx),
     )
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    with causal_attention(view, used.causal):
+    with view.attending_left() if used.causal else nullcontext():
         run = view.with_final_norm() if used.final_norm else view
         measured, provenance = _measure(run, corpus, topics, used, options)
     flags = [*used.remarks(), *([] if row is None else [f"published row {row}"])]
-    flags += (
-        [f"windows of {used.length} tokens, not {chosen.length}"]
-        if used.length < chosen.length
-        else []
-    )
-    same = row is not None and family_of(view) == row.split(" ", maxsplit=1)[0]
+    if used.length < chosen.length:
+        flags.append(f"windows of {used.length} tokens, not {chosen.length}")
     return Reproduction(
         provenance=dataclasses.replace(
             provenance.flagged(*flags), preset="reference", seed=used.seed
         ),
-        cells=tuple(_cells(measured, chosen_states(view.n_layers, used.states), row, same)),
+        cells=tuple(_cells(measured, chosen_states(view.n_layers, used.states), row, view)),
         row=row,
         settings=dataclasses.asdict(used),
     )
+
+
+def require_row(row: str | None, what: str) -> None:
+    """Refuse a row that no published table has."""
+    known = printed_rows()
+    require(row is None or row in known, what, expected=f"one of {', '.join(known)}", got=repr(row))
 
 
 def loaded(model: ModelLike | str | Path | None) -> Any:
@@ -202,23 +182,6 @@ def loaded(model: ModelLike | str | Path | None) -> Any:
     if model is None:
         return zoo.embedded()
     return zoo.by_name(model) if isinstance(model, str | Path) else model
-
-
-def _texts(corpus: Any, topics: Any) -> tuple[Text, Sequence[Any] | None]:
-    if corpus is None:
-        held_out = zoo.corpus.held_out_documents().texts
-        return list(held_out), sorted(held_out, key=len, reverse=True)[
-            :4
-        ] if topics is None else read_documents(topics)
-    files = [corpus] if isinstance(corpus, Path) else corpus
-    return (
-        read_documents(files) if not isinstance(files, str | Tensor) else files
-    ), None if topics is None else read_documents(topics)
-
-
-def read_documents(items: Sequence[Any]) -> list[Any]:
-    """Texts of files; texts and ids as they are."""
-    return [read_texts([p], what="corpus")[0][0] if isinstance(p, Path) else p for p in items]
 
 
 def _measure(
@@ -230,23 +193,16 @@ def _measure(
 ) -> tuple[dict[str, Tensor], Any]:
     """Every measure [state] of the protocol."""
     windows, fresh = draw(corpus_ids(view, corpus), used, "corpus")
-    states, span = chosen_states(view.n_layers, used.states), (1, used.length)
-    small: dict[str, Any] = {
-        "states": states,
-        "window": span,
-        "keep": 0,
-        "keep_ctx": False,
-        "seed": used.seed,
-        **options,
-    }
+    states = chosen_states(view.n_layers, used.states)
+    small: dict[str, Any] = {"states": states, "window": (1, used.length), "seed": used.seed}
+    small |= {"keep": 0, "keep_ctx": False, **options}
     basis = decompose(view, windows, second_moments=not used.raw_denominator, **small)
     s = torch.linalg.svdvals(basis.pos)
     shape = (basis.pos.shape[1], basis.pos.shape[2])
     k = min(used.k, ranks.usable_k(used.k, min(shape)))
     other = decompose(view, fresh, second_moments=True, **small) if used.raw_denominator else basis
-    moments = torch.stack(
-        [other.second_moment(state, centered=not used.raw_denominator) for state in states]
-    )
+    centered = not used.raw_denominator
+    moments = torch.stack([other.second_moment(state, centered=centered) for state in states])
     measured = {
         "rank": ranks.screenot(s, shape, k=k, strategy=used.strategy).rank.double(),
         "stable_rank": linalg.stable_rank(s),
@@ -254,72 +210,49 @@ def _measure(
     }
     if topics is not None:
         ids = [corpus_ids(view, t) for t in topics]
-        rows = topic_windows(
-            [wrap_uint16(d) if used.uint16 else d for d in ids],
-            windows=used.topic_windows,
-            length=used.topic_length,
-        )
-        found = topic_bases(view, basis, rows, **options)
-        similar = contextual.cluster_similarity(
-            found.ctx, found.labels, preset="reference" if used.absolute_with_self else "exact"
-        )
+        documents = [wrap_uint16(d) if used.uint16 else d for d in ids]
+        rows = topic_windows(documents, windows=used.topic_windows, length=used.topic_length)
+        topic = topic_bases(view, basis, rows, **options)
+        preset = "reference" if used.absolute_with_self else "exact"
+        similar = contextual.cluster_similarity(topic.ctx, topic.labels, preset=preset)
         measured |= {
             "inter": similar.inter,
             "intra": similar.intra,
-            "incoherence": contextual.incoherence(found.pos, found.ctx).avg,
+            "incoherence": contextual.incoherence(topic.pos, topic.ctx).avg,
         }
-    return measured, basis.provenance.flagged(
-        *([f"rank bound k={k} of {used.k}"] if k < used.k else [])
-    )
+    flags = [f"rank bound k={k} of {used.k}"] if k < used.k else []
+    return measured, basis.provenance.flagged(*flags)
 
 
 def _cells(
-    measured: dict[str, Tensor], states: Sequence[int], row: str | None, same: bool
-) -> list[tuple[Any, ...]]:
-    tables, nan = published_tables(), math.nan
-    printed_in = {} if row is None else (tables["table_1"] | tables["table_2"])[row]
+    measured: dict[str, Tensor], states: Sequence[int], row: str | None, view: ModelView
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of a :class:`Reproduction`: Table 1 (mean and deviation over states), then Tables 3
+    to 5 (each state)."""
+    tables, name, nan = published_tables(), row or "", math.nan
+    same = family_of(view) == name.split(" ", maxsplit=1)[0]
     # Tables 1 and 2 first; the notebook has GitHub's similarities
-    summary = tables["notebook_similarity"].get(row, {}) | printed_in
-    cells: list[tuple[Any, ...]] = []
+    summary = tables["notebook_similarity"].get(name, {}) | printed_rows().get(name, {})
     for measure in (m for m in SUMMARY if m in measured):
-        ours = (float(measured[measure].mean()), float(measured[measure].std(correction=0)))
-        theirs = summary.get(measure, (nan, nan))
-        near, doubt = tolerance(measure, *theirs), DOUBTS.get((row or "", measure), "")
-        cells.append(
-            (
-                "table 1",
-                measure,
-                ours[0],
-                theirs[0],
-                near,
-                verdict(ours[0], theirs[0], near, same, doubt),
-            )
-        )
-        note = DOUBTS.get((row or "", f"{measure} sd"), "")
-        note = (
-            f"doubtful: {note}"
-            if note
-            else "not judged"
-            if measure in summary
-            else "no published row"
-        )
-        cells.append(("table 1", f"{measure} sd", ours[1], theirs[1], nan, note))
-    for measure, name in BY_STATE.items():
-        theirs = tables[name].get(row, [])
-        for i, value in enumerate(measured[measure].tolist()):
-            printed = float(theirs[i]) if i < len(theirs) else nan
+        values = measured[measure]
+        mean, sd = float(values.mean()), float(values.std(correction=0))
+        printed, deviation = summary.get(measure, (nan, nan))
+        near, doubt = tolerance(measure, printed, deviation), DOUBTS.get((name, measure), "")
+        judged = verdict(mean, printed, near, same, doubt)
+        yield "table 1", measure, mean, printed, near, judged
+        doubt = DOUBTS.get((name, f"{measure} sd"))
+        judged = "not judged" if measure in summary else "no published row"
+        judged = f"doubtful: {doubt}" if doubt else judged
+        yield "table 1", f"{measure} sd", sd, deviation, nan, judged
+    for measure, table in BY_STATE.items():
+        # a model with more states than the published one has no number for the last ones
+        published = [*map(float, tables[table].get(name, [])), *[nan] * len(states)]
+        for state, value, printed in zip(
+            states, measured[measure].tolist(), published, strict=False
+        ):
             near = tolerance(measure, printed)
-            cells.append(
-                (
-                    name[:7].replace("_", " "),
-                    f"state {states[i]}",
-                    value,
-                    printed,
-                    near,
-                    verdict(value, printed, near, same),
-                )
-            )
-    return cells
+            judged = verdict(value, printed, near, same)
+            yield table[:7].replace("_", " "), f"state {state}", value, printed, near, judged
 
 
 def verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:

@@ -1,4 +1,5 @@
-"""Published settings and tables as data, and our numbers beside them, by the name of the work."""
+"""Runs a published work by its name, and puts our numbers beside the published ones: what
+``tl-geometry reproduce`` calls."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
@@ -14,7 +16,7 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.papers.contents import WORKS
 from tl_geometry.papers.lines_of_thought import sarfati
 from tl_geometry.papers.protocol import settings_for
-from tl_geometry.papers.published import loaded, published_tables, song_zhong
+from tl_geometry.papers.published import loaded, require_row, song_zhong
 from tl_geometry.papers.traveling_words import molina
 from tl_geometry.zoo.corpus import held_out_documents
 
@@ -40,23 +42,13 @@ def reproduce(
     texts = read_texts(corpus, encoding)[0] if corpus else None
     documents = read_texts(topics, encoding, "--topics")[0] if topics else None
     if work == "song-zhong":
-        known = published_tables()["table_1"] | published_tables()["table_2"]
-        require(
-            row is None or row in known,
-            "--row",
-            expected=f"one of {', '.join(known)}",
-            got=repr(row),
-        )
+        require_row(row, "--row")
         view = as_view(loaded(model))
         settings = settings_for(view)
-        settings = (
-            settings
-            if contexts is None
-            else replace(settings, contexts=contexts, fresh=min(settings.fresh, contexts))
-        )
-        return song_zhong(
-            view, texts, topics=documents, row=row, settings=settings, progress=progress
-        )
+        if contexts is not None:
+            settings = replace(settings, contexts=contexts, fresh=min(settings.fresh, contexts))
+        options: dict[str, Any] = {"topics": documents, "row": row, "settings": settings}
+        return song_zhong(view, texts, progress=progress, **options)
     require(row is None, "--row", expected=f"none with {work}", got=repr(row))
     require(documents is None, "--topics", expected=f"none with {work}", got=f"{topics}")
     if work == "traveling-words":

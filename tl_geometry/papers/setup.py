@@ -1,16 +1,14 @@
-"""Settings of an experiment at a scale, and the model and the training that follow from them."""
+"""Settings of an experiment at a scale, and the model and the training that follow from them: what
+the three experiments share before there are results."""
 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from safetensors.torch import load_file
-from torch import nn
+from typing import Any, NamedTuple, TypeVar
 
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.files import write_atomically
@@ -18,21 +16,10 @@ from tl_geometry.base.printable import printable
 from tl_geometry.base.results import Result
 from tl_geometry.base.run_files import RECORD, WRITER, read_record, write_record
 from tl_geometry.papers.contents import SCALES
-from tl_geometry.zoo.trainer import Batch, TrainSettings, train
+from tl_geometry.zoo.trainer import Batch, TrainSettings, new_gpt2, train
 
-SMOKE: dict[str, Any] = {
-    "scale": "smoke",
-    "layers": 2,
-    "heads": 2,
-    "d_model": 32,
-    "warmup": 5,
-    "learning_rate": 3e-3,
-    "measurements": 1,
-    "contexts": 32,
-}
-"""What the smoke scales of all experiments share."""
-PAPER: dict[str, Any] = {"scale": "paper", "batch": 64, "steps": 100_000, "warmup": 1000}
-"""What the published settings of all experiments share."""
+FILE = Path(__file__).with_name("setups.toml")
+"""Settings of the three experiments at every scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +53,12 @@ class Setup:
 
     def training(self, seed: int) -> TrainSettings:
         """Settings of the trainer for a run with this seed."""
-        names = (
-            "steps",
-            "learning_rate",
-            "final_learning_rate",
-            "warmup",
-            "weight_decay",
-            "betas",
-            "clip",
-        )
+        names = ("steps", "learning_rate", "final_learning_rate", "warmup", "weight_decay", "betas")
         return TrainSettings(
-            **{n: getattr(self, n) for n in names},
+            **{name: getattr(self, name) for name in names},
+            clip=self.clip,
             seed=seed,
+            # at most 20 checkpoints, so that a stopped run loses at most 5%
             checkpoint_every=max(1, self.steps // 20),
         )
 
@@ -94,10 +75,9 @@ class Setup:
 
     def model(self, d_vocab: int, seed: int) -> Any:
         """The model (a ``GPT2LMHeadModel``) before training, under ``seed``."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
-        config = GPT2Config(
+        model = new_gpt2(
+            seed,
             vocab_size=d_vocab,
             n_positions=self.context,
             n_embd=self.d_model,
@@ -105,36 +85,36 @@ class Setup:
             n_head=self.heads,
             activation_function="gelu",
             layer_norm_epsilon=1e-5,
-            bos_token_id=0,
-            eos_token_id=0,
             **drop,
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = GPT2LMHeadModel(config)
         if not self.bias:
             for name, parameter in model.named_parameters():
                 if name.endswith(".bias"):  # zero from the start; frozen, so that they stay so
                     parameter.requires_grad_(False)
-        return model.eval()
+        return model
 
     def changed(self: S, changes: Mapping[str, str]) -> S:
         """The setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
         pair of numbers."""
         known = {f.name for f in dataclasses.fields(self)} - {"scale"}
-        unknown = sorted(set(changes) - known)
-        require(
-            not unknown,
-            "--set",
-            expected=f"names among {', '.join(sorted(known))}",
-            got=", ".join(unknown),
-        )
-        return dataclasses.replace(
-            self, **{n: _read(n, text, getattr(self, n)) for n, text in changes.items()}
-        )
+        unknown, expected = sorted(set(changes) - known), f"names among {', '.join(sorted(known))}"
+        require(not unknown, "--set", expected=expected, got=", ".join(unknown))
+        values = {name: _read(name, text, getattr(self, name)) for name, text in changes.items()}
+        return dataclasses.replace(self, **values)
 
 
 S = TypeVar("S", bound=Setup)
+
+
+def setups(cls: type[S], experiment: str) -> dict[str, S]:
+    """The settings of an experiment by scale, from :data:`FILE`."""
+    settings = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    by_scale: dict[str, S] = {}
+    for scale in SCALES:
+        values: dict[str, Any] = settings["all"][scale] | settings[experiment][scale]
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        by_scale[scale] = cls(scale=scale, **values)
+    return by_scale
 
 
 def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
@@ -172,35 +152,42 @@ class Table(Result):
 
     def column(self, name: str, **where: object) -> list[Any]:
         """One column, of the rows whose other columns have the given values."""
-        require(
-            name in self.names, "column", expected=f"one of {', '.join(self.names)}", got=repr(name)
-        )
-        at = {self.names.index(k): v for k, v in where.items()}
-        return [
-            row[self.names.index(name)]
-            for row in self.cells
-            if all(row[i] == v for i, v in at.items())
-        ]
+        expected = f"one of {', '.join(self.names)}"
+        require(name in self.names, "column", expected=expected, got=repr(name))
+        rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
+        return [row[name] for row in rows if where.items() <= row.items()]
+
+
+class Training(NamedTuple):
+    """A trained model, the loss of every step, and the rows of every measurement, each with its
+    number of steps, ``"step"``."""
+
+    model: Any
+    losses: list[float]
+    records: list[dict[str, Any]]
 
 
 def run_training(
     setup: Setup,
-    model: nn.Module,
+    d_vocab: int,
     batch_at: Callable[[int], Batch],
     measure: Callable[[int, Any], list[dict[str, Any]]],
     *,
+    name: str,
     seed: int,
-    folder: Path | None,
-    progress: bool,
-) -> tuple[list[float], list[dict[str, Any]]]:
-    """Train, measuring on the way: the losses, and the rows of every measurement (each with its
-    number of steps, ``"step"``).
+    out: str | Path | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+) -> Training:
+    """Train a new model, measuring on the way.
 
-    ``measure(step, model)`` gives the rows after so many steps, numbers and strings only.
-    In ``folder`` lie the trainer's checkpoint, from which a run that was stopped goes on (its
-    measurements with it), and the weights at every measurement, ``step-000100.safetensors``. A
-    finished run is not trained again.
+    ``measure(step, model)`` gives the rows after so many steps, numbers and strings only. In the
+    folder ``name`` of ``out`` lie the trainer's checkpoint, from which a run that was stopped goes
+    on (its measurements with it), and the weights at every measurement,
+    ``step-000100.safetensors``. A finished run is not trained again.
     """
+    model = setup.model(d_vocab, seed).to(device)
+    folder = None if out is None else Path(out) / name
     wanted = setup.measure_at()
     records: list[dict[str, Any]] = []
 
@@ -208,9 +195,8 @@ def run_training(
         if done in wanted and not any(r["step"] == done for r in records):
             records.extend({"step": done, **row} for row in measure(done, model))
             if folder is not None:
-                write_atomically(
-                    folder / f"step-{done:06d}.safetensors", dict(model.named_parameters()), {}
-                )
+                weights = dict(model.named_parameters())
+                write_atomically(folder / f"step-{done:06d}.safetensors", weights, {})
 
     if folder is not None:
         _claim(folder, setup)
@@ -226,28 +212,25 @@ def run_training(
         progress=progress,
         on_step=lambda step, _: take(step + 1),
     )
-    return losses, records
+    return Training(model, losses, records)
 
 
 def _claim(folder: Path, setup: Setup) -> None:
     """Make the folder of a training run, or go on in one that an earlier run has made: its record
     says so. Files of the same names that are not ours are refused."""
     names = (RECORD, "training.safetensors", "step-*.safetensors")
-    ours = not folder.exists() or bool(read_record(folder, force=True))
-    taken = [] if ours else [path.name for name in names for path in sorted(folder.glob(name))]
-    taken = taken if ours or folder.is_dir() else ["a file in its place"]
+    in_the_way: list[str] = []
+    if folder.exists() and not folder.is_dir():
+        in_the_way = ["a file in its place"]
+    elif folder.exists() and not read_record(folder, force=True):
+        in_the_way = [path.name for name in names for path in sorted(folder.glob(name))]
+    more = " ..." * (len(in_the_way) > 8)
     require(
-        not taken,
+        not in_the_way,
         "--out",
         expected="a folder of each training run without files of these names",
-        got=f"{printable(str(folder))} with {', '.join(taken[:8])}{' ...' * (len(taken) > 8)}",
+        got=f"{printable(str(folder))} with {', '.join(in_the_way[:8])}{more}",
         instead="another --out",
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_record(folder, {"written_by": WRITER, "setup": dataclasses.asdict(setup)})
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Weights of a measured step, as :func:`run_training` writes them, into a model of the same
-    setup."""
-    model.load_state_dict(load_file(path), strict=False)  # the output head is tied to the embedding

@@ -40,19 +40,14 @@ def topic_windows(
         got=f"{shortest} in one",
         instead="longer documents",
     )
-    rows = [
-        torch.stack(
-            [
-                d[s : s + length]
-                for s in np.linspace(0, len(d) - length, windows, dtype=int).tolist()
-            ]
-        )
-        for d in documents
-    ]
-    labels = torch.arange(len(documents)).repeat_interleave(windows)
-    names = tuple(str(i) for i in range(len(documents)))
+    starts = [np.linspace(0, len(d) - length, windows, dtype=int).tolist() for d in documents]
+    rows = [d[s : s + length] for d, of_d in zip(documents, starts, strict=True) for s in of_d]
     return TokenWindows(
-        tokens=torch.cat(rows), has_bos=False, labels=labels, names=names, corpus="topics"
+        tokens=torch.stack(rows),
+        has_bos=False,
+        labels=torch.arange(len(documents)).repeat_interleave(windows),
+        names=tuple(str(i) for i in range(len(documents))),
+        corpus="topics",
     )
 
 

@@ -9,8 +9,9 @@ about them say so for any other model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
@@ -22,8 +23,13 @@ from tl_geometry.weights.probes import bias_readout, noun_probe
 GPT2, LAYERS, HEADS, FEATURES, TOKENS = "gpt2", (0, 5, 11), 12, 20, 5
 """The published model (12 blocks of 12 heads), blocks of the noun probe, singular directions per
 head and tokens of a readout."""
-SIDES = {"QK": ("queries", "keys"), "OV": ("reads", "writes")}
-"""Columns of the two ends of a direction."""
+COLUMNS = {
+    "bias": ("{bias} bias", "top", "bottom", "length"),
+    "head QK": ("direction {feature}", "queries", "keys", "value"),
+    "head OV": ("direction {feature}", "reads", "writes", "value"),
+    "noun": ("{noun}", "keys", "values", "norm"),
+}
+"""Of each readout: what a row is about, and the columns of its tokens, others and size."""
 NEEDS = "needs GPT-2's weights: the published examples are its own"
 
 
@@ -58,7 +64,7 @@ def molina(
     the model has not (QK-norm, a norm after attention) is a row that says why.
 
     >>> import tl_geometry as tlg
-    >>> table = tlg.reproduce.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
+    >>> table = tlg.papers.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
     >>> sorted({row[0] for row in table.rows()})
     ['bias', 'head OV', 'head QK', 'noun']
     """
@@ -66,38 +72,25 @@ def molina(
     published = view.name.split("/")[-1] == GPT2 and (view.n_layers, view.n_heads) == (12, HEADS)
     verdict = "published settings; the sources print no values" if published else NEEDS
     cells: list[tuple[str, int, str, str, str, str, float, str]] = []
-
-    def refused(readout: str, error: GeometryError) -> None:
-        why = " ".join(str(error).split())
-        cells.append((readout, -1, "", "", "", "", float("nan"), f"refused: {why}"))
-
-    try:
-        for layer, head, name, length, top, bottom in bias_readout(view, k=k).rows():
-            of = (int(str(layer)), str(head), f"{name} bias", str(top), str(bottom))
-            cells.append(("bias", *of, float(str(length)), verdict))
-    except GeometryError as error:
-        refused("bias", error)
-    for matrix in ("QK", "OV"):
+    layers = LAYERS if published else None
+    readouts: dict[str, Callable[[], Result]] = {
+        "bias": lambda: bias_readout(view, k=k),
+        "head QK": lambda: token_readout(view, matrix="QK", features=features, k=k),
+        "head OV": lambda: token_readout(view, matrix="OV", features=features, k=k),
+        "noun": lambda: noun_probe(view, nouns, layers=layers, k=k, biases=False),
+    }
+    for readout, read in readouts.items():
+        of, tokens, others, size = COLUMNS[readout]
         try:
-            table = token_readout(view, matrix=matrix, features=features, k=k)
+            table = read()
         except GeometryError as error:
-            refused(f"head {matrix}", error)
+            why = " ".join(str(error).split())
+            cells.append((readout, -1, "", "", "", "", float("nan"), f"refused: {why}"))
             continue
-        names = list(table.columns())
-        for row in table.rows():
-            cell = dict(zip(names, row, strict=True))
-            of = (int(str(cell["layer"])), str(cell["head"]), f"direction {cell['feature']}")
-            ends = tuple(str(cell[side]) for side in SIDES[matrix])
-            size = float(str(cell["value"]))
-            cells.append((f"head {matrix}", *of, ends[0], ends[1], size, verdict))
-    try:
-        layers = LAYERS if published else None
-        for layer, head, noun, keys, values, norm in noun_probe(
-            view, nouns, layers=layers, k=k, biases=False
-        ).rows():
-            of = (int(str(layer)), str(head), str(noun), str(keys), str(values))
-            cells.append(("noun", *of, float(str(norm)), verdict))
-    except GeometryError as error:
-        refused("noun", error)
+        for values in table.rows():
+            row: dict[str, Any] = dict(zip(table.columns(), values, strict=True))
+            place = (int(row["layer"]), str(row["head"]), of.format(**row))
+            ends = (str(row[tokens]), str(row[others]))
+            cells.append((readout, *place, *ends, float(row[size]), verdict))
     provenance = dataclasses.replace(view.provenance(sources=("molina2023",)), preset="paper")
     return TravelingWords(cells=tuple(cells), provenance=provenance)

@@ -75,14 +75,10 @@ def by_name(
     """
     from tl_geometry.models import load
 
+    options |= {"model_class": model_class, "processed": processed}
     if name == "smollm2":
-        return smollm2(model_class=model_class, processed=processed, **options)
-    return load(
-        minilm_directory() if name == "minilm" else name,
-        model_class=model_class,
-        processed=processed,
-        **options,
-    )
+        return smollm2(**options)
+    return load(minilm_directory() if name == "minilm" else name, **options)
 
 
 def embedded(*, model_class: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
