@@ -769,8 +769,6 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow")[0, 4]))
     with pytest.raises(GeometryError, match="axes: expected 3 coordinates from 0 to 15"):
         flow.bundle_figure(e, axes=(0, 1, 99))
-    with pytest.raises(GeometryError, match="names: expected some of mean_over_sd"):
-        flow.residual_figure(report(), ("nothing",))
 
 
 def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path):

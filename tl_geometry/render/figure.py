@@ -17,7 +17,6 @@ from tl_geometry.base.errors import fail, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
@@ -230,7 +229,7 @@ def no_ticks(axis: Axes) -> None:
     axis.set(xticks=[], yticks=[])
 
 
-def whole_numbers(*sides: Axis) -> None:
+def whole_numbers(*sides: Any) -> None:
     """Ticks at whole numbers alone on these axes (``axis.xaxis``, ``axis.yaxis``)."""
     from matplotlib.ticker import MaxNLocator
 

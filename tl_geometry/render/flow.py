@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 BUNDLE = "Do tokens travel through the layers as a bundle?"
 BUNDLE_NULL = "No null is drawn: gibberish and the untrained model are rows of a table."
 """Title and null of the bundle, drawn flat or in space."""
+RESIDUALS = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis")
+"""Measures of what a map leaves, a panel each."""
 MOST_PATHS = 100
 """Trajectories that a bundle shows; more hide each other."""
 
@@ -42,7 +44,7 @@ MOST_PATHS = 100
 def coordinates(
     ensemble: Trajectories, axes: Sequence[int] | None, limit: int
 ) -> tuple[Tensor, list[str]]:
-    """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories, drawn with a fixed seed, and
+    """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories (drawn with a fixed seed) and
     the names of the axes.
 
     On the first three singular directions of the last state, or on three Cartesian coordinates
@@ -179,18 +181,11 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     )
 
 
-def residual_figure(
-    report: FlowReport,
-    names: Sequence[str] = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis"),
-    *,
-    held_out: bool = True,
-) -> View:
+def residual_figure(report: FlowReport) -> View:
     """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4).
 
     Args:
         report: from :func:`tl_geometry.flow.flow_report`.
-        names: some of its tables, a panel each.
-        held_out: of trajectories that the maps were not fitted on.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -200,23 +195,19 @@ def residual_figure(
     >>> residual_figure(report).title
     'What do rotation and stretch leave?'
     """
-    tables = report.held_out if held_out else report.in_sample
-    unknown = [n for n in names if n not in tables]
-    require(not unknown, "names", expected=f"some of {', '.join(tables)}", got=unknown)
-    figure, axes = canvas(len(names), size=(WIDTH / max(len(names), 3), 2.0))
-    for axis, name in zip(axes, names, strict=True):
-        table, extent = tables[name], _extent(report.states)
+    figure, axes = canvas(len(RESIDUALS), size=(WIDTH / len(RESIDUALS), 2.0))
+    for axis, name in zip(axes, RESIDUALS, strict=True):
+        table, extent = report.held_out[name], _extent(report.states)
         image = axis.imshow(table.numpy(), origin="lower", extent=extent, cmap=SEQUENTIAL)
         axis.set_title(name.replace("_", " "), fontsize=9)
         axis.set(xlabel="state t + τ", ylabel="state t" if axis is axes[0] else "")
         whole_numbers(axis.xaxis, axis.yaxis)
         figure.colorbar(image, ax=axis, location="top", shrink=0.9)
-    where = "chunks that the map was not fitted on" if held_out else "the chunks it was fitted on"
     return View(
         figure,
         title="What do rotation and stretch leave?",
-        caption=f"Each cell is the map from state t to state t + τ, on {where}; a panel for each "
-        "measure of what it leaves.",
+        caption=f"Each cell is the map from state t to state t + τ, on chunks that it was "
+        "not fitted on; a panel for each measure of what it leaves.",
         null="A relative error of 1 is that of putting zero in the state's place.",
         source=report.provenance.line(),
     )
