@@ -44,8 +44,8 @@ MOST_PATHS = 100
 def coordinates(
     ensemble: Trajectories, axes: Sequence[int] | None, limit: int
 ) -> tuple[Tensor, list[str]]:
-    """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories (drawn with a fixed seed) and
-    the names of the axes.
+    """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories (of more, some are drawn with
+    a fixed seed) and the names of the axes.
 
     On the first three singular directions of the last state, or on three Cartesian coordinates
     ``axes`` (from 0; the paper shows 268, 218 and 590 of GPT-2-medium).
@@ -206,7 +206,7 @@ def residual_figure(report: FlowReport) -> View:
     return View(
         figure,
         title="What do rotation and stretch leave?",
-        caption=f"Each cell is the map from state t to state t + τ, on chunks that it was "
+        caption="Each cell is the map from state t to state t + τ, on chunks that it was "
         "not fitted on; a panel for each measure of what it leaves.",
         null="A relative error of 1 is that of putting zero in the state's place.",
         source=report.provenance.line(),
