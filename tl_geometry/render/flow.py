@@ -44,8 +44,8 @@ MOST_PATHS = 100
 def coordinates(
     ensemble: Trajectories, axes: Sequence[int] | None, limit: int
 ) -> tuple[Tensor, list[str]]:
-    """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories (of more, some are drawn with
-    a fixed seed) and the names of the axes.
+    """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories (chosen with a fixed seed)
+    and the names of the axes.
 
     On the first three singular directions of the last state, or on three Cartesian coordinates
     ``axes`` (from 0; the paper shows 268, 218 and 590 of GPT-2-medium).
