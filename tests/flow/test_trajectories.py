@@ -731,10 +731,10 @@ def report() -> FlowReport:
 def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     from matplotlib.figure import Figure
 
-    from tl_geometry.render import extrapolation, flow, skipping
+    from tl_geometry.render import flow, skipping
 
     e = ensemble()
-    train, test = e.split()
+    train, _ = e.split()
     curve = truncation_kl(deep(), tokens(6, 10, 9), train, K=(1, 4), progress=False)
     skips = skip_map(
         deep(), tokens(24, 8), map_types=("flow", "mean"), places=("pilot",), progress=False
@@ -742,14 +742,11 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     views = [
         flow.bundle_figure(e),
         flow.bundle_figure(e, axes=(0, 3, 5)),
-        flow.first_coordinate(e),
-        flow.angle_maps(e),
         flow.spectra_figure(e),
         flow.truncation_figure(curve),
         flow.residual_figure(report()),
         flow.baseline_figure(report()),
         flow.noise_figure(report()),
-        extrapolation.clouds(test, (1, 2), (2, 3), train=train),
         skipping.skip_figure(skips),
         skipping.skip_figure(skips, ("flow",), metric="top1"),
     ]
@@ -765,8 +762,6 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow")[0, 4]))
     with pytest.raises(GeometryError, match="axes: expected 3 coordinates from 0 to 15"):
         flow.bundle_figure(e, axes=(0, 1, 99))
-    with pytest.raises(GeometryError, match="names: expected some of mean_over_sd"):
-        flow.residual_figure(report(), ("nothing",))
 
 
 def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path):
@@ -776,7 +771,7 @@ def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_pa
     e = dataclasses.replace(
         ensemble(), provenance=dataclasses.replace(ensemble().provenance, model="</script><b>x")
     )
-    view = bundle_3d(e, limit=7, hide_last=True)
+    view = bundle_3d(e, limit=7)
     page = view.save(tmp_path / "b.html").read_text()
     assert "://" not in page
     assert "<b>x" not in page
@@ -784,9 +779,9 @@ def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_pa
     layout: Any = view.figure.layout
     dots: Any = view.figure.data[1::2]
     found = np.stack([np.stack([d.x, d.y, d.z], -1) for d in dots], 1)
-    assert found.shape == (7, 4, 3)
-    assert [s.label for s in layout.sliders[0].steps] == ["0", "1", "2", "3"]
-    points = e.X[:, :-1].double() @ fit_aligned_bases(e.X, align="none").U[-1, :, :3]
+    assert found.shape == (7, 5, 3)
+    assert [s.label for s in layout.sliders[0].steps] == ["0", "1", "2", "3", "4"]
+    points = e.X.double() @ fit_aligned_bases(e.X, align="none").U[-1, :, :3]
     chosen = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:7].sort().values
     assert np.allclose(found, points[chosen].numpy())
     assert "iframe" in view.html()

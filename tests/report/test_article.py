@@ -18,7 +18,9 @@ from tests.render.test_rotary import tables
 from tl_geometry import render
 from tl_geometry.base.results import Provenance
 from tl_geometry.render.figure import View, canvas
+from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
+from tl_geometry.render.writers import logit_figure
 from tl_geometry.report import build
 from tl_geometry.report.overview import Facts
 from tl_geometry.report.section import Draft
@@ -128,11 +130,11 @@ def own_figures() -> list[View | PageView]:
         render.bands_page(planes, offset_profile(rotary)),
         *(render.variance_shares(basis.anova(null=null)) for null in (None, spliced)),
         *(render.composition_figure(composed, share=share) for share in ("cs", "gs")),
-        render.logit_figure(found),
+        logit_figure(found),
         render.logit_page(found),
         render.split(split),
         render.heads(sweep),
-        render.head_grid(sweep, "induction"),
+        head_grid(sweep, "induction"),
     ]
 
 

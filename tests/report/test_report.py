@@ -214,7 +214,7 @@ def test_views_say_what_they_take() -> None:
     code = """
 import torch, tl_geometry as tlg
 basis = tlg.decompose_activations(torch.randn(4, 6, 3))
-views = (tlg.render.split, tlg.render.heads, tlg.render.head_grid)
+views = (tlg.render.split, tlg.render.heads, tlg.render.heads)
 for view, value in zip(views, (basis, basis, basis.anova())):
     try:
         view(value)

@@ -373,7 +373,9 @@ def test_figures_show_the_readable_names_and_the_gains() -> None:
     page = render.heads(table, "gs_bias-bias").html()
     assert "gs_relative position" in page
     assert "bias-bias" not in page
-    assert render.head_grid(table, "cs_bias-bias").title == "Every head: share of relative position"
+    assert (
+        head_view.head_grid(table, "cs_bias-bias").title == "Every head: share of relative position"
+    )
     assert head_view.scale("gs_position", torch.tensor([0.2])) == (-1.0, 1.0)
     for share, values in (("cs", table.group_cs), ("gs", table.group_gs)):
         drawn = sweeps.head_shares(table, share=share)

@@ -1,10 +1,10 @@
-"""Views of results. Each function returns an object that shows itself in Jupyter and saves itself
-as HTML, PNG, SVG or PDF.
+"""Views of results. Each function takes a result and returns an object that shows itself in Jupyter
+and saves itself as HTML, PNG, SVG or PDF.
 
 ``split``, ``heads``, ``logit_page``, ``bands_page``, ``bundle_3d`` and ``sphere_3d`` are
-interactive pages (self-contained, offline, in a sandboxed frame); the others are matplotlib
-figures, which draw into ``ax=`` where they draw one axes (of several panels the first).
-:mod:`tl_geometry.render.circuitsvis` has the familiar circuitsvis views.
+interactive pages (self-contained, offline, in a sandboxed frame), with an image for paper; the
+others are matplotlib figures, which draw into ``ax=`` where they draw one axes.
+:mod:`tl_geometry.render.circuitsvis` has circuitsvis's map of attention heads.
 """
 
 from __future__ import annotations

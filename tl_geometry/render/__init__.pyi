@@ -3,16 +3,11 @@ from .basis import gram as gram
 from .basis import norms as norms
 from .basis import spirals as spirals
 from .basis import variance_shares as variance_shares
-from .extrapolation import clouds as clouds
-from .flow import angle_maps as angle_maps
 from .flow import baseline_figure as baseline_figure
-from .flow import bundle_figure as bundle_figure
-from .flow import first_coordinate as first_coordinate
 from .flow import noise_figure as noise_figure
 from .flow import residual_figure as residual_figure
 from .flow import spectra_figure as spectra_figure
 from .flow import truncation_figure as truncation_figure
-from .head_view import head_grid as head_grid
 from .head_view import heads as heads
 from .logit_view import logit_page as logit_page
 from .measures import fourier as fourier
@@ -37,6 +32,5 @@ from .weights import sphere_paths as sphere_paths
 from .weights import surrogate_bars as surrogate_bars
 from .weights import weight_blocks as weight_blocks
 from .writers import composition_figure as composition_figure
-from .writers import logit_figure as logit_figure
 
 __all__: list[str]
