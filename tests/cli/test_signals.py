@@ -19,10 +19,10 @@ import tl_geometry as tlg
 from tests.cli.test_arguments import run
 from tests.reports import model_directory
 from tl_geometry import cli, papers
-from tl_geometry.base import results
-from tl_geometry.cli import arguments
+from tl_geometry.base import files
 from tl_geometry.decomposition import stream_pass
 from tl_geometry.zoo import trainer
+from tl_geometry.zoo.inputs import Inputs
 
 ROOT = Path(cli.__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_a_run_stopped_while_loading_promises_nothing(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = lambda *_, **__: os.kill(os.getpid(), number)
-    monkeypatch.setattr(arguments, "model_options", stop)
+    monkeypatch.setattr(Inputs, "load", stop)
     assert run(["check"], monkeypatch) == code
     said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
     assert capsys.readouterr().err == said
@@ -75,7 +75,7 @@ def test_a_stopped_fit_says_where_it_goes_on_and_does(
     assert run(fit(directory, "--out", "whole.safetensors"), monkeypatch) == 0
     calls = 0
     module, name = (
-        (stream_pass, "forward_states") if place == "between batches" else (results, "save_file")
+        (stream_pass, "forward_states") if place == "between batches" else (files, "save_file")
     )
     original = getattr(module, name)
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tl_geometry.base.errors import GeometryError
@@ -23,7 +21,6 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.report.clock import Clock
-from tl_geometry.report.contents import SECTIONS
 from tl_geometry.report.folder import Folder
 from tl_geometry.report.section import Section, failure, refusal
 from tl_geometry.report.work import Costs, Work
@@ -67,11 +64,6 @@ class Analysis:
     smaller: tuple[str, ...] = ()
     planes: bool = False
 
-    @property
-    def groups(self) -> int:
-        """Groups of contexts that the basis holds: what intervals leave out in turn."""
-        return int((self.basis.group_counts > 0).sum())
-
     def pick(self, count: int) -> TokenWindows:
         """``count`` windows at even distances."""
         import torch
@@ -93,24 +85,14 @@ def make(analysis: Analysis, name: str) -> Section:
         return Section(title=title, blocks=[failure("this section", error)])
 
 
-def write(
-    analysis: Analysis,
-    out: Path,
-    *,
-    command: Sequence[str] = (),
-    names: Sequence[str] = SECTIONS,
-    folder: Folder | None = None,
-) -> dict[str, Any]:
-    """Write the report into ``out``, each section as it is finished, and return the summary that is
-    also written as ``run.json``.
+def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
+    """Write the report into ``folder``, each section as it is finished, and return the summary that
+    is also written as ``run.json``.
 
-    Sections that ``folder`` knows to be finished are not made again. ``summary["failed"]`` names
-    the sections with an unexpected error.
+    Sections that the folder knows to be finished are not computed again. ``summary["failed"]``
+    names the sections with an unexpected error.
     """
-    folder = folder or Folder(
-        out, analysis.view.name, command=command, versions=versions(), names=names
-    )
-    view, basis = analysis.view, analysis.basis
+    view, basis, clock = analysis.view, analysis.basis, analysis.clock
     folder.describe(
         basis.provenance,
         notes=(*analysis.notes, *analysis.smaller),
@@ -118,25 +100,24 @@ def write(
         f"{basis.length} tokens of {basis.provenance.corpus}.",
         caution=EMBEDDED if analysis.embedded else "",
     )
-    for name in names:
-        if folder.has(name):
-            continue
-        started = analysis.clock.elapsed()
-        made = make(analysis, name)
-        folder.add(name, made, seconds=analysis.clock.elapsed() - started)
-    analysis.clock.finish()
-    return folder.finish(analysis.clock.elapsed())
+    for name in folder.names:
+        if name not in folder.parts:
+            started = clock.elapsed()
+            section = make(analysis, name)
+            folder.add(name, section, seconds=clock.elapsed() - started)
+    clock.finish()
+    return folder.finish(clock.elapsed())
 
 
 def versions() -> dict[str, str]:
     """Versions of everything that shapes the numbers."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     names = ("tl-geometry", "transformer-lens", "torch", "transformers", "numpy")
-    found = {}
+    found = {"python": platform.python_version(), "platform": sys.platform}
     for name in names:
         try:
             found[name] = version(name)
-        except Exception:  # an uninstalled checkout has no metadata
+        except PackageNotFoundError:  # an uninstalled checkout has no metadata
             found[name] = "unknown"
-    return {"python": platform.python_version(), "platform": sys.platform, **found}
+    return found

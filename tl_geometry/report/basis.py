@@ -13,6 +13,7 @@ from tl_geometry.report import findings, massive
 from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
+from tl_geometry.zoo.inputs import Inputs
 
 NULL_CONTEXTS = 256
 """Windows of the null and of the untrained control."""
@@ -35,19 +36,14 @@ def spliced(analysis: Analysis, count: int) -> PositionContext:
 
 def untrained(analysis: Analysis, count: int) -> PositionContext:
     """The basis of the embedded model's untrained control on some of the windows."""
-    from tl_geometry.report.build import load_model
-
     view = analysis.view
-    model_class = "hooked" if view.class_name == "HookedTransformer" else "bridge"
-    dtype = str(view.dtype).removeprefix("torch.")
-    control = load_model(
-        None,
-        model_class=model_class,
+    inputs = Inputs(
+        model_class="hooked" if view.class_name == "HookedTransformer" else "bridge",
         processed=view.processed,
-        dtype=dtype,
+        dtype=str(view.dtype).removeprefix("torch."),
         device=str(view.device),
-        trained=False,
     )
+    control = inputs.load(trained=False)
     return decompose(control, analysis.pick(count), **_small(analysis))
 
 
@@ -97,7 +93,7 @@ def section(analysis: Analysis) -> Section:
         draft.draw(views.variance_shares(table, control=untaught), "variance", title=title)
         draft.table("anova", table, "Analysis of variance of each state")
         if untaught is not None:
-            draft.table(findings.UNTRAINED, untaught, "The same of the untrained control")
+            draft.table("anova_untrained", untaught, "The same of the untrained control")
         draft.find(findings.position_share(table, control=untaught))
         draft.find(findings.context_share(table))
     with draft.part("massive tokens"):

@@ -18,6 +18,7 @@ from tl_geometry.report import tables
 from tl_geometry.report.clock import span
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.origin import linked, plain
+from tl_geometry.report.templates import anchor, fill
 
 
 @runtime_checkable
@@ -53,8 +54,7 @@ class Lines:
 
     def html(self) -> str:
         """The sentence and its list."""
-        items = "".join(f"<li>{linked(html.escape(item))}</li>" for item in self.items)
-        return f"<p>{linked(html.escape(self.said))}</p><ul>{items}</ul>"
+        return fill("lines", said=self.said, items=self.items)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,11 +96,7 @@ class Card:
 
     def html(self) -> str:
         """The sentence, and the traceback folded away."""
-        body = f'<p class="note {self.status.replace(" ", "-")}">{html.escape(self.line())}</p>'
-        if self.trace:
-            trace = f"<pre>{html.escape(self.trace)}</pre>"
-            body += f"<details><summary>Traceback</summary>{trace}</details>"
-        return body
+        return fill("card", card=self)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -135,15 +131,7 @@ class Section:
 
     def html(self) -> str:
         """The section as an HTML fragment."""
-        parts = [f"<section><h2>{html.escape(self.title)}</h2>"]
-        for block in self.blocks:
-            if isinstance(block, str):
-                parts.append(f"<p>{linked(html.escape(block))}</p>")
-            elif isinstance(block, Card):
-                parts.append(f'<div class="absent">{block.html()}</div>')
-            else:
-                parts.append(block.html())
-        return "".join([*parts, "</section>"])
+        return fill("section", title=self.title, blocks=self.blocks)
 
 
 class Draft:
@@ -193,7 +181,7 @@ class Draft:
         is free again. ``key`` names it for links; its ``title``, ``how`` it is read and its
         ``null`` take the place of the figure's own where they are given, with numbers that name
         their cells (:mod:`tl_geometry.report.origin`)."""
-        name = f"figure-{key or tables.anchor(figure.title)}"
+        name = f"figure-{key or anchor(figure.title)}"
         figure.caption, figure.null = how or figure.caption, null or figure.null
         if isinstance(figure, PageView):
             self.blocks.append(_live(figure, name))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from tl_geometry.base import html
 from tl_geometry.base.results import Result
 from tl_geometry.render.head_view import in_words
+from tl_geometry.report.origin import by_error, number
+from tl_geometry.report.templates import anchor, fill
 
 SHORT, WIDE, LONGEST = 14, 12, 600
 """Rows and columns of a table that stands open, and the most rows on a page."""
@@ -60,42 +61,6 @@ NAMES = {
 """Columns whose key says too little."""
 UNITS_OF = {("TruncationCurve", "top5"): "of 5", ("SkipMap", "top5"): "share"}
 """Units of columns that tables measure differently."""
-
-
-def number(value: object) -> str:
-    """A cell for people: three significant digits, a true minus, groups of thousands, a dash where
-    there is nothing.
-
-    >>> [number(v) for v in (0.123456, -3, 12345.6, 1e-7, True, None, float("nan"), "a_b")]
-    ['0.123', '−3', '12,300', '1.00e−07', 'yes', '–', '–', 'a_b']
-    """
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}".replace("-", "−")
-    if not isinstance(value, float):
-        return str(value)
-    if value == 0 or 1e-4 <= abs(value) < 1e6:
-        kept = float(f"{value:.3g}")
-        places = 0 if not kept else max(0, 2 - math.floor(math.log10(abs(kept))))
-        return f"{kept:,.{places}f}".replace("-", "−")
-    return f"{value:.2e}".replace("-", "−")
-
-
-def by_error(value: float, error: float) -> str:
-    """A number to the second digit of its error, and three digits where there is none.
-
-    >>> by_error(17.2361, 0.04), by_error(0.93149, 0.012), by_error(5.0, 0.0)
-    ('17.236', '0.931', '5')
-    """
-    if float(value).is_integer() and abs(value) < 1e6:
-        return number(int(value))
-    if not (math.isfinite(error) and error > 0):
-        return number(value)
-    places = max(0, 1 - math.floor(math.log10(error)))
-    return f"{round(value, places) + 0.0:,.{places}f}".replace("-", "−")
 
 
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:
@@ -166,59 +131,27 @@ def upright(
 def shown(
     name: str, table: Result, *, about: str = "", columns: Sequence[str] | None = None
 ) -> str:
-    """A table as HTML, folded where it is long, with a field to search it; ``columns`` are some of
-    its columns, all by default."""
+    """A table on the page, folded where it is long or wide, searchable where it is long;
+    ``columns`` are some of its columns, all by default."""
     names, rows = joined(table)
-    kept = [n for n in names if columns is None or n in columns]
-    picked = [[row[names.index(n)] for n in kept] for row in rows[:LONGEST]]
-    headings = [heading(table, n) for n in kept]
+    chosen = [n for n in names if columns is None or n in columns]
+    headings = [heading(table, n) for n in chosen]
     labels = [f"{text} ({unit})" if unit else text for text, unit in headings]
-    labels, picked = upright(labels, picked)
-    body = _body(table, labels, picked)
-    said = html.escape(about or name.replace("_", " "))
-    left = f" of {len(rows):,} rows" if len(rows) > LONGEST else ""
-    size = f"{min(len(rows), LONGEST):,}{left or ' rows'}, {len(kept)} of {len(names)} columns"
-    note = f"<small> · {size}; all of it in {html.escape(name)}.csv</small>"
-    search = (
-        f'<input type="search" placeholder="Search" aria-label="Search: {said}"> <output></output>'
-        if len(picked) >= SEARCHED
-        else ""
+    cells = [[row[names.index(n)] for n in chosen] for row in rows[:LONGEST]]
+    labels, cells = upright(labels, cells)
+    right = [all(not isinstance(c, str) or _numeric(c) for c in column) for column in zip(*cells)]
+    left = f" of {len(rows):,} rows" if len(rows) > LONGEST else " rows"
+    return fill(
+        "table",
+        name=name,
+        anchor=anchor(name),
+        about=about or name.replace("_", " "),
+        size=f"{min(len(rows), LONGEST):,}{left}, {len(chosen)} of {len(names)} columns",
+        open=len(cells) <= SHORT and len(labels) <= 8,
+        searched=len(cells) >= SEARCHED,
+        headings=list(zip(labels, right or [True] * len(labels), strict=True)),
+        rows=[[number(table.readable(cell)) for cell in row] for row in cells],
     )
-    short = len(picked) <= SHORT and len(labels) <= 8
-    return (
-        f'<details class="table" id="table-{anchor(name)}"{" open" if short else ""}>'
-        f"<summary>{said}{note}</summary>{search}"
-        f'<div class="scroll" tabindex="0">{body}</div></details>'
-    )
-
-
-def anchor(text: str) -> str:
-    """A name as part of an element's id.
-
-    >>> anchor("dominant_only")
-    'dominant-only'
-    """
-    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
-
-
-def _body(table: Result, labels: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The rows and their headings; numbers stand to the right."""
-    sides = [
-        ""
-        if any(isinstance(row[i], str) and not _numeric(row[i]) for row in rows)
-        else ' class="n"'
-        for i in range(len(labels))
-    ]
-    head = "".join(f"<th{s}>{html.escape(c)}</th>" for c, s in zip(labels, sides, strict=True))
-    lines = (
-        "".join(
-            f"<td{side}>{html.escape(number(table.readable(value)))}</td>"
-            for value, side in zip(row, sides, strict=True)
-        )
-        for row in rows
-    )
-    filled = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{filled}</tbody></table>"
 
 
 def _numeric(value: object) -> bool:
