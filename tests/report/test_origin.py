@@ -28,7 +28,7 @@ SETTINGS = (
     r"Eq\. \d",  # of a paper
     r"(Zhong|Sarfati et al\.|\() ?20\d\d",
     r"[Ss]tates? \d+|L\d+H\d+",  # names
-    r"95%|margin of 0\.1|largest 0\.1%|0 without an effect|none below 10|pattern from 0 to 1",
+    r"95%|margin of 0\.1|largest 0\.1%|0% is expected by chance|none below 10|pattern from 0 to 1",
     r"[\d,]+ (windows|chunks|tokens|prompts|draws|dimensions|held-out|layers|trajectories)",
     r"[\d,]+ (blocks|heads|states|maps|rows|columns|sampled|frequencies|contexts|groups)",
     r"Block \d+|[Rr]ank 1,|error of 1 ",

@@ -105,12 +105,10 @@ add("trajectories", "Only the trajectories of pilot tokens as a stochastic flow.
 @takes(Inputs)
 def fit(
     inputs: Inputs,
-    out: Annotated[Path, typer.Option("--out", help="File to write the basis to.")] = Path(
+    out: Annotated[Path, typer.Option(help="File to write the basis to.")] = Path(
         "basis.safetensors"
     ),
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Windows of one forward pass.")
-    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Windows of one forward pass.")] = None,
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
@@ -167,12 +165,10 @@ def check(inputs: Inputs) -> None:
 @takes(Inputs, *MODEL)
 def readout(
     inputs: Inputs,
-    layer: Annotated[int, typer.Option("--layer", help="Block of the head, counted from 0.")] = 0,
-    head: Annotated[
-        int, typer.Option("--head", help="The head in that block, counted from 0.")
-    ] = 0,
+    layer: Annotated[int, typer.Option(help="Block of the head, counted from 0.")] = 0,
+    head: Annotated[int, typer.Option(help="The head in that block, counted from 0.")] = 0,
     matrix: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
-    k: Annotated[int, typer.Option("--k", help="Tokens of each direction.")] = 5,
+    k: Annotated[int, typer.Option(help="Tokens of each direction.")] = 5,
     out: Table = None,
     force: Force = False,
 ) -> None:
@@ -196,34 +192,27 @@ def reproduce(
     work: Annotated[str, typer.Argument(help="song-zhong, lines-of-thought or traveling-words.")],
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", help="A name, a directory, smollm2 or minilm; default: the embedded model."
-        ),
+        typer.Option(help="A name, a directory, smollm2 or minilm; default: the embedded model."),
     ] = None,
     topics: Annotated[
         list[Path] | None,
         typer.Option(
-            "--topics",
             help="Document for the similarities of song-zhong's Table 1 (four were used); "
-            "repeat it.",
+            "repeat it."
         ),
     ] = None,
     row: Annotated[
-        str | None,
-        typer.Option("--row", help='Published row to compare with, such as "GPT-2 OWT".'),
+        str | None, typer.Option(help='Published row to compare with, such as "GPT-2 OWT".')
     ] = None,
     contexts: Annotated[
         int | None,
-        typer.Option(
-            "--contexts",
-            help="Windows or chunks (default: as published, where the text has as many).",
-        ),
+        typer.Option(help="Windows or chunks (default: as published, where the text has as many)."),
     ] = None,
     out: Table = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Published settings and numbers, with ours beside them."""
+    """Published settings and numbers, with the measured ones beside them."""
     choice(work, WORKS, "work")
     inputs = dataclasses.replace(inputs, model=model)
     inputs.check_corpus()
@@ -257,18 +246,15 @@ def experiment(
     inputs: Inputs,
     name: Annotated[str, typer.Argument(help="randomisation, addition or nanogpt.")],
     scale: Annotated[
-        str,
-        typer.Option(
-            "--scale", help="smoke (seconds), cpu (minutes) or paper (the published settings)."
-        ),
+        str, typer.Option(help="smoke (seconds), cpu (minutes) or paper (the published settings).")
     ] = "cpu",
     out: Out = Path("tl-geometry-experiment"),
     seeds: Annotated[
-        list[int] | None, typer.Option("--seeds", help="A run for each; repeat it. Default: 0.")
+        list[int] | None, typer.Option(help="A run for each; repeat it. Default: 0.")
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", help="Text file to train on; repeat it. Default: standard library."),
+        typer.Option(help="Text file to train on; repeat it. Default: standard library."),
     ] = None,
     change: Annotated[
         list[str] | None,

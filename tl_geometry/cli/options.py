@@ -18,8 +18,8 @@ import typer
 
 from tl_geometry.zoo.inputs import Inputs
 
-Out = Annotated[Path, typer.Option("--out", help="Folder to write to.")]
-Table = Annotated[Path | None, typer.Option("--out", help="CSV file to write.")]
+Out = Annotated[Path, typer.Option(help="Folder to write to.")]
+Table = Annotated[Path | None, typer.Option(help="CSV file to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 Resume = Annotated[
     bool,
@@ -28,8 +28,7 @@ Resume = Annotated[
     ),
 ]
 Force = Annotated[
-    bool,
-    typer.Option("--force", help="Overwrite files that no earlier run of this command wrote."),
+    bool, typer.Option("--force", help="Overwrite files that no earlier run of this command wrote.")
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")

@@ -83,12 +83,7 @@ def kept_samples(view: ModelView, length: int) -> int:
 
 
 def basis_of(
-    view: ModelView,
-    tokens: TokenWindows,
-    folder: Folder,
-    *,
-    seed: int,
-    resume: bool,
+    view: ModelView, tokens: TokenWindows, folder: Folder, *, seed: int, resume: bool
 ) -> PositionContext:
     """The basis of the windows: that of a stopped run of the same model, tokens and seed, or
     computed now and saved."""

@@ -41,8 +41,7 @@ class Request(Inputs):
         "work, full leaves nothing out.",
     ] = "default"
     sections: Annotated[
-        tuple[str, ...],
-        f"Some of {', '.join(SECTIONS)}, separated by commas. Default: all.",
+        tuple[str, ...], f"Some of {', '.join(SECTIONS)}, separated by commas. Default: all."
     ] = SECTIONS
     planes: Annotated[bool, "Write the shares of every rotary plane too."] = False
 

@@ -1,5 +1,5 @@
-"""Tables for people: three digits, units, intervals beside their number, a search where they are
-long."""
+"""Tables of a report as a reader sees them: three digits, units, intervals beside their number, a
+search where they are long."""
 
 from __future__ import annotations
 
@@ -15,24 +15,15 @@ SHORT, WIDE, LONGEST = 14, 12, 600
 """Rows and columns of a table that stands open, and the most rows on a page."""
 SEARCHED = 15
 """Rows from which a table can be searched."""
+NATS = (
+    *("loss", "loss_change", "induction_loss", "induction_loss_change", "loss_increase"),
+    *("change", "kl", "kl_reverse", "saved", "own_loss", "baseline_mean"),
+)
 UNITS = {
-    "loss": "nats",
-    "loss_change": "nats",
-    "induction_loss": "nats",
-    "induction_loss_change": "nats",
-    "loss_increase": "nats",
-    "change": "nats",
-    "kl": "nats",
-    "kl_reverse": "nats",
-    "saved": "nats",
-    "own_loss": "nats",
-    "baseline_mean": "nats",
+    **dict.fromkeys(NATS, "nats"),
+    **dict.fromkeys(("step", "next_angle", "length", "net"), "radians"),
     "pattern_moved": "total variation",
     "share": "of the sum of squares",
-    "step": "radians",
-    "next_angle": "radians",
-    "length": "radians",
-    "net": "radians",
     "top1": "share",
 }
 """Units of columns; shares and cosines have none."""
@@ -66,34 +57,28 @@ UNITS_OF = {("TruncationCurve", "top5"): "of 5", ("SkipMap", "top5"): "share"}
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:
     """Columns and rows with bounds and standard errors written beside their number: ``x_low`` and
     ``x_high``, or ``x_se``, stand in the cell of ``x``."""
-    columns, rows = list(table.columns()), table.rows()
+    columns, ends = table.columns(), ("_low", "_high", "_se")
     place = {name: i for i, name in enumerate(columns)}
-    out: list[str] = []
-    cells: list[list[object]] = [[] for _ in rows]
-    for i, name in enumerate(columns):
-        base = name.rsplit("_", 1)[0]
-        if name.endswith(("_low", "_high", "_se")) and base in place:
-            continue
-        ends = [place.get(_bounded(name, place) + end) for end in ("_low", "_high")]
-        error = place.get(f"{name}_se")
-        out.append(name)
-        for row, made in zip(rows, cells, strict=True):
-            if None not in ends and math.isfinite(_float(row[ends[0] or 0])):
-                low, high = (number(row[end or 0]) for end in ends)
-                made.append(f"{number(row[i])} [{low}, {high}]")
-            elif error is not None and math.isfinite(_float(row[error])):
-                size = _float(row[error])
-                made.append(f"{by_error(_float(row[i]), size)} ± {size:.2g}")
-            else:
-                made.append(row[i])
-    return out, cells
+    beside = [c for c in columns if c.endswith(ends) and c.rsplit("_", 1)[0] in place]
+    names = [name for name in columns if name not in beside]
+    return names, [[_joined(row, name, place) for name in names] for row in table.rows()]
 
 
-def _bounded(name: str, place: Mapping[str, int]) -> str:
-    """Whose bounds stand beside a column: those of a change beside the change, not the whole."""
-    if name.endswith("_change"):
-        return name.removesuffix("_change")
-    return "" if f"{name}_change" in place else name
+def _joined(row: Sequence[object], name: str, place: Mapping[str, int]) -> object:
+    """One cell with its bounds or its standard error."""
+    # the bounds of a loss are those of its change, and stand beside that
+    bounded = name.removesuffix("_change")
+    bounded = "" if f"{name}_change" in place else bounded
+    low, high, error = (
+        _float(row[place[key]]) if key in place else math.nan
+        for key in (f"{bounded}_low", f"{bounded}_high", f"{name}_se")
+    )
+    value = row[place[name]]
+    if math.isfinite(low):
+        return f"{number(value)} [{number(low)}, {number(high)}]"
+    if math.isfinite(error):
+        return f"{by_error(_float(value), error)} ± {error:.2g}"
+    return value
 
 
 def _float(value: object) -> float:
