@@ -197,7 +197,7 @@ def test_an_unknown_name_is_refused_without_transformer_lens() -> None:
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout.split() == ["2", "True", "False"]
+    assert done.stdout.split() == ["2", "False", "False"]
     assert "got 'nomodel', which is not among its" in done.stderr
     assert "Use 'olmoe'" in done.stderr
 

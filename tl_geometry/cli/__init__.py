@@ -222,10 +222,8 @@ def reproduce(
     require(taken, "--topics", expected=f"none with {work}", got=ignored)
     at_least(contexts, 2, "--contexts")
     check_table(out, force)
-    from tl_geometry.models.names import check_name
     from tl_geometry.papers import reproduction
 
-    check_name(model, "bridge")
     table = reproduction.reproduce(
         work,
         model=model,

@@ -85,6 +85,7 @@ class Inputs:
         choice(self.dtype, DTYPES, "--dtype")
         check_device(self.device)
         _check_directory(self.model)
+        check_name(self.model, self.model_class)
         at_least(self.contexts, 1, "--contexts")
         at_least(self.length, 2, "--length")
         check_seed(self.seed)
@@ -126,7 +127,6 @@ class Inputs:
     def load(self, *, device: str | None = None, trained: bool = True) -> Any:
         """The model, on another ``device`` where one is given; ``trained=False`` gives the
         untrained control of the embedded model."""
-        check_name(self.model, self.model_class)
         import torch
 
         from tl_geometry.zoo.embedded_model import by_name, embedded
