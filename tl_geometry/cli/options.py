@@ -55,26 +55,22 @@ separated by commas."""
 def parameter(record: type[Inputs], name: str) -> inspect.Parameter:
     """A field of a record as a parameter of a command.
 
-    >>> parameter(Inputs, "seed").annotation.__metadata__[0].param_decls
-    ('--seed',)
+    >>> parameter(Inputs, "seed").default
+    0
     """
     hint = get_type_hints(record, include_extras=True)[name]
     kind, about = get_args(hint)
     default = record.__dataclass_fields__[name].default
     spelled = SPELLED.get(name, f"--{name}")
-    shown = typer.Argument(help=about) if name == "model" else _option(spelled, about)
+    shown: Any = typer.Option(spelled, help=about)
+    if name == "model":
+        shown = typer.Argument(help=about)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None if name in LISTS else default,
         annotation=Annotated[LISTS.get(name, kind), shown],
     )
-
-
-def _option(spelled: str, about: str) -> Any:
-    option = typer.Option(help=about)
-    option.default, option.param_decls = ..., (spelled,)
-    return option
 
 
 def takes(
@@ -99,6 +95,7 @@ def takes(
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = [parameter(record, name) for name in chosen]
         parameters += [p.replace(kind=keyword) for p in others]
+        # typer makes the options from it
         vars(run)["__signature__"] = signature.replace(parameters=parameters)
         return run
 

@@ -35,9 +35,8 @@ def untrained(analysis: Analysis, count: int) -> PositionContext:
         model_class="hooked" if view.class_name == "HookedTransformer" else "bridge",
         processed=view.processed,
         dtype=str(view.dtype).removeprefix("torch."),
-        device=str(view.device),
     )
-    control = inputs.load(trained=False)
+    control = inputs.load(device=str(view.device), trained=False)
     return decompose(control, analysis.pick(count), seed=analysis.seed, **SMALL)
 
 

@@ -98,31 +98,19 @@ class Inputs:
     def check_corpus(self, *, ids: bool = False) -> None:
         """Read all text files once, so that one that cannot be read is refused at once; with
         ``ids`` a single ``.npy`` file of token ids will do too."""
-        ignored = " ".join(["--field"] * (self.field is not None) + ["--pack"] * self.pack)
         if not (ids and self.token_file):
-            require(
-                self.corpus or self.field is None,
-                "--field",
-                expected="files of JSON lines in --corpus",
-                got="none",
-            )
+            lines = "files of JSON lines in --corpus"
+            require(self.corpus or self.field is None, "--field", expected=lines, got="none")
             if self.corpus:
                 text_files(self.corpus, self.encoding, field=self.field, binary=TOKENS)
             return
+        ignored = " ".join(["--field"] * (self.field is not None) + ["--pack"] * self.pack)
         require(not ignored, ignored, expected="text files in --corpus", got="token ids")
-        require(
-            len(self.corpus) == 1 and self.corpus[0].is_file(),
-            "--corpus",
-            expected="one existing .npy file",
-            got=printable(", ".join(map(str, self.corpus))),
-        )
-        require(
-            self.length is None and self.bos is None,
-            "--length, --bos",
-            expected="none with a token file",
-            got="some",
-            instead="text files",
-        )
+        got = printable(", ".join(map(str, self.corpus)))
+        one = len(self.corpus) == 1 and self.corpus[0].is_file()
+        require(one, "--corpus", expected="one existing .npy file", got=got)
+        expected, plain = "none with a token file", self.length is None and self.bos is None
+        require(plain, "--length, --bos", expected=expected, got="some", instead="text files")
 
     def load(self, *, device: str | None = None, trained: bool = True) -> Any:
         """The model, on another ``device`` where one is given; ``trained=False`` gives the
@@ -177,13 +165,10 @@ class Inputs:
             pack=self.pack,
             corpus=texts.label,
         )
-        require(
-            self.contexts is None or self.contexts <= len(windows),
-            "--contexts",
-            expected=f"at most {len(windows)} windows of {size} tokens in this corpus",
-            got=self.contexts,
-            instead="more --corpus",
-        )
+        expected = f"at most {len(windows)} windows of {size} tokens in this corpus"
+        enough = self.contexts is None or self.contexts <= len(windows)
+        instead = "more --corpus"
+        require(enough, "--contexts", expected=expected, got=self.contexts, instead=instead)
         return windows
 
     def tokens(self, model: ModelLike) -> TokenWindows | np.ndarray:
@@ -198,18 +183,12 @@ class Inputs:
         try:
             ids = np.load(self.corpus[0], mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
-            fail(
-                "--corpus",
-                expected="a .npy file of token ids",
-                got=f"{self.corpus[0].name} ({' '.join(str(error).split())[:120]})",
-            )
+            got = f"{self.corpus[0].name} ({' '.join(str(error).split())[:120]})"
+            fail("--corpus", expected="a .npy file of token ids", got=got)
         rows = len(ids) if getattr(ids, "ndim", 0) else 0
-        require(
-            self.contexts is None or self.contexts <= rows,
-            "--contexts",
-            expected=f"at most {rows}, the rows of the file",
-            got=self.contexts,
-        )
+        expected = f"at most {rows}, the rows of the file"
+        enough = self.contexts is None or self.contexts <= rows
+        require(enough, "--contexts", expected=expected, got=self.contexts)
         return ids[: self.contexts]
 
 
