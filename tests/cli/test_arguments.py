@@ -22,6 +22,7 @@ from tl_geometry.corpus import text_files
 from tl_geometry.decomposition import processes
 from tl_geometry.papers import published
 from tl_geometry.report import build
+from tl_geometry.zoo.inputs import Inputs
 
 WRONG: list[tuple[list[str], str]] = [
     (["fit", "--contexts", "-5"], "--contexts: expected 1 or more, got -5"),
@@ -268,7 +269,7 @@ def test_the_version_and_being_stopped(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(arguments, "model_options", stop)
+    monkeypatch.setattr(Inputs, "load", stop)
     assert run(["check"], monkeypatch) == 130
     said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
     assert capsys.readouterr().err == said
@@ -296,7 +297,7 @@ def test_a_full_disk_is_one_line(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(arguments, "model_options", fail)
+    monkeypatch.setattr(Inputs, "load", fail)
     assert run(["check"], monkeypatch) == 2
     said = capsys.readouterr().err
     assert text in said
@@ -307,7 +308,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any, **__: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "of ours", "x")
 
-    monkeypatch.setattr(arguments, "model_options", fail)
+    monkeypatch.setattr(Inputs, "load", fail)
     monkeypatch.setattr(sys, "argv", ["tl-geometry", "check"])
     with pytest.raises(FileNotFoundError):
         cli.main()

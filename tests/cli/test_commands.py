@@ -21,6 +21,7 @@ from tl_geometry.decomposition import stream_pass
 from tl_geometry.decomposition.stream_pass import forward_states
 from tl_geometry.report import Analysis, build
 from tl_geometry.report import basis as basis_section
+from tl_geometry.zoo.inputs import Inputs
 
 CORPUS: dict[str, Any] = {"contexts": 12, "length": 16, "bos": None, "seed": 3}
 
@@ -86,7 +87,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
         forward(view, states, batch, on_state)
 
     view = tlg.view(zoo.embedded())
-    tokens = build.corpus_windows(view, build.Texts.of([text]), **CORPUS)
+    tokens = Inputs(corpus=(text,), **CORPUS).tokens(view)
     monkeypatch.setattr(stream_pass, "forward_states", lambda *args: counting(*args, most=5))
     (tmp_path / "out").mkdir()
     if command == "heads":  # as a stopped run leaves its folder

@@ -20,9 +20,9 @@ from tests.cli.test_arguments import run
 from tests.reports import model_directory
 from tl_geometry import cli, papers
 from tl_geometry.base import files
-from tl_geometry.cli import arguments
 from tl_geometry.decomposition import stream_pass
 from tl_geometry.zoo import trainer
+from tl_geometry.zoo.inputs import Inputs
 
 ROOT = Path(cli.__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_a_run_stopped_while_loading_promises_nothing(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = lambda *_, **__: os.kill(os.getpid(), number)
-    monkeypatch.setattr(arguments, "model_options", stop)
+    monkeypatch.setattr(Inputs, "load", stop)
     assert run(["check"], monkeypatch) == code
     said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
     assert capsys.readouterr().err == said
@@ -197,7 +197,7 @@ def test_an_unknown_name_is_refused_without_transformer_lens() -> None:
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout.split() == ["2", "True", "False"]
+    assert done.stdout.split() == ["2", "False", "False"]
     assert "got 'nomodel', which is not among its" in done.stderr
     assert "Use 'olmoe'" in done.stderr
 

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import tl_geometry as tlg
@@ -21,9 +20,7 @@ from tl_geometry.render.figure import View, canvas
 from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
 from tl_geometry.render.writers import logit_figure
-from tl_geometry.report import build
 from tl_geometry.report.overview import Facts
-from tl_geometry.report.section import Draft
 from tl_geometry.report.tables import shown
 from tl_geometry.scores import offset_profile
 
@@ -86,23 +83,6 @@ def amiss(figure: View | PageView) -> list[str]:
 def _legend(axis: Any) -> list[Any]:
     held = axis.get_legend()
     return [] if held is None else held.get_texts()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A small report of the embedded model, and the figures that were drawn for it."""
-    out = tmp_path_factory.mktemp("article")
-    figures: list[Any] = []
-    original = Draft.draw
-
-    def draw(self: Draft, figure: View | PageView, key: str = "", **said: str) -> None:
-        figures.append(figure)
-        original(self, figure, key, **said)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draft, "draw", draw)
-        build.build(build.Request(contexts=48, length=32), out, progress=False)
-    return out, figures
 
 
 def test_every_figure_has_its_anatomy(made: tuple[Path, list[Any]]) -> None:

@@ -75,7 +75,9 @@ def check_anova(module: Any) -> None:
         norms=lambda basis: stand_in,
         gram=lambda basis, state: stand_in,
     )
-    section = module.section(SimpleNamespace(basis=basis))
+    draft = Draft("basis")
+    module.section(draft, SimpleNamespace(basis=basis))
+    section = draft.section()
     said = next(t for t in section.text if t.startswith("At state 1:"))
     table = basis.anova()
     x = h[1] - h[1].mean((0, 1))

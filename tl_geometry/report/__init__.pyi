@@ -8,7 +8,6 @@ from .contents import SECTIONS as SECTIONS
 from .folder import Folder as Folder
 from .section import Card as Card
 from .section import Draft as Draft
-from .section import Figure as Figure
 from .section import Section as Section
 from .work import Costs as Costs
 from .work import Work as Work

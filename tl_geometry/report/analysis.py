@@ -1,10 +1,11 @@
 """The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors
 results and ``run.json``.
 
-A section is a function ``section(analysis) -> Section`` in a module of this package, named in
-:data:`SECTIONS` in reading order, with a share of the budget in ``SHARES``
-(:mod:`tl_geometry.report.work`). A section never returns nothing: what it cannot do is a card that
-says why (:class:`Draft`). It is written as soon as it is finished.
+A section is a function ``section(draft, analysis)`` in a module of this package, named in
+:data:`SECTIONS` in reading order, with a title in :data:`TITLES` and a share of the budget in
+``SHARES`` (:mod:`tl_geometry.report.work`). It adds paragraphs, figures, tables and findings to the
+:class:`Draft`; what it cannot do is a card that says why. It is written as soon as it is
+finished.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tl_geometry.base.errors import GeometryError
+import torch
+
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.report.clock import Clock
-from tl_geometry.report.contents import SECTIONS
 from tl_geometry.report.folder import Folder
-from tl_geometry.report.section import Section, failure, refusal
+from tl_geometry.report.section import Draft, Section
 from tl_geometry.report.work import Costs, Work
 
 TITLES = {
@@ -39,8 +38,8 @@ TITLES = {
 """Section -> its title."""
 EMBEDDED = (
     "The embedded model is a small language model of Python source. It demonstrates the library "
-    "and is evidence for nothing; its untrained control "
-    "(same initialisation, no training) stands beside it."
+    "and is evidence for nothing; its untrained control (same initialisation, no training) stands "
+    "beside it."
 )
 
 
@@ -67,50 +66,35 @@ class Analysis:
     smaller: tuple[str, ...] = ()
     planes: bool = False
 
-    @property
-    def groups(self) -> int:
-        """Groups of contexts that the basis holds: what intervals leave out in turn."""
-        return int((self.basis.group_counts > 0).sum())
-
     def pick(self, count: int) -> TokenWindows:
-        """``count`` windows at even distances."""
-        import torch
+        """At most ``count`` windows at even distances."""
+        return at_even_distances(self.windows, count)
 
-        last = len(self.windows) - 1
-        return self.windows[torch.linspace(0, last, min(count, last + 1)).long()]
+
+def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
+    """At most ``count`` of the windows, from the first to the last."""
+    last = len(windows) - 1
+    return windows[torch.linspace(0, last, min(count, last + 1)).long()]
 
 
 def make(analysis: Analysis, name: str) -> Section:
-    """One section; where it cannot be had at all, a section with a card that says why."""
-    title = TITLES[name]
-    try:
-        analysis.clock.begin(name, title)
-        analysis.work.begin(name)
-        return importlib.import_module(f"tl_geometry.report.{name}").section(analysis)
-    except GeometryError as error:
-        return Section(title=title, blocks=[refusal("this section", error)])
-    except Exception as error:
-        return Section(title=title, blocks=[failure("this section", error)])
+    """One section; what cannot be had is a card that says why."""
+    draft = Draft(TITLES[name])
+    analysis.clock.begin(name, draft.title)
+    analysis.work.begin(name)
+    with draft.part("this section"):
+        importlib.import_module(f"tl_geometry.report.{name}").section(draft, analysis)
+    return draft.section()
 
 
-def write(
-    analysis: Analysis,
-    out: Path,
-    *,
-    command: Sequence[str] = (),
-    names: Sequence[str] = SECTIONS,
-    folder: Folder | None = None,
-) -> dict[str, Any]:
-    """Write the report into ``out``, each section as it is finished, and return the summary that is
-    also written as ``run.json``.
+def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
+    """Write the report into ``folder``, each section as it is finished, and return the summary that
+    is also written as ``run.json``.
 
-    Sections that ``folder`` knows to be finished are not made again. ``summary["failed"]`` names
-    the sections with an unexpected error.
+    Sections that the folder knows to be finished are not computed again. ``summary["failed"]``
+    names the sections with an unexpected error.
     """
-    folder = folder or Folder(
-        out, analysis.view.name, command=command, versions=versions(), names=names
-    )
-    view, basis = analysis.view, analysis.basis
+    view, basis, clock = analysis.view, analysis.basis, analysis.clock
     folder.describe(
         basis.provenance,
         notes=(*analysis.notes, *analysis.smaller),
@@ -118,25 +102,24 @@ def write(
         f"{basis.length} tokens of {basis.provenance.corpus}.",
         caution=EMBEDDED if analysis.embedded else "",
     )
-    for name in names:
-        if folder.has(name):
-            continue
-        started = analysis.clock.elapsed()
-        made = make(analysis, name)
-        folder.add(name, made, seconds=analysis.clock.elapsed() - started)
-    analysis.clock.finish()
-    return folder.finish(analysis.clock.elapsed())
+    for name in folder.names:
+        if name not in folder.parts:
+            started = clock.elapsed()
+            section = make(analysis, name)
+            folder.add(name, section, seconds=clock.elapsed() - started)
+    clock.finish()
+    return folder.finish(clock.elapsed())
 
 
 def versions() -> dict[str, str]:
     """Versions of everything that shapes the numbers."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     names = ("tl-geometry", "transformer-lens", "torch", "transformers", "numpy")
-    found = {}
+    found = {"python": platform.python_version(), "platform": sys.platform}
     for name in names:
         try:
             found[name] = version(name)
-        except Exception:  # an uninstalled checkout has no metadata
+        except PackageNotFoundError:  # an uninstalled checkout has no metadata
             found[name] = "unknown"
-    return {"python": platform.python_version(), "platform": sys.platform, **found}
+    return found
