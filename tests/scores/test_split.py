@@ -997,7 +997,7 @@ class Halves(Family):
     names = ("first", "second")
 
     def parts(self, layer: LayerView) -> dict[str, Tensor]:
-        return {name: layer.h / 2 for name in self.names}
+        return dict.fromkeys(self.names, layer.h / 2)
 
 
 def test_a_family_of_ones_own_is_split() -> None:
