@@ -35,7 +35,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import pattern_error, reconstruction_bound
-from tl_geometry.scores.families import PositionAndContext, family_of
+from tl_geometry.scores.families import Family, PositionAndContext, family_of
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.values import split_values, target_ids
 
@@ -989,3 +989,19 @@ def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
     )
     assert torch.allclose(parts["resid"][:, 3:12], expected.resid[row].float(), atol=1e-5)
     assert float(expected.ctx[row].abs().max()) > 0.1
+
+
+class Halves(Family):
+    """A family of one's own: the stream in two equal parts."""
+
+    names = ("first", "second")
+
+    def parts(self, layer: LayerView) -> dict[str, Tensor]:
+        return dict.fromkeys(self.names, layer.h / 2)
+
+
+def test_a_family_of_ones_own_is_split() -> None:
+    split = split_scores(tiny("bridge", "gpt2"), PROMPTS, parts=Halves(), heads="L1H0")
+    assert split.parts == ("bias", "first", "second")
+    assert split.reconstruction.adds_up
+    assert torch.allclose(split["first-second"], split["second-first"])
