@@ -240,12 +240,12 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
 def _check_bos(view: ModelView, ensemble: Trajectories, ids: Tensor) -> None:
     """Refuse chunks with BOS for directions of chunks without, and the other way round."""
     said = {True: "with BOS", False: "without BOS"}
-    known, found = ensemble.provenance.has_bos, begins_with_bos(ids, view.bos_id)
+    fitted_with_bos, has_bos = ensemble.provenance.has_bos, begins_with_bos(ids, view.bos_id)
     require(
-        known is None or known == found,
+        fitted_with_bos is None or fitted_with_bos == has_bos,
         "tokens",
-        expected=f"chunks {said[bool(known)]}, as those of ensemble",
-        got=f"chunks {said[found]}",
+        expected=f"chunks {said[bool(fitted_with_bos)]}, as those of ensemble",
+        got=f"chunks {said[has_bos]}",
         instead="the same prepend_bos for both",
     )
 
