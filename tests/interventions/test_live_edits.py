@@ -498,7 +498,7 @@ def test_gradients_are_those_of_finite_differences(model_class: str, change: Any
     """Through every path: the stream, the norm's scale, queries and keys, in two edited layers."""
     model, basis = (
         tiny(model_class, "gpt2", dtype=torch.float64),
-        basis_of(model_class, "gpt2", torch.float64),
+        basis_of(model_class, "gpt2", dtype=torch.float64),
     )
     generator = torch.Generator().manual_seed(3)
     at = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
@@ -531,7 +531,7 @@ def test_gradients_in_every_kind_of_attention(model_class: str, architecture: st
     differences in the running model."""
     model, basis = (
         tiny(model_class, architecture, dtype=torch.float64),
-        basis_of(model_class, architecture, torch.float64),
+        basis_of(model_class, architecture, dtype=torch.float64),
     )
     direction = torch.randn(
         2, 5, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64
