@@ -137,8 +137,8 @@ def sweep_intervals(
         if fresh:
             h, ids = world.draw(fresh, g), _ids(fresh, seed + repeats)
         found = measured(h, ids, basis, "intervals").resampled(contexts)
-        hits["score"].append(covered(_interval(found.shares, found.sizes), truth.cs))
-        hits["gain"].append(covered(_interval(found.gains, found.sizes), truth.gs))
+        hits["score"].append(covered(_interval(found.cs, found.sizes), truth.cs))
+        hits["gain"].append(covered(_interval(found.gs, found.sizes), truth.gs))
         before.append(covered(_bootstrap(h, basis, g), truth.cs))
     kept = [outcome(f"share of the {of}, {name}", torch.stack(x), start) for of, x in hits.items()]
     old = f"share of the score, {name} (of before)"

@@ -114,8 +114,8 @@ def labelled(world: World, labels: Any) -> tlg.PositionContext:
 
 def has_labels(names: tuple[str, ...]) -> Any:
     def check(world: World, found: tlg.PositionContext) -> bool:
-        sums = found.label_sums
-        return found.names == names and sums is not None and len(sums) == len(names)
+        labels = found.labels
+        return found.names == names and labels is not None and int(labels.max()) < len(names)
 
     return check
 

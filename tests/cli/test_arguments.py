@@ -20,7 +20,6 @@ from tl_geometry.cli import arguments, ending
 from tl_geometry.cli.options import EXAMPLES
 from tl_geometry.corpus import text_files
 from tl_geometry.decomposition import processes
-from tl_geometry.papers import published
 from tl_geometry.report import build
 from tl_geometry.zoo.inputs import Inputs
 
@@ -358,7 +357,7 @@ def test_other_encodings_and_names(tmp_path: Path) -> None:
     assert text_files.read_texts([odd])[1] == ["caf\\xe9$x$.txt"]
     path.write_bytes(b"\xe9t\xe9")
     with pytest.raises(GeometryError, match="byte 0"):
-        published.read_documents([path])
+        text_files.read_texts([path])
 
 
 def test_torchrun_without_its_environment_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,12 @@ dominant terms carry the model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.decomposition.layer_intervals import BLOCK
+from tl_geometry.interventions.causal import Dominance
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
@@ -20,9 +19,6 @@ from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
-
-if TYPE_CHECKING:
-    from tl_geometry.interventions.causal import Dominance
 
 COLUMNS = (
     *("layer", "head", "dominant_group", "group_by_cs", "group_share", "group_by_gs"),
