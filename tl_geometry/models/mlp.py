@@ -1,0 +1,167 @@
+"""What an MLP computes, as data: read from its module, chosen by what reproduces its output.
+
+:func:`mlp_spec` is called for the frozen linear model of a forward pass
+(:mod:`tl_geometry.circuits.frozen`). A block's MLP is
+
+    out = N_after(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out),    x = N(h)
+
+without the factor ``x W_in + b_in`` where there is no gate (then W_gate is the one input matrix).
+h is the stream after attention, or before it (parallel blocks). Norms, activation and input are
+tried in turn; the combination that reproduces the model's own output on the probe is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.user_hooks import without_hooks
+from tl_geometry.models.write_spec import by_head, writing_of
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu_squared": lambda x: functional.relu(x).square(),
+}
+"""Activations that are tried, by name."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MLPSpec:
+    """The MLP of one block. ``W_gate`` is what the activation is applied to, ``W_in`` the other
+    factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output; ``parallel``
+    says that it reads the stream before attention."""
+
+    before: NormWeights
+    after: NormWeights
+    parallel: bool
+    activation: str
+    W_gate: Float[Tensor, "d_model d_mlp"]
+    b_gate: Float[Tensor, " d_mlp"]
+    W_in: Float[Tensor, "d_model d_mlp"] | None
+    b_in: Float[Tensor, " d_mlp"] | None
+    W_out: Float[Tensor, "d_mlp d_model"]
+    b_out: Float[Tensor, " d_model"]
+
+    def act(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return ACTIVATIONS[self.activation](x)
+
+    def hidden(
+        self, x: Float[Tensor, "*batch d_model"]
+    ) -> tuple[Float[Tensor, "*batch d_mlp"], Float[Tensor, "*batch d_mlp"] | None]:
+        """What the activation is applied to, and the other factor, of a normed input."""
+        gate = x @ self.W_gate + self.b_gate
+        if self.W_in is None or self.b_in is None:
+            return gate, None
+        return gate, x @ self.W_in + self.b_in
+
+    def before_after_norm(self, h: Float[Tensor, "*batch d_model"]) -> Tensor:
+        """The output before the last norm."""
+        gate, linear = self.hidden(self.before.apply(h))
+        hidden = self.act(gate) if linear is None else self.act(gate) * linear
+        return hidden @ self.W_out + self.b_out
+
+    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The output of a stream that it reads."""
+        return self.after.apply(self.before_after_norm(h))
+
+
+def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
+    """The MLP of a block, ``None`` where the block has none; remembered as long as the weights stay
+    the same.
+
+    Raises ``UnsupportedModelError`` for a mixture of experts, and for an MLP that is not of this
+    form.
+    """
+    memo = view._layers.memo
+    key = ("mlp", layer)
+    if key not in memo:
+        memo[key] = _infer(view, layer)
+    return memo[key]
+
+
+def _infer(view: ModelView, layer: int) -> MLPSpec | None:
+    hook = writing_of(view).blocks[layer].mlp
+    if hook is None:
+        return None
+    block = view._model.blocks[layer]
+    ids = torch.arange(8).unsqueeze(0) % view.d_vocab
+    names = [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z", hook]
+    with without_hooks(view._model):
+        seen = {k: upcast(v) for k, v in view.activations(ids[:, : view.n_ctx], names).items()}
+    h, expected = seen[names[0]], seen[hook]
+    spec = writing_of(view).blocks[layer]
+    weights = view.weights(layer)
+    z = by_head(seen[names[1]], view.n_heads).to(weights.W_O)
+    attention = torch.einsum("bihe,hed->bid", z, weights.W_O) + weights.b_O
+    if spec.after_attention is not None:
+        attention = spec.after_attention.apply(attention)
+    best, least = None, torch.inf
+    for candidate in _candidates(view, block, h):
+        error = float(
+            (candidate.apply(h if candidate.parallel else h + attention) - expected).abs().max()
+        )
+        if error < 0.99 * least:  # ties go to the earlier candidate
+            best, least = candidate, error
+    bound = 8 * reconstruction_bound(unit_roundoff(view.dtype), float(expected.abs().max())) + 1e-5
+    if best is None or not least <= bound:
+        fail(
+            f"MLP of block {layer} of {view.name}",
+            expected="two or three matrices with an activation between them",
+            got=type(part(block.mlp, "original_component") or block.mlp).__name__,
+            instead='mlp="leaf", which takes MLPs as inputs of the graph',
+            error=UnsupportedModelError,
+        )
+    return best
+
+
+def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
+    """Readings of an MLP, the likeliest first."""
+    mlp = part(block, "mlp")
+    W_in, W_gate, W_out = (part(mlp, name) for name in ("W_in", "W_gate", "W_out"))
+    if W_in is None or W_out is None or W_in.dim() != 2:
+        return
+    gated = W_gate is not None
+    first = upcast(W_gate if gated else W_in).to(h)
+
+    def bias(name: str, width: int) -> Tensor:
+        value = part(mlp, name)
+        return h.new_zeros(width) if value is None else upcast(value).to(h)
+
+    width = first.shape[1]
+    norm = view._parameters.norm_candidates
+    nothing = list(norm(None, h))
+    before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
+    after = [*nothing, *(n for name in ("ln2_post", "ln2") if part(block, name) is not None
+                         for n in norm(part(block, name), h) if n.norm_type)]  # fmt: skip
+    for last, parallel, activation, entry in product(
+        after, (False, True), ACTIVATIONS, [*before, *nothing]
+    ):
+        yield MLPSpec(
+            before=entry,
+            after=last,
+            parallel=parallel,
+            activation=activation,
+            W_gate=first,
+            b_gate=bias("b_gate" if gated else "b_in", width),
+            W_in=upcast(W_in).to(h) if gated else None,
+            b_in=bias("b_in", width) if gated else None,
+            W_out=upcast(W_out).to(h),
+            b_out=bias("b_out", h.shape[-1]),
+        )
