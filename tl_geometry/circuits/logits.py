@@ -160,7 +160,7 @@ def explain_logit(
     position = index(position, length, "position")
     ids = target_ids(view, target)
     require(len(ids) <= 2, "target", expected="a token, or two for their difference", got=len(ids))
-    head = _output_head(view)
+    head = linear_head(view)
     parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
     names = part_names(parts, "exact", view, range(view.n_layers))
     size = 4 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
@@ -203,7 +203,7 @@ def explain_logit(
     return found
 
 
-def _output_head(view: ModelView) -> OutputHead:
+def linear_head(view: ModelView) -> OutputHead:
     """The output head, or a refusal by name."""
     what, instead = f"logits of {view.name}", "split_values without token_ids="
     if not view.head_trained:
