@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.calibration import Outcome, covered, outcome
-from benchmarks.planted import D, T, World
+from benchmarks.planted import TOPIC, D, T, World
 from tl_geometry.base.intervals import Interval, t_quantile
 from tl_geometry.decomposition import PositionContext, decompose_activations
 from tl_geometry.measures import contextual_report, positional_report
 from tl_geometry.measures.state_measures import StateMeasures
 
-TOPIC = 8
-"""Consecutive windows of one topic."""
 SHARES = ("pos", "ctx", "resid")
 Draw = Callable[[int, torch.Generator], Tensor]
 

@@ -3,7 +3,7 @@ known basis."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,10 @@ from tl_geometry.scores.sums import ShareSums, share_sums
 
 T, D, HEADS, D_HEAD = 12, 10, 4, 6
 """Positions, coordinates, heads and coordinates of a head of the planted layer."""
+
+
+TOPIC = 8
+"""Consecutive windows of one topic, where shares are simulated in topics."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,10 @@ def parts_of(layer: LayerView, mean: Tensor, pos: Tensor) -> ProjectedParts:
 @cache
 def true_shares(world: World) -> ShareSums:
     """Shares with the population's basis over 20,000 contexts, ``.cs`` and ``.gs`` ``[head
-    term]``."""
-    h = World(world.position, world.context, world.along).draw(
-        20_000, torch.Generator().manual_seed(99)
-    )
+    term]``; topics are of :data:`TOPIC` windows each."""
+    count = 20_000
+    many = replace(world, topics=count // TOPIC if world.topics else 0, between=0.0)
+    h = many.draw(count, torch.Generator().manual_seed(99))
     layer = layer_of(h)
-    parts = parts_of(layer, mean_state(), world.position * curve())
+    parts = parts_of(layer, mean_state(), world.position * curve(world.length))
     return share_sums(parts.q, parts.k, layer.allowed, energy=False).pooled()

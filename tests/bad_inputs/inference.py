@@ -10,6 +10,8 @@ import tl_geometry as tlg
 from tests.bad_inputs.cases import PATH, Call, Command, World
 from tl_geometry.scores.head_types import token_ranges
 
+UNKNOWN: Any = [None] * 10
+
 
 def unknown(world: World, values: torch.Tensor) -> bool:
     """Nothing but NaN: said, not made up."""
@@ -70,7 +72,27 @@ MEASURES: list[Call] = [
     Call(
         "labels of other windows",
         lambda w: tlg.contextual_report(w.basis, labels=[0, 1]),
-        "labels: expected a label",
+        "labels: expected one integer label",
+    ),
+    Call(
+        "labels of contexts that are huge",
+        lambda w: tlg.contextual_report(w.basis, labels=[300_000, 10**12] * 5),
+        check=lambda w, v: v.names == ("300000", "1000000000000"),
+    ),
+    Call(
+        "labels of contexts that are names",
+        lambda w: tlg.contextual_report(w.basis, labels=["a", "b"] * 5),
+        check=lambda w, v: v.names == ("a", "b"),
+    ),
+    Call(
+        "labels of contexts that are none",
+        lambda w: tlg.contextual_report(w.basis, labels=UNKNOWN),
+        "labels: expected one integer label",
+    ),
+    Call(
+        "labels of contexts below zero",
+        lambda w: tlg.contextual_report(w.basis, labels=[-1, 0] * 5),
+        "labels from -1 to 0",
     ),
     Call("no ranges of ids", lambda w: token_ranges(50_000, count=0), "count: expected at least 1"),
 ]

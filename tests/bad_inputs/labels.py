@@ -9,6 +9,10 @@ import torch
 import tl_geometry as tlg
 from tests.bad_inputs.cases import Call, Command, World
 
+NONE: Any = None
+THREE: Any = 3
+"""No names of columns."""
+
 
 def sweep(world: World, tokens: Any = None, **options: Any) -> Any:
     tokens = world.windows if tokens is None else tokens
@@ -60,6 +64,8 @@ CALLS: list[Call] = [
     Call("the largest of a flag", lambda w: w.table.top("group_flag"), "column"),
     Call("the largest of the first by covariance", lambda w: w.table.top("group_by_cs"), "column"),
     Call("the largest of a misspelt column", lambda w: w.table.top("positoin"), "column"),
+    Call("the largest of no column", lambda w: w.table.top(NONE), "column"),
+    Call("the largest of a numbered column", lambda w: w.table.top(THREE), "column"),
     Call("the largest of none", lambda w: w.table.top("induction", 0), "at least 1"),
     Call(
         "more heads than there are",

@@ -201,6 +201,17 @@ def test_latex_of_some_columns_and_rows() -> None:
         hostile().to_latex(["tokens"])
 
 
+def test_a_file_that_may_not_be_read_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permissions stop nobody who runs tests as root."""
+    made = Fields(provenance=WHERE, values=torch.zeros(2), parts={})
+    path = made.save(tmp_path / "a.safetensors")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(GeometryError, match=r"a file that may be read, got .*a\.safetensors"):
+        Fields.load(path)
+
+
 def test_files_round_trip(tmp_path: Path) -> None:
     made = Fields(
         provenance=WHERE, values=torch.tensor([1.0, torch.nan]), parts={"a": torch.ones(2)}

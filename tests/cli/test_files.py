@@ -46,7 +46,10 @@ def basis_file(path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    ["heads.csv", "report.html", "run.json", "basis.safetensors", "checkpoint.safetensors"],
+    [
+        *("heads.csv", "report.html", "run.json", "basis.safetensors", "checkpoint.safetensors"),
+        "sections",
+    ],
 )
 def test_files_of_the_user_are_refused_before_anything_is_loaded(
     name: str,
@@ -258,6 +261,20 @@ def test_an_experiment_overwrites_only_its_own(tmp_path: Path) -> None:
     (tmp_path / "findings.csv").write_text("mine")
     with pytest.raises(GeometryError, match=r"with findings\.csv"):
         papers.experiment("addition", **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "training.safetensors", "step-000000.safetensors", ""]
+)
+def test_a_training_run_overwrites_only_its_own(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "carry-0" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    said = "a file in its place" if name == "" else name
+    options: dict[str, Any] = {"scale": "smoke", "changes": ["steps=1"], "progress": False}
+    with pytest.raises(GeometryError, match=re.escape(said)):
+        papers.experiment("addition", out=tmp_path, **options)
+    assert path.read_text() == "mine"
 
 
 def test_a_lock_is_of_one_process_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tl_geometry as tlg
-from tl_geometry.decomposition.groups import CUT, group_borders
+from tl_geometry.decomposition.groups import APART, CUT, group_borders
 
 
 def _documents(sizes: list[int]) -> Tensor:
@@ -71,6 +71,19 @@ def test_too_few_documents_are_said(tmp_path: Path) -> None:
     assert len(two.group_counts) == 8
     for labels in ([0] * 16, None):
         assert CUT not in tlg.decompose_activations(h, labels=labels).provenance.flags
+
+
+def test_documents_that_are_not_in_order_are_said() -> None:
+    model = tlg.zoo.embedded()
+    windows = tlg.zoo.default_windows(model, 16, n=64)
+    assert windows.labels is not None
+    for rows, flagged in ((windows, False), (windows[torch.arange(64) * 37 % 64], True)):
+        basis = tlg.decompose(model, rows, progress=False)
+        table = tlg.sweep_heads(model, rows, basis, detail="intervals", progress=False)
+        plain = tlg.sweep_heads(model, rows, basis, progress=False)
+        assert (APART in basis.provenance.flags) == flagged
+        assert (APART in table.provenance.flags) == flagged
+        assert APART not in plain.provenance.flags
 
 
 CONTEXTS, BLOCK, POSITIONS, WIDTH = 64, 16, 12, 8

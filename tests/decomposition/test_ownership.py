@@ -17,10 +17,18 @@ import torch
 from torch import Tensor, nn
 
 import tl_geometry as tlg
+from tests import tiny
 from tests.bad_inputs.ownership import doors
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import stream_pass, variance
-from tl_geometry.interventions import effects
+from tl_geometry.interventions import (
+    effects,
+    remove_edge,
+    remove_planes,
+    remove_term,
+    surrogate,
+    swap_edge,
+)
 from tl_geometry.models.fingerprints import fingerprint
 
 Tokens = tlg.TokenWindows
@@ -123,12 +131,18 @@ def _results(
             lambda t: tlg.explain_logit(model, t, position=3, target=5), prompt[:1]
         ),
         "token paths": call(lambda t: tlg.token_paths(model, t), prompt[:1]),
+        "dictionary": call(
+            lambda *given: tlg.circuits.dictionary(given, 1),
+            torch.ones(2, 3, 4) / 2,
+            torch.eye(4) / 2,
+            torch.zeros(4),
+        ),
     }
 
 
 NAMES = ["windows", "decompose", "decompose arrays", "activations", "one batch of activations"]
 NAMES += ["transform", "trajectories", "split of own parts", "split", "split values", "sweep"]
-NAMES += ["writers", "composition", "explain logit", "token paths"]
+NAMES += ["writers", "composition", "explain logit", "token paths", "dictionary"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,6 +157,47 @@ def test_the_law_sees_a_result_that_holds_on_to_an_argument(windows: Tokens) -> 
     held = dataclasses.make_dataclass("Held", ["value"], namespace={"__module__": "tl_geometry"})
     assert _changed_by(lambda: (held(first), [first])) == 1
     assert _changed_by(lambda: ([lambda: second], [second])) == 1
+
+
+Edits = Callable[[Any, Tensor, Tensor, list[Any], tlg.PositionContext], Any]
+EDITS: dict[str, Edits] = {
+    "remove_term": lambda m, t, o, heads, b: remove_term(m, b, "cvec-cvec", heads),
+    "surrogate": lambda m, t, o, heads, b: surrogate(m, b, heads, "none"),
+    "remove_edge": lambda m, t, o, heads, b: remove_edge(m, t, "embed", heads),
+    "swap_edge": lambda m, t, o, heads, b: swap_edge(m, t, "embed", heads, other=o),
+}
+"""Edits of heads, made from tokens, other tokens and a list of heads."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", list(EDITS))
+def test_an_edit_is_of_what_was_given_when_it_was_made(
+    name: str, model: Any, windows: Tokens, basis: tlg.PositionContext
+) -> None:
+    def edited(overwrite: bool) -> Tensor:
+        first, other, heads = windows.tokens[:2].clone(), windows.tokens[2:4].clone(), ["L1H0"]
+        edit = EDITS[name](model, first, other, heads, basis)
+        if overwrite:
+            first.zero_(), other.zero_(), heads.append("L1H1")
+        with edit:
+            return model(windows.tokens[:2])
+
+    assert torch.equal(edited(overwrite=True), edited(overwrite=False))
+    assert not torch.equal(edited(overwrite=False), model(windows.tokens[:2]))
+
+
+@torch.no_grad()
+def test_planes_are_those_that_were_given_when_the_edit_was_made() -> None:
+    rotary, ids = tiny.tiny("bridge", "llama"), tiny.tokens()
+    planes, heads = [0], ["L1H0"]
+    edit = remove_planes(rotary, planes, heads)
+    with edit:
+        before = rotary(ids)
+    planes.append(1), heads.append("L1H1")
+    with edit:
+        assert torch.equal(rotary(ids), before)
+    with remove_planes(rotary, planes, heads):
+        assert not torch.equal(rotary(ids), before)
 
 
 def test_a_file_that_is_written_over_leaves_what_was_read(

@@ -139,12 +139,20 @@ def test_what_makes_no_sense_is_refused() -> None:
     other = pytest.raises(GeometryError, match="tokens of the clean run")
     with remove_edge(model, PROMPTS, "L0H0", "L1H2"), other:
         model(PROMPTS.flip(0))
-    all_left = remove_edge(model, PROMPTS, "L0H0", "L1H2", drop=12)
-    with pytest.raises(GeometryError, match="drop"), all_left:
-        pass
-    alone = swap_edge(model, PROMPTS[:1], "L0H0", "L1H2")
-    with pytest.raises(GeometryError, match="2 prompts"), alone:
-        pass
+    with pytest.raises(GeometryError, match="drop"):
+        remove_edge(model, PROMPTS, "L0H0", "L1H2", drop=12)
+    with pytest.raises(GeometryError, match="2 prompts"):
+        swap_edge(model, PROMPTS[:1], "L0H0", "L1H2")
+
+
+@pytest.mark.parametrize("model_class", ["bridge", *(["hooked"] if HAS_HOOKED else [])])
+def test_a_prompt_that_goes_on_is_refused(model_class: str) -> None:
+    """HookedTransformer generates from embeddings, which do not show the tokens."""
+    model = tiny(model_class, "gpt2")
+    options: dict[str, Any] = {"max_new_tokens": 2, "stop_at_eos": False, "verbose": False}
+    refused = pytest.raises(GeometryError, match="tokens of the clean run")
+    with remove_edge(model, PROMPTS, "L0H0", "L1H2"), refused:
+        model.generate(PROMPTS, use_past_kv_cache=False, do_sample=False, **options)
 
 
 FIRST = ("clean", "remove", "swap", "keep", "shrink")

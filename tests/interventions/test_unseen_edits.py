@@ -4,8 +4,10 @@ weights that change, code that was replaced, recomputed activations."""
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from threading import Thread
@@ -57,14 +59,20 @@ def same(a: Tensor, b: Tensor) -> bool:
 # threads
 
 
-def outcomes(model: Any, kinds: dict[str, Tensor], threads: int = 4, passes: int = 10) -> Counter:
+def outcomes(
+    model: Any,
+    kinds: dict[str, Tensor],
+    threads: int = 4,
+    passes: int = 10,
+    run_one: Callable[[Any], Tensor] = logits,
+) -> Counter:
     """What the passes of several threads gave, by the logits that they equal."""
     found: Counter[str] = Counter()
 
     def run() -> None:
         for _ in range(passes):
             try:
-                out = logits(model)
+                out = run_one(model)
                 found[next((k for k, v in kinds.items() if same(out, v)), "other")] += 1
             except Exception as error:
                 found[type(error).__name__] += 1
@@ -155,6 +163,67 @@ def test_a_list_belongs_to_one_thread(model_class: str) -> None:
     assert edit.passes == 1
 
 
+LISTED: dict[str, Callable[[Any, PositionContext], LiveEdit]] = {
+    "remove_term": edit_of,
+    "project_stream": lambda model, basis: project_stream(model, basis, 1),
+}
+
+
+@pytest.mark.parametrize("name", list(LISTED))
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_another_thread_is_refused_when_it_adds_a_list(model_class: str, name: str) -> None:
+    """Refused before its pass: the first thread takes the hooks of both away with its own."""
+    model, basis = fresh(model_class), basis_of(model_class)
+    one, two = (LISTED[name](model, basis) for _ in "12")
+    hooks, errors = one.hooks(), list[str]()
+
+    def add(found: Any) -> None:
+        try:
+            with model.hooks(fwd_hooks=found, reset_hooks_end=False):
+                pass
+        except GeometryError as error:
+            errors.append(str(error))
+
+    with model.hooks(fwd_hooks=hooks):
+        inside = logits(model)
+        for found in (hooks, two.hooks()):
+            worker = Thread(target=add, args=[found])
+            worker.start()
+            worker.join()
+    assert ["passes of one thread" in error for error in errors] == [True, True]
+    with torch.no_grad():
+        assert same(model.run_with_hooks(IDS, fwd_hooks=hooks), inside)
+        assert same(model.run_with_hooks(IDS, fwd_hooks=two.hooks()), inside)
+    assert not same(logits(model), inside)
+
+
+@pytest.mark.parametrize("name", list(LISTED))
+def test_no_list_of_several_threads_gives_unedited_logits(name: str) -> None:
+    model, basis = fresh("bridge"), basis_of("bridge")
+    shared = LISTED[name](model, basis).hooks()
+
+    def run_with(hooks: Any, model: Any = model) -> Tensor:
+        with torch.no_grad():
+            return model.run_with_hooks(IDS, fwd_hooks=hooks)
+
+    kinds = {"clean": logits(model), "edited": run_with(LISTED[name](model, basis).hooks())}
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        every = outcomes(model, kinds, passes=30, run_one=lambda m: run_with(shared))
+        every += outcomes(
+            model,
+            kinds,
+            passes=30,
+            run_one=lambda m: run_with(LISTED[name](m, basis).hooks()),
+        )
+    finally:
+        sys.setswitchinterval(usual)
+    assert every["edited"] > 0
+    assert every["GeometryError"] > 0
+    assert every["clean"] == every["other"] == 0
+
+
 # -------------------------------------------------------------------------------------------------
 # passes are counted
 
@@ -186,6 +255,9 @@ def test_a_block_without_an_edited_pass_is_refused(name: str) -> None:
 
     with pytest.raises(GeometryError, match="a forward pass inside the with block"), made():
         pass
+    short = remove_term(model, basis, "pos-cvec", "L1H0") if name == "term" else made()
+    with pytest.raises(GeometryError, match="a forward pass inside the with block"), short:
+        model(IDS, stop_at_layer=int(name == "term"))  # up to the input of the edited layer
     with pytest.raises(KeyError), made():  # an error that is on its way stays
         raise KeyError
     with made() as edit:

@@ -155,9 +155,22 @@ def test_cluster_similarity_against_loops(seed: int, labels: list[int]) -> None:
     assert float(signed.inter) == pytest.approx(
         np.mean([v for (i, j), v in pairs.items() if labels[i] != labels[j]])
     )
-    alone = [k for k in range(max(labels) + 1) if labels.count(k) < 2]
+    alone = [i for i, k in enumerate(sorted(set(labels))) if labels.count(k) < 2]
     assert exact.table.diagonal()[alone].isnan().all()
     assert (exact.table.nan_to_num(0) <= 1 + 1e-12).all()
+
+
+def test_labels_are_those_that_occur_however_large() -> None:
+    ctx, small = gaussian(0, 40, 30), torch.arange(4).repeat_interleave(10)
+    large = torch.tensor([0, 7, 300_000, 2**40])[small]
+    for signed in (False, True):
+        found, known = (
+            contextual.cluster_similarity(ctx, z, signed=signed) for z in (large, small)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, known, strict=True))
+    points = gaussian(1, 40, 3)
+    found, known = (contextual.cluster_compactness(points, z) for z in (large, small))
+    assert torch.equal(found, known)
 
 
 def test_published_similarity_counts_self_pairs_and_ours_does_not() -> None:

@@ -344,13 +344,31 @@ def test_flipped_signs_keep_outlier_coordinates_and_lose_alignment() -> None:
     )
 
 
+def test_labels_of_a_report_are_those_that_occur(basis: PositionContext) -> None:
+    """However large; names are those of the similarities."""
+    numbers, many = [[i % 3 for i in range(24)], [10**9 * (i % 3) for i in range(24)]]
+    words = [f"book {i % 3}" for i in range(24)]
+    known, *others = (
+        context_report.contextual_report(basis, z, jackknife=False) for z in (numbers, many, words)
+    )
+    assert known.names == ()
+    assert [found.names for found in others] == [
+        ("0", "1000000000", "2000000000"),
+        ("book 0", "book 1", "book 2"),
+    ]
+    for found in others:
+        assert found.similarity is not None
+        assert known.similarity is not None
+        assert torch.equal(found.similarity, known.similarity)
+
+
 def test_contextual_report_without_documents_and_its_refusals(basis: PositionContext) -> None:
     bare = context_report.contextual_report(basis, jackknife=False)
     assert "intra" not in bare.values
     assert bare.similarity is None
     with pytest.raises(
         GeometryError,
-        match=r"a label >= 0 for each of 24 contexts, got int64 tensor of shape \(3,\)",
+        match=r"label \(0 or more\) for each of 24 contexts, got int64 tensor of shape \(3,\)",
     ):
         context_report.contextual_report(basis, [0, 1, 2])
     with pytest.raises(GeometryError, match="keep_ctx=True"):

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from benchmarks.calibration import (
+    basis_of,
+    measured,
     outcome,
     paired_effects,
     permuted_positions,
     position_null,
     position_settings,
+    share_settings,
     simulations,
     sweep_intervals,
 )
@@ -19,12 +22,23 @@ from benchmarks.planted import World
 
 
 def test_intervals_of_a_sweep_cover_and_the_bootstrap_does_not() -> None:
-    score, gain, before = sweep_intervals("C = 16", World(), 16, 24)
+    score, gain, before = sweep_intervals("C = 32", World(), 32, 24)
     for new in (score, gain):
         assert 0.9 <= new.value <= 1.0
         assert new.kept
     assert before.value < 0.8
     assert not before.kept
+
+
+def test_intervals_cover_where_windows_come_in_topics_and_are_none_of_two_topics() -> None:
+    topics = [x for x in share_settings() if x["world"].topics]
+    assert {x["contexts"] for x in topics} == {32, 64}
+    score, gain, _ = sweep_intervals(repeats=40, **topics[0])
+    assert min(score.worst, gain.worst) >= 0.85
+    h = World(context=0.0, topics=2).draw(16, torch.Generator().manual_seed(0))
+    ids = torch.arange(h[..., 0].numel()).view(16, -1)
+    found = measured(h, ids, basis_of(h, ids), "intervals").resampled(16)
+    assert bool(found.shares.isnan().all() and found.gains.isnan().all())
 
 
 @pytest.mark.parametrize(("rotary", "stay"), [(False, 0.95), (True, 0.5)])
@@ -47,8 +61,9 @@ def test_settings_of_the_null_are_those_that_broke_the_one_before() -> None:
     names = [x["name"] for x in position_settings()]
     assert len(set(names)) == len(names) >= 13
     stays = [x for x in position_settings() if x["world"].stay == 0.95]
-    assert {(x["world"].length, x["contexts"]) for x in stays} >= {(16, 10), (16, 64), (32, 32)}
-    assert any(x["world"].topics for x in position_settings())
+    sizes = {(x["world"].length, x["contexts"]) for x in stays}
+    assert sizes >= {(16, 10), (16, 16), (16, 64), (32, 32)}
+    assert {x["contexts"] for x in position_settings() if x["world"].topics} == {16, 32}
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def check_measures(module: Any) -> None:
             ("stable_rank", "noise"): draw(3, seed=8),
             ("roughness", "shuffled"): draw(3, seed=9),
         },
+        spreads={},
         curve={},
         curve_contexts=(),
         provenance=Provenance(),

@@ -16,12 +16,12 @@ from tests.tiny import tiny, tokens
 from tl_geometry import decompose, decompose_activations, sweep_heads
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.interventions.effects import Effects
+from tl_geometry.interventions.causal import Dominance
 from tl_geometry.render.figure import View, canvas
 from tl_geometry.report import basis as basis_section
 from tl_geometry.report import flow as flow_section
 from tl_geometry.report import heads as heads_section
-from tl_geometry.report.origin import plain
+from tl_geometry.report.origin import Cells, plain
 from tl_geometry.report.section import Draft
 
 
@@ -57,7 +57,7 @@ def check_nulls(module: Any) -> None:
 
 
 def numbers(text: str) -> list[float]:
-    return [float(x) for x in re.findall(r"-?\d+\.\d+", text)]
+    return [float(x) for x in re.findall(r"-?\d+\.\d+", text.replace("−", "-"))]
 
 
 def check_anova(module: Any) -> None:
@@ -67,7 +67,7 @@ def check_anova(module: Any) -> None:
     h = h + 0.7 * torch.randn(3, 16, 1, 5, generator=g)
     basis, null = decompose_activations(h), decompose_activations(h.flip(1).roll(1, 2) ** 3)
     module._beside = lambda draft, analysis: (null, None)
-    module.massive = SimpleNamespace(add=lambda draft, analysis: None)
+    module.massive = SimpleNamespace(add=lambda draft, analysis, anova: None)
     stand_in = View(canvas()[0], title="A stand-in")
     module.views = SimpleNamespace(
         variance_shares=lambda table, control: stand_in,
@@ -93,15 +93,18 @@ def check_anova(module: Any) -> None:
     assert section.tables["anova"].rows()[1][:2] == table.rows()[1][:2]
 
 
-def effects(*, better: float) -> Effects:
-    """Losses of twelve prompts; random terms cost ``better`` more than the dominant ones."""
+def effects(*, better: float, apart: float = 0.01) -> Dominance:
+    """Losses of twelve prompts; random terms cost ``better`` more than the dominant ones, their
+    draws ``apart`` from each other."""
     g = torch.Generator().manual_seed(1)
     clean = 3 + torch.rand(12, generator=g).double()
     dominant = clean + 0.5 + 0.05 * torch.rand(12, generator=g).double()
     random = dominant + better + 0.02 * (torch.arange(12) % 2 - 0.5)
     rows = torch.stack([clean, dominant, dominant + 1, random, random + 2, random + 3])
-    return Effects(
+    drawn = random.mean() + apart * torch.linspace(-1, 1, 5).double()
+    return Dominance(
         conditions=("clean", "dominant term", "dominant group", "random term", "bias", "uniform"),
+        drawn=drawn,
         losses=rows,
         induction_losses=rows,
         kls=rows - rows[0],
@@ -111,15 +114,20 @@ def effects(*, better: float) -> Effects:
 
 def check_heads(module: Any) -> None:
     """The sentences on dominance and on labels."""
-    better, same = effects(better=0.4), effects(better=0.0)
-    assert "save 0.40 nats" in module._dominance(better)
-    said = module._dominance(same)
-    gap = same.change("random term", against="dominant term")
+
+    def dominance(effect: Dominance) -> str:
+        return plain(module._dominance(effect, Cells("dominant_only", effect)))
+
+    better, same = effects(better=0.4), effects(better=0.01)
+    assert "save 0.400 nats" in dominance(better)
+    said = dominance(same)
+    gap = same.saved()
     assert "not shown to be better" in said
     bounds = [float(gap.value), float(gap.low), float(gap.high)]
     assert numbers(said) == pytest.approx(bounds, abs=0.006)
-    assert "not shown" in module._dominance(effects(better=-0.3))
-    model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
+    assert "not shown" in dominance(effects(better=-0.3))
+    assert "not shown" in dominance(effects(better=0.4, apart=0.3)), "one draw may be as good"
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=32, length=16, seed=2)
     basis, detail = decompose(model, ids, progress=False), ("intervals", "nulls")
     table = sweep_heads(model, ids, basis, detail=detail, progress=False)
     intervals = table.group_intervals
@@ -128,13 +136,15 @@ def check_heads(module: Any) -> None:
         layer, head = table.heads[i]
         group = int(table.group_cs[i].argmax())
         mean = table.details["cs_position_null"] if group == 0 else None
+        gain = table.group_gain_intervals
+        assert gain is not None
         wanted = [
             float(table.types["induction"][i]),
-            float(table.group_cs[i, group]),
+            float(intervals.value[i, group]),
             float(intervals.low[i, group]),
             float(intervals.high[i, group]),
             *([] if mean is None else [float(mean[i])]),
-            float(table.group_gs[i, group]),
+            float(gain.value[i, group]),
         ]
         said = plain(said)
         assert said.startswith(f"L{layer}H{head} ")

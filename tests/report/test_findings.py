@@ -28,7 +28,8 @@ from tl_geometry import (
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.skipping import SkipMap
 from tl_geometry.flow.truncation import TruncationCurve
-from tl_geometry.report import findings
+from tl_geometry.report import findings, page
+from tl_geometry.report.origin import plain
 from tl_geometry.scores import head_types
 from tl_geometry.scores.sweep_table import SweepTable
 
@@ -39,6 +40,8 @@ SKIPS = {
     ("pilot", "mean"): (6.0, 0.3),
 }
 """KL and its error of the one block of :func:`skips`."""
+ORDER = 21
+"""Seed of an order that is smoother than most."""
 
 
 def rows(table: Result) -> list[Row]:
@@ -48,7 +51,7 @@ def rows(table: Result) -> list[Row]:
 
 def written(text: str) -> list[float]:
     """Every number of a text but those in names of heads."""
-    text = re.sub(r"L\d+H\d+|W_[A-Z]+", "", text).replace("−", "-").replace(",", "")
+    text = re.sub(r"L\d+H\d+|W_[A-Z]+", "", plain(text)).replace("−", "-").replace(",", "")
     return [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
@@ -61,8 +64,8 @@ def same(text: str, *wanted: float) -> None:
 def basis(effect: float = 1.0) -> Any:
     """States with an effect of position and context, or (0) none: noise alone."""
     g = torch.Generator().manual_seed(3)
-    h = torch.randn(4, 64, 16, 12, generator=g).double()
-    t = torch.linspace(0, 3, 16)
+    h = torch.randn(4, 64, 32, 12, generator=g).double()
+    t = torch.linspace(0, 3, 32)
     curve = torch.stack([torch.cos(t * (k + 1)) for k in range(12)], -1)[None, None]
     size = torch.tensor([1.0, 3.0, 2.0, 0.5])[:, None, None, None]
     h = h + effect * (size * curve + size.flip(0) * torch.randn(4, 64, 1, 12, generator=g))
@@ -70,22 +73,32 @@ def basis(effect: float = 1.0) -> Any:
 
 
 @functools.cache
+def in_one_order() -> Any:
+    """The effect of position with positions in one random order, the same in all windows: smoother
+    than the mean of random orders."""
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(ORDER))
+    samples = basis().samples
+    assert samples is not None
+    return decompose_activations(samples.transpose(0, 1)[:, :, order].double())
+
+
+@functools.cache
 def null_basis() -> Any:
     """The basis that stands for spliced windows."""
     g = torch.Generator().manual_seed(5)
-    return decompose_activations(torch.randn(4, 64, 16, 12, generator=g).double())
+    return decompose_activations(torch.randn(4, 64, 32, 12, generator=g).double())
 
 
 @functools.cache
 def sweep() -> SweepTable:
-    model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=32, length=16, seed=2)
     fitted, detail = decompose(model, ids, progress=False), ("intervals", "nulls")
     return sweep_heads(model, ids, fitted, detail=detail, progress=False)
 
 
 @functools.cache
 def geometry() -> Any:
-    model, ids = tiny("bridge", "gpt2"), tokens(batch=12, length=16, seed=2)
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=32, length=16, seed=2)
     return weight_geometry(model, decompose(model, ids, progress=False), rank=3)
 
 
@@ -110,9 +123,9 @@ def skips(forgotten: float = 6.0) -> SkipMap:
     )
 
 
-def curve(last: float = 0.2) -> TruncationCurve:
+def curve(last: float = 0.2, middle: float = 0.5) -> TruncationCurve:
     """KL at 2, 4, 8 directions; a tenth of the baseline is 0.7."""
-    kl = torch.tensor([4.0, 0.5, last], dtype=torch.float64)
+    kl = torch.tensor([4.0, middle, last], dtype=torch.float64)
     return TruncationCurve(
         K=(2, 4, 8),
         kl=kl,
@@ -144,9 +157,8 @@ def check_states(module: Any) -> None:
     assert found.clear
     same(found.value, share)
     same(found.said, share, row["state"])
-    noise = 100 * row["pos"] - share
     ends = [100 * row[f"pos_corrected_{end}"] for end in ("low", "high")]
-    same(found.beside, 95, *ends, 0, noise, 4, row["pos_reliability"])
+    same(found.beside, 95, *ends, 0, 100 * row["pos"], 4, row["pos_reliability"])
     found = module.context_share(table)
     row = max(rows(table), key=lambda r: r["ctx_corrected"] - r["ctx_null_corrected"])
     assert found.clear
@@ -182,27 +194,33 @@ def check_heads(module: Any) -> None:
     found = module.driver(table, groups=8)
     bounds = table.group_intervals
     assert bounds is not None
-    at = max(range(len(table.heads)), key=lambda i: rows(table)[i]["cs_position"])
+    at = max(range(len(table.heads)), key=lambda i: rows(table)[i]["cs_position_corrected"])
     row = rows(table)[at]
     ends = [100 * float(b[at, table.groups.index("position")]) for b in (bounds.low, bounds.high)]
+    assert ends == [100 * row[f"cs_position_corrected_{end}"] for end in ("low", "high")]
     counts = [[r["dominant_group"] for r in rows(table)].count(g) for g in ("position", "content")]
     assert f"L{row['layer']}H{row['head']}" in found.said
-    same(found.said, 100 * row["cs_position"])
+    same(found.said, 100 * row["cs_position_corrected"])
     destroyed = 100 * row["cs_position_null"]
     same(found.beside, 95, *ends, destroyed, len(table.heads), *counts)
 
     found = module.driver(table, groups=8, rotary=True)
-    shares = [(r[f"cs_{g}"], g, r) for r in rows(table) for g in ("position", "content")]
+    at = lambda r, g: r[f"cs_{g}_corrected"]
+    shares = [(at(r, g), g, r) for r in rows(table) for g in ("position", "content")]
     value, group, row = max(shares, key=lambda item: item[0])
     same(found.value, 100 * value)
-    others = [row[f"cs_{g}"] for g in table.groups if g != group]
+    others = [at(row, g) for g in table.groups if g != group]
     null = row["cs_position_null"] if group == "position" else max(others)
     assert written(found.beside)[3] == pytest.approx(100 * null, rel=0.0051)
-    content = dataclasses.replace(table, numerators=torch.zeros_like(table.numerators))
-    content.numerators[:, table.terms.index("cvec-cvec")] = 0.6 * table.total
-    content.numerators[:, table.terms.index("pos-pos")] = 0.3 * table.total
-    content.numerators[:, table.terms.index("pos-cvec")] = 0.1 * table.total
-    assert "30.0% for position" in module.driver(content, groups=8, rotary=True).beside
+    shares = torch.zeros_like(table.cs)
+    for term, share in (("cvec-cvec", 0.6), ("pos-pos", 0.3), ("pos-cvec", 0.1)):
+        shares[:, table.terms.index(term)] = share
+    assert table.resampled is not None
+    kept = shares.unsqueeze(1).expand_as(table.resampled)
+    content = {"numerators": shares * table.total[:, None], "resampled": kept}
+    content |= {"gains": shares * table.gain_total[:, None], "resampled_gains": kept}
+    found = module.driver(dataclasses.replace(table, **content), groups=8, rotary=True)
+    assert "30.0% for position" in plain(found.beside)
 
     for name in ("induction", "previous"):
         found = module.head_type(table, name)
@@ -220,7 +238,8 @@ def check_heads(module: Any) -> None:
     assert found.clear
     same(found.said, row["loss_change"])
     ends = [row["loss_low"], row["loss_high"]]
-    same(found.beside, 95, *ends, held["random term"]["loss_change"], 12)
+    saved = [row["saved"], 95, row["saved_low"], row["saved_high"]]
+    same(found.beside, 95, *ends, held["random term"]["loss_change"], *saved, 5, 12)
 
     found = module.lift(geometry())
     reliable = [r for r in rows(geometry()) if r["reliability"] >= 0.5]
@@ -263,6 +282,8 @@ def check_words(module: Any) -> None:
         module.dominance(effects(better=0.0)),
         module.skipped(skips(forgotten=1.6)),
         module.truncated(curve(last=3.0)),
+        module.truncated(curve(last=0.0, middle=3.0)),  # all directions carry everything
+        module.smooth(positional_report(in_one_order())),
     ]
     for found in on_null:
         assert not found.clear, found
@@ -289,8 +310,9 @@ def test_the_share_of_the_untrained_control_stands_beside_that_of_position() -> 
     assert both is not None
     assert "untrained" not in alone.beside
     at = table.states.index(int(re.findall(r"state (\d+)", both.said)[0]))
+    assert "anova_untrained.csv" in both.beside
     share = 100 * rows(control)[at]["pos_corrected"]
-    said = re.findall(r"([^;]*) in the untrained control", both.beside)
+    said = re.findall(r"([^;]*) in the untrained control", plain(both.beside))
     same(said[0], share)
 
 
@@ -322,15 +344,19 @@ def test_the_largest_of_many_on_their_null_is_rarely_evidence() -> None:
     assert size(10**6) > 0.15
 
 
+WIDE = 48
+"""Coordinates: in a narrow stream two directions are often alike by chance."""
+
+
 def states() -> torch.Tensor:
     """Position on a smooth curve, and contexts that differ along its strongest direction."""
     g = torch.Generator().manual_seed(3)
     t = torch.linspace(0, 3, 16)
-    curve = torch.stack([torch.cos(t * (k + 1)) / (k + 1) for k in range(12)], -1).double()
-    spread = torch.linalg.qr(torch.randn(12, 12, generator=g).double()).Q  # over all coordinates
+    curve = torch.stack([torch.cos(t * (k + 1)) / (k + 1) for k in range(WIDE)], -1).double()
+    spread = torch.linalg.qr(torch.randn(WIDE, WIDE, generator=g).double()).Q  # all coordinates
     curve = (curve - curve.mean(0)) @ spread
     along = torch.linalg.svd(curve).Vh[0]
-    noise = torch.randn(2, 64, 16, 12, generator=g).double()
+    noise = torch.randn(2, 64, 16, WIDE, generator=g).double()
     contexts = torch.randn(2, 64, 1, 1, generator=g).double()
     return noise + 2 * curve + 2 * contexts * along
 
@@ -351,7 +377,8 @@ def without_context(h: torch.Tensor, seed: int = 1) -> torch.Tensor:
 
 def without_alignment(h: torch.Tensor) -> torch.Tensor:
     """What contexts differ by, turned at random; position stays where it is."""
-    turn = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(2)).double())
+    g = torch.Generator().manual_seed(2)
+    turn = torch.linalg.qr(torch.randn(WIDE, WIDE, generator=g).double())
     middle = h.mean(1, keepdim=True)
     return middle + (h - middle) @ turn.Q
 
@@ -395,8 +422,12 @@ def test_a_head_type_goes_with_the_order_of_its_keys(
     def finding() -> findings.Finding | None:
         found = head_types.measure_types(view, range(view.n_layers))
         heads = tuple((l, h) for l in range(view.n_layers) for h in range(view.n_heads))
-        fields = {"types": found.scores, "type_errors": found.errors}
-        table = Mock(spec=SweepTable, heads=heads, baselines=found.baselines, **fields)
+        columns = [name, f"{name}_se", f"{name}_uniform"]
+        ends = zip(found.scores[name].tolist(), found.errors[name].tolist(), strict=True)
+        cells = [[value, error, found.baselines[name]] for value, error in ends]
+        table = Mock(spec=SweepTable, heads=heads, baselines=found.baselines)
+        table.types, table.type_errors = found.scores, found.errors
+        table.columns.return_value, table.rows.return_value = columns, cells
         return findings.head_type(table, name)
 
     real = finding()
@@ -436,11 +467,11 @@ def test_five_are_chosen_by_their_evidence_and_none_is_lost() -> None:
 
     found = [("a", finding(i, clear=i != 0)) for i in range(4)]
     found += [("b", finding(4, clear=False)), ("c", finding(5, clear=True))]
-    head, rest = findings.chosen(found)
+    head, rest = page.chosen(found)
     assert [f.value for f in head] == ["1", "2", "5", "4", "3"]
     assert [f.value for f in rest] == ["0"]
-    assert findings.chosen(found[:2]) == ([found[1][1], found[0][1]], [])
-    assert findings.chosen([]) == ([], [])
+    assert page.chosen(found[:2]) == ([found[1][1], found[0][1]], [])
+    assert page.chosen([]) == ([], [])
 
 
 def test_what_a_table_does_not_know_is_no_finding() -> None:

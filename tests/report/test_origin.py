@@ -1,5 +1,6 @@
-"""One number, one origin: every measured number of the page's sentences stands in an element that
-names a cell, and is the number of that cell in the CSV beside the page."""
+"""One number, one origin: every measured number of the page's findings, sentences and captions
+stands in an element that names a cell, and is the number of that cell in the CSV beside the
+page."""
 
 from __future__ import annotations
 
@@ -9,28 +10,34 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.report import build, origin, section
 
-PLACED = re.compile(r'<span data-source="([\w-]+\.csv):(\d+):([\w-]+)">([^<]*)</span>')
-VALUE = re.compile(r'<b data-source="([\w-]+\.csv)">([^<]*)</b>')
+PLACED = re.compile(r'<span data-source="([\w-]+\.csv):(\d+):([\w:-]+)">([^<]*)</span>')
+SAID = (
+    r"<(p|li)[ >].*?</\1>",
+    r"<figcaption[ >].*?</figcaption>",
+    r'<div class="find[^"]*">.*?</div></div>',
+)
+"""What the page says outside tables and pictures."""
 NUMBER = re.compile(r"(?<![\w.])[−-]?\d[\d,]*(?:\.\d+)?(?:e[−-]\d+)?")
 SETTINGS = (
+    r"[\d,]+ of (the )?[\d,]+ (tokens|trajectories|questions|states)",
     r"Eq\. \d",  # of a paper
     r"(Zhong|Sarfati et al\.|\() ?20\d\d",
     r"[Ss]tates? \d+|L\d+H\d+",  # names
-    r"95%|margin of 0\.1|largest 0\.1%",  # levels
-    r"[\d,]+ (windows|chunks|tokens|prompts|draws?|dimensions|held-out|layers)|[\d,]+ and 1 draw",
+    r"95%|margin of 0\.1|largest 0\.1%|0 without an effect|none below 10|pattern from 0 to 1",
+    r"[\d,]+ (windows|chunks|tokens|prompts|draws|dimensions|held-out|layers|trajectories)",
+    r"[\d,]+ (blocks|heads|states|maps|rows|columns|sampled|frequencies|contexts|groups)",
+    r"Block \d+|[Rr]ank 1,|error of 1 ",
+    r"\d+ by (position|content)|[\d,]+ more",  # counts of the rows of a table
+    r"cosine of 0 ± 0\.\d+",  # known exactly
+    r"full colour at [\d.]+|float16: read within [\d.]+|error [\d.e−-]+ \(\w; allowed [\d.e−-]+\)",
+    r"which hold \d+% of their variance",  # the axes of a picture
 )
-"""Numbers that were chosen or that name something, and that no table measures."""
-ELSEWHERE = (
-    r"of [\d,]+ hold [\d.]+%",  # tokens of the largest norm, in the title of a figure
-    r"(95% interval )?[\d.−]+ to [\d.−]+",  # bounds of a group's share
-    r"[\d.−]+ with position\w* \w+",  # its null
-    r"[\d.]+ nats (per token over random ones|more)",  # a paired difference of two rows
-)
-"""Measured numbers that stand in no CSV yet."""
+"""Numbers that were chosen, that name or count something, or that say how a picture was drawn."""
 
 
 def printed(text: str) -> float:
@@ -51,10 +58,20 @@ def agrees(text: str, cell: str) -> bool:
 
 def loose(paragraph: str) -> list[str]:
     """Numbers of a paragraph that name no cell and are no setting."""
-    text = unescape(PLACED.sub("", paragraph))
-    for pattern in SETTINGS + ELSEWHERE:
+    text = unescape(re.sub(r"<[^>]*>", "", PLACED.sub("", paragraph)))
+    for pattern in SETTINGS:
         text = re.sub(pattern, "", text)
-    return NUMBER.findall(re.sub(r"<[^>]*>", "", text))
+    return NUMBER.findall(text)
+
+
+def cell(table: list[dict[str, str]], row: int, place: str) -> str:
+    """A cell, or the end of the interval that its standard error gives."""
+    column, *end = place.split(":")
+    value = table[row][column]
+    if not end:
+        return value
+    reach = float(stats.t.ppf(0.975, int(end[1]) - 1)) * float(table[row][f"{column}_se"])
+    return str(float(value) + {"low": -reach, "high": reach}[end[0]])
 
 
 def table(folder: Path, name: str) -> list[dict[str, str]]:
@@ -66,40 +83,35 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small report of the embedded model."""
     out = tmp_path_factory.mktemp("origin") / "made"
-    names = ("overview", "basis", "heads", "measures", "weights")
-    build.build(build.Request(contexts=24, length=32, sections=names), out, progress=False)
+    build.build(build.Request(contexts=64, length=64, budget="quick"), out, progress=False)
     return out
 
 
 def test_every_number_of_a_sentence_is_that_of_its_cell(folder: Path) -> None:
     page = (folder / "report.html").read_text("utf-8")
     found = PLACED.findall(page)
-    assert len(found) >= 12
-    assert {name for name, *_ in found} >= {"anova.csv", "positional.csv", "contextual.csv"}
-    for name, row, column, text in found:
-        cell = table(folder, name)[int(row)][column]
-        assert agrees(text, cell), (name, row, column, text, cell)
+    assert len(found) >= 60
+    named = {"anova", "anova_untrained", "positional", "contextual", "heads", "dominant_only"}
+    named |= {"weights_qk", "surrogates", "skipped_layers"}
+    assert {name for name, *_ in found} >= {f"{name}.csv" for name in named}
+    for name, row, place, text in found:
+        value = cell(table(folder, name), int(row), place)
+        assert agrees(text, value), (name, row, place, text, value)
 
 
 def test_no_number_of_a_sentence_is_without_a_cell(folder: Path) -> None:
     page = (folder / "report.html").read_text("utf-8")
-    text = page.partition("<footer>")[0]
-    paragraphs = re.findall(r"<(p|li)>(.*?)</\1>", text, flags=re.DOTALL)
-    paragraphs = [said for _, said in paragraphs]
-    assert len(paragraphs) > 10
-    assert not {p: loose(p) for p in paragraphs if loose(p)}
+    text = re.sub(r"<iframe.*?</iframe>", "", page.partition("<footer>")[0], flags=re.DOTALL)
+    said = [m[0] for pattern in SAID for m in re.finditer(pattern, text, flags=re.DOTALL)]
+    assert sum("find" in part for part in said) >= 8
+    assert sum("figcaption" in part for part in said) >= 15
+    assert not [[*loose(part), re.sub("<[^>]*>", "", part)] for part in said if loose(part)]
 
 
-def test_the_number_of_a_finding_is_in_its_table(folder: Path) -> None:
-    values = VALUE.findall((folder / "report.html").read_text("utf-8"))
-    assert len(values) >= 3
-    for name, text in values:
-        cells = [v for row in table(folder, name) for v in row.values() if _is_number(v)]
-        assert any(agrees(text, cell) for cell in cells), (name, text)
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text) is not None
+def test_a_baseline_has_one_value_on_a_page(folder: Path) -> None:
+    """Edits of heads and of W_QK start from the loss on the same windows."""
+    losses = [table(folder, f"{name}.csv")[0]["loss"] for name in ("dominant_only", "surrogates")]
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-4)
 
 
 class Small(Result):
@@ -113,8 +125,8 @@ class Small(Result):
 
 
 def test_a_wrong_number_and_one_without_a_cell_are_seen() -> None:
-    cell = origin.Cells("small", Small(provenance=Provenance()))
-    said = f"It is {cell(0, 'share', percent=True)}, not {cell(0, 'share_null')} <b>."
+    cells = origin.Cells("small", Small(provenance=Provenance()))
+    said = f"It is {cells(0, 'share', percent=True)}, not {cells(0, 'share_null')} <b>."
     html = section.Section(title="T", blocks=(said,)).html()
     assert PLACED.findall(html) == [
         ("small.csv", "0", "share", "12.3%"),
@@ -126,4 +138,6 @@ def test_a_wrong_number_and_one_without_a_cell_are_seen() -> None:
     assert not agrees("12.4%", "0.123456")
     assert not agrees("12.3", "0.123456")
     assert loose(html) == []
+    framed = section.Drawn(key="f", text=origin.linked(f'<img alt="{said}"><b>{said}</b>'))
+    assert framed.html().count("data-source") == 2, "in the title, not in the attribute"
     assert loose("<p>At state 2 it is 0.031, in 12 windows.</p>") == ["0.031"]

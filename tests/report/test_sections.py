@@ -14,7 +14,7 @@ import torch
 
 from tests.reports import model_directory, report
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.interventions.effects import Effects
+from tl_geometry.interventions import Dominance
 from tl_geometry.report import TITLES, contents, flow, folder, heads, measures
 from tl_geometry.report import build as building
 from tl_geometry.report.clock import Clock, span
@@ -204,7 +204,7 @@ def test_a_small_budget_leaves_out_and_says_so_but_not_labels(
     assert heads_table.provenance.contexts == 10
     assert heads_table.group_intervals is not None
     assert bool(heads_table.group_intervals.low.isfinite().all())
-    change = Effects.load(tmp_path / "dominant_only.safetensors").change("random term")
+    change = Dominance.load(tmp_path / "dominant_only.safetensors").change("random term")
     assert bool(change.low.isfinite())
 
 
@@ -216,7 +216,7 @@ def test_too_few_windows_for_a_label_are_a_card(
     page = (tmp_path / "report.html").read_text()
     assert (
         "the sweep over all heads: left out, because a label needs an interval, and 9 windows are "
-        "fewer than the 10 of one." in page
+        "fewer than the 32 of one." in page
     )
 
 

@@ -3,6 +3,7 @@ every table and text that prints it; and the tables of a sweep are narrow enough
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from functools import cache
@@ -29,10 +30,8 @@ def basis_of(slope: float) -> PositionContext:
 
 
 @cache
-def swept(slope: float, *detail: str) -> SweepTable:
-    return sweep_heads(
-        induction_model(slope=slope), PROMPTS, basis_of(slope), detail=detail, progress=False
-    )
+def swept(slope: float) -> SweepTable:
+    return sweep_heads(induction_model(slope=slope), PROMPTS, basis_of(slope), progress=False)
 
 
 @pytest.mark.parametrize("slope", [0.0, STEEP])
@@ -138,9 +137,10 @@ def test_a_sweep_shows_itself_within_the_terminal(
 
 def test_labels_need_both_intervals() -> None:
     """Where intervals were asked for: a lead that one group of contexts decides is none."""
-    import dataclasses
-
-    table = swept(0.0, "intervals")
+    many = prompts(32, seed=3)
+    table = sweep_heads(
+        induction_model(slope=0.0), many, basis_of(0.0), detail="intervals", progress=False
+    )
     at = table.heads.index((1, 0))
     assert table.resampled is not None
     assert table.resampled_gains is not None

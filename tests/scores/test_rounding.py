@@ -53,6 +53,36 @@ def test_a_check_that_would_see_nothing_is_refused() -> None:
     assert not blunt(tlg.split_scores(model, ids, normalized, layers=[0]).provenance.flags)
 
 
+def test_edits_of_such_terms_are_flagged_and_refused() -> None:
+    def edited(times: float) -> tuple[str, ...]:
+        model, ids = with_a_large_token(times)
+        basis = tlg.decompose(model, ids, progress=False)
+        edit = tlg.interventions.remove_term(model, basis, "cvec-cvec", "L0H0")
+        with edit, torch.no_grad():
+            model(ids)
+        return edit.flags
+
+    assert not edited(1.0)
+    (flag,) = edited(3e3)
+    assert flag.startswith("layer 0: rounding may reach")
+    with pytest.raises(ReconstructionError, match=r"may reach .*\. Use model\.double\(\)"):
+        edited(1e6)
+
+
+def test_values_that_cancel_are_flagged_and_refused() -> None:
+    def split(times: float) -> list[str]:
+        model, ids = with_a_large_token(times)
+        basis = tlg.decompose(model, ids, progress=False)
+        return blunt(tlg.split_values(model, ids, basis, layers=[0]).provenance.flags)
+
+    assert not split(1.0)
+    (flag,) = split(1e6)
+    assert flag.startswith("values of layer 0: ")
+    assert "z of a token reaches" in flag
+    with pytest.raises(ReconstructionError, match="what z of a token reaches"):
+        split(1e8)
+
+
 def test_the_limits_are_one_percent_and_the_whole_spread() -> None:
     unit, ranges = 2**-24, torch.tensor([1.0, 10.0, 10.0])
     bound = 32 * unit

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tl_geometry as tlg
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose
 from tl_geometry.base.errors import BudgetError, GeometryError, ReconstructionError
@@ -34,9 +35,9 @@ PROMPTS = tokens(batch=5, length=20, seed=4)
 
 
 @cache
-def basis_of(architecture: str) -> PositionContext:
+def basis_of(architecture: str, length: int = 24) -> PositionContext:
     return decompose(
-        tiny("bridge", architecture), tokens(batch=24, length=24, seed=2), progress=False
+        tiny("bridge", architecture), tokens(batch=24, length=length, seed=2), progress=False
     )
 
 
@@ -294,12 +295,34 @@ def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPat
         swept("gpt2")
 
 
+def _feature_shares(model: Any, ids: Tensor, batch_size: int) -> Any:
+    width = model.cfg.d_model
+    source = (torch.rand(*ids.shape, 3), torch.randn(3, width), torch.zeros(width))
+    known = tlg.circuits.dictionary(source, 1)
+    return tlg.circuits.feature_shares(model, ids, known, batch_size=batch_size)
+
+
+STREAMED: dict[str, Any] = {
+    "position": lambda model, ids, size: sweep_heads(
+        model, ids, basis_of("gpt2", 50), batch_size=size, progress=False
+    ),
+    "writers": lambda model, ids, size: sweep_heads(
+        model, ids, parts="writers", batch_size=size, progress=False
+    ),
+    "composition": lambda model, ids, size: tlg.composition(
+        model, ids, batch_size=size, progress=False
+    ),
+    "features": _feature_shares,
+}
+"""What reads scores batch by batch."""
+
+
+@pytest.mark.parametrize("name", list(STREAMED))
 @pytest.mark.parametrize("batch_size", [5, 2])
 @pytest.mark.parametrize("spared", [0, 1, 2])
-def test_a_hook_that_spares_a_row_is_refused(batch_size: int, spared: int) -> None:
+def test_a_hook_that_spares_a_row_is_refused(name: str, batch_size: int, spared: int) -> None:
     """One context of every batch is verified in the pass of that batch, another row each time."""
-    model = tiny("bridge", "gpt2")
-    basis = basis_of("gpt2")
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=11, length=20, seed=4)
     spare = slice(spared, spared + 1)
 
     def act(q: Tensor, hook: Any) -> Tensor:
@@ -307,15 +330,26 @@ def test_a_hook_that_spares_a_row_is_refused(batch_size: int, spared: int) -> No
         changed[spare] = q[spare]
         return changed
 
-    def sweeps(**options: Any) -> SweepTable:
-        return sweep_heads(
-            model, tokens(batch=11, length=20, seed=4), basis, progress=False, **options
-        )
-
     refused = pytest.raises(ReconstructionError, match=r"layer 1 of tiny-gpt2")
     with model.hooks(fwd_hooks=[("blocks.1.attn.hook_q", act)]), refused:
-        sweeps(batch_size=batch_size)
-    assert sweeps(batch_size=batch_size).cs.isfinite().all()
+        STREAMED[name](model, ids, batch_size)
+    assert STREAMED[name](model, ids, batch_size).cs.isfinite().all()
+
+
+@pytest.mark.parametrize("name", list(STREAMED))
+@pytest.mark.parametrize("point", ["attn.hook_q", "attn.hook_k", "attn.hook_pattern"])
+def test_a_hook_that_acts_in_later_batches_is_refused(name: str, point: str) -> None:
+    """Of windows longer than the sample of queries that later batches compare."""
+    model, ids, passes = tiny("bridge", "gpt2"), tokens(batch=6, length=50, seed=4), [0]
+
+    def act(value: Tensor, hook: Any) -> Tensor:
+        passes[0] += 1
+        return value if passes[0] < 2 else 1.3 * value
+
+    refused = pytest.raises(ReconstructionError, match=r"layer 1 of tiny-gpt2")
+    with model.hooks(fwd_hooks=[(f"blocks.1.{point}", act)]), refused:
+        STREAMED[name](model, ids, 3)
+    assert passes[0] == 2
 
 
 def test_verified_rows_are_seeded_and_differ() -> None:

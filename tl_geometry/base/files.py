@@ -123,6 +123,8 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
     except (OSError, ValueError):  # a name that no file can have
         there = False
     require(there, "file", expected="an existing safetensors file", got=_named(path))
+    readable = os.access(path, os.R_OK)  # or safetensors says that there is no such file
+    require(readable, "file", expected="a file that may be read", got=_named(path))
     try:
         with safe_open(path, framework="pt") as handle:
             texts = handle.metadata() or {}

@@ -133,9 +133,12 @@ class OwnFiles:
         return plain and file_hash(path) in self.hashes[name]
 
     def free(self, name: str) -> bool:
-        """Whether a file may be written: nothing stands there, or something of ours."""
-        there = _there(self.folder / name)
-        return self.force or not there or self.unchanged(name)
+        """Whether a file may be written: nothing stands there (nor a file in the place of its
+        folder), or something of ours."""
+        path = self.folder / name
+        if _there(path.parent) and not path.parent.is_dir():
+            return False
+        return self.force or not _there(path) or self.unchanged(name)
 
     def changed(self) -> list[str]:
         """Listed files that were changed since."""

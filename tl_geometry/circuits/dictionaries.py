@@ -89,7 +89,9 @@ def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dicti
         got = f"{describe(activations)}, {describe(decoder)} and {describe(bias)}"
         expected = "[batch position feature], [feature d_model], [d_model]"
         require(fits, "dictionary", expected=expected, got=got)
-        return Dictionary(layer, decoder.detach(), bias.detach(), lambda h: activations.to(h))
+        # a caller may go on writing into the tensors that it gave
+        activations, decoder, bias = (x.detach().clone() for x in source)
+        return Dictionary(layer, decoder, bias, lambda h: activations.to(h))
     missing = [name for name in ("encode", "W_dec", "b_dec") if not hasattr(source, name)]
     expected, instead = "an object with encode, W_dec, b_dec", "(activations, decoder, bias)"
     got = f"{type(source).__name__} without {', '.join(missing)}"

@@ -27,6 +27,7 @@ from tl_geometry.circuits.dictionaries import Dictionary, check_decoder
 from tl_geometry.circuits.writer_sweep import WEIGHTS, Reader, pulled
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.models.batches import SAMPLED, another_row
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -127,10 +128,13 @@ def feature_shares(
     start = int(rows.has_bos) if drop is None else drop
     _check_request(features, rows, start, batch_size=batch_size, pairs=pairs, per_cell=per_cell)
     sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell)
-    at = 0
+    at, row, draws = 0, 0, torch.Generator().manual_seed(0)
     for batch in rows.tokens.split(batch_size):
         sums.rows = slice(at, at + len(batch))
-        view.run_layers(batch, [features.layer], sums.add, verify=at == 0)
+        row = another_row(row, len(batch), draws)
+        sample = (row, lambda layer: None)  # verified by now
+        options: dict[str, Any] = {"verify": at == 0, "sample": sample, "queries": SAMPLED}
+        view.run_layers(batch, [features.layer], sums.add, **options)
         at += len(batch)
     return FeatureShares(
         provenance=view.provenance(rows, window=(start, rows.tokens.shape[1])),

@@ -38,7 +38,7 @@ from tl_geometry.base.rows import row_center
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.corpus.window_cutter import begins_with_bos
-from tl_geometry.models.batches import batch_of
+from tl_geometry.models.batches import SAMPLED, another_row, batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import CONSTANTS, Writer, Written, run_written, writer_names
@@ -373,11 +373,13 @@ def stream_writers(
     progress: bool,
     seed: int,
 ) -> tuple[int, Provenance]:
-    """Call the second of ``calls`` for each layer of each batch, the first for one context that is
-    verified; returns how many positions are left out and what was read."""
+    """Call the second of ``calls`` for each layer of each batch, the first for one context of the
+    first; one context of every batch is verified. Returns how many positions are left out and what
+    was read."""
     size = batch_of(batch_size, source.length, view.device)
     size = min(size, _fitting(view, source.length, memory_budget))
     begins, done, token_hash, start = True, 0, "", drop
+    row, draws = 0, torch.Generator().manual_seed(seed)
     with tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name) as bar:
         for batch in source.batches(size):
             begins = begins and begins_with_bos(batch, view.bos_id)
@@ -385,9 +387,10 @@ def stream_writers(
             expected, fits = f"more than {start + 1} positions", start + 1 < source.length
             require(fits, "tokens", expected=f"{expected} ({start} left out)", got=source.length)
             first, every = (partial(_called, call, start) for call in calls)
-            if done == 0:
-                run_written(view, batch[:1], layers, first)
-            run_written(view, batch, layers, every, verify=False)
+            row = another_row(row, len(batch), draws)
+            sample = (row, first if done == 0 else _verified)
+            queries = None if done == 0 else SAMPLED
+            run_written(view, batch, layers, every, verify=False, sample=sample, queries=queries)
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
     start = start or 0
@@ -395,6 +398,10 @@ def stream_writers(
     window = (start, source.length)
     made = view.provenance(has_bos=begins, window=window, flags=source.flags, **about)
     return start, made
+
+
+def _verified(layer: LayerView, written: Written) -> None:
+    """Layer and writers have been compared with the model by now."""
 
 
 def _called(call: OnStart, start: int, layer: LayerView, written: Written) -> None:

@@ -20,6 +20,11 @@ CUT = (
     "documents): intervals are for these documents, not for others"
 )
 """Flag of a basis whose groups do not follow its documents."""
+APART = (
+    "contexts of one document lie in several groups, as they are not in the order of their "
+    "documents: intervals are for these documents, not for others"
+)
+"""The same where documents have no borders that groups could follow."""
 
 
 def group_borders(
@@ -30,7 +35,8 @@ def group_borders(
     Without documents group g holds the contexts c with ``floor(c G / C) = g``. With them each of
     these borders moves to the nearest border of a run of one document, and borders that meet are
     one: there may be fewer groups. Where fewer than 4 would be left, contexts are cut as without
-    documents, and a remark says so.
+    documents, and a remark says so; another says where a document comes in several runs that lie
+    in different groups.
 
     >>> group_borders(12, 4), group_borders(12, 4, torch.tensor([0] * 5 + [1, 2, 3, 3, 4, 4, 4]))
     (((3, 6, 9), ()), ((5, 6, 9), ()))
@@ -43,5 +49,8 @@ def group_borders(
         return blocks, ()
     distance = (torch.tensor(blocks).unsqueeze(1) - starts).abs()
     moved = sorted({int(starts[i]) for i in distance.argmin(1)}) if blocks else []
-    enough = len(moved) + 1 >= min(groups, FEWEST_GROUPS)
-    return (tuple(moved), ()) if enough else (blocks, (CUT,))
+    if len(moved) + 1 < min(groups, FEWEST_GROUPS):
+        return blocks, (CUT,)
+    group = torch.bucketize(torch.arange(contexts), torch.tensor(moved), right=True)
+    pairs = torch.stack([documents.cpu(), group]).unique(dim=1).shape[1]
+    return tuple(moved), (APART,) if pairs > len(documents.unique()) else ()

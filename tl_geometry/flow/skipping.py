@@ -87,17 +87,18 @@ class SkipMap(Result):
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
-        return ("place", "map_type", "from_layer", "to_layer", "skipped", *METRICS)
+        return ("place", "map_type", "from_layer", "to_layer", "skipped", *METRICS, "own_loss")
 
     def rows(self) -> list[tuple[object, ...]]:
         """Rows of the table."""
         out: list[tuple[object, ...]] = []
         for place in self.places:
+            own = self.loss[PLACES.index(place)]
             for map_type in self.map_types:
                 tables = [self.table(map_type, m, place=place) for m in METRICS]
                 for a, b in self.pairs():
                     numbers = [float(t[a, b]) for t in tables]
-                    out.append((place, map_type, a, b, b - a, *numbers))
+                    out.append((place, map_type, a, b, b - a, *numbers, own))
         return out
 
 

@@ -1,3 +1,4 @@
+from .causal import Dominance as Dominance
 from .causal import NecessitySufficiency as NecessitySufficiency
 from .causal import dominant_only as dominant_only
 from .causal import necessity_sufficiency as necessity_sufficiency

@@ -122,6 +122,12 @@ def edge_edits(
     return out
 
 
+def _require_clean_tokens(same: bool) -> None:
+    """Refuse a pass of other tokens than those of the clean run."""
+    expected, instead = "the tokens of the clean run", "remove_edge(model, these tokens, ...)"
+    require(same, "tokens inside an edit", expected=expected, got="others", instead=instead)
+
+
 def _edit(
     run: CleanRun, at: int, heads: tuple[int, ...], change: Tensor, letters: Sequence[str]
 ) -> Edit:
@@ -129,6 +135,9 @@ def _edit(
 
     def side(layer: LayerView, which: str) -> Float[Tensor, "batch position head d_head"]:
         """Queries, keys or values of the changed input, under the clean run's scales."""
+        _require_clean_tokens(
+            layer.h.shape == change.shape
+        )  # tokens may be unseen, embedded before
         mapped = getattr(layer, f"{which}_map")(layer.h + change.to(layer.h))
         whole = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]
         return whole[:, :, pick]
@@ -142,9 +151,8 @@ def _edit(
         return found if layer.bias is None else found + layer.bias[pick]
 
     def on_tokens(tokens: PassTokens) -> None:
-        same = tokens.shape == tuple(run.tokens.shape) and bool(tokens.are(run.tokens).all())
-        expected, instead = "the tokens of the clean run", "remove_edge(model, these tokens, ...)"
-        require(same, "tokens inside an edit", expected=expected, got="others", instead=instead)
+        same = tokens.shape == tuple(run.tokens.shape)
+        _require_clean_tokens(same and bool(tokens.are(run.tokens).all()))
 
     values = (lambda layer, v: side(layer, "v")) if "v" in letters else None
     return Edit(at, heads, scores, on_tokens, values)
@@ -162,18 +170,20 @@ def _live(
     prepend_bos: bool | None,
     seed: int,
 ) -> LiveEdit:
+    view = as_view(model)
+    given = token_rows(view, tokens, prepend_bos=prepend_bos)
+    rows, start = given.tokens, first_edited(drop, given)
+    others = _others(view, rows, other, prepend_bos, seed) if swap else None
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
+    names = [writers] if isinstance(writers, str) else list(writers)
+    sides = [side] if isinstance(side, str) else list(side)
+    layers = {layer for layer, _ in chosen}
+
     def prepare() -> tuple[ModelView, list[Edit]]:
-        view = as_view(model)
-        given = token_rows(view, tokens, prepend_bos=prepend_bos)
-        rows, start = given.tokens, first_edited(drop, given)
-        chosen = checks.heads(heads, view.n_layers, view.n_heads)
-        names = [writers] if isinstance(writers, str) else list(writers)
-        layers = {layer for layer, _ in chosen}
-        run = clean_run(view, rows, names, layers)
-        source = None
-        if swap:
-            source = clean_run(view, _others(view, rows, other, prepend_bos, seed), names, layers)
-        return view, edge_edits(run, names, chosen, side, source, drop=start)
+        now = as_view(model)
+        run = clean_run(now, rows, names, layers)
+        source = None if others is None else clean_run(now, others, names, layers)
+        return now, edge_edits(run, names, chosen, sides, source, drop=start)
 
     return live_edit(prepare)
 

@@ -106,9 +106,11 @@ def _edit(
     change: PlaneEdit,
     control: int | None,
 ) -> LiveEdit:
+    view = as_view(model)
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
+    planes = tuple(planes) if isinstance(planes, list) else planes
+
     def prepare() -> tuple[ModelView, list[Edit]]:
-        view = as_view(model)
-        chosen = checks.heads(heads, view.n_layers, view.n_heads)
         edits: list[Edit] = []
         for at in sorted({layer for layer, _ in chosen}):
             mine = tuple(sorted(head for layer, head in chosen if layer == at))
@@ -119,7 +121,7 @@ def _edit(
                 return change(whole, part_on_planes(layer, list(mine), kept), bias)
 
             edits.append(Edit(at, mine, scores))
-        return view, edits
+        return as_view(model), edits
 
     return live_edit(prepare)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,7 +14,14 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.corpus.sources import state_indices
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.edit_lists import HookList, LiveEdit, require_unchanged
+from tl_geometry.models.edit_lists import (
+    HookList,
+    ListedHook,
+    LiveEdit,
+    OneThread,
+    OwnedHooks,
+    require_unchanged,
+)
 from tl_geometry.models.hook_points import Placed, attached
 from tl_geometry.models.live_edits import OpenEdit
 from tl_geometry.models.model_like import ModelLike
@@ -112,11 +118,9 @@ def project_stream(
     def listed() -> tuple[OpenEdit, HookList]:
         view, (name, call, _), record = prepare()
 
-        def hook(value: Tensor, hook: Any) -> Tensor | None:
-            require_unchanged(view)
-            return call(value)
-
-        return record, [(name, hook)]
+        thread = OneThread(view)
+        hook = ListedHook(thread, call, begin=lambda: require_unchanged(view))
+        return record, OwnedHooks([(name, hook)], thread)
 
     return LiveEdit(opened, listed)
 

@@ -249,12 +249,13 @@ def surrogate(
 
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
+    view = as_view(model)
+    pairs = checks.heads(heads, view.n_layers, view.n_heads, layers)
 
     def prepare() -> tuple[ModelView, list[Edit]]:
-        view = as_view(model)
-        pairs = checks.heads(heads, view.n_layers, view.n_heads, layers)
-        new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
-        return view, [_edit(layer, one, on_pattern) for layer, one in new.items()]
+        now = as_view(model)
+        new = replacements(now, basis, pairs, part, rank=rank, seed=seed)
+        return now, [_edit(layer, one, on_pattern) for layer, one in new.items()]
 
     return live_edit(prepare)
 

@@ -30,14 +30,17 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.models.batches import SAMPLED
 from tl_geometry.models.edit_lists import LiveEdit, live_edit
 from tl_geometry.models.hook_points import PassTokens
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live_edits import Edit
+from tl_geometry.models.live_edits import Edit, ScoreEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.verify import some_queries
 from tl_geometry.scores.projection import PARTS, ProjectedParts, project_basis, split_heads
+from tl_geometry.scores.splitter import rounding_flags
 from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
 
 Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
@@ -142,11 +145,26 @@ def edits_for(
         basis.index(at)
         mine = tuple(sorted(head for layer, head in chosen if layer == at))
 
-        def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
-            return change(layer, whole, running_parts(layer, basis, mine), mine)
-
-        out.append(Edit(at, mine, scores, check_tokens))
+        flags: list[str] = []
+        scores = _scores(basis, change, mine, flags)
+        out.append(Edit(at, mine, scores, check_tokens, flags=flags))
     return out
+
+
+def _scores(
+    basis: PositionContext, change: Change, heads: tuple[int, ...], flags: list[str]
+) -> ScoreEdit:
+    """Scores of a running pass after a change of their terms; where rounding of the parts is large,
+    it says so in ``flags``, or refuses."""
+
+    def scores(layer: LayerView, whole: Tensor) -> Tensor:
+        parts = running_parts(layer, basis, heads)
+        with torch.no_grad():
+            at = some_queries(layer.h.shape[1], SAMPLED)
+            flags.extend(rounding_flags(layer, parts.q, parts.k, at, heads))
+        return change(layer, whole, parts, heads)
+
+    return scores
 
 
 def _term_score(
@@ -263,9 +281,12 @@ def require_several(scores: Tensor, what: str) -> None:
 
 
 def _edit(model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Change) -> LiveEdit:
+    view = as_view(model)
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
+
     def prepare() -> tuple[ModelView, list[Edit]]:
-        view = as_view(model)
-        return view, edits_for(view, basis, heads, change)
+        now = as_view(model)
+        return now, edits_for(now, basis, chosen, change)
 
     return live_edit(prepare)
 

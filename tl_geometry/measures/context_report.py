@@ -11,22 +11,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.intervals import FEWEST_GROUPS
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
+from tl_geometry.corpus.sources import label_ids
 from tl_geometry.decomposition.delete_group import Subsets, subsets, window_means
 from tl_geometry.decomposition.layer_intervals import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.variance import reliability
 from tl_geometry.measures import contextual
 from tl_geometry.measures.contextual import Space
-from tl_geometry.measures.state_measures import (
-    Nulls,
-    StateMeasures,
-    Values,
-    split_half,
-    state_fields,
-)
+from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
 
 LEAST = FEWEST_GROUPS * BLOCK
 """Contexts below which no error is given: how contexts differ cannot be known from fewer than four
@@ -47,7 +42,7 @@ class ContextualReport(StateMeasures):
 
 def contextual_report(
     basis: PositionContext,
-    labels: Int[Tensor, "..."] | Sequence[int] | None = None,
+    labels: Int[Tensor, "..."] | Sequence[int] | Sequence[str] | None = None,
     *,
     rank: int = 10,
     norm: str = "N",
@@ -55,7 +50,7 @@ def contextual_report(
     ridge: float | None = None,
     jackknife: bool = True,
     nulls: bool = True,
-    draws: int = 4,
+    draws: int = 8,
     seed: int = 0,
 ) -> ContextualReport:
     """Every measure of the context basis, a row per state (Song & Zhong 2023, sections 2 to 4 and
@@ -73,8 +68,10 @@ def contextual_report(
     where the within-document covariance is singular or second moments are missing).
 
     Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the
-    signs of their coordinates drawn at random, which keeps outlier coordinates; ``shuffled`` the
-    labels in random order. Errors are delete-one jackknife errors over blocks of contexts, from 32
+    signs of their coordinates drawn at random, which keeps outlier coordinates; ``exchanged``
+    windows in which each position comes from another of the sampled contexts, whose context vectors
+    are the noise of averages (which lies where states vary most); ``shuffled`` the labels in random
+    order. Errors are delete-one jackknife errors over blocks of contexts, from 32
     contexts on: windows of one document are not independent, so with few documents they speak of
     these documents only.
 
@@ -95,7 +92,7 @@ def contextual_report(
         instead = "decompose(..., keep_ctx=True)"
         fail("basis", expected="context vectors", got="a basis without", instead=instead)
     require(draws >= 1, "draws", expected="at least 1", got=draws)
-    z = _labels(basis, labels)
+    z, names = _labels(basis, labels)
     basis.require_identifiable("contextual_report")
     sets = subsets(basis, jackknife=jackknife and basis.group_of is not None)
     chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
@@ -103,7 +100,7 @@ def contextual_report(
     flags = _flags(basis, z, len(chosen), r, rank)
     orders = [] if z is None else [z, *(_shuffles(z, draws, seed) if nulls else [])]
     found, tables = [], []
-    halves = split_half(basis)
+    halves = reliability(basis.moments)
     singular: list[int] = []
     for row, state in enumerate(basis.states):
         values = _over_subsets(basis, row, sets, z, chosen, r)
@@ -116,7 +113,7 @@ def contextual_report(
                 singular.append(state)
                 compact = _no_compactness(orders)
             values |= {n: v[:1] for n, v in compact.items()}
-            absent |= {(n, "shuffled"): v[1:].mean() for n, v in compact.items() if nulls}
+            absent |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             ctx = means[row, chosen] - basis.mean[row]
             tables.append(contextual.cluster_similarity(ctx, z[chosen]).table)
         found.append((values, absent))
@@ -125,29 +122,22 @@ def contextual_report(
             f"within-document covariance singular at states {singular}: "
             "compactness needs space=('pca', k) or ridge="
         )
-    names = basis.names if labels is None else ()
     similarity = torch.stack(tables) if tables else None
-    fields = state_fields(
-        *(basis, sets, found), flags=flags, least=LEAST, names=names, similarity=similarity
-    )
-    return ContextualReport(**fields)
+    compared = [] if z is None else z[chosen].unique().tolist()
+    names = tuple(names[label] for label in compared) if names else ()
+    fields = state_fields(basis, sets, found, flags=flags, least=LEAST, draws=draws)
+    return ContextualReport(**fields, names=names, similarity=similarity)
 
 
 def _labels(
-    basis: PositionContext, labels: Tensor | Sequence[int] | None
-) -> Int[Tensor, " context"] | None:
-    """The documents of the contexts, or ``None`` where there are fewer than two."""
-    given = basis.labels if labels is None else torch.as_tensor(labels)
-    if given is None:
-        return None
-    shaped = given.dim() == 1 and len(given) == basis.contexts and not given.is_floating_point()
-    require(
-        shaped and bool((given >= 0).all()),
-        "labels",
-        expected=f"a label >= 0 for each of {basis.contexts} contexts",
-        got=describe(given),
+    basis: PositionContext, labels: Tensor | Sequence[int] | Sequence[str] | None
+) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
+    """The documents of the contexts and their names, or ``None`` where there are fewer than two."""
+    given, names = (
+        (basis.labels, basis.names) if labels is None else label_ids(labels, basis.contexts)
     )
-    return given.long() if len(given.unique()) >= 2 else None
+    known = given is not None and len(given.unique()) >= 2
+    return (given.long(), names) if known and given is not None else (None, ())
 
 
 def _flags(
@@ -220,8 +210,18 @@ def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
 def _flipped_overlap(pos: Tensor, ctx: Tensor, signs: Tensor, rank: int) -> Tensor:
     """Overlap with the signs of whole coordinates of ctx drawn anew: it keeps what both share in
     the size of coordinates, and loses how these go together."""
-    found = [_towards(pos, ctx * sign, rank)["overlap"] for sign in signs]
-    return torch.stack(found).mean()
+    return torch.stack([_towards(pos, ctx * sign, rank)["overlap"] for sign in signs])
+
+
+def _exchanged(basis: PositionContext, row: int, draws: int, generator: torch.Generator) -> Tensor:
+    """Context vectors [sample context d_model] of windows in which each position comes from another
+    of the sampled contexts: no context, and states that vary as before."""
+    assert basis.samples is not None
+    window = slice(*basis.window)
+    h = basis.samples[:, row, window].double() - basis.pos[row] - basis.mean[row]
+    keys = torch.rand(draws, *h.shape[:2], generator=generator)
+    orders = keys.argsort(1)  # a random order of the contexts at each position
+    return torch.stack([h[order, torch.arange(h.shape[1])].mean(1) for order in orders])
 
 
 def _clusters(ctx: Tensor, labels: Tensor) -> Values:
@@ -293,12 +293,17 @@ def _contextual_nulls(
     random["overlap"] = rank / pos.shape[1] or torch.nan  # as SubspaceOverlap.baseline
     absent = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
     for n in ("max", "avg", "rms"):
-        absent[f"incoherence_{n}", "flipped"] = getattr(flipped, n).mean()
+        absent[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
+    if basis.samples is not None and len(basis.samples) >= FEWEST:
+        exchanged = _exchanged(basis, row, draws, generator)
+        held = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
+        for n in ("avg", "rms"):  # a maximum depends on how many there are
+            absent[f"incoherence_{n}", "exchanged"] = getattr(held, n)
     absent["overlap", "flipped"] = _flipped_overlap(pos, ctx, signs, rank)
     if z is not None:
         similar = [_clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)]
         absent |= {
-            (n, "shuffled"): torch.stack([s[n] for s in similar]).mean()
+            (n, "shuffled"): torch.stack([s[n] for s in similar])
             for n in ("intra", "intra_signed", "intra_reference")
         }
     return absent

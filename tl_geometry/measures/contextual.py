@@ -145,7 +145,7 @@ def subspace_overlap(
 
 class ClusterSimilarity(NamedTuple):
     """Mean cosine between contexts of one document (``intra``) and of different ones (``inter``),
-    and of every pair of documents."""
+    and of every pair of documents (the labels that occur, ascending)."""
 
     intra: Float[Tensor, "*batch"]
     inter: Float[Tensor, "*batch"]
@@ -185,7 +185,7 @@ def cluster_similarity(
         expected='preset="exact"',
         got='preset="reference" (absolute values)',
     )
-    _check_labels(ctx, labels)
+    labels = _dense_labels(ctx, labels)
     if pca is not None:
         require(
             1 <= pca <= min(ctx.shape[-2:]),
@@ -195,7 +195,7 @@ def cluster_similarity(
         )
         ctx = ctx @ svd(ctx).V[..., :pca]
     rows, zero = normalize_rows(ctx)
-    member = torch.nn.functional.one_hot(labels.long()).to(rows)
+    member = torch.nn.functional.one_hot(labels).to(rows)
     if signed:
         sums = einsum(rows, member, "... context d_model, context label -> ... label d_model")
         totals = sums @ sums.mT
@@ -223,7 +223,8 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b > 0, a / b, torch.nan)
 
 
-def _check_labels(rows: Tensor, labels: Tensor) -> None:
+def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
+    """One label for each row as the numbers 0, 1, ... of those that occur, in ascending order."""
     ok = (
         labels.dim() == 1
         and labels.shape[0] == rows.shape[-2]
@@ -236,6 +237,7 @@ def _check_labels(rows: Tensor, labels: Tensor) -> None:
         expected=f"a label >= 0 for each of {rows.shape[-2]} rows",
         got=describe(labels),
     )
+    return labels.unique(return_inverse=True)[1]
 
 
 def cluster_compactness(
@@ -261,20 +263,14 @@ def cluster_compactness(
     >>> round(float(cluster_compactness(x, torch.tensor([0, 0, 1, 1]))), 6)
     25.0
     """
-    _check_labels(points, labels)
+    labels = _dense_labels(points, labels)
     x = points.double()
     x = x - x.mean(-2, keepdim=True)
-    counts = torch.bincount(labels.long()).to(x)
-    member = torch.nn.functional.one_hot(labels.long()).to(x)
-    means = (
-        einsum(x, member, "... row d_model, row label -> ... label d_model")
-        / counts.clamp(min=1)[:, None]
-    )
-    rest = x - means[..., labels.long(), :]
-    within, kept = rest.mT @ rest, counts > 0
-    return _compactness(
-        within, means[..., kept, :], counts[kept], norm=norm, space=space, ridge=ridge
-    )
+    counts = torch.bincount(labels).to(x)
+    member = torch.nn.functional.one_hot(labels).to(x)
+    means = einsum(x, member, "... row d_model, row label -> ... label d_model") / counts[:, None]
+    rest = x - means[..., labels, :]
+    return _compactness(rest.mT @ rest, means, counts, norm=norm, space=space, ridge=ridge)
 
 
 class CompactnessPair(NamedTuple):

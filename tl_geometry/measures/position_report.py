@@ -15,16 +15,10 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.decomposition.delete_group import noise_weights, subsets, window_means
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.decomposition.variance import LOW_RELIABILITY, spans
+from tl_geometry.decomposition.variance import LOW_RELIABILITY, reliability, spans
 from tl_geometry.measures import differences, positional
 from tl_geometry.measures import rank as ranks
-from tl_geometry.measures.state_measures import (
-    Nulls,
-    StateMeasures,
-    Values,
-    split_half,
-    state_fields,
-)
+from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
 
 CACHE = 2**22
 """Bytes of bases that are measured at a time."""
@@ -134,7 +128,7 @@ def positional_report(
     frequencies: int = 10,
     jackknife: bool = True,
     nulls: bool = True,
-    draws: int = 4,
+    draws: int = 8,
     seed: int = 0,
 ) -> PositionalReport:
     """Every measure of the positional basis, a row per state (Song & Zhong 2023, section 2 and
@@ -146,8 +140,9 @@ def positional_report(
     mean: what the published Table 5 contains), ``low_frequency`` (share of the first
     ``frequencies`` cosines) and ``off_diagonal``, ``smoothness`` (first and second differences),
     ``fracture`` and the absolute position ``fracture_at`` after which the largest break comes,
-    ``roughness``, ``winding`` (turns on the first two components), ``split_half`` (cosine of the
-    bases of two halves of the contexts). The noise of a basis falls as 1/sqrt(C): ranks and norms
+    ``roughness``, ``winding`` (turns on the first two components), ``split_half`` (mean cosine over
+    positions of the bases of two halves of the contexts, ``pos_reliability`` of the analysis of
+    variance). The noise of a basis falls as 1/sqrt(C): ranks and norms
     depend on C, see ``curve``.
 
     Nulls, each the mean over ``draws`` (``noise`` half as many): ``shuffled`` the same positional
@@ -178,7 +173,7 @@ def positional_report(
     sets = subsets(basis, jackknife=jackknife)
     flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
-    halves = split_half(basis)
+    halves = reliability(basis.moments)
     pairs = zip(basis.states, halves.tolist(), strict=True)
     unsure = [state for state, cosine in pairs if cosine < LOW_RELIABILITY]
     if unsure:
@@ -222,7 +217,8 @@ def positional_report(
         "fourier": torch.stack(blocks),
         "adjacent": torch.stack(adjacent),
     }
-    return PositionalReport(**state_fields(basis, sets, found, flags=flags, k=used, **stacked))
+    fields = state_fields(basis, sets, found, flags=flags, draws=draws, k=used, **stacked)
+    return PositionalReport(**fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,8 +257,8 @@ def _positional_nulls(
     signs: Tensor,
     measure: _Measure,
 ) -> Nulls:
-    """Means over draws of the measures under each null; ``isotropic`` are spectra and shapes of
-    Gaussian bases of norm one."""
+    """The measures of each draw of each null; ``isotropic`` are spectra and shapes of Gaussian
+    bases of norm one."""
     pos = basis.pos[row]
     noise = window_means(basis, row, signs)
     noise = noise - noise.mean(1, keepdim=True)
@@ -273,7 +269,7 @@ def _positional_nulls(
     }
     left_out = ("fracture_at", "winding")  # neither has a mean over draws that says anything
     return {
-        (n, null): v.mean(0)
+        (n, null): v
         for null, values in tables.items()
         for n, v in values.items()
         if n not in left_out

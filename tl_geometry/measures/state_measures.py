@@ -20,7 +20,8 @@ from tl_geometry.decomposition.position_context import PositionContext
 Values = dict[str, Tensor]
 """Measures by name."""
 Nulls = dict[tuple[str, str], Tensor]
-"""Measures of bases without the effect, by (measure, null)."""
+"""Measures of bases without the effect, by (measure, null): of each draw, or one number that is
+known without drawing."""
 
 
 UNBOUNDED = ("rank", "explained", "explained_energy", "relative_norm", "fracture_at", "winding")
@@ -41,18 +42,21 @@ class StateMeasures(Result):
     this size would give on average. Measures of :data:`UNBOUNDED` have none.
     ``curve["rank"] [level state]`` is the measure at ``curve_contexts`` contexts (mean over
     disjoint blocks, the last level all contexts): what still moves there depends on the size of the
-    corpus. ``nulls["rank", "noise"] [state]`` is the measure of a basis in which the effect is
-    absent.
+    corpus. ``nulls["rank", "noise"] [state]`` is the mean measure of ``draws`` bases in which the
+    effect is absent, and ``spreads["rank", "shuffled"] [state]`` how much one draw differs from
+    another (standard deviation): by so much may a basis without the effect differ from the mean.
     """
 
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     states: tuple[int, ...]
     values: Mapping[str, Float[Tensor, " state"]]
     errors: Mapping[str, Float[Tensor, " state"]]
     nulls: Mapping[tuple[str, str], Float[Tensor, " state"]]
+    spreads: Mapping[tuple[str, str], Float[Tensor, " state"]]
     curve: Mapping[str, Float[Tensor, "row state"]]
     curve_contexts: tuple[int, ...]
     blocks: int = 0
+    draws: int = 0
 
     def __getitem__(self, measure: str) -> Float[Tensor, " state"]:
         require(
@@ -69,6 +73,7 @@ class StateMeasures(Result):
         for name in self.values:
             names += [name, *([f"{name}_se"] if name in self.errors else [])]
             names += [f"{name}_{null}" for measure, null in self.nulls if measure == name]
+            names += [f"{name}_{null}_sd" for measure, null in self.spreads if measure == name]
         return names
 
     def rows(self) -> Sequence[Sequence[object]]:
@@ -76,7 +81,8 @@ class StateMeasures(Result):
         table: list[Tensor] = []
         for name, value in self.values.items():
             table += [value, *([self.errors[name]] if name in self.errors else [])]
-            table += [null for (measure, _), null in self.nulls.items() if measure == name]
+            for nulls in (self.nulls, self.spreads):
+                table += [null for (measure, _), null in nulls.items() if measure == name]
         return [
             [state, *(float(column[i]) for column in table)] for i, state in enumerate(self.states)
         ]
@@ -91,14 +97,6 @@ class StateMeasures(Result):
         ]
 
 
-def split_half(basis: PositionContext) -> Float[Tensor, " state"]:
-    """Cosine between the positional bases of two halves of the contexts, as whole matrices."""
-    halves = basis.half_pos()
-    if halves is None:
-        return torch.full((len(basis.states),), torch.nan, dtype=torch.float64)
-    return torch.nan_to_num(torch.cosine_similarity(*(h.flatten(1) for h in halves), dim=1))
-
-
 def state_fields(
     basis: PositionContext,
     sets: Subsets,
@@ -106,6 +104,7 @@ def state_fields(
     *,
     flags: Sequence[str] = (),
     least: int = FEWEST,
+    draws: int = 0,
     **more: Any,
 ) -> dict[str, Any]:
     """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state, and ``more``
@@ -127,14 +126,18 @@ def state_fields(
     if errors and basis.contexts < least:
         errors = {n: torch.full_like(v, torch.nan) for n, v in errors.items()}
         flags = (*flags, f"fewer than {least} contexts: no errors")
+    absent = {n: torch.stack([nulls[n] for _, nulls in per_state]) for n in per_state[0][1]}
     return {
         "provenance": basis.provenance.flagged(*flags, *basis.flags()),
         "states": basis.states,
         "values": {n: table[n][0] for n in names},
         "errors": errors,
-        "nulls": {n: torch.stack([nulls[n] for _, nulls in per_state]) for n in per_state[0][1]},
+        "nulls": {n: x if x.dim() == 1 else x.mean(1) for n, x in absent.items()},
+        # halves of the corpus vary as the corpus does: that is in the errors
+        "spreads": {n: x.std(1) for n, x in absent.items() if x.dim() == 2 and n[1] != "noise"},
         "curve": curve,
         "blocks": sets.blocks,
+        "draws": draws,
         "curve_contexts": (*(c for c, _ in sets.levels), basis.contexts) if curve else (),
         **more,
     }

@@ -28,6 +28,22 @@ def batch_of(batch_size: int | None, columns: int, device: torch.device) -> int:
     return size
 
 
+SAMPLED = 32
+"""Queries of a context that are looked at where all would cost too much."""
+
+
+def another_row(last: int, rows: int, draws: torch.Generator) -> int:
+    """The row of the next batch that is verified: any but the last one (and, of the first batch,
+    but row 0), where there are several. A hook may spare some rows.
+
+    >>> another_row(0, 2, torch.Generator().manual_seed(0)), another_row(7, 1, torch.Generator())
+    (1, 0)
+    """
+    if rows == 1:
+        return 0
+    return (last + 1 + int(torch.randint(rows - 1, (), generator=draws))) % rows
+
+
 def device_of(device: torch.device | str | None, otherwise: torch.device | str) -> torch.device:
     """Where the sums live, if that device is there."""
     try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,48 @@ from tl_geometry.models.model_view import ModelView
 
 HookList = list[tuple[str, Callable[[Tensor, Any], Tensor | None]]]
 """What ``run_with_hooks`` and ``hooks`` of TransformerLens take as ``fwd_hooks``."""
+
+
+class OneThread:
+    """The thread that a list of hooks belongs to: the first that adds it to the model."""
+
+    def __init__(self, view: ModelView) -> None:
+        self.view = view
+        self.thread: int | None = None
+
+    def require(self) -> None:
+        """Refuse any other thread."""
+        self.thread = self.thread or get_ident()
+        require(
+            self.thread == get_ident(),
+            f"hooks of an edit of {self.view.name}",
+            expected="passes of one thread",
+            got="a pass of another, which has these hooks too",
+            instead="with edit: ... around all threads",
+        )
+
+
+_ADDING = RLock()
+"""One thread at a time adds a list to a model."""
+
+
+class OwnedHooks(HookList):
+    """The hooks of an edit. TransformerLens goes through the list to add them, in the thread of the
+    pass: another thread is refused here, before its pass could run without the hooks that the first
+    one takes away with its own."""
+
+    def __init__(self, hooks: HookList, owner: OneThread) -> None:
+        super().__init__(hooks)
+        self.owner = owner
+
+    def __iter__(self) -> Iterator[tuple[str, Callable[[Tensor, Any], Tensor | None]]]:
+        with _ADDING:  # held until the whole list is on the model
+            self.owner.require()
+            for point in self.owner.view._model.hook_dict.values():
+                for handle in point.fwd_hooks:
+                    if isinstance(handle.user_hook, ListedHook):
+                        handle.user_hook.thread.require()
+            yield from super().__iter__()
 
 
 class LiveEdit(AbstractContextManager[OpenEdit]):
@@ -115,7 +157,7 @@ def live_edit(prepare: Prepared) -> LiveEdit:
 
     def listed() -> tuple[OpenEdit, HookList]:
         edit = _ListedEdit(*prepare())
-        return edit.record, edit.hooks()
+        return edit.record, OwnedHooks(edit.hooks(), edit.thread)
 
     return LiveEdit(opened, listed)
 
@@ -133,19 +175,23 @@ def require_unchanged(view: ModelView) -> None:
     )
 
 
-class _ListedHook:
-    """A hook of ours in somebody's list."""
+class ListedHook:
+    """A hook of ours in somebody's list; ``owner`` has the heads that it edits."""
 
     def __init__(
-        self, owner: _ListedEdit, call: Hook, begin: Callable[[], None] | None = None
+        self,
+        thread: OneThread,
+        call: Hook,
+        begin: Callable[[], None] | None = None,
+        owner: _ListedEdit | None = None,
     ) -> None:
-        self.owner, self.call, self.begin = owner, call, begin
+        self.thread, self.call, self.begin, self.owner = thread, call, begin, owner
 
-    def __deepcopy__(self, memo: Any) -> _ListedHook:
+    def __deepcopy__(self, memo: Any) -> ListedHook:
         return self  # a copied model has the hooks of the same edit, which checks its numbers
 
     def __call__(self, value: Tensor, hook: Any) -> Tensor | None:
-        self.owner.require_thread()
+        self.thread.require()
         if self.begin is not None:
             self.begin()
         return self.call(value)
@@ -162,34 +208,26 @@ class _ListedEdit:
         self.view, self.shown = view, Shown(view)
         self.heads = edited(edits)
         self.record = OpenEdit(self.heads)
-        self.thread: int | None = None
+        self.thread = OneThread(view)
         self.layers = [LiveLayer(view, edit, self.shown, self.record) for edit in edits]
         self.points: dict[str, Any] = dict(view._model.hook_dict)
-        self.readers: list[tuple[str, _ListedHook]] = []
+        self.readers: list[tuple[str, ListedHook]] = []
 
     def hooks(self) -> HookList:
         """The list."""
         shown = self.shown.hooks()
-        out: HookList = [(n, _ListedHook(self, call, self.begin)) for n, call in shown]
+        out: HookList = [(n, self._hook(call, self.begin)) for n, call in shown]
         for layer in self.layers:
             begin = self.begin_edit if layer.counts else self.begin
             for name, call, place in layer.hooks():
-                hook = _ListedHook(self, call, begin if name == layer.names[0] else None)
+                hook = self._hook(call, begin if name == layer.names[0] else None)
                 out.append((name, hook))
                 if place == "last":
                     self.readers.append((name, hook))
         return out
 
-    def require_thread(self) -> None:
-        """Refuse a pass of another thread than the first one's."""
-        self.thread = self.thread or get_ident()
-        require(
-            self.thread == get_ident(),
-            f"hooks of an edit of {self.view.name}",
-            expected="passes of one thread",
-            got="a pass of another, which has these hooks too",
-            instead="with edit: ... around all threads",
-        )
+    def _hook(self, call: Hook, begin: Callable[[], None] | None) -> ListedHook:
+        return ListedHook(self.thread, call, begin, self)
 
     def begin_edit(self) -> None:
         """A pass reaches the first edited layer."""
@@ -201,7 +239,8 @@ class _ListedEdit:
         taken = list(edited_heads(self.view))
         for layer in self.layers:
             hooks = [handle.user_hook for handle in self.points[layer.z].fwd_hooks]
-            owners = [hook.owner for hook in hooks if isinstance(hook, _ListedHook)]
+            found = (hook.owner for hook in hooks if isinstance(hook, ListedHook))
+            owners = [owner for owner in found if owner is not None]
             again = owners.count(self) > 1
             for owner in owners:
                 taken += owner.heads if again or owner is not self else []

@@ -28,7 +28,7 @@ from tl_geometry.models.reconstruction import (
     require_reconstruction,
 )
 from tl_geometry.models.user_hooks import brief, names_of, without_hooks
-from tl_geometry.models.verify import check_inputs, check_scores, largest
+from tl_geometry.models.verify import check_inputs, check_scores, largest, some_queries
 
 CORE = (
     "attn.hook_q",
@@ -132,9 +132,12 @@ class Layers:
         ]
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
-    def view(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
-        """The layer as this forward pass went through it, verified. Without ``verify`` pattern,
-        scores and z may be missing, and gradients pass through the activations and weights.
+    def view(
+        self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None
+    ) -> LayerView:
+        """The layer as this forward pass went through it, verified (of its scores ``queries`` of
+        each context, all by default). Without ``verify`` pattern, scores and z may be missing, and
+        gradients pass through the activations and weights.
 
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
@@ -161,7 +164,7 @@ class Layers:
             got=describe(h),
             instead="remove_batch_dim=False",
         )
-        return self._build(layer, found, verify, detach=verify)
+        return self._build(layer, found, verify, detach=verify, queries=queries)
 
     def _build(
         self,
@@ -171,6 +174,7 @@ class Layers:
         roundoff: float | None = None,
         *,
         detach: bool = True,
+        queries: int | None = None,
     ) -> LayerView:
         require_full_precision(self.runner.device, self.parameters.name)
         h = upcast(found[f"blocks.{layer}.hook_resid_pre"], detach=detach)
@@ -218,7 +222,8 @@ class Layers:
         )
         if not verify:
             return view
-        report = check_scores(view, check_inputs(facts, view, raw, hooked))
+        at = some_queries(length, queries)
+        report = check_scores(view, check_inputs(facts, view, raw, hooked, at), at)
         if not report.adds_up:
             self._refuse(view, report)
         return replace(view, reconstruction=report)
@@ -332,6 +337,7 @@ class Layers:
         *,
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
+        queries: int | None = None,
     ) -> None:
         """One forward pass; each layer is handed over at its end and let go."""
         # before the pass: a model cannot be run from within its own hooks
@@ -340,7 +346,7 @@ class Layers:
         def take(layer: int, found: Mapping[str, Tensor]) -> None:
             if sample is not None:
                 row, on_sample = sample
-                on_sample(self._build(layer, _context(found, row), True))
+                on_sample(self._build(layer, one_context(found, row), True, queries=queries))
             on_layer(self._build(layer, found, verify))
 
         self._stream(tokens, layers, take)
@@ -405,7 +411,7 @@ class Layers:
         return None, None
 
 
-def _context(found: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+def one_context(found: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     """The activations of one context of a batch; rotary tables are those of all."""
     tables = tuple(name.removeprefix("attn.") for name in TABLES)
     return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in found.items()}

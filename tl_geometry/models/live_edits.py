@@ -80,7 +80,7 @@ class Edit:
     """New scores for some heads of one layer, and new values where ``values`` is given.
 
     ``on_tokens`` is called with the tokens of a pass, where they are known; it refuses them, or
-    returns a flag or ``None``.
+    returns a flag or ``None``. ``flags`` is what ``scores`` has noticed in the passes so far.
     """
 
     layer: int
@@ -88,6 +88,7 @@ class Edit:
     scores: ScoreEdit
     on_tokens: Callable[[PassTokens], str | None] | None = None
     values: ValueEdit | None = None
+    flags: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -232,14 +233,13 @@ class LiveLayer:
             running = self.running
             if name == self.names[0]:  # the layer's input: a new pass
                 running.begin()
-                self.record.reached = True
             (running.left if name in (self.scores, self.pattern) else running.seen)[name] = value
 
         return read
 
     def _begin(self, scores: Tensor | None = None) -> _Step:
         """The layer of the running pass, once everything that the edit reads is there."""
-        running = self.running
+        running, self.record.reached = self.running, True
         if running.step is not None:
             return running.step
         require(
@@ -252,9 +252,7 @@ class LiveLayer:
         h = running.seen[self.names[0]]
         tokens = self.given.check(h)
         if tokens is not None and self.edit.on_tokens is not None:
-            flag = self.edit.on_tokens(tokens)
-            flags = self.record.flags
-            flags.extend([flag] if flag and flag not in flags else [])
+            self._flag(self.edit.on_tokens(tokens))
         found = running.seen if scores is None else running.seen | {self.scores: scores}
         keys = h.shape[1] if scores is None else scores.shape[-1]
         require(
@@ -268,7 +266,13 @@ class LiveLayer:
         self._check_inputs(layer)
         own = score_of(layer, self.heads)
         running.step = _Step(layer, own, self.edit.scores(layer, own))
+        self._flag(*self.edit.flags)
         return running.step
+
+    def _flag(self, *flags: str | None) -> None:
+        """Tell the reader what was noticed, once."""
+        known = self.record.flags
+        known.extend(flag for flag in dict.fromkeys(flags) if flag and flag not in known)
 
     def _scores(self, value: Tensor) -> Tensor:
         """Edited scores after the soft cap, where the model attends by what leaves this point."""

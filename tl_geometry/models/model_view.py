@@ -186,6 +186,7 @@ class ModelView:
         *,
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
+        queries: int | None = None,
     ) -> None:
         """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
         holding one layer at a time.
@@ -193,14 +194,17 @@ class ModelView:
         With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
         and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
         are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a context of
-        the batch that is verified by itself, in the same pass, and what its view is given to.
+        the batch that is verified by itself, in the same pass, and what its view is given to; of
+        its scores ``queries`` are compared, all by default.
         """
-        self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample)
+        self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample, queries=queries)
 
-    def layer(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
+    def layer(
+        self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None
+    ) -> LayerView:
         """View of a layer from a TransformerLens ``ActivationCache``, or any mapping that holds its
         :meth:`layer_hooks`; without ``verify`` pattern, scores and z may be missing."""
-        return self._layers.view(layer, cache, verify=verify)
+        return self._layers.view(layer, cache, verify=verify, queries=queries)
 
     def layer_hooks(self, layer: int) -> tuple[str, ...]:
         """Hooks that a cache must hold for :meth:`layer`."""

@@ -148,11 +148,15 @@ def head_spreads(
 
 
 def judge_rounding(
-    roundoff: float, scales: tuple[float, float], spreads: Float[Tensor, " head"], what: str
+    roundoff: float,
+    scales: tuple[float, float],
+    spreads: Float[Tensor, " head"],
+    what: str,
+    size: str = "scores of a row spread over",
 ) -> tuple[str, ...]:
     """A remark where rounding of the parts may reach more than 1% of what scores spread over in a
-    row (``spreads``, the median over heads); ``ReconstructionError`` where it may reach all of it,
-    so that the check would see nothing.
+    row (``spreads``, the median over heads; ``size`` says of what else); ``ReconstructionError``
+    where it may reach all of it, so that the check would see nothing.
 
     Parts that cancel (a mean that holds a token of enormous norm) round as large as they are:
     ``scales`` are A of the queries and keys as they are, and of their parts. Heads without any
@@ -173,15 +177,13 @@ def judge_rounding(
     if ours > spread:
         fail(
             what,
-            expected=f"rounding below {spread:.2g}, what the scores of a row spread over",
+            expected=f"rounding below what {size} ({spread:.2g})",
             got=f"parts so large that it may reach {ours:.2g}",
             instead="model.double(), or decompose(..., normalize=True)",
             error=ReconstructionError,
         )
     if bound > 0.01 * spread:
-        return (
-            f"{what}: rounding may reach {bound:.2g}, scores of a row spread over {spread:.2g}",
-        )
+        return (f"{what}: rounding may reach {bound:.2g}, {size} {spread:.2g}",)
     return ()
 
 

@@ -30,38 +30,53 @@ def check_inputs(
     view: LayerView,
     raw: Mapping[str, Tensor],
     hooked: Mapping[str, Tensor | None],
+    positions: slice = slice(None),
 ) -> ReconstructionReport:
-    """Queries and keys against the hooks, and the sizes behind them, as they are and as they
-    enter the scores."""
+    """Queries and keys of ``positions`` against the hooks, and the sizes behind them, as they are
+    and as they enter the scores."""
     checks, sizes = {}, {}
     for w in "qk":
-        value, size = hooked[w], facts.sizes(view.h, w)
+        value, size = hooked[w], facts.sizes(view.h[:, positions], w)
         if value is not None:
             bound = reconstruction_bound(view.roundoff, largest(size))
-            checks[w] = (largest(raw[w] - value), bound)
+            checks[w] = (largest((raw[w] - value)[:, positions]), bound)
         sizes[w] = largest(size if facts.qk_norm is None else view.sizes(w))
     return ReconstructionReport(checks=checks, scale=0.0, sizes=sizes)
 
 
-def check_scores(view: LayerView, report: ReconstructionReport) -> ReconstructionReport:
-    """The report with ``pattern`` and ``scores``: recomputed scores against the model's, a few
-    heads at a time."""
+def some_queries(length: int, count: int | None) -> slice:
+    """About ``count`` evenly spaced queries, the last one among them; all for ``None``.
+
+    >>> list(range(10))[some_queries(10, 4)], some_queries(10, None)
+    ([0, 3, 6, 9], slice(0, None, 1))
+    """
+    step = 1 if count is None else -(-length // count)
+    return slice((length - 1) % step, None, step)
+
+
+def check_scores(
+    view: LayerView, report: ReconstructionReport, queries: slice = slice(None)
+) -> ReconstructionReport:
+    """The report with ``pattern`` and ``scores``: recomputed scores of ``queries`` against the
+    model's, a few heads at a time."""
     batch, length, heads = view.q.shape[:3]
     step = max(1, CHUNK // (batch * length**2))
     errors: dict[str, list[float]] = {"pattern": [], "pattern sum": [], "scores": []}
-    scale = 0.0
+    scale, allowed = 0.0, view.allowed[queries]
     for start in range(0, heads, step):
         part_ = slice(start, min(start + step, heads))
-        total, size = _total_and_size(view, part_)
-        scale = max(scale, float(torch.where(view.allowed, size, 0.0).max()))
+        total, size = _total_and_size(view, part_, queries)
+        scale = max(scale, float(torch.where(allowed, size, 0.0).max()))
         capped = total if view.softcap is None else view.softcap * torch.tanh(total / view.softcap)
         if view.scores is not None:
-            difference = torch.where(view.allowed, capped - view.scores[:, part_], 0.0)
+            theirs = view.scores[:, part_, queries]
+            difference = torch.where(allowed, capped - theirs, 0.0)
             errors["scores"].append(largest(difference))
         if view.pattern is not None:
-            found = view.pattern[:, part_]
-            errors["pattern"].append(pattern_error(capped, found, view.allowed, view.roundoff))
-            errors["pattern sum"].append(_sum_error(view, capped, part_))
+            found = view.pattern[:, part_, queries]
+            errors["pattern"].append(pattern_error(capped, found, allowed, view.roundoff))
+            sinks = None if view.sinks is None else view.sinks[part_]
+            errors["pattern sum"].append(_sum_error(found, capped, allowed, sinks))
     bounds = {
         "pattern": pattern_bound(view.pattern, view.roundoff, scale),
         "scores": reconstruction_bound(view.roundoff, scale),
@@ -72,24 +87,25 @@ def check_scores(view: LayerView, report: ReconstructionReport) -> Reconstructio
     return replace(report, checks={**report.checks, **compared}, scale=scale)
 
 
-def _sum_error(view: LayerView, scores: Tensor, heads: slice) -> float:
+def _sum_error(pattern: Tensor, scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> float:
     """How far rows of the pattern are from summing to one (less the sink's share), which
     row-centred logarithms do not see."""
-    assert view.pattern is not None
-    found = view.pattern[:, heads].sum(-1, dtype=torch.float64)
-    if view.sinks is None:
+    found = pattern.sum(-1, dtype=torch.float64)
+    if sinks is None:
         return largest(found - 1)
-    whole = torch.where(view.allowed, scores, -torch.inf).double().logsumexp(-1)
-    with_sink = torch.logaddexp(whole, view.sinks[heads, None].double())
+    whole = torch.where(allowed, scores, -torch.inf).double().logsumexp(-1)
+    with_sink = torch.logaddexp(whole, sinks[:, None].double())
     return largest(found - (whole - with_sink).exp())
 
 
-def _total_and_size(view: LayerView, heads: slice) -> tuple[Tensor, Tensor]:
+def _total_and_size(view: LayerView, heads: slice, queries: slice) -> tuple[Tensor, Tensor]:
     """Scores, and the product of the absolute values of queries and keys, of what comes from the
     input and of the constant."""
-    q, k, q0, k0 = (x[:, :, heads] for x in (view.q, view.k, view.q_constant, view.k_constant))
+    q, q0 = (x[:, queries, heads] for x in (view.q, view.q_constant))
+    k, k0 = (x[:, :, heads] for x in (view.k, view.k_constant))
     total = scores_of(q, k, view.scale)
     size = scores_of((q - q0).abs() + q0.abs(), (k - k0).abs() + k0.abs(), view.scale)
     if view.bias is None:
         return total, size
-    return total + view.bias[heads], size + view.bias[heads].abs()
+    bias = view.bias[heads, queries]
+    return total + bias, size + bias.abs()

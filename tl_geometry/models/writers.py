@@ -15,7 +15,8 @@ constants, by one forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from tl_geometry.base.checks import choice
 from tl_geometry.base.errors import require
 from tl_geometry.models.forward import Hook, keep
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.layers import one_context
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
@@ -164,6 +166,14 @@ class Written:
             heads.W = norm.centre(heads.W) * norm.gain.to(heads.W)
             heads.scale = heads.scale / scale
 
+    def context(self, row: int) -> Written:
+        """What was written in one context of the batch."""
+        one, at = copy(self), slice(row, row + 1)
+        one.dense = {name: value[at] for name, value in self.dense.items()}
+        one.constants = self.constants[at]
+        one.heads = [replace(x, z=x.z[at], scale=x.scale[at]) for x in self.heads]
+        return one
+
     def names(self, grain: str = "writers") -> tuple[Writer, ...]:
         """The writers so far, in the order of :meth:`parts`."""
         return writer_names(self.view, self.layer, grain)
@@ -217,6 +227,8 @@ def run_written(
     on_layer: OnWritten,
     *,
     verify: bool = True,
+    sample: tuple[int, OnWritten] | None = None,
+    queries: int | None = None,
     on_end: OnEnd | None = None,
     cache: Any = None,
 ) -> None:
@@ -224,7 +236,8 @@ def run_written(
     ``layers`` with the writers of its input, and, if asked, the last state with its own.
 
     With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
-    added up and compared with the stream.
+    added up and compared with the stream. ``sample`` is a context of the batch that is verified by
+    itself, in the same pass, and what it is given to; of its scores ``queries`` are compared.
     """
     writing, wanted = writing_of(view), set(layers)
     until = view.n_layers if on_end is not None else max(wanted)
@@ -233,6 +246,12 @@ def run_written(
     def take(layer: int, found: Mapping[str, Tensor]) -> None:
         if layer == 0:
             written.append(Written(view, writing, found))
+        if layer in wanted and sample is not None:
+            row, on_sample = sample
+            seen = view.layer(layer, one_context(found, row), queries=queries)
+            own = written[0].context(row)
+            own.check(seen.h, seen.roundoff)
+            on_sample(seen, own)
         if layer in wanted:
             seen = view.layer(layer, found, verify=verify)
             if verify:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ from torch import nn
 
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.files import write_atomically
+from tl_geometry.base.printable import printable
 from tl_geometry.base.results import Result
+from tl_geometry.base.run_files import RECORD, WRITER, read_record, write_record
 from tl_geometry.papers.contents import SCALES
 from tl_geometry.zoo.trainer import Batch, TrainSettings, train
 
@@ -212,8 +213,7 @@ def run_training(
                 )
 
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "setup.json").write_text(json.dumps(dataclasses.asdict(setup), indent=2) + "\n")
+        _claim(folder, setup)
     checkpoint = None if folder is None else folder / "training.safetensors"
     if checkpoint is None or not checkpoint.exists():
         take(0)
@@ -227,6 +227,24 @@ def run_training(
         on_step=lambda step, _: take(step + 1),
     )
     return losses, records
+
+
+def _claim(folder: Path, setup: Setup) -> None:
+    """Make the folder of a training run, or go on in one that an earlier run has made: its record
+    says so. Files of the same names that are not ours are refused."""
+    names = (RECORD, "training.safetensors", "step-*.safetensors")
+    ours = not folder.exists() or bool(read_record(folder, force=True))
+    taken = [] if ours else [path.name for name in names for path in sorted(folder.glob(name))]
+    taken = taken if ours or folder.is_dir() else ["a file in its place"]
+    require(
+        not taken,
+        "--out",
+        expected="a folder of each training run without files of these names",
+        got=f"{printable(str(folder))} with {', '.join(taken[:8])}{' ...' * (len(taken) > 8)}",
+        instead="another --out",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder, {"written_by": WRITER, "setup": dataclasses.asdict(setup)})
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

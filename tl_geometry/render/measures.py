@@ -44,6 +44,7 @@ NULLS = {
     "isotropic": GREEN,
     "random": GREEN,
     "flipped": PINK,
+    "exchanged": VERMILION,
 }
 """One colour for each null in every figure."""
 SPECTRA = {
@@ -363,8 +364,8 @@ def measure_curves(
 
 
 def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
-    """Mean and largest |cos| between positional and context vectors, beside random directions and
-    sign-flipped coordinates.
+    """Mean and largest |cos| between positional and context vectors, beside random directions,
+    sign-flipped coordinates, and windows without a context.
 
     Args:
         report: from :func:`tl_geometry.contextual_report`.
@@ -387,7 +388,8 @@ def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
         title="Are position and context aligned otherwise than by chance?",
         caption="Mean and largest |cos| between positional and context vectors; the paper defines "
         "the maximum and tabulates the average.",
-        null="On the dashed line of random directions it is chance.",
+        null="On a dashed line it is chance: random directions, coordinates with flipped signs, "
+        "windows whose positions were exchanged (no context).",
         source=report.provenance.line(),
     )
 

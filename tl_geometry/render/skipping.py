@@ -97,13 +97,11 @@ def _with_unit(metric: str) -> str:
 
 
 def _view(figure: Figure, skips: SkipMap, place: str, how: str) -> View:
-    own = skips.loss[0 if place == "pilot" else 1]
     where = "the last token" if place == "pilot" else "all tokens"
     return View(
         figure,
         title="How many blocks can be skipped for how much loss?",
-        caption=f"{how}, at {where} of {skips.test} held-out chunks; the model's own loss there "
-        f"is {own:.3f} nats.",
+        caption=f"{how}, at {where} of {skips.test} held-out chunks.",
         null="The map 'mean' forgets the state: what every other must beat."
         if "mean" in skips.map_types
         else "",

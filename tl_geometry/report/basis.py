@@ -65,6 +65,7 @@ def section(analysis: Analysis) -> Section:
         "add up to the variance."
     )
     null, control = _beside(draft, analysis)
+    short = None
     middle = basis.states[len(basis.states) // 2]
     with draft.part("the analysis of variance"):
         table = basis.anova(null=null)
@@ -86,12 +87,21 @@ def section(analysis: Analysis) -> Section:
                 "lasts longer than a piece of text."
             )
         untaught = None if control is None else control.anova()
-        draft.draw(views.variance_shares(table, control=untaught), "variance")
+        parts = {"position": "pos", "context": "ctx"}
+        short, last = Cells("anova", table, rounded=True), len(table.states) - 1
+        changes = [
+            f"{part} {' to '.join(short(i, key, percent=True) for i in (0, last))}"
+            for part, key in parts.items()
+        ]
+        title = f"Shares of variance from the first to the last state: {', '.join(changes)}"
+        draft.draw(views.variance_shares(table, control=untaught), "variance", title=title)
         draft.table("anova", table, "Analysis of variance of each state")
+        if untaught is not None:
+            draft.table(findings.UNTRAINED, untaught, "The same of the untrained control")
         draft.find(findings.position_share(table, control=untaught))
         draft.find(findings.context_share(table))
     with draft.part("massive tokens"):
-        massive.add(draft, analysis)
+        massive.add(draft, analysis, short)
     with draft.part("the positional basis of each state"):
         draft.say(
             "What position alone does to a state is one vector for each position. Drawn on the two "

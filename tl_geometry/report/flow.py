@@ -19,11 +19,16 @@ from tl_geometry.render import space
 from tl_geometry.render.skipping import skip_figure
 from tl_geometry.report import findings
 from tl_geometry.report.analysis import TITLES, Analysis
+from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
 """Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the
 output-based measures use."""
+NOISE = (
+    "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by t; "
+    "lines are two laws of noise fitted to them. Their rates stand in the table of the nulls."
+)
 SHALLOW = 12
 """Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
 MAP_TYPES = ("flow", "ridge", "identity", "mean")
@@ -122,7 +127,7 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
         draft.draw(views.baseline_figure(report), "maps")
         draft.draw(views.residual_figure(report), "residuals")
         if report.laws:
-            draft.draw(views.noise_figure(report), "noise")
+            draft.draw(views.noise_figure(report), "noise", how=NOISE)
         else:
             draft.leave_out("the law of the residual variance", "there are too few states for it")
         draft.table("flow", report, "Maps between every two states")
@@ -141,10 +146,7 @@ def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Tra
     with reinitialized(model, seed=analysis.seed) as null:
         ensembles["untrained"] = trajectories(null, chunks, progress=False)
     nulls = compare_ensembles(ensembles)
-    about = (
-        "Trajectories of text, of gibberish, of an untrained model (laws of noise fitted to all "
-        "chunks; those of the figure to the half that its maps were fitted on)"
-    )
+    about = "Trajectories of text, of gibberish, of an untrained model, and their laws of noise"
     draft.table("flow_nulls", nulls, about)
 
 
@@ -202,9 +204,9 @@ def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
     lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))
     which = "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
     draft.say(
-        f"How many layers can be skipped for how much loss ({which}; {skips.test} held-out "
-        "chunks)? Each cell replaces the blocks between two states by a fitted map, on held-out "
-        "chunks; "
+        f"How many layers can be skipped for how much loss ({which})? The blocks between two "
+        f"states are replaced by a fitted map at the last token of {skips.test} held-out chunks, "
+        f"where the model's own loss is {Cells('skipped_layers', skips)(0, 'own_loss')} nats; "
         "'mean' forgets the state altogether: what a map must beat."
     )
     draft.draw(skip_figure(skips), "skips")

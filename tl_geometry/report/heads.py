@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_geometry.base.checks import head_name
-from tl_geometry.base.intervals import FEWEST
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.decomposition.layer_intervals import BLOCK
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
@@ -17,23 +18,22 @@ from tl_geometry.report import findings, planes
 from tl_geometry.report.analysis import TITLES, Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft, Section
-from tl_geometry.report.tables import signed
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
 if TYPE_CHECKING:
-    from tl_geometry.interventions.effects import Effects
+    from tl_geometry.interventions.causal import Dominance
 
 COLUMNS = (
     *("layer", "head", "dominant_group", "group_by_cs", "group_share", "group_by_gs"),
     *("group_gain", "dropped_mass"),
-    *("previous", "induction", "duplicate", "cs_position", "cs_content", "cs_mixed"),
-    *("cs_position_null", "p_position", "p_position_bh"),
+    *("previous", "induction", "duplicate", "cs_position_corrected", "cs_content_corrected"),
+    *("cs_mixed_corrected", "cs_position_null", "p_position", "p_position_bh"),
 )
 """Columns of the sweep that stand on the page; all are in its file."""
-PROMPTS, PERIOD, KEPT, DRAWS = 64, 20, 16, 5
+PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
 """Windows of the sweep, tokens that the example repeats, windows and control draws of the causal
-question."""
+question (fewer say nothing of what another draw would cost)."""
 SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
 """Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are
 worth (all measured)."""
@@ -73,7 +73,7 @@ def section(analysis: Analysis) -> Section:
     if table is None:
         return draft.section()
     with draft.part("maps of shares and head types"):
-        draft.draw(views.head_shares(table), "shares")
+        draft.draw(views.head_shares(table), "shares", null=_null_of_position(table))
         draft.say(
             "A cell that gets no attention counts for little. Weighed by where attention goes, the "
             "same terms have these shares:"
@@ -90,7 +90,8 @@ def section(analysis: Analysis) -> Section:
             "heads",
         )
         draft.table("heads", table, "Shares, types and labels of every head", COLUMNS)
-    draft.find(findings.driver(table, groups=analysis.groups, rotary=_rotary(analysis)))
+    blocks = len(table.resampled_sizes[0]) if table.resampled_sizes else 0
+    draft.find(findings.driver(table, groups=blocks, rotary=_rotary(analysis)))
     for name in findings.TYPES:
         draft.find(findings.head_type(table, name))
     if _rotary(analysis):
@@ -111,8 +112,9 @@ def _rotary(analysis: Analysis) -> bool:
 
 def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
     most, each = min(PROMPTS, len(analysis.windows)), _sweep_cost(analysis)
-    if most < FEWEST:
-        why = f"a label needs an interval, and {most} windows are fewer than the {FEWEST} of one"
+    known, needed = analysis.basis.contexts, FEWEST_GROUPS * BLOCK
+    if known < needed:
+        why = f"a label needs an interval, and {known} windows are fewer than the {needed} of one"
         draft.leave_out("the sweep over all heads", why)
         return None
     count = max(FEWEST, analysis.work.take(each, most, share=0.55))  # whatever the budget
@@ -130,6 +132,16 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         if count < most:
             draft.say(f"{count} windows in place of {most}, to keep the budget.")
     return table
+
+
+def _null_of_position(table: SweepTable) -> str:
+    """What the map of shares has for chance, where there is a null."""
+    null = table.details.get("cs_position_null")
+    if null is None or not bool(null.isfinite().any()):
+        return ""
+    row = int(null.nan_to_num(-1.0).argmax())
+    most = Cells("heads", table, rounded=True)(row, "cs_position_null")
+    return f"With position destroyed, position has at most {most}."
 
 
 def _types(draft: Draft, table: SweepTable) -> None:
@@ -154,6 +166,7 @@ def _details(analysis: Analysis) -> tuple[str, ...]:
 def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
     """Heads with their score, and with what their label on this corpus rests on."""
     best, found, cell = top.by_group, [], Cells("heads", table)
+    end = "" if table.group_intervals is None else "_corrected"
     for i, pair in enumerate(top.heads):
         row = table.heads.index(pair)
         held = (
@@ -161,11 +174,10 @@ def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
             if top.dropped_mass is None
             else f", {cell(row, 'dropped_mass', percent=True)} of its attention on what is left out"
         )
-        largest = int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())
+        group = top.groups[int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())]
         shares = (
-            f"{top.groups[largest]} {cell(row, f'cs_{top.groups[largest]}')}"
-            f"{_evidence(top, i, largest)} of the score and "
-            f"{cell(row, f'gs_{top.groups[largest]}')} of the gain"
+            f"{group} {cell(row, f'cs_{group}{end}')}{_evidence(table, row, group)} of the score "
+            f"and {cell(row, f'gs_{group}{end}')} of the gain"
             + (f", flagged: {best.flags[i]}" if best.flags[i] else "")
         )
         found.append(
@@ -174,17 +186,13 @@ def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
     return found
 
 
-def _evidence(table: SweepTable, row: int, group: int) -> str:
+def _evidence(table: SweepTable, row: int, group: str) -> str:
     """The interval of a group's share and, for position, the null share, as far as known."""
-    found, name = table.group_intervals, table.groups[group]
+    found, cell = table.group_intervals, Cells("heads", table, rounded=True)
     known = found is not None and bool(found.low[row].isfinite().all())
-    said = (
-        [f"95% interval {float(found.low[row, group]):.2f} to {float(found.high[row, group]):.2f}"]
-        if found is not None and known
-        else []
-    )
-    null = table.details.get("cs_position_null") if name == "position" else None
-    said += [] if null is None else [f"{signed(float(null[row]))} with position destroyed"]
+    said = [cell.interval(row, f"cs_{group}_corrected")] if known else []
+    if group == "position" and "cs_position_null" in table.details:
+        said.append(f"{cell(row, 'cs_position_null')} with position destroyed")
     return f" ({', '.join(said)})" if said else ""
 
 
@@ -237,7 +245,7 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
 
     # fewer draws, then fewer windows; REPEATS: repeated tokens go through every condition too
     draws, each = DRAWS, _edit_cost(analysis)
-    while draws > 1 and (5 + draws) * each * (KEPT + REPEATS) > analysis.work.left:
+    while draws > FEWEST_DRAWS and (5 + draws) * each * (KEPT + REPEATS) > analysis.work.left:
         draws -= 1
     most = min(KEPT, len(analysis.windows))
     count = analysis.work.take((5 + draws) * each, most + REPEATS) - REPEATS
@@ -256,7 +264,7 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     rows = [str(row[0]) for row in effect.rows()]
     loss = {name: cell(i, "loss") for i, name in enumerate(rows)}
     smaller = (
-        f" ({count} windows and {draws} draw{'s' * (draws > 1)}, to keep the budget)"
+        f" ({count} windows and {draws} draws, to keep the budget)"
         if (count, draws) != (most, DRAWS)
         else ""
     )
@@ -267,23 +275,24 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         f"it is {loss['random term']}, with uniform attention {loss['uniform attention']}{smaller}."
         " Edits act in the live model."
     )
-    draft.say(_dominance(effect))
+    draft.say(_dominance(effect, cell))
     draft.draw(effect_bars(effect), "dominance")
     draft.table("dominant_only", effect, "Loss with only some of the terms")
     draft.find(findings.dominance(effect))
 
 
-def _dominance(effect: Effects) -> str:
+def _dominance(effect: Dominance, cell: Cells) -> str:
     """Whether dominant terms carry the model better than random ones."""
-    gap = effect.change("random term", against="dominant term")
-    value, low = float(gap.value), float(gap.low)
-    if low > 0:
-        return f"The dominant terms save {value:.2f} nats per token over random ones (paired)."
+    row = effect.conditions.index("dominant term")
+    value, *ends = (cell(row, f"saved{end}") for end in ("", "_low", "_high"))
+    of = f"95% interval {' to '.join(ends)} over windows and draws of random terms"
+    if bool(effect.saved().low > 0):
+        return f"The dominant terms save {value} nats per token over random ones ({of})."
+    few = bool(effect.saved().low.isnan())
     why = (
-        "fewer than 10 windows give no interval"
-        if gap.low.isnan()
-        else f"random ones cost {value:.2f} nats more, 95% interval {low:.2f} to "
-        f"{float(gap.high):.2f}"
+        f"fewer than {FEWEST} windows, or a single draw, give no interval"
+        if few
+        else f"random ones cost {value} nats more, {of}"
     )
     return (
         "The dominant terms are not shown to be better than a random term of each head "

@@ -19,7 +19,7 @@ MEASURED = (
 """Columns of the table of position that stand on the page."""
 FEWEST = 8
 """Positions that measures of a positional basis need."""
-DECOMPOSITIONS = 70
+DECOMPOSITIONS = 84
 """Singular value decompositions of the basis that errors, curves and nulls of a state cost
 (measured)."""
 
@@ -60,7 +60,7 @@ def _position(draft: Draft, analysis: Analysis) -> None:
         "(positions in random order, sampling noise alone, isotropic noise of the same energy): a "
         "measure that lies on its null is no finding."
     )
-    cell = Cells("positional", position)
+    cell, short = (Cells("positional", position, rounded=x) for x in (False, True))
     draft.say(
         f"At state {row} the rank estimate is {cell(middle, 'rank')} (ScreeNOT), "
         f"the stable rank {cell(middle, 'stable_rank')}, and "
@@ -72,7 +72,9 @@ def _position(draft: Draft, analysis: Analysis) -> None:
     with draft.part("singular values"):
         draft.draw(views.singular_values(basis), "spectra")
     with draft.part("the Fourier transform of the cosines"):
-        draft.draw(views.fourier(position), "fourier")
+        column = "low_frequency_shuffled"
+        null = f"In random order they hold {short(middle, column, percent=True)} in state {row}."
+        draft.draw(views.fourier(position), "fourier", null=null)
     draft.say(
         "The rank grows with the number of contexts, because sampling noise falls: where the "
         "learning curve still rises, a larger corpus would give a larger one."
@@ -92,17 +94,24 @@ def _context(draft: Draft, analysis: Analysis) -> None:
     middle = len(basis.states) // 2
     context = contextual_report(basis, seed=analysis.seed)
     draft.draw(views.planes(basis), "plane-of-position")
-    cell = Cells("contextual", context)
+    cell, exchanged = Cells("contextual", context), ("incoherence_avg", "exchanged")
+    without = (
+        f" and windows whose positions were exchanged {cell(middle, '_'.join(exchanged))}"
+        if exchanged in context.nulls
+        else ""
+    )
     draft.say(
         f"Positional and context vectors of state {basis.states[middle]} have a mean |cos| of "
         f"{cell(middle, 'incoherence_avg')} where random directions have "
-        f"{cell(middle, 'incoherence_avg_random')}. The paper defines "
+        f"{cell(middle, 'incoherence_avg_random')}{without}. The paper defines "
         "incoherence as a maximum and tabulates an average; both are here."
     )
     draft.draw(views.incoherence(context), "incoherence")
     if context.similarity is None:
         draft.leave_out("similarity of documents", "it takes at least two documents")
     else:
-        draft.draw(views.similarity(context), "similarity")
-    draft.table("contextual", context, "Measures of context in each state")
+        shuffled = f"With documents shuffled it is {cell(middle, 'intra_shuffled')}."
+        draft.draw(views.similarity(context), "similarity", null=shuffled)
+    shown = [name for name in context.columns() if not name.endswith("_sd")]
+    draft.table("contextual", context, "Measures of context in each state", shown)
     draft.find(findings.incoherence(context))

@@ -1,6 +1,8 @@
 """Where the numbers of a report's sentences come from: each is read from a cell of a table that the
 report writes, has the digits that its error allows, and carries the cell's place to the page
-(``data-source="anova.csv:2:pos"``: file, row from 0 under the heading, column).
+(``data-source="anova.csv:2:pos"``: file, row from 0 under the heading, column). The ends of an
+interval that a table holds as a standard error are ``positional.csv:1:rank:low:8``: value less
+Student's t of 8 samples times ``rank_se``.
 """
 
 from __future__ import annotations
@@ -8,28 +10,52 @@ from __future__ import annotations
 import math
 import re
 
+import torch
+
+from tl_geometry.base.intervals import t_quantile
 from tl_geometry.base.results import Result
-from tl_geometry.report.tables import by_error
+from tl_geometry.report.tables import by_error, number
 
 OPEN, BETWEEN, CLOSE = "\ue000", "\ue001", "\ue002"
 """Characters for private use that stand around a place and its number until the page is written:
 sentences stay plain text, which is escaped as a whole."""
 MARKED = re.compile(f"{OPEN}([\\w.:-]+){BETWEEN}([^{OPEN}{BETWEEN}{CLOSE}]*){CLOSE}")
+ATTRIBUTE = re.compile('alt="[^"]*"')
 
 
 class Cells:
-    """The cells of the table that is written to ``name.csv``, as numbers of sentences."""
+    """The cells of the table that is written to ``name.csv``, as numbers of sentences, with the
+    digits that their errors allow or (``rounded``) three."""
 
-    def __init__(self, name: str, table: Result) -> None:
-        self.name, self.table_rows = name, table.rows()
+    def __init__(self, name: str, table: Result, *, rounded: bool = False) -> None:
+        self.name, self.table_rows, self.rounded = name, table.rows(), rounded
         self.place = {column: i for i, column in enumerate(table.columns())}
 
     def __call__(self, row: int, column: str, *, percent: bool = False) -> str:
         """A number and its place; with ``percent`` a share as such."""
         factor = 100.0 if percent else 1.0
-        value, error = factor * self._value(row, column), factor * self._error(row, column)
-        text = by_error(value, error) + "%" * percent
-        return f"{OPEN}{self.name}.csv:{row}:{column}{BETWEEN}{text}{CLOSE}"
+        value = factor * self._value(row, column)
+        error = math.nan if self.rounded else factor * self._error(row, column)
+        return self._placed(f"{row}:{column}", by_error(value, error), percent)
+
+    def interval(
+        self, row: int, column: str, *, percent: bool = False, samples: int | None = None
+    ) -> str:
+        """The 95% interval of a cell: the bounds in the table, or (``samples``) those of its
+        standard error."""
+        places = [f"{row}:{column}_{end}" for end in ("low", "high")]
+        ends = [self._value(row, f"{column}_{end}") for end in ("low", "high")]
+        if samples is not None:
+            places = [f"{row}:{column}:{end}:{samples}" for end in ("low", "high")]
+            value, error = (self._value(row, f"{column}{end}") for end in ("", "_se"))
+            ends = list(around(value, error, samples))
+        factor = 100.0 if percent else 1.0
+        both = zip(places, ends, strict=True)
+        said = [self._placed(place, number(factor * end), percent) for place, end in both]
+        return f"95% interval {' to '.join(said)}"
+
+    def _placed(self, place: str, text: str, percent: bool) -> str:
+        return f"{OPEN}{self.name}.csv:{place}{BETWEEN}{text}{'%' * percent}{CLOSE}"
 
     def _value(self, row: int, column: str) -> float:
         value = self.table_rows[row][self.place[column]] if column in self.place else None
@@ -42,13 +68,25 @@ class Cells:
         return error if math.isfinite(error) else (high - low) / 4
 
 
+def around(value: float, error: float, samples: int) -> tuple[float, float]:
+    """The 95% interval of a mean of so many samples.
+
+    >>> [round(end, 3) for end in around(1.0, 0.1, 8)]
+    [0.764, 1.236]
+    """
+    reach = float(t_quantile(torch.tensor(samples - 1.0))) * error
+    return value - reach, value + reach
+
+
 def linked(escaped: str) -> str:
-    r"""Escaped text with its numbers in elements that name their cells.
+    r"""Escaped text (or HTML that was made from such) with its numbers in elements that name their
+    cells; in attributes the numbers alone.
 
     >>> linked("a \ue000t.csv:0:x\ue0013.2\ue002 b")
     'a <span data-source="t.csv:0:x">3.2</span> b'
     """
-    return MARKED.sub(r'<span data-source="\1">\2</span>', escaped)
+    bare = ATTRIBUTE.sub(lambda found: plain(found[0]), escaped)
+    return MARKED.sub(r'<span data-source="\1">\2</span>', bare)
 
 
 def plain(text: str) -> str:

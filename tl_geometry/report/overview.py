@@ -15,7 +15,8 @@ LIMITS = (
     "information. The positional basis is an average over this corpus and these positions, and "
     "its noise falls only as one over the number of "
     "contexts. A large context share alone is no evidence for topics: any slowly varying text has "
-    "one (see the spliced-window null). Nothing here is causal."
+    "one (see the spliced-window null). Shares, spectra and maps show no cause; edits of the live "
+    "model do, where a section has them."
 )
 
 

@@ -8,19 +8,22 @@ lets nothing be fetched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
 from tl_geometry.base import html
 from tl_geometry.render.page import script_hash
-from tl_geometry.report.findings import Finding, chosen
+from tl_geometry.report.findings import Finding
+from tl_geometry.report.origin import linked
 from tl_geometry.report.tables import anchor
 
 LEDE = (
-    "Findings stand with their interval and with what chance would give; tables have both where a "
-    "measure has them."
+    "Findings stand with their interval or p-value and with what chance would give; tables have "
+    "these where a measure has them."
 )
+SHOWN, EACH = 5, 2
+"""Findings at the head of a report, and the most of one section while others have some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,21 @@ def _head(title: str, parts: Sequence[Part]) -> str:
     )
 
 
+def chosen(found: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list[Finding]]:
+    """The findings of a page's head and the others, from ``(section, finding)`` in reading order:
+    those that exclude their null first, at most :data:`EACH` of a section while others have
+    some."""
+    ranked = sorted(found, key=lambda item: not item[1].clear)
+    head: list[tuple[str, Finding]] = []
+    for most in (EACH, SHOWN):
+        for section, finding in ranked:
+            held = sum(s == section for s, _ in head)
+            if len(head) < SHOWN and held < most and (section, finding) not in head:
+                head.append((section, finding))
+    rest = [finding for section, finding in ranked if (section, finding) not in head]
+    return [finding for _, finding in head], rest
+
+
 def _findings(found: Sequence[tuple[str, Finding]]) -> str:
     """The findings at the head of the page, and the others folded."""
     if not found:
@@ -111,8 +129,9 @@ def _findings(found: Sequence[tuple[str, Finding]]) -> str:
 
 def _finding(finding: Finding) -> str:
     link = f'<a href="#{html.escape(finding.figure)}">Figure</a>'
-    said = f"{html.escape(finding.said)}&nbsp;{link}<small>{html.escape(finding.beside)}.</small>"
+    value, said, beside = (
+        linked(html.escape(text)) for text in (finding.value, finding.said, finding.beside)
+    )
     kind = "find" if finding.clear else "find none"
-    source = f'data-source="{html.escape(finding.table)}.csv"'
-    value = f"<b {source}>{html.escape(finding.value)}</b>"
-    return f'<div class="{kind}">{value}<div>{said}</div></div>'
+    text = f"{said}&nbsp;{link}<small>{beside}.</small>"
+    return f'<div class="{kind}"><b>{value}</b><div>{text}</div></div>'

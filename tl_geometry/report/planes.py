@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from tl_geometry.render.rotary import bands_page, head_planes
 from tl_geometry.report.analysis import Analysis
+from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
-from tl_geometry.report.tables import signed
-from tl_geometry.scores.plane_tables import BandTable
+from tl_geometry.scores.labels import UNCLEAR
+from tl_geometry.scores.plane_tables import BandTable, HeadBands
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
@@ -21,10 +20,11 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     tables."""
     planes = table.planes()
     bands = planes.by_band()
+    by_head = bands.by_head()
     draft.say(
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
-        f"tokens modulo L. Of the covariance of {len(table.heads)} heads, {_counted(bands)}: near "
+        f"tokens modulo L. Of {len(table.heads)} heads, {_counted(bands)}: near "
         f"is a wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, "
         "which hardly sees the offset at all."
     )
@@ -35,7 +35,7 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
             layer, head = table.top(name, 1).heads[0]
             at = table.heads.index((layer, head))
             shown.append((layer, head))
-            draft.say(f"The strongest {words} head, L{layer}H{head}: {_shares(bands, at)}.")
+            draft.say(f"The strongest {words} head, L{layer}H{head}: {_shares(by_head, at)}.")
     if shown:
         chosen = list(dict.fromkeys(shown))
         each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
@@ -46,19 +46,21 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
             profile = split.offset_profile()
         draft.draw(head_planes(planes, profile, heads=chosen), "planes")
     draft.draw(bands_page(planes, profile), "bands")
-    draft.table("bands", bands, "Shares of bands of wavelengths in every head")
+    draft.table("head_bands", by_head, "Shares of bands of wavelengths in every head")
+    draft.table("bands", bands, "The same by term")
     if analysis.planes:
         draft.table("planes", planes, "Shares of every rotary plane in every head")
 
 
 def _counted(bands: BandTable) -> str:
     """How many heads each band dominates."""
-    named = [(band, bands.dominant.count(band)) for band in bands.bands]
-    return ", ".join(f"{band} planes hold most in {count}" for band, count in named if count)
+    named = [(band, bands.dominant.count(band)) for band in (*bands.bands, UNCLEAR)]
+    words = {UNCLEAR: "no band leads clearly by covariance and by gain"}
+    return ", ".join(f"{words.get(b, f'{b} planes lead')} in {n}" for b, n in named if n)
 
 
-def _shares(bands: BandTable, head: int) -> str:
+def _shares(bands: HeadBands, head: int) -> str:
     """The shares of the bands in one head."""
-    values = torch.nan_to_num(bands.total_cs[head]).tolist()
-    there = [(b, v) for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
-    return ", ".join(f"{band} {signed(value)}" for band, value in there)
+    cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
+    there = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
+    return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in there)

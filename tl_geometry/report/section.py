@@ -185,20 +185,21 @@ class Draft:
         figure: View | PageView,
         key: str = "",
         *,
+        title: str = "",
         how: str = "",
         null: str = "",
-        source: str = "",
     ) -> None:
         """Add a figure, drawn now: what goes wrong in drawing belongs to the part, and its memory
-        is free again. ``key`` names it for links; ``how`` it is read, its ``null`` and its
-        ``source`` take the place of the figure's own where they are given."""
+        is free again. ``key`` names it for links; its ``title``, ``how`` it is read and its
+        ``null`` take the place of the figure's own where they are given, with numbers that name
+        their cells (:mod:`tl_geometry.report.origin`)."""
         name = f"figure-{key or tables.anchor(figure.title)}"
         figure.caption, figure.null = how or figure.caption, null or figure.null
-        figure.source = source or figure.source
         if isinstance(figure, PageView):
             self.blocks.append(_live(figure, name))
         else:
-            self.blocks.append(Drawn(key=name, text=figure.html()))
+            figure.title = title or figure.title
+            self.blocks.append(Drawn(key=name, text=linked(figure.html())))
 
     def table(
         self, name: str, table: Result, about: str = "", columns: Sequence[str] | None = None
@@ -234,7 +235,8 @@ def _live(figure: PageView, name: str) -> Drawn:
     title = "" if png else f"<b>{html.escape(figure.title)}</b> "
     said = " ".join(filter(None, (figure.caption, figure.null)))
     live = figure.html(png, shared=True)
-    text = f'<div class="live"><p class="still">{title}{html.escape(said)}</p>{live}</div>'
+    still = f"{title}{linked(html.escape(said))}"
+    text = f'<div class="live"><p class="still">{still}</p>{live}</div>'
     return Drawn(key=name, text=text, scripts=figure.scripts, library=bool(figure.library))
 
 

@@ -23,6 +23,8 @@ UNITS = {
     "change": "nats",
     "kl": "nats",
     "kl_reverse": "nats",
+    "saved": "nats",
+    "own_loss": "nats",
     "baseline_mean": "nats",
     "pattern_moved": "total variation",
     "share": "of the sum of squares",
@@ -45,6 +47,8 @@ NAMES = {
     "pos_reliability": "reliability of position",
     "ctx_agreement": "agreement of a window's ends",
     "ctx_null": "context of spliced windows",
+    "ctx_null_corrected": "the same in any number of windows",
+    "saved": "saved over a random term",
     "top_share": "share of the largest tokens",
     "low_frequency": "energy in low frequencies",
     "dropped_mass": "attention left out",
@@ -92,15 +96,6 @@ def by_error(value: float, error: float) -> str:
         return number(value)
     places = max(0, 1 - math.floor(math.log10(error)))
     return f"{round(value, places) + 0.0:,.{places}f}".replace("-", "−")
-
-
-def signed(value: float) -> str:
-    """Two decimals for a sentence: a true minus, and none before nothing.
-
-    >>> signed(-0.021), signed(-0.001)
-    ('−0.02', '0.00')
-    """
-    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
 
 
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:

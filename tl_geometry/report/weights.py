@@ -150,9 +150,8 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     analysis.work.spend(once)
     count = max(least, analysis.work.take(each, most))
     analysis.clock.say(f"{what}, {count} windows of {length} tokens")
-    effect = surrogate_effect(
-        analysis.model, analysis.windows.tokens[:count, :length], analysis.basis
-    )
+    rows = analysis.pick(count).tokens[:, :length]  # those of the other edits of the model
+    effect = surrogate_effect(analysis.model, rows, analysis.basis)
     whole = analysis.windows.tokens.shape[1]
     smaller = ", to keep the budget" if (count, length) != (most, whole) else ""
     draft.say(
@@ -160,5 +159,10 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
         "in the live model; grey bars are controls of the same rank. Losses are those of "
         f"{count} windows of {length} tokens of this corpus{smaller}."
     )
-    draft.draw(views.surrogate_bars(effect), "surrogates")
+    model = Cells("surrogates", effect)(0, "loss")
+    how = (
+        f"Each bar is what the loss of {model} nats rises by when W_QK of {len(effect.heads)} "
+        "heads is replaced by one part of it."
+    )
+    draft.draw(views.surrogate_bars(effect), "surrogates", how=how)
     draft.table("surrogates", effect, "Loss with W_QK replaced by its parts")

@@ -21,20 +21,23 @@ contexts. So it is with contexts of the basis that lie in few of its groups.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.results import row_hashes
+from tl_geometry.decomposition.layer_intervals import blocks
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.scores.projection import Side
 from tl_geometry.scores.sums import ShareSums, share_sums
 
+NONE: frozenset[int] = frozenset()
 BLOCKS = 8
 """Blocks of contexts, at least (twice as many at most), that are left out in turn."""
 UNEVEN = 2.0
@@ -90,7 +93,7 @@ def group_parts(
     return torch.cat([both, (q - both.sum(0)).unsqueeze(0)])
 
 
-def without(share: Float[Tensor, " group"], left_out: set[int]) -> Float[Tensor, "part column"]:
+def without(share: Float[Tensor, " group"], left_out: Set[int]) -> Float[Tensor, "part column"]:
     """Bias, pos and cvec of the basis without some groups as sums of the parts of
     :func:`group_parts`.
 
@@ -105,6 +108,11 @@ def without(share: Float[Tensor, " group"], left_out: set[int]) -> Float[Tensor,
         [torch.cat([bias, share.new_zeros(1)]), torch.cat([pos, share.new_zeros(1)])]
     )
     return torch.cat([both, (torch.ones_like(both[0]) - both.sum(0)).unsqueeze(0)])
+
+
+def sets_of(member: Bool[Tensor, "row group"]) -> list[frozenset[int]]:
+    """The groups of each row."""
+    return [frozenset(row.nonzero().flatten().tolist()) for row in member]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,14 +180,22 @@ class LeaveOut:
             e / UNEVEN <= owned.get(g, 0) <= e * UNEVEN for g, e in enumerate(expected)
         )
 
-    def _shares(self, left_out: int = -1, *, contexts: bool = False, block: int = -1) -> Tensor:
-        """Covariance and gain shares ``[2 head term]`` without a group of the basis (and, with
-        ``contexts``, without its contexts), or without a block of contexts."""
+    def _shares(
+        self,
+        joined: Mapping[int, frozenset[int]],
+        left_out: frozenset[int] = NONE,
+        *,
+        contexts: bool = False,
+        blocks: frozenset[int] = NONE,
+    ) -> Tensor:
+        """Covariance and gain shares ``[2 head term]`` without some groups of the basis (and, with
+        ``contexts``, without their contexts), or without some blocks of contexts; each context by
+        the basis without all groups that are ``joined`` with its own."""
         numerators, totals = torch.zeros(()), torch.zeros(())
         for (own, at), sums in self.sums.items():
-            if (contexts and own == left_out) or at == block:
+            if (contexts and own in left_out) or at in blocks:
                 continue
-            change = without(self.share, {own, left_out} - {-1})
+            change = without(self.share, joined.get(own, NONE) | left_out)
             n = change.shape[1]
             both = torch.stack([sums.numerators, sums.gains])
             table = both[..., : n * n].unflatten(-1, (n, n))
@@ -191,18 +207,28 @@ class LeaveOut:
 
     def table(self, contexts: int) -> Resampled:
         """The shares with each group left out; NaN where basis or sweep have too few contexts or
-        groups for an interval (``contexts`` of the basis)."""
-        whole, groups = self._shares(), range(len(self.share))
-        together = self.spread
-        samples = [self._shares(g, contexts=together) for g in groups]
-        sizes = [tuple(self.share.tolist())]
-        if not together:
-            blocks = self._counted(1)
-            samples += [self._shares(block=b) for b in sorted(blocks)]
-            sizes.append(tuple(blocks[b] / self.done for b in sorted(blocks)))
-        few = min(self.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
-        found = torch.stack([whole, *samples], dim=2)
-        cs, gs = torch.full_like(found, torch.nan) if few else found
+        groups for an interval (``contexts`` of the basis).
+
+        Groups of fewer than 8 contexts are left out together with their neighbours, as topics go on
+        over several windows; with fewer than four such blocks there is no interval.
+        """
+        counts = (self.share * contexts).round().long()
+        groups, together = sets_of(blocks(counts)), self.spread
+        counted = self._counted(1)
+        held = torch.tensor([counted[b] for b in sorted(counted)])
+        others = [] if together else sets_of(blocks(held))
+        joined = {group: members for members in groups for group in members}
+        whole = self._shares(joined)
+        fewest = min(len(groups), len(groups if together else others))
+        if fewest < FEWEST_GROUPS or self.done < FEWEST:
+            blank = whole.new_full((*whole.shape[:2], 3, whole.shape[2]), torch.nan)
+            return Resampled(blank[0], blank[1], ((0.5, 0.5),))
+        samples = [self._shares(joined, members, contexts=together) for members in groups]
+        samples += [self._shares(joined, blocks=members) for members in others]
+        sizes = [tuple(float(self.share[list(members)].sum()) for members in groups)]
+        if others:
+            sizes.append(tuple(float(held[list(b)].sum()) / self.done for b in others))
+        cs, gs = torch.stack([whole, *samples], dim=2)
         return Resampled(cs, gs, tuple(sizes))
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.results import Result
+from tl_geometry.scores.labels import dominant
 from tl_geometry.scores.planes import PASS, Band, HeadPlanes, default_bands
 from tl_geometry.scores.terms import BIAS_BIAS, label
 
@@ -65,11 +66,10 @@ class BandTable(Result):
 
     @property
     def dominant(self) -> tuple[str, ...]:
-        """The band of each head with the largest covariance share; ``"uniform"`` for a head without
-        scores to explain."""
-        blank, total = torch.isnan(self.total_cs).any(-1), torch.nan_to_num(self.total_cs)
-        found = zip(total.argmax(-1).tolist(), blank.tolist(), strict=True)
-        return tuple("uniform" if none else self.bands[at] for at, none in found)
+        """The band of each head that is first by covariance and by gain, each with a clear lead
+        (:func:`tl_geometry.scores.labels.dominant`), else ``"unclear"``; ``"uniform"`` for a head
+        without scores to explain."""
+        return dominant(self.total_cs, self.total_gs, self.bands).labels
 
     def by_head(self) -> HeadBands:
         """The same with one row for each head, all terms together."""

@@ -305,17 +305,25 @@ def rounding_flags(
     layer: LayerView,
     q: Float[Tensor, "part batch position head d_head"],
     k: Float[Tensor, "part batch position head d_head"],
+    queries: slice = slice(None),
+    heads: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
-    """:func:`judge_rounding` for the parts of queries (after the scale) and keys."""
+    """:func:`judge_rounding` for the parts of some queries (after the scale) and of all keys, of
+    ``heads`` (all)."""
+    own = layer.reconstruction.scale or float(
+        q.sum(0).norm(dim=-1).max() * k.sum(0).norm(dim=-1).max()  # of a layer without checks
+    )
+    q, allowed = q[:, :, queries], layer.allowed[queries]
     total, size = (
         einsum(a, b, "b i h e, b j h e -> b h i j")
         for a, b in ((q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0)))
     )
     if layer.bias is not None:
-        total, size = total + layer.bias, size + layer.bias.abs()
-    scale = float(torch.where(layer.allowed, size, 0.0).max())
-    scales, spreads = (layer.reconstruction.scale, scale), head_spreads(total, layer.allowed)
-    return judge_rounding(layer.roundoff, scales, spreads, f"layer {layer.layer}")
+        bias = (layer.bias if heads is None else layer.bias[list(heads)])[:, queries]
+        total, size = total + bias, size + bias.abs()
+    scale = float(torch.where(allowed, size, 0.0).max())
+    spreads = head_spreads(total, allowed)
+    return judge_rounding(layer.roundoff, (own, scale), spreads, f"layer {layer.layer}")
 
 
 def is_relative(layer: LayerView) -> bool:

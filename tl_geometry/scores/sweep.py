@@ -25,19 +25,22 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, ReconstructionError, fail, require
-from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.base.intervals import FEWEST_GROUPS
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.decomposition.groups import APART, CUT
+from tl_geometry.decomposition.layer_intervals import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.batches import default_batch
+from tl_geometry.models.batches import SAMPLED, another_row, default_batch
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.models.verify import some_queries
 from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.details import DETAILS, Details
 from tl_geometry.scores.families import sweep_of
@@ -191,8 +194,11 @@ def sweep_heads(
             # a row without BOS decides, one with it does not
             basis.check_model(view, None if begins else False)
             work.batch, row = batch, another_row(row, len(batch), draws)
-            sample = (row, work.verify)  # in this very pass: a hook may spare some rows
-            view.run_layers(batch, chosen, work.on_layer, verify=False, sample=sample)
+            sample = (row, work.verify)
+            queries = None if done == 0 else SAMPLED
+            view.run_layers(
+                batch, chosen, work.on_layer, verify=False, sample=sample, queries=queries
+            )
             done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
             bar.update(len(batch))
     basis.check_model(view, begins)
@@ -209,18 +215,6 @@ def sweep_heads(
         normalized=basis.provenance.normalized,
     )
     return work.table(types, provenance)
-
-
-def another_row(last: int, rows: int, draws: torch.Generator) -> int:
-    """The row of the next batch that is verified: any but the last one (and, of the first batch,
-    but row 0), where there are several.
-
-    >>> another_row(0, 2, torch.Generator().manual_seed(0)), another_row(7, 1, torch.Generator())
-    (1, 0)
-    """
-    if rows == 1:
-        return 0
-    return (last + 1 + int(torch.randint(rows - 1, (), generator=draws))) % rows
 
 
 def _rows_per_batch(
@@ -323,12 +317,16 @@ class _Sweep:
         self.blunt: dict[str, None] = {}  # layers where rounding hides errors, in order
 
     def verify(self, layer: LayerView) -> None:
-        """Check one context of a batch explicitly; the view has verified its own scores."""
+        """Check one context of a batch explicitly; the view has verified its own scores. What does
+        not depend on the context is checked once."""
         read = layer.normalized() if self.basis.provenance.normalized else layer
         self.relative = self.relative and is_relative(read)
         parts = split_layer(layer, self._projection(layer), slice(None))
-        check_cvec(layer, self.basis, parts)
-        self.blunt |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k))
+        first = layer.layer not in self.sums
+        if first:
+            check_cvec(layer, self.basis, parts)
+        at = some_queries(self.length, None if first else SAMPLED)
+        self.blunt |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k, at))
 
     def on_layer(self, layer: LayerView) -> None:
         """Take in one layer of one batch."""
@@ -420,8 +418,11 @@ class _Sweep:
         mass = [sum(self.mass[x], torch.zeros(())) / contexts for x in order if x in self.mass]
         resampled = self._resampled()
         if resampled is not None and bool(torch.isnan(resampled.shares).all()):
-            few = f"fewer than {FEWEST} contexts or {FEWEST_GROUPS} groups of them: no intervals"
+            few = f"fewer than {FEWEST_GROUPS} blocks of {BLOCK} contexts: no intervals"
             provenance = provenance.flagged(few)
+        elif resampled is not None:
+            known = self.basis.provenance.flags
+            provenance = provenance.flagged(*(flag for flag in (CUT, APART) if flag in known))
         details = self._details()
         planes: dict[str, Any] = {"length": self.length}
         if self.planes is not None:

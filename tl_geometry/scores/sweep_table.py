@@ -88,7 +88,17 @@ class SweepTable(ShareTable):
             f"{share}_{name}" for share in self._measured() for name in (*self.groups, *self.terms)
         ]
         types = [name for t in self._types() for name in (t, f"{t}_se", f"{t}_uniform")]
-        return ["layer", "head", *best, "dropped_mass", *types, *shares, *self._scalars()]
+        more = (*self._bounds()[0], *self._scalars())
+        return ["layer", "head", *best, "dropped_mass", *types, *shares, *more]
+
+    def _bounds(self) -> tuple[list[str], Float[Tensor, "head column"]]:
+        """Corrected shares of the groups with their intervals, where they were asked for."""
+        known = {"cs": self.group_intervals, "gs": self.group_gain_intervals}
+        found = {share: x for share, x in known.items() if x is not None and self.groups}
+        ends = ("corrected", "corrected_low", "corrected_high")
+        names = [f"{share}_{g}_{end}" for share in found for g in self.groups for end in ends]
+        values = [torch.stack(x[:3], -1).flatten(1) for x in found.values()]
+        return names, torch.cat([self.total.new_zeros(len(self.heads), 0), *values], 1)
 
     def _measured(self) -> tuple[str, ...]:
         """Kinds of shares that were measured: energies only where ``detail`` asked for them."""
@@ -102,7 +112,7 @@ class SweepTable(ShareTable):
 
     def rows(self) -> Sequence[Sequence[object]]:
         kinds = [x for kind in self._measured() for x in (f"group_{kind}", kind)]
-        shares = torch.cat([getattr(self, x) for x in kinds], dim=1).tolist()
+        shares = torch.cat([*(getattr(self, x) for x in kinds), self._bounds()[1]], dim=1).tolist()
         dominant = (self.by_group, self.by_term)
         flat = [self.details[name].tolist() for name in self._scalars()]
         mass = self._mass().tolist()
@@ -127,7 +137,7 @@ class SweepTable(ShareTable):
         column = f"cs_{column}" if column in (*self.groups, *self.terms) else column
         words = [c.format(of) for of in ("group", "term") for c in LABEL if c not in NUMBERS]
         numeric = [c for c in names if c not in words]
-        asked = not column.startswith("es_") or "es" in self._measured()
+        asked = not str(column).startswith("es_") or "es" in self._measured()
         instead = 'sweep_heads(..., detail="energy")'
         require(asked, "column", expected="a measured share", got=repr(column), instead=instead)
         if column not in numeric:
@@ -171,11 +181,14 @@ class SweepTable(ShareTable):
         types, shares = self._types(), (*self.groups, *self.terms)
         told = {f"{share}_{name}" for share in self._measured() for name in shares}
         told |= {f"{t}{end}" for t in types for end in ("", "_se", "_uniform")}
+        told |= set(self._bounds()[0])
         kinds = " or ".join(f"{share}_" for share in self._measured())
         rest = [c for c in numeric if c not in told]
+        bounds = ", a group before _corrected, _corrected_low or _corrected_high"
+        bounds = bounds if self._bounds()[0] else ""
         return (
-            f"{', '.join(shares)} (alone, or behind {kinds}); {', '.join(types)} (alone, or "
-            f"before _se or _uniform); {', '.join(rest)}"
+            f"{', '.join(shares)} (alone, or behind {kinds}{bounds}); {', '.join(types)} "
+            f"(alone, or before _se or _uniform); {', '.join(rest)}"
         )
 
     def select(self, rows: Int[Tensor, " head"]) -> SweepTable:

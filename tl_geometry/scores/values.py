@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -40,6 +40,7 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
+    judge_rounding,
     pattern_roundoff,
     reconstruction_bound,
     require_reconstruction,
@@ -162,9 +163,8 @@ def split_values(
 
     def on_layer(layer: LayerView) -> None:
         pick = torch.tensor([h for l, h in chosen if l == layer.layer])
-        z.append(
-            _mixed(layer, splitter.values(layer), pick.to(layer.h.device), compared).to(device)
-        )
+        values, picked = splitter.values(layer), pick.to(layer.h.device)
+        z.append(_mixed(layer, values, picked, compared, splitter.flags).to(device))
         W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
 
     on_written = splitter.on_written if isinstance(parts, str) else None
@@ -205,7 +205,7 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
 
 
 def _mixed(
-    layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check]
+    layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check], flags: list[str]
 ) -> Float[Tensor, "part batch position head d_head"]:
     """``z`` of each part for the chosen heads, checked against the model's values and mixed
     values."""
@@ -227,6 +227,10 @@ def _mixed(
         error = float((ours - model[:, :, heads]).abs().max())
         checks.append((layer.layer, name, error, reconstruction_bound(unit, float(bound.max()))))
     require_reconstruction(checks, f"values of layer {layer.layer}")
+    largest = layer.z[:, :, heads].abs().amax(-1)
+    typical = rearrange(largest, "b i h -> h (b i)").median(dim=1).values
+    scales, what = (float(layer.v.abs().max()), float(size.max())), f"values of layer {layer.layer}"
+    flags += judge_rounding(layer.roundoff, scales, typical, what, "z of a token reaches")
     return z
 
 
