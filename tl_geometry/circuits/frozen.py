@@ -26,6 +26,7 @@ from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reconstruction import pattern_roundoff
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import HeadWrites, Written, run_written
 
@@ -119,7 +120,8 @@ class FrozenBlock:
         slope = torch.ones_like(scores)
         if layer.softcap is not None:
             slope = 1 - torch.tanh(scores / layer.softcap).square()
-        return replace(layer, allowed=layer.allowed[queries]).pattern_of(scores), slope
+        rows = replace(layer, allowed=layer.allowed[queries], bias=None)  # bias is in the scores
+        return rows.pattern_of(scores), slope
 
     def query_blocks(self) -> Iterator[slice]:
         """All queries, a few at a time."""
@@ -143,8 +145,9 @@ class Adjoints:
 class FrozenPass:
     """The frozen linear model of one forward pass.
 
-    ``leaves`` are the parts of the first state by name, ``constants`` what the blocks and the
-    embedding's norm added that depends on nothing, by block (0: before the first).
+    ``leaves`` are the parts of the first state by name, ``embedding_constant`` what the norm behind
+    the embedding added to them, ``last`` the last state. ``roundoff`` is that of the model's
+    arithmetic (of its softmax, where that is coarser).
     """
 
     view: ModelView
@@ -152,6 +155,7 @@ class FrozenPass:
     leaves: dict[str, Float[Tensor, "batch position d_model"]]
     embedding_constant: Float[Tensor, "batch position d_model"]
     last: Float[Tensor, "batch position d_model"]
+    roundoff: float
 
     @classmethod
     def of(cls, view: ModelView, tokens: Tensor, *, mlp: str = "frozen") -> FrozenPass:
@@ -160,8 +164,10 @@ class FrozenPass:
         layers: list[LayerView] = []
         constants: list[Tensor] = []
         ends: list[tuple[Tensor, Written]] = []
+        roundoffs: list[float] = []
 
         def on_layer(layer: LayerView, written: Written) -> None:
+            roundoffs.append(pattern_roundoff(layer.pattern, layer.roundoff))
             layers.append(replace(layer, pattern=None, scores=None, z=None))
             constants.append(written.constants)
 
@@ -191,6 +197,7 @@ class FrozenPass:
             leaves=embeds,
             embedding_constant=constants[0],
             last=last,
+            roundoff=max(roundoffs),
         )
 
     def adjoints(

@@ -122,7 +122,7 @@ def trace_logit(
     at = checks.index(length + position if position < 0 else position, length, "position")
     check_request(view, rows, basis, 0, 0, 0)
     frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
-    readout = _readout(view, frozen, at, target, against, log_probability)
+    readout = logit_readout(view, frozen, at, target, against, log_probability)
     leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)
     start = frozen.embedding_constant if basis is None else torch.zeros_like(frozen.last)
     entry = torch.zeros_like(frozen.last)
@@ -132,7 +132,7 @@ def trace_logit(
     values = _component_values(frozen, leaves, start, adjoints, readout.constant)
     moved = _component_values(frozen, leaves, start, responsive, readout.constant).minus(values)
     T = float(frozen.last[0, at].double() @ readout.direction.double()) + readout.constant
-    _require_sum(view, values, T, mlp)
+    _require_sum(frozen, values, T, mlp)
     chosen = enough(values.flat(), keep) | enough(moved.flat(), keep)
     nodes = _nodes(frozen, leaves, values, chosen, at)
     finder = EdgeFinder(frozen, nodes, start, adjoints, responsive)
@@ -163,7 +163,7 @@ def trace_logit(
     )
 
 
-def _readout(
+def logit_readout(
     view: ModelView,
     frozen: FrozenPass,
     position: int,
@@ -232,17 +232,16 @@ def _component_values(
     )
 
 
-def _require_sum(view: ModelView, values: ComponentValues, T: float, mlp: str) -> None:
+def _require_sum(frozen: FrozenPass, values: ComponentValues, T: float, mlp: str) -> None:
     """Raise where leaves and constants do not sum to T within the rounding of all that is added up
     on the way."""
     total = float(values.leaves.sum()) + values.constant
     total += float(values.mlps.sum()) if mlp == "leaf" else 0.0
     size = sum(float(x.abs().sum()) for x in values[:3]) + abs(values.constant)
-    roundoff = max(view._layers.roundoff(l) for l in range(view.n_layers))
-    bound = reconstruction_bound(roundoff, size)
+    bound = reconstruction_bound(frozen.roundoff, size)
     if abs(total - T) > bound:
         fail(
-            f"logit of {view.name}",
+            f"logit of {frozen.view.name}",
             expected=f"{T:.6g} as the sum over tokens and constants, within {bound:.1e}",
             got=f"{total:.6g}",
             instead="check_model(model)",

@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
@@ -96,27 +98,50 @@ def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
     return memo[key]
 
 
-def _infer(view: ModelView, layer: int) -> MLPSpec | None:
-    hook = writing_of(view).blocks[layer].mlp
-    if hook is None:
-        return None
-    block = view._model.blocks[layer]
-    ids = torch.arange(8).unsqueeze(0) % view.d_vocab
-    names = [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z", hook]
+class _Probe(NamedTuple):
+    """What a few tokens give at one block: its input, the stream after attention, the MLP's
+    output."""
+
+    before: Float[Tensor, "batch position d_model"]
+    after: Float[Tensor, "batch position d_model"]
+    output: Float[Tensor, "batch position d_model"]
+
+
+def _probes(view: ModelView) -> dict[int, _Probe]:
+    """One forward pass over eight tokens, seen by every block that has an MLP."""
+    ids = torch.arange(min(8, view.n_ctx)).unsqueeze(0) % view.d_vocab
+    specs = {l: spec for l, spec in enumerate(writing_of(view).blocks) if spec.mlp is not None}
+    hooks = {l: _hooks(l, str(spec.mlp)) for l, spec in specs.items()}
     with without_hooks(view._model):
-        seen = {k: upcast(v) for k, v in view.activations(ids[:, : view.n_ctx], names).items()}
-    h, expected = seen[names[0]], seen[hook]
-    spec = writing_of(view).blocks[layer]
-    weights = view.weights(layer)
-    z = by_head(seen[names[1]], view.n_heads).to(weights.W_O)
-    attention = torch.einsum("bihe,hed->bid", z, weights.W_O) + weights.b_O
-    if spec.after_attention is not None:
-        attention = spec.after_attention.apply(attention)
+        seen = view.activations(ids, [name for names in hooks.values() for name in names])
+    probes = {}
+    for layer, spec in specs.items():
+        h, z, output = (upcast(seen[name]) for name in hooks[layer])
+        weights = view.weights(layer)
+        z = by_head(z, view.n_heads).to(weights.W_O)
+        attention = einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
+        if spec.after_attention is not None:
+            attention = spec.after_attention.apply(attention)
+        probes[layer] = _Probe(h, h + attention, output)
+    return probes
+
+
+def _hooks(layer: int, mlp: str) -> tuple[str, str, str]:
+    return f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z", mlp
+
+
+def _infer(view: ModelView, layer: int) -> MLPSpec | None:
+    memo = view._layers.memo
+    if "mlp probes" not in memo:
+        memo["mlp probes"] = _probes(view)
+    probe = memo["mlp probes"].get(layer)
+    if probe is None:
+        return None
+    block, expected = view._model.blocks[layer], probe.output
     best, least = None, torch.inf
-    for candidate in _candidates(view, block, h):
-        error = float(
-            (candidate.apply(h if candidate.parallel else h + attention) - expected).abs().max()
-        )
+    for candidate in _candidates(view, block, probe.before):
+        read = probe.before if candidate.parallel else probe.after
+        error = float((candidate.apply(read) - expected).abs().max())
         if error < 0.99 * least:  # ties go to the earlier candidate
             best, least = candidate, error
     bound = 8 * reconstruction_bound(unit_roundoff(view.dtype), float(expected.abs().max())) + 1e-5
