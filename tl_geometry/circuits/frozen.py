@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.models.attention_spec import Facts
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
@@ -57,26 +58,25 @@ class FrozenMLP:
     @classmethod
     def of(cls, spec: MLPSpec, h: Float[Tensor, "batch position d_model"]) -> FrozenMLP:
         """Freeze an MLP at the stream that it reads."""
-        scale = spec.before.scale(h).unsqueeze(-1)
         gate, linear = spec.hidden(spec.before.apply(h))
         argument = torch.where(gate.abs() < SMALL, SMALL, gate)
         gate_slope, linear_slope = spec.act(argument) / argument, None
         if linear is not None:
             gate_slope, linear_slope = 0.5 * gate_slope * linear, 0.5 * spec.act(gate)
-        after_scale = spec.after.scale(spec.before_after_norm(h)).unsqueeze(-1)
+        wrote = spec.out(gate, linear)
+        after_scale = spec.after.scale(wrote).unsqueeze(-1)
         offset = gate_slope * (spec.before.bias @ spec.W_gate + spec.b_gate)
         if linear_slope is not None and spec.W_in is not None and spec.b_in is not None:
             offset = offset + linear_slope * (spec.before.bias @ spec.W_in + spec.b_in)
         constant = offset @ spec.W_out + spec.b_out
         constant = spec.after.centre(constant) * spec.after.gain / after_scale + spec.after.bias
-        written = spec.apply(h) - constant
         return cls(
             spec=spec,
-            scale=scale,
+            scale=spec.before.scale(h).unsqueeze(-1),
             after_scale=after_scale,
             gate_slope=gate_slope,
             linear_slope=linear_slope,
-            written=written,
+            written=spec.after.apply(wrote) - constant,
             constant=constant,
         )
 
@@ -94,21 +94,19 @@ class FrozenMLP:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FrozenBlock:
-    """One block of a forward pass. ``heads`` are the writes of its heads in factors (without what
-    they write whatever they attend to), ``attention_constant`` the rest of what attention wrote;
-    ``mlp`` is frozen, or, as a leaf, its whole output in ``mlp_leaf``."""
+    """One block of a forward pass.
+
+    ``spec`` says how its heads read, ``heads`` what they write, in factors (without what they write
+    whatever they attend to); ``attention_constant`` is the rest of what attention wrote. ``mlp`` is
+    frozen, or, as a leaf, its whole output in ``mlp_leaf``.
+    """
 
     layer: LayerView
+    spec: Facts
     heads: HeadWrites
     attention_constant: Float[Tensor, "batch position d_model"]
     mlp: FrozenMLP | None
     mlp_leaf: Float[Tensor, "batch position d_model"] | None
-
-    def reader(self, which: str) -> Float[Tensor, "d_model head d_head"]:
-        """Centring, gain and projection of queries, keys or values, as one matrix."""
-        d_model = self.layer.h.shape[-1]
-        eye = torch.eye(d_model, dtype=self.layer.h.dtype, device=self.layer.h.device)
-        return self.layer.projected(eye, which)
 
     def pattern(self, queries: Tensor | slice) -> tuple[Tensor, Tensor]:
         """The pattern of some queries ``[batch head query key]``, and how the score that enters the
@@ -123,6 +121,38 @@ class FrozenBlock:
         rows = replace(layer, allowed=layer.allowed[queries], bias=None)  # bias is in the scores
         return rows.pattern_of(scores), slope
 
+    def turned(
+        self, x: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row head d_head"]:
+        """Projections at some positions as they enter the score: the linear part of QK-norm,
+        rotation, frozen scale."""
+        turn, scales = self.layer.turn, {"q": self.layer.q_scale, "k": self.layer.k_scale}
+        tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
+        scale = scales.get(which, self.layer.v_scale)[0, positions].unsqueeze(-1)
+        return self.spec.head_map(x, which, tables) * scale
+
+    def read(
+        self, parts: Float[Tensor, "row d_model"], which: str, positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row head d_head"]:
+        """Queries, keys or values of parts of the stream at some positions, without constants."""
+        return self.turned(self.spec.projected(parts, which), which, positions)
+
+    def to_stream(
+        self, weight: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row d_model"]:
+        """dT/d(stream) from dT/d(queries, keys or values): the transpose of :meth:`read`."""
+        with torch.enable_grad():
+            start = torch.zeros_like(weight, requires_grad=True)
+            weight = torch.autograd.grad(self.turned(start, which, positions), start, weight)[0]
+        return self.back(weight, which)
+
+    def back(
+        self, weight: Float[Tensor, "row head d_head"], which: str
+    ) -> Float[Tensor, "row d_model"]:
+        """The transpose of centring, gain and projection."""
+        stream = einsum(weight, self.spec.matrix(which), "r h e, h d e -> r d")
+        return self.spec.norm.centre(stream * self.spec.norm.gain)
+
     def query_blocks(self) -> Iterator[slice]:
         """All queries, a few at a time."""
         batch, length, heads, _ = self.layer.q.shape
@@ -134,11 +164,12 @@ class FrozenBlock:
 class Adjoints:
     """dT/d(write) of everything that was written: ``stream[l]`` of the input of block l
     (and of what MLP l - 1 wrote), ``mids[l]`` of what attention l wrote, ``heads[l]`` of the mixed
-    values of its heads."""
+    values of its heads; ``mlps[l]`` is dT/d(stream) through MLP l alone (``None`` for a leaf)."""
 
     stream: tuple[Float[Tensor, "batch position d_model"], ...]
     heads: tuple[Float[Tensor, "batch position head d_head"], ...]
     mids: tuple[Float[Tensor, "batch position d_model"], ...]
+    mlps: tuple[Float[Tensor, "batch position d_model"] | None, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -205,7 +236,7 @@ class FrozenPass:
     ) -> Adjoints:
         """All adjoints of ``T = sum(last * readout)``, by one walk from the last block to the
         first."""
-        stream, heads, mids = [readout], [], []
+        stream, heads, mids, mlps = [readout], [], [], []
         for block in reversed(self.blocks):
             after = stream[0]
             parallel = block.mlp is not None and block.mlp.spec.parallel
@@ -218,7 +249,10 @@ class FrozenPass:
             stream.insert(0, before)
             heads.insert(0, of_heads)
             mids.insert(0, middle)
-        return Adjoints(stream=tuple(stream), heads=tuple(heads), mids=tuple(mids))
+            mlps.insert(0, through_mlp)
+        return Adjoints(
+            stream=tuple(stream), heads=tuple(heads), mids=tuple(mids), mlps=tuple(mlps)
+        )
 
     @staticmethod
     def _of_heads(
@@ -244,10 +278,12 @@ class FrozenPass:
                     moved, layer.k, "b h i j, b j h e -> b i h e"
                 )
                 keys += layer.scale * einsum(moved, layer.q[:, rows], "b h i j, b i h e -> b j h e")
-        out = to_stream(block, "v", values)
+        everywhere = torch.arange(values.shape[1], device=values.device)
+        out = block.to_stream(values[0], "v", everywhere)
         if attention:
-            out = out + to_stream(block, "q", queries) + to_stream(block, "k", keys)
-        return out
+            out = out + block.to_stream(queries[0], "q", everywhere)
+            out = out + block.to_stream(keys[0], "k", everywhere)
+        return out.unsqueeze(0)
 
 
 def attention_response(
@@ -263,27 +299,6 @@ def attention_response(
         raise RuntimeError("a verified layer has values")
     towards = einsum(of_heads, layer.v, "b i h e, b j h e -> b h i j")
     return pattern * (towards - (pattern * towards).sum(-1, keepdim=True)) * slope
-
-
-def to_stream(
-    block: FrozenBlock, which: str, weight: Float[Tensor, "batch position head d_head"]
-) -> Float[Tensor, "batch position d_model"]:
-    """dT/d(stream) from dT/d(queries, keys or values): back through rotation, QK-norm, frozen
-    scale, projection, gain and centring."""
-    turned = turn_back(block.layer, which, weight)
-    return einsum(turned, block.reader(which), "b i h e, d h e -> b i d")
-
-
-def turn_back(
-    layer: LayerView, which: str, weight: Float[Tensor, "batch position head d_head"]
-) -> Float[Tensor, "batch position head d_head"]:
-    """The part of :func:`to_stream` that leaves heads and positions apart."""
-    scale = {"q": layer.q_scale, "k": layer.k_scale, "v": layer.v_scale}[which].unsqueeze(-1)
-    if which == "v":
-        return weight * scale
-    with torch.enable_grad():
-        start = torch.zeros_like(weight, requires_grad=True)
-        return torch.autograd.grad(layer.turned(start, which), start, weight)[0] * scale
 
 
 def _block(
@@ -304,6 +319,7 @@ def _block(
         constant = constant - b_out  # it is in the MLP's own constant
     return FrozenBlock(
         layer=layer,
+        spec=view._layers._local(layer.layer, layer.h),
         heads=written.heads[layer.layer],
         attention_constant=constant,
         mlp=frozen,

@@ -1,13 +1,15 @@
-"""Edges between the kept nodes of a logit's graph: what each target reads of what each source wrote.
+"""Edges between the kept nodes of a logit's graph: what each target reads of each source's write.
 
-Called by :func:`tl_geometry.trace_logit`. Every weight is ``coefficient[target, position of source]
-* (write of source . reading vector of target)``; the reading vector of a target is how T changes
-with the stream that it reads, through it alone:
+Called by :func:`tl_geometry.trace_logit`. The weight of an edge is the source's write times how T
+changes with it through the target alone:
 
-- value edges into a head at query i: W_V and the adjoint of its mixed value, with coefficient
-  ``p_ij / s_j``; into an MLP: its adjoint; into the logit: the readout;
-- query edges: the gradient of ``sum_j c_ij S_ij`` with respect to the query at i;
-- key edges: the same with respect to the key at j (the reading vector then turns with j).
+- value edges into a head at query i: ``p_ij (m_j A gain / s_j W_V) . adjoint_i``, the adjoint that
+  of the head's mixed value; into an MLP: its adjoint at i; into the logit: the readout;
+- query edges: ``(query of m_i) . g_i``, with ``g_i = scale sum_j c_ij k_j``;
+- key edges: ``scale c_ij (key of m_j) . q_i``, with attention's response ``c_ij``.
+
+Of the edges of a type into a node the fewest are kept that carry a given share of their absolute
+sum. The others are one number, the node's rest.
 """
 
 from __future__ import annotations
@@ -17,24 +19,21 @@ from typing import NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from tl_geometry.circuits.frozen import (
-    Adjoints,
-    FrozenBlock,
-    FrozenPass,
-    attention_response,
-    turn_back,
-)
+from tl_geometry.circuits.frozen import Adjoints, FrozenBlock, FrozenPass, attention_response
 
 AFTER_ATTENTION, AFTER_MLP = 1, 2
 """When a write enters the stream, in steps of three for each block: a block reads at 3 l, attention
 has written at 3 l + 1, the MLP at 3 l + 2."""
-KEY_CELLS = 2**24
-"""Numbers of turned-back keys that are held at a time."""
 VALUE, QUERY, KEY = 0, 1, 2
 """Places of the edge types in :data:`tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
+LOGIT_NODE, CONSTANTS_NODE = 0, 1
+"""Rows of the two nodes that every graph has."""
+EDGE_CELLS = 2**24
+"""Edges that are held at a time before pruning (64 MB in float32)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,20 +57,40 @@ class Nodes:
         """Nodes that are the MLP of a block."""
         return ((self.layers == layer) & (self.heads < 0)).nonzero()[:, 0]
 
+    def read_by(self, target: int) -> Int[Tensor, " source"]:
+        """Writes that were in the stream when a node read it."""
+        return ((self.enters <= self.reads[target]) & (self.positions >= 0)).nonzero()[:, 0]
+
 
 class Edges(NamedTuple):
-    """All edges between nodes: ``weights[edge type, source, target]``, of which ``constants`` come
-    from the constants, and ``totals[target, edge type]``, what all edges into a target sum to,
-    those from writers outside the graph included."""
+    """The kept edges, and for each node and edge type what all edges sum to (``totals``) and what
+    those left out carry (``rest``)."""
 
-    weights: Float[Tensor, "side node node"]
-    constants: Float[Tensor, "node side"]
+    sources: Int[Tensor, " edge"]
+    targets: Int[Tensor, " edge"]
+    edge_types: Int[Tensor, " edge"]
+    weights: Float[Tensor, " edge"]
     totals: Float[Tensor, "node side"]
+    rest: Float[Tensor, "node side"]
     attention: Float[Tensor, "node position"]
 
 
+def enough(sizes: Float[Tensor, "*row column"], keep: float) -> Bool[Tensor, "*row column"]:
+    """In each row, the fewest columns whose absolute sizes make up the share ``keep`` of all.
+
+    >>> enough(torch.tensor([5.0, -1.0, 3.0, 1.0]), 0.8).tolist()
+    [True, False, True, False]
+    """
+    size = sizes.abs()
+    ordered, order = size.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    # 1e-6: a share that is reached but for rounding is reached; nothing that is zero is kept
+    short = (before < keep * ordered.sum(-1, keepdim=True) * (1 - 1e-6)) & (ordered > 0)
+    return torch.zeros_like(short).scatter(-1, order, short if keep < 1 else ordered > 0)
+
+
 class EdgeFinder:
-    """Forms all edges between the nodes of one frozen pass, block by block."""
+    """Forms the edges between the nodes of one frozen pass, block by block, and prunes them."""
 
     def __init__(
         self,
@@ -80,137 +99,141 @@ class EdgeFinder:
         start: Float[Tensor, "batch position d_model"],
         adjoints: Adjoints,
         responsive: Adjoints,
+        keep: float,
     ) -> None:
-        self.frozen, self.nodes = frozen, nodes
+        self.frozen, self.nodes, self.keep = frozen, nodes, keep
         self.adjoints, self.responsive = adjoints, responsive
         count, length = len(nodes.names), frozen.last.shape[1]
-        like = {"dtype": torch.float64}
-        self.weights = torch.zeros(3, count, count, **like)
-        self.constants = torch.zeros(count, 3, **like)
-        self.totals = torch.zeros(count, 3, **like)
+        self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
         self.attention = torch.zeros(count, length)
         self.constant_stream = start[0]
-        self.positions = nodes.positions.clamp(min=0).to(nodes.writes.device)
+        self.kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def edges(self, direction: Float[Tensor, " d_model"], constant: float, value: float) -> Edges:
         """Everything; ``direction`` and ``constant`` are the readout, ``value`` is T."""
         for layer, block in enumerate(self.frozen.blocks):
-            rows = self.nodes.of_heads(layer)
-            if len(rows):
+            heads = self.nodes.of_heads(layer)
+            step = max(1, EDGE_CELLS // len(self.nodes.names))
+            for rows in heads.split(step) if len(heads) else ():
                 self._into_heads(block, layer, rows)
-            middle = self.constant_stream + block.attention_constant[0]
-            rows = self.nodes.of_mlp(layer)
-            if len(rows) and block.mlp is not None:
-                reads = self.constant_stream if block.mlp.spec.parallel else middle
-                self._into_mlp(block, layer, rows, reads)
-            self.constant_stream = middle
+            parallel = block.mlp is not None and block.mlp.spec.parallel
+            if parallel:
+                self._into_mlp(layer)
+            self.constant_stream = self.constant_stream + block.attention_constant[0]
             if block.mlp is not None:
-                self.constant_stream = middle + block.mlp.constant[0]
-        at = self.nodes.positions[:1]
-        self._add(VALUE, torch.tensor([0]), direction.unsqueeze(0), self._one_position(at))
-        self.constants[0, VALUE] += constant
-        self.totals[0, VALUE] = value
-        return Edges(self.weights, self.constants, self.totals, self.attention)
-
-    def _one_position(self, positions: Int[Tensor, " row"]) -> Float[Tensor, "row position"]:
-        length = self.frozen.last.shape[1]
-        one = torch.nn.functional.one_hot(positions, length)
-        return one.to(self.nodes.writes)
+                if not parallel:
+                    self._into_mlp(layer)
+                self.constant_stream = self.constant_stream + block.mlp.constant[0]
+        logit, vectors = torch.tensor([LOGIT_NODE]), direction.unsqueeze(0)
+        self.totals[logit, VALUE] = value
+        fixed = torch.tensor([constant], dtype=torch.float64)
+        self._by_vectors(VALUE, logit, vectors, self._here(logit), fixed.to(vectors.device))
+        sources, targets, types, weights = (torch.cat(of) for of in zip(*self.kept, strict=True))
+        return Edges(sources, targets, types, weights, self.totals, self.rest, self.attention)
 
     def _add(
         self,
         edge_type: int,
         targets: Int[Tensor, " row"],
-        vectors: Float[Tensor, "row d_model"],
-        coefficients: Float[Tensor, "row position"],
-        constant_stream: Float[Tensor, "position d_model"] | None = None,
+        weights: Float[Tensor, "row source"],
+        sources: Int[Tensor, " source"],
+        constants: Float[Tensor, " row"],
     ) -> None:
-        """Edges of one type into some targets, and what they read of the constants."""
-        products = self.nodes.writes.double() @ vectors.double().mT
-        weights = products * coefficients[:, self.positions].double().mT
-        self.weights[edge_type][:, targets] = self._allowed(weights, targets).cpu()
-        constants = self.constant_stream if constant_stream is None else constant_stream
-        read = einsum(
-            coefficients.double(), constants.double(), vectors.double(), "r j, j d, r d -> r"
+        """Prune the edges of one type into some targets; what comes from the constants stays."""
+        kept = enough(weights, self.keep)
+        carried = torch.where(kept, weights, 0.0).double().sum(1) + constants
+        self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
+        rows, columns = (at.cpu() for at in kept.nonzero().T)
+        biased = (constants != 0).nonzero()[:, 0].cpu()
+        targets = torch.cat([targets[rows], targets[biased]])
+        self.kept.append(
+            (
+                torch.cat([sources[columns], torch.full_like(biased, CONSTANTS_NODE)]),
+                targets,
+                torch.full_like(targets, edge_type),
+                torch.cat([weights[kept].double(), constants[constants != 0]]).cpu(),
+            )
         )
-        self.constants[targets, edge_type] += read.cpu()
 
-    def _allowed(
-        self, weights: Float[Tensor, "node row"], targets: Int[Tensor, " row"]
-    ) -> Float[Tensor, "node row"]:
-        """Only writes that were there when the target read, at a position."""
-        nodes = self.nodes
-        there = (nodes.enters[:, None] <= nodes.reads[targets]) & (nodes.positions >= 0)[:, None]
-        return torch.where(there.to(weights.device), weights, 0.0)
+    def _here(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row position"]:
+        """One at the own position of each node."""
+        length = self.frozen.last.shape[1]
+        return one_hot(self.nodes.positions[rows], length).to(self.nodes.writes)
 
-    def _into_mlp(
-        self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"], constants: Tensor
+    def _by_vectors(
+        self,
+        edge_type: int,
+        targets: Int[Tensor, " row"],
+        vectors: Float[Tensor, "row d_model"],
+        paid: Float[Tensor, "row position"],
+        constants: Float[Tensor, " row"] | None = None,
     ) -> None:
-        if block.mlp is None:
+        """Edges ``paid[position of the write] * vector . write``, and besides the constants that
+        are in the stream those given."""
+        sources = self.nodes.read_by(int(targets[0]))
+        fixed = dot(paid, vectors @ self.constant_stream.mT)
+        fixed = fixed if constants is None else fixed + constants
+        weights = vectors @ self.nodes.writes[sources].mT * paid[:, self.nodes.positions[sources]]
+        self._add(edge_type, targets, weights, sources, fixed)
+
+    def _into_mlp(self, layer: int) -> None:
+        rows, mlp = self.nodes.of_mlp(layer), self.frozen.blocks[layer].mlp
+        vectors = self.adjoints.mlps[layer]
+        if mlp is None or vectors is None:
             raise RuntimeError("an MLP that is a leaf reads nothing")
-        at = self.nodes.positions[rows]
-        after = self.adjoints.stream[layer + 1]
-        vectors = block.mlp.adjoint(after)[0, at]
-        self._add(VALUE, rows, vectors, self._one_position(at), constants)
-        wrote = block.mlp.written[0, at].double()
-        self.totals[rows, VALUE] = (wrote * after[0, at].double()).sum(-1).cpu()
+        if len(rows):
+            at, after = self.nodes.positions[rows], self.adjoints.stream[layer + 1]
+            self.totals[rows, VALUE] = dot(mlp.written[0, at], after[0, at]).cpu()
+            self._by_vectors(VALUE, rows, vectors[0, at], self._here(rows))
 
     def _into_heads(self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"]) -> None:
         """Value, query and key edges into heads of one block."""
         attention, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
         pick = (0, heads, torch.arange(len(rows)))
-        pattern, slope = block.pattern(at)
-        self.attention[rows] = pattern[pick].float().cpu()
+        patterns, slope = block.pattern(at)
         of_value, of_response = (a.heads[layer] for a in (self.adjoints, self.responsive))
-        adjoint = of_value[0, at, heads]
-        vectors = einsum(block.reader("v")[:, heads], adjoint, "d r e, r e -> r d")
-        self._add(VALUE, rows, vectors, pattern[pick] * attention.v_scale[0, :, heads].mT)
-        mixed = block.heads.z[0, at, heads].double()
-        self.totals[rows, VALUE] = (mixed * adjoint.double()).sum(-1).cpu()
-        response = attention_response(attention, pattern, slope, of_response[:, at])[pick]
-        self._by_query(block, rows, response * attention.scale)
-        self._by_key(block, rows, response * attention.scale)
+        response = attention_response(attention, patterns, slope, of_response[:, at])[pick]
+        response, pattern = response * attention.scale, patterns[pick]
+        self.attention[rows] = pattern.float().cpu()
+        adjoint, query = of_value[0, at, heads], attention.q[0, at, heads]
+        gradient = einsum(response, attention.k[0][:, heads], "r j, j r e -> r e")
+        mixed = block.heads.z[0, at, heads]
+        for edge_type, factors in ((VALUE, (mixed, adjoint)), (QUERY, (query, gradient))):
+            self.totals[rows, edge_type] = dot(*factors).cpu()
+        self.totals[rows, KEY] = self.totals[rows, QUERY]  # both are sum_j c_ij S_ij
+        vectors = block.back(self._only(block, heads, adjoint), "v")
+        self._by_vectors(VALUE, rows, vectors, pattern * attention.v_scale[0, :, heads].mT)
+        vectors = block.to_stream(self._only(block, heads, gradient), "q", at)
+        constants = dot(gradient, attention.q_constant[0, at, heads])
+        self._by_vectors(QUERY, rows, vectors, self._here(rows), constants)
+        self._by_keys(block, rows, self._only(block, heads, query).flatten(1), response)
 
-    def _by_query(
-        self, block: FrozenBlock, rows: Int[Tensor, " row"], response: Float[Tensor, "row key"]
+    def _by_keys(
+        self,
+        block: FrozenBlock,
+        rows: Int[Tensor, " row"],
+        queries: Float[Tensor, "row d_attention"],
+        response: Float[Tensor, "row position"],
     ) -> None:
-        attention, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
-        weight = einsum(response, attention.k[0, :, heads], "r j, j r e -> r e")
-        whole = torch.zeros_like(attention.q)
-        whole[0, at, heads] = weight
-        turned = turn_back(attention, "q", whole)[0, at, heads]
-        vectors = einsum(block.reader("q")[:, heads], turned, "d r e, r e -> r d")
-        self._add(QUERY, rows, vectors, self._one_position(at))
-        fixed = (attention.q_constant[0, at, heads].double() * weight.double()).sum(-1)
-        self.constants[rows, QUERY] += fixed.cpu()
-        query = attention.q[0, at, heads].double()
-        self.totals[rows, QUERY] = (query * weight.double()).sum(-1).cpu()
+        """Key edges. A rotation turns with the position of the source, so the writes are made keys
+        rather than the queries directions of the stream."""
+        sources, everywhere = self.nodes.read_by(int(rows[0])), torch.arange(response.shape[1])
+        at = self.nodes.positions[sources]
+        keys = block.read(self.nodes.writes[sources], "k", at).flatten(1)
+        fixed = block.read(self.constant_stream, "k", everywhere) + block.layer.k_constant[0]
+        constants = dot(response, queries @ fixed.flatten(1).mT)
+        self._add(KEY, rows, queries @ keys.mT * response[:, at], sources, constants)
 
-    def _by_key(
-        self, block: FrozenBlock, rows: Int[Tensor, " row"], response: Float[Tensor, "row key"]
-    ) -> None:
-        attention, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
-        _, length, count, d_head = attention.k.shape
-        # one matrix for all heads: writes and constants as keys before rotation and scale
-        reader = block.reader("k")
-        writes = einsum(self.nodes.writes, reader, "n d, d h e -> n h e")
-        constants = einsum(self.constant_stream, reader, "j d, d h e -> j h e")
-        for some in torch.arange(len(rows)).split(max(1, KEY_CELLS // (length * count * d_head))):
-            query = attention.q[0, at[some], heads[some]]
-            weight = response[some].unsqueeze(-1) * query.unsqueeze(1)  # [row key d_head]
-            whole = attention.k.new_zeros(len(some), length, count, d_head)
-            whole[torch.arange(len(some)), :, heads[some]] = weight
-            back = turn_back(attention, "k", whole)[torch.arange(len(some)), :, heads[some]]
-            read = einsum(
-                back[:, self.positions].double(),
-                writes[:, heads[some]].double(),
-                "r n e, n r e -> n r",
-            )
-            targets = rows[some]
-            self.weights[KEY][:, targets] = self._allowed(read, targets).cpu()
-            fixed = einsum(back.double(), constants[:, heads[some]].double(), "r j e, j r e -> r")
-            own = attention.k_constant.expand_as(attention.k)[0][:, heads[some]].double()
-            fixed = fixed + einsum(weight.double(), own, "r j e, j r e -> r")
-            self.constants[targets, KEY] += fixed.cpu()
-            keys = attention.k[0][:, heads[some]].double()
-            self.totals[targets, KEY] = einsum(weight.double(), keys, "r j e, j r e -> r").cpu()
+    @staticmethod
+    def _only(
+        block: FrozenBlock, heads: Int[Tensor, " row"], x: Float[Tensor, "row d_head"]
+    ) -> Float[Tensor, "row head d_head"]:
+        """A vector of each target on the axis of all heads, zero but for its own head."""
+        placed = x.new_zeros(len(x), *block.layer.q.shape[2:])
+        placed[torch.arange(len(x)), heads] = x
+        return placed
+
+
+def dot(a: Float[Tensor, "*row d"], b: Float[Tensor, "*row d"]) -> Float[Tensor, "*row"]:
+    """Dot products over the last axis, summed in float64."""
+    return (a.double() * b.double()).sum(-1)

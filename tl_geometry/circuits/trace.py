@@ -9,8 +9,8 @@
 4. Nodes are kept until they carry ``keep`` of the sum of absolute values, and of everything moved.
    Between kept nodes every edge is formed: the source's write, times what the target reads in it.
 
-Value edges: from m at j to head h at i ``p_ij (m_j A gain / s_j W_V W_O) . adjoint_i``; to an MLP or
-the logit alike, without attention. Query and key edges of head h at i: attention answers to T by
+Value edges: from m at j to head h at i ``p_ij (m_j A gain / s_j W_V W_O) . adjoint_i``; to an MLP
+or the logit alike, without attention. Query and key edges of head h at i: attention answers to T by
 ``c_ij = p_ij (t_ij - sum_j p_ij t_ij)``, t_ij what one unit of attention to j writes towards T, and
 ``sum_j c_ij S_ij`` is additive in the writers of the query at i and of the keys at j.
 """
@@ -26,7 +26,15 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import ReconstructionError, fail, require
 from tl_geometry.circuits.frozen import Adjoints, FrozenPass
-from tl_geometry.circuits.graph_edges import AFTER_ATTENTION, AFTER_MLP, EdgeFinder, Edges, Nodes
+from tl_geometry.circuits.graph_edges import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    EdgeFinder,
+    Edges,
+    Nodes,
+    dot,
+    enough,
+)
 from tl_geometry.circuits.logit_graph import CONSTANTS, LOGIT, NOWHERE, LogitGraph
 from tl_geometry.circuits.logits import linear_head
 from tl_geometry.corpus.sources import token_rows
@@ -64,7 +72,12 @@ class ComponentValues(NamedTuple):
 
     def minus(self, other: ComponentValues) -> ComponentValues:
         """Component by component."""
-        return ComponentValues(*(a - b for a, b in zip(self, other, strict=True)))
+        return ComponentValues(
+            self.leaves - other.leaves,
+            self.heads - other.heads,
+            self.mlps - other.mlps,
+            self.constant - other.constant,
+        )
 
 
 def trace_logit(
@@ -135,7 +148,7 @@ def trace_logit(
     _require_sum(frozen, values, T, mlp)
     chosen = enough(values.flat(), keep) | enough(moved.flat(), keep)
     nodes = _nodes(frozen, leaves, values, chosen, at)
-    finder = EdgeFinder(frozen, nodes, start, adjoints, responsive)
+    finder = EdgeFinder(frozen, nodes, start, adjoints, responsive, keep)
     edges = finder.edges(readout.direction, readout.constant, T)
     return LogitGraph(
         provenance=provenance_of(view, rows, basis, "exact", (), False),
@@ -159,7 +172,7 @@ def trace_logit(
         mlp_moved=moved.mlps,
         constant_value=values.constant,
         constant_moved=moved.constant,
-        **_pruned(nodes, chosen, edges, values, moved, T, keep),
+        **_tables(nodes, chosen, edges, values, moved, T),
     )
 
 
@@ -204,11 +217,6 @@ def _basis_leaves(frozen: FrozenPass, basis: PositionContext) -> dict[str, Tenso
     return {"mean": mean, "pos": pos, "cvec": h - mean - pos}
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Dot products over the last axis, summed in float64."""
-    return (a.double() * b.double()).sum(-1)
-
-
 def _component_values(
     frozen: FrozenPass,
     leaves: dict[str, Tensor],
@@ -216,17 +224,17 @@ def _component_values(
     adjoints: Adjoints,
     readout_constant: float,
 ) -> ComponentValues:
-    constant = _dot(start, adjoints.stream[0]).sum() + readout_constant
+    constant = dot(start, adjoints.stream[0]).sum() + readout_constant
     heads, mlps = [], []
     for l, block in enumerate(frozen.blocks):
-        constant = constant + _dot(block.attention_constant, adjoints.mids[l]).sum()
-        heads.append(_dot(block.heads.z, adjoints.heads[l])[0].mT)
+        constant = constant + dot(block.attention_constant, adjoints.mids[l]).sum()
+        heads.append(dot(block.heads.z, adjoints.heads[l])[0].mT)
         wrote = block.mlp_leaf if block.mlp is None else block.mlp.written
         after = adjoints.stream[l + 1]
-        mlps.append(heads[-1].new_zeros(after.shape[1]) if wrote is None else _dot(wrote, after)[0])
+        mlps.append(heads[-1].new_zeros(after.shape[1]) if wrote is None else dot(wrote, after)[0])
         if block.mlp is not None:
-            constant = constant + _dot(block.mlp.constant, after).sum()
-    first = torch.stack([_dot(leaf, adjoints.stream[0])[0] for leaf in leaves.values()])
+            constant = constant + dot(block.mlp.constant, after).sum()
+    first = torch.stack([dot(leaf, adjoints.stream[0])[0] for leaf in leaves.values()])
     return ComponentValues(
         first.cpu(), torch.stack(heads).cpu(), torch.stack(mlps).cpu(), float(constant)
     )
@@ -247,20 +255,6 @@ def _require_sum(frozen: FrozenPass, values: ComponentValues, T: float, mlp: str
             instead="check_model(model)",
             error=ReconstructionError,
         )
-
-
-def enough(sizes: Float[Tensor, " row"], keep: float) -> Bool[Tensor, " row"]:
-    """The fewest rows whose absolute sizes make up the share ``keep`` of all.
-
-    >>> enough(torch.tensor([5.0, -1.0, 3.0, 1.0]), 0.8).tolist()
-    [True, False, True, False]
-    """
-    size = sizes.abs()
-    order = size.argsort(descending=True, stable=True)
-    before = size[order].cumsum(0) - size[order]
-    chosen = torch.zeros_like(size, dtype=torch.bool)
-    chosen[order] = before < keep * size.sum() * (1 - 1e-12)
-    return chosen
 
 
 def _nodes(
@@ -299,28 +293,17 @@ def _nodes(
     return Nodes(tuple(names), layers, heads_of, positions, enters, reads, torch.stack(writes))
 
 
-def _pruned(
+def _tables(
     nodes: Nodes,
     chosen: Bool[Tensor, " row"],
     edges: Edges,
     values: ComponentValues,
     moved: ComponentValues,
     T: float,
-    keep: float,
 ) -> dict[str, Any]:
-    """Nodes and edges as fields of the graph: of the edges of a type into a node the fewest that
-    carry ``keep`` of their absolute sum, the others in its rest."""
-    weights = edges.weights.clone()
-    weights[:, 1] = edges.constants.mT  # the constants are the second node
-    kept = torch.stack(
-        [torch.stack([enough(column, keep) for column in of.mT], 1) for of in weights]
-    )
-    kept[:, 1] = True
-    kept &= weights != 0
-    edge_types, sources, targets = kept.nonzero().T
-    carried = torch.where(kept, weights, 0.0).sum(1).mT
+    """Nodes and edges as fields of the graph."""
     node_values, node_moved = (
-        torch.cat([torch.tensor([first, of.constant]).double(), of.flat()[chosen]])
+        torch.cat([torch.tensor([first, of.constant], dtype=torch.float64), of.flat()[chosen]])
         for first, of in ((T, values), (0.0, moved))
     )
     return {
@@ -330,11 +313,5 @@ def _pruned(
         "positions": nodes.positions,
         "values": node_values,
         "moved": node_moved,
-        "totals": edges.totals,
-        "rest": edges.totals - carried,
-        "attention": edges.attention,
-        "sources": sources,
-        "targets": targets,
-        "edge_types": edge_types,
-        "weights": weights[kept],
+        **edges._asdict(),
     }

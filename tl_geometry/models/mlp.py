@@ -73,15 +73,16 @@ class MLPSpec:
             return gate, None
         return gate, x @ self.W_in + self.b_in
 
-    def before_after_norm(self, h: Float[Tensor, "*batch d_model"]) -> Tensor:
-        """The output before the last norm."""
-        gate, linear = self.hidden(self.before.apply(h))
+    def out(
+        self, gate: Float[Tensor, "*batch d_mlp"], linear: Float[Tensor, "*batch d_mlp"] | None
+    ) -> Float[Tensor, "*batch d_model"]:
+        """The output, before the last norm, of what :meth:`hidden` gives."""
         hidden = self.act(gate) if linear is None else self.act(gate) * linear
         return hidden @ self.W_out + self.b_out
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The output of a stream that it reads."""
-        return self.after.apply(self.before_after_norm(h))
+        return self.after.apply(self.out(*self.hidden(self.before.apply(h))))
 
 
 def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
@@ -138,13 +139,16 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | None:
     if probe is None:
         return None
     block, expected = view._model.blocks[layer], probe.output
+    rounding = reconstruction_bound(unit_roundoff(view.dtype), float(expected.abs().max()))
     best, least = None, torch.inf
     for candidate in _candidates(view, block, probe.before):
         read = probe.before if candidate.parallel else probe.after
         error = float((candidate.apply(read) - expected).abs().max())
         if error < 0.99 * least:  # ties go to the earlier candidate
             best, least = candidate, error
-    bound = 8 * reconstruction_bound(unit_roundoff(view.dtype), float(expected.abs().max())) + 1e-5
+        if least <= rounding:
+            break
+    bound = 8 * rounding + 1e-5
     if best is None or not least <= bound:
         fail(
             f"MLP of block {layer} of {view.name}",
@@ -170,13 +174,20 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
         return h.new_zeros(width) if value is None else upcast(value).to(h)
 
     width = first.shape[1]
+    W_in, W_out = upcast(W_in).to(h), upcast(W_out).to(h)
+    b_in, b_out, no_bias = bias("b_in", width), bias("b_out", h.shape[-1]), h.new_zeros(width)
+    biases = [(b_in, b_out)]
+    if gated:  # HookedTransformer adds b_in after the product of gate and input
+        biases.append((no_bias, b_out + b_in @ W_out))
     norm = view._parameters.norm_candidates
     nothing = list(norm(None, h))
     before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
-    after = [*nothing, *(n for name in ("ln2_post", "ln2") if part(block, name) is not None
-                         for n in norm(part(block, name), h) if n.norm_type)]  # fmt: skip
-    for last, parallel, activation, entry in product(
-        after, (False, True), ACTIVATIONS, [*before, *nothing]
+    after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]
+    # what the configuration calls the activation is tried first, and believed only if it fits
+    configured = str(getattr(view._model.cfg, "act_fn", ""))
+    activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
+    for last, parallel, activation, (b_in, b_out), entry in product(
+        [*nothing, *after], (False, True), activations, biases, [*before, *nothing]
     ):
         yield MLPSpec(
             before=entry,
@@ -184,9 +195,9 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
             parallel=parallel,
             activation=activation,
             W_gate=first,
-            b_gate=bias("b_gate" if gated else "b_in", width),
-            W_in=upcast(W_in).to(h) if gated else None,
-            b_in=bias("b_in", width) if gated else None,
-            W_out=upcast(W_out).to(h),
-            b_out=bias("b_out", h.shape[-1]),
+            b_gate=bias("b_gate", width) if gated else b_in,
+            W_in=W_in if gated else None,
+            b_in=b_in if gated else None,
+            W_out=W_out,
+            b_out=b_out,
         )
