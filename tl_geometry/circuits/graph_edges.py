@@ -57,7 +57,7 @@ class Nodes:
         """Nodes that are the MLP of a block."""
         return ((self.layers == layer) & (self.heads < 0)).nonzero()[:, 0]
 
-    def read_by(self, target: int) -> Int[Tensor, " source"]:
+    def read_by(self, target: int) -> Int[Tensor, " node"]:
         """Writes that were in the stream when a node read it."""
         return ((self.enters <= self.reads[target]) & (self.positions >= 0)).nonzero()[:, 0]
 
@@ -135,8 +135,8 @@ class EdgeFinder:
         self,
         edge_type: int,
         targets: Int[Tensor, " row"],
-        weights: Float[Tensor, "row source"],
-        sources: Int[Tensor, " source"],
+        weights: Float[Tensor, "row node"],
+        sources: Int[Tensor, " node"],
         constants: Float[Tensor, " row"],
     ) -> None:
         """Prune the edges of one type into some targets; what comes from the constants stays."""
@@ -212,7 +212,7 @@ class EdgeFinder:
         self,
         block: FrozenBlock,
         rows: Int[Tensor, " row"],
-        queries: Float[Tensor, "row d_attention"],
+        queries: Float[Tensor, "row column"],
         response: Float[Tensor, "row position"],
     ) -> None:
         """Key edges. A rotation turns with the position of the source, so the writes are made keys
@@ -234,6 +234,6 @@ class EdgeFinder:
         return placed
 
 
-def dot(a: Float[Tensor, "*row d"], b: Float[Tensor, "*row d"]) -> Float[Tensor, "*row"]:
+def dot(a: Float[Tensor, "*row column"], b: Float[Tensor, "*row column"]) -> Float[Tensor, "*row"]:
     """Dot products over the last axis, summed in float64."""
     return (a.double() * b.double()).sum(-1)

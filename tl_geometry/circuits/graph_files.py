@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES
-
-if TYPE_CHECKING:
-    from tl_geometry.circuits.logit_graph import LogitGraph
+from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, LogitGraph
 
 SHOWN_CONTRIBUTORS = 10
 """Writers of query and key that a head's node lists in the file."""
