@@ -19,6 +19,7 @@ from .base.errors import UnsupportedModelError as UnsupportedModelError
 from .base.results import Provenance as Provenance
 from .base.results import Result as Result
 from .circuits.logits import explain_logit as explain_logit
+from .circuits.trace import trace_logit as trace_logit
 from .circuits.writer_edges import composition as composition
 from .corpus import TokenWindows as TokenWindows
 from .corpus import windows as windows
