@@ -32,7 +32,7 @@ from tl_geometry.circuits.graph_edges import AFTER_ATTENTION, AFTER_MLP
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.circuits.trace import logit_readout, trace_logit
 from tl_geometry.models import view
-from tl_geometry.models.attention_spec import Facts
+from tl_geometry.models.attention_spec import AttentionSpec
 from tl_geometry.scores.split import split_scores
 
 PROMPT = tokens(batch=1, length=14, seed=7)
@@ -396,15 +396,15 @@ def interleaved_groups(which: str, found: Tensor, other: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fault", [swapped_sides, interleaved_groups])
 def test_faulty_readers_are_seen(fault: Callable[[str, Tensor, Tensor], Tensor]) -> None:
-    model, matrix = tiny("bridge", "llama"), Facts.matrix
+    model, matrix = tiny("bridge", "llama"), AttentionSpec.matrix
 
-    def faulty(facts: Facts, which: str) -> Tensor:
+    def faulty(facts: AttentionSpec, which: str) -> Tensor:
         other = matrix(facts, {"q": "k", "k": "q", "v": "v"}[which])
         return fault(which, matrix(facts, which), other)
 
     frozen = FrozenPass.of(view(model), PROMPT)
     with (
-        mock.patch.object(Facts, "matrix", faulty),
+        mock.patch.object(AttentionSpec, "matrix", faulty),
         mock.patch.object(FrozenPass, "of", return_value=frozen),
     ):
         if fault is interleaved_groups:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
-from tl_geometry.models.attention_spec import Facts
+from tl_geometry.models.attention_spec import AttentionSpec
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
@@ -102,7 +102,7 @@ class FrozenBlock:
     """
 
     layer: LayerView
-    spec: Facts
+    spec: AttentionSpec
     heads: HeadWrites
     attention_constant: Float[Tensor, "batch position d_model"]
     mlp: FrozenMLP | None
