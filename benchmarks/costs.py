@@ -23,7 +23,7 @@ from benchmarks.decomposition import gpt2_weights
 from benchmarks.harness import Row, synchronize
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import from_hf
-from tl_geometry.models.identity import fingerprint
+from tl_geometry.models.fingerprints import fingerprint
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.scores.details import DETAILS
 from tl_geometry.zoo.pretrained import smollm2_hugging_face

@@ -19,7 +19,7 @@ import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
 from benchmarks.harness import Row, interleave
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.scores.head_types import SEQUENCES, head_type_scores
+from tl_geometry.scores.head_types import SEQUENCES, detection_patterns, head_type_scores
 
 SIZES = {"smoke": (2, 128, 32), "cpu": (6, 512, 64), "gpu": (12, 768, 64)}
 """Layers, d_model, positions. ``all_composition_scores`` of 12 layers of 768 takes 8 GB."""
@@ -48,8 +48,10 @@ def scored(view: ModelView, tokens: Tensor) -> Tensor:
     found: dict[int, Tensor] = {}
 
     def take(layer: int, pattern: Tensor) -> None:
-        scores = head_type_scores(pattern, tokens, method="mul").scores
-        found[layer] = torch.stack([scores[kind] for kind in TYPES])
+        head_type_scores(pattern, tokens)
+        keys = detection_patterns(tokens)  # for the detector's own score, sum(A * D) / sum(A)
+        scores = [(pattern * keys[kind].unsqueeze(1)).sum((0, 2, 3)) for kind in TYPES]
+        found[layer] = torch.stack(scores) / pattern.sum((0, 2, 3))
 
     hooks: Any = {
         name: (lambda pattern, layer=layer: take(layer, pattern))

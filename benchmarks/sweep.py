@@ -10,9 +10,10 @@ import torch
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
 from benchmarks.harness import Row, child, interleave, machine, paired
+from tests.scores.dense import share_sums_dense
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.scores.details import DETAILS, score
-from tl_geometry.scores.sums import ShareSums, share_sums_dense
+from tl_geometry.scores.sums import ShareSums
 from tl_geometry.scores.sweep import sweep_heads
 
 SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 96), "gpu": (12, 768, 256, 512)}
@@ -46,7 +47,8 @@ def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> Sha
         q[0] += layer.q_constant
         k[0] += layer.k_constant
         terms = torch.stack([score(a * layer.scale, b) for a in q for b in k])
-        found.append(share_sums_dense(terms, layer.allowed, drop=basis.window[0]).to("cpu"))
+        sums = share_sums_dense(terms, layer.allowed, drop=basis.window[0])
+        found.append(sums.pooled().to("cpu"))
     return ShareSums.beside(found)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.harness import Row, interleave
 from tl_geometry.flow.ensemble import trajectories
 from tl_geometry.flow.langevin import LangevinModel
-from tl_geometry.models.describing import as_view
+from tl_geometry.models.reader import as_view
 
 SIZES = {
     "smoke": (16, 2, 200, 32, 4),
@@ -85,7 +85,6 @@ def flow(layers: int, size: int) -> LangevinModel:
         subspace=torch.eye(size, dtype=torch.float64),
         U=U,
         S=S,
-        observed=S,
         times=torch.arange(1, layers + 1).double(),
         outside=torch.zeros(layers, dtype=torch.float64),
         alpha=0.64,
@@ -135,7 +134,7 @@ def logarithm_per_step(model: LangevinModel, x: Tensor, end: float, dt: float, s
         R = model.U[k] @ torch.linalg.matrix_exp((t - float(model.times[k])) * log)
         drift = R @ log @ R.mT + (R * model.stretch_rate(t)) @ R.mT
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype) * dt**0.5
-        x = x + dt * x @ drift.mT + model.diffusion(t) * noise
+        x = x + dt * x @ drift.mT + model.noise.amplitude(t) * noise
         t += dt
     return x
 

@@ -57,6 +57,7 @@ PACKAGES = (
     "corpus",
     "decomposition",
     "scores",
+    "circuits",
     "weights",
     "sphere",
     "measures",
@@ -64,9 +65,8 @@ PACKAGES = (
     "interventions",
     "zoo",
     "render",
-    "reproduce",
     "report",
-    "experiments",
+    "papers",
 )
 """Public packages, in the order of imports."""
 

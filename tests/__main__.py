@@ -1,5 +1,6 @@
 """``python -m tests``: format, lint, types, the site, tests and doctests. ``--fast`` leaves out
-the slow tests, ``--only tests`` the rest."""
+the slow tests, ``--only tests`` the rest. ``--second`` is for the second generation of
+TransformerLens: tests that no generation changes are left out."""
 
 from __future__ import annotations
 
@@ -12,6 +13,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+ONCE = (
+    "base",
+    "measures",
+    "papers",
+    "render",
+    "project/test_benchmarks.py",
+    "project/test_docs.py",
+    "project/test_types.py",
+    "report/test_smollm2.py",
+)
+"""Tests of what does not meet TransformerLens (arithmetic, files, pages in a browser), and the
+slowest real-model test: its sections run on the embedded model in both generations."""
+
 
 def main() -> int:
     """Run each check, all of them even when one fails, and return the number that failed."""
@@ -20,10 +34,12 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=("format", "lint", "types", "docs", "tests"), help="one of the checks"
     )
+    parser.add_argument("--second", action="store_true", help="leave out what runs once")
     parser.add_argument("--workers", default=str(os.cpu_count() or 1), help="test processes")
     arguments = parser.parse_args()
     python = [sys.executable, "-m"]
     selection = ["-m", "not slow"] if arguments.fast else []
+    selection += [f"--ignore=tests/{path}" for path in ONCE if arguments.second]
     checks = {
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],

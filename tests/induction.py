@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.models.loading import from_hf
+from tl_geometry.models.loaders import from_hf
 
 VOCAB, CONTEXT, HEADS = 12, 24, 4
 D_HEAD = 24

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tl_geometry.base.results import Provenance
+from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.split import ScoreSplit
 
 
@@ -33,6 +34,7 @@ def synthetic(
         allowed=allowed.tril() if causal else allowed,
         softcap=torch.full((heads,), torch.inf),
         sinks=torch.full((heads,), -torch.inf),
+        planes=HeadPlanes.unturned(heads, 16, tokens),
         checks=((0, "scores", 1e-6, 2e-5),),
         str_tokens=tuple(texts) or tuple(f" t{i}" for i in range(tokens)),
     )

@@ -36,9 +36,9 @@ def autoencoder(world: World, architecture: str = "standard", **settings: Any) -
 
 
 def shares(world: World, source: Any, layer: int = 1, **options: Any) -> Any:
-    known = tlg.scores.dictionary(source, layer, world.model)
+    known = tlg.circuits.dictionary(source, layer, world.model)
     options = {"heads": f"L{layer}H0"} | options
-    return tlg.scores.feature_shares(world.model, world.windows[:4], known, **options)
+    return tlg.circuits.feature_shares(world.model, world.windows[:4], known, **options)
 
 
 def without_threshold(world: World, **options: Any) -> Any:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bad_inputs.cases import TEXT, Call, Command, World, fit
-from tl_geometry import experiments
-from tl_geometry.base import owned
+from tl_geometry import papers
+from tl_geometry.base import run_files
 from tl_geometry.report import build
 
 MINE = b"mine, and nothing to do with this library"
@@ -22,7 +22,7 @@ def headed(schema: str) -> bytes:
 
 
 SNOW = "\u96ea" * 100 + ".safetensors"
-BASIS, CHECKPOINT = headed("tl_geometry/PositionContext/1"), headed("tl_geometry/checkpoint/3")
+BASIS, CHECKPOINT = headed("tl_geometry/PositionContext/1"), headed("tl_geometry/checkpoint/1")
 RECORDS = {
     "no JSON": b"{",
     "a list": b"[]",
@@ -51,7 +51,7 @@ def kept(world: World, name: str, folder: Path, call: Any) -> Any:
 
 def held(world: World, call: Any) -> Any:
     """A call while another run writes to the folder."""
-    with owned.lock(world.folder / owned.LOCK):
+    with run_files.lock(world.folder / run_files.LOCK):
         return call(world.folder)
 
 
@@ -60,7 +60,7 @@ def report(folder: Path) -> Any:
 
 
 def experiment(folder: Path) -> Any:
-    return experiments.run("addition", scale="smoke", out=folder, progress=False)
+    return papers.experiment("addition", scale="smoke", out=folder, progress=False)
 
 
 CALLS: list[Call] = [

@@ -22,7 +22,7 @@ LONG = "a" * 300
 def doors() -> Iterator[tuple[str, Any, str]]:
     """Public functions with a parameter that is a basis, by its annotation: name and parameter,
     function, parameter."""
-    packages = [tlg.interventions, tlg.measures, tlg.render, tlg.reproduce, tlg.scores]
+    packages = [tlg.interventions, tlg.measures, tlg.render, tlg.papers, tlg.scores, tlg.circuits]
     found: dict[Any, str] = {}
     for package in (tlg, *packages, tlg.sphere, tlg.weights):
         for name in package.__all__:
@@ -114,8 +114,8 @@ def labelled(world: World, labels: Any) -> tlg.PositionContext:
 
 def has_labels(names: tuple[str, ...]) -> Any:
     def check(world: World, found: tlg.PositionContext) -> bool:
-        sums = found.label_sums
-        return found.names == names and sums is not None and len(sums) == len(names)
+        labels = found.labels
+        return found.names == names and labels is not None and int(labels.max()) < len(names)
 
     return check
 

@@ -184,23 +184,25 @@ SPLITS = [
     ),
     Call(
         "a dictionary of another width",
-        lambda w: tlg.scores.feature_shares(
+        lambda w: tlg.circuits.feature_shares(
             w.model,
             w.ids[:1],
-            tlg.scores.dictionary((torch.ones(1, 12, 3), torch.eye(3), torch.zeros(3)), 1),
+            tlg.circuits.dictionary((torch.ones(1, 12, 3), torch.eye(3), torch.zeros(3)), 1),
         ),
         "d_model",
     ),
     Call(
         "a dictionary that is none",
-        lambda w: tlg.scores.dictionary(torch.nn.Linear(2, 2), 1),
+        lambda w: tlg.circuits.dictionary(torch.nn.Linear(2, 2), 1),
         "encode, W_dec",
     ),
     Call("planes that were not asked for", lambda w: w.table.planes(), 'detail="planes"'),
     Call("a plane beyond the last", lambda w: w.split.on_planes(1), "planes 0 to 0"),
     Call("a band that has no name", lambda w: w.split.on_planes("fast"), "near.*far"),
     Call(
-        "a profile of no term", lambda w: w.split.offset_profile("pos-nothing"), "terms: expected"
+        "a profile of no term",
+        lambda w: tlg.scores.offset_profile(w.split, "pos-nothing"),
+        "terms: expected",
     ),
     Call(
         "a kernel of a model without rotation",

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from tl_geometry import cli, experiments
-from tl_geometry.base import arguments
+from tl_geometry import cli, papers
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.cli import ending
+from tl_geometry.cli import arguments, ending
 from tl_geometry.cli.options import EXAMPLES
+from tl_geometry.corpus import text_files
 from tl_geometry.decomposition import processes
 from tl_geometry.report import build
-from tl_geometry.reproduce import tables
+from tl_geometry.zoo.inputs import Inputs
 
 WRONG: list[tuple[list[str], str]] = [
     (["fit", "--contexts", "-5"], "--contexts: expected 1 or more, got -5"),
@@ -268,7 +268,7 @@ def test_the_version_and_being_stopped(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(arguments, "model_options", stop)
+    monkeypatch.setattr(Inputs, "load", stop)
     assert run(["check"], monkeypatch) == 130
     said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
     assert capsys.readouterr().err == said
@@ -296,7 +296,7 @@ def test_a_full_disk_is_one_line(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(arguments, "model_options", fail)
+    monkeypatch.setattr(Inputs, "load", fail)
     assert run(["check"], monkeypatch) == 2
     said = capsys.readouterr().err
     assert text in said
@@ -307,7 +307,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any, **__: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "of ours", "x")
 
-    monkeypatch.setattr(arguments, "model_options", fail)
+    monkeypatch.setattr(Inputs, "load", fail)
     monkeypatch.setattr(sys, "argv", ["tl-geometry", "check"])
     with pytest.raises(FileNotFoundError):
         cli.main()
@@ -336,28 +336,28 @@ def test_files_with_one_name_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     paths = [tmp_path / "a/x.txt", tmp_path / "b/x.txt"]
-    assert arguments.read_texts(paths) == (["a/x.txt", "b/x.txt"], ["a/x.txt", "b/x.txt"])
-    assert arguments.text_names([tmp_path / "y.txt", tmp_path / "a/x.txt"]) == ["y.txt", "x.txt"]
+    assert text_files.read_texts(paths) == (["a/x.txt", "b/x.txt"], ["a/x.txt", "b/x.txt"])
+    assert text_files.text_names([tmp_path / "y.txt", tmp_path / "a/x.txt"]) == ["y.txt", "x.txt"]
 
 
 def test_other_encodings_and_names(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes("\xe9t\xe9\r\n".encode("latin-1"))
-    assert arguments.read_texts([path], "latin-1")[0] == ["\xe9t\xe9\n"]
+    assert text_files.read_texts([path], "latin-1")[0] == ["\xe9t\xe9\n"]
     path.write_bytes("\ufeff\xe9t\xe9".encode())
-    assert arguments.read_texts([path])[0] == ["\xe9t\xe9"]
+    assert text_files.read_texts([path])[0] == ["\xe9t\xe9"]
     path.write_bytes("\xe9t\xe9".encode("utf-16"))
-    assert arguments.read_texts([path], "utf-16")[0] == ["\xe9t\xe9"]
+    assert text_files.read_texts([path], "utf-16")[0] == ["\xe9t\xe9"]
     with pytest.raises(
         GeometryError, match=r"expected text files, got latin.txt. Use --encoding utf-16"
     ):
-        arguments.read_texts([path])
+        text_files.read_texts([path])
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9$x$.txt"))
     odd.write_text("text")
-    assert arguments.read_texts([odd])[1] == ["caf\\xe9$x$.txt"]
+    assert text_files.read_texts([odd])[1] == ["caf\\xe9$x$.txt"]
     path.write_bytes(b"\xe9t\xe9")
     with pytest.raises(GeometryError, match="byte 0"):
-        tables.read_documents([path])
+        text_files.read_texts([path])
 
 
 def test_torchrun_without_its_environment_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,17 +382,17 @@ def test_an_experiment_keeps_to_its_folder(tmp_path: Path) -> None:
         "out": tmp_path / "made",
         "progress": False,
     }
-    experiments.run("addition", **options)
+    papers.experiment("addition", **options)
     before = (tmp_path / "made" / "run.json").read_text()
     with pytest.raises(GeometryError, match="with results of addition"):
-        experiments.run("nanogpt", **options)
+        papers.experiment("nanogpt", **options)
     assert (tmp_path / "made" / "run.json").read_text() == before
 
 
 def test_the_page_of_an_experiment_names_its_texts(tmp_path: Path) -> None:
     for name in ("roses.txt", "thorns <b>.txt"):
         (tmp_path / name).write_text("a rose is a rose is a rose. " * 200)
-    experiments.run(
+    papers.experiment(
         "nanogpt",
         scale="smoke",
         changes=["steps=1"],

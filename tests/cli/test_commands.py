@@ -17,10 +17,11 @@ import tl_geometry as tlg
 from tests.reports import model_directory
 from tl_geometry import zoo
 from tl_geometry.cli import app
-from tl_geometry.decomposition import streaming
-from tl_geometry.decomposition.streaming import forward_states
+from tl_geometry.decomposition import stream_pass
+from tl_geometry.decomposition.stream_pass import forward_states
 from tl_geometry.report import Analysis, build
 from tl_geometry.report import basis as basis_section
+from tl_geometry.zoo.inputs import Inputs
 
 CORPUS: dict[str, Any] = {"contexts": 12, "length": 16, "bos": None, "seed": 3}
 
@@ -86,8 +87,8 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
         forward(view, states, batch, on_state)
 
     view = tlg.view(zoo.embedded())
-    tokens = build.corpus_windows(view, build.Texts.of([text]), **CORPUS)
-    monkeypatch.setattr(streaming, "forward_states", lambda *args: counting(*args, most=5))
+    tokens = Inputs(corpus=(text,), **CORPUS).tokens(view)
+    monkeypatch.setattr(stream_pass, "forward_states", lambda *args: counting(*args, most=5))
     (tmp_path / "out").mkdir()
     if command == "heads":  # as a stopped run leaves its folder
         (tmp_path / "out" / "run.json").write_text('{"written_by": "tl-geometry"}')
@@ -97,7 +98,7 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
         )
     assert seen == [5]
     seen.clear()
-    monkeypatch.setattr(streaming, "forward_states", lambda *args: counting(*args, most=99))
+    monkeypatch.setattr(stream_pass, "forward_states", lambda *args: counting(*args, most=99))
     monkeypatch.setattr(build, "kept_samples", lambda *_: 32)  # as in the interrupted run
     bases: list[tlg.PositionContext] = []
     monkeypatch.setattr(

@@ -14,11 +14,11 @@ import torch
 import tl_geometry as tlg
 from tests.cli.test_arguments import run
 from tests.reports import model_directory, report
-from tl_geometry import experiments
-from tl_geometry.base import owned
-from tl_geometry.base.arguments import SECTIONS, TABLES
+from tl_geometry import papers
+from tl_geometry.base import run_files
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.report import folder as report_folder
+from tl_geometry.report.contents import SECTIONS, TABLES, report_files
 from tl_geometry.report.work import SHARES
 
 SMALL: dict[str, Any] = {"sections": ("overview", "measures")}
@@ -117,7 +117,7 @@ def test_a_list_that_leaves_the_folder_is_not_followed(directory: Path, tmp_path
     places = [outside / "a.txt", outside / "b.txt", tmp_path / "c.txt"]
     for place in places:
         place.write_text("ours")
-    hashes = [owned.file_hash(out / "inside.csv")]
+    hashes = [run_files.file_hash(out / "inside.csv")]
     names = ["inside.csv", "../c.txt", "link/a.txt", str(outside / "b.txt"), "", "x\0y"]
     record = {"written_by": "tl-geometry", "files": dict.fromkeys(names, hashes)}
     (out / "run.json").write_text(json.dumps(record))
@@ -130,8 +130,8 @@ def test_a_fresh_run_deletes_what_was_listed_and_keeps_what_was_changed(
     directory: Path, made: Path
 ) -> None:
     assert set(json.loads((made / "run.json").read_text())["files"]) == {
-        *owned.report_files(("overview",)),
-        *owned.report_files(("measures",)),
+        *report_files(("overview",)),
+        *report_files(("measures",)),
     }
     (made / "positional.csv").write_text("edited")
     (made / "sections" / "mine.json").write_text("mine")
@@ -253,14 +253,14 @@ def test_an_experiment_overwrites_only_its_own(tmp_path: Path) -> None:
     }
     (tmp_path / "findings.csv").write_text("mine")
     with pytest.raises(GeometryError, match=r"with findings\.csv"):
-        experiments.run("addition", **options)
+        papers.experiment("addition", **options)
     assert contents(tmp_path) == {"findings.csv": b"mine"}
-    experiments.run("addition", force=True, **options)
-    experiments.run("addition", **options)
+    papers.experiment("addition", force=True, **options)
+    papers.experiment("addition", **options)
     assert not list(tmp_path.rglob("*.part*"))
     (tmp_path / "findings.csv").write_text("mine")
     with pytest.raises(GeometryError, match=r"with findings\.csv"):
-        experiments.run("addition", **options)
+        papers.experiment("addition", **options)
 
 
 @pytest.mark.parametrize(
@@ -273,17 +273,17 @@ def test_a_training_run_overwrites_only_its_own(name: str, tmp_path: Path) -> No
     said = "a file in its place" if name == "" else name
     options: dict[str, Any] = {"scale": "smoke", "changes": ["steps=1"], "progress": False}
     with pytest.raises(GeometryError, match=re.escape(said)):
-        experiments.run("addition", out=tmp_path, **options)
+        papers.experiment("addition", out=tmp_path, **options)
     assert path.read_text() == "mine"
 
 
 def test_a_lock_is_of_one_process_and_leaves_no_trace(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.write_text("12345\n")  # left behind by a process that is gone
-    with owned.lock(path):
+    with run_files.lock(path):
         with pytest.raises(GeometryError, match="a place that no other run is writing to"):
-            owned.lock(path).__enter__()
+            run_files.lock(path).__enter__()
         assert path.exists()
     assert not path.exists()
-    with owned.lock(path):
+    with run_files.lock(path):
         pass

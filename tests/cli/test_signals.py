@@ -18,10 +18,11 @@ import torch
 import tl_geometry as tlg
 from tests.cli.test_arguments import run
 from tests.reports import model_directory
-from tl_geometry import cli, experiments
-from tl_geometry.base import arguments, results
-from tl_geometry.decomposition import streaming
+from tl_geometry import cli, papers
+from tl_geometry.base import files
+from tl_geometry.decomposition import stream_pass
 from tl_geometry.zoo import trainer
+from tl_geometry.zoo.inputs import Inputs
 
 ROOT = Path(cli.__file__).parents[2]
 
@@ -55,7 +56,7 @@ def test_a_run_stopped_while_loading_promises_nothing(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = lambda *_, **__: os.kill(os.getpid(), number)
-    monkeypatch.setattr(arguments, "model_options", stop)
+    monkeypatch.setattr(Inputs, "load", stop)
     assert run(["check"], monkeypatch) == code
     said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
     assert capsys.readouterr().err == said
@@ -74,7 +75,7 @@ def test_a_stopped_fit_says_where_it_goes_on_and_does(
     assert run(fit(directory, "--out", "whole.safetensors"), monkeypatch) == 0
     calls = 0
     module, name = (
-        (streaming, "forward_states") if place == "between batches" else (results, "save_file")
+        (stream_pass, "forward_states") if place == "between batches" else (files, "save_file")
     )
     original = getattr(module, name)
 
@@ -87,7 +88,7 @@ def test_a_stopped_fit_says_where_it_goes_on_and_does(
         return value
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "SAVE_SHARE", 1e9)  # a checkpoint after each batch
+        patch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # a checkpoint after each batch
         patch.setattr(module, name, stop)
         assert run(fit(directory, "--out", "x.safetensors"), monkeypatch) == 143
     said = capsys.readouterr().err
@@ -130,7 +131,7 @@ def test_a_stopped_experiment_goes_on_with_the_same_command(
 def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds a lock."""
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom tl_geometry.base.owned import lock\n"
+        "import sys, time\nfrom pathlib import Path\nfrom tl_geometry.base.run_files import lock\n"
         f"with lock(Path({str(path)!r})):\n    print('held', flush=True)\n    time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -196,7 +197,7 @@ def test_an_unknown_name_is_refused_without_transformer_lens() -> None:
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.stdout.split() == ["2", "True", "False"]
+    assert done.stdout.split() == ["2", "False", "False"]
     assert "got 'nomodel', which is not among its" in done.stderr
     assert "Use 'olmoe'" in done.stderr
 
@@ -228,4 +229,4 @@ def test_the_names_are_those_of_transformer_lens() -> None:
 def test_seeds_that_no_generator_takes_are_refused_by_functions_too(tmp_path: Path) -> None:
     for seed in (-1, 2**32, 2**64):
         with pytest.raises(tlg.GeometryError, match="--seeds: expected 0 or more, at most"):
-            experiments.run("addition", scale="smoke", seeds=[seed], out=tmp_path / "x")
+            papers.experiment("addition", scale="smoke", seeds=[seed], out=tmp_path / "x")

@@ -16,8 +16,8 @@ import tl_geometry as tlg
 from tests.tiny import tiny, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus import sources
-from tl_geometry.corpus.cutting import padded_rows
-from tl_geometry.decomposition.decomposing import checked_window
+from tl_geometry.corpus.window_cutter import padded_rows
+from tl_geometry.decomposition.from_model import checked_window
 
 BOS = "<|endoftext|>"
 
@@ -129,7 +129,7 @@ def test_padded_ids_are_refused_wherever_tokens_come_in(
 
 
 def test_padding_tokens_that_mean_something_else_are_unknown(model: Any, view: Any) -> None:
-    from tl_geometry.models.describing import unambiguous_pad_id
+    from tl_geometry.models.reader import unambiguous_pad_id
 
     assert view.pad_id is None
 

@@ -18,13 +18,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 import tl_geometry as tlg
-from tl_geometry.base import text_files
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.text_files import TextFile
 from tl_geometry.cli import app
-from tl_geometry.corpus import drawing, pieces
+from tl_geometry.corpus import pieces, text_files, window_sampler
 from tl_geometry.corpus.documents import Documents
 from tl_geometry.corpus.pieces import Pieces
+from tl_geometry.corpus.text_files import TextFile
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.zoo import corpus
 
@@ -53,8 +52,8 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces, and places in which windows are drawn, of a small fraction of their size."""
-    monkeypatch.setattr(drawing, "WHOLE", 20_000)
-    monkeypatch.setattr(drawing, "PLACE", 256)
+    monkeypatch.setattr(window_sampler, "WHOLE", 20_000)
+    monkeypatch.setattr(window_sampler, "PLACE", 256)
     monkeypatch.setattr(pieces, "REACH", 64)
     monkeypatch.setattr(pieces, "PIECE", 2000)
     monkeypatch.setattr(text_files, "BLOCK", 1000)

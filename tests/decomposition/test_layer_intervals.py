@@ -34,7 +34,6 @@ def test_intervals_are_those_of_decompositions_without_each_group(
     table = basis.anova()
     shares = table.shares
     of = basis.group_of
-    assert of is not None
     for name in ("pos", "ctx", "resid"):
         rest = torch.stack(
             [decompose_activations(h[:, of != g]).anova().shares[name] for g in range(groups)]

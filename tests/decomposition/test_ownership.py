@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import tl_geometry as tlg
 from tests import tiny
 from tests.bad_inputs.ownership import doors
+from tests.decomposition.test_distributed import tensors_of
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import streaming, variance
+from tl_geometry.decomposition import stream_pass, variance
 from tl_geometry.interventions import (
     effects,
     remove_edge,
@@ -29,7 +30,7 @@ from tl_geometry.interventions import (
     surrogate,
     swap_edge,
 )
-from tl_geometry.models.identity import fingerprint
+from tl_geometry.models.fingerprints import fingerprint
 
 Tokens = tlg.TokenWindows
 
@@ -132,7 +133,7 @@ def _results(
         ),
         "token paths": call(lambda t: tlg.token_paths(model, t), prompt[:1]),
         "dictionary": call(
-            lambda *given: tlg.scores.dictionary(given, 1),
+            lambda *given: tlg.circuits.dictionary(given, 1),
             torch.ones(2, 3, 4) / 2,
             torch.eye(4) / 2,
             torch.zeros(4),
@@ -207,8 +208,8 @@ def test_a_file_that_is_written_over_leaves_what_was_read(
     loaded = tlg.PositionContext.load(path)
     with path.open("r+b") as handle:  # in place, as copying tools write
         handle.write(b"\0" * path.stat().st_size)
-    for name, value in basis.tensors().items():
-        assert torch.equal(loaded.tensors()[name], value), name
+    for name, value in tensors_of(basis).items():
+        assert torch.equal(tensors_of(loaded)[name], value), name
 
 
 # --- Weights that change while a pass runs ----------------------------------------------------
@@ -263,7 +264,7 @@ def test_a_measured_effect_of_weights_that_change_is_refused(
 def test_no_checkpoint_of_two_models_is_left(
     model: Any, windows: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "SAVE_SHARE", 1e9)  # after every batch
+    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # after every batch
     own, path = copy.deepcopy(model), tmp_path / "run"
     options: dict[str, Any] = {"checkpoint": path, "batch_size": 3, "progress": False}
     weights = copy.deepcopy(own.state_dict())

@@ -1,8 +1,9 @@
-"""Laws of the stochastic flow: closed form, integrators, planted ensembles, determinants, and the
-inconsistency it reports."""
+"""Laws of the stochastic flow: closed form, integrators, planted ensembles, determinants, and where
+the equation disagrees with the laws printed beside it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import cache
 
@@ -52,13 +53,20 @@ def planted(
         subspace=torch.eye(d).double(),
         U=torch.stack(U),
         S=S,
-        observed=S,
         times=times,
         outside=torch.zeros(states).double(),
         alpha=alpha,
         rate=rate,
         trajectories=100,
     )
+
+
+def moments(
+    model: LangevinModel, mean: Tensor, covariance: Tensor, s: float, t: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and covariance at ``t`` of what has these at ``s``."""
+    phi = model.transition(s, t)
+    return phi @ mean, phi @ covariance @ phi.mT + model.noise_covariance(s, t)
 
 
 SMALL = st.fixed_dictionaries(
@@ -101,7 +109,7 @@ def test_moments_solve_the_fokker_planck_equations(chosen):
         m, C = y[:d], y[d:].reshape(d, d)
         A = model.drift(t).numpy()
         return np.concatenate(
-            [A @ m, (A @ C + C @ A.T + model.diffusion(t) ** 2 * np.eye(d)).ravel()]
+            [A @ m, (A @ C + C @ A.T + model.noise.amplitude(t) ** 2 * np.eye(d)).ravel()]
         )
 
     y, s = np.concatenate([mean.numpy(), covariance.numpy().ravel()]), float(model.times[0])
@@ -110,7 +118,7 @@ def test_moments_solve_the_fokker_planck_equations(chosen):
     ):  # interval by interval: the drift jumps at the states
         a, b = float(model.times[k]), float(model.times[k + 1])
         y = solve_ivp(rates, (a, b - 1e-12), y, rtol=1e-9, atol=1e-11).y[:, -1]
-        m, C = model.moments(mean, covariance, s, b)
+        m, C = moments(model, mean, covariance, s, b)
         assert np.abs(m.numpy() - y[:d]).max() <= 1e-5 * max(1, np.abs(y[:d]).max())
         assert np.abs(C.numpy().ravel() - y[d:]).max() <= 1e-5 * np.abs(y[d:]).max()
 
@@ -120,14 +128,14 @@ def test_the_density_of_the_moments_solves_the_fokker_planck_equation_in_the_pla
     m0, C0, t, h = torch.tensor([0.5, -0.2]).double(), torch.eye(2).double(), 1.6, 1e-3
 
     def density(time: float, x: Tensor) -> Tensor:
-        m, C = model.moments(m0, C0, 1.0, time)
+        m, C = moments(model, m0, C0, 1.0, time)
         z = x - m
         return torch.exp(-0.5 * (z @ torch.linalg.inv(C) * z).sum(-1)) / (
             2 * math.pi * torch.det(C).sqrt()
         )
 
     x = noise(20, 2, seed=3)
-    A, D, e = model.drift(t), model.diffusion(t) ** 2, torch.eye(2).double() * h
+    A, D, e = model.drift(t), model.noise.amplitude(t) ** 2, torch.eye(2).double() * h
     left = (density(t + h, x) - density(t - h, x)) / (2 * h)
     flux, spread = torch.zeros(20).double(), torch.zeros(20).double()
     for i in range(2):
@@ -163,17 +171,16 @@ def test_the_noise_integral_has_its_closed_form_without_stretching():
     )
 
 
-def test_integrators_converge_at_their_orders_without_noise():
+def test_euler_steps_converge_at_first_order_without_noise():
     model = planted(4, 3, turn=0.6).with_noise(0.0, 0.0)
     x = noise(5, 4, seed=1)
     true = model.simulate(x, [2.5, 3.0])
 
-    def error(method: str, dt: float) -> float:
-        return float((model.simulate(x, [2.5, 3.0], method=method, dt=dt) - true).abs().max())
+    def error(dt: float) -> float:
+        return float((model.simulate(x, [2.5, 3.0], method="euler", dt=dt) - true).abs().max())
 
-    for method, order in (("euler", 1), ("heun", 2)):
-        ratio = error(method, 0.05) / error(method, 0.025)
-        assert abs(math.log2(ratio) - order) < 0.25
+    ratio = error(0.05) / error(0.025)
+    assert abs(math.log2(ratio) - 1) < 0.25
 
 
 def test_the_published_drift_is_wrong_unless_splines_hold_variances():
@@ -181,14 +188,15 @@ def test_the_published_drift_is_wrong_unless_splines_hold_variances():
     x = noise(4, 3, seed=1)
     true = model.simulate(x, [3.0])
     right = model.simulate(x, [3.0], method="euler", dt=0.005)
-    halved = model.with_preset("reference").simulate(x, [3.0], method="euler", dt=0.005)
+    reference = dataclasses.replace(model, preset="reference")
+    halved = reference.simulate(x, [3.0], method="euler", dt=0.005)
     assert float((right - true).norm() / true.norm()) < 0.02
     assert float((halved - true).norm() / true.norm()) > 0.1
     with pytest.raises(GeometryError, match=r'expected "euler" with preset="reference"'):
-        model.with_preset("reference").simulate(x, [3.0])
+        reference.simulate(x, [3.0])
 
 
-@pytest.mark.parametrize("method", ["exact", "euler", "heun"])
+@pytest.mark.parametrize("method", ["exact", "euler"])
 def test_simulated_moments_approach_the_closed_form(method):
     model = planted(3, 3, alpha=2.0, rate=0.4)
     x = torch.tensor([[1.0, -2.0, 0.5]]).double()
@@ -196,7 +204,7 @@ def test_simulated_moments_approach_the_closed_form(method):
     found = model.simulate(x, [1.7, 3.0], method=method, samples=40000, dt=dt, seed=3)
     assert found.shape == (40000, 1, 2, 3)
     for i, t in enumerate((1.7, 3.0)):
-        mean, C = model.moments(x[0], torch.zeros(3, 3).double(), 1.0, t)
+        mean, C = moments(model, x[0], torch.zeros(3, 3).double(), 1.0, t)
         rows = found[:, 0, i]
         assert float((rows.mean(0) - mean).abs().max()) < 5 * float(
             C.diagonal().max().sqrt()
@@ -244,28 +252,29 @@ def test_a_planted_equation_is_recovered_within_five_percent(stretch, alpha):
     assert abs(fitted.alpha / model.alpha - 1) < 0.05
 
 
-def test_a_spectral_stretch_already_contains_the_noise_and_the_model_says_so():
+def test_a_spectral_stretch_already_contains_the_noise() -> None:
     _, X = ensemble(0.3)
-    spectral, regression = LangevinModel.fit(X), LangevinModel.fit(X, stretch="regression")
-    far = spectral.consistency().energy_ratio[0, -1]
-    assert float(far) > 1.05
-    assert abs(float(regression.consistency().energy_ratio[0, -1]) - 1) < 0.02
-    again = spectral.simulate(X[:, 0], [float(spectral.times[-1])])[0, :, 0]
-    assert abs(float(again.square().sum() / X[:, -1].square().sum()) / float(far) - 1) < 0.02
+
+    def energy(stretch: str) -> float:
+        model = LangevinModel.fit(X, stretch=stretch)
+        again = model.simulate(X[:, 0], [float(model.times[-1])])[0, :, 0]
+        return float(again.square().sum() / X[:, -1].square().sum())
+
+    assert energy("spectral") > 1.05
+    assert abs(energy("regression") - 1) < 0.02
 
 
-def test_the_equations_own_noise_disagrees_with_both_published_laws_where_it_stretches():
-    stretched, plain = (
-        planted(5, 4, stretch=0.4).consistency(),
-        planted(5, 4, stretch=0.0).consistency(),
-    )
-    upper = torch.ones(4, 4).triu(1).bool()
-    assert torch.allclose(plain.sde_log_variance[upper], plain.increment[upper], atol=1e-9)
-    assert torch.allclose(plain.anisotropy[upper], torch.ones(6).double())
-    assert float((stretched.sde_log_variance - stretched.increment)[0, 3]) > 0.5
-    assert float((plain.sde_log_variance - plain.asymptotic)[0, 1]) < -0.5
-    assert float(stretched.anisotropy[0, 3]) > 1.2
-    assert bool(torch.isnan(plain.increment[~upper]).all())
+def test_the_equations_own_noise_disagrees_with_both_published_laws_where_it_stretches() -> None:
+    stretched, plain = planted(5, 4, stretch=0.4), planted(5, 4, stretch=0.0)
+    asymptotic = 0.5 * math.exp(0.2 * 4)
+    increment = asymptotic - 0.5 * math.exp(0.2 * 1)
+    noise = plain.noise_covariance(1.0, 4.0)
+    assert torch.allclose(noise, increment * torch.eye(5).double(), atol=1e-9)
+    assert float(noise.diagonal().log().mean()) - math.log(asymptotic) < -0.5
+    values = torch.linalg.eigvalsh(stretched.noise_covariance(1.0, 4.0))
+    assert float(values.max() / values.min()) > 1.2
+    variances = stretched.noise_covariance(1.0, 4.0).diagonal()
+    assert float(variances.log().mean()) - math.log(increment) > 0.5
 
 
 def test_exact_flow_without_noise_is_the_linear_extrapolation():
@@ -309,18 +318,6 @@ def test_fewer_trajectories_than_coordinates_live_in_a_common_basis():
     assert torch.allclose(R.mT @ R, torch.eye(6).double(), atol=1e-10)
     inside = X[:, 0] @ model.subspace @ model.subspace.mT
     assert torch.allclose(model.simulate(X[:, 0], [1.0])[0, :, 0], inside, atol=1e-10)
-    with pytest.raises(GeometryError, match=r"rank: expected at most 6 \(trajectories\), got 9"):
-        LangevinModel.fit(X, rank=9)
-
-
-def test_interpolation_passes_through_all_states():
-    X = noise(20, 4, 5, seed=3)
-    model = LangevinModel.fit(X, noise=(0.0, 0.0))
-    for s in range(4):
-        assert torch.allclose(model.interpolate(X, s + 1.0), X[:, s], atol=1e-9)
-    near = model.interpolate(X, 2.0 + 1e-6)
-    assert torch.allclose(near, X[:, 1], atol=1e-3)
-    assert not torch.allclose(model.interpolate(X, 2.5), X[:, 1], atol=1e-2)
 
 
 def test_a_state_without_energy_in_a_direction_is_clamped_and_flagged():
@@ -351,7 +348,5 @@ def test_errors_name_what_was_expected():
         model.simulate(noise(1, 3), [2.0, 1.5])
     with pytest.raises(GeometryError, match=r"noise: expected alpha . lambda >= 0"):
         model.with_noise(0.5, -0.1)
-    with pytest.raises(
-        GeometryError, match="method: expected one of 'exact', 'euler', 'heun', got 'rk4'"
-    ):
+    with pytest.raises(GeometryError, match="method: expected one of 'exact', 'euler', got 'rk4'"):
         model.simulate(noise(1, 3), [2.0], method="rk4")

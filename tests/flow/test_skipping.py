@@ -1,10 +1,9 @@
-"""Skipped layers and truncation on the fast path, on other chunks than were fitted on, within a
-budget; fewer chunks than dimensions."""
+"""Skipped layers and truncation on the fast path, on other chunks than were fitted on; fewer chunks
+than dimensions."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +16,6 @@ from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.flow import skipping
 from tl_geometry.flow.ensemble import shared_rows, split_rows, trajectories
-from tl_geometry.flow.planning import plan_chunks
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.residuals import (
     PENALTIES,
@@ -28,9 +26,9 @@ from tl_geometry.flow.residuals import (
 from tl_geometry.flow.separation import true_against_extrapolated
 from tl_geometry.flow.skipping import SKIPS, SkipMap, skip_map
 from tl_geometry.flow.truncation import truncation_kl
-from tl_geometry.models import continuing, outputs
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.outputs import log_probabilities, pilot_runs
+from tl_geometry.models import kv_cache, next_token
+from tl_geometry.models.next_token import log_probabilities, pilot_runs
+from tl_geometry.models.reader import as_view
 
 MODELS = [
     ("bridge", a) for a in ("gpt2", "llama", "bloom", "gemma2", "mistral", "gpt-neo", "neox", "opt")
@@ -49,7 +47,7 @@ def same(a: SkipMap, b: SkipMap, tolerance: float = 2e-4) -> None:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every pass runs all tokens."""
-    monkeypatch.setattr(outputs, "behind", lambda view, tokens: None)
+    monkeypatch.setattr(next_token, "behind", lambda view, tokens: None)
     return monkeypatch
 
 
@@ -76,7 +74,7 @@ def test_skips_at_the_pilot_are_those_of_whole_passes(
 ) -> None:
     model, ids = tiny(model_class, architecture), tokens(24, 12)
     fast = skip_map(model, ids, pairs="all", progress=False)
-    monkeypatch.setattr(outputs, "behind", lambda view, tokens: None)
+    monkeypatch.setattr(next_token, "behind", lambda view, tokens: None)
     same(fast, skip_map(model, ids, pairs="all", progress=False))
 
 
@@ -103,14 +101,14 @@ def test_truncation_at_the_pilot_is_that_of_whole_passes(slow: pytest.MonkeyPatc
 def test_a_class_that_keeps_its_keys_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     view, ids = as_view(tiny("bridge", "llama")), tokens(3, 12)
     own = log_probabilities(view, ids, {})
-    repeat = continuing.batch_copies
+    repeat = kv_cache.batch_copies
 
     def wrong(cache: Any, copies: int) -> Any:
         out = repeat(cache, copies)
         out.layers[1].keys = out.layers[1].keys.roll(1, -2)
         return out
 
-    monkeypatch.setattr(continuing, "batch_copies", wrong)
+    monkeypatch.setattr(kv_cache, "batch_copies", wrong)
     runs = pilot_runs(view, ids, own, 8)
     assert runs.kept is None
     torch.testing.assert_close(
@@ -141,7 +139,7 @@ def test_other_peoples_hooks_act_on_whole_passes() -> None:
 
 def test_encoders_have_no_pilot_and_their_outputs_are_refused() -> None:
     view = as_view(tiny("bridge", "bert"))
-    assert continuing.behind(view, tokens(2, 8)) is None
+    assert kv_cache.behind(view, tokens(2, 8)) is None
     with pytest.raises(
         UnsupportedModelError,
         match="skip_map: expected a causal language model, got tiny-bert, an encoder",
@@ -149,7 +147,7 @@ def test_encoders_have_no_pilot_and_their_outputs_are_refused() -> None:
         skip_map(view, tokens(24, 8))
 
 
-# which skips, in what order, in what time
+# which skips, in what order
 
 
 def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result_says_so() -> None:
@@ -163,27 +161,6 @@ def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result
     assert not any("only" in flag for flag in every.provenance.flags)
     with pytest.raises(GeometryError, match='pairs: expected "all", or states'):
         skip_map(model, tokens(24, 8), pairs="every")
-
-
-def test_a_budget_leaves_out_the_longest_skips_then_chunks_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outputs, "PILOTS", 60)  # rows of one pass: it is the least that is measured
-    ids = tokens(40, 8)
-    whole = skip_map(deep(), ids, pairs="all", batch_size=8, progress=False)
-    short = skip_map(deep(), ids, pairs="all", batch_size=8, budget=1e-6, progress=False)
-    assert 0 < len(short.pairs()) < len(whole.pairs())
-    assert all(b - a == 1 for a, b in short.pairs()[:3])
-    assert short.test < whole.test
-    flags = [flag for flag in short.provenance.flags if flag.startswith("budget of 1e-06 s")]
-    assert [
-        ("maps left out at place pilot" in flag, "chunks measured" in flag) for flag in flags
-    ] == [(True, False), (False, True)]
-    long = skip_map(deep(), ids, pairs="all", batch_size=8, budget=1e6, progress=False)
-    assert not any("budget" in flag for flag in long.provenance.flags)
-    same(long, whole)
-    with pytest.raises(GeometryError, match=r"budget: expected seconds above 0, got 0\.0"):
-        skip_map(deep(), ids, budget=0.0)
 
 
 def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +184,7 @@ def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
             self.steps.append(n)
 
     monkeypatch.setattr(skipping, "tqdm", Bar)
-    monkeypatch.setattr(outputs, "PILOTS", 60)
+    monkeypatch.setattr(next_token, "PILOTS", 60)
     skip_map(deep(), tokens(40, 8), pairs="all", places=("pilot", "all"), batch_size=40)
     bar = Bar.seen[0]
     assert sum(bar.steps) == bar.total
@@ -273,7 +250,7 @@ def test_held_out_residuals_refuse_the_chunks_they_were_fitted_on() -> None:
     ):
         ensemble().residuals(train=train)
     with pytest.raises(GeometryError, match=r"got 30 of 30 in both. Use ensemble.split\(\)"):
-        train.isotropy(1, 3, train=train)
+        train.residuals(train=train)
 
 
 # fewer chunks than dimensions
@@ -368,25 +345,6 @@ def test_maps_from_one_start_are_those_of_each_pair() -> None:
     single = fit_map(X[:, 1], X[:, 2], "ridge").single()
     assert single.left is not None
     assert single.left.dtype == torch.float32
-
-
-def test_the_number_of_chunks_follows_the_dimensions_and_the_time() -> None:
-    model, ids = deep(), tokens(60, 8)
-    plan = plan_chunks(model, ids)
-    assert (plan.n, plan.wanted) == (36, 36)  # 2.2 times 16, rounded up
-    assert plan.note == "36 chunks"
-    assert plan_chunks(model, ids[:20]).n == 20
-    assert plan_chunks(model, ids, share=0.9).n == 20
-    short, long = plan_chunks(model, ids, budget=1e-9), plan_chunks(model, ids, budget=1e6)
-    assert (short.n, long.n) == (32, 36)
-    assert "32 chunks of 36 wanted (twice d_model and a tenth), about " in short.note
-    assert not math.isnan(long.seconds)
-    with pytest.raises(GeometryError, match="tokens: expected chunks whose number is known"):
-        plan_chunks(model, iter([ids]))
-    assert not any(
-        "fewer" in flag
-        for flag in flow_report(trajectories(model, ids[: plan.n], progress=False)).provenance.flags
-    )
 
 
 def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:

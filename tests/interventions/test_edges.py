@@ -4,6 +4,7 @@ class, and leaves the model as it was."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,16 @@ from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.writers import run_written
 
 PROMPTS = tokens(batch=3, length=12, seed=7)
+
+
+@cache
+def embedded() -> Any:
+    return tlg.zoo.embedded()
+
+
+@cache
+def windows(length: int, n: int) -> Tensor:
+    return tlg.zoo.default_windows(embedded(), length, n=n).tokens
 
 
 def writer_of(model: Any, name: str, prompts: Tensor = PROMPTS) -> Tensor:
@@ -118,8 +129,8 @@ def test_swapping_with_the_same_prompts_changes_nothing() -> None:
 
 def test_a_first_token_that_shares_leave_out_stays() -> None:
     """By default the input at a BOS stays whole; without a BOS nothing does."""
-    model = tlg.zoo.embedded()
-    bos = tlg.zoo.default_windows(model, 12, n=2).tokens
+    model = embedded()
+    bos = windows(12, 2)
     for prompts, drop in ((bos, 1), (bos[:, 1:], 0)):
         found: list[Tensor] = []
         for start in (None, 0, 1, 2):
@@ -161,7 +172,7 @@ FIRST = ("clean", "remove", "swap", "keep", "shrink")
 def test_necessity_is_paired_over_prompts() -> None:
     """Losses are those of the context managers, intervals and p-values those of their paired
     differences; the largest other writers are the controls."""
-    model = tlg.zoo.embedded()
+    model = embedded()
     prompts = tlg.scores.repeated_random_tokens(12, 2, 12, low=3, high=view(model).d_vocab)
     second = torch.arange(24) >= 13
     heads = ["L1H0", "L2H1"]
@@ -186,7 +197,7 @@ def test_necessity_is_paired_over_prompts() -> None:
 
 @pytest.mark.parametrize("side", ["query", "key", "value"])
 def test_controls_are_the_largest_on_the_side_asked_for(side: str) -> None:
-    model = tlg.zoo.embedded()
+    model = embedded()
     prompts = tlg.zoo.default_windows(model, 20, n=4)
     heads = ["L2H1", "L2H3"]
     found = edge_necessity(model, prompts, "L1H0", heads, side=side, controls=4, drop=2)
@@ -202,8 +213,8 @@ def test_controls_are_the_largest_on_the_side_asked_for(side: str) -> None:
 
 @pytest.mark.parametrize("side", ["query", "key", "value"])
 def test_what_is_kept_is_what_no_other_writer_wrote(side: str) -> None:
-    model = tlg.zoo.embedded()
-    prompts = tlg.zoo.default_windows(model, 16, n=2).tokens
+    model = embedded()
+    prompts = windows(16, 2)
     found = edge_necessity(model, prompts, "L0H0", "L2H1", side=side, controls=0)
     table = tlg.composition(model, prompts, heads="L2H1", progress=False)
     rest = [n for n in table.parts[1:] if n != "L0H0"]
@@ -216,8 +227,8 @@ def test_what_is_kept_is_what_no_other_writer_wrote(side: str) -> None:
 @pytest.mark.parametrize("side", ["query", "key", "value"])
 def test_shrinking_takes_an_equal_share_evenly(side: str) -> None:
     """Independent route: the pattern to the power 1 - share, or values times 1 - share."""
-    model = tlg.zoo.embedded()
-    prompts = tlg.zoo.default_windows(model, 16, n=2).tokens
+    model = embedded()
+    prompts = windows(16, 2)
     found = edge_necessity(model, prompts, "L0H0", "L1H0", side=side, controls=0)
     kept = 1 - float(found.share[1])
     cache = model.run_with_cache(prompts)[1]

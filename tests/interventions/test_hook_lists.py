@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.interventions.bases import basis_of
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import decompose, trajectories
 from tl_geometry.base.errors import GeometryError, ReconstructionError
@@ -62,12 +62,6 @@ PAIRS += [
     if name not in EVERYWHERE
 ]
 PAIRS += [("bridge", "opt", name) for name in ("surrogate", "project_stream", "remove_value_edge")]
-
-
-@cache
-def basis_of(model_class: str, architecture: str, processed: bool = False) -> PositionContext:
-    model = tiny(model_class, architecture, processed)
-    return decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
 
 
 def opened(name: str, model_class: str, architecture: str, processed: bool = False) -> Any:

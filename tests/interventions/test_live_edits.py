@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.interventions.bases import basis_of
 from tests.modified import modified
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tl_geometry import decompose
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
-from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.causal import necessity_sufficiency
 from tl_geometry.interventions.stream import project_stream
 from tl_geometry.interventions.terms import keep_term, mean_term, remove_term
@@ -36,17 +36,6 @@ CLEAN, CORRUPTED = tokens(2, 5, seed=8), tokens(2, 5, seed=9)
 TERMS = [("cvec", "cvec"), ("pos", "cvec")]
 NAMES = ["cvec-cvec", "pos-cvec"]
 LONG = tokens(3, 14, seed=4)
-
-
-@cache
-def basis_of(
-    model_class: str, architecture: str, dtype: torch.dtype = torch.float32
-) -> PositionContext:
-    return decompose(
-        tiny(model_class, architecture, dtype=dtype),
-        tokens(batch=16, length=18, seed=2),
-        progress=False,
-    )
 
 
 def logits(model: Any, ids: Tensor = CORRUPTED, **options: Any) -> Tensor:
@@ -207,34 +196,36 @@ def test_patching_of_queries_and_keys_inside_an_edit(
     from transformer_lens import patching
 
     model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
-    _, cached = model.run_with_cache(CLEAN)
+    length = 5 if where == "all_pos" else 3  # a forward pass for each position
+    corrupted, clean = CORRUPTED[:, :length], CLEAN[:, :length]
+    _, cached = model.run_with_cache(clean)
     axes = {"all_pos": ["layer", "head"], "by_pos": ["layer", "pos", "head"]}[where]
     others = [(layer, head) for layer in (0, 1) for head in range(4) if (layer, head) not in PAIRS]
     rows = [
         (la, h) if where == "all_pos" else (la, p, h)
         for la, h in others
-        for p in ([0] if where == "all_pos" else range(5))
+        for p in ([0] if where == "all_pos" else range(length))
     ]
     run = getattr(patching, f"get_act_patch_attn_head_{side}_{where}")
     some = partial(run, index_axis_names=None, index_df=pd.DataFrame(rows, columns=axes))
     every = getattr(patching, f"get_act_patch_attn_head_{where}_every")
     word = {"q": "queries", "k": "keys"}[side]
     with torch.no_grad():
-        plain = some(model, CORRUPTED, cached, patching_metric=metric)
+        plain = some(model, corrupted, cached, patching_metric=metric)
         with by_hand(model_class, "gpt2", EDITED):
-            right = some(model, CORRUPTED, cached, patching_metric=metric)
+            right = some(model, corrupted, cached, patching_metric=metric)
         with remove_term(model, basis, NAMES, PAIRS):
-            found = some(model, CORRUPTED, cached, patching_metric=metric)
+            found = some(model, corrupted, cached, patching_metric=metric)
         with (
             pytest.raises(ReconstructionError, match=word),
             remove_term(model, basis, NAMES, PAIRS),
         ):
-            run(model, CORRUPTED, cached, patching_metric=metric)
+            run(model, corrupted, cached, patching_metric=metric)
         with (
             pytest.raises(ReconstructionError, match="queries"),
             remove_term(model, basis, NAMES, PAIRS),
         ):
-            every(model, CORRUPTED, cached, metric)
+            every(model, corrupted, cached, metric)
     span = float(right.max() - right.min())
     assert (found - right).abs().max() < 1e-3 * span
     assert (plain - right).abs().max() > 0.1 * span
@@ -507,7 +498,7 @@ def test_gradients_are_those_of_finite_differences(model_class: str, change: Any
     """Through every path: the stream, the norm's scale, queries and keys, in two edited layers."""
     model, basis = (
         tiny(model_class, "gpt2", dtype=torch.float64),
-        basis_of(model_class, "gpt2", torch.float64),
+        basis_of(model_class, "gpt2", dtype=torch.float64),
     )
     generator = torch.Generator().manual_seed(3)
     at = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
@@ -540,7 +531,7 @@ def test_gradients_in_every_kind_of_attention(model_class: str, architecture: st
     differences in the running model."""
     model, basis = (
         tiny(model_class, architecture, dtype=torch.float64),
-        basis_of(model_class, architecture, torch.float64),
+        basis_of(model_class, architecture, dtype=torch.float64),
     )
     direction = torch.randn(
         2, 5, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -692,11 +683,8 @@ def test_autocast_is_refused(model_class: str) -> None:
     [*((k, "gpt2") for k in MODEL_CLASSES), ("bridge", "llama"), ("bridge", "gptj")],
 )
 def test_bfloat16_models_are_edited(model_class: str, architecture: str) -> None:
-    model, basis = (
-        tiny(model_class, architecture, dtype=torch.bfloat16),
-        basis_of(model_class, architecture),
-    )
-    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
+    model = tiny(model_class, architecture, dtype=torch.bfloat16)
+    basis = basis_of(model_class, architecture, dtype=torch.bfloat16)
     with remove_term(model, basis, NAMES, PAIRS):
         found = logits(model).float()
     with remove_term(

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.induction import rotary_previous_token
+from tests.interventions.bases import basis_of
 from tests.tiny import HAS_HOOKED, tiny, tokens
-from tl_geometry import decompose, split_scores
+from tl_geometry import split_scores
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import keep_planes, remove_planes, swap_planes
+from tl_geometry.interventions.head_edits import derangement
 from tl_geometry.interventions.planes import random_planes
-from tl_geometry.interventions.terms import derangement
 from tl_geometry.scores import Band, ScoreSplit
 
 KINDS = (
@@ -41,8 +42,7 @@ PROMPTS = tokens(batch=3, length=18, seed=4)
 @cache
 def split_of(kind: str, architecture: str) -> ScoreSplit:
     model = tiny(kind, architecture)
-    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
-    return split_scores(model, PROMPTS, basis)
+    return split_scores(model, PROMPTS, basis_of(kind, architecture))
 
 
 def logits(model: Any, ids: Tensor = PROMPTS) -> Tensor:

@@ -3,6 +3,7 @@ planted structure carries the loss."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from tl_geometry.interventions.surrogates import (
     PARTS,
     Replacement,
     offset_parts,
+    part_of,
     replaced_scores,
     replacements,
-    structured_part,
     surrogate,
     surrogate_effect,
 )
-from tl_geometry.models.live import score_of
+from tl_geometry.models.live_edits import score_of
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
 
@@ -36,6 +37,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@cache
 def basis_of(model: Any) -> tlg.PositionContext:
     return tlg.decompose(model, tokens(24, 16), progress=False)
 
@@ -117,13 +119,12 @@ def test_parts_of_a_planted_matrix() -> None:
     f = Factors(W[None], torch.eye(30, dtype=torch.float64)[None])
 
     def product(part: str) -> Tensor:
-        found = structured_part(f, V, part, k=3)
-        assert found is not None
+        found, _ = part_of(f, V, part, k=3)
         return found.left[0] @ found.right[0].mT
 
     close(product("structured"), W - torch.diag(d), 1e-8)
-    assert structured_part(f, V, "diagonal", k=3) is None
-    assert structured_part(f, V, "none", k=3) is None
+    assert not product("diagonal").any()
+    assert not product("none").any()
     close(product("whole"), W)
     P = V[:, :3] @ V[:, :3].mT
     close(product("low_rank"), P @ W @ P)
@@ -176,7 +177,9 @@ def test_refusals() -> None:
         surrogate_effect(llama, tokens(), basis_of(llama), parts=("none", "thresholded"))
     with pytest.raises(GeometryError, match="part: expected one of 'structured'"):
         surrogate_effect(llama, tokens(), basis_of(llama), parts=("half",))
-    with pytest.raises(UnsupportedModelError, match="surrogate_effect: expected a causal model"):
+    with pytest.raises(
+        UnsupportedModelError, match="surrogate_effect: expected a causal language model"
+    ):
         surrogate_effect(bert, tokens(), basis_of(bert))
     untrained = dataclasses.replace(tlg.view(gpt2), head_trained=False)
     with pytest.raises(UnsupportedModelError, match="expected a model with a trained output head"):
@@ -314,4 +317,4 @@ def test_offset_fits_are_kept_for_a_length_and_the_effect_leaves_out_what_has_no
     for length in (5, 8, 5):
         tlg.view(model).run_layers(tokens(1, length), [0], lambda s: kept.__setitem__(0, s))
         new.product(kept[0])
-    assert sorted(new.found) == [(5, False), (8, False)]
+    assert sorted(new.diagonals) == [(5, False), (8, False)]

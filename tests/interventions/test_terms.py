@@ -14,15 +14,17 @@ from scipy import stats
 from torch import Tensor
 
 from tests.induction import attention_only, corpus, induction_model, prompts, rotary_previous_token
+from tests.interventions.bases import basis_of
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import decompose, interventions
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.causal import NEARLY, dominant_only, necessity_sufficiency
-from tl_geometry.interventions.stream import project_stream, removed_share, subspace_of
+from tl_geometry.interventions.head_edits import derangement
+from tl_geometry.interventions.stream import project_stream, subspace_of
 from tl_geometry.interventions.terms import (
-    derangement,
+    RunningScores,
     edits_for,
     keep_term,
     mean_term,
@@ -34,7 +36,7 @@ from tl_geometry.interventions.terms import (
     terms_of,
 )
 from tl_geometry.models import view
-from tl_geometry.models.live import edited_scores
+from tl_geometry.models.live_edits import edited_scores
 from tl_geometry.scores.head_types import head_type_scores
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import sweep_heads
@@ -58,13 +60,6 @@ HOOKED = ("gpt2", "llama", "bloom", "gpt-neo", "bert") if HAS_HOOKED else ()
 PROMPTS = tokens(batch=3, length=14, seed=4)
 NINE = term_names(("bias", "pos", "cvec"))
 MIXED = ("pos-cvec", "cvec-cvec")
-
-
-@cache
-def basis_of(model_class: str, architecture: str) -> PositionContext:
-    return decompose(
-        tiny(model_class, architecture), tokens(batch=16, length=18, seed=2), progress=False
-    )
 
 
 @cache
@@ -313,7 +308,6 @@ def test_subspaces_hold_what_they_say() -> None:
     assert torch.allclose(V.T @ V, torch.eye(V.shape[1], dtype=V.dtype), atol=1e-10)
     assert (rows @ V).square().sum() >= 0.99 * rows.square().sum()
     assert (rows @ V[:, :-1]).square().sum() < 0.99 * rows.square().sum()
-    assert 0 < removed_share(basis, 1, "pos", 1) < removed_share(basis, 1, "pos", 3) < 1
     with pytest.raises(
         GeometryError, match=r"rank: expected 1 to \d+, the rank of pos at state 1, got 40"
     ):
@@ -452,11 +446,11 @@ def test_controls_are_the_scores_that_they_say(architecture: str) -> None:
         at = slice(4 * layer.layer, 4 * layer.layer + 4)
         whole = sum(split.terms.values(), torch.zeros(()))[:, at]
         term = sum((split.terms[t][:, at] for t in MIXED), torch.zeros(()))
-        parts = running_parts(layer, basis, range(4))
+        run = RunningScores(layer, (0, 1, 2, 3), whole, running_parts(layer, basis, range(4)))
         order = derangement(3, 7)
-        swapped = swapping(MIXED, 7)(layer, whole, parts, (0, 1, 2, 3))
+        swapped = swapping(MIXED, 7)(run)
         assert torch.allclose(swapped, whole - term + term[order], atol=1e-3)
-        shrunk = shrinking(MIXED, 1, seen.append)(layer, whole, parts, (0, 1, 2, 3))
+        shrunk = shrinking(MIXED, 1, seen.append)(run)
         for c, h in ((0, 0), (2, 3)):
             S, X = (
                 row_center(x[c, h, 1:, 1:].double(), layer.allowed[1:, 1:]) for x in (whole, term)
@@ -598,16 +592,3 @@ def test_an_edit_of_one_head_takes_its_own_bias_and_sink(architecture: str) -> N
         z, v = changed_z(architecture, context)
         right = torch.einsum("bhij,bjhe->bihe", pattern_of(split, scores[:, 4:]), v)
         assert torch.allclose(z[:, :, 2], right[:, :, 2], atol=2e-4 * float(v.abs().max())), name
-
-
-def test_the_removed_share_is_one_of_variance() -> None:
-    basis, model = basis_of("bridge", "gpt2"), view(tiny("bridge", "gpt2"))
-    found: dict[str, Tensor] = {}
-    model.run(
-        tokens(batch=16, length=18, seed=2),
-        {model.state_hooks[1]: lambda h: found.update(h=h.double())},
-    )
-    centred = (found["h"] - basis.mean[basis.index(1)])[:, 1:]
-    V = subspace_of(basis, 1, "pos", 3)
-    expected = float((centred @ V).square().sum() / centred.square().sum())
-    assert removed_share(basis, 1, "pos", 3) == pytest.approx(expected, rel=1e-4)

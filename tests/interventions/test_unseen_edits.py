@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.interventions.bases import basis_of
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry import check_model, decompose, split_scores, view
 from tl_geometry.base.errors import GeometryError
@@ -28,12 +29,6 @@ from tl_geometry.models import from_hf
 MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 HEADS = ["L0H1", "L1H0"]
 IDS = tokens(2, 10, seed=9)
-
-
-@cache
-def basis_of(model_class: str, architecture: str = "gpt2") -> PositionContext:
-    model = tiny(model_class, architecture)
-    return decompose(model, tokens(16, 18, seed=2), progress=False)
 
 
 def fresh(model_class: str, architecture: str = "gpt2") -> Any:
@@ -129,7 +124,7 @@ def test_a_library_pass_in_another_thread_disturbs_nobody(model_class: str) -> N
 
 
 def test_silenced_hooks_act_in_other_threads() -> None:
-    from tl_geometry.models.hooks import names_of, without_hooks
+    from tl_geometry.models.user_hooks import names_of, without_hooks
 
     model, calls = fresh("bridge"), list[str]()
     model.blocks[0].hook_in.add_hook(lambda value, hook: calls.append("mine"))

@@ -27,9 +27,9 @@ from tests.tiny import (
 )
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import from_hf, load, states_from_cache, view
-from tl_geometry.models.checking import check_model
+from tl_geometry.models.forward import collect
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.running import collect
+from tl_geometry.models.support import check_model
 
 MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 NORMS = {"gpt2": "LN", "llama": "RMS", "gemma3": "RMS", "bloom": "LN", "olmo2": None, "bert": None}

@@ -29,10 +29,10 @@ from tests.tiny import (
     tokens,
 )
 from tl_geometry.base.errors import GeometryError, ReconstructionError
-from tl_geometry.models import from_hf, identity, view
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hooks import names_of, without_hooks
-from tl_geometry.models.identity import checksum, configuration, fingerprint
+from tl_geometry.models import fingerprints, from_hf, view
+from tl_geometry.models.fingerprints import checksum, configuration, fingerprint
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.user_hooks import names_of, without_hooks
 
 MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
 needs_hooked = pytest.mark.skipif(
@@ -115,10 +115,10 @@ def test_a_checksum_is_one_number_of_the_values() -> None:
     )
     # the plain sum that it stands for, with integers of any size
     lanes = x.flatten().view(torch.int64)
-    weights = identity.checksum_weights("cpu")
+    weights = fingerprints.checksum_weights("cpu")
     rows = [
         sum(int((v >> 32) ^ v) * int(w) for v, w in zip(r, weights[0], strict=False))
-        for r in lanes.split(identity.ROW)
+        for r in lanes.split(fingerprints.ROW)
     ]
     signed = [(r + 2**63) % 2**64 - 2**63 for r in rows]
     total = sum(((v >> 32) ^ v) * int(w) for v, w in zip(signed, weights[1], strict=False))

@@ -20,7 +20,7 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import from_hf, load, view
-from tl_geometry.models.checking import check_model
+from tl_geometry.models.support import check_model
 from tl_geometry.zoo import tokenizer
 
 MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
@@ -212,8 +212,8 @@ def test_arguments_are_refused_before_anything_is_read() -> None:
             "dtype: expected torch.float16, torch.bfloat16, torch.float32, torch.float64, "
             "got torch.int8",
         ),
-        ({"device": "nonsense"}, "device: expected one that torch has here, got 'nonsense'"),
-        ({"device": "meta"}, "device: expected one that torch has here, got 'meta'"),
+        ({"device": "nonsense"}, "device: expected a device of this machine, got 'nonsense'"),
+        ({"device": "meta"}, "device: expected a device of this machine, got 'meta'"),
     ):
         assert text in message("no-such-model", **options)
 

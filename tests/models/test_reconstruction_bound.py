@@ -15,14 +15,14 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import ReconstructionError
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.models import facts, finding, from_hf, layers, view
-from tl_geometry.models.checking import check_model
+from tl_geometry.models import attention_spec, from_hf, infer, layers, view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.precision import widened
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.models.verifying import check_scores
+from tl_geometry.models.support import check_model
+from tl_geometry.models.verify import check_scores
 
 needs_hooked = pytest.mark.skipif(
     not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer"
@@ -137,7 +137,7 @@ def test_a_rotation_off_by_one_position_is_refused(
 ) -> None:
     seen = view(tiny("bridge", architecture))
     layers_of(seen, tokens())
-    plain = layers.Facts.head_map
+    plain = layers.AttentionSpec.head_map
 
     def late(self: Any, x: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
         return plain(
@@ -147,7 +147,7 @@ def test_a_rotation_off_by_one_position_is_refused(
             turn if which == "k" or turn is None else (turn[0].roll(1, 0), turn[1].roll(1, 0)),
         )
 
-    monkeypatch.setattr(facts.Facts, "head_map", late)
+    monkeypatch.setattr(attention_spec.AttentionSpec, "head_map", late)
     with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
         layers_of(seen, tokens())
 
@@ -194,13 +194,13 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
             hf_model(architecture, dtype), None, model_class=model_class, processed=processed
         )
         layers_of(view(model), tokens())
-        monkeypatch.setattr(finding.FactFinder, "find", lambda self: off_by(FIND(self), factor))
+        monkeypatch.setattr(infer.SpecInference, "infer", lambda self: off_by(FIND(self), factor))
         again = from_hf(
             hf_model(architecture, dtype), None, model_class=model_class, processed=processed
         )
         with pytest.raises(ReconstructionError, match=r"(scores|pattern) off by"):
             layers_of(view(again), tokens())
-        monkeypatch.setattr(layers.Layers, "verify_facts", lambda self, layer, h: None)
+        monkeypatch.setattr(layers.Layers, "verify_spec", lambda self, layer, h: None)
         layers_of(
             view(
                 from_hf(
@@ -215,10 +215,10 @@ def test_faults_below_one_percent_are_seen_in_half_precision(
         monkeypatch.undo()
 
 
-FIND = finding.FactFinder.find
+FIND = infer.SpecInference.infer
 
 
-def off_by(found: facts.Facts, factor: float) -> facts.Facts:
+def off_by(found: attention_spec.AttentionSpec, factor: float) -> attention_spec.AttentionSpec:
     return dataclasses.replace(found, scale=found.scale * factor)
 
 

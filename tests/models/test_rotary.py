@@ -83,17 +83,14 @@ def test_frequencies_are_those_of_the_formulas(architecture: str) -> None:
             turned = index % count if pairing == "half" else index // 2
             assert found.plane.tolist() == [*turned.tolist(), *[count] * passed]
             assert torch.allclose(found.wavelength[:count], 2 * math.pi / theta, rtol=1e-6)
-            scaled = architecture in ("llama3-rope", "llama-yarn")
-            assert (found.base is None) == scaled
             assert found.amplitude == pytest.approx(
                 1 + 0.1 * math.log(4) if architecture == "llama-yarn" else 1.0, rel=1e-6
             )
 
 
-def test_the_base_is_read_back() -> None:
-    local, whole = (rotary_planes(layer).base for layer in layers_of(tiny("bridge", "gemma3")))
-    assert local == pytest.approx(1e4, rel=1e-4)
-    assert whole == pytest.approx(1e6, rel=1e-4)
+def test_local_and_global_layers_have_their_own_base() -> None:
+    for layer, base in zip(layers_of(tiny("bridge", "gemma3")), (1e4, 1e6), strict=True):
+        assert torch.allclose(rotary_planes(layer).theta, powers(base, 8), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("architecture", EXPECTED)
@@ -123,7 +120,6 @@ def test_without_rotation_there_is_one_plane(architecture: str) -> None:
         assert planes.theta.tolist() == [0.0]
         assert planes.plane.tolist() == [0] * 8
         assert planes.wavelength.tolist() == [math.inf]
-        assert planes.base is None
 
 
 def scaled_llama(parameters: dict[str, Any], **settings: Any) -> Any:
@@ -143,7 +139,6 @@ def test_linear_scaling_divides_the_frequencies() -> None:
     for layer in layers_of(model):
         planes = rotary_planes(layer)
         assert torch.allclose(planes.theta, powers(500.0, 8) / 4, rtol=1e-6, atol=0)
-        assert planes.base is None
 
 
 def test_dynamic_scaling_depends_on_the_length_of_the_pass() -> None:

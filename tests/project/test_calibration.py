@@ -38,7 +38,7 @@ def test_intervals_cover_where_windows_come_in_topics_and_are_none_of_two_topics
     h = World(context=0.0, topics=2).draw(16, torch.Generator().manual_seed(0))
     ids = torch.arange(h[..., 0].numel()).view(16, -1)
     found = measured(h, ids, basis_of(h, ids), "intervals").resampled(16)
-    assert bool(found.shares.isnan().all() and found.gains.isnan().all())
+    assert bool(found.cs.isnan().all() and found.gs.isnan().all())
 
 
 @pytest.mark.parametrize(("rotary", "stay"), [(False, 0.95), (True, 0.5)])

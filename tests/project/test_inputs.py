@@ -12,7 +12,7 @@ import torch
 import tl_geometry as tlg
 from tl_geometry.base import checks
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.report.build import Texts
+from tl_geometry.zoo.inputs import Inputs
 
 
 @pytest.fixture(scope="module")
@@ -139,4 +139,4 @@ def test_a_corpus_that_is_no_text_is_refused(windows: tlg.TokenWindows, tmp_path
         with pytest.raises(
             GeometryError, match=rf"--corpus: expected text files, got {name}\. Use tl-geometry fit"
         ):
-            Texts.of([tmp_path / name])
+            Inputs(corpus=(tmp_path / name,)).texts()

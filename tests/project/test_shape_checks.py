@@ -119,4 +119,9 @@ def test_annotations_of_the_package_are_read() -> None:
                         unread.add(written)
     assert asked > 3000
     late = re.compile(r"\b(Axes|Figure|Effects|ScoreSplit|PositionContext|GPT2LMHeadModel)\b")
-    assert {name for name in unread if not late.search(name)} == {"TokensLike", "ModelLike"}
+    allowed = {"TokensLike", "ModelLike", "Result"}  # the command line loads no torch for Result
+    assert {name for name in unread if not late.search(name)} == allowed
+        "TokensLike",
+        "ModelLike",
+        "Result",
+    }  # Result: the command line loads no torch

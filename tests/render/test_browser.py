@@ -18,6 +18,7 @@ from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base import html
 from tl_geometry.base.results import Provenance, Result
+from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
 from tl_geometry.render.space import SpaceView, paths_figure
 from tl_geometry.report.page import Part, document
@@ -84,7 +85,7 @@ def pages(tokens: list[str]) -> dict[str, PageView]:
             paths_figure(paths, range(5), tokens[:3], tokens, marked=True),
             title=tokens[0],
             caption=f"{tokens[1]}; {tokens[2]}",
-            image=partial(render.head_grid, table()),
+            image=partial(head_grid, table()),
         ),
         "heads": render.heads(table(tokens[0]), title=tokens[1]),
     }
@@ -183,7 +184,7 @@ def test_without_frames_the_image_is_seen(browser: Browser) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_tables_images_and_the_report_hold_hostile_names(name: str, browser: Browser) -> None:
     found = table(name)
-    image = render.head_grid(found)
+    image = head_grid(found)
     split = render.split(synthetic(1, 4, texts=[name, "b", "c", "d"]))
     draft = Draft(name)
     draft.say(name)
@@ -474,7 +475,7 @@ def test_a_bundle_turns_and_names_what_is_under_the_mouse(browser: Browser) -> N
     points = torch.randn(4, 6, 3, dtype=torch.float64)
     labels = ["a", "b", "<b>c</b>&amp;$1$", "d"]
     figure = paths_figure(points, range(6), ["x", "y", "z"], labels, marked=True)
-    image = partial(render.head_grid, table())
+    image = partial(head_grid, table())
     view = SpaceView(figure, title="Paths", caption="four", image=image)
     shown = "[...document.querySelectorAll('.hovertext text')].map(t => t.textContent).join()"
     visible = "gd.data.map(t => t.visible ?? true)"

@@ -15,14 +15,14 @@ import torch
 
 import tl_geometry as tlg
 from tests.browser import HOSTILE, Browser, as_cells
-from tests.planted import require_caught
+from tests.modules import copy_of
 from tl_geometry import render
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.render import logit_view
 from tl_geometry.render.logit_view import followers
 from tl_geometry.render.page import PageView
-from tl_geometry.scores.logits import LogitExplanation
 
 PROMPT = "def f(width, height):\n    return width * height"
 
@@ -122,44 +122,8 @@ def test_faults_of_the_page_are_seen() -> None:
         check_sums(module)
         check_sums(module, writers=True)
 
-    require_caught(
-        check,
-        logit_view,
-        {
-            "another pair's pattern": ("found.pair_patterns[p]", "found.pair_patterns[p - 1]"),
-            "the source's number wrong": (
-                '"source": found.pairs[p][2]',
-                '"source": found.pairs[p][1]',
-            ),
-            "what is in cards counted twice": (
-                "_short(float(found.heads.sum()) - inside)",
-                "_short(float(found.heads.sum()))",
-            ),
-            "smaller ones left out": (
-                "_short(sum(v for _, v in others))",
-                "_short(sum(0 * v for _, v in others))",
-            ),
-            "marks of one source too few": (": at + 1]", ": at]"),
-            "a head's pairs alone as its sum": (
-                "_short(float(written[h].sum()))",
-                "_short(float(written[h].abs().max()))",
-            ),
-        },
-    )
-    require_caught(
-        check_groups,
-        logit_view,
-        {
-            "writers of the query as of the key": (
-                "for (_, k), v in terms.items() if k == b",
-                "for (k, _), v in terms.items() if k == b",
-            ),
-            "query and key swapped": (
-                "zip(term_pairs(found.parts), found.pair_terms[p].flatten()",
-                "zip(term_pairs(found.parts), found.pair_terms[p].T.flatten()",
-            ),
-        },
-    )
+    check(copy_of(logit_view))
+    check_groups(copy_of(logit_view))
 
 
 def test_induction_opens_where_the_head_copies() -> None:

@@ -9,7 +9,7 @@ import json
 import networkx
 
 import tl_geometry as tlg
-from tl_geometry.render import composition_figure, logit_figure
+from tl_geometry.render.writers import composition_figure, logit_figure
 
 
 def test_the_composition_and_its_graph() -> None:

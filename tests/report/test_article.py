@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import tl_geometry as tlg
@@ -18,11 +17,12 @@ from tests.render.test_rotary import tables
 from tl_geometry import render
 from tl_geometry.base.results import Provenance
 from tl_geometry.render.figure import View, canvas
+from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
-from tl_geometry.report import build
+from tl_geometry.render.writers import logit_figure
 from tl_geometry.report.overview import Facts
-from tl_geometry.report.section import Draft
 from tl_geometry.report.tables import shown
+from tl_geometry.scores import offset_profile
 
 COUNTS = (
     *(
@@ -85,23 +85,6 @@ def _legend(axis: Any) -> list[Any]:
     return [] if held is None else held.get_texts()
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A small report of the embedded model, and the figures that were drawn for it."""
-    out = tmp_path_factory.mktemp("article")
-    figures: list[Any] = []
-    original = Draft.draw
-
-    def draw(self: Draft, figure: View | PageView, key: str = "", **said: str) -> None:
-        figures.append(figure)
-        original(self, figure, key, **said)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Draft, "draw", draw)
-        build.build(build.Request(contexts=48, length=32), out, progress=False)
-    return out, figures
-
-
 def test_every_figure_has_its_anatomy(made: tuple[Path, list[Any]]) -> None:
     _, figures = made
     assert len(figures) >= 20
@@ -123,15 +106,15 @@ def own_figures() -> list[View | PageView]:
     return [
         *(render.band_atlas(planes, share=share) for share in ("cs", "gs")),
         render.head_planes(planes),
-        render.head_planes(planes, rotary.offset_profile()),
-        render.bands_page(planes, rotary.offset_profile()),
+        render.head_planes(planes, offset_profile(rotary)),
+        render.bands_page(planes, offset_profile(rotary)),
         *(render.variance_shares(basis.anova(null=null)) for null in (None, spliced)),
         *(render.composition_figure(composed, share=share) for share in ("cs", "gs")),
-        render.logit_figure(found),
+        logit_figure(found),
         render.logit_page(found),
         render.split(split),
         render.heads(sweep),
-        render.head_grid(sweep, "induction"),
+        head_grid(sweep, "induction"),
     ]
 
 

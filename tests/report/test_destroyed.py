@@ -85,11 +85,17 @@ def test_no_content_drives_a_head_whose_scores_are_of_both(model: Any) -> None:
     real = findings.driver(table, groups=8, rotary=True)
     assert "Content drives" in said(real)
     index = torch.tensor([table.terms.index(t) for t in ("cvec-cvec", "pos-cvec")])
-    fields = {}
-    for name, axis in {"numerators": 1, "gains": 1, "resampled": 2, "resampled_gains": 2}.items():
-        values = getattr(table, name)
-        fields[name] = values.index_copy(axis, index, values.index_select(axis, index.flip(0)))
-    gone = dataclasses.replace(table, **fields)
+
+    def swapped(record: Any, axis: int, *names: str) -> Any:
+        fields = {}
+        for name in names:
+            values = getattr(record, name)
+            fields[name] = values.index_copy(axis, index, values.index_select(axis, index.flip(0)))
+        return dataclasses.replace(record, **fields)
+
+    sums = swapped(table.sums, 1, "numerators", "gains")
+    resampled = swapped(table.resampled, 2, "cs", "gs")
+    gone = dataclasses.replace(table, sums=sums, resampled=resampled)
     assert float(gone.group_cs[:, content].max()) < 0.5
     assert "No evidence" in said(findings.driver(gone, groups=8, rotary=True))
 
@@ -103,8 +109,10 @@ def test_dominant_terms_of_other_names_are_not_better_than_random_ones(model: An
     assert claimed(findings.dominance(real))
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        order = torch.rand(table.numerators.shape, generator=generator).argsort(1)
-        renamed = dataclasses.replace(table, numerators=table.numerators.gather(1, order))
+        numerators = table.sums.numerators
+        order = torch.rand(numerators.shape, generator=generator).argsort(1)
+        sums = dataclasses.replace(table.sums, numerators=numerators.gather(1, order))
+        renamed = dataclasses.replace(table, sums=sums)
         gone = dominant_only(model, windows, basis, table=renamed, **options)
         assert not claimed(findings.dominance(gone))
         by_prompt = gone.change("random term", against="dominant term")

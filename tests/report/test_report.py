@@ -17,7 +17,6 @@ import torch
 
 import tl_geometry as tlg
 from tl_geometry import cli
-from tl_geometry.base.arguments import SECTIONS
 from tl_geometry.base.results import Provenance
 from tl_geometry.render import page as render_page
 from tl_geometry.render.basis import token_norms
@@ -25,6 +24,7 @@ from tl_geometry.render.figure import View
 from tl_geometry.render.measures import similarity
 from tl_geometry.report import build, overview, page
 from tl_geometry.report import folder as report_folder
+from tl_geometry.report.contents import SECTIONS
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.section import Card, Section, Shown
 
@@ -214,7 +214,7 @@ def test_views_say_what_they_take() -> None:
     code = """
 import torch, tl_geometry as tlg
 basis = tlg.decompose_activations(torch.randn(4, 6, 3))
-views = (tlg.render.split, tlg.render.heads, tlg.render.head_grid)
+views = (tlg.render.split, tlg.render.heads, tlg.render.heads)
 for view, value in zip(views, (basis, basis, basis.anova())):
     try:
         view(value)

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from tests.reports import model_directory, report
-from tl_geometry.base import owned
-from tl_geometry.base.arguments import BUDGETS, SECTIONS
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import Dominance
-from tl_geometry.report import TITLES, flow, folder, heads, measures
+from tl_geometry.report import TITLES, contents, flow, folder, heads, measures
 from tl_geometry.report import build as building
 from tl_geometry.report.clock import Clock, span
+from tl_geometry.report.contents import BUDGETS, SECTIONS
 from tl_geometry.report.section import Draft
 from tl_geometry.report.work import Costs, Work, threads_for
 from tl_geometry.scores.sweep_table import SweepTable
@@ -155,7 +154,7 @@ def test_only_sections_of_the_same_settings_are_taken_over(
     again = report(
         directories["gemma2"], tmp_path, sections=("overview",)
     )  # a fresh run takes the old tables away
-    assert set(again["files"]) == set(owned.report_files(("overview",)))
+    assert set(again["files"]) == set(contents.report_files(("overview",)))
     assert not (tmp_path / "positional.csv").exists()
 
 

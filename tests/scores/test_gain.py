@@ -4,7 +4,6 @@ tables that hold it."""
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
+from tests.scores.dense import share_sums_dense, terms
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask
+from tl_geometry.scores.share_table import Marginals, ShareTable
 from tl_geometry.scores.split import split_scores
-from tl_geometry.scores.sums import BLOCK, ShareSums, share_sums, share_sums_dense
-from tl_geometry.scores.sweep import SweepTable, sweep_heads
-from tl_geometry.scores.tables import Marginals, ShareTable
-from tl_geometry.scores.terms import term_names, terms
+from tl_geometry.scores.sums import BLOCK, ShareSums, share_sums
+from tl_geometry.scores.sweep import sweep_heads
+from tl_geometry.scores.terms import term_names
 
 PARTS = ("bias", "pos", "cvec")
 MASKS = ["causal", "full", "sliding", "scattered"]
@@ -199,7 +197,7 @@ def test_a_term_that_decides_where_attention_goes_has_the_gain_whatever_its_cova
 def test_gains_merge_in_any_partition() -> None:
     q, k = draw(3, 5, 12, 2, 4), draw(3, 5, 12, 2, 4, seed=3)
     whole = share_sums(q, k).pooled()
-    halves = share_sums(q[:, :2], k[:, :2]) + share_sums(q[:, 2:], k[:, 2:])
+    halves = share_sums(q[:, :2], k[:, :2]).pooled() + share_sums(q[:, 2:], k[:, 2:]).pooled()
     tight = share_sums(q, k, working_set=1).pooled()
     joined = ShareSums.cat(
         [share_sums(q[:, :1], k[:, :1]), share_sums(q[:, 1:], k[:, 1:])]
@@ -214,9 +212,8 @@ def test_gains_merge_in_any_partition() -> None:
     assert not torch.allclose(ratios.mean(0), whole.gs, atol=1e-4), (
         "a mean of ratios is another number"
     )
-    beside = ShareSums.beside(
-        [share_sums(q[:, :, :, :1], k[:, :, :, :1]), share_sums(q[:, :, :, 1:], k[:, :, :, 1:])]
-    )
+    heads = (slice(1), slice(1, None))
+    beside = ShareSums.beside([share_sums(q[..., h, :], k[..., h, :]).pooled() for h in heads])
     assert torch.allclose(beside.gs, whole.gs, atol=1e-12)
 
 
@@ -248,8 +245,10 @@ def test_uniform_heads_have_no_gain_share_and_gains_may_be_left_out() -> None:
 
 
 def table_of(sums: ShareSums, parts: tuple[str, ...] = PARTS, **fields: Any) -> ShareTable:
-    heads = [(0, h) for h in range(sums.total.shape[-1])]
-    return ShareTable.of(sums, heads, parts, **{"provenance": Provenance(), **fields})
+    heads = tuple((0, h) for h in range(sums.total.shape[-1]))
+    return ShareTable(
+        provenance=Provenance(), heads=heads, parts=parts, sums=sums.pooled(), **fields
+    )
 
 
 def test_marginals_are_sums_over_the_other_side() -> None:
@@ -293,18 +292,6 @@ def test_the_table_holds_gains_beside_covariances(tmp_path: Path) -> None:
     again = ShareTable.load(table.save(tmp_path / "shares.safetensors"))
     assert torch.equal(again.gs, table.gs)
     assert again.marginals().rows() == table.marginals().rows()
-
-
-def test_tables_of_before_are_refused_with_their_version(tmp_path: Path) -> None:
-    assert (ShareTable.version, SweepTable.version) == (4, 4)
-    path = tmp_path / "old.safetensors"
-    save_file(
-        {"total": torch.ones(2)}, path, metadata={"schema": json.dumps("tl_geometry/ShareTable/1")}
-    )
-    with pytest.raises(
-        GeometryError, match=r"expected schema tl_geometry/ShareTable/4, got .*ShareTable/1"
-    ):
-        ShareTable.load(path)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "bloom", "gpt-oss"])

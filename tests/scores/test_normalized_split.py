@@ -18,7 +18,7 @@ from tl_geometry import compare_bases, decompose, render, split_scores, split_va
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.terms import keep_term, remove_term
-from tl_geometry.models import facts, view
+from tl_geometry.models import attention_spec, view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.render import head_view, sweeps
 from tl_geometry.scores import sweep
@@ -129,7 +129,7 @@ def test_with_exact_tables_of_sines_it_is_one_to_rounding(
 ) -> None:
     """The maps of the layer with the angles of the tables recomputed in float64, through the
     queries and keys of the mean."""
-    right = facts.rotate
+    right = attention_spec.rotate
 
     def exact(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
         size = cos.shape[-1]
@@ -143,7 +143,7 @@ def test_with_exact_tables_of_sines_it_is_one_to_rounding(
         bases("bridge", architecture, torch.float64),
     )
     layers: list[Any] = []
-    monkeypatch.setattr(facts, "rotate", exact)
+    monkeypatch.setattr(attention_spec, "rotate", exact)
     view(model).run_layers(PROMPTS, (0, 1), layers.append, verify=False)
 
     def term(layer: Any, mean: Tensor) -> Tensor:
@@ -373,7 +373,9 @@ def test_figures_show_the_readable_names_and_the_gains() -> None:
     page = render.heads(table, "gs_bias-bias").html()
     assert "gs_relative position" in page
     assert "bias-bias" not in page
-    assert render.head_grid(table, "cs_bias-bias").title == "Every head: share of relative position"
+    assert (
+        head_view.head_grid(table, "cs_bias-bias").title == "Every head: share of relative position"
+    )
     assert head_view.scale("gs_position", torch.tensor([0.2])) == (-1.0, 1.0)
     for share, values in (("cs", table.group_cs), ("gs", table.group_gs)):
         drawn = sweeps.head_shares(table, share=share)

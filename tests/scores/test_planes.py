@@ -28,6 +28,8 @@ from tl_geometry.scores import (
     RelativeKernel,
     ScoreSplit,
     default_bands,
+    offset_profile,
+    offset_share,
     relative_kernel,
 )
 from tl_geometry.scores.relative import cross_validated
@@ -184,7 +186,7 @@ def test_the_sweep_gives_the_same_shares(architecture: str) -> None:
         assert torch.allclose(table.cs, theirs.planes().cs, atol=1e-6)
         assert torch.allclose(table.gs, theirs.planes().gs, atol=1e-6)
         assert torch.allclose(swept.cs, theirs.cs, atol=1e-6)
-        assert table.found.bands() == theirs.planes().found.bands()
+        assert table.head_planes.bands() == theirs.planes().head_planes.bands()
         assert swept.shares().planes().length == 18
     some = swept.top("cs_cvec-cvec", 3)
     rows = [swept.heads.index(head) for head in some.heads]
@@ -201,9 +203,11 @@ def test_layers_with_fewer_planes_stand_beside_others() -> None:
         provenance=split_of("bridge", "llama").provenance,
         heads=((0, 0), (1, 0)),
         terms=("a-a",),
-        plane=torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0]]),
-        theta=torch.tensor([[1.0, 0.1], [0.0, torch.nan]], dtype=torch.float64),
-        length=20,
+        head_planes=HeadPlanes(
+            torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0]]),
+            torch.tensor([[1.0, 0.1], [0.0, torch.nan]], dtype=torch.float64),
+            20,
+        ),
         cs=torch.tensor([[[0.75], [0.25]], [[1.0], [0.0]]]),
         gs=torch.tensor([[[0.5], [0.5]], [[1.0], [0.0]]]),
     )
@@ -237,7 +241,7 @@ def test_a_planted_head_is_read_back(offset: float, planes: Any) -> None:
     assert torch.equal(kernel.amplitude[0] > 1e-3, there)
     assert torch.allclose(kernel.peak[0][there], torch.tensor(offset).double(), atol=1e-4)
     split = split_scores(model, MANY, basis, heads="L0H0")
-    profile = split.offset_profile()
+    profile = offset_profile(split)
     waves = 2 * math.pi * 4.0 ** (torch.arange(4).double() / 4)
     delta = torch.arange(17).double()
     expected = torch.cos((delta[:, None] - offset) * 2 * math.pi / waves)[:, there].sum(-1)
@@ -246,7 +250,7 @@ def test_a_planted_head_is_read_back(offset: float, planes: Any) -> None:
     assert torch.allclose(kernel.total()[0, :17], profile.mean[0], atol=1e-4)
     assert int(profile.peak[0]) == round(offset) if len(planes) == 4 else True
     assert float((profile.high - profile.low).max()) < 1e-4, "the same for every prompt"
-    assert float(split.offset_share()[0]) > 1 - 1e-6
+    assert float(offset_share(split)[0]) > 1 - 1e-6
     table = split.shares().planes()
     assert torch.allclose(table.wavelength[0], waves, rtol=1e-5)
     cells = torch.where(split.allowed[0, 1:, 1:], 1.0, 0).double()
@@ -278,7 +282,7 @@ def test_the_kernel_is_the_bias_term_at_every_cell(architecture: str) -> None:
     for m in range(kernel.theta.shape[1]):
         part = split.on_planes(m)["bias-bias"][0, :, :, 0]
         assert torch.allclose(part, kernel.by_plane(torch.arange(18))[:, m], atol=1e-5)
-    profile = split.offset_profile("bias-bias", drop=0)
+    profile = offset_profile(split, "bias-bias", drop=0)
     seen = ~profile.mean.isnan()  # a sliding window sees some offsets only
     assert torch.allclose(profile.mean[seen], kernel.total()[seen], atol=1e-5)
     negative = kernel.total(torch.tensor([-3]))
@@ -296,7 +300,7 @@ def test_what_has_no_kernel_is_refused() -> None:
     with pytest.raises(GeometryError, match=r"length: expected 2 to 64 positions, got 65"):
         relative_kernel(model, basis_of("bridge", "llama", True), length=65)
     qwen = tiny("bridge", "qwen3", dtype=torch.float64)
-    with pytest.raises(UnsupportedModelError, match=r'got QK-norm. Use .*offset_profile\("bias'):
+    with pytest.raises(UnsupportedModelError, match=r'got QK-norm. Use offset_profile\(.*"bias'):
         relative_kernel(qwen, basis_of("bridge", "qwen3", True))
     gpt2 = tiny("bridge", "gpt2", dtype=torch.float64)
     with pytest.raises(GeometryError, match="expected a rotary model"):
@@ -313,7 +317,7 @@ def many(architecture: str = "llama") -> ScoreSplit:
 def test_profiles_are_means_over_diagonals(architecture: str) -> None:
     split = many(architecture)
     for term, matrix in (("pos-cvec", split["pos-cvec"]), (None, split.total())):
-        profile = split.offset_profile(term, drop=2)
+        profile = offset_profile(split, term, drop=2)
         for d in profile.offsets.tolist():
             for h in range(8):
                 kept = split.allowed[h, 2:, 2:].diagonal(-d)
@@ -327,14 +331,14 @@ def test_profiles_are_means_over_diagonals(architecture: str) -> None:
                 assert float(profile.mean[h, at]) == pytest.approx(float(each.mean()), abs=1e-9)
                 half = 2.200985 * float(each.std()) / math.sqrt(12)  # t(11) at 0.975
                 assert float(profile.high[h, at] - each.mean()) == pytest.approx(half, rel=1e-5)
-    assert (many("bert").offset_profile().first, many("llama").offset_profile().first) == (-16, 0)
+    assert (offset_profile(many("bert")).first, offset_profile(many("llama")).first) == (-16, 0)
 
 
 def test_few_prompts_give_no_interval() -> None:
-    profile = split_of("bridge", "llama").offset_profile()
+    profile = offset_profile(split_of("bridge", "llama"))
     assert bool(profile.low.isnan().all())
     assert not bool(profile.mean.isnan().any())
-    assert not bool(many().offset_profile().low.isnan().any())
+    assert not bool(offset_profile(many()).low.isnan().any())
 
 
 def test_the_share_of_the_offset_is_cross_validated() -> None:
@@ -365,16 +369,16 @@ def test_the_share_of_the_offset_is_cross_validated() -> None:
 
 def test_offset_shares_of_a_split() -> None:
     split = many()
-    shares = split.offset_share(groups=4)
+    shares = offset_share(split, groups=4)
     assert shares.shape == (8,)
     assert bool((shares < 1).all())
     with pytest.raises(GeometryError, match="groups: expected 2 to 12"):
-        split.offset_share(groups=13)
+        offset_share(split, groups=13)
     normed = split_scores(
         tiny("bridge", "llama", dtype=torch.float64), MANY, basis_of("bridge", "llama", True)
     )
-    assert torch.allclose(normed.offset_share("bias-bias"), torch.ones(8).double(), atol=1e-9)
-    assert float(normed.offset_share("cvec-cvec").max()) < 0.9
+    assert torch.allclose(offset_share(normed, "bias-bias"), torch.ones(8).double(), atol=1e-9)
+    assert float(offset_share(normed, "cvec-cvec").max()) < 0.9
 
 
 def test_what_is_restricted_says_so() -> None:
@@ -407,7 +411,7 @@ def test_results_keep_their_planes(tmp_path: Path) -> None:
     )
     table = split.shares()
     results: list[Result] = [split, table, table.planes(), table.planes().by_band()]
-    results += [kernel, split.offset_profile()]
+    results += [kernel, offset_profile(split)]
     for i, result in enumerate(results):
         again = type(result).load(result.save(tmp_path / f"{i}.safetensors"))
         assert str(list(again.rows())) == str(list(result.rows()))

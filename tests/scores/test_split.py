@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tl_geometry
+from tests.scores.dense import share_sums_dense
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tests.views import with_methods
 from tl_geometry import decompose
@@ -29,14 +30,13 @@ from tl_geometry.base.errors import (
 )
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models import facts, from_hf, parameters, view
+from tl_geometry.models import attention_spec, from_hf, parameters, view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import pattern_error, reconstruction_bound
+from tl_geometry.scores.families import Family, PositionAndContext, family_of
 from tl_geometry.scores.split import ScoreSplit, split_scores
-from tl_geometry.scores.splitter import Splitter
-from tl_geometry.scores.sums import share_sums_dense
 from tl_geometry.scores.values import split_values, target_ids
 
 PROMPTS = tokens(batch=2, length=18, seed=7)
@@ -377,12 +377,6 @@ def test_the_published_code_and_how_far_it_misses() -> None:
     )
     assert float(split.pattern()[..., 0].abs().max()) == 0
     assert torch.allclose(split.pattern()[:, :, 1:].sum(-1), torch.ones(1), atol=1e-6)
-    twice = split_scores(model, PROMPTS, basis, preset="reference", legacy_double_ln=True)
-    double = torch.einsum(
-        "ihe,bjhe->bhij", projected(pos, 2, 0), projected(h - pos, 1, 1)
-    ) / math.sqrt(8)
-    assert torch.allclose(twice.terms["pos", "cvec"][:, 4:], double, atol=1e-3)
-    assert torch.equal(twice.terms["pos", "pos"], split.terms["pos", "pos"])
     with pytest.raises(GeometryError, match="terms that sum to the scores, got preset='reference'"):
         split.shares()
     with pytest.raises(GeometryError, match="'exact' for models with QK-norm"):
@@ -652,10 +646,10 @@ def test_a_planted_fault_is_refused(name: str) -> None:
     "name", ["mean left in cvec", "position of the next column", "context twice", "part forgotten"]
 )
 def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Splitter.stream
+    right = PositionAndContext.parts
 
-    def wrong(self: Splitter, layer: LayerView) -> dict[str, Tensor]:
-        parts = stream(self, layer)
+    def wrong(self: PositionAndContext, layer: LayerView) -> dict[str, Tensor]:
+        parts = right(self, layer)
         if name == "mean left in cvec":
             parts["cvec"] = parts["cvec"] + parts["mean"]
         if name == "position of the next column":
@@ -666,12 +660,12 @@ def test_a_wrong_cut_of_the_stream_is_refused(name: str, monkeypatch: pytest.Mon
             parts["pos"] = torch.zeros_like(parts["pos"])
         return parts
 
-    monkeypatch.setattr(Splitter, "stream", wrong)
+    monkeypatch.setattr(PositionAndContext, "parts", wrong)
     with pytest.raises(ReconstructionError, match="q parts off by"):
         split_scores(tiny("bridge", "gpt2"), PROMPTS, basis_of("bridge", "gpt2"))
 
 
-def _unbiased(self: facts.Facts, which: str) -> Tensor:
+def _unbiased(self: attention_spec.AttentionSpec, which: str) -> Tensor:
     assert self.weights is not None
     return {"q": self.weights.b_Q, "k": self.weights.b_K, "v": self.weights.b_V}[which]
 
@@ -685,26 +679,26 @@ def _other_layer(
     return weights(self, 1 - layer)
 
 
-ROTATE = facts.rotate
+ROTATE = attention_spec.rotate
 ADAPTER_FAULTS: dict[str, tuple[str, Any, str, Any]] = {
-    "norm bias dropped": ("gpt2", facts.Facts, "constant", _unbiased),
+    "norm bias dropped": ("gpt2", attention_spec.AttentionSpec, "constant", _unbiased),
     "weights of another layer": ("llama", parameters.Parameters, "weights", _other_layer),
     "rotation the other way": (
         "llama",
-        facts,
+        attention_spec,
         "rotate",
         lambda x, cos, sin, style: ROTATE(x, cos, -sin, style),
     ),
     "rotation of other pairs": (
         "llama",
-        facts,
+        attention_spec,
         "rotate",
         lambda x, cos, sin, style: ROTATE(x, cos, sin, "adjacent"),
     ),
-    "rotation left out": ("phi", facts, "rotate", lambda x, cos, sin, style: x),
+    "rotation left out": ("phi", attention_spec, "rotate", lambda x, cos, sin, style: x),
     "QK-norm per head in place of flat": (
         "olmo2",
-        facts.QKNorm,
+        attention_spec.QKNorm,
         "scale",
         lambda self, x: (x.square().mean(-1) + self.eps).sqrt(),
     ),
@@ -913,7 +907,6 @@ def test_bad_requests_are_named(function: Any, options: dict[str, Any], text: st
             {"preset": "paper", "parts": ("pos", "ctx", "resid")},
             "expected ('pos', 'cvec') with preset='paper'",
         ),
-        ({"legacy_double_ln": True}, "legacy_double_ln: expected preset='reference', got 'exact'"),
         ({"prepend_bos": True}, "prepend_bos: expected None with token ids"),
     ],
 )
@@ -982,9 +975,9 @@ def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
         view(model),
     )
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    splitter = Splitter(seen, basis, ("pos", "ctx", "resid"), "exact", False, (1,))
+    family = family_of(seen, ("pos", "ctx", "resid"), basis, (1,))
     seen.run_layers(
-        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), splitter.stream(layer)))
+        PROMPTS, (1,), lambda layer: found.append((layer.h.double(), family.parts(layer)))
     )
     h, parts = found[0]
     expected = basis.transform(
@@ -996,3 +989,19 @@ def test_the_context_part_is_the_mean_of_cvec_over_the_window() -> None:
     )
     assert torch.allclose(parts["resid"][:, 3:12], expected.resid[row].float(), atol=1e-5)
     assert float(expected.ctx[row].abs().max()) > 0.1
+
+
+class Halves(Family):
+    """A family of one's own: the stream in two equal parts."""
+
+    names = ("first", "second")
+
+    def parts(self, layer: LayerView) -> dict[str, Tensor]:
+        return dict.fromkeys(self.names, layer.h / 2)
+
+
+def test_a_family_of_ones_own_is_split() -> None:
+    split = split_scores(tiny("bridge", "gpt2"), PROMPTS, parts=Halves(), heads="L1H0")
+    assert split.parts == ("bias", "first", "second")
+    assert split.reconstruction.adds_up
+    assert torch.allclose(split["first-second"], split["second-first"])

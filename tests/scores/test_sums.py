@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +15,19 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 from torch import Tensor
 
+from tests.scores.dense import share_sums_dense, terms
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.scores import shapes
+from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.sums import (
     BLOCK,
     ShareSums,
     dropped_mass,
     share_sums,
-    share_sums_dense,
 )
-from tl_geometry.scores.tables import ShareTable
-from tl_geometry.scores.terms import GROUPS, group_of, term_names, terms
+from tl_geometry.scores.terms import GROUPS, group_of, term_names
 
 PARTS = ("bias", "pos", "cvec")
 
@@ -143,7 +144,7 @@ def test_what_softmax_ignores_the_shares_ignore(seed: int) -> None:
 def test_sums_merge_in_any_partition() -> None:
     q, k = draw(3, 5, 12, 2, 4), draw(3, 5, 12, 2, 4, seed=3)
     whole = share_sums(q, k).pooled()
-    halves = share_sums(q[:, :2], k[:, :2]) + share_sums(q[:, 2:], k[:, 2:])
+    halves = share_sums(q[:, :2], k[:, :2]).pooled() + share_sums(q[:, 2:], k[:, 2:]).pooled()
     tight = share_sums(q, k, working_set=1).pooled()
     spliced = ShareSums.cat(
         [share_sums(q[:, :1], k[:, :1]), share_sums(q[:, 1:], k[:, 1:])]
@@ -187,9 +188,11 @@ def test_a_planted_dominant_term_is_found() -> None:
     assert (table.margin > 0.8).all()
 
 
-def table_of(sums: ShareSums, **fields: object) -> ShareTable:
-    heads = [(0, h) for h in range(sums.total.shape[-1])]
-    return ShareTable.of(sums, heads, PARTS, **{"provenance": Provenance(), **fields})
+def table_of(sums: ShareSums, **fields: Any) -> ShareTable:
+    heads = tuple((0, h) for h in range(sums.total.shape[-1]))
+    return ShareTable(
+        provenance=Provenance(), heads=heads, parts=PARTS, sums=sums.pooled(), **fields
+    )
 
 
 def test_uniform_heads_are_nan_and_labelled_and_others_are_not() -> None:
@@ -257,8 +260,8 @@ def test_row_centring_keeps_the_pattern_and_zeroes_rows() -> None:
     scores = draw(2, 7, 7).masked_fill(~causal_mask(7), -torch.inf)
     centred = row_center(scores, causal_mask(7))
     assert torch.allclose(centred.sum(-1), torch.zeros(2, 7, dtype=torch.float64), atol=1e-12)
-    allowed = causal_mask(7)
-    assert torch.allclose(shapes.pattern_of(centred, allowed), scores.softmax(-1))
+    masked = torch.where(causal_mask(7), centred, -torch.inf)
+    assert torch.allclose(masked.softmax(-1), scores.softmax(-1))
 
 
 # ---- shapes

@@ -21,7 +21,8 @@ from tl_geometry.base.errors import BudgetError, GeometryError, ReconstructionEr
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import view
-from tl_geometry.models.control import reinitialized
+from tl_geometry.models.batches import another_row
+from tl_geometry.models.untrained import reinitialized
 from tl_geometry.scores import sweep
 from tl_geometry.scores.details import DETAILS, score
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
@@ -86,8 +87,8 @@ def test_any_batches_and_budgets_give_the_same_numbers() -> None:
     whole = everything("gpt2")
     for options in ({"batch_size": 1}, {"batch_size": 3}, {"memory_budget": 2**20}):
         other = swept("gpt2", detail=DETAILS, **options)
-        assert torch.allclose(other.numerators, whole.numerators, rtol=1e-5, atol=1e-4)
-        assert torch.allclose(other.energies, whole.energies, rtol=1e-5)
+        assert torch.allclose(other.sums.numerators, whole.sums.numerators, rtol=1e-5, atol=1e-4)
+        assert torch.allclose(other.sums.energies, whole.sums.energies, rtol=1e-5)
         for name, value in whole.details.items():
             assert torch.allclose(other.details[name], value, atol=1e-4, equal_nan=True), name
 
@@ -130,7 +131,7 @@ def test_no_tensor_of_all_terms_or_layers_is_made() -> None:
                 Largest.size = max(Largest.size, out.untyped_storage().nbytes())
             return out
 
-    work = sweep._Sweep(view(model), basis, (0, 1), 64, (), budget, 0)
+    work = sweep._SweepSums(view(model), basis, (0, 1), 64, (), budget, 0)
     with Largest():
         view(model).run_layers(made, (0, 1), work.on_layer, verify=False)
     assert 0 < Largest.size <= budget
@@ -298,8 +299,8 @@ def test_a_wrong_projection_of_the_basis_is_caught(monkeypatch: pytest.MonkeyPat
 def _feature_shares(model: Any, ids: Tensor, batch_size: int) -> Any:
     width = model.cfg.d_model
     source = (torch.rand(*ids.shape, 3), torch.randn(3, width), torch.zeros(width))
-    known = tlg.scores.dictionary(source, 1)
-    return tlg.scores.feature_shares(model, ids, known, batch_size=batch_size)
+    known = tlg.circuits.dictionary(source, 1)
+    return tlg.circuits.feature_shares(model, ids, known, batch_size=batch_size)
 
 
 STREAMED: dict[str, Any] = {
@@ -356,7 +357,7 @@ def test_verified_rows_are_seeded_and_differ() -> None:
     def drawn(seed: int) -> list[int]:
         draws, rows = torch.Generator().manual_seed(seed), [0]
         for _ in range(40):
-            rows.append(sweep.another_row(rows[-1], 5, draws))
+            rows.append(another_row(rows[-1], 5, draws))
         return rows
 
     assert drawn(0) == drawn(0) != drawn(1)

@@ -6,6 +6,9 @@ annotation.
 
 from __future__ import annotations
 
+import functools
+import re
+
 AXES: dict[str, str] = {
     "state": "residual stream states: 0 the embedding output, l the input of block l, n_layers the "
     "stream before the final norm",
@@ -16,6 +19,7 @@ AXES: dict[str, str] = {
     "d_model": "coordinates of the residual stream",
     "d_head": "coordinates of one head",
     "d_rot": "coordinates of one head that are rotated",
+    "d_mlp": "hidden units of an MLP",
     "d_vocab": "token ids of the vocabulary",
     "head": "attention heads of one layer, or of a selection of (layer, head) pairs",
     "query": "query positions",
@@ -26,7 +30,7 @@ AXES: dict[str, str] = {
     "kept": "the tokens of largest norm of a state, descending",
     "token": "tokens of any contexts",
     "part": "additive parts of the residual stream",
-    "side": "the query side and the key side of a score",
+    "side": "the query side and the key side of a score (in a graph: value, query, key)",
     "term": "pairs of parts: terms of an attention score",
     "pair": "terms of queries and keys alone, without ALiBi",
     "plane": "rotary planes of a head: pairs of coordinates that turn together, then the rest",
@@ -44,7 +48,33 @@ AXES: dict[str, str] = {
     "active": "features that are active at a token, largest first",
     "source": "positions that a head reads from",
     "writer": "what wrote the stream: embeddings, heads, MLPs, constants",
+    "node": "nodes of a graph: writers at positions, the logit, the constants",
+    "edge": "edges of a graph",
     "weight": "weightings of cells: row-centred scores (cs), attention above uniform (gs)",
     "symbol": "characters of a small alphabet",
     "vocab": "token ids of a model that is trained here",
 }
+
+
+@functools.cache
+def axes_of(cls: type) -> dict[str, tuple[str, ...]]:
+    """Axis names of every tensor that a class has as a field or as a property, from the
+    annotations: ``Float[Tensor, "head side part"]``.
+
+    >>> from tl_geometry.circuits import WriterSweep
+    >>> axes_of(WriterSweep)["numerators"]
+    ('head', 'side', 'part')
+    """
+    axes: dict[str, tuple[str, ...]] = {}
+    for base in reversed(cls.__mro__):
+        for name, annotation in vars(base).get("__annotations__", {}).items():
+            axes[name] = _axes(str(annotation))
+        for name, value in vars(base).items():
+            if isinstance(value, property) and value.fget is not None:
+                axes[name] = _axes(str(value.fget.__annotations__.get("return", "")))
+    return axes
+
+
+def _axes(annotation: str) -> tuple[str, ...]:
+    written = re.search(r"Tensor, ['\"]([^'\"]*)['\"]", annotation)
+    return tuple(written[1].split()) if written else ()

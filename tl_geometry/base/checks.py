@@ -73,10 +73,10 @@ def finite(values: Tensor, what: str) -> Tensor:
 def index(value: Any, size: int, what: str) -> int:
     """``value`` as an int if 0 <= value < size (negative indices are refused); any integer type
     will do."""
-    found = whole(value)
-    if found is None or not 0 <= found < size:
+    number = whole(value)
+    if number is None or not 0 <= number < size:
         fail(what, expected=f"an index from 0 to {size - 1}", got=repr(value))
-    return found
+    return number
 
 
 def whole(value: Any) -> int | None:

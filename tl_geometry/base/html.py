@@ -42,7 +42,7 @@ def visible(text: str) -> str:
     >>> print(visible("a\u202eb\ud800"))
     a\u202eb\ud800
     """
-    return HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def plain(text: object) -> str:

@@ -88,8 +88,10 @@ def product_svd(
         if not bool(bad.any()):
             return result
         if bad.dim() > 0:
-            for mine, theirs in zip(result, _product_svd_qr(left[bad], right[bad]), strict=True):
-                mine[bad] = theirs
+            for values, replacements in zip(
+                result, _product_svd_qr(left[bad], right[bad]), strict=True
+            ):
+                values[bad] = replacements
             return result
     return _product_svd_qr(left, right)
 
@@ -233,6 +235,7 @@ def principal_angles(
     overlap = a.mT @ b
     cosine = torch.linalg.svdvals(overlap).clamp(max=1)
     sine = torch.linalg.svdvals(b - a @ overlap).clamp(max=1).flip(-1)
+    # either is inaccurate where its derivative is large: they change over at 45 degrees
     return torch.where(cosine.square() > 0.5, torch.asin(sine), torch.acos(cosine))
 
 
@@ -260,7 +263,7 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
     size = matrix.shape[0]
     error = np.abs(matrix.T @ matrix - np.eye(size)).max(initial=0)
     require(
-        error < 1e-6,
+        error < 1e-6,  # rounding of a float32 rotation is about 1e-7
         "rotation",
         expected="an orthogonal matrix",
         got=f"orthogonality error {error:.1e}",
@@ -277,6 +280,7 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
     flipped: list[int] = []
     i = 0
     while i < size:
+        # below the diagonal a real Schur form holds rounding, or the sine of a plane's angle
         if i + 1 < size and abs(schur[i + 1, i]) > 1e-12:
             theta = np.arctan2(
                 (schur[i + 1, i] - schur[i, i + 1]) / 2, (schur[i, i] + schur[i + 1, i + 1]) / 2

@@ -7,47 +7,33 @@ Python.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tl_geometry import __version__
-from tl_geometry.base import arguments, owned
-from tl_geometry.base.errors import choice, require
-from tl_geometry.cli import ending
-from tl_geometry.cli.options import (
-    EXAMPLES,
-    Bos,
-    BudgetOption,
-    Class,
-    Contexts,
-    Corpus,
-    Device,
-    Dtype,
-    Encoding,
-    Field,
-    Force,
-    Json,
-    Length,
-    Model,
-    Out,
-    Pack,
-    Planes,
-    Processed,
-    Quiet,
-    Resume,
-    Sections,
-    Seed,
-)
+from tl_geometry.base import run_files
+from tl_geometry.base.errors import check_seed, choice, require
+from tl_geometry.base.printable import printable_lines
+from tl_geometry.cli import arguments, ending
+from tl_geometry.cli.options import EXAMPLES, Force, Json, Out, Quiet, Resume, Table, takes
+from tl_geometry.corpus.text_files import read_texts
+from tl_geometry.papers.contents import EXPERIMENT_FILES, EXPERIMENTS, SCALES, WORKS
+from tl_geometry.report.contents import BASIS, PARTS, Request, report_files
+from tl_geometry.zoo.inputs import Inputs, at_least
+
+if TYPE_CHECKING:
+    from tl_geometry.base.results import Result
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+MODEL = ("model", "model_class", "processed")
+"""Fields of :class:`~tl_geometry.zoo.inputs.Inputs` that say how a model is loaded."""
 
 
 def _version(wanted: bool | None) -> None:
@@ -69,159 +55,60 @@ def root(
     models."""
 
 
-def _check_run(
-    model: str | None,
-    contexts: int | None,
-    length: int | None,
-    seed: int,
-    **loading: str,
+def add(name: str, about: str | None = None) -> Callable[[Callable[..., None]], Any]:
+    """A decorator that adds a command, with its example below its help."""
+    return app.command(name, help=about, epilog=f"For example: {EXAMPLES[name]}")
+
+
+def analyse(
+    request: Request,
+    out: Out = Path("tl-geometry-report"),
+    resume: Resume = False,
+    force: Force = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Checks that the commands which run a model on a corpus share."""
-    arguments.model_options(model, **loading)
-    arguments.at_least(contexts, 1, "--contexts")
-    arguments.at_least(length, 2, "--length")
-    arguments.check_seed(seed)
-
-
-def _own_folder(out: Path, sections: tuple[str, ...] | None, force: bool) -> None:
-    """Make sure that a report may be written to a folder, and say what a stopped one goes on
-    from."""
+    """Run the analysis of a model on a corpus; exit code 1 where a section failed."""
+    request.check_corpus()
     arguments.folder(out)
-    files = owned.report_files(sections or arguments.SECTIONS)
-    owned.check_folder(out, "report", files, force=force)
-    ending.goes_on_from(out / owned.CHECKPOINT, out / owned.BASIS, out / owned.PARTS)
+    run_files.check_folder(out, "report", report_files(request.names), force=force)
+    ending.goes_on_from(out / run_files.CHECKPOINT, out / BASIS, out / PARTS)
+    from tl_geometry.report.build import build
 
-
-def _report_outcome(summary: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Say what was written, and end with exit code 1 where a section failed."""
+    words = ["tl-geometry", *sys.argv[1:]]
+    summary = build(request, out, resume=resume, force=force, progress=not quiet, command=words)
     say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
     if summary["failed"]:
-        said = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
-        where = "the tracebacks are in the report"
-        typer.echo(f"tl-geometry: not everything could be computed ({said}); {where}", err=True)
+        errors = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
+        told = f"not everything could be computed ({errors}); the tracebacks are in the report"
+        typer.echo(f"tl-geometry: {told}", err=True)
         raise typer.Exit(1)
 
 
-def _example(name: str) -> str:
-    return f"For example: {EXAMPLES[name]}"
-
-
-def _add(command: Callable[..., None], name: str, about: str, left_out: Set[str]) -> None:
-    """Add a command without some of its function's options, which keep their defaults."""
-    signature = inspect.signature(command, eval_str=True)
-    kept = [p for p in signature.parameters.values() if p.name not in left_out]
-    vars(command)["__signature__"] = signature.replace(parameters=kept)
-    app.command(name, help=about, epilog=_example(name))(command)
-
-
-def _analysis(name: str, about: str, chosen: tuple[str, ...] | None) -> None:
-    """Add a command that runs the analysis and writes these sections (``None``: those of
-    ``--sections``) with their tables."""
-
-    def command(
-        model: Model = None,
-        corpus: Corpus = None,
-        encoding: Encoding = "utf-8",
-        field: Field = None,
-        pack: Pack = False,
-        contexts: Contexts = None,
-        length: Length = None,
-        out: Out = Path("tl-geometry-report"),
-        device: Device = "cpu",
-        dtype: Dtype = "float32",
-        model_class: Class = "bridge",
-        processed: Processed = False,
-        bos: Bos = None,
-        seed: Seed = 0,
-        budget: BudgetOption = "default",
-        sections: Sections = None,
-        planes: Planes = False,
-        resume: Resume = False,
-        force: Force = False,
-        as_json: Json = False,
-        quiet: Quiet = False,
-    ) -> None:
-        choice(budget, tuple(arguments.BUDGETS), "--budget")
-        wanted = chosen if chosen is not None else arguments.sections(sections)
-        loading = {"model_class": model_class, "dtype": dtype, "device": device}
-        _check_run(model, contexts, length, seed, **loading)
-        arguments.check_corpus(corpus, encoding, field=field, pack=pack)
-        _own_folder(out, wanted, force)
-        from tl_geometry.models.names import check_name
-        from tl_geometry.report.build import Request, build
-
-        check_name(model, model_class)
-        request = Request(
-            model=model,
-            corpus=tuple(corpus or ()),
-            encoding=encoding,
-            field=field,
-            pack=pack,
-            contexts=contexts,
-            length=length,
-            processed=processed,
-            bos=bos,
-            seed=seed,
-            budget=budget,
-            sections=wanted,
-            planes=planes,
-            **loading,
-        )
-        words, shown = ["tl-geometry", *sys.argv[1:]], not quiet
-        summary = build(request, out, resume=resume, force=force, progress=shown, command=words)
-        _report_outcome(summary, out, as_json)
-
-    left_out = {"sections", *(() if "heads" in chosen else ("planes",))} if chosen else set()
-    _add(command, name, about, left_out)
-
-
-_analysis(
+add(
     "report",
     "The whole analysis of a model on a corpus, to a folder: report.html, tables, results, "
     "run.json.",
-    None,
+)(takes(Request)(analyse))
+add("heads", "Only the heads: what drives each, and head types.")(
+    takes(Request, sections=("overview", "heads"))(analyse)
 )
-_analysis("heads", "Only the heads: what drives each, and head types.", ("overview", "heads"))
-_analysis(
-    "weights",
-    "Only the weights: W_QK and W_OV in the geometry of the activations.",
-    ("overview", "weights"),
+add("weights", "Only the weights: W_QK and W_OV in the geometry of the activations.")(
+    takes(Request, sections=("overview", "weights"), planes=False)(analyse)
 )
-_analysis(
-    "trajectories",
-    "Only the trajectories of pilot tokens as a stochastic flow.",
-    ("overview", "flow"),
+add("trajectories", "Only the trajectories of pilot tokens as a stochastic flow.")(
+    takes(Request, sections=("overview", "flow"), planes=False)(analyse)
 )
 
 
-@app.command(epilog=_example("fit"))
+@add("fit")
+@takes(Inputs)
 def fit(
-    model: Model = None,
-    corpus: Corpus = None,
-    encoding: Encoding = "utf-8",
-    field: Field = None,
-    pack: Pack = False,
-    contexts: Annotated[
-        int | None, typer.Option("--contexts", help="Windows to use (default: all).")
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            "--length", help="Tokens of a window (default: what the model takes, at most 512)."
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", help="File to write the basis to.")] = Path(
+    inputs: Inputs,
+    out: Annotated[Path, typer.Option(help="File to write the basis to.")] = Path(
         "basis.safetensors"
     ),
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", help="Windows of one forward pass.")
-    ] = None,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    model_class: Class = "bridge",
-    processed: Processed = False,
-    bos: Bos = None,
-    seed: Seed = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Windows of one forward pass.")] = None,
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
@@ -232,54 +119,30 @@ def fit(
     On many processes, on any number of machines: torchrun --nproc-per-node=8 -m tl_geometry fit
     MODEL --corpus FILE --device cuda
     """
-    ids = bool(corpus and corpus[0].suffix == ".npy")
-    loading = {"model_class": model_class, "dtype": dtype, "device": device}
-    _check_run(model, contexts, length, seed, **loading)
-    arguments.check_corpus(corpus, encoding, field=field, pack=pack, tokens=True)
-    require(
-        not ids or (length is None and bos is None),
-        "--length, --bos",
-        expected="none with a token file",
-        got="some",
-    )
-    arguments.at_least(batch_size, 1, "--batch-size")
+    inputs.check_corpus(ids=True)
+    at_least(batch_size, 1, "--batch-size")
     arguments.file(out, suffix=".safetensors")
-    owned.check_file(out, "PositionContext", force=force)
+    run_files.check_file(out, "PositionContext", force=force)
     checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
-    owned.check_checkpoint(checkpoint, resume=resume, force=force)
+    run_files.check_checkpoint(checkpoint, resume=resume, force=force)
     ending.goes_on_from(checkpoint)
-    from tl_geometry.decomposition.decomposing import decompose
+    from tl_geometry.decomposition.from_model import decompose
     from tl_geometry.decomposition.processes import launched
-    from tl_geometry.models.names import check_name
-    from tl_geometry.report.build import load_model, token_source
 
-    check_name(model, model_class)
-    alone = os.environ.get("RANK", "0") == "0"  # of several processes the first one writes
-    busy = owned.lock(out.with_name(f".{out.name}.lock")) if alone else nullcontext()
-    with busy, launched(device) as (group, own, first):
-        loaded = load_model(
-            model, model_class=model_class, processed=processed, dtype=dtype, device=own
-        )
-        tokens = token_source(
-            loaded,
-            corpus,
-            encoding=encoding,
-            field=field,
-            pack=pack,
-            contexts=contexts,
-            length=length,
-            bos=bos,
-            seed=seed,
-        )
+    writes = os.environ.get("RANK", "0") == "0"  # of several processes the first one
+    busy = run_files.lock(out.with_name(f".{out.name}.lock")) if writes else nullcontext()
+    with busy, launched(inputs.device) as (group, device, first):
+        model = inputs.load(device=device)
+        tokens = inputs.tokens(model)
         if first and not resume:  # allowed by --force
             checkpoint.unlink(missing_ok=True)
         basis = decompose(
-            loaded,
+            model,
             tokens,
             batch_size=batch_size,
             checkpoint=checkpoint,
             progress=not quiet,
-            seed=seed,
+            seed=inputs.seed,
             group=group,
         )
         if first:
@@ -289,171 +152,126 @@ def fit(
             say(summary, as_json, f"{out}: {basis!r}")
 
 
-@app.command(epilog=_example("check"))
-def check(
-    model: Model = None,
-    model_class: Class = "bridge",
-    processed: Processed = False,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-) -> None:
+@add("check")
+@takes(Inputs, *MODEL, "dtype", "device")
+def check(inputs: Inputs) -> None:
     """What is supported, verified and refused for a model: the first thing to run."""
-    arguments.model_options(model, model_class=model_class, dtype=dtype, device=device)
-    from tl_geometry.models.checking import check_model
-    from tl_geometry.models.names import check_name
-    from tl_geometry.report.build import load_model
+    from tl_geometry.models.support import check_model
 
-    check_name(model, model_class)
-
-    loaded = load_model(
-        model, model_class=model_class, processed=processed, dtype=dtype, device=device
-    )
-    typer.echo(check_model(loaded).text())
+    typer.echo(check_model(inputs.load()).text())
 
 
-@app.command(epilog=_example("readout"))
+@add("readout")
+@takes(Inputs, *MODEL)
 def readout(
-    model: Model = None,
-    layer: Annotated[int, typer.Option("--layer", help="Block of the head, counted from 0.")] = 0,
-    head: Annotated[
-        int, typer.Option("--head", help="The head in that block, counted from 0.")
-    ] = 0,
-    what: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
-    k: Annotated[int, typer.Option("--k", help="Tokens of each direction.")] = 5,
-    out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
-    model_class: Class = "bridge",
-    processed: Processed = False,
+    inputs: Inputs,
+    layer: Annotated[int, typer.Option(help="Block of the head, counted from 0.")] = 0,
+    head: Annotated[int, typer.Option(help="The head in that block, counted from 0.")] = 0,
+    matrix: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
+    k: Annotated[int, typer.Option(help="Tokens of each direction.")] = 5,
+    out: Table = None,
     force: Force = False,
 ) -> None:
     """What one head reads and writes, in tokens: singular directions against the vocabulary."""
-    arguments.model_options(model, model_class=model_class, dtype="float32", device="cpu")
-    choice(what, ("QK", "OV"), "--weights")
-    arguments.at_least(layer, 0, "--layer")
-    arguments.at_least(head, 0, "--head")
-    arguments.at_least(k, 1, "--k")
-    if out is not None:
-        arguments.file(out)
-        owned.check_file(out, force=force)
-    from tl_geometry.models.names import check_name
-    from tl_geometry.report.build import load_model
-    from tl_geometry.report.folder import write_csv
+    choice(matrix, ("QK", "OV"), "--weights")
+    at_least(layer, 0, "--layer")
+    at_least(head, 0, "--head")
+    at_least(k, 1, "--k")
+    check_table(out, force)
     from tl_geometry.weights.heads import token_readout
 
-    check_name(model, model_class)
-
-    loaded = load_model(
-        model, model_class=model_class, processed=processed, dtype="float32", device="cpu"
-    )
-    table = token_readout(loaded, matrix=what, heads=[(layer, head)], k=k)
-    if out is not None:
-        write_csv(table, out)
+    table = token_readout(inputs.load(), matrix=matrix, heads=[(layer, head)], k=k)
+    save_table(table, out)
     typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
 
 
-@app.command(epilog=_example("reproduce"))
+@add("reproduce")
+@takes(Inputs, "corpus", "encoding")
 def reproduce(
+    inputs: Inputs,
     work: Annotated[str, typer.Argument(help="song-zhong, lines-of-thought or traveling-words.")],
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", help="A name, a directory, smollm2 or minilm; default: the embedded model."
-        ),
+        typer.Option(help="A name, a directory, smollm2 or minilm; default: the embedded model."),
     ] = None,
-    corpus: Corpus = None,
     topics: Annotated[
         list[Path] | None,
         typer.Option(
-            "--topics",
             help="Document for the similarities of song-zhong's Table 1 (four were used); "
-            "repeat it.",
+            "repeat it."
         ),
     ] = None,
-    encoding: Encoding = "utf-8",
     row: Annotated[
-        str | None,
-        typer.Option("--row", help='Published row to compare with, such as "GPT-2 OWT".'),
+        str | None, typer.Option(help='Published row to compare with, such as "GPT-2 OWT".')
     ] = None,
     contexts: Annotated[
         int | None,
-        typer.Option(
-            "--contexts",
-            help="Windows or chunks (default: as published, where the text has as many).",
-        ),
+        typer.Option(help="Windows or chunks (default: as published, where the text has as many)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="CSV file to write.")] = None,
+    out: Table = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Published settings and numbers, with ours beside them."""
-    choice(work, arguments.WORKS, "work")
-    arguments.model_options(model, model_class="bridge", dtype="float32", device="cpu")
-    arguments.check_corpus(corpus, encoding)
-    arguments.read_texts(topics or [], encoding, "--topics")
-    told = ", ".join(map(str, topics or ()))
-    require(work == "song-zhong" or not told, "--topics", expected=f"none with {work}", got=told)
-    arguments.at_least(contexts, 2, "--contexts")
-    if out is not None:
-        arguments.file(out)
-        owned.check_file(out, force=force)
-    from tl_geometry.models.names import check_name
-    from tl_geometry.report.folder import write_csv
-    from tl_geometry.reproduce import run
+    """Published settings and numbers, with the measured ones beside them."""
+    choice(work, WORKS, "work")
+    inputs = dataclasses.replace(inputs, model=model)
+    inputs.check_corpus()
+    read_texts(topics or [], inputs.encoding, "--topics")
+    ignored = ", ".join(map(str, topics or ()))
+    taken = work == "song-zhong" or not ignored
+    require(taken, "--topics", expected=f"none with {work}", got=ignored)
+    at_least(contexts, 2, "--contexts")
+    check_table(out, force)
+    from tl_geometry.papers import reproduction
 
-    check_name(model, "bridge")
-
-    table = run(
+    table = reproduction.reproduce(
         work,
         model=model,
-        corpus=corpus,
+        corpus=inputs.corpus or None,
         topics=topics,
-        encoding=encoding,
+        encoding=inputs.encoding,
         row=row,
         contexts=contexts,
         progress=not quiet,
     )
-    if out is not None:
-        write_csv(table, out)
+    save_table(table, out)
     typer.echo(table.text())
 
 
-@app.command(epilog=_example("experiment"))
+@add("experiment")
+@takes(Inputs, "encoding", "device")
 def experiment(
+    inputs: Inputs,
     name: Annotated[str, typer.Argument(help="randomisation, addition or nanogpt.")],
     scale: Annotated[
-        str,
-        typer.Option(
-            "--scale", help="smoke (seconds), cpu (minutes) or paper (the published settings)."
-        ),
+        str, typer.Option(help="smoke (seconds), cpu (minutes) or paper (the published settings).")
     ] = "cpu",
     out: Out = Path("tl-geometry-experiment"),
     seeds: Annotated[
-        list[int] | None, typer.Option("--seeds", help="A run for each; repeat it. Default: 0.")
+        list[int] | None, typer.Option(help="A run for each; repeat it. Default: 0.")
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", help="Text file to train on; repeat it. Default: standard library."),
+        typer.Option(help="Text file to train on; repeat it. Default: standard library."),
     ] = None,
-    encoding: Encoding = "utf-8",
     change: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of the scale, such as context=512; repeat it."),
     ] = None,
-    device: Device = "cpu",
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Train small models on other formats and measure their geometry on the way; a stopped run goes
     on in its folder."""
-    choice(name, arguments.EXPERIMENTS, "experiment")
-    choice(scale, arguments.SCALES, "--scale")
+    choice(name, EXPERIMENTS, "experiment")
+    choice(scale, SCALES, "--scale")
     for seed in seeds or ():
-        arguments.check_seed(seed, "--seeds")
-    arguments.check_device(device)
-    arguments.read_texts(text or [], encoding, "--text")
+        check_seed(seed, "--seeds")
+    read_texts(text or [], inputs.encoding, "--text")
     arguments.folder(out)
-    owned.check_folder(out, name, owned.EXPERIMENT, force=force)
+    run_files.check_folder(out, name, EXPERIMENT_FILES, force=force)
     ending.goes_on_from(out, how="the same command")
-    from tl_geometry.experiments import run
+    from tl_geometry.papers.experiments import experiment as run
 
     outcome = run(
         name,
@@ -461,9 +279,9 @@ def experiment(
         out=out,
         seeds=seeds or [0],
         texts=text,
-        encoding=encoding,
+        encoding=inputs.encoding,
         changes=change,
-        device=device,
+        device=inputs.device,
         progress=not quiet,
         force=force,
         command=["tl-geometry", *sys.argv[1:]],
@@ -471,9 +289,24 @@ def experiment(
     typer.echo(f"{outcome.text()}\n{out / 'report.html'}")
 
 
+def check_table(out: Path | None, force: bool) -> None:
+    """Make sure that a table can be written to ``out``, where it is given."""
+    if out is not None:
+        arguments.file(out)
+        run_files.check_file(out, force=force)
+
+
+def save_table(table: Result, out: Path | None) -> None:
+    """Write a table to ``out``, where it is given."""
+    if out is not None:
+        from tl_geometry.report.folder import write_csv
+
+        write_csv(table, out)
+
+
 def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
     """Print a result: JSON, or one line for a person."""
-    typer.echo(json.dumps(summary, default=str) if as_json else arguments.printable_lines(line))
+    typer.echo(json.dumps(summary, default=str) if as_json else printable_lines(line))
 
 
 def main() -> None:

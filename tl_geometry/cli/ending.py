@@ -1,4 +1,5 @@
-"""How a command ends: its exit code and the one line that says why."""
+"""How a command ends: its exit code, and the line that says why. Called by ``main`` of the command
+line."""
 
 from __future__ import annotations
 
@@ -6,16 +7,19 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tl_geometry.base import arguments
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.owned import RECORD
+from tl_geometry.base.printable import printable
+from tl_geometry.base.run_files import RECORD
+from tl_geometry.cli.arguments import file_trouble
 
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """What typer raises for a command line that it cannot parse (its own copy of click's exception, or
@@ -26,7 +30,7 @@ of the signal."""
 _partial: list[Path] = []
 """Where the running command puts what a stopped run goes on from."""
 _again: list[str] = []
-"""How it is gone on with."""
+"""How to go on with it."""
 _signal: list[int] = []
 """The signal that stopped this run, if it was another than the keyboard's."""
 
@@ -37,24 +41,36 @@ def goes_on_from(*places: Path, how: str = "--resume") -> None:
 
 
 def _stopped(started: float) -> str:
-    """What is said of a stopped run: what it has finished is kept, if it has finished anything."""
-    kept = [p for p in _partial if any(f.stat().st_mtime >= started for f in _files(p))]
-    if not kept:
+    """What is said of a stopped run: where the parts that it has finished are, if there are any."""
+    finished = [p for p in _partial if any(f.stat().st_mtime >= started for f in _files(p))]
+    if not finished:
         return "stopped; this run had finished nothing yet"
-    where = arguments.printable(", ".join(map(str, kept)))
+    where = printable(", ".join(map(str, finished)))
     return f"stopped; what was finished is kept in {where}, {_again[0]} goes on from it"
 
 
 def _files(place: Path) -> list[Path]:
     """A file, the sections of a report in a folder, or the training states of an experiment."""
-    found = [*place.glob("*.json"), *place.rglob("training.safetensors")]
-    return [p for p in (found if place.is_dir() else [place]) if p.is_file() and p.name != RECORD]
+    inside = [*place.glob("*.json"), *place.rglob("training.safetensors")]
+    return [p for p in (inside if place.is_dir() else [place]) if p.is_file() and p.name != RECORD]
 
 
-def _terminated(number: int, frame: object) -> None:
+@contextmanager
+def _terminable() -> Iterator[None]:
     """SIGTERM (a scheduler, a shutdown) ends a run as the keyboard does."""
-    _signal.append(number)
-    raise KeyboardInterrupt
+
+    def stop(number: int, frame: object) -> None:
+        _signal.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # no handlers there
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(app: Callable[..., Any]) -> None:
@@ -64,7 +80,7 @@ def run(app: Callable[..., Any]) -> None:
     goes_on_from()
     _signal.clear()
     try:
-        with _handled(signal.SIGTERM):
+        with _terminable():
             code = app(prog_name="tl-geometry", standalone_mode=False)
         sys.stdout.flush()
     except GeometryError as error:
@@ -72,45 +88,23 @@ def run(app: Callable[..., Any]) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = STOPPED
     except BrokenPipeError:  # the reader of our output has gone
-        raise SystemExit(_silenced()) from None
+        # what is still to be written goes nowhere, or the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except USAGE as error:
         raise SystemExit(_line(str(error.format_message()), 2)) from None
     except Exception as error:
-        said = arguments.file_trouble(error)
-        if said is None:
+        trouble = file_trouble(error)
+        if trouble is None:
             raise
-        raise SystemExit(_line(said, 2)) from None
+        raise SystemExit(_line(trouble, 2)) from None
     if code == STOPPED:  # some versions of typer turn the interruption into a code
         raise SystemExit(_line(_stopped(started), 128 + (_signal or [signal.SIGINT])[0]))
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-class _handled:
-    """A signal that raises ``KeyboardInterrupt``, where handlers may be set at all (the main
-    thread)."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        self.number, self.before = number, None
-
-    def __enter__(self) -> None:
-        try:
-            self.before = signal.signal(self.number, _terminated)
-        except ValueError:  # not the main thread
-            self.before = None
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            signal.signal(self.number, self.before)
-
-
-def _silenced() -> int:
-    """Send what is still to be written to nowhere, or the interpreter complains at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
-
-
 def _line(text: str, code: int) -> int:
     """Say what went wrong, and with which arguments, in one line on standard error."""
-    said = " ".join(text.split())
-    typer.echo(arguments.printable(f"tl-geometry: {said} [{shlex.join(sys.argv[1:])}]"), err=True)
+    line = f"tl-geometry: {' '.join(text.split())} [{shlex.join(sys.argv[1:])}]"
+    typer.echo(printable(line), err=True)
     return code

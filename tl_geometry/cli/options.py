@@ -1,80 +1,25 @@
-"""Options that several commands share, as annotations."""
+"""Options of the command line: those that are fields of a record
+(:class:`~tl_geometry.zoo.inputs.Inputs`, :class:`~tl_geometry.report.contents.Request`), and those
+that several commands share.
+
+An option that belongs to a record is declared there, once: the field's name, type and default are
+the option's, its annotation is the help.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from tl_geometry.base import arguments
+from tl_geometry.zoo.inputs import Inputs
 
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help=(
-            "A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; "
-            "nothing: the embedded model."
-        )
-    ),
-]
-Corpus = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--corpus",
-        help="Text file, one document each; repeat it. Default: held-out standard library.",
-    ),
-]
-Planes = Annotated[
-    bool, typer.Option("--planes", help="Write the shares of every rotary plane too.")
-]
-Encoding = Annotated[str, typer.Option("--encoding", help="Encoding of the text files.")]
-Field = Annotated[
-    str | None,
-    typer.Option(
-        "--field", help="Read this field of each line of .jsonl files, a document each, as text."
-    ),
-]
-Pack = Annotated[
-    bool,
-    typer.Option(
-        "--pack", help="Join documents with a blank line, so that short ones fill windows too."
-    ),
-]
-Contexts = Annotated[
-    int | None,
-    typer.Option(
-        "--contexts", help="Windows to use (default: what the budget allows, at most 1024)."
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        "--length", help="Tokens of a window (default: what model and budget allow, at most 512)."
-    ),
-]
-Out = Annotated[Path, typer.Option("--out", help="Folder to write to.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, float64, bfloat16 or float16.")]
-Class = Annotated[
-    str,
-    typer.Option(
-        "--class",
-        help="bridge (TransformerBridge) or hooked (HookedTransformer, TransformerLens 3.9).",
-    ),
-]
-Processed = Annotated[
-    bool, typer.Option("--processed", help="Fold and centre the weights as TransformerLens does.")
-]
-Bos = Annotated[
-    bool | None,
-    typer.Option(
-        "--bos/--no-bos", help="Begin windows with BOS (default: where the tokenizer has one)."
-    ),
-]
-Seed = Annotated[
-    int, typer.Option("--seed", help="Seed of every random choice: windows, nulls, controls.")
-]
+Out = Annotated[Path, typer.Option(help="Folder to write to.")]
+Table = Annotated[Path | None, typer.Option(help="CSV file to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 Resume = Annotated[
     bool,
@@ -83,29 +28,10 @@ Resume = Annotated[
     ),
 ]
 Force = Annotated[
-    bool,
-    typer.Option("--force", help="Overwrite files that no earlier run of this command wrote."),
+    bool, typer.Option("--force", help="Overwrite files that no earlier run of this command wrote.")
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")
-]
-BudgetOption = Annotated[
-    str,
-    typer.Option(
-        "--budget",
-        help=(
-            "quick, default or full: how much is computed, by the shape of the model and not by "
-            "the clock. For SmolLM2-135M default is about 10 minutes on two cores, quick a fifth "
-            "of the work, full leaves nothing out."
-        ),
-    ),
-]
-Sections = Annotated[
-    str | None,
-    typer.Option(
-        "--sections",
-        help=f"Some of {', '.join(arguments.SECTIONS)}, separated by commas. Default: all.",
-    ),
 ]
 EXAMPLES = {
     "report": "tl-geometry report gpt2 --corpus book.txt --budget full --out report",
@@ -119,3 +45,65 @@ EXAMPLES = {
     "experiment": "tl-geometry experiment addition --scale smoke --out addition",
 }
 """One for each command, shown below its help."""
+SPELLED = {"model_class": "--class", "bos": "--bos/--no-bos"}
+"""Fields whose option is not spelled as they are."""
+LISTS = {"corpus": list[Path] | None, "sections": str | None}
+"""What the command line gives for a field that is a tuple: an option that may be repeated, or names
+separated by commas."""
+
+
+def parameter(record: type[Inputs], name: str) -> inspect.Parameter:
+    """A field of a record as a parameter of a command.
+
+    >>> parameter(Inputs, "seed").default
+    0
+    """
+    hint = get_type_hints(record, include_extras=True)[name]
+    kind, about = get_args(hint)
+    default = record.__dataclass_fields__[name].default
+    spelled = SPELLED.get(name, f"--{name}")
+    shown: Any = typer.Option(spelled, help=about)
+    if name == "model":
+        shown = typer.Argument(help=about)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None if name in LISTS else default,
+        annotation=Annotated[LISTS.get(name, kind), shown],
+    )
+
+
+def takes(
+    record: type[Inputs], *names: str, **fixed: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator for a command whose first parameter is a record: its fields (all, or those of
+    ``names``) become options; ``fixed`` ones have their value from here, others their default."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        fields = [f.name for f in dataclasses.fields(record) if not names or f.name in names]
+        chosen = [name for name in fields if name not in fixed]
+        signature = inspect.signature(command, eval_str=True)
+        others = list(signature.parameters.values())[1:]
+
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in chosen}
+            for name in LISTS.keys() & values:
+                values[name] = _tuple(values[name], record.__dataclass_fields__[name].default)
+            command(record(**values, **fixed), **given)
+
+        run.__doc__ = command.__doc__
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [parameter(record, name) for name in chosen]
+        parameters += [p.replace(kind=keyword) for p in others]
+        # typer makes the options from it
+        vars(run)["__signature__"] = signature.replace(parameters=parameters)
+        return run
+
+    return decorate
+
+
+def _tuple(given: list[Any] | str | None, default: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The value of an option of :data:`LISTS`."""
+    if isinstance(given, str):
+        return tuple(name.strip() for name in given.split(",") if name.strip())
+    return tuple(given) if given else default

@@ -3,16 +3,6 @@ corpora."""
 
 from __future__ import annotations
 
-from tl_geometry.corpus.nulls import gibberish, pseudo_sentences, repeated_random_tokens
-from tl_geometry.corpus.texts import splice, windows
-from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+import lazy_loader
 
-__all__ = [
-    "TokenWindows",
-    "TokensLike",
-    "gibberish",
-    "pseudo_sentences",
-    "repeated_random_tokens",
-    "splice",
-    "windows",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

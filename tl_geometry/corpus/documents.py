@@ -1,6 +1,7 @@
-"""Documents of a corpus, wherever they are: strings, files, lines of files, a column of a data set.
+"""The documents that windows are cut from, wherever they are: strings, files, lines of files, a
+column of a data set. :func:`tl_geometry.windows` makes one :class:`Documents` of what it is given.
 
-Their lengths are known, in characters; their text is read from any place, when it is wanted.
+The lengths are known, in characters; the text is read from any place when it is needed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.text_files import JsonLines, TextFile, text_file
 from tl_geometry.corpus.sources import refuse_file_names
+from tl_geometry.corpus.text_files import JsonLines, TextFile, text_file
 
 HASHED = 2**20
 """Characters that are hashed at a time."""
@@ -120,13 +121,13 @@ class Documents:
 
     def digest(self) -> str:
         """Hash of all texts and of where each ends."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for document, size in enumerate(self.sizes.tolist()):
             for start in range(0, size, HASHED):
                 text = self.read(document, start, min(size, start + HASHED))
-                found.update(text.encode(errors="replace"))
-            found.update(b"\0")
-        return found.hexdigest()[:16]
+                digest.update(text.encode(errors="replace"))
+            digest.update(b"\0")
+        return digest.hexdigest()[:16]
 
     def _place(self, document: int) -> tuple[Origin, int]:
         at = int(torch.searchsorted(self._ends, document, right=True))

@@ -1,4 +1,5 @@
-"""Chunks of text, and random tokens as nulls: chunks of them, and periods repeated."""
+"""Chunks of text without BOS (the published input of trajectories), and random tokens to compare
+text with: chunks of them, and one random period repeated (the input of head types)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from tl_geometry.base.errors import require
 from tl_geometry.corpus.sources import bos_to_prepend
 from tl_geometry.corpus.texts import windows
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.reader import as_view
 
 HIGH_TOKEN = 10_000
 """Id below which the tokens of a large vocabulary are rarely special."""

@@ -1,5 +1,5 @@
-"""Tokens of documents of any length: a text is tokenised in pieces that end where a word does, so
-that their tokens are those of the whole text.
+"""Tokenises documents of any length for :func:`tl_geometry.windows`: a text is read in pieces that
+end where a word does, so that their tokens are those of the whole text.
 
 1. A piece ends before a space (else before a mark) that follows a word, at a place where the
    tokenizer begins a new token: the tokens of the text on both sides begin with those of the left
@@ -120,7 +120,7 @@ def joint(view: ModelView, separator: str) -> list[int]:
     """Tokens of a separator as they stand behind a word.
 
     >>> from tl_geometry import zoo
-    >>> from tl_geometry.models.describing import as_view
+    >>> from tl_geometry.models.reader import as_view
     >>> len(joint(as_view(zoo.embedded()), ""))
     0
     """

@@ -1,5 +1,6 @@
-"""Every way in which tokens come in: texts, ids, windows, batches, data sets, files; and what is
-refused because it would be wrong.
+"""Turns whatever a user gives as tokens (texts, ids, windows, batches, data sets, files) into rows
+of ids: :func:`token_rows` for prompts, :class:`TokenSource` for a corpus. Every public function
+that takes tokens calls one of the two.
 
 Token ids are never edited. What is not a set of whole windows of one length (ragged or padded rows)
 is refused by name.
@@ -24,7 +25,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
-from tl_geometry.corpus import cutting
+from tl_geometry.corpus import window_cutter
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, double_bos
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.states import state_of
@@ -47,7 +48,7 @@ def token_rows(
     for them.
 
     >>> from tl_geometry import zoo
-    >>> from tl_geometry.models.describing import as_view
+    >>> from tl_geometry.models.reader import as_view
     >>> view = as_view(zoo.embedded())
     >>> rows = token_rows(view, "def f(x):", prepend_bos=True)
     >>> rows.has_bos, rows.corpus, token_rows(view, [5, 7]).tokens.tolist()
@@ -69,7 +70,7 @@ def token_rows(
     refuse_padding(view, ids)
     return TokenWindows(
         tokens=ids.cpu(),
-        has_bos=cutting.begins_with_bos(ids, view.bos_id),
+        has_bos=window_cutter.begins_with_bos(ids, view.bos_id),
         str_tokens=tuple(view.decode(ids[0].tolist())),
         corpus="tokens",
     )
@@ -151,7 +152,7 @@ def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
     """Refuse rows that begin or end with padding: their positions are not those of the model, and
     every mean would hold padding."""
     if view.pad_id is not None:
-        padded = cutting.padded_rows(ids, view.pad_id)
+        padded = window_cutter.padded_rows(ids, view.pad_id)
         got = f"{padded} of {len(ids)} that begin or end with the padding token (id {view.pad_id})"
         require(padded == 0, "tokens", expected="rows without padding", got=got, instead=REPACK)
 
@@ -275,32 +276,26 @@ def _is_sequence_of_items(given: Sequence[Any]) -> bool:
     return isinstance(first, Mapping) or isinstance(_of_item(first), Tensor | np.ndarray)
 
 
+def token_file(path: str | Path, what: str = "tokens") -> np.ndarray:
+    """The ids ``[context position]`` in a ``.npy`` file, left on the disk; ``what`` names the
+    argument that gave it."""
+    expected, instead = "an existing .npy file of ids [context position]", "numpy.save"
+    require(Path(path).is_file(), what, expected=expected, got=str(path))
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        got = f"{path} ({' '.join(str(error).split())[:120]})"
+        fail(what, expected="a .npy file of token ids", got=got, instead=instead)
+
+
 def _opened(tokens: Any) -> Any:
     """The array in a ``.npy`` file; other files are refused with what to do."""
     if isinstance(tokens, str | Path) and str(tokens).endswith(".npy"):
-        require(
-            Path(tokens).is_file(),
-            "tokens",
-            expected="an existing .npy file of ids [context position]",
-            got=str(tokens),
-        )
-        try:
-            return np.load(tokens, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            fail(
-                "tokens",
-                expected="a .npy file of ids [context position]",
-                got=f"{tokens}: {error}",
-                instead="numpy.save",
-            )
+        return token_file(tokens)
     if isinstance(tokens, Path):
         instead = f"tl_geometry.windows(model, {tokens!r}, length, prepend_bos=...)"
-        fail(
-            "tokens",
-            expected="token ids, windows or a .npy file",
-            got=f"the file {str(tokens)!r}",
-            instead=instead,
-        )
+        expected, got = "token ids, windows or a .npy file", f"the file {str(tokens)!r}"
+        fail("tokens", expected=expected, got=got, instead=instead)
     return tokens
 
 

@@ -1,4 +1,5 @@
-"""Windows of tokens from texts, and spliced ones as a null."""
+"""Cuts texts into windows of equal length (:func:`tl_geometry.windows`), and splices windows as a
+null of the context share."""
 
 from __future__ import annotations
 
@@ -11,15 +12,14 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, whole
 from tl_geometry.base.errors import require
-from tl_geometry.corpus import cutting
 from tl_geometry.corpus.documents import Documents
-from tl_geometry.corpus.drawing import Cutter
 from tl_geometry.corpus.pieces import Pieces, joint
 from tl_geometry.corpus.sources import bos_to_prepend
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.models.describing import as_view
+from tl_geometry.corpus.window_sampler import Cutter
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 
 SEPARATOR = "\n\n"
 """Between documents that are joined, where nothing else is said: a blank line. The tokenizer's own
@@ -164,20 +164,28 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     """Windows spliced from pieces of random windows of the same corpus: the null for the context
     share.
 
-    ``piece`` tokens (by default an eighth of the window) come from one place; a BOS at position 0
-    stays. Whatever context share the spliced windows show comes from slow variation within a piece,
-    not from a common context.
+    ``piece`` tokens (by default an eighth of the window) come from one place, each piece from a
+    window of its own; positions are kept, and a BOS at position 0 stays. So positional statistics
+    stay the same, and whatever context share the spliced windows show comes from slow variation
+    within a piece, not from a common context.
 
     >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> tlg.corpus.splice(windows).tokens.shape
-    torch.Size([8, 16])
+    >>> windows = TokenWindows(tokens=torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]), has_bos=True)
+    >>> tlg.corpus.splice(windows, piece=1).tokens.sort(0).values.equal(windows.tokens)
+    True
     """
-    length = source.tokens.shape[1]
-    rows = cutting.splice(
-        source.tokens, piece or max(1, length // 8), seed=seed, keep_first=source.has_bos
-    )
+    tokens, first = source.tokens, int(source.has_bos)
+    contexts, length = tokens.shape
+    size = max(1, length // 8) if piece is None else piece
+    require(1 <= size <= length, "piece", expected=f"1 to {length} tokens", got=piece)
+    generator = torch.Generator().manual_seed(seed)
+    pieces = [
+        part[torch.randperm(contexts, generator=generator)]
+        for part in tokens[:, first:].split(size, dim=1)
+    ]
     return TokenWindows(
-        tokens=rows, has_bos=source.has_bos, corpus=f"{source.corpus}, spliced", notes=source.notes
+        tokens=torch.cat([tokens[:, :first], *pieces], dim=1),
+        has_bos=source.has_bos,
+        corpus=f"{source.corpus}, spliced",
+        notes=source.notes,
     )

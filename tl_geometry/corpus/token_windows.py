@@ -1,4 +1,5 @@
-"""Windows of tokens of one length."""
+"""What :func:`tl_geometry.windows` returns and every function that runs a model takes: windows of
+tokens of one length."""
 
 from __future__ import annotations
 
@@ -125,15 +126,15 @@ class TokenWindows:
 
     def __repr__(self) -> str:
         contexts, length = self.tokens.shape
-        known = [
+        parts = [
             f"{contexts} contexts of {length} tokens",
             "with BOS" if self.has_bos else "no BOS",
         ]
-        known += [f"corpus {self.corpus[:60]!r}"] if self.corpus else []
-        known += [f"{len(self.names)} documents"] if self.names else []
+        parts += [f"corpus {self.corpus[:60]!r}"] if self.corpus else []
+        parts += [f"{len(self.names)} documents"] if self.names else []
         text, ids = "".join(self.str_tokens)[:60], self.tokens[0, :8].tolist()
-        known.append(repr(text) if self.str_tokens else str(ids))
-        return f"TokenWindows({plain('; '.join([*known, *self.flags]))})"
+        parts.append(repr(text) if self.str_tokens else str(ids))
+        return f"TokenWindows({plain('; '.join([*parts, *self.flags]))})"
 
 
 def double_bos(contexts: int, of: int) -> str:

@@ -3,16 +3,6 @@ basis they make."""
 
 from __future__ import annotations
 
-from tl_geometry.decomposition.decomposing import decompose, decompose_activations
-from tl_geometry.decomposition.parts import Parts, decompose_tensor
-from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.variance import Anova
+import lazy_loader
 
-__all__ = [
-    "Anova",
-    "Parts",
-    "PositionContext",
-    "decompose",
-    "decompose_activations",
-    "decompose_tensor",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

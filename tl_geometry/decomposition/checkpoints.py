@@ -1,4 +1,5 @@
-"""Checkpoints: the basis of what is finished, and which run it belongs to."""
+"""Checkpoints of a pass over a corpus, from which a stopped run goes on: the basis of the contexts
+that are finished, and the settings of the run."""
 
 from __future__ import annotations
 
@@ -7,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import hash_tokens, write_atomically
-from tl_geometry.decomposition import files
-from tl_geometry.decomposition.accumulation import Accumulation
-from tl_geometry.decomposition.largest import Largest
-from tl_geometry.decomposition.moments import Moments
+from tl_geometry.base.files import read_file, write_atomically
+from tl_geometry.base.records import decode, encode
+from tl_geometry.base.results import hash_tokens
+from tl_geometry.decomposition.accumulator import Accumulation
 from tl_geometry.decomposition.position_context import PositionContext
 
-CHECKPOINT = "tl_geometry/checkpoint/3"
+CHECKPOINT = "tl_geometry/checkpoint/1"
 """File format identifier."""
 SAME = ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")
 """Fields of the provenance that a resumed run must share."""
@@ -22,15 +22,12 @@ SAME = ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")
 
 def settings(work: Accumulation, done: int) -> dict[str, Any]:
     """What a checkpoint of the first ``done`` contexts must share with the run that resumes it."""
-    plan = vars(work.plan)
     fields = {name: getattr(work.provenance, name) for name in SAME}
-    counts = work.moments.label_counts
     sizes = {"length": work.length, "window": work.moments.window, "contexts": work.contexts}
-    sizes["labels"] = 0 if counts is None else len(counts)
-    if work.borders is not None:  # those of documents may lie elsewhere behind ``done``
+    if work.contexts is not None:  # groups of documents may lie elsewhere behind ``done``
         sizes["groups"] = len(work.borders) + 1
-        sizes["groups begin at"] = [b for b in work.borders if b < done]
-    return json.loads(json.dumps(plan | fields | sizes, default=str))
+        sizes["groups begin at"] = [b for b in work.borders.tolist() if b < done]
+    return json.loads(json.dumps(vars(work.plan) | fields | sizes, default=str))
 
 
 def label_hash(work: Accumulation, contexts: int) -> str:
@@ -39,48 +36,43 @@ def label_hash(work: Accumulation, contexts: int) -> str:
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], PositionContext]:
-    """The run that wrote a checkpoint (``done``, ``settings``, ...), and its basis so far."""
-    header, tensors = files.read(path, CHECKPOINT, more="run")
-    return header["run"], PositionContext(**files.fields_of(header, tensors))
+    """The run that wrote a checkpoint (``settings`` and ``labels``), and its basis so far."""
+    header, tensors = read_file(path, CHECKPOINT)
+    classes = {"PositionContext": PositionContext}
+    return header["run"], decode(header["basis"], tensors, classes)
 
 
 def save(work: Accumulation, path: Path) -> None:
     """Write a checkpoint: the file holds the last whole one at every moment."""
-    basis = work.finish(None, (), final=False)
-    run = {
-        "settings": settings(work, work.done),
-        "label_hash": label_hash(work, work.done),
-        "done": work.done,
-        "token_hash": work.token_hash,
-        "has_bos": work.has_bos,
-        "keep_ctx": work.keep_ctx,
-    }
-    header = basis.header() | {"schema": CHECKPOINT, "run": run}
-    write_atomically(path, basis.tensors(), {k: json.dumps(v) for k, v in header.items()})
+    tensors = {}
+    basis = encode(work.finish(None, (), final=False), "basis", tensors)
+    run = {"settings": settings(work, work.done), "labels": label_hash(work, work.done)}
+    header = {"schema": CHECKPOINT, "run": run, "basis": basis}
+    write_atomically(path, tensors, {name: json.dumps(value) for name, value in header.items()})
 
 
 def resume(work: Accumulation, path: Path) -> None:
     """Take up a checkpoint, or raise and leave it as it is."""
     run, basis = read(path)
-    mine, theirs = settings(work, run["done"]), run["settings"]
-    differing = [k for k in mine if mine[k] != theirs.get(k)]
-    shown = ", ".join(f"{k}={theirs.get(k)!r} (now {mine[k]!r})" for k in differing)
+    done, before = basis.contexts, run["settings"]
+    now = settings(work, done)
+    differing = [name for name in now if now[name] != before.get(name)]
+    shown = ", ".join(f"{n}={before.get(n)!r} (now {now[n]!r})" for n in differing)
     what, instead = f"checkpoint {path}", "another checkpoint= path"
     expected, got = "the run that wrote it", f"another: {shown}"
     require(not differing, what, expected=expected, got=got, instead=instead)
-    same = run["label_hash"] == label_hash(work, run["done"])
-    expected = f"the labels of the first {run['done']} contexts that it was made with"
+    same = run["labels"] == label_hash(work, done)
+    expected = f"the labels of the first {done} contexts that it was made with"
     require(same, what, expected=expected, got="others", instead=instead)
     device = work.moments.sums.device
-    work.make_room(run["done"])
-    sums = basis.moments.tensors()
-    work.moments = Moments.of(basis.window, sums, work.plan.moments_dtype, device)
-    work.reservoir = basis.reservoir or work.reservoir
+    work.make_room(done)
+    work.moments, work.largest = basis.moments.to(device), basis.largest.to(device)
+    if basis.reservoir is not None:
+        rows = work.reservoir.tensors()
+        for name, values in basis.reservoir.tensors().items():
+            rows[name][: len(values)] = values
+    work.keep_ctx, work.done = basis.context_means is not None, done
     work.means = [] if basis.context_means is None else [basis.context_means]
-    work.keep_ctx, work.done = run["keep_ctx"], run["done"]
-    work.token_hash, work.has_bos = run["token_hash"], run["has_bos"]
-    work.provenance = basis.provenance
+    work.provenance, work.has_bos = basis.provenance, basis.provenance.has_bos
+    work.token_hash = basis.provenance.token_hash or ""
     work.hashes = [] if basis.token_hashes is None else [basis.token_hashes]
-    if basis.largest is not None:
-        tops = {name: values.to(device) for name, values in basis.largest.tensors().items()}
-        work.largest = Largest(**tops)

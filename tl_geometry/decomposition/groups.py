@@ -1,5 +1,5 @@
-"""Which contexts form a group: contiguous blocks, whose borders are those of documents where
-documents are known.
+"""Where a pass begins a new group of contexts: groups are contiguous blocks, whose borders are
+those of documents where documents are known.
 
 Groups are what a jackknife leaves out. Windows of one document resemble each other, so that a group
 that ends inside a document leaves out half of something, and intervals come out too narrow: with 4

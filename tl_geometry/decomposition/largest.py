@@ -1,5 +1,5 @@
-"""Sinks: which tokens have the largest norms in a state, and how much of its sum of squares the
-largest hold.
+"""Attention sinks and other massive tokens: which tokens have the largest norms in a state, and how
+much of its sum of squares they hold.
 
 A few tokens of enormous norm (an attention sink, and in real models a second one) can hold most of
 ``sum |h|^2``, so that shares, spectra and reliabilities describe them and nothing else. A pass
@@ -9,9 +9,10 @@ squared norms, both of which merge exactly: over batches, groups, processes, sha
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.results import Result
+from tl_geometry.base.sums import Sums
 
 KEPT = 32
 """Tokens of largest norm that are kept for each state."""
@@ -43,6 +45,7 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     ([2.0, 1.0], [2.05, 64.0])
     """
     flat = squares.reshape(-1).double()
+    # zeros (a logarithm of -inf) fall into the first bin, infinities into the last
     at = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
     at = (at + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
     out = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
@@ -67,8 +70,8 @@ def top_share(
     before = counts.cumsum(-1) - counts
     part = ((wanted.unsqueeze(-1) - before) / counts.clamp(min=1)).clamp(0, 1)
     binned = (part * sums).sum(-1)
-    known = torch.arange(largest.shape[-1], device=largest.device) < wanted.unsqueeze(-1)
-    exact = torch.where(known, largest.square(), 0.0).sum(-1)
+    listed = torch.arange(largest.shape[-1], device=largest.device) < wanted.unsqueeze(-1)
+    exact = torch.where(listed, largest.square(), 0.0).sum(-1)
     held = torch.where(wanted <= largest.shape[-1], exact, binned)
     return torch.where(total > 0, held / total, torch.nan)
 
@@ -78,10 +81,10 @@ def tokens_in(tokens: Float[Tensor, "*state"]) -> Float[Tensor, "*state"]:
     return (tokens / ONE_IN).floor().clamp(min=1)
 
 
-@dataclass(eq=False, kw_only=True)
-class Largest:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Largest(Sums):
     """The tokens of largest norm of each state, descending (ties: the earlier first); what is not
-    filled has context -1.
+    filled has context -1. They merge by :meth:`merge`, not by ``+``.
 
     ``coordinate`` is where the state's largest absolute entry is; ``token`` -1 where tokens are not
     known.
@@ -96,12 +99,10 @@ class Largest:
     @classmethod
     def empty(cls, states: int, device: torch.device | str = "cpu") -> Largest:
         """No tokens yet."""
-        nothing = {f.name: torch.full((states, KEPT), -1, device=device) for f in fields(cls)}
+        nothing = {
+            f.name: torch.full((states, KEPT), -1, device=device) for f in dataclasses.fields(cls)
+        }
         return cls(**(nothing | {"norm": nothing["norm"].double()}))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All fields, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def add(
         self,
@@ -121,48 +122,36 @@ class Largest:
         """
         at = norms.reshape(-1).argsort(descending=True, stable=True)[:KEPT]
         line, place = at // norms.shape[1], at % norms.shape[1]
-        found = {
+        batch = {
             "norm": norms[line, place],
             "context": contexts.to(at)[line],
             "position": place + start,
             "token": torch.full_like(at, -1) if tokens is None else tokens.to(at)[line, place],
             "coordinate": h[line, place].abs().argmax(-1),
         }
-        mine = {
-            name: torch.cat([values[row], found[name].to(values)])
-            for name, values in self.tensors().items()
-        }
-        order = _order(mine)[:KEPT]
+        before = self.select(slice(row, row + 1), "state")
+        both = before.mapped(lambda name, v: torch.cat([v, batch[name].to(v).unsqueeze(0)], 1))
+        after = both.top().tensors()
         for name, values in self.tensors().items():
-            values[row] = mine[name][order]
+            values[row] = after[name][0]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        for values in self.tensors().values():
-            values.fill_(-1)
+    def top(self) -> Largest:
+        """The :data:`KEPT` largest by norm, descending; equal ones by context and position."""
+        place = self.context * 2**32 + self.position  # one number that orders by both
+        first = place.argsort(dim=1, stable=True)
+        by_norm = self.norm.gather(1, first).argsort(dim=1, descending=True, stable=True)
+        order = first.gather(1, by_norm)[:, :KEPT]
+        return self.mapped(lambda _, values: values.gather(1, order))
 
     @staticmethod
-    def merge(parts: Sequence[Largest], first: Sequence[int] | None = None) -> Largest:
-        """The largest of all parts; ``first`` is the number that context 0 of each has in the
+    def merge(parts: Sequence[Largest], starts: Sequence[int] | None = None) -> Largest:
+        """The largest of all parts; ``starts`` are the numbers that context 0 of each has in the
         whole."""
-        shift = [0] * len(parts) if first is None else first
-        moved = [
-            {**p.tensors(), "context": torch.where(p.context < 0, -1, p.context + n)}
-            for p, n in zip(parts, shift, strict=True)
+        numbered = [
+            dataclasses.replace(p, context=torch.where(p.context < 0, -1, p.context + start))
+            for p, start in zip(parts, starts or [0] * len(parts), strict=True)
         ]
-        whole = {name: torch.cat([m[name] for m in moved], dim=1) for name in moved[0]}
-        states = range(len(whole["norm"]))
-        order = torch.stack(
-            [_order({name: values[s] for name, values in whole.items()})[:KEPT] for s in states]
-        )
-        return Largest(**{name: values.gather(1, order) for name, values in whole.items()})
-
-
-def _order(values: dict[str, Tensor]) -> Tensor:
-    """By norm, descending; equal ones by context and position."""
-    place = values["context"] * 2**32 + values["position"]
-    first = place.argsort(stable=True)
-    return first[values["norm"][first].argsort(descending=True, stable=True)]
+        return Largest.cat(numbered, "kept").top()
 
 
 class Sinks(NamedTuple):
@@ -195,8 +184,8 @@ def sinks_of(
     named = {int(t): text for t, text in zip(largest.token[row].tolist(), texts, strict=False)}
     where = _some("position", [str(p) for p in positions])
     what = _some("token", [repr(named[t]) if t in named else str(t) for t in ids]) if ids else ""
-    known = ", ".join(filter(None, (where, what)))
-    held = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({known})"
+    which = ", ".join(filter(None, (where, what)))
+    held = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({which})"
     remark = held if of and share > max(SINK_SHARE, CONCENTRATED * tokens / of) else ""
     return Sinks(tokens, of, share, tuple(positions), tuple(ids), remark)
 
@@ -263,23 +252,22 @@ def median_norm(histogram: Float[Tensor, "*state 2 bin"]) -> Float[Tensor, "*sta
 
 def gathered(mine: Largest, rank: int, size: int, total: Callable[[Tensor], None]) -> Largest:
     """The largest of all processes; ``total`` replaces a tensor by its sum over them."""
-    every: dict[str, Tensor] = {}
-    for name, values in mine.tensors().items():
-        every[name] = torch.zeros(size, *values.shape, dtype=values.dtype, device=values.device)
-        every[name][rank] = values
-        total(every[name])
-    return Largest.merge(
-        [Largest(**{name: v[i] for name, v in every.items()}) for i in range(size)]
-    )
+
+    def side_by_side(_: str, values: Tensor) -> Tensor:
+        every = values.new_zeros(size, *values.shape)
+        every[rank] = values
+        total(every)
+        return every.transpose(0, 1).flatten(1)
+
+    return mine.mapped(side_by_side).top()
 
 
 def merged_texts(
-    whole: Largest | None, parts: Sequence[Largest], texts: Sequence[Sequence[Sequence[str]]]
+    largest: Largest, parts: Sequence[Largest], texts: Sequence[Sequence[Sequence[str]]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Texts of the largest tokens of a whole from those of its parts; none where a part has
-    none."""
-    if whole is None or not all(texts):
+    """Texts of the largest tokens of all parts from those of each; none where a part has none."""
+    if not all(texts):
         return ()
     ids = [t for part in parts for t in part.token.flatten().tolist()]
-    named = dict(zip(ids, (text for rows in texts for row in rows for text in row), strict=True))
-    return tuple(tuple(named[t] for t in row) for row in whole.token.tolist())
+    names = dict(zip(ids, (text for rows in texts for row in rows for text in row), strict=True))
+    return tuple(tuple(names[t] for t in row) for row in largest.token.tolist())

@@ -1,16 +1,15 @@
-"""Intervals of the analysis of variance of each state: blocks of contexts left out in turn."""
+"""Intervals of the shares in the analysis of variance of each state, by a jackknife that leaves out
+blocks of contexts in turn; and the blocks, which other measures leave out too."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
-from tl_geometry.decomposition.moments import GROUPED, Moments
-from tl_geometry.decomposition.variance import analysis
+from tl_geometry.decomposition.moments import Moments
+from tl_geometry.decomposition.variance import sums_of_squares
 
 SHARES = ("pos", "ctx", "resid")
 """Parts of the total sum of squares, in the order of their axis here."""
@@ -58,25 +57,16 @@ def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
     if m.contexts < FEWEST or int((m.counts > 0).sum()) < FEWEST_GROUPS:
         return {}
     member = jackknife_blocks(m.counts)
-    whole = _shares(_total(m))
-    rest = torch.stack([_shares(_total(m, without=block)) for block in member])
+    rest = torch.stack([_shares(m.select(~block, "group")) for block in member])
     sizes = (member * m.counts).sum(1).double()
-    found = torch.stack(jackknife_interval(whole, [LeftOut(rest, sizes)])[:3], dim=-1)
+    bounds = torch.stack(jackknife_interval(_shares(m), [LeftOut(rest, sizes)])[:3], dim=-1)
     if len(blocks(m.counts)) < FEWEST_GROUPS:
-        found[:, 1:, 1:] = torch.nan
-    return dict(zip(SHARES, found.unbind(1), strict=True))
-
-
-def _total(m: Moments, *, without: Bool[Tensor, " group"] | None = None) -> Moments:
-    """All groups, or all but some, as a single group."""
-    kept = torch.ones_like(m.counts, dtype=torch.bool) if without is None else ~without
-    made = {name: getattr(m, name)[kept.to(getattr(m, name).device)] for name in GROUPED}
-    made = {name: values.sum(0, keepdim=True) for name, values in made.items()}
-    return dataclasses.replace(m, **made, second=None, shift=None, tail=None)
+        bounds[:, 1:, 1:] = torch.nan
+    return dict(zip(SHARES, bounds.unbind(1), strict=True))
 
 
 def _shares(m: Moments) -> Float[Tensor, "state part"]:
     """Shares of the total sum of squares (NaN where that is zero)."""
-    values = analysis(m)
+    values = sums_of_squares(m)
     total = torch.where(values["total"] > 0, values["total"], torch.nan)
     return torch.stack([values[name] / total for name in SHARES], dim=1).cpu()

@@ -1,10 +1,11 @@
-"""Sums over contexts that merge: one batch at a time, on one process or many, in any order.
+"""What is summed over a corpus: sums, squares and products of states, from which mean, pos and the
+analysis of variance follow. :class:`tl_geometry.decomposition.accumulator.Accumulation` fills them.
 
-:class:`Moments` is a monoid: :meth:`Moments.add` puts a batch in, :meth:`Moments.merge` joins two,
-and any partition of a corpus gives the same sums to rounding. Position sums, squares and counts are
-float64. Second moments are float64 sums of float32 products of states centred on a *shift* (the
-first batch's mean): plain float32 products are wrong by tens of per cent once a coordinate has a
-mean of thousands and a variance of one, as GPT-2's outlier coordinates do; centred ones by 1e-7.
+:meth:`Moments.add` puts a batch in, ``a + b`` joins two, and any partition of a corpus gives the
+same sums to rounding. Position sums, squares and counts are float64. Second moments are float64
+sums of float32 products of states centred on a *shift* (the first batch's mean): plain float32
+products are wrong by tens of per cent once a coordinate has a mean of thousands and a variance of
+one, as GPT-2's outlier coordinates do; centred ones by 1e-7.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
+from tl_geometry.base.sums import Sums
 from tl_geometry.decomposition.largest import OCTAVES, PER_OCTAVE, log_histogram
 
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**26}
@@ -33,30 +34,32 @@ HALF_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32
 product."""
 SHIFT_SPREAD = 3.0
-"""Standard deviations from zero beyond which half-precision coordinates are centred on their
-shift."""
-GROUPED = ("sums", "squares", "context_squares", "halves", "counts")
-"""Sums that are kept apart for each group of contexts."""
-SETTINGS = ("window", "product_dtype", "fixed", "scratch", "busy")
-"""Fields of :class:`Moments` that are not sums."""
+"""Standard deviations from zero beyond which half-precision coordinates are centred on their shift:
+then most states lie within a factor of two of it, so that the difference is exact."""
 
 
 class Scratch:
     """Buffers that are used again and again: fresh pages cost as much as the arithmetic on them,
-    and what is held cannot run out."""
+    and what is held cannot run out. ``busy`` says that sums are being changed."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
+        self.busy = False
 
     def get(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """An uninitialised tensor, valid until the next call with the same name."""
-        size, found = math.prod(shape), self.held.get(name)
-        if found is None or found.numel() < size or found.dtype != dtype or found.device != device:
+        size, buffer = math.prod(shape), self.held.get(name)
+        if (
+            buffer is None
+            or buffer.numel() < size
+            or buffer.dtype != dtype
+            or buffer.device != device
+        ):
             self.held.pop(name, None)
-            found = self.held[name] = torch.empty(size, dtype=dtype, device=device)
-        return found[:size].view(*shape)
+            buffer = self.held[name] = torch.empty(size, dtype=dtype, device=device)
+        return buffer[:size].view(*shape)
 
 
 def half_width(width: int) -> int:
@@ -65,8 +68,8 @@ def half_width(width: int) -> int:
     return (width - max(1, width // 4)) // 2
 
 
-@dataclass(eq=False, kw_only=True, repr=False)
-class Moments:
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Moments(Sums):
     """Running sums of states ``h [context position d_model]``, kept apart for disjoint groups of
     contexts.
 
@@ -84,15 +87,17 @@ class Moments:
     context_squares: Float[Tensor, "group state"]
     halves: Float[Tensor, "group state 3"]
     counts: Int[Tensor, " group"]
+    tail: Float[Tensor, "state 2 bin"]
     second: Float[Tensor, "state d_model d_model"] | None = None
     shift: Float[Tensor, "state d_model"] | None = None
-    label_sums: Float[Tensor, "label state d_model"] | None = None
-    label_counts: Int[Tensor, " label"] | None = None
-    tail: Float[Tensor, "state 2 bin"] | None = None
     product_dtype: torch.dtype = torch.float32
-    fixed: set[int] = field(default_factory=set)
-    scratch: Scratch = field(default_factory=Scratch)
-    busy: bool = False
+    fixed: set[int] = field(init=False, default_factory=set)
+    """States whose shift is fixed."""
+    scratch: Scratch = field(init=False, default_factory=Scratch)
+
+    def __post_init__(self) -> None:
+        if self.counts.any():
+            self.fixed.update(range(self.sums.shape[1]))
 
     @classmethod
     def zeros(
@@ -103,12 +108,11 @@ class Moments:
         d_model: int,
         window: tuple[int, int],
         groups: int = 8,
-        labels: int = 0,
         second: bool = False,
         product_dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Moments:
-        """The identity of :meth:`merge` for these sizes."""
+        """Sums of no contexts, for these sizes."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -120,12 +124,10 @@ class Moments:
             context_squares=zeros(groups, states),
             halves=zeros(groups, states, 3),
             counts=torch.zeros(groups, dtype=torch.int64),
-            product_dtype=product_dtype,
+            tail=zeros(states, 2, PER_OCTAVE * OCTAVES),
             second=zeros(states, d_model, d_model) if second else None,
             shift=zeros(states, d_model) if second else None,
-            label_sums=zeros(labels, states, d_model) if labels else None,
-            label_counts=torch.zeros(labels, dtype=torch.int64) if labels else None,
-            tail=zeros(states, 2, PER_OCTAVE * OCTAVES),
+            product_dtype=product_dtype,
         )
 
     @property
@@ -133,20 +135,19 @@ class Moments:
         """Number of contexts summed."""
         return int(self.counts.sum())
 
-    def count(
-        self, group_of: Int[Tensor, " batch"], label_of: Int[Tensor, " batch"] | None
-    ) -> None:
+    def to(self, device: torch.device | str) -> Moments:
+        """The same sums on another device; counts stay on the CPU, where they are read."""
+        return self.mapped(lambda name, value: value if name == "counts" else value.to(device))
+
+    def count(self, group_of: Int[Tensor, " batch"]) -> None:
         """Count the contexts of a batch, once, beside one :meth:`add` for each state."""
-        self.counts += torch.bincount(group_of, minlength=len(self.counts))
-        if self.label_counts is not None and label_of is not None:
-            self.label_counts += torch.bincount(label_of, minlength=len(self.label_counts))
+        self.counts.add_(torch.bincount(group_of, minlength=len(self.counts)))
 
     def add(
         self,
         state: int,
         h: Float[Tensor, "batch position d_model"],
         group_of: Int[Tensor, " batch"],
-        label_of: Int[Tensor, " batch"] | None = None,
         on_norms: Callable[[Tensor, Tensor], None] | None = None,
         groups: slice = slice(None),
     ) -> tuple[Float[Tensor, "batch d_model"], Bool[Tensor, ""]]:
@@ -157,11 +158,11 @@ class Moments:
         ``[batch position]`` of the window. ``groups`` are those that the batch is of, where they
         are known: only their sums are read and written.
 
-        Everything large is allocated before the first sum changes; ``busy`` is true while they
-        change, so that running out of memory before (then the batch can be taken in again, in
+        Everything large is allocated before the first sum changes; ``scratch.busy`` is true while
+        they change, so that running out of memory before (then the batch can be taken in again, in
         parts) and in between (then it cannot) can be told apart.
         """
-        self.busy = False
+        self.scratch.busy = False
         device, (start, end) = self.sums.device, self.window
         h = h.to(device)  # a model spread over several devices
         batch, length, width = h.shape
@@ -173,7 +174,7 @@ class Moments:
         whole, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
         self.scratch.get("block", (batch, min(step, length), width), torch.float64, device)
         rows = None if self.second is None else self._centred(state, h[:, start:end])
-        self.busy = True
+        self.scratch.busy = True
         if rows is not None:
             self._add_products(state, rows)
         part = half_width(end - start)
@@ -201,13 +202,10 @@ class Moments:
                 [first.square().sum(-1), last.square().sum(-1), (first * last).sum(-1)], dim=-1
             )
             self.halves[groups, state] += member @ products
-        if self.label_sums is not None and label_of is not None:
-            self.label_sums[:, state].index_add_(0, label_of.to(device), whole)
-        if self.tail is not None:
-            self.tail[state] += log_histogram(norms[:, start:end].square())
+        self.tail[state] += log_histogram(norms[:, start:end].square())
         if on_norms is not None:
             on_norms(h[:, start:end], norms[:, start:end])
-        self.busy = False
+        self.scratch.busy = False
         return means, torch.isfinite(norms).all()
 
     def _centred(
@@ -279,104 +277,48 @@ class Moments:
             + n * torch.outer(delta, delta)
         )
 
-    @staticmethod
-    def merge(a: Moments, b: Moments) -> Moments:
-        """Moments of the contexts of both; the second moments of ``b`` are moved to the shift of
-        ``a``.
+    def __add__(self, other: Moments) -> Moments:  # type: ignore[override]
+        """Moments of the contexts of both; the second moments of ``other`` are moved to this shift.
 
-        Products of two dtypes count as products of the less accurate one. Label k is the same
-        document in both, so that both need as many labels.
+        Products of two dtypes count as products of the less accurate one.
         """
-        same = a.window == b.window and a.sums.shape == b.sums.shape
-        sizes = f"window {a.window} and sums of shape {tuple(a.sums.shape)}"
+        sizes = f"window {self.window} and sums of shape {tuple(self.sums.shape)}"
         require(
-            same,
+            self.window == other.window and self.sums.shape == other.sums.shape,
             "merge",
             expected=sizes,
-            got=f"window {b.window} and {tuple(b.sums.shape)}",
+            got=f"window {other.window} and {tuple(other.sums.shape)}",
             instead="partial results of one corpus",
         )
-        both = (a.second is None) == (b.second is None)
         require(
-            both,
+            (self.second is None) == (other.second is None),
             "merge",
             expected="second moments in both or in neither",
             got="in one",
             instead="the same second_moments= for both",
         )
-        if a.contexts == 0 or b.contexts == 0:
-            return b if a.contexts == 0 else a
-        first, other = (0 if m.label_counts is None else len(m.label_counts) for m in (a, b))
-        same_labels = "labels= for all parts or for none, each with the largest label"
-        require(
-            first == other,
-            "merge: labels",
-            expected=f"{first} labels",
-            got=f"{other} in another part",
-            instead=same_labels,
-        )
-        added = {
-            f.name: getattr(a, f.name) + getattr(b, f.name).to(a.sums.device)
-            for f in dataclasses.fields(a)
-            if f.name not in (*SETTINGS, "second", "shift")
-            and getattr(a, f.name) is not None
-            and getattr(b, f.name) is not None
-        }
-        second = None
-        if a.second is not None and a.shift is not None:
-            second = a.second + torch.stack(
-                [b.centred_second(s, a.shift[s]) for s in range(len(a.second))]
+        if self.contexts == 0 or other.contexts == 0:
+            return other if self.contexts == 0 else self
+        if self.second is not None and self.shift is not None:
+            centred = [other.centred_second(s, self.shift[s]) for s in range(len(self.second))]
+            other = dataclasses.replace(
+                other, second=torch.stack(centred), shift=torch.zeros_like(self.shift)
             )
-        coarse = max(a.product_dtype, b.product_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return Moments(
-            window=a.window,
-            product_dtype=coarse,
-            second=second,
-            shift=a.shift,
-            fixed=set(a.fixed),
-            **added,
+        coarse = max(
+            self.product_dtype, other.product_dtype, key=lambda dtype: torch.finfo(dtype).eps
         )
-
-    def halve_groups(self) -> None:
-        """Join groups 0 and 1, 2 and 3, ... in place; the second half of the groups is empty
-        afterwards."""
-        half = len(self.counts) // 2
-        for name in GROUPED:
-            values = getattr(self, name)
-            values[:half] = values[0::2] + values[1::2]
-            values[half:] = 0
+        added = super().__add__(other)  # type: ignore[arg-type]
+        return dataclasses.replace(added, product_dtype=coarse)
 
     def regrouped(self, group_of: Int[Tensor, " group"], groups: int) -> Moments:
         """The same sums in other groups: group g joins group ``group_of[g]`` of ``groups``."""
-        made: dict[str, Tensor] = {}
-        for name in GROUPED:
-            values = getattr(self, name)
-            made[name] = torch.zeros(
-                groups, *values.shape[1:], dtype=values.dtype, device=values.device
-            )
-            made[name].index_add_(0, group_of.to(values.device), values)
-        return dataclasses.replace(self, **made, fixed=set(self.fixed), scratch=Scratch())
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All sums by name, as they are stored in a file."""
-        sums = {name: value for name, value in vars(self).items() if name not in SETTINGS}
-        return {name: value for name, value in sums.items() if value is not None}
+        def joined(name: str, values: Tensor) -> Tensor:
+            if self._axis(name, "group", values) is None:
+                return values
+            empty = values.new_zeros(groups, *values.shape[1:])
+            return empty.index_add_(0, group_of.to(values.device), values)
 
-    @classmethod
-    def of(
-        cls,
-        window: Sequence[int],
-        tensors: dict[str, Tensor],
-        product_dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Moments:
-        """Moments from :meth:`tensors`; the dtype of the products behind them says how accurate the
-        second moments are."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        host = ("counts", "label_counts")
-        sums: dict[str, Any] = {
-            k: v if k in host else v.to(device) for k, v in tensors.items() if k in names
-        }
-        made = cls(window=(window[0], window[1]), product_dtype=product_dtype, **sums)
-        made.fixed = set(range(made.sums.shape[1])) if made.counts.any() else set()
-        return made
+        moments = self.mapped(joined)
+        moments.fixed.update(self.fixed)  # also where this process has not taken in a batch yet
+        return moments

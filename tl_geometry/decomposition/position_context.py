@@ -1,15 +1,13 @@
-"""The positional and context basis of a model's states over a corpus, from sums that merge."""
+"""The result of ``decompose``: the mean, positional and context vectors of a model's states over a
+corpus, computed from sums that merge."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,8 +16,9 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.results import Result, as_path, write_atomically
-from tl_geometry.decomposition import files, merging
+from tl_geometry.base.results import Result
+from tl_geometry.decomposition import merge_parts
+from tl_geometry.decomposition.from_activations import Parts, parts_about
 from tl_geometry.decomposition.largest import (
     Largest,
     LargestTokens,
@@ -31,15 +30,12 @@ from tl_geometry.decomposition.largest import (
 )
 from tl_geometry.decomposition.layer_intervals import anova_intervals, jackknife_blocks
 from tl_geometry.decomposition.moments import Moments
-from tl_geometry.decomposition.parts import Parts, parts_about
 from tl_geometry.decomposition.reservoir import Reservoir
-from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis, half_pos, spans
+from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis, spans
 from tl_geometry.models.model_view import ModelView
 
 RAW = "basis of raw activations: its model is not known"
 """Flag of results that use a basis without a fingerprint with a model."""
-READABLE = tuple(f"tl_geometry/PositionContext/{version}" for version in (2, 1))
-"""File formats of earlier versions that can be read (the oldest with a flag)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,10 +63,8 @@ class PositionContext(Result):
     names: tuple[str, ...] = ()
     reservoir: Reservoir | None = None
     token_hashes: Int[Tensor, " context"] | None = None
-    largest: Largest | None = None
+    largest: Largest
     largest_texts: tuple[tuple[str, ...], ...] = ()
-    contiguous: bool = True
-    version: ClassVar[int] = 3
 
     @property
     def window(self) -> tuple[int, int]:
@@ -98,40 +92,14 @@ class PositionContext(Result):
         return self.moments.counts
 
     @property
-    def group_of(self) -> Int[Tensor, " context"] | None:
-        """Group of each context: contiguous blocks (``None`` for merged files of earlier versions,
-        which do not say)."""
-        counts = self.group_counts
-        if self.contiguous:
-            return torch.repeat_interleave(torch.arange(len(counts)), counts)
-        found = torch.arange(self.contexts) % len(counts)
-        known = torch.equal(torch.bincount(found, minlength=len(counts)), counts)
-        return found if known else None
-
-    @property
-    def label_sums(self) -> Float[Tensor, "label state d_model"] | None:
-        """Sum of h over window positions and contexts of each label."""
-        return self.moments.label_sums
-
-    @property
-    def label_counts(self) -> Int[Tensor, " label"] | None:
-        """Contexts of each label."""
-        return self.moments.label_counts
+    def group_of(self) -> Int[Tensor, " context"]:
+        """Group of each context: contiguous blocks."""
+        return torch.repeat_interleave(torch.arange(len(self.group_counts)), self.group_counts)
 
     @property
     def samples(self) -> Float[Tensor, "sample state position d_model"] | None:
         """States of the sampled contexts, whole."""
         return None if self.reservoir is None else self.reservoir.states
-
-    @property
-    def sample_contexts(self) -> Int[Tensor, " sample"] | None:
-        """Context index of each sample."""
-        return None if self.reservoir is None else self.reservoir.contexts
-
-    @property
-    def sample_tokens(self) -> Int[Tensor, "sample position"] | None:
-        """Token ids of each sample."""
-        return None if self.reservoir is None else self.reservoir.tokens
 
     @cached_property
     def mean(self) -> Float[Tensor, "state d_model"]:
@@ -195,15 +163,13 @@ class PositionContext(Result):
         """
         if null is not None:
             require_basis(null, "null")
+            same = null.states == self.states
+            require(same, "null", expected=f"a basis of states {self.states}", got=null.states)
         values = analysis(self.moments)
         reliability = dict(zip(self.states, values["pos_reliability"].tolist(), strict=True))
         low = [state for state, r in reliability.items() if r < LOW_RELIABILITY]
         unsure = f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"
         flags = [unsure] if low else []
-        if null is not None:
-            require_basis(null)
-            same = null.states == self.states
-            require(same, "null", expected=f"a basis of states {self.states}", got=null.states)
         beside = None if null is None else null.anova()
         intervals = anova_intervals(self.moments)
         if intervals and beside is not None and beside.intervals:
@@ -224,20 +190,18 @@ class PositionContext(Result):
 
     def _remark(self, state: int, reliability: float) -> str:
         """What makes the row of one state hard to read."""
-        found = ["one context: position and content together"] if self.contexts == 1 else []
-        found += [f"reliability below {LOW_RELIABILITY}"] if reliability < LOW_RELIABILITY else []
-        held = self.sinks(state)
-        found += [held.remark] if held is not None and held.remark else []
-        return "; ".join(found)
+        remarks = [
+            "one context: position and content together" if self.contexts == 1 else "",
+            f"reliability below {LOW_RELIABILITY}" if reliability < LOW_RELIABILITY else "",
+            self.sinks(state).remark,
+        ]
+        return "; ".join(filter(None, remarks))
 
     def _top_share(self) -> Float[Tensor, " state"]:
-        if self.moments.tail is None or self.largest is None:
-            return torch.full((len(self.states),), torch.nan, dtype=torch.float64)
         return top_share(self.moments.tail, self.largest.norm)
 
-    def sinks(self, state: int) -> Sinks | None:
-        """How much of a state's sum of squares its largest tokens hold, in numbers and words;
-        ``None`` for files of earlier versions.
+    def sinks(self, state: int) -> Sinks:
+        """How much of a state's sum of squares its largest tokens hold, in numbers and words.
 
         >>> h = torch.ones(4, 50, 3)
         >>> h[:, 1] += 99
@@ -247,8 +211,6 @@ class PositionContext(Result):
         (1, 200, 0.25, (1,))
         """
         row = self.index(state)
-        if self.moments.tail is None or self.largest is None:
-            return None
         texts = self.largest_texts[row] if self.largest_texts else ()
         return sinks_of(self.moments.tail[row], self.largest, row, texts)
 
@@ -257,25 +219,22 @@ class PositionContext(Result):
         hold most, a single context."""
         single = "one context: position and content cannot be told apart"
         flags = [] if self.contexts > 1 else [single]
-        held = {state: self.sinks(state) for state in self.states}
-        found = {s: sinks for s, sinks in held.items() if sinks is not None and sinks.remark}
-        if found:
-            worst = max(found, key=lambda s: found[s].share)
-            remark = f"in state {worst} {found[worst].remark}"
-            flags.append(f"in states {spans(list(found))} few tokens hold much: {remark}")
+        every = {state: self.sinks(state) for state in self.states}
+        sinks = {state: of for state, of in every.items() if of.remark}
+        if sinks:
+            worst = max(sinks, key=lambda state: sinks[state].share)
+            remark = f"in state {worst} {sinks[worst].remark}"
+            flags.append(f"in states {spans(list(sinks))} few tokens hold much: {remark}")
         return tuple(flags)
 
     def largest_tokens(self) -> LargestTokens:
         """The tokens of largest norm in the window, a row per state and token; see :meth:`sinks`
         for what they do to sums."""
-        tail, largest = self.moments.tail, self.largest
-        if tail is None or largest is None:
-            expected, got = "a basis that holds them", "one of an earlier version"
-            fail("largest_tokens", expected=expected, got=got, instead="decompose(...) again")
+        tail = self.moments.tail
         total = tail[:, 1].sum(-1, keepdim=True)
-        kept = int((largest.context >= 0).sum(1).max())
-        values = {name: v[:, :kept] for name, v in largest.tensors().items()}
-        share = values["norm"].square() / torch.where(total > 0, total, torch.nan)
+        filled = int((self.largest.context >= 0).sum(1).max())
+        largest = self.largest.select(slice(filled), "kept")
+        share = largest.norm.square() / torch.where(total > 0, total, torch.nan)
         return LargestTokens(
             provenance=self.provenance.flagged(*self.flags()),
             states=self.states,
@@ -284,7 +243,7 @@ class PositionContext(Result):
             median=median_norm(tail),
             top_share=self._top_share(),
             str_tokens=self.largest_texts,
-            **values,
+            **largest.tensors(),
         )
 
     def require_identifiable(self, what: str) -> None:
@@ -300,16 +259,6 @@ class PositionContext(Result):
         raw, got = not self.provenance.normalized, "one of normalised states"
         instead = "decompose(..., normalize=False)"
         require(raw, what, expected="a basis of raw states", got=got, instead=instead)
-
-    def half_pos(
-        self,
-    ) -> (
-        tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state position d_model"]]
-        | None
-    ):
-        """The positional basis from every other group of contexts and from the rest, or ``None``
-        when there is only one group."""
-        return half_pos(self.moments)
 
     def transform(
         self,
@@ -353,11 +302,11 @@ class PositionContext(Result):
 
         What can be used and should be said with the result is :meth:`remarks`.
         """
-        known, bos = self.provenance.fingerprint, self.provenance.has_bos
+        fingerprint, bos = self.provenance.fingerprint, self.provenance.has_bos
         require(
-            known is None or known == view.fingerprint,
+            fingerprint is None or fingerprint == view.fingerprint,
             "basis",
-            expected=f"the model it was computed from, {self.provenance.model} ({known})",
+            expected=f"the model it was computed from, {self.provenance.model} ({fingerprint})",
             got=f"{view.name} ({view.fingerprint})",
             instead="decompose(model, tokens)",
         )
@@ -375,12 +324,16 @@ class PositionContext(Result):
     def remarks(self, view: ModelView) -> tuple[str, ...]:
         """Flags of a result that uses this basis with a model: hooks of one that the other did not
         have, an unknown model."""
-        mine, theirs = set(self.provenance.hooks), set(view.hooked())
+        fitted_under, active = set(self.provenance.hooks), set(view.hooked())
         flags = [RAW] if self.provenance.fingerprint is None else []
-        if theirs - mine:
-            flags.append(f"basis fitted without these hooks ({', '.join(sorted(theirs - mine))})")
-        if mine - theirs:
-            flags.append(f"basis fitted under other hooks ({', '.join(sorted(mine - theirs))})")
+        if active - fitted_under:
+            flags.append(
+                f"basis fitted without these hooks ({', '.join(sorted(active - fitted_under))})"
+            )
+        if fitted_under - active:
+            flags.append(
+                f"basis fitted under other hooks ({', '.join(sorted(fitted_under - active))})"
+            )
         return (*flags, *self.flags())
 
     @staticmethod
@@ -402,64 +355,29 @@ class PositionContext(Result):
         require(parts, "merge", expected="at least one basis", got="none")
         first = parts[0]
         for other in parts[1:]:
-            merging.require_one_setting(first, other)
-        labelled, names = merging.one_labelling(parts)
+            merge_parts.require_one_setting(first, other)
+        labels, names = merge_parts.merged_labels(parts)
         starts = [0, *accumulate(p.contexts for p in parts[:-1])]
-        sums, hashes = [part.moments for part in labelled], [p.token_hashes for p in parts]
-        moments = merging.joined(sums, contiguous=first.contiguous)
-        tops = [p.largest for p in parts if p.largest is not None]
-        largest = Largest.merge(tops, starts) if len(tops) == len(parts) else None
+        sums, hashes = [p.moments for p in parts], [p.token_hashes for p in parts]
+        tops = [p.largest for p in parts]
+        samples = [p.reservoir for p in parts if p.reservoir is not None]
+        moments, largest = merge_parts.joined(sums), Largest.merge(tops, starts)
         return PositionContext(
-            provenance=merging.merged_provenance(
+            provenance=merge_parts.merged_provenance(
                 [p.provenance for p in parts],
                 moments.contexts,
-                merging.same_contexts(sums, hashes),
+                merge_parts.same_contexts(sums, hashes),
             ),
             states=first.states,
             moments=moments,
-            context_means=merging.together([p.context_means for p in parts], dim=1),
-            labels=merging.together([part.labels for part in labelled]),
+            context_means=merge_parts.together([p.context_means for p in parts], dim=1),
+            labels=labels,
             names=names,
-            reservoir=merging.merged_samples([p.reservoir for p in parts], starts),
-            token_hashes=merging.together(hashes),
+            reservoir=Reservoir.merge(samples, starts) if len(samples) == len(parts) else None,
+            token_hashes=merge_parts.together(hashes),
             largest=largest,
             largest_texts=merged_texts(largest, tops, [p.largest_texts for p in parts]),
-            contiguous=first.contiguous,
         )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that is stored as a tensor, by its name in the file."""
-        plain = {name: getattr(self, name) for name in files.PLAIN}
-        return files.tensors_of(plain, self.moments, self.reservoir, self.largest)
-
-    def header(self) -> dict[str, Any]:
-        """Everything that is stored in the JSON header of the file."""
-        size, seed = (self.reservoir.size, self.reservoir.seed) if self.reservoir else (0, 0)
-        return {
-            "schema": self.schema(),
-            "provenance": dataclasses.asdict(self.provenance),
-            "states": self.states,
-            "window": self.window,
-            "names": self.names,
-            "product_dtype": str(self.moments.product_dtype).removeprefix("torch."),
-            "reservoir": {"size": size, "seed": seed},
-            "largest_texts": self.largest_texts,
-            "contiguous": self.contiguous,
-        }
-
-    def save(self, path: str | Path) -> Path:
-        """Write to one safetensors file (written aside, then moved into place) and return its
-        path."""
-        path = as_path(path)
-        header = {name: json.dumps(value) for name, value in self.header().items()}
-        write_atomically(path, self.tensors(), header)
-        return path
-
-    @classmethod
-    def load(cls, path: str | Path) -> PositionContext:
-        """Read a file that :meth:`save` wrote, in this version or an earlier one; a truncated,
-        altered or foreign file, and one of a newer version, is refused."""
-        return cls(**files.fields_of(*files.read(path, cls.schema(), *READABLE)))
 
     @cached_property
     def _table(self) -> Anova:
@@ -474,10 +392,10 @@ class PositionContext(Result):
     @property
     def kept(self) -> str:
         """What is held besides the sums, in words."""
-        kept = ["second moments"] if self.has_second_moments else []
-        kept += ["ctx"] if self.ctx is not None else []
-        kept += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
-        return ", ".join(kept) or "sums"
+        parts = ["second moments"] if self.has_second_moments else []
+        parts += ["ctx"] if self.ctx is not None else []
+        parts += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
+        return ", ".join(parts) or "sums"
 
     def __repr__(self) -> str:
         outside = self.length - (self.window[1] - self.window[0])

@@ -1,5 +1,5 @@
-"""Several processes of one ``torch.distributed`` group, or this one alone, as one object that adds
-up tensors.
+"""How several processes decompose one corpus together: an object that adds up, shares and compares
+what the processes of a ``torch.distributed`` group have; or this process alone.
 
 Every process sees the same tokens in the same order and computes its own share of the batches; what
 is summed is added up over the group when it is wanted. Sums do not depend on who computed what, so
@@ -100,20 +100,10 @@ class Processes:
             got=f"another in {int(differing)} of {self.size}",
         )
 
-    def first(self, action: Any) -> None:
+    def first(self, action: Callable[[], None]) -> None:
         """Do something in the first process only; its ``GeometryError`` is raised in all of
         them."""
-        text = ""
-        if self.rank == 0:
-            try:
-                action()
-            except GeometryError as error:
-                if self.size == 1:
-                    raise
-                text = str(error)
-        text = self.share_text(text) if self.size > 1 else text
-        if text:
-            raise GeometryError(text)
+        self.each(lambda: action() if self.rank == 0 else None)
 
     def each(self, action: Callable[[], None]) -> None:
         """Do something in every process; a ``GeometryError`` of any is raised in all of them."""
@@ -127,7 +117,8 @@ class Processes:
         failed = torch.tensor([int(bool(text))])
         self.total(failed)
         if failed:
-            raise GeometryError(text or f"refused in {int(failed)} of {self.size} processes")
+            shared = self.share_text(text)
+            raise GeometryError(text or shared or f"refused in {int(failed)} of {self.size}")
 
 
 class Launch(NamedTuple):

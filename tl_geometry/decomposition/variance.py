@@ -1,10 +1,10 @@
-"""The analysis of variance table of a decomposition."""
+"""How much of each state is position, context and the rest: the analysis of variance of a
+decomposition, which :meth:`tl_geometry.PositionContext.anova` returns, from the sums of a pass."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -23,11 +23,10 @@ BOUNDED = ("pos", "ctx", "resid", "ctx_null")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Anova(Result):
-    """Analysis of variance of each state: sums of squares, degrees of freedom, shares, and how far
-    to trust them.
+    """Analysis of variance of each state: sums of squares, shares, and how far to trust them.
 
-    Sums of squares (units of the activations squared): ``total = pos + ctx + resid``. Degrees of
-    freedom per coordinate: pos T - 1, ctx C - 1, resid (C - 1)(T - 1). ``pos_reliability`` is the
+    Sums of squares (units of the activations squared): ``total = pos + ctx + resid``, with T - 1,
+    C - 1 and (C - 1)(T - 1) degrees of freedom per coordinate. ``pos_reliability`` is the
     mean cosine of pos from two disjoint halves of the contexts.
 
     The shares of this very sample (:attr:`shares`, columns ``pos``, ``ctx``, ``resid``) hold what C
@@ -63,17 +62,10 @@ class Anova(Result):
     ctx_agreement: Float[Tensor, " state"]
     ctx_null: Float[Tensor, " state"] | None = None
     identifiable: bool = True
-    top_share: Float[Tensor, " state"] | None = None
+    top_share: Float[Tensor, " state"]
     remarks: tuple[str, ...] = ()
     intervals: Mapping[str, Float[Tensor, "state 3"]] = field(default_factory=dict)
     blocks: int = 0
-    version: ClassVar[int] = 3
-
-    @property
-    def degrees_of_freedom(self) -> dict[str, int]:
-        """Degrees of freedom per coordinate of each sum of squares."""
-        c, t = self.contexts - 1, self.positions - 1
-        return {"pos": t, "ctx": c, "resid": c * t, "total": self.contexts * self.positions - 1}
 
     @property
     def shares(self) -> dict[str, Float[Tensor, " state"]]:
@@ -99,8 +91,7 @@ class Anova(Result):
         out = {"ss_total": self.total, **self.shares, **self._corrected()}
         out |= {"pos_reliability": self.pos_reliability, "ctx_agreement": self.ctx_agreement}
         out |= {} if self.ctx_null is None else {"ctx_null": self.ctx_null}
-        unknown = torch.full_like(self.total, torch.nan)
-        return out | {"top_share": unknown if self.top_share is None else self.top_share}
+        return out | {"top_share": self.top_share}
 
     def columns(self) -> Sequence[str]:
         return ["state", *self._columns(), "remarks"]
@@ -112,12 +103,19 @@ class Anova(Result):
 
 def analysis(m: Moments) -> dict[str, Float[Tensor, " state"]]:
     """The fields of :class:`Anova` that follow from sums."""
+    values = {"pos_reliability": reliability(m), "ctx_agreement": _agreement(m)}
+    return sums_of_squares(m) | values
+
+
+def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
+    """``total``, its parts ``pos``, ``ctx`` and ``resid``, and the share ``pos_debiased``."""
     start, end = m.window
     c, t = m.contexts, end - start
     mean = m.window_sum() / (c * t)
     curve = m.sums[:, :, start:end].sum(0) / c - mean.unsqueeze(1)
     raw, squares = m.squares[:, :, start:end].sum((0, 2)), mean.square().sum(-1)
 
+    # a difference of sums of squares below 1e-12 of them is rounding of float64
     def above_rounding(difference: Tensor) -> Tensor:
         return torch.where(difference > 1e-12 * raw, difference, 0.0)
 
@@ -132,8 +130,7 @@ def analysis(m: Moments) -> dict[str, Float[Tensor, " state"]]:
     if c > 1:
         noise = resid / (c - 1)
         debiased = (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan)
-    found = {"total": total, "pos": pos, "ctx": ctx, "resid": resid, "pos_debiased": debiased}
-    return found | {"pos_reliability": reliability(m), "ctx_agreement": _agreement(m)}
+    return {"total": total, "pos": pos, "ctx": ctx, "resid": resid, "pos_debiased": debiased}
 
 
 def half_pos(
@@ -169,9 +166,10 @@ def _agreement(m: Moments) -> Float[Tensor, " state"]:
     aa, bb, ab = m.halves.sum(0).unbind(-1)
     var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
     floor = 1e-12 * (aa + bb)  # below it the difference is rounding
-    known = (var_a > floor) & (var_b > floor)
+    defined = (var_a > floor) & (var_b > floor)
+    # 1e-300 only keeps the unused quotients finite
     covariance, size = ab - c * (a * b).sum(-1), (var_a * var_b).clamp(min=1e-300).sqrt()
-    return torch.where(known, covariance / size, torch.nan)
+    return torch.where(defined, covariance / size, torch.nan)
 
 
 def spans(states: Sequence[int]) -> str:

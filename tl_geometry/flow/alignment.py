@@ -1,5 +1,5 @@
-"""Aligned singular bases of an ensemble of trajectories: singular directions and values of each
-state, aligned from state to state.
+"""Which direction of one state continues which direction of the state before? The aligned singular
+bases of an ensemble of trajectories, on which rotation, stretch and the stochastic flow are built.
 
 An ensemble is ``X [trajectory state d_model]``. At state t its matrix is ``M_t = X[:, t].T``
 (d_model x N) ``= U_t S_t V_t^T``; the basis of t is ``(U_t, S_t)``. Singular vectors are defined up
@@ -59,26 +59,10 @@ class AlignedBases:
         """``U`` of each state."""
         return self.U.unbind(0)
 
-    def sorted(self) -> AlignedBases:
-        """The same aligned bases in the order of their singular values, strongest first (signs
-        kept)."""
-        return self._reordered(self.S.argsort(dim=-1, descending=True, stable=True))
-
     def flipped(self, sign: Float[Tensor, "state rank"]) -> AlignedBases:
         """The same aligned bases with some directions reversed."""
         overlap = einsum(self.overlap, sign, sign, "s t rank, s rank, t rank -> s t rank")
         return replace(self, U=self.U * sign[:, None], sign=self.sign * sign, overlap=overlap)
-
-    def _reordered(self, place: Int[Tensor, "state rank"]) -> AlignedBases:
-        U = self.U.gather(2, place[:, None].expand_as(self.U))
-        fields = {
-            "S": self.S.gather(1, place),
-            "order": self.order.gather(1, place),
-            "sign": self.sign.gather(1, place),
-        }
-        same = bool((place == place[:1]).all())
-        overlap = self.overlap[..., place[0]] if same else torch.full_like(self.overlap, torch.nan)
-        return replace(self, U=U, overlap=overlap, **fields)
 
 
 def check_ensemble(
@@ -137,28 +121,6 @@ def fit_aligned_bases(
     )
 
 
-def with_last_state(
-    aligned: AlignedBases, X: Float[Tensor, "trajectory state d_model"]
-) -> AlignedBases:
-    """:func:`fit_aligned_bases` of ``X``, which differs from the ensemble that was fitted in its
-    last state alone (uncentred): alignment runs forward, so that the others keep theirs."""
-    U, S = _left(X[:, -1].double() - aligned.center[-1])
-    order, sign = align_directions(torch.stack([aligned.U[-2], U]), aligned.alignment)
-
-    def last(old: Tensor, new: Tensor) -> Tensor:
-        return torch.cat([old[:-1], new[None]])
-
-    U, S = last(aligned.U, U[:, order[1]] * sign[1]), last(aligned.S, S[order[1]])
-    return replace(
-        aligned,
-        U=U,
-        S=S,
-        order=last(aligned.order, order[1]),
-        sign=last(aligned.sign, sign[1]),
-        overlap=_right_overlaps(X, U, S, aligned.center),
-    )
-
-
 def _left(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
     """Directions ``U_t`` and singular values of one state's ``M_t``, whose transpose are the
     rows."""
@@ -178,8 +140,8 @@ def inverse_values(
     >>> inverse_values(torch.tensor([2.0, 0.0])).tolist()
     [0.5, 0.0]
     """
-    kept = S.amax(-1, keepdim=True) * rtol < S
-    return torch.where(kept, 1 / torch.where(kept, S, 1.0), 0.0)
+    large = S.amax(-1, keepdim=True) * rtol < S
+    return torch.where(large, 1 / torch.where(large, S, 1.0), 0.0)
 
 
 def _right_overlaps(
@@ -268,24 +230,22 @@ def proper_rotations(aligned: AlignedBases) -> tuple[AlignedBases, int]:
 
 
 def common_basis(
-    X: Float[Tensor, "trajectory state d_model"], rank: int | None = None
+    X: Float[Tensor, "trajectory state d_model"],
 ) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, " state"]]:
     """One orthonormal basis for all states, and the share of each state's energy that lies outside
     it.
 
-    The top ``rank`` left singular vectors of the states side by side (default
-    ``min(trajectories, d_model)``). Where there are fewer trajectories than coordinates, rotations
-    between aligned bases are defined inside such a basis only.
+    The top ``min(trajectories, d_model)`` left singular vectors of the states side by side. Where
+    there are fewer trajectories than coordinates, rotations between aligned bases are defined
+    inside such a basis only.
     """
     check_ensemble(X)
-    size = min(X.shape[0], X.shape[2]) if rank is None else rank
-    require(1 <= size <= X.shape[2], "rank", expected=f"1 to {X.shape[2]}", got=rank)
-    d = X.shape[2]
+    n, _, d = X.shape
     gram = torch.zeros(d, d, dtype=torch.float64, device=X.device)
     for state in X.unbind(1):
         rows = state.double()
         gram += rows.mT @ rows
-    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, :size].contiguous()
+    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : min(n, d)].contiguous()
     basis = fix_signs(vectors, vectors)[1]
     outside = []
     for state in X.unbind(1):

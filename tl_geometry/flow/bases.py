@@ -1,5 +1,6 @@
-"""What an ensemble of trajectories looks like: angles between aligned bases, spectra, how straight
-and how parallel the bundle runs, outliers.
+"""What does an ensemble of trajectories look like? Angles between its bases, over how many
+directions it spreads, how straight and how parallel the bundle runs, and which trajectories are far
+out.
 
 Plain tensors in, named tuples out. ``X [trajectory state d_model]`` holds one token per trajectory
 at every state; aligned bases are ``U [state d_model rank]`` and ``S [state rank]``. Source: Sarfati
@@ -11,12 +12,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange, reduce
-from jaxtyping import Bool, Float, Int
+from einops import einsum, rearrange
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import normalize_rows, principal_angles, stable_rank
+from tl_geometry.base.linalg import normalize_rows
 
 MAD_TO_SD = 1.4826
 """Median absolute deviation of a Gaussian -> its standard deviation."""
@@ -44,48 +45,16 @@ def basis_angles(
     return torch.rad2deg(angle)
 
 
-def subspace_angles(U: Float[Tensor, "state d_model rank"]) -> Float[Tensor, "state state rank"]:
-    """Principal angles (degrees, ascending) between the spans of ``U`` at every two states; free of
-    signs and order inside a span.
+def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
+    """Number of directions over which the energy of each state spreads: ``exp(-sum p ln p)`` with
+    ``p = s^2 / sum s^2``.
 
-    >>> axes = torch.eye(3).double()
-    >>> subspace_angles(torch.stack([axes[:, :2], axes[:, 1:]]))[0, 1].tolist()
-    [0.0, 90.0]
-    """
-    rows = [principal_angles(U[s].expand(len(U), -1, -1).contiguous(), U) for s in range(len(U))]
-    return torch.rad2deg(torch.stack(rows))
-
-
-class Spectra(NamedTuple):
-    """Summaries of the singular values of each state."""
-
-    stable_rank: Float[Tensor, " state"]
-    entropy_rank: Float[Tensor, " state"]
-    decay: Float[Tensor, " state"]
-    """Slope of ln s against ln rank over ranks 2 to 512 (the first is left out: uncentred, it is
-    the ensemble mean)."""
-
-
-def spectra(S: Float[Tensor, "state rank"]) -> Spectra:
-    """Stable rank ``sum s^2 / s_1^2``, entropy rank ``exp(-sum p ln p)`` with
-    ``p = s^2 / sum s^2``, and the log-log slope.
-
-    >>> spectra(torch.ones(1, 5)).entropy_rank.round(decimals=4).tolist()
+    >>> entropy_rank(torch.ones(1, 5)).round(decimals=4).tolist()
     [5.0]
     """
-    values = S.double().sort(-1, descending=True).values
-    share = values.square() / values.square().sum(-1, keepdim=True)
-    entropy = -torch.xlogy(share, share).sum(-1)
-    used = values[:, 1:512]
-    x = torch.log(torch.arange(2, 2 + used.shape[1], dtype=torch.float64, device=S.device))
-    ok = used > 1e-12 * values[:, :1]
-    y = torch.where(ok, torch.log(torch.where(ok, used, 1.0)), 0.0)
-    w = ok.double()
-    count = w.sum(-1)
-    dx = x - ((w * x).sum(-1) / count)[:, None]
-    dy = y - ((w * y).sum(-1) / count)[:, None]
-    slope = (w * dx * dy).sum(-1) / (w * dx.square()).sum(-1)
-    return Spectra(stable_rank(values), entropy.exp(), torch.where(count >= 2, slope, torch.nan))
+    energy = S.double().square()
+    share = energy / energy.sum(-1, keepdim=True)
+    return (-torch.xlogy(share, share).sum(-1)).exp()
 
 
 class Bundle(NamedTuple):
@@ -124,7 +93,7 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
     k = min(k, n - 2)
     straight = torch.linalg.vector_norm(X[:, -1].double() - X[:, 0].double(), dim=-1)
     length = torch.zeros_like(straight)
-    parallel, kept, zero, before = [], [], 0, _nearest(X[:, 0].double(), k)
+    parallel, neighbours_kept, zero, before = [], [], 0, _nearest(X[:, 0].double(), k)
     for s in range(states - 1):
         step = X[:, s + 1].double() - X[:, s].double()
         length += torch.linalg.vector_norm(step, dim=-1)
@@ -134,12 +103,12 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
         cosines = unit.sum(0).square().sum() - m  # of the m (m - 1) ordered pairs, summed
         parallel.append(cosines / (m * (m - 1)) if m > 1 else torch.full_like(cosines, torch.nan))
         after = _nearest(X[:, s + 1].double(), k)
-        kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
+        neighbours_kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
         before = after
     return Bundle(
         straightness=torch.where(length > 0, straight / length, torch.nan),
         parallel=torch.stack(parallel),
-        neighbours=torch.stack(kept),
+        neighbours=torch.stack(neighbours_kept),
         neighbours_chance=k / (n - 1),
         degenerate=zero,
     )
@@ -149,122 +118,31 @@ def _nearest(
     rows: Float[Tensor, "trajectory d_model"], k: int, chunk: int = 1024
 ) -> Int[Tensor, "trajectory rank"]:
     """The ``k`` nearest other trajectories of each."""
-    found = []
+    nearest = []
     squares = rows.square().sum(-1)
     for start in range(0, len(rows), chunk):
         part = rows[start : start + chunk]
         distance = squares - 2 * part @ rows.mT
         distance[torch.arange(len(part)), torch.arange(start, start + len(part))] = torch.inf
-        found.append(distance.topk(k, largest=False).indices)
-    return torch.cat(found)
+        nearest.append(distance.topk(k, largest=False).indices)
+    return torch.cat(nearest)
 
 
-class Outliers(NamedTuple):
-    """Trajectories whose norm leaves the others at some state; nothing is dropped."""
+def outliers(
+    X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0
+) -> tuple[int, ...]:
+    """Trajectories whose norm leaves the others at some state: ``|r - median(r)| > factor * 1.4826
+    * MAD(r)``, ``r`` the norm (Sarfati et al. 2025: factor 10). Nothing is dropped.
 
-    mask: Bool[Tensor, " trajectory"]
-    indices: tuple[int, ...]
-    states: tuple[int, ...]
-    """State rows at which each of them is farthest out."""
-    constant: tuple[int, ...]
-    """State rows whose median absolute deviation is zero: there only the median itself passes."""
-
-
-def outliers(X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0) -> Outliers:
-    """Trajectories with ``|r - median(r)| > factor * 1.4826 * MAD(r)`` at any state, ``r`` the norm
-    (Sarfati et al. 2025: factor 10).
+    Where the median absolute deviation is 0, every norm but the median itself is far out.
 
     >>> X = torch.ones(5, 1, 1) + torch.arange(5).view(5, 1, 1) / 10
     >>> X[3] = 50.0
-    >>> outliers(X).indices
+    >>> outliers(X)
     (3,)
     """
     norms = [torch.linalg.vector_norm(state.double(), dim=-1) for state in X.unbind(1)]
     r = torch.stack(norms, dim=1)
     away = (r - r.quantile(0.5, dim=0)).abs()
-    mad = away.quantile(0.5, dim=0)
-    out = away > factor * MAD_TO_SD * mad
-    mask = out.any(1)
-    found = tuple(int(i) for i in mask.nonzero()[:, 0])
-    score = torch.where(mad > 0, away / mad, torch.where(away > 0, torch.inf, 0.0))
-    worst = tuple(int(score[i].argmax()) for i in found)
-    return Outliers(mask, found, worst, tuple(int(s) for s in (mad == 0).nonzero()[:, 0]))
-
-
-def gaussian_wasserstein(
-    a: Float[Tensor, "row d_model"], b: Float[Tensor, "column d_model"]
-) -> float:
-    """2-Wasserstein distance between Gaussians with the means and covariances of two samples.
-
-    ``sqrt(|m_a - m_b|^2 + tr(A + B - 2 (A^1/2 B A^1/2)^1/2))``; by the trace norm of
-    ``A^1/2 B^1/2``, taken from the centred samples.
-
-    >>> x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
-    >>> round(gaussian_wasserstein(x, x + 2.0), 6) == round(12**0.5, 6)
-    True
-    """
-    a, b = a.double(), b.double()
-    apart = (a.mean(0) - b.mean(0)).square().sum()
-    ca, cb = ((x - x.mean(0)) / (len(x) - 1) ** 0.5 for x in (a, b))
-    ra, rb = (torch.linalg.qr(c, mode="r").R for c in (ca, cb))
-    shared = torch.linalg.svdvals(ra @ rb.mT).sum()
-    square = apart + ca.square().sum() + cb.square().sum() - 2 * shared
-    return float(square.clamp(min=0).sqrt())
-
-
-class Discrepancy(NamedTuple):
-    """A two-sample statistic, and the chance of one at least as large under exchange of the two
-    labels."""
-
-    statistic: float
-    p_value: float
-
-
-def mmd(
-    a: Float[Tensor, "row d_model"],
-    b: Float[Tensor, "column d_model"],
-    *,
-    permutations: int = 200,
-    paired: bool = False,
-    seed: int = 0,
-) -> Discrepancy:
-    """Unbiased squared maximum mean discrepancy, Gaussian kernel at the median distance, with a
-    permutation p-value.
-
-    ``paired=True`` exchanges the labels inside pairs (row i of ``a`` and of ``b``), for a state and
-    its own extrapolation. Gretton et al. 2012. Memory: (rows of both)^2.
-
-    >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
-    >>> mmd(x[:10], x[10:] + 5, permutations=99).p_value
-    0.01
-    """
-    n, m = len(a), len(b)
-    require(min(n, m) >= 2, "samples", expected="at least two rows each", got=f"{n} and {m}")
-    require(
-        not paired or n == m,
-        "samples",
-        expected="equally many rows with paired=True",
-        got=f"{n} and {m}",
-    )
-    rows = torch.cat([a, b]).double()
-    distance = torch.cdist(rows, rows).square()
-    scale = distance[distance > 0].median() if bool((distance > 0).any()) else distance.new_ones(())
-    kernel = torch.exp(-distance / scale)
-    kernel.fill_diagonal_(0)
-    generator = torch.Generator().manual_seed(seed)
-    label = torch.cat([torch.ones(n), torch.zeros(m)]).double().to(rows.device)
-    draws = [label]
-    for _ in range(permutations):
-        if paired:
-            swap = (torch.rand(n, generator=generator) < 0.5).double().to(rows.device)
-            draws.append(torch.cat([1 - swap, swap]))
-        else:
-            draws.append(label[torch.randperm(n + m, generator=generator).to(rows.device)])
-    pick = torch.stack(draws)
-    with_a = pick @ kernel
-    aa = reduce(with_a * pick, "sample row -> sample", "sum")
-    ab = reduce(with_a * (1 - pick), "sample row -> sample", "sum")
-    bb = kernel.sum() - aa - 2 * ab
-    values = aa / (n * (n - 1)) + bb / (m * (m - 1)) - 2 * ab / (n * m)
-    beyond = int((values[1:] >= values[0] - 1e-15).sum())
-    return Discrepancy(float(values[0]), (1 + beyond) / (1 + permutations))
+    far = (away > factor * MAD_TO_SD * away.quantile(0.5, dim=0)).any(1)
+    return tuple(far.nonzero()[:, 0].tolist())

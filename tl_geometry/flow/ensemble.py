@@ -1,15 +1,13 @@
-"""The ensemble of pilot-token paths through a model, and everything that the stochastic-flow view
-asks of it."""
+"""How does one token of many texts travel through the blocks? The ensemble of such trajectories,
+from which everything of the stochastic-flow view (Sarfati et al. 2025) is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -18,16 +16,17 @@ from tqdm.auto import tqdm
 from tl_geometry.base.checks import finite, index
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource, state_indices
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.flow import bases, noise, residuals
+from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.flow import bases, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
+from tl_geometry.flow.noise import LAWS, fit_noise_law
 from tl_geometry.models.batches import default_batch
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.reader import as_view
 
 SOURCE = ("sarfati2025",)
 AFTER_NORM = "last state after the final norm"
@@ -49,7 +48,6 @@ class Trajectories(Result):
     document them.
     """
 
-    version: ClassVar[int] = 2
     X: Float[Tensor, "trajectory state d_model"]
     states: tuple[int, ...]
     position: int
@@ -110,10 +108,6 @@ class Trajectories(Result):
     def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
         return {}
 
-    def outliers(self, *, factor: float = 10.0) -> bases.Outliers:
-        """Trajectories whose norm leaves the others at some state; reported, never dropped."""
-        return bases.outliers(self.X, factor=factor)
-
     def bundle(self, *, k: int = 10) -> bases.Bundle:
         """Straightness, parallelism and neighbour preservation."""
         return bases.bundle(self.X, k=k)
@@ -122,10 +116,6 @@ class Trajectories(Result):
         """Degrees between direction i at two states, for the first ``k`` directions."""
         aligned = self.aligned_bases(align=align)
         return bases.basis_angles(aligned.U, min(k, aligned.rank))
-
-    def spectra(self) -> bases.Spectra:
-        """Stable rank, entropy rank and decay of each state's singular values."""
-        return bases.spectra(self.aligned_bases(align="none").S)
 
     def residuals(
         self, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U"
@@ -139,24 +129,6 @@ class Trajectories(Result):
         aligned = (train or self).aligned_bases(align=align)
         return residuals.residual_maps(self.X, partial(residuals.flow_map, aligned, signs=signs))
 
-    def isotropy(
-        self,
-        start: int,
-        end: int,
-        *,
-        train: Trajectories | None = None,
-        align: str = "greedy",
-        signs: str = "U",
-        fdr: float = 0.05,
-    ) -> noise.Isotropy:
-        """Isotropy and Gaussianity of the residual between two states; held out with ``train``, as
-        in :meth:`residuals`."""
-        _require_apart(train, self)
-        a, b = self.row(start), self.row(end)
-        move = residuals.flow_map((train or self).aligned_bases(align=align), a, b, signs=signs)
-        residual = self.X[:, b].double() - move(self.X[:, a].double())
-        return noise.isotropy_tests(residual, fdr=fdr)
-
     def langevin(
         self,
         *,
@@ -168,8 +140,9 @@ class Trajectories(Result):
         lambda from that law of the residuals (as published), ``"sde"`` from the equation's own
         covariance, a pair as given."""
         provenance = replace(self.provenance, dtype="float64")
-        if noise in ("asymptotic", "increment"):
-            law = fit_law(self.residuals(align=align), str(noise), self.times)
+        if noise in LAWS:
+            log_variance = self.residuals(align=align).log_variance
+            law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
             if law.rate <= 0:
                 noise = (0.0, 0.0)
@@ -190,11 +163,6 @@ def require_trajectories(value: object, what: str) -> None:
         got=type(value).__name__,
         instead="tl_geometry.trajectories(model, tokens)",
     )
-
-
-def fit_law(maps: residuals.Maps, law: str, times: Tensor) -> noise.NoiseLaw:
-    """Noise law of a map of residuals."""
-    return noise.fit_noise_law(maps.log_variance, law=law, times=times)
 
 
 def split_rows(
@@ -243,8 +211,8 @@ def shared_rows(
     """
     if rows.shape[1] != fitted.shape[1]:
         return torch.zeros(len(rows), dtype=torch.bool)
-    known = {tuple(row) for row in fitted.tolist()}
-    return torch.tensor([tuple(row) in known for row in rows.tolist()], dtype=torch.bool)
+    fitted_rows = {tuple(row) for row in fitted.tolist()}
+    return torch.tensor([tuple(row) in fitted_rows for row in rows.tolist()], dtype=torch.bool)
 
 
 def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
@@ -280,7 +248,6 @@ def trajectories(
     position: str | int | None = None,
     states: Iterable[int | str] | int | str | None = None,
     post_norm: bool = False,
-    path: str | Path | None = None,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
     labels: Any = None,
@@ -290,7 +257,7 @@ def trajectories(
     call lines of thought.
 
     One forward pass per batch of chunks; only the followed position of each block's output is kept,
-    so that memory is chunks x blocks x d_model, or none with ``path``.
+    so that memory is chunks x blocks x d_model.
 
     Args:
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see
@@ -303,7 +270,6 @@ def trajectories(
             (``"blocks.1.hook_resid_pre"``).
         post_norm: also keep the last state after the final norm (see
             :meth:`Trajectories.after_norm`).
-        path: a ``.npy`` file to write the states to (float32, memory-mapped) in place of memory.
         batch_size: chunks of one forward pass, by default about 4,096 tokens on a CPU, 16,384 on a
             GPU.
 
@@ -322,7 +288,7 @@ def trajectories(
     wanted = range(1, view.n_layers + 1) if states is None else states
     chosen = state_indices(wanted, view.n_layers + 1, view.state_hooks)
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
-    X, ids = _follow(view, source, followed, chosen, path, batch_size, progress)
+    X, ids = _follow(view, source, followed, chosen, batch_size, progress)
     finite(X.sum(1), "states of the followed token")
     flags: list[str] = []
     if followed == 0:
@@ -372,39 +338,21 @@ def _follow(
     source: TokenSource,
     position: int,
     states: tuple[int, ...],
-    path: str | Path | None,
     batch: int | None,
     progress: bool,
 ) -> tuple[Float[Tensor, "trajectory state d_model"], Int[Tensor, "trajectory position"]]:
-    """The states of the followed position, in memory or in the file at ``path``, and the tokens."""
+    """The states of the followed position, and the tokens."""
     dtype = torch.float64 if view.dtype == torch.float64 else torch.float32
-    shape = (source.contexts or 0, len(states), view.d_model)
-    if path is not None:
-        require(
-            source.contexts is not None,
-            "path",
-            expected="chunks whose number is known",
-            got="an iterable",
-            instead="path=None",
-        )
-        name = "float64" if dtype == torch.float64 else "float32"
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        X = torch.from_numpy(np.lib.format.open_memmap(path, mode="w+", dtype=name, shape=shape))
-    else:
-        X = torch.empty(shape, dtype=dtype)
-    ids, parts, done = [], [], 0
+    ids, parts = [], []
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
         for rows in source.batches(batch or default_batch(source.length, view.device)):
-            into = X[done : done + len(rows)]
-            if source.contexts is None:
-                into = torch.empty(len(rows), *shape[1:], dtype=dtype)
+            into = torch.empty(len(rows), len(states), view.d_model, dtype=dtype)
             hooks = {view.state_hooks[s]: _store(into, i, position) for i, s in enumerate(states)}
             view.run(rows, hooks)
             parts.append(into)
             ids.append(rows)
-            done += len(rows)
             bar.update(len(rows))
-    return X if source.contexts is not None else torch.cat(parts), torch.cat(ids)
+    return torch.cat(parts), torch.cat(ids)
 
 
 def _store(into: Tensor, row: int, position: int) -> Hook:

@@ -1,10 +1,12 @@
-"""The path of rotations and stretches between the states of a flow: R follows the geodesic
-``U_k exp(a log(U_k^T U_{k+1}))``, ``ln sigma_i`` a cubic spline, which keeps sigma positive."""
+"""Where the rotations and stretches of a flow are between two states, for
+:class:`tl_geometry.flow.LangevinModel`: R follows the geodesic ``U_k exp(a log(U_k^T U_{k+1}))``
+with a the share of the interval that has passed, and ``ln sigma_i`` a cubic spline, so that sigma
+stays positive."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -46,15 +48,15 @@ class GeodesicPath:
         pairs = zip(self.U[:-1], self.U[1:], strict=True)
         return torch.stack([rotation_log(here.mT @ there) for here, there in pairs])
 
-    def locate(self, t: float, left: bool = False) -> tuple[int, float]:
-        """Interval of a time, and the share of it that has passed (``left``: a state ends its
-        interval)."""
+    def locate(self, t: float) -> tuple[int, float]:
+        """Interval of a time, and the share of it that has passed; a state begins its interval, the
+        last state ends the last one."""
         first, last = float(self.times[0]), float(self.times[-1])
-        slack = 1e-9 * max(1.0, last)
+        slack = 1e-9 * max(1.0, last)  # times that are sums of steps carry rounding errors
         inside = first - slack <= t <= last + slack
         require(inside, "time", expected=f"{first:g} to {last:g} (layers)", got=t)
         where = torch.tensor(t, dtype=torch.float64)
-        k = int(torch.searchsorted(self.times, where, right=not left)) - 1
+        k = int(torch.searchsorted(self.times, where, right=True)) - 1
         k = min(max(k, 0), len(self.times) - 2)
         return k, (t - float(self.times[k])) / self.length(k)
 
@@ -78,9 +80,9 @@ class GeodesicPath:
         self.locate(t)
         return torch.from_numpy(self.spline(t, 1))
 
-    def rotation(self, t: float, left: bool = False) -> Float[Tensor, "rank rank"]:
+    def rotation(self, t: float) -> Float[Tensor, "rank rank"]:
         """``R(t)``; at the states ``U`` itself."""
-        k, a = self.locate(t, left)
+        k, a = self.locate(t)
         if abs(a) < 1e-12 or abs(a - 1) < 1e-12:
             return self.U[k + round(a)]
         return self.U[k] @ rotation_exp(a * self.logs[k])
@@ -99,10 +101,3 @@ class GeodesicPath:
             values = torch.exp(rate * u[:, None] - 2 * torch.from_numpy(self.spline(u.numpy())))
             total = total + (b - a) / 2 * einsum(WEIGHTS, values, "sample, sample rank -> rank")
         return total
-
-
-@lru_cache(maxsize=1)
-def geodesic_path(U: Tensor, S: Tensor, times: Tensor) -> GeodesicPath:
-    """The path through these very tensors; the last one is kept, so that models made from another
-    (``with_noise``, ``with_preset``) share its logarithms."""
-    return GeodesicPath(U, S, times)

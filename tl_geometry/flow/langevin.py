@@ -1,9 +1,11 @@
-"""The stack of blocks as a stochastic flow: ``dx = [R' R^T + R S' R^T] x dt + sqrt(alpha lambda
-e^{lambda t}) dW``.
+"""Can a stack of blocks be simulated as a stochastic flow? This module fits the equation of Sarfati
+et al. 2025 (Eq. 3) to an ensemble, draws paths from it, and gives their law in closed form.
 
-``R(t)`` rotates and ``S' = diag(sigma_i' / sigma_i)`` stretches (Sarfati et al. 2025, Eq. 3).
-Between states R and sigma follow :mod:`tl_geometry.flow.geodesic`. The equation has a closed form:
-in the co-moving coordinates ``y = diag(1/sigma) R^T x`` the drift vanishes,
+    dx = [R' R^T + R S' R^T] x dt + sqrt(alpha lambda e^{lambda t}) dW
+
+``R(t)`` rotates and ``S' = diag(sigma_i' / sigma_i)`` stretches; between states R and sigma follow
+:mod:`tl_geometry.flow.geodesic`. In the co-moving coordinates ``y = diag(1/sigma) R^T x`` the drift
+vanishes,
 ``dy_i = sigma_i^{-1} sqrt(alpha lambda e^{lambda t}) dW_i``, and
 
     mean x(t) | x(s) = Phi x(s),  Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,10 +44,10 @@ from tl_geometry.flow.alignment import (
     fit_aligned_bases,
     proper_rotations,
 )
-from tl_geometry.flow.geodesic import GeodesicPath, geodesic_path
+from tl_geometry.flow.geodesic import GeodesicPath
 from tl_geometry.flow.simulation import FlowNoise, exact_paths, stepped_paths
 
-METHODS = ("exact", "euler", "heun")
+METHODS = ("exact", "euler")
 """Integrators of :meth:`LangevinModel.simulate`."""
 STRETCHES = ("spectral", "regression")
 """How the stretch is estimated, see :meth:`LangevinModel.fit`."""
@@ -56,26 +58,9 @@ TINY = torch.finfo(torch.float64).tiny
 FLOOR = 1e-10
 """Singular values are kept above this share of the state's largest, so that their logarithm
 exists."""
-
-
-class Consistency(NamedTuple):
-    """Where the stochastic equation disagrees with the laws published beside it, for every pair of
-    states (NaN unless start < end).
-
-    ``sde_log_variance`` is the mean over coordinates of ln of the equation's own variance;
-    ``asymptotic`` and ``increment`` are ``ln(alpha e^{lambda (t + tau)})`` and
-    ``ln(alpha e^{lambda (t + tau)} (1 - e^{-lambda tau}))``: equal to it only where nothing
-    stretches. ``anisotropy`` is the largest over the smallest eigenvalue of the equation's
-    covariance (1 for the isotropic noise that the law claims). ``energy_ratio`` is the ensemble's
-    second moment as the equation predicts it over the observed one: a spectral stretch already
-    contains what noise adds, so the equation adds it twice and the ratio exceeds 1.
-    """
-
-    sde_log_variance: Float[Tensor, "state state"]
-    asymptotic: Float[Tensor, "state state"]
-    increment: Float[Tensor, "state state"]
-    anisotropy: Float[Tensor, "state state"]
-    energy_ratio: Float[Tensor, "state state"]
+LEAST_LINK = 1e-3
+"""Cosine ``v_i(k).v_i(k+1)`` below which a regression on the state before says nothing about a
+direction; it may even be negative, and has no logarithm then."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,15 +70,14 @@ class LangevinModel(Result):
 
     ``subspace`` ``[d_model rank]`` is the identity unless there were fewer trajectories than
     coordinates; ``outside`` is the share of each state's energy that it misses (simulations leave
-    it out). ``S`` are the stretches' values, ``observed`` the singular values, ``times`` the layers
-    (1: output of the first block), ``flips`` the directions reversed for the determinant's sake.
+    it out). ``S`` are the values of the stretches, ``times`` the layers (1: output of the first
+    block). ``flips`` counts the directions that were reversed for the determinant's sake,
+    ``clamped`` the stretches that were raised to be positive.
     """
 
-    version: ClassVar[int] = 2
     subspace: Float[Tensor, "d_model rank"]
     U: Float[Tensor, "state rank rank"]
     S: Float[Tensor, "state rank"]
-    observed: Float[Tensor, "state rank"]
     times: Float[Tensor, " state"]
     outside: Float[Tensor, " state"]
     alpha: float
@@ -138,7 +122,6 @@ class LangevinModel(Result):
         align: str = "greedy",
         stretch: str = "spectral",
         times: Float[Tensor, " state"] | None = None,
-        rank: int | None = None,
         provenance: Provenance | None = None,
     ) -> LangevinModel:
         """Fit rotations, stretches and noise to an ensemble.
@@ -155,12 +138,9 @@ class LangevinModel(Result):
                 regression of each direction on itself, which leaves room for the noise and is what
                 recovers a planted equation.
             times: layers of the states, by default 1, 2, ...
-            rank: directions of the common basis where there are fewer trajectories than
-                coordinates.
             provenance: where the ensemble comes from.
 
-        Raises ``GeometryError`` for a single state, states that are not finite, and more directions
-        than trajectories.
+        Raises ``GeometryError`` for a single state and for states that are not finite.
 
         >>> g = torch.Generator().manual_seed(0)
         >>> x = torch.randn(50, 1, 3, generator=g, dtype=torch.float64)
@@ -172,19 +152,17 @@ class LangevinModel(Result):
         choice(stretch, STRETCHES, "stretch")
         n, states, d = X.shape
         subspace, outside = torch.eye(d).double(), torch.zeros(states).double()
-        if n < d or rank is not None:
-            subspace, outside = common_basis(X, min(n, d) if rank is None else rank)
-            fits = subspace.shape[1] <= n
-            require(fits, "rank", expected=f"at most {n} (trajectories)", got=rank)
+        if n < d:
+            subspace, outside = common_basis(X)
             X = torch.stack([X[:, s].double() @ subspace for s in range(states)], dim=1)
         aligned, flips = proper_rotations(fit_aligned_bases(X, align=align))
         S = aligned.S.clamp(min=0)
         S = torch.maximum(S, FLOOR * S.amax(-1, keepdim=True)).clamp(min=TINY)
-        clamped, observed = int((aligned.S < S).sum()), S
+        clamped = int((aligned.S < S).sum())
         if stretch == "regression":
             link = torch.stack([aligned.overlap[k, k + 1] for k in range(states - 1)])
-            clamped += int((link < 1e-3).sum())
-            growth = (S[1:] / S[:-1]).log() + link.clamp(min=1e-3).log()  # of each interval
+            clamped += int((link < LEAST_LINK).sum())
+            growth = (S[1:] / S[:-1]).log() + link.clamp(min=LEAST_LINK).log()  # of each interval
             S = torch.cat([S[:1], S[:1] * growth.cumsum(0).exp()])
         layers = torch.arange(1, states + 1) if times is None else times.cpu()
         source = provenance or Provenance(sources=("sarfati2025",), dtype="float64", contexts=n)
@@ -192,7 +170,6 @@ class LangevinModel(Result):
             subspace=subspace,
             U=aligned.U,
             S=S,
-            observed=observed,
             times=layers.double(),
             outside=outside,
             alpha=0.0,
@@ -211,11 +188,6 @@ class LangevinModel(Result):
         """The same flow with other noise parameters (``alpha=0`` for none)."""
         return replace(self, alpha=float(alpha), rate=float(rate))
 
-    def with_preset(self, preset: str) -> LangevinModel:
-        """The same model with ``preset="reference"`` (half the stretch rate in the drift, as
-        published) or ``"exact"``."""
-        return replace(self, preset=preset)
-
     def estimate_noise(self, X: Float[Tensor, "trajectory state rank"]) -> tuple[float, float]:
         """``(alpha, lambda)`` from co-moving increments: ``Var(y_i(k+1) - y_i(k)) = integral alpha
         lambda e^{lambda u} sigma_i^{-2} du``.
@@ -231,21 +203,21 @@ class LangevinModel(Result):
             left = measured - torch.stack([self.path.integral(a, b, rate) for a, b in steps]).log()
             return float((left - left.mean()).square().sum()), float(left.mean())
 
-        grid = np.linspace(-2, 2, 41)
+        grid = np.linspace(-2, 2, 41)  # the misfit may have several minima: start from the best
         near = grid[int(np.argmin([misfit(g)[0] for g in grid]))]
-        found: Any = minimize_scalar(
+        best: Any = minimize_scalar(
             lambda r: misfit(r)[0],
             bounds=(near - 0.1, near + 0.1),
             method="bounded",
             options={"xatol": 1e-8},
         )
-        rate = math.copysign(max(abs(found.x), 1e-6), found.x)
+        rate = math.copysign(max(abs(best.x), 1e-6), best.x)  # alpha is divided by it
         return math.exp(misfit(rate)[1]) / rate, rate
 
     @cached_property
     def path(self) -> GeodesicPath:
         """Rotations and stretches in the coordinates of ``subspace``."""
-        return geodesic_path(self.U, self.S, self.times)
+        return GeodesicPath(self.U, self.S, self.times)
 
     @property
     def noise(self) -> FlowNoise:
@@ -261,8 +233,8 @@ class LangevinModel(Result):
     def embed(self) -> Float[Tensor, "d_model rank"] | None:
         """``subspace``, or ``None`` where it is the identity and products can be left out."""
         d, rank = self.subspace.shape
-        whole = d == rank and torch.equal(self.subspace, torch.eye(d).to(self.subspace))
-        return None if whole else self.subspace
+        is_identity = d == rank and torch.equal(self.subspace, torch.eye(d).to(self.subspace))
+        return None if is_identity else self.subspace
 
     def sigma(self, t: float) -> Float[Tensor, " rank"]:
         """Stretch values at time ``t`` (layers), from the spline of their logarithms."""
@@ -284,10 +256,6 @@ class LangevinModel(Result):
         A = self.path.turning(self.path.locate(t)[0]) + (R * self.stretch_rate(t)) @ R.mT
         return self.subspace @ A @ self.subspace.mT
 
-    def diffusion(self, t: float) -> float:
-        """``sqrt(alpha lambda e^{lambda t})``, the noise amplitude of each coordinate."""
-        return self.noise.amplitude(t)
-
     def noise_integral(self, s: float, t: float) -> Float[Tensor, " rank"]:
         """``I_i``: variance that the co-moving coordinate ``y_i`` gains from ``s`` to ``t``."""
         self.path.require_ordered(s, t)
@@ -302,23 +270,6 @@ class LangevinModel(Result):
         """Covariance of ``x(t)`` given ``x(s)``."""
         R = self.rotation(t)
         return (R * (self.sigma(t).square() * self.noise_integral(s, t))) @ R.mT
-
-    def moments(
-        self,
-        mean: Float[Tensor, " d_model"],
-        covariance: Float[Tensor, "d_model d_model"],
-        s: float,
-        t: float,
-    ) -> tuple[Float[Tensor, " d_model"], Float[Tensor, "d_model d_model"]]:
-        """Mean and covariance at ``t`` of the Fokker-Planck solution that starts with these at
-        ``s``: ``(Phi m, Phi C Phi^T + noise)``.
-
-        The closed form of ``m' = A m`` and ``C' = A C + C A^T + alpha lambda e^{lambda t} I``; a
-        Gaussian stays Gaussian, an ensemble of points becomes a mixture of Gaussians of covariance
-        :meth:`noise_covariance`.
-        """
-        phi = self.transition(s, t)
-        return phi @ mean.double(), phi @ covariance.double() @ phi.mT + self.noise_covariance(s, t)
 
     def simulate(
         self,
@@ -336,9 +287,9 @@ class LangevinModel(Result):
         given increasing times.
 
         ``"exact"`` draws the increments of the co-moving coordinates from their exact law: no step
-        size, one product per time asked for. ``"euler"`` is Euler-Maruyama as published
-        (steps ``dt`` of 0.1 by default, drift at the start of the step), ``"heun"`` the
-        second-order predictor and corrector. What lies outside ``subspace`` is left out.
+        size, one product per time asked for. ``"euler"`` is Euler-Maruyama as published (steps
+        ``dt`` of 0.1 by default, drift at the start of the step). What lies outside ``subspace`` is
+        left out.
         """
         begin = float(self.times[0]) if start is None else float(start)
         wanted = [float(t) for t in times]
@@ -346,12 +297,12 @@ class LangevinModel(Result):
         coordinates = x if self.embed is None else x.double() @ self.embed
         rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
         generator = torch.Generator().manual_seed(seed)
-        run = (self.path, self.noise, rows, begin, wanted, generator, self.embed)
+        run = (self.path, self.noise, rows, begin, wanted, generator)
         if method == "exact":
             out = exact_paths(*run)
         else:
-            step, heun = dt or DT, method == "heun"
-            out = stepped_paths(*run, dt=step, heun=heun, stretch_share=self.stretch_share)
+            out = stepped_paths(*run, dt=dt or DT, stretch_share=self.stretch_share)
+        out = out if self.embed is None else out @ self.embed.to(out).mT
         return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)
 
     def _check_simulation(
@@ -378,46 +329,3 @@ class LangevinModel(Result):
             )
         for t in (begin, wanted[-1]):
             self.path.locate(t)
-
-    def interpolate(
-        self, X: Float[Tensor, "trajectory state d_model"], t: float
-    ) -> Float[Tensor, "trajectory d_model"]:
-        """States between two layers: ``R(t) Sigma(t) [(1 - a) y_k + a y_{k+1}]`` with co-moving
-        ``y``; passes through all true states.
-
-        A smooth path for drawing; no interpretation is claimed.
-        """
-        require(
-            X.shape[1] == len(self.S),
-            "trajectories",
-            expected=f"{len(self.S)} states",
-            got=describe(X),
-        )
-        k, a = self.path.locate(t)
-        ends = [X[:, s].double() @ self.subspace @ (self.U[s] / self.S[s]) for s in (k, k + 1)]
-        return ((1 - a) * ends[0] + a * ends[1]) @ (self.rotation(t) * self.sigma(t)).mT
-
-    def consistency(self) -> Consistency:
-        """Set the equation beside the noise laws published with it: they agree only without
-        stretching. Reported, not hidden."""
-        n = len(self.times)
-        table = torch.full((5, n, n), torch.nan, dtype=torch.float64)
-        directions = [self.rotation(float(t)).square() for t in self.times]
-        for s in range(n - 1):
-            for t in range(s + 1, n):
-                a, b = float(self.times[s]), float(self.times[t])
-                noise = self.S[t].square() * self.noise_integral(a, b)
-                flow = (self.observed[s] * self.S[t] / self.S[s]).square().sum()
-                gained = -math.expm1(-self.rate * (b - a))
-                asymptotic = self.rate * b + (math.log(self.alpha) if self.alpha > 0 else math.nan)
-                increment = asymptotic + (math.log(gained) if gained > 0 else math.nan)
-                energy = flow + self.trajectories * noise.sum()
-                values = (
-                    (directions[t] @ noise).log().mean(),
-                    noise.new_tensor(asymptotic),
-                    noise.new_tensor(increment),
-                    noise.max() / noise.min(),
-                    energy / self.observed[t].square().sum(),
-                )
-                table[:, s, t] = torch.stack(values)
-        return Consistency(*table.unbind(0))

@@ -1,5 +1,5 @@
-"""The noise that a flow leaves: its law over layers, whether it is isotropic and Gaussian, and
-layers that do not follow the rest."""
+"""Is what rotation and stretch leave of a state noise? Its law over layers, whether it is isotropic
+and Gaussian, and layers that do not follow the rest, for :func:`tl_geometry.flow_report`."""
 
 from __future__ import annotations
 
@@ -63,15 +63,11 @@ def _times(values: Tensor, times: Tensor | None) -> Float[Tensor, " state"]:
     return times.double()
 
 
-def _pairs(
-    values: Tensor, times: Tensor | None, drop_first: int, drop_last: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Start, end and value of every pair of states that is kept and known."""
-    states, times = len(values), _times(values, times)
-    keep = torch.zeros(states, dtype=torch.bool)
-    keep[drop_first : states - drop_last] = True
-    start, end = torch.triu_indices(states, states, 1)
-    ok = keep[start] & keep[end] & torch.isfinite(values[start, end])
+def _pairs(values: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Start, end and value of every pair of states that is known."""
+    times = _times(values, times)
+    start, end = torch.triu_indices(len(values), len(values), 1)
+    ok = torch.isfinite(values[start, end])
     return times[start[ok]], times[end[ok]], values[start[ok], end[ok]].double()
 
 
@@ -80,8 +76,6 @@ def fit_noise_law(
     *,
     law: str = "asymptotic",
     times: Float[Tensor, " state"] | None = None,
-    drop_first: int = 0,
-    drop_last: int = 0,
 ) -> NoiseLaw:
     """Fit ``alpha`` and ``lambda`` to the map of mean log variances of residuals, over all pairs of
     states.
@@ -90,9 +84,9 @@ def fit_noise_law(
     2025, Eq. 2). ``"increment"``: ``v = alpha e^{lambda (t + tau)} (1 - e^{-lambda tau})``, what
     the noise of their stochastic equation integrates to where nothing stretches (its absolute value
     for a negative lambda); least squares on ln v. Times are layers, 1 for the output of the first
-    block unless ``times`` says otherwise; ``drop_first`` and ``drop_last`` leave out states. The
-    published "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; its
-    base is unstated, ours is natural.
+    block unless ``times`` says otherwise; pairs whose value is NaN are left out. The published
+    "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; its base is
+    unstated, ours is natural.
 
     >>> t = torch.arange(1.0, 6)
     >>> v = (torch.log(torch.tensor(0.64)) + 0.18 * t).expand(5, 5)
@@ -100,14 +94,14 @@ def fit_noise_law(
     [0.64, 0.18]
     """
     choice(law, LAWS, "law")
-    start, end, y = _pairs(log_variance, times, drop_first, drop_last)
+    start, end, y = _pairs(log_variance, times)
     n = len(y)
     require(
         n >= 3,
         "pairs of states",
         expected="at least 3 with a finite variance",
         got=n,
-        instead="fewer dropped layers",
+        instead="more states",
     )
 
     def misfit(rate: float) -> float:
@@ -118,12 +112,12 @@ def fit_noise_law(
         x = end - end.mean()
         rate = float((x * y).sum() / x.square().sum())
     else:
-        grid = np.linspace(-3, 3, 241)
+        grid = np.linspace(-3, 3, 241)  # the misfit may have several minima: start from the best
         near = grid[int(np.argmin([misfit(g) for g in grid]))]
-        found: Any = minimize_scalar(
+        best: Any = minimize_scalar(
             misfit, bounds=(near - 0.025, near + 0.025), method="bounded", options={"xatol": 1e-10}
         )
-        rate = float(found.x)
+        rate = float(best.x)
     left = misfit(rate)
     total = float((y - y.mean()).square().sum())
     log_alpha = float((y - _shape(law, rate, start, end)).mean())
@@ -207,7 +201,11 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
 
 def anderson_darling(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
     """Anderson-Darling statistic A^2 of normality with estimated mean and variance, for each
-    coordinate (constant ones: NaN)."""
+    coordinate (constant ones: NaN).
+
+    All coordinates at once: 18 times as fast as a loop over ``scipy.stats.anderson`` at 192 x 576,
+    and a report asks for every pair of states.
+    """
     n = len(residual)
     x = residual.double()
     sd = x.std(0)
@@ -220,9 +218,10 @@ def anderson_darling(residual: Float[Tensor, "trajectory d_model"]) -> Float[Ten
 
 
 def _log_tails(z: Float[Tensor, "*batch"]) -> tuple[Tensor, Tensor]:
-    """``ln P(Z < z)`` and ``ln P(Z > z)``: three times as fast as two of torch's ``log_ndtr``."""
+    """``ln P(Z < z)`` and ``ln P(Z > z)``: twice as fast as two of SciPy's ``log_ndtr``, three
+    times as fast as two of torch's."""
     tail = torch.special.erfc(z.abs() / math.sqrt(2)) / 2  # the smaller of the two
-    if bool((tail == 0).any()):  # below 1e-308
+    if bool((tail == 0).any()):  # below the smallest double, where its logarithm needs a series
         return torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
     small, large, left = tail.log(), torch.log1p(-tail), z < 0
     return torch.where(left, small, large), torch.where(left, large, small)
@@ -255,10 +254,10 @@ def _least_absolute(
 ) -> Float[Tensor, " column"]:
     """Least absolute deviations, as the dual linear programme: the largest ``y.u`` with
     ``design^T u = 0`` and ``|u| <= 1``; the coefficients are its multipliers."""
-    found: Any = linprog(
+    solution: Any = linprog(
         -y.numpy(), A_eq=design.mT.numpy(), b_eq=np.zeros(design.shape[1]), bounds=(-1, 1)
     )
-    return torch.from_numpy(-found.eqlin.marginals)
+    return torch.from_numpy(-solution.eqlin.marginals)
 
 
 class Anomalies(NamedTuple):
@@ -306,20 +305,23 @@ def layer_anomalies(
     after the final norm: libraries return it after the norm, which is a likely cause of the anomaly
     that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
     """
-    start, end, y = _pairs(values, times, 0, 0)
+    start, end, y = _pairs(values, times)
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
     excess = torch.full((len(values),), torch.nan, dtype=torch.float64)
     for b, time in enumerate(_times(values, times)):
-        own = end == time
-        if bool(own.any()) and int((~own).sum()) >= 6:
-            excess[b] = (y[own] - design[own] @ _least_absolute(design[~own], y[~own])).mean()
-    known = torch.isfinite(excess)
+        at_target = end == time
+        if bool(at_target.any()) and int((~at_target).sum()) >= 6:
+            excess[b] = (
+                y[at_target]
+                - design[at_target] @ _least_absolute(design[~at_target], y[~at_target])
+            ).mean()
+    measured = torch.isfinite(excess)
     z = torch.full_like(excess, torch.nan)
-    if int(known.sum()) >= 4:
-        away = excess - excess[known].quantile(0.5)
-        mad = away[known].abs().quantile(0.5)
+    if int(measured.sum()) >= 4:
+        away = excess - excess[measured].quantile(0.5)
+        mad = away[measured].abs().quantile(0.5)
         infinite = torch.where(away == 0, 0.0, torch.inf)
         z = torch.where(mad > 0, away / (MAD_TO_SD * mad), infinite)
-        z = torch.where(known, z, torch.nan)
-    limit = familywise_threshold(int(known.sum())) if threshold is None else threshold
-    return Anomalies(excess, z, (z.abs() > limit) & known)
+        z = torch.where(measured, z, torch.nan)
+    limit = familywise_threshold(int(measured.sum())) if threshold is None else threshold
+    return Anomalies(excess, z, (z.abs() > limit) & measured)

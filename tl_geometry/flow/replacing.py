@@ -1,9 +1,9 @@
-"""Putting mapped states in the place of later ones in the live model, many maps in one forward
-pass, and what that costs."""
+"""What does the output lose when a map of an early state takes the place of a later one? Runs the
+live model with the mapped states, many maps in one forward pass, and adds up divergences and losses
+for :func:`tl_geometry.flow.skip_map`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.flow.residuals import LayerMap
+from tl_geometry.models.forward import keep
 from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.next_token import PilotRuns, log_probabilities, pilot_runs
 from tl_geometry.models.output_head import distances, token_losses
-from tl_geometry.models.outputs import PilotRuns, log_probabilities, pilot_runs
-from tl_geometry.models.running import keep
 
 METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
 """What is measured of every map, see :class:`tl_geometry.flow.SkipMap`."""
@@ -49,55 +49,43 @@ def put(moved: Float[Tensor, "row position d_model"], rows: slice) -> Hook:
 
 
 class Measure:
-    """Results in progress, chunk by chunk. ``jobs`` are those still measured at each place,
-    ``pairs`` all that were asked for, ``limit`` the most rows of one forward pass; ``bar`` counts
-    passes."""
+    """What maps cost, added up chunk by chunk. ``jobs`` are measured, ``pairs`` are all that were
+    asked for, ``limit`` is the most rows of one forward pass; ``bar`` counts passes."""
 
     def __init__(
         self,
         view: ModelView,
-        jobs: Mapping[str, Sequence[Job]],
+        jobs: Sequence[Job],
         pairs: Sequence[Pair],
         limit: int,
         bar: Any,
     ) -> None:
-        self.view, self.jobs, self.pairs, self.limit, self.bar = view, dict(jobs), pairs, limit, bar
+        self.view, self.jobs, self.pairs, self.limit, self.bar = view, jobs, pairs, limit, bar
         self.found: dict[tuple[str, str, Pair], list[Tensor]] = {}
         self.loss: dict[str, list[Tensor]] = {}
 
     def add(
-        self,
-        rows: Int[Tensor, "batch position"],
-        place: str,
-        maps: Mapping[Job, LayerMap],
-        deadline: float | None,
+        self, rows: Int[Tensor, "batch position"], place: str, maps: Mapping[Job, LayerMap]
     ) -> None:
-        """Measure the jobs of a place on some chunks. Those not reached by the deadline are left
-        out here and later."""
+        """Measure all jobs at a place on some chunks."""
         view, position = self.view, -1 if place == "pilot" else None
         tokens = rows[:, :-1]
         target = rows[:, -1:] if place == "pilot" else rows[:, 2:]
         clean: dict[int, Tensor] = {}
-        starts = {a for (a, _), _ in self.jobs[place]}
+        starts = {a for (a, _), _ in self.jobs}
         plain = log_probabilities(
             view, tokens, {view.state_hooks[s]: keep(clean, s) for s in starts}, position=position
         )
-        own = _from_second(plain, place)
-        own_loss = token_losses(own, target)
+        own_log_probs = _from_second(plain, place)
+        own_loss = token_losses(own_log_probs, target)
         self.loss.setdefault(place, []).append(own_loss.mean(1))
         runs = pilot_runs(view, tokens, plain, self.limit) if place == "pilot" else None
         copies = max(1, self.limit // len(tokens)) if runs is None else runs.copies
-        jobs = self.jobs[place]
-        for start in range(0, len(jobs), copies):
-            if start and deadline is not None and time.monotonic() > deadline:
-                self.jobs[place] = jobs[:start]
-                break
-            group = sorted(jobs[start : start + copies], key=lambda job: job[0][1])
-            changed = self._run(group, tokens, place, maps, clean, runs)
-            for job, part in zip(
-                group, _from_second(changed, place).split(len(tokens)), strict=True
-            ):
-                self._record(place, job, part, own, token_losses(part, target) - own_loss)
+        for start in range(0, len(self.jobs), copies):
+            group = sorted(self.jobs[start : start + copies], key=lambda job: job[0][1])
+            changed = _from_second(self._run(group, tokens, place, maps, clean, runs), place)
+            for job, part in zip(group, changed.split(len(tokens)), strict=True):
+                self._record(place, job, part, own_log_probs, token_losses(part, target) - own_loss)
             self.bar.update(len(group) * len(tokens))
 
     def _run(
@@ -112,18 +100,22 @@ class Measure:
         """One forward pass over a copy of the chunks for each job, in the order of their ends."""
         hooks: dict[str, Hook] = {}
         for end in {b for (_, b), _ in group}:
-            mine = [i for i, ((_, b), _) in enumerate(group) if b == end]
-            moved = torch.cat([_moved(maps[group[i]], clean[group[i][0][0]], place) for i in mine])
+            copies_of_end = [i for i, ((_, b), _) in enumerate(group) if b == end]
+            moved = torch.cat(
+                [_moved(maps[group[i]], clean[group[i][0][0]], place) for i in copies_of_end]
+            )
             hooks[self.view.state_hooks[end]] = put(
-                moved, slice(mine[0] * len(tokens), (mine[-1] + 1) * len(tokens))
+                moved, slice(copies_of_end[0] * len(tokens), (copies_of_end[-1] + 1) * len(tokens))
             )
         if runs is not None:
             return runs.log_probabilities(len(group), hooks)
         return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, position=None)
 
-    def _record(self, place: str, job: Job, changed: Tensor, own: Tensor, increase: Tensor) -> None:
-        compared = distances(changed, own)
-        k = min(5, own.shape[-1])
+    def _record(
+        self, place: str, job: Job, changed: Tensor, own_log_probs: Tensor, increase: Tensor
+    ) -> None:
+        compared = distances(changed, own_log_probs)
+        k = min(5, own_log_probs.shape[-1])
         row = torch.stack(
             [compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]
         ).mean(2)
@@ -153,9 +145,9 @@ class Measure:
         return values, (loss[0], loss[1])
 
 
-def _moved(found: LayerMap, state: Tensor, place: str) -> Tensor:
+def _moved(layer_map: LayerMap, state: Tensor, place: str) -> Tensor:
     """The mapped state at the positions of a place: the last, or all but the first."""
-    return found(state[:, -1:] if place == "pilot" else state[:, 1:])
+    return layer_map(state[:, -1:] if place == "pilot" else state[:, 1:])
 
 
 def _from_second(values: Tensor, place: str) -> Tensor:

@@ -1,5 +1,6 @@
-"""The flow view of an ensemble in one result: residuals of every map between states, noise laws,
-isotropy, anomalous layers."""
+"""Do the blocks act on an ensemble of trajectories as rotation, stretch and noise? Residuals of
+every map between states beside those of baselines, noise laws, isotropy and anomalous layers, in
+one result."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.flow import noise
-from tl_geometry.flow.alignment import AlignedBases, with_last_state
+from tl_geometry.flow import bases, noise
+from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
 from tl_geometry.flow.held_out import held_out_errors
 from tl_geometry.flow.residuals import (
@@ -46,7 +46,6 @@ class FlowReport(Result):
     state as a second opinion where it was kept.
     """
 
-    version: ClassVar[int] = 2
     states: tuple[int, ...]
     in_sample: Mapping[str, Float[Tensor, "state state"]]
     held_out: Mapping[str, Float[Tensor, "state state"]]
@@ -74,12 +73,12 @@ class FlowReport(Result):
         """States that each measure calls anomalous, ``|z| > threshold`` (by default
         :func:`tl_geometry.flow.noise.familywise_threshold`: one run in 20 flags any by chance, for
         each measure)."""
-        found: dict[str, tuple[int, ...]] = {}
+        states_of: dict[str, tuple[int, ...]] = {}
         for name, (_, z) in self.anomalies.items():
-            known = int(torch.isfinite(z).sum())
-            limit = noise.familywise_threshold(known) if threshold is None else threshold
-            found[name] = tuple(s for s, v in zip(self.states, z.tolist()) if abs(v) > limit)
-        return found
+            measured = int(torch.isfinite(z).sum())
+            limit = noise.familywise_threshold(measured) if threshold is None else threshold
+            states_of[name] = tuple(s for s, v in zip(self.states, z.tolist()) if abs(v) > limit)
+        return states_of
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
@@ -108,8 +107,6 @@ def flow_report(
     signs: str = "U",
     map_types: Sequence[str] = BASELINES,
     train_share: float = 0.5,
-    drop_first: int = 0,
-    drop_last: int = 0,
     fdr: float = 0.05,
     seed: int = 0,
 ) -> FlowReport:
@@ -160,12 +157,12 @@ def flow_report(
 
     inside, outside = residual_maps(train.X, flow), residual_maps(test.X, flow, collect=look)
     tests["sphericity_q"] = adjusted_over_pairs(tests["sphericity_p"])
-    laws = _laws(inside.log_variance, ensemble.times, drop_first, drop_last)
+    laws = _laws(inside.log_variance, ensemble.times)
     anomalies = _anomalies(inside, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
-        normed = _after_norm(train, aligned, inside, signs)
+        normed = _after_norm(train, inside, align, signs)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
-    outliers = ensemble.outliers().indices
+    outliers = bases.outliers(ensemble.X)
     flags = [
         *too_few(len(train), train.X.shape[-1], "maps"),
         *_dropped(aligned, ensemble.states),
@@ -197,17 +194,13 @@ def _baselines(map_types: Sequence[str] | str) -> tuple[str, ...]:
     return (*names, *(t for t in ALWAYS if t not in names))
 
 
-def _laws(
-    log_variance: Tensor, times: Tensor, drop_first: int, drop_last: int
-) -> dict[str, Float[Tensor, " column"]]:
-    """The fitted noise laws; none where fewer than three states are left."""
-    if len(times) - drop_first - drop_last < 3:
+def _laws(log_variance: Tensor, times: Tensor) -> dict[str, Float[Tensor, " column"]]:
+    """The fitted noise laws; none where there are fewer than three states."""
+    if len(times) < 3:
         return {}
     laws: dict[str, Tensor] = {}
     for law in noise.LAWS:
-        _, *numbers = noise.fit_noise_law(
-            log_variance, law=law, times=times, drop_first=drop_first, drop_last=drop_last
-        )
+        _, *numbers = noise.fit_noise_law(log_variance, law=law, times=times)
         laws[law] = torch.tensor(numbers, dtype=torch.float64)
     return laws
 
@@ -227,16 +220,17 @@ def adjusted_over_pairs(p: Float[Tensor, "state state"]) -> Float[Tensor, "state
     >>> adjusted_over_pairs(p).tolist()
     [[0.75, 1.0], [nan, 0.75]]
     """
-    known = torch.isfinite(p)
+    tested = torch.isfinite(p)
     out = torch.full_like(p, torch.nan)
-    out[known] = torch.from_numpy(false_discovery_control(p[known].numpy()))
+    out[tested] = torch.from_numpy(false_discovery_control(p[tested].numpy()))
     return out
 
 
-def _after_norm(train: Trajectories, aligned: AlignedBases, maps: Maps, signs: str) -> Maps:
-    """``train.after_norm().residuals()``, from what is known of the other states."""
+def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps:
+    """``train.after_norm().residuals()``: only maps to the last state differ from ``maps``, since
+    alignment runs forward."""
     X = train.after_norm().X
-    flow = partial(flow_map, with_last_state(aligned, X), signs=signs)
+    flow = partial(flow_map, fit_aligned_bases(X, align=align), signs=signs)
     last = residual_maps(X, flow, first_end=X.shape[1] - 1)
     return Maps(*(torch.cat([a[:, :-1], b[:, -1:]], dim=1) for a, b in zip(maps, last)))
 
@@ -245,8 +239,8 @@ def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Float[Tensor
     """``[excess, z]`` of each target state by three measures, their names with a suffix."""
     out = {}
     for name in ("log_variance", "mean_over_sd", "relative_error"):
-        found = noise.layer_anomalies(getattr(maps, name), times=times)
-        out[name + suffix] = torch.stack([found.excess, found.z])
+        anomalies = noise.layer_anomalies(getattr(maps, name), times=times)
+        out[name + suffix] = torch.stack([anomalies.excess, anomalies.z])
     return out
 
 
@@ -257,15 +251,15 @@ class NullComparison(Result):
     names: tuple[str, ...]
     statistics: Mapping[str, Float[Tensor, " sample"]]
 
-    def columns(self) -> tuple[str, ...]:
-        """Column names of the table."""
-        return ("ensemble", *self.statistics)
+    table_axes = ("sample",)
 
-    def rows(self) -> list[tuple[object, ...]]:
-        """Rows of the table."""
-        return [
-            (n, *(float(v[i]) for v in self.statistics.values())) for i, n in enumerate(self.names)
-        ]
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        """The ensemble of each row."""
+        return {"ensemble": self.names}
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        """A column for each statistic."""
+        return {name: (value, ("sample",)) for name, value in self.statistics.items()}
 
 
 def compare_ensembles(
@@ -294,12 +288,12 @@ def compare_ensembles(
             "parallel": float(bundle.parallel.nanmean()),
             "neighbours": float(bundle.neighbours.mean()),
             "neighbours_chance": bundle.neighbours_chance,
-            "entropy_rank": float(one.spectra().entropy_rank.mean()),
+            "entropy_rank": float(bases.entropy_rank(one.aligned_bases(align="none").S).mean()),
             "relative_error": float(maps.relative_error.nanmean()),
             "abs_kurtosis": float(maps.abs_kurtosis.nanmean()),
             "mean_over_sd": float(maps.mean_over_sd.nanmean()),
         }
-        laws = _laws(maps.log_variance, one.times, 0, 0)
+        laws = _laws(maps.log_variance, one.times)
         for law in noise.LAWS:
             _, rate, _, r2, *_ = laws[law].tolist() if law in laws else [math.nan] * 6
             row |= {f"{law}_rate": rate, f"{law}_r2": r2}

@@ -1,5 +1,6 @@
-"""From one state to a later one by a linear map: the rotation and stretch of the paper, its
-baselines, and what each leaves unexplained.
+"""How well does a linear map carry one state to a later one? The rotation and stretch of the paper,
+its baselines, and statistics of what each leaves, for :func:`tl_geometry.flow_report` and
+:func:`tl_geometry.flow.skip_map`.
 
 Every map is ``x -> out + scale * (x - in) @ left @ right.T``: the flow (rotation and stretch
 between two aligned bases), the identity, the scaled identity, the mean shift, the best linear map,
@@ -80,16 +81,29 @@ class LayerMap:
         return replace(self, **parts)
 
 
-def flow_map(
-    aligned: AlignedBases, start: int, end: int, *, signs: str = "U", rtol: float = 1e-10
-) -> LayerMap:
+class MappedStates:
+    """States mapped by many maps, one after another: maps from one start read the same coordinates,
+    which are then computed once."""
+
+    def __init__(self, x: Float[Tensor, "trajectory d_model"]) -> None:
+        self.x, self.coordinates = x, x
+        self.before: LayerMap | None = None
+
+    def __call__(self, layer_map: LayerMap) -> Float[Tensor, "trajectory d_model"]:
+        if self.before is None or not layer_map.reads_as(self.before):
+            self.coordinates = layer_map.coordinates(self.x)
+        self.before = layer_map
+        return layer_map.unfold(self.coordinates)
+
+
+def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -> LayerMap:
     """Rotation and stretch from state row ``start`` to ``end``:
     ``x~ = R(end) diag(s_i(end) / s_i(start)) R(start)^T x``.
 
     Sarfati et al. 2025, Eq. 1, about the centres of the aligned bases (zero when uncentred). By
     construction ``X~ X~^T = M M^T``: the second moments of the ensemble match exactly (but for
-    directions dropped because their singular value is below ``rtol`` of the largest), and the
-    residual energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that signs and order alone
+    directions dropped because their singular value is below 1e-10 of the largest), and the residual
+    energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that signs and order alone
     decide the error. ``signs="U"`` keeps the signs of the aligned bases (published);
     ``"V"`` takes the sign of ``v_i(start).v_i(end)``, the best ones.
 
@@ -100,7 +114,7 @@ def flow_map(
     True
     """
     start, end = index(start, len(aligned.S), "start"), index(end, len(aligned.S), "end")
-    inverse = inverse_values(aligned.S[start], rtol)
+    inverse = inverse_values(aligned.S[start])
     stretch = aligned.S[end] * inverse
     if choice(signs, SIGNS, "signs") == "V":
         overlap = aligned.overlap[start, end]
@@ -175,9 +189,7 @@ class MapsFrom:
         gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
         return float(shares[gcv.argmin()]), target
 
-    def to(
-        self, after: Float[Tensor, "trajectory d_model"], map_type: str, *, rtol: float = 1e-10
-    ) -> LayerMap:
+    def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> LayerMap:
         """The map of a type to ``after``, states of the same trajectories."""
         require(
             self.shape == after.shape,
@@ -188,16 +200,16 @@ class MapsFrom:
         choice(map_type, MAPS, "map_type")
         x, y = self.x, finite(after.double(), "states after")
         zero = torch.zeros_like(x[0])
+        plain = LayerMap(map_type=map_type, input=zero, output=zero)
         if map_type == "identity":
-            return LayerMap(map_type=map_type, input=zero, output=zero)
+            return plain
         if map_type == "shift":
-            return LayerMap(map_type=map_type, input=zero, output=(y - x).mean(0))
+            return replace(plain, output=(y - x).mean(0))
         if map_type == "mean":
-            return LayerMap(map_type=map_type, input=zero, output=y.mean(0), scale=0.0)
+            return replace(plain, output=y.mean(0), scale=0.0)
         if map_type == "scaled":
             energy = float(x.square().sum())
-            scale = float((x * y).sum()) / energy if energy > 0 else 0.0
-            return LayerMap(map_type=map_type, input=zero, output=zero, scale=scale)
+            return replace(plain, scale=float((x * y).sum()) / energy if energy > 0 else 0.0)
         if map_type == "ridge":
             mean, (_, S, V) = self.centered
             penalty, target = self.ridge(y)
@@ -211,37 +223,19 @@ class MapsFrom:
                 penalty=penalty,
             )
         U, S, V = self.factors
-        inverse = inverse_values(S, rtol)
+        inverse = inverse_values(S)
         dropped = int((inverse == 0).sum())
-        if map_type == "flow":
-            _, S2, V2 = svd(y)
-            V2 = V2 * torch.where((V * V2).sum(0) < 0, -1.0, 1.0)
-            return LayerMap(
-                map_type=map_type,
-                input=zero,
-                output=zero,
-                left=V,
-                stretch=S2 * inverse,
-                right=V2,
-                dropped=dropped,
-            )
-        return LayerMap(
-            map_type=map_type,
-            input=zero,
-            output=zero,
-            left=V,
-            stretch=inverse,
-            right=y.mT @ U,
-            dropped=dropped,
-        )
+        if map_type == "linear":
+            return replace(plain, left=V, stretch=inverse, right=y.mT @ U, dropped=dropped)
+        _, S_after, V_after = svd(y)
+        V_after = V_after * torch.where((V * V_after).sum(0) < 0, -1.0, 1.0)
+        return replace(plain, left=V, stretch=S_after * inverse, right=V_after, dropped=dropped)
 
 
 def fit_map(
     before: Float[Tensor, "trajectory d_model"],
     after: Float[Tensor, "trajectory d_model"],
     map_type: str,
-    *,
-    rtol: float = 1e-10,
 ) -> LayerMap:
     """A map from states to later states of the same trajectories, by least squares within its type.
 
@@ -256,7 +250,7 @@ def fit_map(
     >>> fit_map(x, x + 1, "shift").output.round(decimals=4).tolist()
     [1.0, 1.0, 1.0]
     """
-    return MapsFrom(before).to(after, map_type, rtol=rtol)
+    return MapsFrom(before).to(after, map_type)
 
 
 class Fit(NamedTuple):
@@ -327,6 +321,7 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
     mean = x.mean(0)
     centered = x - mean
     second = centered.square().mean(0)
+    # a constant coordinate keeps a few roundings of its mean, which are no variance
     rounding = 64 * torch.finfo(torch.float64).eps * x.abs().amax(0)
     ok = second.sqrt() > rounding
     if not bool(ok.any()):
@@ -380,44 +375,12 @@ def residual_maps(
     require(states >= 2, "trajectories", expected="at least two states", got=states)
     table = np.full((len(Maps._fields), states, states), np.nan)
     for start in range(states - 1):
-        x = X[:, start].double()
-        before, coordinates = None, x  # those of the last map: maps from one start share them
+        mapped = MappedStates(X[:, start].double())
         for end in range(max(first_end, start + 1), states):
-            true, found = X[:, end].double(), map_of(start, end)
-            if before is None or not found.reads_as(before):
-                coordinates = found.coordinates(x)
-            before, moved = found, found.unfold(coordinates)
+            true, moved = X[:, end].double(), mapped(map_of(start, end))
             residual = true - moved
             statistics = residual_statistics(residual)
             table[:, start, end] = [*statistics[:6], *score_map(moved, true)]
             if collect is not None:
                 collect(start, end, residual)
     return Maps(*torch.from_numpy(table).unbind(0))
-
-
-def baselines(
-    train: Float[Tensor, "trajectory state d_model"],
-    test: Float[Tensor, "trajectory state d_model"],
-    start: int,
-    end: int,
-    aligned: AlignedBases | None = None,
-    *,
-    map_types: tuple[str, ...] = MAPS,
-    signs: str = "U",
-) -> dict[str, tuple[Fit, Fit]]:
-    """For each type of map its fit in-sample (on ``train``) and held out (on ``test``), from one
-    state row to another.
-
-    ``aligned`` of ``train`` are used for the flow where given (aligned over all states, as
-    published); else the two states' own.
-    """
-    out: dict[str, tuple[Fit, Fit]] = {}
-    for map_type in map_types:
-        found = (
-            flow_map(aligned, start, end, signs=signs)
-            if map_type == "flow" and aligned is not None
-            else fit_map(train[:, start], train[:, end], map_type)
-        )
-        scores = [score_map(found(part[:, start].double()), part[:, end]) for part in (train, test)]
-        out[map_type] = (scores[0], scores[1])
-    return out

@@ -1,9 +1,9 @@
-"""Can a linear classifier tell two ensembles apart? True from extrapolated states, language from
-gibberish. Needs scikit-learn."""
+"""Can a linear classifier tell two ensembles apart, true from extrapolated states or language from
+gibberish? For the reproduction of Sarfati et al. 2025; needs scikit-learn."""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,18 +35,6 @@ class Accuracy(NamedTuple):
     test: int
 
 
-def _learn() -> Any:
-    try:
-        return importlib.import_module("sklearn")
-    except ImportError:
-        fail(
-            "separability",
-            expected="scikit-learn",
-            got="not installed",
-            instead='pip install "tl-geometry[ml]"',
-        )
-
-
 def separability(
     a: Float[Tensor, "row d_model"],
     b: Float[Tensor, "column d_model"],
@@ -66,9 +54,12 @@ def separability(
     extrapolated one layer on) and about 60% (ten layers on) for GPT-2-medium, without saying how
     trajectories were split. Needs the ``ml`` extra.
     """
-    _learn()
-    from sklearn.linear_model import Perceptron
-    from sklearn.svm import LinearSVC
+    try:
+        from sklearn.linear_model import Perceptron
+        from sklearn.svm import LinearSVC
+    except ImportError:
+        instead = 'pip install "tl-geometry[ml]"'
+        fail("separability", expected="scikit-learn", got="not installed", instead=instead)
 
     choice(classifier, CLASSIFIERS, "classifier")
     require(
@@ -94,13 +85,13 @@ def separability(
         z = (x - mean) / (sd + (sd == 0))
         for shuffled in (False, True):
             labels = y[torch.randperm(len(y), generator=generator).numpy()] if shuffled else y
-            found: Any = (
+            learner: Any = (
                 Perceptron(random_state=seed + r)
                 if classifier == "perceptron"
                 else LinearSVC(random_state=seed + r, dual="auto", max_iter=20_000, C=0.01)
             )
-            found.fit(z[~held], labels[~held])
-            scores[shuffled].append(float((found.predict(z[held]) == labels[held]).mean()))
+            learner.fit(z[~held], labels[~held])
+            scores[shuffled].append(float((learner.predict(z[held]) == labels[held]).mean()))
         tested = int(held.sum())
     values = torch.tensor(scores[False], dtype=torch.float64)
     reach = resampled_t_reach(values, test_share)
@@ -121,13 +112,15 @@ def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> fl
 
 
 def _held(n: int, m: int, paired: bool, share: float, generator: torch.Generator) -> Tensor:
-    first = torch.zeros(n, dtype=torch.bool)
-    first[torch.randperm(n, generator=generator)[: max(1, round(share * n))]] = True
-    if paired:
-        return torch.cat([first, first])
-    second = torch.zeros(m, dtype=torch.bool)
-    second[torch.randperm(m, generator=generator)[: max(1, round(share * m))]] = True
-    return torch.cat([first, second])
+    """Which rows of both classes, n and m of them, are tested on."""
+
+    def drawn(rows: int) -> Tensor:
+        held = torch.zeros(rows, dtype=torch.bool)
+        held[torch.randperm(rows, generator=generator)[: max(1, round(share * rows))]] = True
+        return held
+
+    first = drawn(n)
+    return torch.cat([first, first if paired else drawn(m)])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -176,25 +169,17 @@ def true_against_extrapolated(
         else None
     )
     maps = MapsFrom(train.X[:, row])
-    names, found = [], []
+    rows: dict[str, Accuracy] = {}
     for end in range(row + 1, len(ensemble.states)):
         move = maps.to(train.X[:, end], map_type) if flow is None else flow(end)
-        moved = move(test.X[:, row].double())
-        names.append(f"{start}->{ensemble.states[end]}")
-        found.append(
-            separability(
-                test.X[:, end].double(),
-                moved,
-                paired=True,
-                classifier=classifier,
-                seed=seed,
-                **options,
-            )
+        true, moved = test.X[:, end].double(), move(test.X[:, row].double())
+        rows[f"{start}->{ensemble.states[end]}"] = separability(
+            true, moved, paired=True, classifier=classifier, seed=seed, **options
         )
-    require(bool(found), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
+    require(bool(rows), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
     wide = map_type not in ("identity", "mean", "shift", "scaled")
     few = too_few(len(train), train.X.shape[-1], "maps") if wide else ()
-    return _table(names, found, classifier, ensemble.provenance.flagged(*few))
+    return _table(rows, classifier, ensemble.provenance.flagged(*few))
 
 
 def ensembles_apart(
@@ -208,17 +193,19 @@ def ensembles_apart(
     """Linear separability of two ensembles (language and gibberish) at every state; published as
     separable at all layers."""
     require(a.states == b.states, "ensembles", expected=f"the same states {a.states}", got=b.states)
-    found = [
-        separability(a.X[:, i], b.X[:, i], classifier=classifier, seed=seed, **options)
-        for i in range(len(a.states))
-    ]
-    return _table([f"state {s}" for s in a.states], found, classifier, a.provenance)
+    rows = {
+        f"state {state}": separability(
+            a.X[:, i], b.X[:, i], classifier=classifier, seed=seed, **options
+        )
+        for i, state in enumerate(a.states)
+    }
+    return _table(rows, classifier, a.provenance)
 
 
 def _table(
-    names: list[str], found: list[Accuracy], classifier: str, provenance: Provenance
+    rows: Mapping[str, Accuracy], classifier: str, provenance: Provenance
 ) -> SeparationTable:
-    accuracy = torch.tensor([tuple(f) for f in found], dtype=torch.float64)
+    accuracy = torch.tensor([tuple(row) for row in rows.values()], dtype=torch.float64)
     return SeparationTable(
-        names=tuple(names), accuracy=accuracy, classifier=classifier, provenance=provenance
+        names=tuple(rows), accuracy=accuracy, classifier=classifier, provenance=provenance
     )

@@ -1,4 +1,5 @@
-"""Sample paths of the stochastic flow: exact draws, or Euler-Maruyama and Heun steps."""
+"""Draws sample paths of the stochastic flow, for :meth:`LangevinModel.simulate`: from the exact law
+of its increments, or by Euler-Maruyama steps as published."""
 
 from __future__ import annotations
 
@@ -36,20 +37,16 @@ def exact_paths(
     begin: float,
     times: list[float],
     generator: torch.Generator,
-    embed: Float[Tensor, "d_model rank"] | None,
-) -> Float[Tensor, "time trajectory column"]:
-    """Paths from the exact law of the co-moving increments, at increasing times; ``embed`` takes
-    coordinates to the stream (``None``: they are those of the stream)."""
+) -> Float[Tensor, "time trajectory rank"]:
+    """Paths from the exact law of the co-moving increments, at increasing times."""
     y = x @ (path.rotation(begin) / path.sigma(begin)).to(x)
-    width = x.shape[1] if embed is None else len(embed)
-    out = torch.empty(len(times), len(x), width, dtype=x.dtype)
+    out = torch.empty(len(times), *x.shape, dtype=x.dtype)
     now, draw = begin, torch.empty_like(y)
     for i, t in enumerate(times):
         if t > now and noise.alpha != 0:
             spread = noise.variance(path, now, t).sqrt().to(y)
             y.addcmul_(draw.normal_(generator=generator), spread)
-        R = path.rotation(t) if embed is None else embed @ path.rotation(t)
-        torch.mm(y, (R * path.sigma(t)).to(y).mT, out=out[i])
+        torch.mm(y, (path.rotation(t) * path.sigma(t)).to(y).mT, out=out[i])
         now = t
     return out
 
@@ -61,23 +58,22 @@ def stepped_paths(
     begin: float,
     times: list[float],
     generator: torch.Generator,
-    embed: Float[Tensor, "d_model rank"] | None,
     *,
     dt: float,
-    heun: bool,
     stretch_share: float,
-) -> Float[Tensor, "time trajectory column"]:
-    """Paths from steps of at most ``dt`` that end at every state and time asked for, with
-    ``stretch_share`` of the stretch in the drift."""
+) -> Float[Tensor, "time trajectory rank"]:
+    """Paths from Euler-Maruyama steps of at most ``dt`` that end at every state and time asked for,
+    with ``stretch_share`` of the stretch in the drift."""
     now, out = begin, []
     for t in times:
         while now < t:
             k, _ = path.locate(now)
             end = min(float(path.times[k + 1]), t)
-            n = max(1, math.ceil((end - now) / dt - 1e-9))
-            x = _interval(path, noise, x, k, now, end, n, generator, heun, stretch_share)
+            # 1e-9: an interval that is a multiple of dt to rounding takes no step more
+            steps = max(1, math.ceil((end - now) / dt - 1e-9))
+            x = _interval(path, noise, x, k, now, end, steps, generator, stretch_share)
             now = end
-        out.append(x if embed is None else x @ embed.to(x).mT)
+        out.append(x)
     return torch.stack(out)
 
 
@@ -90,31 +86,20 @@ def _interval(
     end: float,
     steps: int,
     generator: torch.Generator,
-    heun: bool,
     stretch_share: float,
 ) -> Tensor:
-    """Steps inside one interval; the rotation advances by one fixed factor per step."""
-    h, length = (end - begin) / steps, path.length(k)
-    turning, log = path.turning(k), path.logs[k]
+    """Steps inside one interval; the rotation advances by one fixed factor per step, so that there
+    are two matrix exponentials per interval and not one per step."""
+    h, length, log = (end - begin) / steps, path.length(k), path.logs[k]
+    turning = path.turning(k)
     R = path.U[k] @ rotation_exp((begin - float(path.times[k])) / length * log)
     advance = rotation_exp(h / length * log)
-
-    def drift_rows(R: Tensor, t: float) -> Tensor:
-        return (turning + (R * (stretch_share * path.stretch_rate(t))) @ R.mT).mT.to(x)
-
-    drift = drift_rows(R, begin)
-    for j in range(steps):
-        t = begin + j * h
-        R = R @ advance
-        following = drift_rows(R, min(t + h, end))
-        push, kick = x @ drift, torch.zeros_like(x)
+    for step in range(steps):
+        t = begin + step * h
+        drift = turning + (R * (stretch_share * path.stretch_rate(t))) @ R.mT
+        x = x + h * (x @ drift.mT.to(x))
         if noise.alpha != 0:
             kick = torch.randn(x.shape, generator=generator, dtype=x.dtype) * math.sqrt(h)
-        guess = x + h * push + noise.amplitude(t) * kick
-        if heun:
-            amplitude = (noise.amplitude(t) + noise.amplitude(t + h)) / 2
-            x = x + h / 2 * (push + guess @ following) + amplitude * kick
-        else:
-            x = guess
-        drift = following
+            x = x + noise.amplitude(t) * kick
+        R = R @ advance
     return x

@@ -1,13 +1,12 @@
-"""How many layers can be skipped for how much loss: blocks replaced by a fitted map between their
-states, in the live model."""
+"""How many layers can be skipped for how much loss? Blocks of the live model are replaced by a
+fitted map between their states."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -22,10 +21,10 @@ from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_at
 from tl_geometry.flow.residuals import ALWAYS, LayerMap, MapsFrom, flow_map
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.outputs import output_batch, require_output
+from tl_geometry.models.next_token import output_batch, require_output
+from tl_geometry.models.reader import as_view
 
 MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
 """Maps that take the place of blocks: the published flow, the flow with the best signs, and the
@@ -54,7 +53,6 @@ class SkipMap(Result):
     model's own loss at the two places.
     """
 
-    version: ClassVar[int] = 2
     values: Mapping[Key, Float[Tensor, "state state"]]
     loss: tuple[float, float]
     map_types: tuple[str, ...]
@@ -73,17 +71,8 @@ class SkipMap(Result):
 
     def pairs(self) -> list[Pair]:
         """Measured pairs of states."""
-        known = torch.stack([torch.isfinite(table) for table in self.values.values()]).any(0)
-        return [(int(a), int(b)) for a, b in known.nonzero()]
-
-    def skippable(
-        self, budget: float, map_type: str, *, metric: str = "loss_increase", place: str = "pilot"
-    ) -> tuple[int, Pair] | None:
-        """The most blocks that one such map replaces while the metric stays within ``budget``, and
-        which; ``None`` if none does."""
-        table = self.table(map_type, metric, place=place)
-        good = [(b - a, (a, b)) for a, b in self.pairs() if float(table[a, b]) <= budget]
-        return max(good, key=lambda g: (g[0], -float(table[g[1]]))) if good else None
+        measured = torch.stack([torch.isfinite(table) for table in self.values.values()]).any(0)
+        return [(int(a), int(b)) for a, b in measured.nonzero()]
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
@@ -113,7 +102,6 @@ def skip_map(
     align: str = "greedy",
     train_share: float = 0.5,
     fit_rows: int = 20_000,
-    budget: float | None = None,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
@@ -145,8 +133,6 @@ def skip_map(
             :func:`tl_geometry.flow.alignment.align_directions`.
         fit_rows: states that the maps of place ``"all"`` are fitted on, a sample of positions drawn
             with ``seed``.
-        budget: seconds for the measuring. The shortest skips come first; what is left out (pairs,
-            then chunks) is a flag.
 
     Raises ``GeometryError`` where no test chunk is left that was not fitted on, and for encoders
     and models without a trained head.
@@ -160,7 +146,6 @@ def skip_map(
     """
     view = as_view(model)
     require_output(view, "skip_map")
-    require(budget is None or budget > 0, "budget", expected="seconds above 0", got=budget)
     map_types, places = _names(map_types, MAP_TYPES, "map_type"), _names(places, PLACES, "place")
     if any(t.startswith("flow") for t in map_types):
         map_types = (*map_types, *(t for t in ALWAYS if t not in map_types))
@@ -183,16 +168,17 @@ def skip_map(
             maps[place] = {job: m.single() for job, m in fits.items()} if single else fits
             flags += too_few(len(X), view.d_model, f"maps at place {place}") if estimated else ()
         bar.set_postfix_str("measuring")
-        work = Measure(view, dict.fromkeys(places, jobs), chosen, limit, bar)
-        measured = _measure(work, held_out, places, maps, budget)
+        work = Measure(view, jobs, chosen, limit, bar)
+        for part in held_out.split(PART):
+            for place in places:
+                work.add(part, place, maps[place])
     values, loss = work.finish(places, map_types)
-    flags += _left_out(work, places, jobs, measured, len(held_out), budget)
     flags += _near_chance(loss, view.d_vocab)
     provenance = view.provenance(
         corpus=source.corpus,
-        token_hash=hash_tokens(held_out[:measured]),
+        token_hash=hash_tokens(held_out),
         window=(0, source.length),
-        contexts=measured,
+        contexts=len(held_out),
         seed=seed,
         sources=SOURCE,
         flags=tuple(flags),
@@ -203,7 +189,7 @@ def skip_map(
         map_types=map_types,
         places=places,
         train=len(train),
-        test=measured,
+        test=len(held_out),
         provenance=provenance,
     )
 
@@ -303,48 +289,6 @@ def _jobs(pairs: Sequence[Pair], map_types: Sequence[str]) -> list[Job]:
     return jobs
 
 
-def _measure(
-    work: Measure,
-    rows: Tensor,
-    places: Sequence[str],
-    maps: Mapping[str, Mapping[Job, LayerMap]],
-    budget: float | None,
-) -> int:
-    """Measure part by part while the budget lasts; returns how many chunks were."""
-    begun, longest, done = time.monotonic(), 0.0, 0
-    for part in rows.split(PART if budget is None else max(1, min(PART, len(rows) // 4))):
-        before = time.monotonic()
-        if done and budget is not None and before - begun + longest > budget:
-            break
-        for i, place in enumerate(places):
-            until = None if budget is None or done else begun + budget * (i + 1) / len(places)
-            work.add(part, place, maps[place], until)
-        longest = max(longest, time.monotonic() - before)
-        done += len(part)
-    return done
-
-
-def _left_out(
-    work: Measure,
-    places: Sequence[str],
-    jobs: Sequence[Job],
-    measured: int,
-    chunks: int,
-    budget: float | None,
-) -> list[str]:
-    flags, within = [], "" if budget is None else f"budget of {budget:.4g} s"
-    for place in places:
-        short = len(jobs) - len(work.jobs[place])
-        if short:
-            flags.append(
-                f"{within}: {short} of {len(jobs)} maps left out at place {place}, "
-                "longest skips first"
-            )
-    if measured < chunks:
-        flags.append(f"{within}: {measured} of {chunks} chunks measured")
-    return flags
-
-
 def _collect(
     view: ModelView,
     rows: Tensor,
@@ -366,9 +310,9 @@ def _collect(
         else:
             picked = (torch.rand(len(part), positions - 1, generator=generator) < share).nonzero()
             where = (picked[:, 0], picked[:, 1] + 1)
-        found: dict[int, Tensor] = {}
-        view.run(part[:, :-1], {view.state_hooks[s]: keep_at(found, s, where) for s in states})
-        out.append(torch.stack([found[s] for s in states], dim=1))
+        states_at: dict[int, Tensor] = {}
+        view.run(part[:, :-1], {view.state_hooks[s]: keep_at(states_at, s, where) for s in states})
+        out.append(torch.stack([states_at[s] for s in states], dim=1))
     return torch.cat(out)
 
 
@@ -386,8 +330,8 @@ def _fit(
                 continue
             j = states.index(b)
             if map_type.startswith("flow") and aligned is not None:
-                found = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
+                layer_map = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
             else:
-                found = start.to(X[:, j], map_type)
-            maps[(a, b), map_type] = found
+                layer_map = start.to(X[:, j], map_type)
+            maps[(a, b), map_type] = layer_map
     return maps

@@ -1,5 +1,5 @@
-"""How many directions of an ensemble the output needs: states truncated to K directions after every
-block."""
+"""How many directions of an ensemble does the output need? States are truncated to K directions
+after every block of the live model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.cutting import begins_with_bos
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.window_cutter import begins_with_bos
 from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import (
     AFTER_NORM,
@@ -24,11 +24,16 @@ from tl_geometry.flow.ensemble import (
     require_trajectories,
     too_few,
 )
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.next_token import (
+    log_probabilities,
+    output_batch,
+    pilot_runs,
+    require_output,
+)
 from tl_geometry.models.output_head import distances
-from tl_geometry.models.outputs import log_probabilities, output_batch, pilot_runs, require_output
+from tl_geometry.models.reader import as_view
 
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 """Published numbers of directions; those that the aligned bases do not have are left out, all of
@@ -235,12 +240,12 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
 def _check_bos(view: ModelView, ensemble: Trajectories, ids: Tensor) -> None:
     """Refuse chunks with BOS for directions of chunks without, and the other way round."""
     said = {True: "with BOS", False: "without BOS"}
-    known, found = ensemble.provenance.has_bos, begins_with_bos(ids, view.bos_id)
+    fitted_with_bos, has_bos = ensemble.provenance.has_bos, begins_with_bos(ids, view.bos_id)
     require(
-        known is None or known == found,
+        fitted_with_bos is None or fitted_with_bos == has_bos,
         "tokens",
-        expected=f"chunks {said[bool(known)]}, as those of ensemble",
-        got=f"chunks {said[found]}",
+        expected=f"chunks {said[bool(fitted_with_bos)]}, as those of ensemble",
+        got=f"chunks {said[has_bos]}",
         instead="the same prepend_bos for both",
     )
 
@@ -274,10 +279,13 @@ def _run(
             measured = []
             for start in range(0, len(grid), at_once):
                 ks = torch.tensor(grid[start : start + at_once], device=view.device)
-                kept = (ranks < ks[:, None]).to(view.dtype)
-                kept = repeat(kept, "k rank -> (k chunk) rank", chunk=len(tokens))
+                kept_directions = (ranks < ks[:, None]).to(view.dtype)
+                kept_directions = repeat(
+                    kept_directions, "k rank -> (k chunk) rank", chunk=len(tokens)
+                )
                 hooks = {
-                    view.state_hooks[s]: _project(U[s], center[s], kept, positions) for s in rows
+                    view.state_hooks[s]: _project(U[s], center[s], kept_directions, positions)
+                    for s in rows
                 }
                 if runs is None:
                     changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
@@ -292,12 +300,12 @@ def _run(
     return (kl, reverse, top1, top5), torch.cat(own)
 
 
-def _project(U: Tensor, center: Tensor, kept: Tensor, positions: str) -> Hook:
+def _project(U: Tensor, center: Tensor, kept_directions: Tensor, positions: str) -> Hook:
     """A hook that leaves of a state its part in some directions: row i those ``kept[i]``."""
 
     def hook(h: Tensor) -> Tensor:
         x = h if positions == "all" else h[:, -1:]
-        part = ((x - center) @ U * kept[:, None]) @ U.mT + center
+        part = ((x - center) @ U * kept_directions[:, None]) @ U.mT + center
         return part if positions == "all" else torch.cat([h[:, :-1], part], dim=1)
 
     return hook

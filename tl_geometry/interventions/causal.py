@@ -1,15 +1,18 @@
-"""Does the term that explains a head's scores do the work? Loss with the term removed and kept
-alone, beside the removal of other terms, a swap with other prompts, and a shrinking of the
-scores."""
+"""Tests whether the term that explains a head's scores does the work.
+
+:func:`necessity_sufficiency` gives the loss with the term removed and kept alone, beside the
+removal of other terms, a swap with other prompts, and a shrinking of the scores.
+:func:`dominant_only` says what is left of a model whose heads keep only their dominant terms.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,12 +22,13 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.intervals import FEWEST, Interval, t_quantile
 from tl_geometry.corpus.sources import token_rows
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.interventions.effects import MEASURES, Effects, averaged, measured
+from tl_geometry.interventions.effects import MEASURES, Condition, Effects, measured
+from tl_geometry.interventions.head_edits import Heads, HeadsLike
 from tl_geometry.interventions.terms import (
+    BIAS_TERMS,
     Change,
-    HeadsLike,
     Term,
     edits_for,
     keeping,
@@ -35,11 +39,11 @@ from tl_geometry.interventions.terms import (
     terms_of,
     uniform,
 )
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.live import edited_scores
+from tl_geometry.models.live_edits import edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.outputs import require_output
+from tl_geometry.models.next_token import require_output
+from tl_geometry.models.reader import as_view
 from tl_geometry.scores.projection import PARTS
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 from tl_geometry.scores.terms import ALIBI, term_names
@@ -59,7 +63,6 @@ class NecessitySufficiency(Effects):
     head's scores were shrunk (mean over prompts).
     """
 
-    version: ClassVar[int] = 2
     heads: tuple[tuple[int, int], ...]
     term: tuple[str, ...]
     swap_cosine: float
@@ -76,27 +79,18 @@ class NecessitySufficiency(Effects):
         """Share of the loss and of the induction loss that the term alone brings back, beyond the
         bias terms; NaN where nothing is lost with the bias terms alone, as for a term that is one
         of them."""
-        inside = all("bias" in name.split("-") for name in self.term)
-        return {k: math.nan if inside else self.survival("keep", measure=k) for k in MEASURES[:2]}
+        if set(self.term) <= set(BIAS_TERMS):
+            return dict.fromkeys(MEASURES[:2], math.nan)
+        return {measure: self.survival("keep", measure=measure) for measure in MEASURES[:2]}
 
     def removal_p(self, control: str, measure: str = "loss") -> float:
         """P-value of the null that the removal of the term and a control (or ``"clean"``) could
         change places in every prompt (:meth:`Effects.p_value`)."""
         return self.p_value("remove", measure, against=control)
 
-    def columns(self) -> Sequence[str]:
-        names = list(super().columns())
-        at = names.index("induction_loss")
-        return (*names[:at], "loss_remove_p", *names[at:-1], "induction_remove_p", "kl")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        at = list(super().columns()).index("induction_loss")
-        out: list[list[object]] = []
-        for row in super().rows():
-            name = str(row[0])
-            loss, copied = (self.removal_p(name, m) for m in MEASURES[:2])
-            out.append([*row[:at], loss, *row[at:-1], copied, row[-1]])
-        return out
+    def measure_columns(self, measure: str) -> dict[str, Float[Tensor, " condition"]]:
+        p = {f"{measure.removesuffix('_loss')}_remove_p": self.p_values("remove", measure)}
+        return super().measure_columns(measure) | p
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,7 +101,6 @@ class Dominance(Effects):
     term"``.
     """
 
-    version: ClassVar[int] = 1
     drawn: Float[Tensor, " row"]
 
     def saved(self) -> Interval:
@@ -124,13 +117,13 @@ class Dominance(Effects):
         reach = torch.hypot(gap.value - gap.low, one_more)
         return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
 
-    def columns(self) -> Sequence[str]:
-        return (*super().columns(), "saved", "saved_low", "saved_high")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        saved = [float(x) for x in self.saved()[:3]]
-        unknown = [math.nan] * 3
-        return [[*r, *(saved if r[0] == "dominant term" else unknown)] for r in super().rows()]
+    def column_values(self) -> dict[str, Float[Tensor, " condition"]]:
+        columns, row = super().column_values(), self.row("dominant term")
+        value, low, high, _ = self.saved()
+        for name, number in {"saved": value, "saved_low": low, "saved_high": high}.items():
+            columns[name] = torch.full_like(self.loss, math.nan)
+            columns[name][row] = number
+        return columns
 
 
 def necessity_sufficiency(
@@ -158,11 +151,7 @@ def necessity_sufficiency(
 
     Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
     """
-    view = as_view(model)
-    require_basis(basis)
-    require_output(view, "necessity_sufficiency")
-    _require_same_vocabulary(view, "necessity_sufficiency")
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    view, rows = _prompts(model, tokens, basis, "necessity_sufficiency", prepend_bos)
     basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
     require(
         len(rows) >= 2 and draws >= 1,
@@ -172,63 +161,43 @@ def necessity_sufficiency(
     )
     names = terms_of(term)
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    cosines: list[float] = []
+    cosines: list[Tensor] = []
     shares: list[Tensor] = []
-    changes: dict[str, Change] = {
-        "bias terms only": keeping(()),
-        "keep": keeping(names),
-        "remove": removing(names),
+    swaps = [swapping(names, seed + i, cosines.append) for i in range(draws)]
+    others = [n for n in term_names(PARTS, alibi=view.position == ALIBI) if n not in names]
+    changes: dict[str, list[Change]] = {
+        "bias terms only": [keeping(())],
+        "keep": [keeping(names)],
+        "remove": [removing(names)],
+        "swap": swaps,
+        "shrink": [shrinking(names, basis.window[0], shares.append)],
+        **{f"remove {other}": [removing((other,))] for other in others},
     }
-    for i in range(draws):
-        changes[f"swap {i}"] = swapping(names, seed + i, lambda c: cosines.append(float(c.mean())))
-    note = lambda share: shares.append(share.mean(0).cpu())  # noqa: E731
-    changes["shrink"] = shrinking(names, basis.window[0], note)
-    others = [n for n in term_names(PARTS, alibi=_has_alibi(view)) if n not in names]
-    changes |= {f"remove {other}": removing((other,)) for other in others}
-    made: dict[str, Any] = {"clean": nullcontext}
-    made |= {name: _edited(view, basis, chosen, change) for name, change in changes.items()}
-    found = measured(view, basis, rows, made, 1234 + seed, progress)
-    conditions, values = averaged(found, tuple(made), "swap")
+    effects = _effects(view, basis, rows, chosen, changes, seed, progress)
     result = NecessitySufficiency(
         provenance=view.provenance(rows, window=basis.window, seed=seed),
-        conditions=conditions,
-        **values,
+        **_mean_over_draws(effects, changes),
         heads=chosen,
         term=names,
-        swap_cosine=sum(cosines) / len(cosines),
-        shrunk=float(torch.stack([share.max() for share in shares]).max()),
+        swap_cosine=sum(float(c.mean()) for c in cosines) / len(cosines),
+        shrunk=max(float(share.mean(0).max()) for share in shares),
     )
     flags = (*_flags(result), *basis.remarks(view))
     return dataclasses.replace(result, provenance=result.provenance.flagged(*flags))
 
 
-def _flags(found: NecessitySufficiency) -> list[str]:
-    """What a reader of the table must know."""
-    flags: list[str] = []
-    if found.swap_cosine > NEARLY:
-        flags.append(
-            f"the term hardly differs between prompts (cosine {found.swap_cosine:.2f}): "
-            "its swap is no control, the other rows are"
-        )
-    if found.shrunk > 1:
-        flags.append(f"shrink turns the sign of scores (share {found.shrunk:.2f} above 1)")
-    if math.isnan(found.sufficiency["loss"]):
-        inside = all("bias" in name.split("-") for name in found.term)
-        why = "the term is one of the bias terms" if inside else "nothing is lost without it"
-        flags.append(f"no sufficiency: {why}")
-    if found.losses.shape[1] < FEWEST:
-        flags.append(f"fewer than {FEWEST} prompts: no intervals of the loss")
-    return flags
-
-
-def _has_alibi(view: ModelView) -> bool:
-    """Whether scores have a bias of position."""
-    return view.position == ALIBI
-
-
-def _require_same_vocabulary(view: ModelView, what: str) -> None:
-    """Refuse models whose outputs are not tokens (``d_vocab_out``): they have no next-token
-    loss."""
+def _prompts(
+    model: ModelLike,
+    tokens: TokensLike,
+    basis: PositionContext,
+    what: str,
+    prepend_bos: bool | None,
+) -> tuple[ModelView, TokenWindows]:
+    """The model's view and its prompts; models without a next-token loss are refused: encoders,
+    those without a trained head, and those whose outputs are not tokens (``d_vocab_out``)."""
+    view = as_view(model)
+    require_basis(basis)
+    require_output(view, what)
     outputs = view.unembed().shape[-1]
     require(
         outputs == view.d_vocab,
@@ -238,6 +207,59 @@ def _require_same_vocabulary(view: ModelView, what: str) -> None:
         instead="remove_term(...) and your own measure",
         error=UnsupportedModelError,
     )
+    return view, token_rows(view, tokens, prepend_bos=prepend_bos)
+
+
+def _effects(
+    view: ModelView,
+    basis: PositionContext,
+    rows: TokenWindows,
+    heads: Heads,
+    changes: Mapping[str, Sequence[Change]],
+    seed: int,
+    progress: bool,
+) -> dict[str, Float[Tensor, "condition sample"]]:
+    """What the clean run and every draw of every change do, by field of :class:`Effects`."""
+
+    def edited(change: Change) -> Condition:
+        edits = edits_for(view, basis, heads, change)
+        return lambda: edited_scores(view, edits)
+
+    conditions = [nullcontext, *(edited(change) for draws in changes.values() for change in draws)]
+    # another seed than that of the draws, so that repeated tokens and swaps are independent
+    return measured(view, basis, rows, conditions, 1234 + seed, progress)
+
+
+def _mean_over_draws(
+    effects: Mapping[str, Tensor], changes: Mapping[str, Sequence[Change]]
+) -> dict[str, Any]:
+    """Names of the conditions, and their effects: the draws of a change become one row, their
+    mean."""
+    sizes = [1, *(len(draws) for draws in changes.values())]
+    means = {
+        name: torch.stack([draws.mean(0) for draws in values.split(sizes)])
+        for name, values in effects.items()
+    }
+    return {"conditions": ("clean", *changes), **means}
+
+
+def _flags(result: NecessitySufficiency) -> list[str]:
+    """What a reader of the table must know."""
+    flags: list[str] = []
+    if result.swap_cosine > NEARLY:
+        flags.append(
+            f"the term hardly differs between prompts (cosine {result.swap_cosine:.2f}): "
+            "its swap is no control, the other rows are"
+        )
+    if result.shrunk > 1:
+        flags.append(f"shrink turns the sign of scores (share {result.shrunk:.2f} above 1)")
+    if math.isnan(result.sufficiency["loss"]):
+        inside = set(result.term) <= set(BIAS_TERMS)
+        why = "the term is one of the bias terms" if inside else "nothing is lost without it"
+        flags.append(f"no sufficiency: {why}")
+    if result.losses.shape[1] < FEWEST:
+        flags.append(f"fewer than {FEWEST} prompts: no intervals of the loss")
+    return flags
 
 
 def dominant_only(
@@ -262,45 +284,26 @@ def dominant_only(
     ``table`` is a finished :func:`tl_geometry.sweep_heads` of the model, by default made from the
     same prompts.
     """
-    view = as_view(model)
-    require_basis(basis)
-    require_output(view, "dominant_only")
-    _require_same_vocabulary(view, "dominant_only")
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    view, rows = _prompts(model, tokens, basis, "dominant_only", prepend_bos)
+    require(draws >= 1, "draws", expected="at least 1", got=draws)
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
     _require_all_heads(view, table)
-
-    def kept(shares: Tensor, names: Sequence[str]) -> Change:
-        return per_head(_largest_terms(table, shares, names))
-
     generator = torch.Generator().manual_seed(seed)
-    before = {
-        "dominant term": kept(table.cs, table.terms),
-        "dominant group": kept(table.group_cs, table.groups),
+    random = [torch.rand(table.cs.shape, generator=generator) for _ in range(draws)]
+    changes = {
+        "dominant term": [_largest(table, table.cs, table.terms)],
+        "dominant group": [_largest(table, table.group_cs, table.groups)],
+        "random term": [_largest(table, shares, table.terms) for shares in random],
+        "bias terms only": [keeping(())],
+        "uniform attention": [uniform()],
     }
-    random = {
-        f"random term {i}": kept(torch.rand(table.cs.shape, generator=generator), table.terms)
-        for i in range(draws)
-    }
-    after = {"bias terms only": keeping(()), "uniform attention": uniform()}
-    made: dict[str, Any] = {"clean": nullcontext}
-    for name, change in (before | random | after).items():
-        made[name] = _edited(view, basis, table.heads, change)
-    found = measured(view, basis, rows, made, 1234 + seed, progress)
-    conditions, values = averaged(found, tuple(made), "random term")
-    at = [i for i, name in enumerate(made) if name in random]
+    effects = _effects(view, basis, rows, table.heads, changes, seed, progress)
+    first = 3  # draws come after clean, dominant term and dominant group
     return Dominance(
         provenance=view.provenance(rows, window=basis.window, seed=seed),
-        conditions=conditions,
-        drawn=found["losses"][at].mean(1),
-        **values,
+        **_mean_over_draws(effects, changes),
+        drawn=effects["losses"][first : first + draws].mean(1),
     )
-
-
-def _edited(view: ModelView, basis: PositionContext, heads: HeadsLike, change: Change) -> Any:
-    """A condition: a function that makes the context manager of an edit."""
-    edits = edits_for(view, basis, heads, change)
-    return lambda: edited_scores(view, edits)
 
 
 def _require_all_heads(view: ModelView, table: SweepTable) -> None:
@@ -319,11 +322,9 @@ def _require_all_heads(view: ModelView, table: SweepTable) -> None:
     require(not missing, "table", expected="a row for every head", got=got, instead=again)
 
 
-def _largest_terms(
-    table: SweepTable, shares: Tensor, names: Sequence[str]
-) -> dict[tuple[int, int], tuple[str, ...]]:
-    """The term or group of the largest share of each head, none for uniform heads."""
-    top = torch.where(torch.isnan(shares), -torch.inf, shares).argmax(-1).tolist()
-    is_uniform = torch.isnan(shares).any(-1).tolist()
-    found = zip(table.heads, top, is_uniform, strict=True)
-    return {head: () if nothing else terms_of(names[i]) for head, i, nothing in found}
+def _largest(table: SweepTable, shares: Tensor, names: Sequence[str]) -> Change:
+    """Each head keeps its term or group of the largest share, uniform heads none."""
+    top = shares.nan_to_num(-torch.inf).argmax(-1).tolist()
+    is_uniform = shares.isnan().any(-1).tolist()
+    rows = zip(table.heads, top, is_uniform, strict=True)
+    return per_head({head: () if empty else terms_of(names[i]) for head, i, empty in rows})

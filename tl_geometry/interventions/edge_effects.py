@@ -1,4 +1,7 @@
-"""Is an edge needed, and is it enough? Loss of each prompt, clean and under edits.
+"""Tests whether an edge is needed, and whether it is enough.
+
+:func:`edge_necessity` compares the loss of each prompt in the clean run with that under these
+edits:
 
 remove      the writer taken out of some heads' inputs
 swap        another prompt's writer in its place
@@ -11,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,19 +22,20 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
+from tl_geometry.base.intervals import paired_interval
+from tl_geometry.circuits.writer_edges import SIDES, composition
+from tl_geometry.circuits.writer_sweep import sweep_writers
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.edges import CleanRun, clean_run, edge_edits, first_edited
+from tl_geometry.interventions.edges import clean_run, edge_edits, first_edited
 from tl_geometry.interventions.effects import Conditions
-from tl_geometry.interventions.terms import derangement
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.live import Edit, edited_scores
+from tl_geometry.interventions.head_edits import Heads, by_layer, derangement
+from tl_geometry.models.live_edits import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.output_head import next_token_losses
-from tl_geometry.models.outputs import output_batch, require_output
-from tl_geometry.scores.composing import SIDES, composition
-from tl_geometry.scores.writers import sweep_writers
+from tl_geometry.models.reader import as_view
 
 CLEAN, REMOVE, SWAP, KEEP, SHRINK = "clean", "remove", "swap", "keep", "shrink"
 """Conditions of :func:`edge_necessity` beside the controls, which are named by their writers."""
@@ -56,24 +59,21 @@ class EdgeNecessity(Conditions):
     side: str
     share: Float[Tensor, " condition"]
     drop: int
-    version: ClassVar[int] = 2
 
     def of(self, condition: str) -> float:
         """Mean loss of one condition."""
-        return float(self.loss[self._row(condition)])
+        return float(self.loss[self.row(condition)])
 
-    def columns(self) -> Sequence[str]:
-        found = [f"{name}{end}" for name in ("change", "excess") for end in ("", "_low", "_high")]
-        return ("condition", "share", "loss", *found, "p")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        found: list[Sequence[object]] = []
-        for i, name in enumerate(self.conditions):
-            change, excess = self.change(name), self.change(REMOVE, against=name)
-            numbers = [float(x) for x in (*change[:3], *excess[:3])]
-            p = self.p_value(REMOVE, against=name)
-            found.append((name, float(self.share[i]), float(self.loss[i]), *numbers, p))
-        return found
+    def column_values(self) -> dict[str, Float[Tensor, " condition"]]:
+        differences = {
+            "change": self.losses - self.losses[0],
+            "excess": self.losses[self.row(REMOVE)] - self.losses,
+        }
+        columns = {"share": self.share, "loss": self.loss}
+        for name, values in differences.items():
+            value, low, high, _ = paired_interval(values.mT)
+            columns |= {name: value, f"{name}_low": low, f"{name}_high": high}
+        return columns | {"p": self.p_values(REMOVE)}
 
 
 def edge_necessity(
@@ -118,26 +118,26 @@ def edge_necessity(
     require(len(rows) >= 2, "tokens", expected="at least 2 prompts", got=len(rows))
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
     checks.choice(side, SIDES, "side")
-    layers, start = {layer for layer, _ in chosen}, first_edited(drop, rows)
+    layers, start = by_layer(chosen), first_edited(drop, rows)
     shares = _shares(view, rows.tokens, chosen, side, start)
     others = _controls(controls, shares, writer)
     keep = _counted(counted, rows.tokens).to(view.device)
     size = max(1, output_batch(view, rows.tokens.shape[1], all_positions=True))
-    order, found = derangement(len(rows), seed), []
+    order = derangement(len(rows), seed)
+    losses: list[Tensor] = []
     for at in torch.arange(len(rows)).split(size):
         run = clean_run(view, rows.tokens[at], [writer, *others], layers)
-        away = clean_run(view, rows.tokens[order[at]], [writer], layers)
-
-        def edits(name: str, run: CleanRun = run, away: CleanRun = away) -> list[Edit]:
-            if name == SHRINK:
-                return _shrinking(_share(shares, writer), chosen, side)
-            own, source = name in (REMOVE, SWAP, KEEP), away if name == SWAP else None
-            options = {"drop": start, "keep": name == KEEP}
-            return edge_edits(run, writer if own else name, chosen, side, source, **options)
-
-        each = [_losses(view, run.tokens, ())]
-        each += [_losses(view, run.tokens, edits(n)) for n in (REMOVE, SWAP, KEEP, SHRINK, *others)]
-        found.append(torch.stack(each).mul(keep[at]).sum(-1) / keep[at].sum(-1))
+        swapped = clean_run(view, rows.tokens[order[at]], [writer], layers)
+        edits = {
+            CLEAN: [],
+            REMOVE: edge_edits(run, writer, chosen, side, drop=start),
+            SWAP: edge_edits(run, writer, chosen, side, swapped, drop=start),
+            KEEP: edge_edits(run, writer, chosen, side, drop=start, keep=True),
+            SHRINK: _shrinking(_share(shares, writer), chosen, side),
+            **{name: edge_edits(run, name, chosen, side, drop=start) for name in others},
+        }
+        by_token = torch.stack([_losses(view, run.tokens, edit) for edit in edits.values()])
+        losses.append(by_token.mul(keep[at]).sum(-1) / keep[at].sum(-1))
     known = [_share(shares, name).nanmean() for name in (*[writer] * 4, *others)]
     return EdgeNecessity(
         provenance=view.provenance(rows, seed=seed),
@@ -145,7 +145,7 @@ def edge_necessity(
         heads=chosen,
         side=side,
         conditions=(CLEAN, REMOVE, SWAP, KEEP, SHRINK, *others),
-        losses=torch.cat(found, 1).cpu(),
+        losses=torch.cat(losses, 1).cpu(),
         share=torch.stack([torch.tensor(torch.nan).to(known[0]), *known]),
         drop=start,
     )
@@ -171,25 +171,22 @@ def _losses(
         return next_token_losses(view.logits(tokens), tokens).double()
 
 
-def _shrinking(
-    share: Float[Tensor, " head"], heads: Sequence[tuple[int, int]], side: str
-) -> list[Edit]:
+def _shrinking(share: Float[Tensor, " head"], heads: Heads, side: str) -> list[Edit]:
     """``(1 - a)`` of each head's scores or values, a its share."""
     left = dict(zip(heads, (1 - share.nan_to_num()).tolist(), strict=True))
-    out: list[Edit] = []
-    for at in sorted({layer for layer, _ in heads}):
-        mine = tuple(sorted(head for layer, head in heads if layer == at))
-        factor = torch.tensor([left[at, head] for head in mine])
+
+    def edit(at: int, chosen: tuple[int, ...]) -> Edit:
+        factor = torch.tensor([left[at, head] for head in chosen])
         if side == "value":
-            values = lambda _, v, x=factor: v * x.to(v)[:, None]  # noqa: E731
-            out.append(Edit(at, mine, lambda _, whole: whole, values=values))
-        else:
-            out.append(Edit(at, mine, lambda _, s, x=factor: s * x.to(s)[:, None, None]))
-    return out
+            values = lambda _, v: v * factor.to(v)[:, None]  # noqa: E731
+            return Edit(at, chosen, lambda _, scores: scores, values=values)
+        return Edit(at, chosen, lambda _, scores: scores * factor.to(scores)[:, None, None])
+
+    return [edit(at, chosen) for at, chosen in by_layer(heads).items()]
 
 
 def _shares(
-    view: ModelView, tokens: Tensor, heads: Sequence[tuple[int, int]], side: str, drop: int
+    view: ModelView, tokens: Tensor, heads: Heads, side: str, drop: int
 ) -> dict[str, Float[Tensor, " head"]]:
     """Covariance share of each writer before all of some heads in each of them, on one side."""
     if side == "value":

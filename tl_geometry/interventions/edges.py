@@ -24,25 +24,28 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import require
+from tl_geometry.circuits.writer_edges import SIDES
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.interventions.terms import HeadsLike, derangement
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import LiveEdit, live_edit
+from tl_geometry.interventions.head_edits import (
+    Heads,
+    bias_of,
+    by_layer,
+    derangement,
+    edit_of_heads,
+)
+from tl_geometry.models.edit_lists import LiveEdit
+from tl_geometry.models.hook_points import PassTokens
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit
+from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.points import PassTokens
-from tl_geometry.models.writers import Written, run_written, writer_names
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
 
-SIDES = {"query": "q", "key": "k", "value": "v"}
-"""Sides of a head that an edge can end at, and their letters."""
-Writers = str | Sequence[str]
-"""One writer, or several that are edited together."""
-Sides = str | Sequence[str]
-"""One side, or several."""
+Names = str | Sequence[str]
+"""One writer or side, or several that are edited together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +58,15 @@ class CleanReader:
     constant: Mapping[str, Float[Tensor, "batch position head d_head"]]
     writers: Mapping[str, Float[Tensor, "batch position d_model"]]
 
+    def written(self, names: Sequence[str]) -> Float[Tensor, "batch position d_model"]:
+        """What some writers had written together."""
+        return torch.stack([self.writers[name] for name in names]).sum(0)
+
 
 @dataclass(frozen=True, eq=False)
 class CleanRun:
-    """The clean run behind edits of edges, of the tokens that it was made from."""
+    """The clean run behind edits of edges: its tokens, and what each edited layer read."""
 
-    view: ModelView
     tokens: Int[Tensor, "batch position"]
     readers: Mapping[int, CleanReader]
 
@@ -72,12 +78,11 @@ def clean_run(
     layers: Iterable[int],
 ) -> CleanRun:
     """Run the model once and keep what edges from ``writers`` to heads of ``layers`` need."""
-    chosen = sorted(set(layers))
-    for layer in chosen:
-        known = [w.name for w in writer_names(view, layer)]
-        known += [w.name for w in writer_names(view, layer, "blocks") if w.name not in known]
+    edited = sorted(set(layers))
+    for layer in edited:
+        known = [w.name for grain in GRAINS for w in writer_names(view, layer, grain)]
         for name in writers:
-            checks.choice(name, known, f"writer before block {layer}")
+            checks.choice(name, tuple(dict.fromkeys(known)), f"writer before block {layer}")
     readers: dict[int, CleanReader] = {}
 
     def take(layer: LayerView, written: Written) -> None:
@@ -89,15 +94,15 @@ def clean_run(
             {name: parts[name] for name in writers},
         )
 
-    run_written(view, tokens, chosen, take)
-    return CleanRun(view, tokens, readers)
+    run_written(view, tokens, edited, take)
+    return CleanRun(tokens, readers)
 
 
 def edge_edits(
     run: CleanRun,
-    writers: Writers,
-    heads: Sequence[tuple[int, int]],
-    sides: Sides,
+    writers: Names,
+    heads: Heads,
+    sides: Names,
     other: CleanRun | None = None,
     *,
     drop: int = 0,
@@ -105,21 +110,22 @@ def edge_edits(
 ) -> list[Edit]:
     """One edit for each layer that has chosen heads: ``writers`` (with ``keep`` all others) out of
     their inputs from position ``drop`` on, and those of ``other`` in, where it is given."""
-    names = [writers] if isinstance(writers, str) else list(writers)
-    given = [sides] if isinstance(sides, str) else list(sides)
-    letters = [SIDES[checks.choice(side, tuple(SIDES), "side")] for side in given]
-    out: list[Edit] = []
-    for at in sorted({layer for layer, _ in heads}):
+    names = _names(writers)
+    letters = {checks.choice(side, SIDES, "side")[0] for side in _names(sides)}
+    edits: list[Edit] = []
+    for at, chosen in by_layer(heads).items():
         clean = run.readers[at]
-        written = torch.stack([clean.writers[name] for name in names]).sum(0)
+        written = clean.written(names)
         change = written - clean.h if keep else -written
         if other is not None:
-            found = other.readers[at].writers
-            change = change + torch.stack([found[name] for name in names]).sum(0)
+            change = change + other.readers[at].written(names)
         change[:, :drop] = 0
-        mine = tuple(sorted(head for layer, head in heads if layer == at))
-        out.append(_edit(run, at, mine, change, letters))
-    return out
+        edits.append(_edit(run, at, chosen, change, letters))
+    return edits
+
+
+def _names(value: Names) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
 
 
 def _require_clean_tokens(same: bool) -> None:
@@ -129,26 +135,27 @@ def _require_clean_tokens(same: bool) -> None:
 
 
 def _edit(
-    run: CleanRun, at: int, heads: tuple[int, ...], change: Tensor, letters: Sequence[str]
+    run: CleanRun, at: int, heads: tuple[int, ...], change: Tensor, letters: set[str]
 ) -> Edit:
-    clean, pick = run.readers[at], list(heads)
+    clean, chosen = run.readers[at], list(heads)
 
     def side(layer: LayerView, which: str) -> Float[Tensor, "batch position head d_head"]:
-        """Queries, keys or values of the changed input, under the clean run's scales."""
-        _require_clean_tokens(
-            layer.h.shape == change.shape
-        )  # tokens may be unseen, embedded before
+        """Queries, keys or values of the heads, of the changed input where they are edited."""
+        if which not in letters:
+            return getattr(layer, which)[:, :, chosen]
+        # a pass that begins with embeddings shows no tokens to compare
+        _require_clean_tokens(layer.h.shape == change.shape)
         mapped = getattr(layer, f"{which}_map")(layer.h + change.to(layer.h))
-        whole = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]
-        return whole[:, :, pick]
+        projected = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]
+        return projected[:, :, chosen]
 
-    def scores(layer: LayerView, whole: Tensor) -> Tensor:
-        if not {"q", "k"} & set(letters):
-            return whole
-        q = side(layer, "q") if "q" in letters else layer.q[:, :, pick]
-        k = side(layer, "k") if "k" in letters else layer.k[:, :, pick]
-        found = layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
-        return found if layer.bias is None else found + layer.bias[pick]
+    def scores(layer: LayerView, total: Tensor) -> Tensor:
+        if not {"q", "k"} & letters:
+            return total
+        q, k = side(layer, "q"), side(layer, "k")
+        edited = layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
+        bias = bias_of(layer, heads)
+        return edited if bias is None else edited + bias
 
     def on_tokens(tokens: PassTokens) -> None:
         same = tokens.shape == tuple(run.tokens.shape)
@@ -160,32 +167,22 @@ def _edit(
 
 def _live(
     model: ModelLike,
-    tokens: TokensLike,
-    writers: Writers,
-    heads: HeadsLike,
-    side: Sides,
-    other: TokensLike | None,
-    swap: bool,
+    rows: TokenWindows,
+    writer: Names,
+    heads: Sequence[Head] | Head,
+    side: Names,
     drop: int | None,
-    prepend_bos: bool | None,
-    seed: int,
+    others: Int[Tensor, "batch position"] | None = None,
 ) -> LiveEdit:
-    view = as_view(model)
-    given = token_rows(view, tokens, prepend_bos=prepend_bos)
-    rows, start = given.tokens, first_edited(drop, given)
-    others = _others(view, rows, other, prepend_bos, seed) if swap else None
-    chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    names = [writers] if isinstance(writers, str) else list(writers)
-    sides = [side] if isinstance(side, str) else list(side)
-    layers = {layer for layer, _ in chosen}
+    start, writers = first_edited(drop, rows), _names(writer)
 
-    def prepare() -> tuple[ModelView, list[Edit]]:
-        now = as_view(model)
-        run = clean_run(now, rows, names, layers)
-        source = None if others is None else clean_run(now, others, names, layers)
-        return now, edge_edits(run, names, chosen, sides, source, drop=start)
+    def edits(view: ModelView, chosen: Heads) -> list[Edit]:
+        layers = by_layer(chosen)
+        run = clean_run(view, rows.tokens, writers, layers)
+        source = None if others is None else clean_run(view, others, writers, layers)
+        return edge_edits(run, writers, chosen, side, source, drop=start)
 
-    return live_edit(prepare)
+    return edit_of_heads(model, heads, edits)
 
 
 def first_edited(drop: int | None, rows: TokenWindows) -> int:
@@ -196,28 +193,13 @@ def first_edited(drop: int | None, rows: TokenWindows) -> int:
     return start
 
 
-def _others(
-    view: ModelView, rows: Tensor, other: TokensLike | None, prepend_bos: bool | None, seed: int
-) -> Int[Tensor, "batch position"]:
-    """The prompts that a swap takes writers from: given, or the same ones in another order."""
-    if other is None:
-        if len(rows) < 2:
-            got = "one prompt"
-            fail("swap", expected="at least 2 prompts", got=got, instead="other=other_tokens")
-        return rows[derangement(len(rows), seed)]
-    found = token_rows(view, other, prepend_bos=prepend_bos).tokens
-    fits, got = found.shape == rows.shape, tuple(found.shape)
-    require(fits, "other", expected=f"tokens {tuple(rows.shape)}", got=got)
-    return found
-
-
 def remove_edge(
     model: ModelLike,
     tokens: TokensLike,
-    writer: Writers,
+    writer: Names,
     heads: Sequence[Head] | Head,
     *,
-    side: Sides = "key",
+    side: Names = "key",
     drop: int | None = None,
     prepend_bos: bool | None = None,
 ) -> LiveEdit:
@@ -241,16 +223,17 @@ def remove_edge(
     >>> with tlg.interventions.remove_edge(model, tokens, "L0H0", "L1H0"):
     ...     logits = model(tokens)
     """
-    return _live(model, tokens, writer, heads, side, None, False, drop, prepend_bos, 0)
+    rows = token_rows(as_view(model), tokens, prepend_bos=prepend_bos)
+    return _live(model, rows, writer, heads, side, drop)
 
 
 def swap_edge(
     model: ModelLike,
     tokens: TokensLike,
-    writer: Writers,
+    writer: Names,
     heads: Sequence[Head] | Head,
     *,
-    side: Sides = "key",
+    side: Names = "key",
     other: TokensLike | None = None,
     drop: int | None = None,
     prepend_bos: bool | None = None,
@@ -262,4 +245,15 @@ def swap_edge(
     ``other`` are as many prompts of the same length, by default the same prompts in another order.
     See :func:`remove_edge`.
     """
-    return _live(model, tokens, writer, heads, side, other, True, drop, prepend_bos, seed)
+    view = as_view(model)
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    if other is None:
+        n, instead = len(rows), "other=other_tokens"
+        require(n >= 2, "swap", expected="at least 2 prompts", got="one prompt", instead=instead)
+        others = rows.tokens[derangement(n, seed)]
+    else:
+        others = token_rows(view, other, prepend_bos=prepend_bos).tokens
+        shape = tuple(rows.tokens.shape)
+        fits = tuple(others.shape) == shape
+        require(fits, "other", expected=f"tokens {shape}", got=tuple(others.shape))
+    return _live(model, rows, writer, heads, side, drop, others)

@@ -1,12 +1,14 @@
 """What edits of a live model do to its output, prompt by prompt: losses, divergences, and paired
-intervals and p-values of them."""
+intervals and p-values of them. :mod:`~tl_geometry.interventions.causal` and
+:mod:`~tl_geometry.interventions.edge_effects` measure with it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,14 +22,17 @@ from tl_geometry.base.results import Result
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import log_probabilities, output_batch
 from tl_geometry.models.output_head import token_losses
-from tl_geometry.models.outputs import log_probabilities, output_batch
 from tl_geometry.scores.head_types import period_for, repeated_random_tokens, token_range
 
 MEASURES = ("loss", "induction_loss", "kl")
 """What is measured on the output."""
 REPEATED = 12
-"""Sequences of repeated random tokens behind an induction loss."""
+"""Sequences of repeated random tokens behind an induction loss: more than the 10 that an interval
+needs."""
+Condition = Callable[[], AbstractContextManager[Any]]
+"""Makes the context in which the model is run."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,6 +42,8 @@ class Conditions(Result):
 
     conditions: tuple[str, ...]
     losses: Float[Tensor, "condition context"]
+
+    table_axes = ("condition",)
 
     def by_prompt(self, measure: str = "loss") -> Float[Tensor, "condition sample"]:
         """A measure of every condition and prompt: ``"loss"``."""
@@ -48,12 +55,13 @@ class Conditions(Result):
         """Mean loss of each condition (nats)."""
         return self.losses.mean(1)
 
-    def _row(self, condition: str) -> int:
+    def row(self, condition: str) -> int:
+        """The row of a condition."""
         return self.conditions.index(checks.choice(condition, self.conditions, "condition"))
 
     def _paired(self, condition: str, against: str, measure: str) -> Float[Tensor, " sample"]:
         values = self.by_prompt(measure)
-        return values[self._row(condition)] - values[self._row(against)]
+        return values[self.row(condition)] - values[self.row(against)]
 
     def change(self, condition: str, measure: str = "loss", *, against: str = "clean") -> Interval:
         """Mean paired difference of two conditions with its 95% interval (NaN below 10 prompts)."""
@@ -64,6 +72,18 @@ class Conditions(Result):
         null that they could change places in every prompt
         (:func:`tl_geometry.base.intervals.sign_flip_p`; NaN below 10 prompts)."""
         return sign_flip_p(self._paired(condition, against, measure))
+
+    def p_values(self, condition: str, measure: str = "loss") -> Float[Tensor, " condition"]:
+        """:meth:`p_value` of one condition against every one."""
+        p = [self.p_value(condition, measure, against=other) for other in self.conditions]
+        return torch.tensor(p, dtype=torch.float64)
+
+    def column_values(self) -> dict[str, Float[Tensor, " condition"]]:
+        """The columns of the table."""
+        raise NotImplementedError
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        return {name: (values, ("condition",)) for name, values in self.column_values().items()}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,7 +96,6 @@ class Effects(Conditions):
     each prompt's part, weighted so that the mean over prompts is the mean over tokens.
     """
 
-    version: ClassVar[int] = 2
     induction_losses: Float[Tensor, "condition sample"]
     kls: Float[Tensor, "condition context"]
 
@@ -97,83 +116,73 @@ class Effects(Conditions):
 
     def of(self, condition: str) -> dict[str, float]:
         """The numbers of one condition."""
-        at = self._row(condition)
+        at = self.row(condition)
         return {name: float(getattr(self, name)[at]) for name in MEASURES}
 
     def survival(self, kept: str, nothing: str = "bias terms only", measure: str = "loss") -> float:
         """Share of a loss that survives: ``(L_nothing - L_kept) / (L_nothing - L_clean)``; NaN
         where nothing is lost without it."""
-        clean, with_it, without = (self.of(c)[measure] for c in ("clean", kept, nothing))
-        return (without - with_it) / (without - clean) if without > clean else math.nan
+        clean, keep, none = (self.of(c)[measure] for c in ("clean", kept, nothing))
+        return (none - keep) / (none - clean) if none > clean else math.nan
 
-    def columns(self) -> Sequence[str]:
-        changes = [f"{m}{part}" for m in MEASURES[:2] for part in ("", "_change", "_low", "_high")]
-        return ("condition", *changes, "kl")
+    def measure_columns(self, measure: str) -> dict[str, Float[Tensor, " condition"]]:
+        """The columns of the table about one measure."""
+        values = self.by_prompt(measure)
+        change = paired_interval((values - values[0]).mT)
+        ends = {"change": change.value, "low": change.low, "high": change.high}
+        return {measure: values.mean(1)} | {f"{measure}_{end}": x for end, x in ends.items()}
 
-    def rows(self) -> Sequence[Sequence[object]]:
-        out: list[list[object]] = []
-        for i, name in enumerate(self.conditions):
-            row: list[object] = [name]
-            for measure in MEASURES[:2]:
-                found = self.change(name, measure)
-                row += [float(getattr(self, measure)[i]), *map(float, found[:3])]
-            out.append([*row, float(self.kl[i])])
-        return out
-
-
-@dataclass
-class _Sums:
-    """Losses and divergences of one condition, prompt by prompt."""
-
-    loss: list[Tensor]
-    kl: list[Tensor]
-    count: list[Tensor]
-
-    def add(self, log_p: Tensor, clean: Tensor, tokens: Tensor, counted: Tensor) -> None:
-        """Take in predictions of the ``counted`` tokens, from log-probabilities
-        ``[batch position d_vocab]``."""
-        counted = counted[:, 1:].to(log_p.device)
-        seen, base = log_p[:, :-1], clean[:, :-1]
-        losses = token_losses(seen.flatten(0, 1), tokens[:, 1:].to(log_p.device).flatten())
-        apart = (base.exp() * (base - seen)).sum(-1, dtype=torch.float64)
-        own = losses.unflatten(0, counted.shape).double()
-        self.loss.append(torch.where(counted, own, 0).sum(1).cpu())
-        self.kl.append(torch.where(counted, apart, 0).sum(1).cpu())
-        self.count.append(counted.sum(1).cpu())
-
-    def weighted(self) -> tuple[Tensor, Tensor]:
-        """Each prompt's part of the means over tokens."""
-        mean = torch.cat(self.count).double().mean()
-        return torch.cat(self.loss) / mean, torch.cat(self.kl) / mean
+    def column_values(self) -> dict[str, Float[Tensor, " condition"]]:
+        losses = (self.measure_columns(measure) for measure in MEASURES[:2])
+        return {name: x for columns in losses for name, x in columns.items()} | {"kl": self.kl}
 
 
 def measure_effects(
     view: ModelView,
     tokens: Int[Tensor, "batch position"],
-    conditions: Mapping[str, Any],
+    conditions: Sequence[Condition],
     *,
     counted: Bool[Tensor, "batch position"],
     progress: bool = False,
 ) -> tuple[Float[Tensor, "condition batch"], Float[Tensor, "condition batch"]]:
-    """(loss, KL from clean) of each condition and prompt over its ``counted`` tokens; a condition
-    is a function that makes a context manager, the first is clean."""
+    """Loss, and KL from clean, of each condition and prompt over its ``counted`` tokens.
+
+    They are weighted so that the mean over prompts is the mean over tokens. The first condition is
+    clean.
+    """
+    # at least 2 prompts in every batch: a swap takes its term from another prompt of the batch
     size = max(2, output_batch(view, tokens.shape[1], all_positions=True))
     parts = max(1, min(math.ceil(len(tokens) / size), len(tokens) // 2))
-    sums = {name: _Sums([], [], []) for name in conditions}
-    bar = tqdm(total=parts * len(conditions), disable=not progress, desc=view.name, unit="run")
-    with bar:
-        for batch, chosen in zip(
-            tokens.tensor_split(parts), counted.tensor_split(parts), strict=True
-        ):
+    batches = list(zip(tokens.tensor_split(parts), counted.tensor_split(parts), strict=True))
+    sums: list[Tensor] = []
+    with tqdm(
+        total=parts * len(conditions), disable=not progress, desc=view.name, unit="run"
+    ) as bar:
+        for rows, chosen in batches:
             clean: Tensor | None = None
-            for name, make in conditions.items():
-                with make():
-                    log_p = log_probabilities(view, batch, {}, position=None)
+            of_batch: list[Tensor] = []
+            for condition in conditions:
+                with condition():
+                    log_p = log_probabilities(view, rows, {}, position=None)
                 clean = log_p if clean is None else clean
-                sums[name].add(log_p, clean, batch, chosen)
+                of_batch.append(_summed(log_p, clean, rows, chosen))
                 bar.update(1)
-    found = [s.weighted() for s in sums.values()]
-    return torch.stack([loss for loss, _ in found]), torch.stack([kl for _, kl in found])
+            sums.append(torch.stack(of_batch, dim=1))
+    losses, kls = torch.cat(sums, dim=-1) / counted[:, 1:].sum(1).double().mean()
+    return losses, kls
+
+
+def _summed(
+    log_p: Tensor, clean: Tensor, tokens: Tensor, counted: Tensor
+) -> Float[Tensor, "2 batch"]:
+    """Loss and KL from clean of each prompt, summed over the ``counted`` tokens, from
+    log-probabilities ``[batch position d_vocab]``."""
+    counted = counted[:, 1:].to(log_p.device)
+    log_p, clean = log_p[:, :-1], clean[:, :-1]
+    losses = token_losses(log_p.flatten(0, 1), tokens[:, 1:].to(log_p.device).flatten())
+    kl = (clean.exp() * (clean - log_p)).sum(-1, dtype=torch.float64)
+    both = torch.stack([losses.unflatten(0, counted.shape).double(), kl])
+    return torch.where(counted, both, 0).sum(-1).cpu()
 
 
 def repeated_for(
@@ -209,32 +218,16 @@ def measured(
     view: ModelView,
     basis: PositionContext,
     rows: TokenWindows,
-    conditions: Mapping[str, Any],
+    conditions: Sequence[Condition],
     seed: int,
     progress: bool,
-) -> dict[str, Tensor]:
+) -> dict[str, Float[Tensor, "condition sample"]]:
     """Losses, induction losses and divergences of each condition and prompt, by field of
     :class:`Effects`."""
-    require(
-        rows.tokens.shape[1] >= 2,
-        "tokens",
-        expected="prompts of at least 2 tokens",
-        got=rows.tokens.shape[1],
-    )
+    length = rows.tokens.shape[1]
+    require(length >= 2, "tokens", expected="prompts of at least 2 tokens", got=length)
     every = torch.ones_like(rows.tokens, dtype=torch.bool)
     losses, kls = measure_effects(view, rows.tokens, conditions, counted=every, progress=progress)
     repeated, counted = repeated_for(view, basis, REPEATED, seed)
-    induction, _ = measure_effects(view, repeated, conditions, counted=counted)
-    return {"losses": losses, "induction_losses": induction, "kls": kls}
-
-
-def averaged(
-    values: Mapping[str, Tensor], names: Sequence[str], prefix: str
-) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-    """The rows whose name is ``prefix`` and a number become one row ``prefix``, their mean."""
-    places: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        head, _, tail = name.rpartition(" ")
-        places.setdefault(prefix if head == prefix and tail.isdigit() else name, []).append(i)
-    out = {k: torch.stack([v[at].mean(0) for at in places.values()]) for k, v in values.items()}
-    return tuple(places), out
+    induction_losses, _ = measure_effects(view, repeated, conditions, counted=counted)
+    return {"losses": losses, "induction_losses": induction_losses, "kls": kls}

@@ -1,4 +1,5 @@
 """Parts of W_QK in rotary models, where it is another matrix at every offset D of query minus key.
+:mod:`tl_geometry.interventions.surrogates` puts them in its place.
 
 With R_D the rotation by D positions, ``W_D = W_Q R_D W_K^T = sum_m cos(theta_m D) A_m + sin(theta_m
 D) B_m`` over rotary planes m. The best ``V L_D V^T + diag(delta_D)`` of W_D (joint least squares,
@@ -28,7 +29,7 @@ from tl_geometry.weights import low_rank_diagonal
 NO_OFFSETS = ("thresholded",)
 """Parts without a meaning here: which entries survive a threshold differs from offset to offset."""
 ROWS = 64
-"""Coordinates of the stream that are projected at a time."""
+"""Coordinates of the stream that are projected at a time: bounds memory for large models."""
 
 
 def product_of(
@@ -54,7 +55,7 @@ class OffsetReplacement:
     heads: tuple[int, ...]
     part: str
     V: Float[Tensor, "d_model rank"]
-    found: dict[tuple[int, bool], Float[Tensor, "position head d_model"]] = field(
+    diagonals: dict[tuple[int, bool], Float[Tensor, "position head d_model"]] = field(
         default_factory=dict
     )
 
@@ -83,10 +84,10 @@ class OffsetReplacement:
     def _delta(self, seen: LayerView, ahead: bool) -> Float[Tensor, "position head d_model"]:
         """Diagonals of all offsets of one sign; ``ahead`` for keys that come after the query."""
         key = (seen.h.shape[1], ahead)
-        if key not in self.found:
+        if key not in self.diagonals:
             V = None if self.part == "diagonal" else self.V
-            self.found[key] = offset_diagonals(seen, self.heads, V, ahead=ahead).to(seen.h)
-        return self.found[key]
+            self.diagonals[key] = offset_diagonals(seen, self.heads, V, ahead=ahead).to(seen.h)
+        return self.diagonals[key]
 
 
 def _offsets(seen: LayerView) -> list[int]:

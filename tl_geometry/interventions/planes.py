@@ -21,13 +21,18 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base import checks
 from tl_geometry.base.errors import require
-from tl_geometry.interventions.terms import HeadsLike, derangement, require_several
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import LiveEdit, live_edit
+from tl_geometry.interventions.head_edits import (
+    Heads,
+    HeadsLike,
+    bias_of,
+    by_layer,
+    edit_of_heads,
+    from_another_prompt,
+)
+from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit
+from tl_geometry.models.live_edits import Edit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.rotary import rotary_planes
@@ -38,10 +43,10 @@ PlaneEdit = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def part_on_planes(
-    layer: LayerView, heads: Sequence[int], kept: Bool[Tensor, "head d_head"]
+    layer: LayerView, heads: Sequence[int], coordinates: Bool[Tensor, "head d_head"]
 ) -> Float[Tensor, "batch head query key"]:
     """What some coordinates of some heads carry of their scores."""
-    q, k = layer.q[:, :, heads] * kept.to(layer.q), layer.k[:, :, heads]
+    q, k = layer.q[:, :, heads] * coordinates.to(layer.q), layer.k[:, :, heads]
     return layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
 
 
@@ -50,26 +55,26 @@ def chosen_planes(
 ) -> Bool[Tensor, "head d_head"]:
     """The coordinates of the chosen planes of some heads; with ``control`` those of as many planes
     drawn at random with that seed, for each head anew."""
-    own = rotary_planes(layer)
-    found = HeadPlanes.of([own] * len(heads), layer.h.shape[1])
-    chosen = found.chosen(planes)
+    rotary = rotary_planes(layer)
+    of_heads = HeadPlanes.of([rotary] * len(heads), layer.h.shape[1])
+    chosen = of_heads.chosen(planes)
     nothing = not isinstance(planes, str | int) and len(planes) == 0
     require(
         nothing or bool(chosen.any()),
         "planes",
         expected="planes that the heads have",
         got=f"none of {describe_planes(planes)} in layer {layer.layer}, whose wavelengths are "
-        f"{', '.join(f'{x:.3g}' for x in own.wavelength.tolist()[:8])}",
+        f"{', '.join(f'{x:.3g}' for x in rotary.wavelength.tolist()[:8])}",
         instead="others, or longer prompts",
     )
     if control is not None:
         chosen = torch.stack(
             [
-                random_planes(row, found.theta[0], control, layer.layer, head)
+                random_planes(row, of_heads.theta[0], control, layer.layer, head)
                 for row, head in zip(chosen, heads, strict=True)
             ]
         )
-    return found.coordinates(chosen).to(layer.h.device)
+    return of_heads.coordinates(chosen).to(layer.h.device)
 
 
 def random_planes(
@@ -106,24 +111,20 @@ def _edit(
     change: PlaneEdit,
     control: int | None,
 ) -> LiveEdit:
-    view = as_view(model)
-    chosen = checks.heads(heads, view.n_layers, view.n_heads)
     planes = tuple(planes) if isinstance(planes, list) else planes
 
-    def prepare() -> tuple[ModelView, list[Edit]]:
-        edits: list[Edit] = []
-        for at in sorted({layer for layer, _ in chosen}):
-            mine = tuple(sorted(head for layer, head in chosen if layer == at))
+    def layer_edit(at: int, heads: tuple[int, ...]) -> Edit:
+        def scores(layer: LayerView, total: Tensor) -> Tensor:
+            coordinates = chosen_planes(layer, heads, planes, control)
+            part = part_on_planes(layer, list(heads), coordinates)
+            return change(total, part, bias_of(layer, heads))
 
-            def scores(layer: LayerView, whole: Tensor, mine: tuple[int, ...] = mine) -> Tensor:
-                kept = chosen_planes(layer, mine, planes, control)
-                bias = None if layer.bias is None else layer.bias[list(mine)]
-                return change(whole, part_on_planes(layer, list(mine), kept), bias)
+        return Edit(at, heads, scores)
 
-            edits.append(Edit(at, mine, scores))
-        return as_view(model), edits
+    def edits(view: ModelView, chosen: Heads) -> list[Edit]:
+        return [layer_edit(at, heads) for at, heads in by_layer(chosen).items()]
 
-    return live_edit(prepare)
+    return edit_of_heads(model, heads, edits)
 
 
 def remove_planes(
@@ -141,7 +142,7 @@ def remove_planes(
     :func:`tl_geometry.interventions.remove_term`, with the same refusals; ``GeometryError`` where
     no head has the planes.
     """
-    return _edit(model, planes, heads, lambda whole, part, bias: whole - part, control)
+    return _edit(model, planes, heads, lambda total, part, bias: total - part, control)
 
 
 def keep_planes(
@@ -150,7 +151,7 @@ def keep_planes(
     """Context manager: keep only some rotary planes of the scores of ``heads`` (and ALiBi); with
     ``control=seed`` as many planes drawn at random."""
 
-    def change(whole: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
+    def change(total: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
         return part if bias is None else part + bias
 
     return _edit(model, planes, heads, change, control)
@@ -162,8 +163,7 @@ def swap_planes(
     """Context manager: give some rotary planes of the scores of ``heads`` the values of another
     prompt of the batch at the same positions, ``S - X + X'`` (at least two prompts)."""
 
-    def change(whole: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
-        require_several(whole, "swap_planes")
-        return whole - part + part[derangement(len(part), seed).to(part.device)]
+    def change(total: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
+        return total - part + from_another_prompt(part, seed, "swap_planes")
 
     return _edit(model, planes, heads, change, None)

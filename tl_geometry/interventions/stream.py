@@ -1,12 +1,8 @@
-"""Project the positional or the context subspace out of the residual stream of a live model, or
-keep only it."""
+"""Take the positional or the context subspace out of the residual stream of a live model, or keep
+only that subspace: ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,22 +10,16 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.corpus.sources import state_indices
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import (
-    HookList,
-    ListedHook,
-    LiveEdit,
-    OneThread,
-    OwnedHooks,
-    require_unchanged,
-)
-from tl_geometry.models.live import OpenEdit
+from tl_geometry.models.edit_lists import LiveEdit
+from tl_geometry.models.live_edits import StreamEdit
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.points import Placed, attached
+from tl_geometry.models.reader import as_view
 
 ENERGY = 0.99
 """Share of the squared norm of the basis that a subspace of default rank holds."""
+ROUNDING = 1e-12
+"""Singular values below this share of the largest are rounding (float64)."""
 
 
 def subspace_of(
@@ -41,20 +31,17 @@ def subspace_of(
     ``rank`` defaults to the fewest directions that hold 99% of the squared norm.
     """
     row = basis.index(state)
-    rows = basis.pos[row] if choice(subspace, ("pos", "ctx"), "subspace") == "pos" else None
-    if rows is None:
-        ctx = basis.ctx
-        if ctx is None:
-            fail(
-                "subspace='ctx'",
-                expected="a basis with context vectors",
-                got="one without",
-                instead="decompose(..., keep_ctx=True)",
-            )
-        rows = ctx[row]
-    found = linalg.svd(rows)
-    energy = found.S.square()
-    nonzero = int((found.S / found.S[0].clamp(min=1e-300) > 1e-12).sum())
+    choice(subspace, ("pos", "ctx"), "subspace")
+    vectors = basis.pos if subspace == "pos" else basis.ctx
+    if vectors is None:
+        fail(
+            "subspace='ctx'",
+            expected="a basis with context vectors",
+            got="one without",
+            instead="decompose(..., keep_ctx=True)",
+        )
+    _, S, V = linalg.svd(vectors[row])
+    nonzero = int((S / S[0].clamp(min=1e-300) > ROUNDING).sum())
     require(
         nonzero > 0,
         f"{subspace} at state {state}",
@@ -63,6 +50,7 @@ def subspace_of(
         instead="a longer window, more contexts",
     )
     if rank is None:
+        energy = S.square()
         rank = 1 + int((energy.cumsum(0) < ENERGY * energy.sum()).sum())
     require(
         1 <= rank <= nonzero,
@@ -70,7 +58,7 @@ def subspace_of(
         expected=f"1 to {nonzero}, the rank of {subspace} at state {state}",
         got=rank,
     )
-    return found.V[:, :rank]
+    return V[:, :rank]
 
 
 def project_stream(
@@ -103,26 +91,11 @@ def project_stream(
     True
     """
 
-    def prepare() -> tuple[ModelView, Placed, OpenEdit]:
-        view, record = as_view(model), OpenEdit(())
-        return view, _projection(view, basis, state, subspace, keep, rank, record), record
+    def prepare() -> tuple[ModelView, list[StreamEdit]]:
+        view = as_view(model)
+        return view, [_projection(view, basis, state, subspace, keep, rank)]
 
-    @contextmanager
-    def opened() -> Iterator[OpenEdit]:
-        view, hook, record = prepare()
-        with attached(view, [hook]):
-            yield record
-        record.require_passes(view.name)
-        require_unchanged(view)
-
-    def listed() -> tuple[OpenEdit, HookList]:
-        view, (name, call, _), record = prepare()
-
-        thread = OneThread(view)
-        hook = ListedHook(thread, call, begin=lambda: require_unchanged(view))
-        return record, OwnedHooks([(name, hook)], thread)
-
-    return LiveEdit(opened, listed)
+    return LiveEdit(prepare)
 
 
 def _projection(
@@ -132,8 +105,7 @@ def _projection(
     subspace: str,
     keep: bool,
     rank: int | None,
-    record: OpenEdit,
-) -> Placed:
+) -> StreamEdit:
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
@@ -142,19 +114,8 @@ def _projection(
     directions, mean = subspace_of(basis, at, subspace, rank), basis.mean[basis.index(at)]
 
     def hook(h: Tensor) -> Tensor:
-        record.count()
         V, m = directions.to(h.device), mean.to(h.device)
         inside = ((h.double() - m) @ V) @ V.mT
         return (m + inside if keep else h.double() - inside).to(h.dtype)
 
-    return Placed(view.state_hooks[at], hook, "first")
-
-
-def removed_share(
-    basis: PositionContext, state: int, subspace: str = "pos", rank: int | None = None
-) -> float:
-    """Share of the stream's variance (over contexts and window) that :func:`project_stream` takes
-    out; needs second moments."""
-    V = subspace_of(basis, state, subspace, rank)
-    second = basis.second_moment(state)
-    return float(torch.trace(V.mT @ second @ V) / torch.trace(second))
+    return StreamEdit(view.state_hooks[at], hook)

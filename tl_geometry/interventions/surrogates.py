@@ -4,7 +4,7 @@ it.
 Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a
 layer, whose scores are ``S = x W x^T + (bias terms)`` with x the normalised stream:
 
-1. the layer's view is built from the running forward pass (:mod:`tl_geometry.models.live`);
+1. the layer's view is built from the running forward pass (:mod:`tl_geometry.models.live_edits`);
 2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
 3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class
    obeys.
@@ -16,10 +16,10 @@ dimension is the control.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from einops import einsum
@@ -27,34 +27,37 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, choice, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.interventions.head_edits import Heads, HeadsLike, by_layer, edit_of_heads
 from tl_geometry.interventions.offsets import NO_OFFSETS, OffsetReplacement, product_of
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.hook_lists import LiveEdit, live_edit
+from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live import Edit
+from tl_geometry.models.live_edits import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import next_token_loss, require_output
 from tl_geometry.models.norms import remove_mean
-from tl_geometry.models.outputs import next_token_loss
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
-from tl_geometry.weights.vocabulary import factors_of, require_trained_head, weight_provenance
+from tl_geometry.weights.vocabulary import factors_of
 
 PARTS = ("structured", "low_rank", "diagonal", "thresholded", "random", "none", "whole")
 """What may take the place of W_QK: ``V L V^T + D``, the best ``V L V^T``, diag(W), diag(W) plus the
 rotated entries above the threshold, ``V L V^T + D`` in a random subspace of the same dimension,
 nothing, and W itself (a check: it changes nothing)."""
+DIRECTIONS, RANK = 60, 20
+"""Positional directions that a threshold is taken from, and the largest default dimension of the
+subspace: those of Song & Zhong 2023."""
 
 
 class Replacement(NamedTuple):
     """``W' = left right^T + diag(diagonal)`` for the chosen heads of a layer, the attention scale
-    inside."""
+    inside; a part that is only diagonal has factors of width 0."""
 
     heads: tuple[int, ...]
     left: Float[Tensor, "head d_model rank"]
@@ -64,61 +67,48 @@ class Replacement(NamedTuple):
     def product(self, seen: LayerView) -> Float[Tensor, "batch head query key"]:
         """``x W' x^T`` per head, in the running forward pass."""
         x, chosen = remove_mean(seen.h, seen.norm.norm_type), list(self.heads)
-        scaled = (
+        q, k = (
             einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d")
             for s in (seen.q_scale, seen.k_scale)
         )
-        return self.scores(*scaled)
-
-    def scores(
-        self,
-        q: Float[Tensor, "batch head query d_model"],
-        k: Float[Tensor, "batch head key d_model"],
-    ) -> Tensor:
-        """``q W' k^T`` per head, in the dtype of ``q``."""
         left, right, diagonal = (t.to(q) for t in (self.left, self.right, self.diagonal))
         return (q @ left) @ (k @ right).mT + (q * diagonal.unsqueeze(-2)) @ k.mT
 
 
-def structured_part(
-    factors: Factors, basis: Float[Tensor, "d_model column"], part: str, *, k: int, seed: int = 0
-) -> Factors | None:
-    """Left and right factors of a part (see :data:`PARTS`) without its diagonal; ``None`` for a
-    part that is only diagonal.
+def part_of(
+    factors: Factors, basis: Float[Tensor, "d_model column"], part: str, k: int, seed: int = 0
+) -> tuple[Factors, Float[Tensor, "head d_model"]]:
+    """Left and right factors of a part of W_QK (see :data:`PARTS`), and its diagonal.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(6, 2, generator=generator, dtype=torch.float64)).Q
     >>> W = Factors(V[None], V[None])
-    >>> found = structured_part(W, V, "low_rank", k=2)
-    >>> bool(torch.allclose(found.left @ found.right.mT, W.left @ W.right.mT))
-    True
+    >>> low, diagonal = part_of(W, V, "low_rank", k=2)
+    >>> same = torch.allclose(low.left @ low.right.mT, W.left @ W.right.mT)
+    >>> bool(same), bool(diagonal.any())
+    (True, False)
     """
-    return _part(factors, basis, choice(part, PARTS, "part"), k, seed)[0]
-
-
-def _part(
-    factors: Factors, basis: Tensor, part: str, k: int, seed: int
-) -> tuple[Factors | None, Tensor]:
-    heads, nothing = factors.left.shape[0], torch.zeros_like(factors.diagonal)
+    heads, zero = factors.left.shape[0], torch.zeros_like(factors.diagonal)
     V = basis[:, :k].to(factors.left)
     if part == "whole":
-        return factors, nothing
+        return factors, zero
     if part in ("diagonal", "none"):
-        return None, factors.diagonal if part == "diagonal" else nothing
+        empty = factors.left[..., :0]
+        return Factors(empty, empty), factors.diagonal if part == "diagonal" else zero
     if part == "thresholded":
         eye = torch.eye(V.shape[0], dtype=V.dtype, device=V.device)
         rotation = bilinear.complete(basis.to(factors.left), eye)
         dense = bilinear.rotated_block(factors, rotation)
         threshold = bilinear.structure(factors, basis.to(factors.left), k=k).threshold
-        kept = torch.where(dense.abs() > threshold[:, None, None], dense, 0.0)
-        return Factors(rotation @ kept, rotation.expand(heads, -1, -1)), factors.diagonal
+        large = torch.where(dense.abs() > threshold[:, None, None], dense, 0.0)
+        return Factors(rotation @ large, rotation.expand(heads, -1, -1)), factors.diagonal
+    if part == "low_rank":
+        block = bilinear.rotated_block(factors, V, remove=zero)
+        return Factors(V @ block, V.expand(heads, -1, -1)), zero
     if part == "random":
+        # factors of a LayerNorm model are centred: their columns sum to zero, but for rounding
         centered = float(factors.left.sum(-2).abs().max()) < 1e-6 * float(factors.left.abs().max())
         V = random_directions(V, centered, seed)
-    if part == "low_rank":
-        return Factors(
-            V @ bilinear.rotated_block(factors, V, remove=nothing), V.expand(heads, -1, -1)
-        ), nothing
     fit = low_rank_diagonal.fit_low_rank_diagonal(factors, V)
     return Factors(V @ fit.L, V.expand(heads, -1, -1)), fit.delta
 
@@ -137,7 +127,7 @@ def random_directions(
 def replacements(
     view: ModelView,
     basis: PositionContext,
-    heads: Sequence[tuple[int, int]],
+    heads: Heads,
     part: str,
     *,
     rank: int | None = None,
@@ -156,16 +146,15 @@ def replacements(
     )
     require_basis(basis)
     basis.check_model(view)
-    layers = sorted({l for l, _ in heads})
-    factors = {} if rotary else dict(factors_of(view, layers, "QK"))
-    out: dict[int, Replacement | OffsetReplacement] = {}
-    for layer in layers:
-        mine = tuple(h for l, h in heads if l == layer)
-        rows, centered = basis.pos[basis.index(layer)], view.attention_norm(layer).norm_type == "LN"
-        directions, _, found = bilinear.leading_directions(
-            rows, min(60, view.d_model), centered=centered
+    layers = by_layer(heads)
+    factors = {} if rotary else dict(factors_of(view, list(layers), "QK"))
+    new: dict[int, Replacement | OffsetReplacement] = {}
+    for layer, chosen in layers.items():
+        pos, centered = basis.pos[basis.index(layer)], view.attention_norm(layer).norm_type == "LN"
+        directions, _, known = bilinear.leading_directions(
+            pos, min(DIRECTIONS, view.d_model), centered=centered
         )
-        k = min(rank or 20, found)
+        k = min(rank or RANK, known)
         require(
             k > 0,
             "basis",
@@ -175,16 +164,13 @@ def replacements(
         )
         if rotary:
             V = directions[:, :k]
-            out[layer] = OffsetReplacement(
-                mine, part, random_directions(V, centered, seed) if part == "random" else V
-            )
+            V = random_directions(V, centered, seed) if part == "random" else V
+            new[layer] = OffsetReplacement(chosen, part, V)
             continue
-        chosen = Factors(factors[layer].left[list(mine)], factors[layer].right[list(mine)])
-        product, diagonal = _part(chosen, directions, part, k, seed)
-        empty = torch.zeros_like(chosen.left[..., :1])
-        left, right = (empty, empty) if product is None else (product.left, product.right)
-        out[layer] = Replacement(mine, left, right, diagonal)
-    return out
+        left, right = (f[list(chosen)] for f in (factors[layer].left, factors[layer].right))
+        product, diagonal = part_of(Factors(left, right), directions, part, k, seed)
+        new[layer] = Replacement(chosen, product.left, product.right, diagonal)
+    return new
 
 
 def offset_parts(view: ModelView) -> tuple[str, ...]:
@@ -205,33 +191,15 @@ def replaced_scores(
     return scores - product_of(seen, seen.h, new.heads) + new.product(seen)
 
 
-OnPattern = Callable[[LayerView, tuple[int, ...], Tensor, Tensor], None]
-"""Receives a layer's view, the replaced heads, their own patterns and their new ones."""
-
-
-def _edit(layer: int, new: Replacement | OffsetReplacement, on_pattern: OnPattern | None) -> Edit:
-    def scores(seen: LayerView, before: Tensor) -> Tensor:
-        after = replaced_scores(seen, before, new)
-        if on_pattern is not None:
-            chosen = list(new.heads)
-            on_pattern(
-                seen, new.heads, seen.pattern_of(before, chosen), seen.pattern_of(after, chosen)
-            )
-        return after
-
-    return Edit(layer, new.heads, scores)
-
-
 def surrogate(
     model: ModelLike,
     basis: PositionContext,
-    heads: Iterable[Head] | Head | None = None,
+    heads: HeadsLike = None,
     part: str = "structured",
     *,
     layers: Iterable[int] | int | None = None,
     rank: int | None = None,
     seed: int = 0,
-    on_pattern: OnPattern | None = None,
 ) -> LiveEdit:
     """Run a live model with W_QK of the chosen heads replaced by a part of it (Song & Zhong 2023,
     Eq. 8), inside ``with`` or by :meth:`~tl_geometry.interventions.LiveEdit.hooks`.
@@ -244,20 +212,17 @@ def surrogate(
             meaning there.
         rank: dimension of the subspace, by default the smaller of 20 and the rank of the positional
             vectors at the layer's input.
-        on_pattern: called with the layer's view, the heads and their new pattern, whenever a layer
-            runs.
 
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
-    view = as_view(model)
-    pairs = checks.heads(heads, view.n_layers, view.n_heads, layers)
 
-    def prepare() -> tuple[ModelView, list[Edit]]:
-        now = as_view(model)
-        new = replacements(now, basis, pairs, part, rank=rank, seed=seed)
-        return now, [_edit(layer, one, on_pattern) for layer, one in new.items()]
+    def edits(view: ModelView, chosen: Heads) -> list[Edit]:
+        return [
+            Edit(layer, new.heads, partial(replaced_scores, new=new))
+            for layer, new in replacements(view, basis, chosen, part, rank=rank, seed=seed).items()
+        ]
 
-    return live_edit(prepare)
+    return edit_of_heads(model, heads, edits, layers=layers)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -288,7 +253,7 @@ def surrogate_effect(
     model: ModelLike,
     tokens: TokensLike,
     basis: PositionContext,
-    heads: Iterable[Head] | Head | None = None,
+    heads: HeadsLike = None,
     *,
     layers: Iterable[int] | int | None = None,
     parts: Sequence[str] | None = None,
@@ -306,54 +271,47 @@ def surrogate_effect(
     whose next-token loss means nothing.
     """
     view = as_view(model)
-    require_trained_head(view, "surrogate_effect")
-    require(
-        view.causal,
-        "surrogate_effect",
-        expected="a causal model",
-        got=f"{view.name}, which attends to both sides",
-        instead="surrogate(...) and your own measure",
-        error=UnsupportedModelError,
-    )
+    require_output(view, "surrogate_effect")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     wanted = offset_parts(view) if parts is None else parts
-    parts = tuple(
-        choice(p, PARTS, "part") for p in ([wanted] if isinstance(wanted, str) else wanted)
-    )
-    clean = next_token_loss(view, rows.tokens)
+    wanted = [wanted] if isinstance(wanted, str) else wanted
+    parts = tuple(choice(part, PARTS, "part") for part in wanted)
     losses: list[float] = []
     moved: list[Tensor] = []
     for part in parts:
-        distance: dict[tuple[int, int], float] = {}
-
-        def record(
-            seen: LayerView,
-            chosen: tuple[int, ...],
-            before: Tensor,
-            after: Tensor,
-            distance: Any = distance,
-        ) -> None:
-            # one batch of the prompts
-            tv = 0.5 * (after - before).abs().sum(-1)[..., 1:].mean(2).sum(0) / len(rows)
-            for h, v in zip(chosen, tv.tolist(), strict=True):
-                distance[seen.layer, h] = distance.get((seen.layer, h), 0.0) + v
-
-        with surrogate(view, basis, pairs, part, rank=rank, seed=seed, on_pattern=record):
+        new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
+        distance = dict.fromkeys(pairs, 0.0)
+        edits = [_recorded(layer, one, distance, len(rows)) for layer, one in new.items()]
+        with edited_scores(view, edits):
             losses.append(next_token_loss(view, rows.tokens))
-        moved.append(torch.tensor([distance.get(pair, torch.nan) for pair in pairs]))
+        moved.append(torch.tensor([distance[pair] for pair in pairs]))
     return SurrogateEffect(
-        provenance=dataclasses.replace(
-            weight_provenance(view, sources=("song2023",), flags=basis.remarks(view)),
-            corpus=rows.corpus,
-            token_hash=rows.token_hash,
-            has_bos=rows.has_bos,
-            contexts=len(rows),
-            seed=seed,
-        ),
+        provenance=view.provenance(rows, seed=seed, flags=basis.remarks(view)),
         heads=pairs,
         parts=parts,
-        clean_loss=clean,
+        clean_loss=next_token_loss(view, rows.tokens),
         loss=torch.tensor(losses, dtype=torch.float64),
         moved=torch.stack(moved),
     )
+
+
+def _recorded(
+    at: int,
+    new: Replacement | OffsetReplacement,
+    distance: dict[tuple[int, int], float],
+    prompts: int,
+) -> Edit:
+    """The edit of one layer, which adds to ``distance`` the part that a batch has in the mean total
+    variation of each head's pattern."""
+
+    def scores(seen: LayerView, before: Tensor) -> Tensor:
+        after, heads = replaced_scores(seen, before, new), list(new.heads)
+        moved = seen.pattern_of(after, heads) - seen.pattern_of(before, heads)
+        # the first query sees one key only, and cannot move
+        variation = 0.5 * moved.abs().sum(-1)[..., 1:].mean(2).sum(0) / prompts
+        for head, value in zip(heads, variation.tolist(), strict=True):
+            distance[at, head] += value
+        return after
+
+    return Edit(at, new.heads, scores)

@@ -2,25 +2,6 @@
 
 from __future__ import annotations
 
-from tl_geometry.measures.comparison import BasisComparison, compare_bases
-from tl_geometry.measures.context_report import ContextualReport, contextual_report
-from tl_geometry.measures.differences import dct_vectors, smoothness, theorem1
-from tl_geometry.measures.factorisation import kernel_gaps
-from tl_geometry.measures.position_report import PositionalReport, positional_report
-from tl_geometry.measures.rank import denoise, screenot, usable_k
+import lazy_loader
 
-__all__ = [
-    "BasisComparison",
-    "ContextualReport",
-    "PositionalReport",
-    "compare_bases",
-    "contextual_report",
-    "dct_vectors",
-    "denoise",
-    "kernel_gaps",
-    "positional_report",
-    "screenot",
-    "smoothness",
-    "theorem1",
-    "usable_k",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

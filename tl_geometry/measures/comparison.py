@@ -1,9 +1,9 @@
-"""Two bases compared: checkpoints, corpora, states, foldings, a model and its untrained control;
-with their own noise as the floor."""
+"""Do two positional bases agree? They may be of two checkpoints, corpora, states or foldings, or of
+a model and its untrained control. How far each agrees with itself over halves of its contexts is
+the floor."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.variance import half_pos
 from tl_geometry.measures import rank as ranks
 
 Pair = tuple[int, int]
@@ -50,22 +51,16 @@ class BasisComparison(Result):
     mean_cosine: Float[Tensor, " row"]
     other: str
 
-    def _table(self) -> dict[str, Tensor]:
-        left_out = ("provenance", "pairs", "rank", "other")
-        names = [f.name for f in dataclasses.fields(self) if f.name not in left_out]
-        return {n: getattr(self, n) for n in names}
+    table_axes = ("row",)
+    table_values = (
+        *("angle_mean", "angle_max", "overlap", "overlap_floor", "overlap_random", "procrustes"),
+        *("procrustes_floor", "difference", "difference_floor", "mean_cosine"),
+    )
 
-    def columns(self) -> Sequence[str]:
-        """Column names of the table."""
-        return ("state_a", "state_b", "rank", *self._table())
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
-        values = self._table().values()
-        return [
-            [*pair, self.rank[i], *(float(v[i]) for v in values)]
-            for i, pair in enumerate(self.pairs)
-        ]
+    def axis_labels(self, axis: str) -> dict[str, Sequence[object]]:
+        """The two states of a row, and how many directions of them are compared."""
+        a, b = zip(*self.pairs, strict=True)
+        return {"state_a": a, "state_b": b, "rank": self.rank}
 
 
 def procrustes_similarity(a: linalg.SVD, b: linalg.SVD) -> Float[Tensor, "*batch"]:
@@ -115,10 +110,10 @@ def compare_bases(
     for basis in (a, b):
         require_basis(basis)
     pairs = _checked_pairs(a, b, states)
-    halves = [x.half_pos() for x in (a, b)]
+    halves = [half_pos(x.moments) for x in (a, b)]
     positions, d_model = a.pos.shape[1:]
     rows: list[dict[str, Tensor]] = []
-    used: list[int] = []
+    used_ranks: list[int] = []
     for state_a, state_b in pairs:
         i, j = a.index(state_a), b.index(state_b)
         parts = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
@@ -128,15 +123,17 @@ def compare_bases(
         same_space = d_model == b.mean.shape[1]
         mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else NAN
         random = torch.tensor(r / d_model, dtype=torch.float64)
-        own = [(h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None]
+        own_halves = [
+            (h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None
+        ]
         chance = {"overlap_random": random, "mean_cosine": mean}
-        rows.append(_agreement(*parts, r) | _floors(own, r) | chance)
-        used.append(r)
+        rows.append(_agreement(*parts, r) | _floors(own_halves, r) | chance)
+        used_ranks.append(r)
     return BasisComparison(
         provenance=a.provenance.flagged(*a.flags()),
         other=b.provenance.line(),
         pairs=pairs,
-        rank=tuple(used),
+        rank=tuple(used_ranks),
         **{name: torch.stack([row[name] for row in rows]) for name in rows[0]},
     )
 
@@ -176,10 +173,10 @@ def _checked_pairs(
 def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Tensor]:
     """The agreement of the two halves of each basis with each other, the noisier of the bases; NaN
     where no basis has halves."""
-    own = [_agreement(linalg.svd(one), linalg.svd(two), rank) for one, two in halves]
+    agreements = [_agreement(linalg.svd(one), linalg.svd(two), rank) for one, two in halves]
     worst = {"overlap": torch.amin, "procrustes": torch.amin, "difference": torch.amax}
     return {
-        f"{name}_floor": noisier(torch.stack([o[name] for o in own])) if own else NAN
+        f"{name}_floor": noisier(torch.stack([o[name] for o in agreements])) if agreements else NAN
         for name, noisier in worst.items()
     }
 

@@ -1,5 +1,6 @@
-"""Every measure of the context basis, a row per state, with its uncertainty and its nulls
-(:func:`contextual_report`)."""
+"""Do position and context lie apart, and do contexts of one document lie together? Every measure of
+the context basis, a row per state, with its uncertainty and its nulls:
+:func:`tl_geometry.contextual_report`."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
 from tl_geometry.corpus.sources import label_ids
+from tl_geometry.decomposition.delete_group import Subsets, subsets, window_means
 from tl_geometry.decomposition.layer_intervals import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.decomposition.resampling import Subsets, subsets, window_means
 from tl_geometry.decomposition.variance import reliability
 from tl_geometry.measures import contextual
 from tl_geometry.measures.contextual import Space
@@ -64,8 +65,8 @@ def contextual_report(
     between documents, self-pairs left out), ``intra_signed``, ``inter_signed``, ``intra_reference``
     (self-pairs counted: the published number), ``compactness_cvec`` and ``compactness_raw``
     (cluster compactness of the states without and with their positional part; ``norm``, ``space``
-    and ``ridge`` as in :func:`tl_geometry.measures.contextual.cluster_compactness`; NaN and a flag
-    where the within-document covariance is singular or second moments are missing).
+    and ``ridge`` as in :func:`tl_geometry.measures.contextual.compactness_from_moments`; NaN and a
+    flag where the within-document covariance is singular or second moments are missing).
 
     Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the
     signs of their coordinates drawn at random, which keeps outlier coordinates; ``exchanged``
@@ -94,12 +95,12 @@ def contextual_report(
     require(draws >= 1, "draws", expected="at least 1", got=draws)
     z, names = _labels(basis, labels)
     basis.require_identifiable("contextual_report")
-    sets = subsets(basis, jackknife=jackknife and basis.group_of is not None)
+    sets = subsets(basis, jackknife=jackknife)
     chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
     r = _overlap_rank(basis, rank)
     flags = _flags(basis, z, len(chosen), r, rank)
     orders = [] if z is None else [z, *(_shuffles(z, draws, seed) if nulls else [])]
-    found, tables = [], []
+    per_state, similarities = [], []
     halves = reliability(basis.moments)
     singular: list[int] = []
     for row, state in enumerate(basis.states):
@@ -115,17 +116,17 @@ def contextual_report(
             values |= {n: v[:1] for n, v in compact.items()}
             absent |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             ctx = means[row, chosen] - basis.mean[row]
-            tables.append(contextual.cluster_similarity(ctx, z[chosen]).table)
-        found.append((values, absent))
+            similarities.append(contextual.cluster_similarity(ctx, z[chosen]).table)
+        per_state.append((values, absent))
     if singular:
         flags.append(
             f"within-document covariance singular at states {singular}: "
             "compactness needs space=('pca', k) or ridge="
         )
-    similarity = torch.stack(tables) if tables else None
+    similarity = torch.stack(similarities) if similarities else None
     compared = [] if z is None else z[chosen].unique().tolist()
     names = tuple(names[label] for label in compared) if names else ()
-    fields = state_fields(basis, sets, found, flags=flags, least=LEAST, draws=draws)
+    fields = state_fields(basis, sets, per_state, flags=flags, least=LEAST, draws=draws)
     return ContextualReport(**fields, names=names, similarity=similarity)
 
 
@@ -145,8 +146,6 @@ def _flags(
 ) -> list[str]:
     """What the report leaves out, and why."""
     flags = []
-    if basis.group_of is None:
-        flags.append("groups of contexts not known (merged files of an earlier version): no errors")
     if z is not None and compared < basis.contexts:
         flags.append(f"similarities from {compared} contexts")
     if rank < wanted:
@@ -170,12 +169,11 @@ def _over_subsets(
     per_set: list[Values] = []
     bases = window_means(basis, row, sets.member.double())
     for rows, member in zip(bases, sets.member, strict=True):
-        everyone = torch.ones(basis.contexts, dtype=torch.bool)
-        inside = everyone if group_of is None else member[group_of]
-        kept = chosen[inside[chosen]]
+        inside = member[group_of]
+        compared = chosen[inside[chosen]]
         pos, ctx = rows - rows.mean(0), means - rows.mean(0)
-        found = _towards(pos, ctx[inside], rank)
-        per_set.append(found if z is None else found | _clusters(ctx[kept], z[kept]))
+        values = _towards(pos, ctx[inside], rank)
+        per_set.append(values if z is None else values | _clusters(ctx[compared], z[compared]))
     return {n: torch.stack([v[n] for v in per_set]) for n in per_set[0]}
 
 
@@ -184,11 +182,11 @@ def _overlap_rank(basis: PositionContext, rank: int) -> int:
     have none do not count."""
     require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
     assert basis.context_means is not None
-    found = []
+    ranks = []
     for pos, means, mean in zip(basis.pos, basis.context_means, basis.mean, strict=True):
         both = (pos, means - mean)
-        found.append(min(int(numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in both))
-    return min(rank, basis.pos.shape[1] - 1, basis.contexts - 1, *(n for n in found if n > 0))
+        ranks.append(min(int(numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in both))
+    return min(rank, basis.pos.shape[1] - 1, basis.contexts - 1, *(n for n in ranks if n > 0))
 
 
 def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
@@ -252,10 +250,10 @@ def _compactness(
         sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64)
         sums.index_add_(0, z, basis.context_means[row].double())
         means = sums / counts.clamp(min=1)[:, None] - basis.mean[row]
-        found = contextual.compactness_from_moments(
+        compact = contextual.compactness_from_moments(
             second, basis.pos[row], means, counts, accuracy=accuracy, **options
         )
-        pairs.append(found)
+        pairs.append(compact)
     return {
         "compactness_cvec": torch.stack([p.cvec for p in pairs]),
         "compactness_raw": torch.stack([p.raw for p in pairs]),

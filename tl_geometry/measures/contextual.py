@@ -1,5 +1,5 @@
-"""Measures of the context basis, and of how it lies towards the positional one (Song & Zhong 2023,
-sections 2 and 4).
+"""Formulas of the measures of a context basis, and of how it lies towards the positional one, for
+:func:`tl_geometry.contextual_report` (Song & Zhong 2023, sections 2 and 4).
 
 Rows are context vectors ``ctx [context d_model]`` (or any points), batched over states. Each number
 that chance alone would make positive comes with what random directions give. Zero rows have no
@@ -116,31 +116,26 @@ def subspace_overlap(
     pos: Float[Tensor, "*batch position d_model"],
     ctx: Float[Tensor, "*batch context d_model"],
     rank: int,
-    other_rank: int | None = None,
 ) -> SubspaceOverlap:
-    """Principal angles between the span of the ``rank`` leading directions of pos and the
-    ``other_rank`` leading ones of ctx.
+    """Principal angles between the spans of the ``rank`` leading directions of pos and of ctx.
 
-    The overlap is the mean of cos^2 over the min(r, r') angles, between 0 (orthogonal) and 1 (one
-    contains the other); random subspaces of d dimensions have ``max(r, r') / d``. NaN where pos or
-    ctx has fewer directions than that, to rounding: centred rows have one less than there are.
+    The overlap is the mean of cos^2 over the angles, between 0 (orthogonal) and 1 (equal); random
+    subspaces of d dimensions have ``rank / d``. NaN where pos or ctx has fewer directions than
+    that, to rounding: centred rows have one less than there are.
 
     >>> s = subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)
     >>> [round(float(a), 3) for a in s.angles], round(float(s.overlap), 3), round(s.baseline, 3)
     ([0.0, 1.571], 0.5, 0.667)
     """
-    other_rank = rank if other_rank is None else other_rank
-    for name, rows, r in (("pos", pos, rank), ("ctx", ctx, other_rank)):
+    for name, rows in (("pos", pos), ("ctx", ctx)):
         limit = min(rows.shape[-2:])
-        require(1 <= r <= limit, f"rank of {name}", expected=f"1 to {limit} directions", got=r)
-    mine, theirs = svd(pos), svd(ctx)
-    short = (numerical_rank(mine.S, pos.shape) < rank) | (
-        numerical_rank(theirs.S, ctx.shape) < other_rank
-    )
-    angles = principal_angles(mine.V[..., :rank], theirs.V[..., :other_rank])
-    angles = torch.where(short.unsqueeze(-1), torch.nan, angles)
-    baseline = max(rank, other_rank) / pos.shape[-1]
-    return SubspaceOverlap(angles, angles.cos().square().mean(-1), baseline)
+        expected = f"1 to {limit} directions"
+        require(1 <= rank <= limit, f"rank of {name}", expected=expected, got=rank)
+    parts = [(svd(rows), rows.shape) for rows in (pos, ctx)]
+    enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in parts]
+    angles = principal_angles(*(factors.V[..., :rank] for factors, _ in parts))
+    angles = torch.where((enough[0] & enough[1]).unsqueeze(-1), angles, torch.nan)
+    return SubspaceOverlap(angles, angles.cos().square().mean(-1), rank / pos.shape[-1])
 
 
 class ClusterSimilarity(NamedTuple):
@@ -158,7 +153,6 @@ def cluster_similarity(
     *,
     preset: str = "exact",
     signed: bool = False,
-    pca: int | None = None,
 ) -> ClusterSimilarity:
     """Mean |cos| over pairs of contexts with the same label, and with different labels (Song &
     Zhong 2023, Table 1).
@@ -166,9 +160,7 @@ def cluster_similarity(
     ``"exact"`` leaves self-pairs out; ``"reference"`` is the published number: absolute values with
     the self-pairs counted in ``intra``, so that ``intra_ref = ((n - 1) intra + 1) / n`` for
     clusters of n. ``signed=True`` averages cosines instead of their sizes, from the sums over each
-    label alone. ``pca=20`` first projects on the 20 leading singular directions, uncentred, as the
-    published code can; the published table does not. A label with fewer than two directions has NaN
-    on the diagonal of ``table``.
+    label alone. A label with fewer than two directions has NaN on the diagonal of ``table``.
 
     The 1.00 published for Llama-2 says nothing: all 64 windows of a document were the same text.
 
@@ -186,14 +178,6 @@ def cluster_similarity(
         got='preset="reference" (absolute values)',
     )
     labels = _dense_labels(ctx, labels)
-    if pca is not None:
-        require(
-            1 <= pca <= min(ctx.shape[-2:]),
-            "pca",
-            expected=f"1 to {min(ctx.shape[-2:])} directions",
-            got=pca,
-        )
-        ctx = ctx @ svd(ctx).V[..., :pca]
     rows, zero = normalize_rows(ctx)
     member = torch.nn.functional.one_hot(labels).to(rows)
     if signed:
@@ -240,39 +224,6 @@ def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
     return labels.unique(return_inverse=True)[1]
 
 
-def cluster_compactness(
-    points: Float[Tensor, "*batch row d_model"],
-    labels: Int[Tensor, "..."],
-    *,
-    norm: str = "N",
-    space: Space = "full",
-    ridge: float | None = None,
-) -> Float[Tensor, "*batch"]:
-    """Separation of labelled clusters, ``tr(S_B S_W^-1)``: between-cluster over within-cluster
-    covariance (Song & Zhong 2023, sec. 4).
-
-    ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T``,
-    ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space:
-    ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots.
-    At least 0, 0 only for equal means, and unchanged by any invertible affine map of the points.
-    Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with
-    ``N - K < d_model`` (or clusters in a subspace) a GeometryError asks for PCA or ``ridge``, which
-    adds ridge * tr(S_W) / d to the diagonal of S_W.
-
-    >>> x = torch.tensor([[0.0], [2.0], [10.0], [12.0]])
-    >>> round(float(cluster_compactness(x, torch.tensor([0, 0, 1, 1]))), 6)
-    25.0
-    """
-    labels = _dense_labels(points, labels)
-    x = points.double()
-    x = x - x.mean(-2, keepdim=True)
-    counts = torch.bincount(labels).to(x)
-    member = torch.nn.functional.one_hot(labels).to(x)
-    means = einsum(x, member, "... row d_model, row label -> ... label d_model") / counts[:, None]
-    rest = x - means[..., labels, :]
-    return _compactness(rest.mT @ rest, means, counts, norm=norm, space=space, ridge=ridge)
-
-
 class CompactnessPair(NamedTuple):
     """Cluster compactness of the states without their positional part, and of the raw states."""
 
@@ -291,7 +242,18 @@ def compactness_from_moments(
     ridge: float | None = None,
     accuracy: float = 1e-12,
 ) -> CompactnessPair:
-    """:func:`cluster_compactness` of all states of a corpus, of cvec and raw, from sums alone.
+    """Separation of labelled clusters, ``tr(S_B S_W^-1)``, of cvec and of the raw states of a
+    corpus, from sums alone: between-cluster over within-cluster covariance (Song & Zhong 2023,
+    section 4).
+
+    With N points x_i, clusters k of n_k points and mean m_k, and m the mean of all,
+    ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T`` and
+    ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space:
+    ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots.
+    At least 0, 0 only for equal means, and unchanged by any invertible affine map of the points.
+    Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with
+    ``N - K < d_model`` (or clusters in a subspace) a GeometryError asks for PCA or ``ridge``, which
+    adds ridge * tr(S_W) / d to the diagonal of S_W.
 
     ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full space without a ridge
     **cvec is never less compact than raw**: what the paper observes at three layers is an
@@ -305,10 +267,16 @@ def compactness_from_moments(
         accuracy: relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an
             eigenvalue of the within-cluster correlations below it is taken as zero. States behind a
             LayerNorm (BERT) have one.
+
+    >>> x = torch.tensor([[0.0], [2.0], [10.0], [12.0]]).double() - 6  # two clusters of two
+    >>> means, counts = torch.tensor([[-5.0], [5.0]]).double(), torch.tensor([2, 2])
+    >>> pair = compactness_from_moments(x.mT @ x, torch.zeros(1, 1).double(), means, counts)
+    >>> round(float(pair.raw), 6)
+    25.0
     """
     positions, contexts = pos.shape[-2], label_counts.sum()
-    kept = label_counts > 0
-    means, counts = label_means[..., kept, :], (label_counts[kept] * positions).to(pos)
+    occurs = label_counts > 0
+    means, counts = label_means[..., occurs, :], (label_counts[occurs] * positions).to(pos)
     between = einsum(counts, means, means, "label, ... label i, ... label j -> ... i j")
     raw = second_moment - between
     cvec = raw - contexts * pos.mT @ pos
@@ -366,7 +334,7 @@ def _compactness(
     if singular or (ridge is None and n - clusters < size):
         points = f"N - K >= {size} points in general position"
         fail(
-            "cluster_compactness",
+            "cluster compactness",
             expected=f"within-cluster covariance of full rank ({points})",
             got=f"N - K = {n - clusters:.0f}, or dependent points",
             instead='space=("pca", k) or ridge=',

@@ -1,5 +1,6 @@
-"""Smoothness of a positional basis: reflected Gram matrix, finite differences, and the
-low-frequency bound (Theorem 1).
+"""How smooth is a positional basis along its positions? Finite differences of its reflected Gram
+matrix, for :func:`tl_geometry.positional_report`, and the bound on what low frequencies leave out
+(Song & Zhong 2023, Theorem 1).
 
 The Gram matrix ``G = P P^T`` of a centred basis, extended evenly to period 2T, is ``G~ = P~ P~^T``
 with the reflected rows ``P~ = [P; J P]`` (J reverses the order). Differences of G~ along both of
@@ -35,22 +36,6 @@ def reflect(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*ba
     [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]
     """
     return torch.cat([pos, pos.flip(-2)], dim=-2)
-
-
-def finite_difference(
-    pos: Float[Tensor, "*batch position d_model"], m: int = 1
-) -> Float[Tensor, "*batch row d_model"]:
-    """Factor X of ``Delta^(m,m) G~ = X X^T`` [2T d_model]: m periodic backward differences of the
-    reflected rows, times T each.
-
-    Song & Zhong 2023, Eq. 4 and 5 (the scale is T per difference, as in Eq. 5). Units: those of
-    ``pos``, per window length^m.
-
-    >>> finite_difference(torch.tensor([[0.0], [1.0]])).flatten().tolist()
-    [0.0, 2.0, 0.0, -2.0]
-    """
-    require(m >= 0, "m", expected="0 or more differences", got=m)
-    return _halved_difference(pos, m) * float(2 * pos.shape[-2]) ** m
 
 
 def _halved_difference(pos: Tensor, m: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Measures of the positional basis ``P [position d_model]``, batched over states (Song & Zhong
-2023, sections 2 and 3).
+"""Formulas of the measures of a positional basis ``P [position d_model]``, batched over states, for
+:func:`tl_geometry.positional_report`, views and papers (Song & Zhong 2023, sections 2 and 3).
 
 One thin SVD of each P (:func:`tl_geometry.base.linalg.svd`) serves ranks, explained ratio, relative
 norm, spectra and PCA views. Rows of P sum to zero over the window; where a measure needs that, its
@@ -12,17 +12,15 @@ import math
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Int
+from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import dct_matrix, gram_spectrum, normalize_rows, outer_moment
 
-PRESETS = ("exact", "paper", "reference")
-"""Denominators of :func:`relative_norm`."""
 ADJUSTMENTS = ("first_context", "subsample", "sqrt_C")
 """How :func:`singular_value_profiles` matches sizes."""
 
@@ -43,62 +41,36 @@ def explained_ratio(
     require(power in (1, 2), "power", expected="1 (singular values) or 2 (energy)", got=power)
     values = singular_values**power
     leading = torch.as_tensor(r, device=values.device).unsqueeze(-1)
-    kept = torch.arange(values.shape[-1], device=values.device) < leading
+    is_leading = torch.arange(values.shape[-1], device=values.device) < leading
     total = values.sum(-1)
-    return torch.where(total > 0, (values * kept).sum(-1) / total, torch.nan)
-
-
-def top_singular_value(
-    second_moment: Float[Tensor, "*batch d_model d_model"],
-) -> Float[Tensor, "*batch"]:
-    """Largest singular value of a tall matrix X from ``X^T X``: the root of its largest
-    eigenvalue."""
-    return gram_spectrum(second_moment)[..., 0]
+    return torch.where(total > 0, (values * is_leading).sum(-1) / total, torch.nan)
 
 
 def relative_norm(
     singular_values: Float[Tensor, "*batch rank"],
     second_moment: Float[Tensor, "*batch d_model d_model"],
     contexts: int,
-    *,
-    positions: int | None = None,
-    mean: Float[Tensor, "*batch d_model"] | None = None,
-    preset: str = "exact",
 ) -> Float[Tensor, "*batch"]:
     """Operator norm of the positional part against that of all states, ``sqrt(C) s_1(P) / s_1(M)``,
     from accumulated moments.
 
     Args:
         singular_values: those of P.
-        second_moment: the *centred* sum over C contexts and T positions of
-            (h - mean)(h - mean)^T.
+        second_moment: ``M^T M``. With the sum over C contexts and T positions of
+            (h - mean)(h - mean)^T it is the paper's measure (section 2): in [0, 1] in sample, 1 if
+            the strongest direction is purely positional. With the sum of h h^T it is what the
+            published Table 5 (and the column of Table 1) contains, whose code takes the raw stream:
+            never larger in sample, and far smaller where the stream has a large mean.
         contexts: C.
-        positions: T, and ``mean``: only for ``"reference"``.
-        preset: ``"exact"`` and ``"paper"`` (section 2 of the paper): M has rows h - mean; in [0, 1]
-            in sample, 1 if the strongest direction is purely positional. ``"reference"`` is what
-            the published Table 5 (and the column of Table 1) contains: the denominator of its code
-            is the *raw* stream, with the mean added back; never larger in sample. A model whose
-            stream has a large mean looks far less positional in it.
 
     No matrix of C T rows is formed. 0 for P = 0, NaN for M = 0.
 
     >>> P = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     >>> M = 3 * P.T @ P + torch.diag(torch.tensor([2.0, 0.0]))
-    >>> s, mean = torch.linalg.svdvals(P), torch.tensor([0.0, 2.0])
-    >>> round(float(relative_norm(s, M, 3)), 4)
+    >>> round(float(relative_norm(torch.linalg.svdvals(P), M, 3)), 4)
     0.866
-    >>> raw = relative_norm(s, M, 3, positions=2, mean=mean, preset="reference")
-    >>> round(float(raw), 4)
-    0.5
     """
-    checks.choice(preset, PRESETS, "preset")
-    if preset == "reference":
-        if mean is None or positions is None:
-            expected = 'mean= and positions= with preset="reference" (raw denominator)'
-            fail("relative_norm", expected=expected, got="neither or one")
-        outer = einsum(mean, mean, "... i, ... j -> ... i j")
-        second_moment = second_moment + contexts * positions * outer
-    size = top_singular_value(second_moment)
+    size = gram_spectrum(second_moment)[..., 0]
     return torch.where(size > 0, math.sqrt(contexts) * singular_values[..., 0] / size, torch.nan)
 
 
@@ -167,39 +139,26 @@ def spectra_from_moments(
     """
     positions = pos.shape[-2]
     cvec = second_moment - contexts * outer_moment(pos)
-    found = {
+    spectra = {
         "P": math.sqrt(contexts) * torch.linalg.svdvals(pos)[..., :top],
         "Cvec": gram_spectrum(cvec)[..., :top],
     }
     if ctx is not None:
-        found["R"] = gram_spectrum(cvec - positions * outer_moment(ctx))[..., :top]
-    return found
-
-
-class NormalizedGram(NamedTuple):
-    """Cosines of all pairs of rows, and the rows that are zero (their cosines are given as
-    zero)."""
-
-    gram: Float[Tensor, "*batch row column"]
-    degenerate: Bool[Tensor, "*batch row"]
+        spectra["R"] = gram_spectrum(cvec - positions * outer_moment(ctx))[..., :top]
+    return spectra
 
 
 def normalized_gram(
     pos: Float[Tensor, "*batch position d_model"],
-    ctx: Float[Tensor, "*batch context d_model"] | None = None,
-) -> NormalizedGram:
-    """Gram matrix of the unit rows of [P; ctx]: cosines, positive semidefinite, unit diagonal (Song
-    & Zhong 2023, Fig. 2).
+) -> Float[Tensor, "*batch position position"]:
+    """Cosines of all pairs of positions (Song & Zhong 2023, Fig. 2): positive semidefinite, ones on
+    the diagonal. Zero rows have zeros.
 
-    Blocks: position-position (smooth), position-context (near zero when the bases are incoherent),
-    context-context.
-
-    >>> pos, ctx = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.tensor([[1.0, 1.0]])
-    >>> normalized_gram(pos, ctx).gram[0].tolist()
+    >>> normalized_gram(torch.tensor([[2.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))[0].tolist()
     [1.0, 0.0, 0.7071067690849304]
     """
-    rows, degenerate = normalize_rows(pos if ctx is None else torch.cat([pos, ctx], dim=-2))
-    return NormalizedGram(rows @ rows.mT, degenerate)
+    rows, _ = normalize_rows(pos)
+    return rows @ rows.mT
 
 
 def fourier(gram: Float[Tensor, "*batch position position"]) -> Float[Tensor, "*batch row column"]:

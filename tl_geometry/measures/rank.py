@@ -1,5 +1,5 @@
-"""Rank of a noisy low-rank matrix: ScreeNOT, scale-free and batched (Donoho, Gavish & Romanov 2023,
-arXiv:2009.12297).
+"""How many singular values of a noisy matrix are signal? ScreeNOT, scale-free and batched (Donoho,
+Gavish & Romanov 2023, arXiv:2009.12297), for the rank of positional bases.
 
 1. The k largest singular values are taken as possible signal; a pseudo-noise spectrum f replaces
    them (``strategy``).
@@ -19,7 +19,6 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import SVD, svd
 
 STRATEGIES = ("i", "w", "0")
 """Pseudo-noise for the k largest singular values: impute by extrapolation, winsorise to s_(k+1), or
@@ -134,27 +133,3 @@ def screenot(
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     threshold = torch.where(top > 0, high * safe, 0.0)
     return RankEstimate((s > threshold[..., None]).sum(-1), threshold, k, strategy)
-
-
-class Denoised(NamedTuple):
-    """The singular components above the threshold, put together again, with the estimate and the
-    decomposition they come from."""
-
-    matrix: Float[Tensor, "*batch row column"]
-    estimate: RankEstimate
-    parts: SVD
-
-
-def denoise(
-    matrix: Float[Tensor, "*batch row column"], *, k: int = 20, strategy: str = "i"
-) -> Denoised:
-    """Low-rank signal of a noisy matrix: its SVD with the singular values at or below the ScreeNOT
-    threshold left out.
-
-    >>> denoise(torch.zeros(8, 9), k=2).estimate.rank.item()
-    0
-    """
-    parts = svd(matrix.double())
-    estimate = screenot(parts.S, (matrix.shape[-2], matrix.shape[-1]), k=k, strategy=strategy)
-    kept = torch.where(estimate.threshold[..., None] < parts.S, parts.S, 0.0)
-    return Denoised((parts.U * kept.unsqueeze(-2)) @ parts.V.mT, estimate, parts)

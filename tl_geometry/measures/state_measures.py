@@ -1,11 +1,11 @@
-"""What the reports on a basis share: a value per measure and state, its jackknife error, its nulls,
-its learning curve."""
+"""The result that the reports on position and on context share: a value per measure and state, with
+its jackknife error, its nulls and its learning curve."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,8 +14,8 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.results import Result
+from tl_geometry.decomposition.delete_group import Subsets, jackknife_error
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.resampling import Subsets, jackknife_error
 
 Values = dict[str, Tensor]
 """Measures by name."""
@@ -47,7 +47,7 @@ class StateMeasures(Result):
     another (standard deviation): by so much may a basis without the effect differ from the mean.
     """
 
-    version: ClassVar[int] = 4
+    table_axes = ("state",)
     states: tuple[int, ...]
     values: Mapping[str, Float[Tensor, " state"]]
     errors: Mapping[str, Float[Tensor, " state"]]
@@ -67,34 +67,16 @@ class StateMeasures(Result):
         )
         return self.values[measure]
 
-    def columns(self) -> Sequence[str]:
-        """Column names of the table."""
-        names = ["state"]
-        for name in self.values:
-            names += [name, *([f"{name}_se"] if name in self.errors else [])]
-            names += [f"{name}_{null}" for measure, null in self.nulls if measure == name]
-            names += [f"{name}_{null}_sd" for measure, null in self.spreads if measure == name]
-        return names
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
-        table: list[Tensor] = []
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        """Each measure, its error and its nulls, side by side."""
+        columns: Values = {}
         for name, value in self.values.items():
-            table += [value, *([self.errors[name]] if name in self.errors else [])]
-            for nulls in (self.nulls, self.spreads):
-                table += [null for (measure, _), null in nulls.items() if measure == name]
-        return [
-            [state, *(float(column[i]) for column in table)] for i, state in enumerate(self.states)
-        ]
-
-    def learning_curve(self) -> list[tuple[str, int, int, float]]:
-        """``(measure, contexts, state, value)`` for every level of the curve."""
-        return [
-            (measure, contexts, state, float(values[i, j]))
-            for measure, values in self.curve.items()
-            for i, contexts in enumerate(self.curve_contexts)
-            for j, state in enumerate(self.states)
-        ]
+            columns[name] = value
+            if name in self.errors:
+                columns[f"{name}_se"] = self.errors[name]
+            for end, nulls in (("", self.nulls), ("_sd", self.spreads)):
+                columns |= {f"{name}_{n}{end}": v for (m, n), v in nulls.items() if m == name}
+        return {name: (value, ("state",)) for name, value in columns.items()}
 
 
 def state_fields(
@@ -105,10 +87,9 @@ def state_fields(
     flags: Sequence[str] = (),
     least: int = FEWEST,
     draws: int = 0,
-    **more: Any,
 ) -> dict[str, Any]:
-    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state, and ``more``
-    of the report's own; errors from ``least`` contexts on."""
+    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state; errors from
+    ``least`` contexts on."""
     names = list(per_state[0][0])
     table = {n: torch.stack([v[n] for v, _ in per_state], dim=1) for n in names}  # [sample state]
     # a place has no mean over subsets
@@ -139,5 +120,4 @@ def state_fields(
         "blocks": sets.blocks,
         "draws": draws,
         "curve_contexts": (*(c for c, _ in sets.levels), basis.contexts) if curve else (),
-        **more,
     }

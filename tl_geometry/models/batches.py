@@ -1,23 +1,22 @@
-"""How many contexts one forward pass takes, and where sums live."""
+"""How many contexts one forward pass takes, which of them is verified by itself, and on which
+device sums and models live; every function that streams a corpus asks here."""
 
 from __future__ import annotations
 
 import torch
 
 from tl_geometry.base.checks import whole
-from tl_geometry.base.errors import fail
+from tl_geometry.base.errors import fail, require
 
 
-def default_batch(columns: int, device: torch.device) -> int:
+def default_batch(positions: int, device: torch.device) -> int:
     """Contexts of one forward pass: about 4,096 tokens on a CPU, 16,384 on a GPU."""
-    return max(1, (4096 if device.type == "cpu" else 16384) // columns)
+    return max(1, (4096 if device.type == "cpu" else 16384) // positions)
 
 
-def batch_of(batch_size: int | None, columns: int, device: torch.device) -> int:
+def batch_of(batch_size: int | None, positions: int, device: torch.device) -> int:
     """The batch size that was asked for, if it is one, or the default."""
-    if batch_size is None:
-        return default_batch(columns, device)
-    size = whole(batch_size)
+    size = default_batch(positions, device) if batch_size is None else whole(batch_size)
     if size is None or size < 1:
         fail(
             "batch_size",
@@ -44,16 +43,19 @@ def another_row(last: int, rows: int, draws: torch.Generator) -> int:
     return (last + 1 + int(torch.randint(rows - 1, (), generator=draws))) % rows
 
 
-def device_of(device: torch.device | str | None, otherwise: torch.device | str) -> torch.device:
-    """Where the sums live, if that device is there."""
+def device_of(device: torch.device | str | None, default: torch.device | str) -> torch.device:
+    """The device that was asked for, if this machine has it (not ``meta``, which holds no
+    values)."""
     try:
-        chosen = torch.device(otherwise if device is None else device)
-        return torch.empty(0, device=chosen).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        text = str(error).splitlines()[0][:120]
-        fail(
-            "device",
-            expected="a device of this machine",
-            got=f"{device!r} ({text})",
-            instead='device="cpu"',
-        )
+        chosen = torch.empty(0, device=default if device is None else device).device
+        reason = "which holds no values" if chosen.type == "meta" else ""
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        chosen, reason = torch.device("cpu"), str(error).splitlines()[0][:120]
+    require(
+        not reason,
+        "device",
+        expected="a device of this machine",
+        got=f"{str(device)!r} ({reason})",
+        instead='device="cpu"',
+    )
+    return chosen

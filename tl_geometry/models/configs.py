@@ -16,26 +16,25 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
     from transformer_lens import HookedTransformerConfig
 
     architecture, source = type(hf_model).__name__, hf_model.config
-    gemma, newer = architecture.startswith("Gemma"), architecture == "Gemma3ForCausalLM"
+    gemma = architecture.startswith("Gemma")
+    heads, key_heads = source.num_attention_heads, source.num_key_value_heads
+    d_head = getattr(source, "head_dim", None) or source.hidden_size // heads
     kinds = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
-    # a norm after the block cannot be folded into what follows
-    norm = "RMSPre" if fold_ln and gemma else "RMS"
     settings: dict[str, Any] = {
         "d_model": source.hidden_size,
-        "d_head": getattr(source, "head_dim", None)
-        or source.hidden_size // source.num_attention_heads,
-        "n_heads": source.num_attention_heads,
-        "n_key_value_heads": None
-        if source.num_key_value_heads == source.num_attention_heads
-        else source.num_key_value_heads,
+        "d_head": d_head,
+        "n_heads": heads,
+        "n_key_value_heads": None if key_heads == heads else key_heads,
         "d_mlp": source.intermediate_size,
         "n_layers": source.num_hidden_layers,
         "n_ctx": source.max_position_embeddings,
         "d_vocab": source.vocab_size,
         "eps": source.rms_norm_eps,
         "act_fn": getattr(source, "hidden_activation", None) or source.hidden_act,
-        "normalization_type": norm,
+        # OLMo 2 has its norms after the blocks: they cannot be folded into what follows
+        "normalization_type": "RMSPre" if fold_ln and gemma else "RMS",
         "positional_embedding_type": "rotary",
+        "rotary_dim": d_head,
         "rotary_base": _base(source, "full_attention"),
         "attn_types": ["local" if kind == "sliding_attention" else "global" for kind in kinds],
         "gated_mlp": True,
@@ -44,7 +43,6 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
         "device": str(hf_model.device),
         "dtype": dtype,
     }
-    settings["rotary_dim"] = settings["d_head"]
     if gemma:
         settings |= {
             "window_size": source.sliding_window,
@@ -55,7 +53,7 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
             "final_rms": True,
             "use_normalization_before_and_after": True,
         }
-    if newer:
+    if architecture == "Gemma3ForCausalLM":
         settings |= {"use_qk_norm": True, "rotary_base_local": _base(source, "sliding_attention")}
     return HookedTransformerConfig(**settings)
 

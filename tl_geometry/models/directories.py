@@ -1,16 +1,16 @@
-"""A local Hugging Face directory as a model: whole, without anybody's code, and without unpickling
-anything.
+"""Reads a local Hugging Face directory as a model, for :func:`tl_geometry.models.load`: complete,
+without running code from the directory and without unpickling anything.
 
-Loading draws what a file lacks at random and says so in a table at most. Here every weight that is
-missing, left over or of another shape is refused by name, except for what no forward pass reads
-(masks that old versions saved, the tables of a rotary embedding) and for the output head, without
-which states, scores and patterns are right all the same.
+transformers initialises missing weights at random and at most prints a table. Here every weight
+that is missing, left over or of another shape is refused by name, except for what no forward pass
+reads (masks that old versions saved, tables of a rotary embedding) and for the output head, without
+which states, scores and patterns are still right.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tl_geometry.base.errors import fail, require
+from tl_geometry.models.user_hooks import brief
 
 ENCODERS = ("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForNextSentencePrediction")
 HEADS = ("cls.predictions", "lm_head", "embed_out", "score")
@@ -67,34 +68,23 @@ def read_directory(directory: Path, model_class: str, dtype: torch.dtype) -> tup
     import transformers
 
     saved = (config.get("architectures") or [""])[0]
-    if saved in ENCODERS:
-        loader = (
-            transformers.BertForPreTraining
-            if model_class == "hooked"
-            else transformers.BertForMaskedLM
-        )
-    else:
-        body = saved.endswith("Model") and not saved.endswith("LMHeadModel")
-        loader = (
-            None if body else getattr(transformers, saved, None)
-        ) or transformers.AutoModelForCausalLM
-    custom = bool(config.get("auto_map")) and not hasattr(transformers, saved)
+    loader = getattr(transformers, saved, None)
     require(
-        not custom,
+        loader is not None or not config.get("auto_map"),
         "model",
         expected="an architecture of the installed transformers",
         got=f"{directory.name}, which brings code of its own",
         instead="from_hf(model) with the model that this code makes",
     )
-    model, info = _loaded(loader, directory, dtype)
-    new = _require_whole(directory.name, info)
-    model._newly_initialised = any(k.startswith(HEADS) for k in new)
-    files = [
-        f
-        for f in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-        if (directory / f).is_file()
-    ]
-    if not files:
+    if saved in ENCODERS:
+        hooked = model_class == "hooked"  # HookedEncoder wants the next-sentence head too
+        loader = transformers.BertForPreTraining if hooked else transformers.BertForMaskedLM
+    elif saved.endswith("Model") and not saved.endswith("LMHeadModel"):  # saved without a head
+        loader = None
+    model, info = _loaded(loader or transformers.AutoModelForCausalLM, directory, dtype)
+    model._newly_initialised = _head_is_new(directory.name, info)
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((directory / name).is_file() for name in files):
         return model, None
     return model, transformers.AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
@@ -103,24 +93,24 @@ def read_directory(directory: Path, model_class: str, dtype: torch.dtype) -> tup
 
 @contextmanager
 def only_whole(name: str) -> Iterator[list[bool]]:
-    """Inside, what transformers loads for somebody else's loader is refused like a directory that
-    is not whole.
+    """Inside the block, a model that TransformerLens loads through transformers is refused where
+    weights are missing, as a directory is.
 
-    The list that it gives says of each model that was loaded whether its output head was new.
+    Gives a list that says of each model that was loaded whether its output head is new.
     """
     import transformers
 
-    base, new = transformers.PreTrainedModel, []
+    base, new_heads = transformers.PreTrainedModel, []
     loader = base.__dict__["from_pretrained"]
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
         model, info = loader.__func__(cls, *args, **{**options, "output_loading_info": True})
-        new.append(any(k.startswith(HEADS) for k in _require_whole(name, info)))
+        new_heads.append(_head_is_new(name, info))
         return (model, info) if options.get("output_loading_info") else model
 
     base.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        yield new
+        yield new_heads
     finally:
         base.from_pretrained = loader
 
@@ -128,18 +118,11 @@ def only_whole(name: str) -> Iterator[list[bool]]:
 def _config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        problem = "" if isinstance(config, dict) else f"a {type(config).__name__}"
     except (OSError, ValueError) as error:
-        fail(
-            "model",
-            expected=f"a readable config.json in {directory.name}",
-            got=f"{type(error).__name__}: {error}",
-        )
-    require(
-        isinstance(config, dict),
-        "model",
-        expected=f"an object in config.json of {directory.name}",
-        got=type(config).__name__,
-    )
+        config, problem = {}, f"{type(error).__name__}: {error}"
+    expected = f"a readable config.json in {directory.name}, one object"
+    require(not problem, "model", expected=expected, got=problem)
     return config
 
 
@@ -160,25 +143,19 @@ def _require_safetensors(directory: Path) -> None:
 
 
 def _loaded(loader: Any, directory: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": "eager",
-        "local_files_only": True,
-        "output_loading_info": True,
-    }
     try:
         with quiet():
-            # sizes that differ are taken here so that they are named below
             return loader.from_pretrained(
                 directory,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                **options,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below by name
             )
-    except (
-        Exception
-    ) as error:  # the file format, the hub's client and the model class raise their own kinds
+    except Exception as error:  # the file format, the hub and the model class raise their own
         text = (str(error).strip().splitlines() or [""])[0][:200]
         fail(
             "model",
@@ -188,25 +165,25 @@ def _loaded(loader: Any, directory: Path, dtype: torch.dtype) -> tuple[Any, dict
         )
 
 
-def _require_whole(name: str, info: dict[str, Any]) -> tuple[str, ...]:
-    """Names of weights that the output head lacks, after making sure that nothing else is wrong."""
+def _head_is_new(name: str, info: dict[str, Any]) -> bool:
+    """Whether the checkpoint lacks the output head; it must lack nothing else and hold nothing
+    else."""
 
-    def read(keys: Iterable[str]) -> list[str]:
+    def relevant(keys: Iterable[str]) -> list[str]:
         return sorted(k for k in keys if not k.startswith(UNREAD) and not k.endswith(BUFFERS))
 
-    missing = read(info["missing_keys"])
-    new = tuple(k for k in missing if k.startswith(HEADS))
+    missing = relevant(info["missing_keys"])
     shapes = {
         k[0]: f"{k[0]} of shape {tuple(k[1])} where {tuple(k[2])} is asked for"
         for k in info["mismatched_keys"]
     }
     wrong = {
-        "no": [k for k in missing if k not in new and k not in shapes],
+        "no": [k for k in missing if not k.startswith(HEADS) and k not in shapes],
         "of another shape": list(shapes.values()),
-        "unexpected": read(info["unexpected_keys"]),
+        "unexpected": relevant(info["unexpected_keys"]),
         "unreadable": [str(e) for e in info.get("error_msgs", ())],
     }
-    got = "; ".join(f"{what} {_some(keys)}" for what, keys in wrong.items() if keys)
+    got = "; ".join(f"{what} {brief(keys)}" for what, keys in wrong.items() if keys)
     require(
         not got,
         "model",
@@ -214,12 +191,4 @@ def _require_whole(name: str, info: dict[str, Any]) -> tuple[str, ...]:
         got=got,
         instead="a whole directory",
     )
-    return new
-
-
-def _some(keys: Sequence[str]) -> str:
-    shown = ", ".join(keys[:4])
-    return shown if len(keys) <= 4 else f"{shown} and {len(keys) - 4} more"
-
-
-__all__ = ["ENCODERS", "only_whole", "quiet", "read_directory"]
+    return any(k.startswith(HEADS) for k in missing)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import ReconstructionReport
+from tl_geometry.models.softmax import masked_softmax, soft_cap
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -162,8 +163,7 @@ class LayerView:
 
         ``heads`` names the heads on the head axis (all of the layer's for ``None``).
         """
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = soft_cap(scores, self.softcap)
         allowed = self.allowed.to(scores.device)
         if self.sinks is None:
             return scores, allowed
@@ -178,9 +178,7 @@ class LayerView:
     ) -> Float[Tensor, "batch head query key"]:
         """The pattern that the layer makes of scores: soft cap, mask, sinks, softmax."""
         capped, allowed = self.logits(scores, heads)
-        masked = torch.where(allowed, capped, torch.finfo(capped.dtype).min).softmax(-1)
-        keys = self.allowed.shape[-1]
-        return torch.where(allowed[:, :keys], masked[..., :keys], 0)
+        return masked_softmax(capped, allowed)[..., : self.allowed.shape[-1]]
 
     def project_q(
         self, parts: Float[Tensor, "*part batch position d_model"]
@@ -193,12 +191,6 @@ class LayerView:
     ) -> Float[Tensor, "*part batch position head d_head"]:
         """Keys of additive parts (without the constant)."""
         return self.k_map(parts) * self.k_scale.unsqueeze(-1)
-
-    def project_v(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
-        """Values of additive parts (without the constant)."""
-        return self.v_map(parts) * self.v_scale.unsqueeze(-1)
 
 
 LayerHook = Callable[[LayerView], None]

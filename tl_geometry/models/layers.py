@@ -1,5 +1,6 @@
-"""Views of attention layers: facts found once on the probe, applied to a forward pass, and verified
-against it every time."""
+"""Makes the view of an attention layer (:class:`~tl_geometry.models.layer_view.LayerView`) from the
+activations of a forward pass: its specification is inferred once, on the probe, applied to every
+pass, and verified against it. :class:`~tl_geometry.models.ModelView` calls it."""
 
 from __future__ import annotations
 
@@ -14,9 +15,15 @@ from torch import Tensor
 from tl_geometry.base.checks import describe, index
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.models.facts import Facts, allowed_cells, ignore_of, scores_of, turn_of
-from tl_geometry.models.finding import FactFinder
-from tl_geometry.models.hooks import brief, names_of, without_hooks
+from tl_geometry.models.attention_spec import (
+    AttentionSpec,
+    allowed_cells,
+    ignore_of,
+    scores_of,
+    turn_of,
+)
+from tl_geometry.models.forward import Hook, Runner, keep, require_full_precision
+from tl_geometry.models.infer import SpecInference
 from tl_geometry.models.layer_view import LayerHook, LayerView, Rotation
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
@@ -27,8 +34,8 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.models.running import Hook, Runner, keep, require_full_precision
-from tl_geometry.models.verifying import check_inputs, check_scores, largest, some_queries
+from tl_geometry.models.user_hooks import brief, names_of, without_hooks
+from tl_geometry.models.verify import check_inputs, check_scores, largest, some_queries
 
 CORE = (
     "attn.hook_q",
@@ -59,30 +66,29 @@ class Layers:
             return []
         return [name for h in (*CORE, *TABLES) if runner.has(name := f"blocks.{layer}.{h}")]
 
-    def facts(self, layer: int) -> Facts:
-        """Facts of one layer, found on first use (memo lives as long as the weights stay the
-        same)."""
+    def spec(self, layer: int) -> AttentionSpec:
+        """The specification of one layer, inferred on first use (the memo lives as long as the
+        weights stay the same)."""
         index(layer, len(self.parameters.model.blocks), "layer")
         if layer not in self.memo:
-            h = self.probe[f"blocks.{layer}.hook_resid_pre"]
-            finder = FactFinder(self.parameters, layer, self.probe, self.causal, h)
+            inference = SpecInference(self.parameters, layer, self.probe, self.causal)
             names = [f"blocks.{layer}.{name}" for name in CORE]
-            need = [name for name in names if name not in self.probe]
+            missing = [name for name in names if name not in self.probe]
             require(
-                not need,
+                not missing,
                 f"layer {layer} of {self.parameters.name}",
                 expected="hooks of queries, keys and pattern",
-                got=f"no {', '.join(need)}",
+                got=f"no {', '.join(missing)}",
                 instead="a model with eager attention",
                 error=UnsupportedModelError,
             )
-            self.memo[layer] = replace(finder.find(), weights=None)
-            self.verify_facts(layer, h)
+            self.memo[layer] = replace(inference.infer(), weights=None)
+            self.verify_spec(layer, self.probe[f"blocks.{layer}.hook_resid_pre"])
         return self.memo[layer]
 
-    def verify_facts(self, layer: int, h: Tensor) -> None:
-        """Verify the facts of a half-precision model on its probe in float32, where faults below 1%
-        show (a measured bias has its own)."""
+    def verify_spec(self, layer: int, h: Tensor) -> None:
+        """Verify the specification of a half-precision model on its probe in float32, where faults
+        below 1% show (a measured bias has its own)."""
         half = h.dtype == torch.float32 and is_half(self.parameters.model)
         if not half or self.memo[layer].bias_form == "measured":
             return
@@ -92,44 +98,48 @@ class Layers:
             del self.memo[layer]
             raise
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's weights."""
+        return next(iter(self.parameters.model.parameters())).dtype
+
     def norm(self, layer: int) -> NormWeights:
         """The norm in front of the projections of one layer, as the model has it."""
-        norm = self.facts(layer).norm
-        dtype = upcast(next(iter(self.parameters.model.parameters()))).dtype
+        norm = self.spec(layer).norm
+        dtype = torch.promote_types(self.dtype, torch.float32)
         return replace(norm, gain=norm.gain.to(dtype), bias=norm.bias.to(dtype))
 
     def describe(self, layer: int) -> dict[str, object]:
         """How a layer makes its scores, in words."""
-        f, weights = self.facts(layer), self.parameters.weights(layer)
-        kv = self.probe[f"blocks.{layer}.attn.hook_k"].shape[-2]
+        spec, weights = self.spec(layer), self.parameters.weights(layer)
+        key_heads = self.probe[f"blocks.{layer}.attn.hook_k"].shape[-2]
         qk = "none"
-        if f.qk_norm is not None:
-            over = "all heads" if f.qk_norm.flat else "each head"
-            qk = f"{f.qk_norm.norm_type} over {over}"
+        if spec.qk_norm is not None:
+            over = "all heads" if spec.qk_norm.flat else "each head"
+            qk = f"{spec.qk_norm.norm_type} over {over}"
         pairs = {None: "none", "half": "pairs (i, i + n/2)", "adjacent": "pairs (2i, 2i+1)"}
         biases = {None: "none", "measured": "ALiBi, measured"}
-        dtype = str(next(iter(self.parameters.model.parameters())).dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         return {
-            "norm before attention": f.norm.norm_type or "none",
-            "key and value heads": f"{kv} for {len(weights.W_Q)} query heads",
+            "norm before attention": spec.norm.norm_type or "none",
+            "key and value heads": f"{key_heads} for {len(weights.W_Q)} query heads",
             "QK-norm": qk,
-            "rotation": pairs[f.rotation],
-            "score scale": f"{f.scale:.6g}",
-            "soft cap": "none" if f.softcap is None else f"{f.softcap:g}",
-            "sinks": "none" if f.sinks is None else "one logit for each head",
-            "score bias": biases.get(f.bias_form, "ALiBi, analytic"),
-            "sliding window": "none" if f.window is None else f"{f.window} positions",
-            "hook_attn_scores holds": "scores" if f.has_scores else "the pattern",
-            "arithmetic": "float32 in places" if f.single else dtype,
+            "rotation": pairs[spec.rotation],
+            "score scale": f"{spec.scale:.6g}",
+            "soft cap": "none" if spec.softcap is None else f"{spec.softcap:g}",
+            "sinks": "none" if spec.sinks is None else "one logit for each head",
+            "score bias": biases.get(spec.bias_form, "ALiBi, analytic"),
+            "sliding window": "none" if spec.window is None else f"{spec.window} positions",
+            "hook_attn_scores holds": "scores" if spec.has_scores else "the pattern",
+            "arithmetic": "float32 in places" if spec.single else dtype,
         }
 
     def hooks(self, layer: int) -> tuple[str, ...]:
         """Hooks that a cache must hold for :meth:`view`."""
-        facts = self.facts(layer)
-        names = [h for h in CORE if h != "attn.hook_attn_scores" or facts.has_scores]
-        names += [
-            h for h in TABLES if facts.rotation is not None and f"blocks.{layer}.{h}" in self.probe
-        ]
+        spec = self.spec(layer)
+        names = [h for h in CORE if h != "attn.hook_attn_scores" or spec.has_scores]
+        if spec.rotation is not None:
+            names += [h for h in TABLES if f"blocks.{layer}.{h}" in self.probe]
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
     def view(
@@ -178,75 +188,76 @@ class Layers:
     ) -> LayerView:
         require_full_precision(self.runner.device, self.parameters.name)
         h = upcast(found[f"blocks.{layer}.hook_resid_pre"], detach=detach)
-        facts, length = self._local(layer, h, detach=detach), h.shape[1]
-        heads = facts.constant("q").shape[-2]
+        spec, length = self._local(layer, h, detach=detach), h.shape[1]
+        heads = spec.constant("q").shape[-2]
 
-        def own(name: str, *, by_head: bool = False) -> Tensor | None:
+        def cached(name: str) -> Tensor | None:
             """The model's activation, if it is there, with grouped heads expanded."""
             value = found.get(f"blocks.{layer}.attn.hook_{name}")
-            if by_head and value is not None and value.shape[-2] != heads:
+            if value is not None and name in "qkv" and value.shape[-2] != heads:
                 value = value.repeat_interleave(heads // value.shape[-2], -2)
             return None if value is None else upcast(value, detach=detach)
 
-        hooked = {w: own(w, by_head=True) for w in "qkv"}
+        hooked = {w: cached(w) for w in "qkv"}
         raw: dict[str, Tensor] = {}
         for w in "qk":  # the model's own where they are not verified
             value = None if verify else hooked[w]
-            raw[w] = facts.raw(h, w) if value is None else value
-        turn = turn_of(self.parameters, layer, found, length, facts.rotation)
+            raw[w] = spec.raw(h, w) if value is None else value
+        turn = turn_of(self.parameters, layer, found, length, spec.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
-        bias, source = self._bias(layer, facts, length, h)
-        scores = own("attn_scores") if facts.has_scores else None
-        pattern, z = (None if t is None else t.detach() for t in (own("pattern"), own("z")))
+        bias, source = self._bias(layer, spec, length, h)
+        scores = cached("attn_scores") if spec.has_scores else None
+        pattern, z = (None if t is None else t.detach() for t in (cached("pattern"), cached("z")))
         masked = found[f"blocks.{layer}.attn.hook_attn_scores"] if scores is not None else None
         view = LayerView(
             layer=layer,
             h=h,
-            norm=facts.norm,
-            scale=facts.scale,
-            softcap=facts.softcap,
-            sinks=facts.sinks,
+            norm=spec.norm,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
             bias=bias,
             bias_source=source,
-            allowed=allowed_cells(facts, length, self.causal, masked, pattern),
-            **_frozen(facts, h, raw, turn),
-            added=facts.added_position(),
+            allowed=allowed_cells(spec, length, self.causal, masked, pattern),
+            **_frozen(spec, h, raw, turn),
+            added=spec.added_position(),
             pattern=pattern,
             scores=None if scores is None else scores.detach(),
             v=hooked["v"],
             z=z,
             roundoff=roundoff or self.roundoff(layer),
-            sizes=lambda w: facts.entering_sizes(h, w),
+            sizes=lambda w: spec.entering_sizes(h, w),
             reconstruction=ReconstructionReport(checks={}, scale=0.0),
-            turn=None if turn is None or not facts.rotation else Rotation(*turn, facts.rotation),
+            turn=None if turn is None or not spec.rotation else Rotation(*turn, spec.rotation),
         )
         if not verify:
             return view
         at = some_queries(length, queries)
-        report = check_scores(view, check_inputs(facts, view, raw, hooked, at), at)
+        report = check_scores(view, check_inputs(spec, view, raw, hooked, at), at)
         if not report.adds_up:
             self._refuse(view, report)
         return replace(view, reconstruction=report)
 
     def _refuse(self, view: LayerView, report: ReconstructionReport) -> NoReturn:
-        """Say why a layer does not add up: a mask that differs between prompts or heads, somebody's
+        """Say why a layer does not add up: a mask that differs between prompts or heads, user
         hooks, or by how much."""
         prefix = f"blocks.{view.layer}."
         hooks = [name for name in names_of(self.parameters.model) if name.startswith(prefix)]
         acting = f", under hooks at {brief(hooks)}" if hooks else ""
         what = f"layer {view.layer} of {self.parameters.name}{acting}"
-        # no query and key of these sizes make a score that low
-        hidden = None if view.scores is None else view.scores < -2 * max(report.scale, 1.0)
-        masked = 0 if hidden is None else int((hidden == view.allowed).flatten(1).any(1).sum())
-        require(
-            masked == 0,
-            f"mask of {what}",
-            expected="one mask for all prompts and heads, of minus infinity",
-            got=f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes them",
-            instead="prompts of one length without padding"
-            + (", or the model without these hooks" if hooks else ""),
-            error=ReconstructionError,
-        )
+        if view.scores is not None:
+            # no query and key of these sizes make a score that low
+            hidden = view.scores < -2 * max(report.scale, 1.0)
+            masked = int((hidden == view.allowed).flatten(1).any(1).sum())
+            require(
+                masked == 0,
+                f"mask of {what}",
+                expected="one mask for all prompts and heads, of minus infinity",
+                got=f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes",
+                instead="prompts of one length without padding"
+                + (", or the model without these hooks" if hooks else ""),
+                error=ReconstructionError,
+            )
         require_reconstruction(
             [(view.layer, name, *pair) for name, pair in report.checks.items()], what
         )
@@ -254,41 +265,42 @@ class Layers:
 
     def roundoff(self, layer: int) -> float:
         """Unit roundoff of the arithmetic behind a layer's numbers."""
-        dtype = next(iter(self.parameters.model.parameters())).dtype
-        return unit_roundoff(torch.float32 if self.facts(layer).single else dtype)
+        return unit_roundoff(torch.float32 if self.spec(layer).single else self.dtype)
 
-    def _local(self, layer: int, h: Tensor, *, detach: bool = True) -> Facts:
-        """Facts with the layer's weights, in the dtype and on the device of ``h``. Weights are not
-        kept between forward passes."""
-        facts, weights = self.facts(layer), self.parameters.weights(layer, detach=detach)
-        norm, qk = facts.norm, facts.qk_norm
+    def _local(self, layer: int, h: Tensor, *, detach: bool = True) -> AttentionSpec:
+        """The specification with the layer's weights, in the dtype and on the device of ``h``.
+        Weights are not kept between forward passes."""
+        spec, weights = self.spec(layer), self.parameters.weights(layer, detach=detach)
+        norm, qk = spec.norm, spec.qk_norm
         if not detach:
             norm, qk = self.parameters.with_gradients(layer, norm, qk)
-        added = facts.added
+        added = spec.added
         if added is not None:
             positions = upcast(self.parameters.model.pos_embed.W_pos, detach=detach)
             added = positions[: h.shape[1]].to(h)
         return replace(
-            facts,
+            spec,
             norm=replace(norm, gain=norm.gain.to(h), bias=norm.bias.to(h)),
             weights=replace(weights, **{k: v.to(h) for k, v in vars(weights).items()}),
             qk_norm=qk and replace(qk, gain_q=qk.gain_q.to(h), gain_k=qk.gain_k.to(h)),
             ignore=ignore_of(self.parameters.attention(layer)),
-            sinks=None if facts.sinks is None else facts.sinks.to(h),
-            slopes=None if facts.slopes is None else facts.slopes.to(h),
+            sinks=None if spec.sinks is None else spec.sinks.to(h),
+            slopes=None if spec.slopes is None else spec.slopes.to(h),
             added=added,
         )
 
-    def _bias(self, layer: int, facts: Facts, length: int, h: Tensor) -> tuple[Tensor | None, str]:
-        if facts.bias_form is None:
+    def _bias(
+        self, layer: int, spec: AttentionSpec, length: int, h: Tensor
+    ) -> tuple[Tensor | None, str]:
+        if spec.bias_form is None:
             return None, "none"
-        if facts.bias_form != "measured":
-            bias = facts.bias(length)
+        if spec.bias_form != "measured":
+            bias = spec.bias(length)
             kept = getattr(self.parameters.model.blocks[layer].attn, "alibi", None)
-            if bias is not None and facts.slopes is not None and isinstance(kept, Tensor):
+            if bias is not None and spec.slopes is not None and isinstance(kept, Tensor):
                 # HookedTransformer keeps the bias of its longest prompt and takes the last rows: a
                 # constant of each row too much
-                bias = bias - facts.slopes[:, None, None] * (kept.shape[-1] - length)
+                bias = bias - spec.slopes[:, None, None] * (kept.shape[-1] - length)
             return bias, "analytic"
         self.measure((layer,), length)
         return self.memo["bias", layer, length].to(h), "measured"
@@ -296,7 +308,7 @@ class Layers:
     def measure(self, layers: Sequence[int], length: int) -> None:
         """Score minus content of layers with an unknown bias, on two random sequences; kept only if
         both give the same."""
-        measured = [l for l in layers if self.facts(l).bias_form == "measured"]
+        measured = [l for l in layers if self.spec(l).bias_form == "measured"]
         wanted = [l for l in measured if ("bias", l, length) not in self.memo]
         if not wanted:
             return
@@ -305,13 +317,13 @@ class Layers:
 
         def take(layer: int, found: Mapping[str, Tensor]) -> None:
             h = found[f"blocks.{layer}.hook_resid_pre"].double()
-            facts = self._local(layer, h)
-            turn = turn_of(self.parameters, layer, found, length, facts.rotation)
-            q, k = (facts.full(h, w, turn) for w in "qk")
-            content = scores_of(q, k, facts.scale)
-            absolute = scores_of(q.abs(), k.abs(), facts.scale)
+            spec = self._local(layer, h)
+            turn = turn_of(self.parameters, layer, found, length, spec.rotation)
+            q, k = (spec.full(h, w, turn) for w in "qk")
+            content = scores_of(q, k, spec.scale)
+            absolute = scores_of(q.abs(), k.abs(), spec.scale)
             scores = found[f"blocks.{layer}.attn.hook_attn_scores"]
-            allowed = allowed_cells(facts, length, self.causal, scores, None)
+            allowed = allowed_cells(spec, length, self.causal, scores, None)
             rest = torch.where(allowed, scores.double() - content, 0.0)
             spread = largest(rest - rest.mean(0))
             bound = reconstruction_bound(self.roundoff(layer), largest(absolute) + largest(rest))
@@ -327,7 +339,7 @@ class Layers:
             self.memo["bias", layer, length] = rest.mean(0)
 
         with without_hooks(self.parameters.model):  # the bias is the model's own
-            self._stream(ids, wanted, take)
+            self.stream(ids, {layer: self.hooks(layer) for layer in wanted}, take)
 
     def run(
         self,
@@ -349,31 +361,35 @@ class Layers:
                 on_sample(self._build(layer, one_context(found, row), True, queries=queries))
             on_layer(self._build(layer, found, verify))
 
-        self._stream(tokens, layers, take)
+        self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
 
-    def _stream(
+    def stream(
         self,
         tokens: Tensor,
-        layers: Sequence[int],
+        names: Mapping[int, Sequence[str]],
         take: Callable[[int, Mapping[str, Tensor]], None],
-    ) -> None:
-        """One forward pass that hands over each layer's activations once the layer is done, and
-        lets them go."""
-        wanted = {l: self.hooks(l) for l in layers}
+        last: str | None = None,
+    ) -> Tensor | None:
+        """One forward pass that hands over each layer's activations (``names``) once the layer is
+        done, and lets them go; returns the activation of the hook ``last``."""
         held: dict[str, Tensor] = {}
+        hooks = {name: keep(held, name) for of_layer in names.values() for name in of_layer}
+        if last is not None:
+            hooks[last] = keep(held, last)
 
-        def finish(layer: int, before: Hook | None) -> Hook:
+        def finish(layer: int, record: Hook | None) -> Hook:
             def hook(value: Tensor) -> None:
-                take(layer, {n: held.pop(n) for n in wanted[layer]})
-                if before is not None:
-                    before(value)
+                take(layer, {name: held.pop(name) for name in names[layer]})
+                if record is not None:  # the output of this layer is the input of the next
+                    record(value)
 
             return hook
 
-        hooks = {name: keep(held, name) for names in wanted.values() for name in names}
-        ends = {self.runner.state_hooks[l + 1]: l for l in layers}
-        last = {name: finish(layer, hooks.get(name)) for name, layer in ends.items()}
-        self.runner(tokens, hooks | last)
+        for layer in names:
+            end = self.runner.state_hooks[layer + 1]
+            hooks[end] = finish(layer, hooks.get(end))
+        self.runner(tokens, hooks)
+        return None if last is None else held[last]
 
     def output_head(self) -> OutputHead | None:
         """The norm and the linear map that make the logits of the last state, or ``None``."""
@@ -418,26 +434,26 @@ def one_context(found: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 
 
 def _frozen(
-    facts: Facts, h: Tensor, raw: Mapping[str, Tensor], turn: tuple[Tensor, Tensor] | None
+    spec: AttentionSpec, h: Tensor, raw: Mapping[str, Tensor], turn: tuple[Tensor, Tensor] | None
 ) -> dict[str, Any]:
     """The fields of a :class:`LayerView` that say how queries, keys and values are made of parts:
     maps, frozen scales, constants, and the queries and keys themselves."""
-    norm_scale = facts.norm.scale(h)
-    constant = {w: facts.constant(w) for w in "qkv"}
+    norm_scale = spec.norm.scale(h)
+    constant = {w: spec.constant(w) for w in "qkv"}
     shape = (*h.shape[:2], constant["q"].shape[-2])
     scale = {w: (1 / norm_scale).unsqueeze(-1).expand(shape) for w in "qkv"}
     constant = {w: value.expand(*shape, -1) for w, value in constant.items()}
-    whole = dict(raw)
-    if facts.qk_norm is not None:
+    entering = dict(raw)
+    if spec.qk_norm is not None:
         for w in "qk":
-            own = facts.qk_norm.scale(raw[w])
-            scale[w] = scale[w] / own
-            constant[w] = constant[w] / own.unsqueeze(-1)
-            whole[w] = raw[w] / own.unsqueeze(-1)
-    fields: dict[str, Any] = {"norm_scale": norm_scale, "projected": facts.projected}
-    fields["turned"] = partial(facts.head_map, turn=turn)
+            qk_scale = spec.qk_norm.scale(raw[w])
+            scale[w] = scale[w] / qk_scale
+            constant[w] = constant[w] / qk_scale.unsqueeze(-1)
+            entering[w] = raw[w] / qk_scale.unsqueeze(-1)
+    fields: dict[str, Any] = {"norm_scale": norm_scale, "projected": spec.projected}
+    fields["turned"] = partial(spec.head_map, turn=turn)
     for w in "qkv":
-        fields[f"{w}_map"] = partial(facts.linear, which=w, turn=None if w == "v" else turn)
+        fields[f"{w}_map"] = partial(spec.linear, which=w, turn=None if w == "v" else turn)
         fields[f"{w}_scale"] = scale[w]
-        fields[f"{w}_constant"] = facts.head_map(constant[w], w, turn)
-    return fields | {w: facts.head_map(whole[w], w, turn) for w in "qk"}
+        fields[f"{w}_constant"] = spec.head_map(constant[w], w, turn)
+    return fields | {w: spec.head_map(entering[w], w, turn) for w in "qk"}

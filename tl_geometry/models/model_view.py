@@ -14,18 +14,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Provenance
-from tl_geometry.models.facts import Facts
-from tl_geometry.models.hooks import brief
-from tl_geometry.models.identity import fingerprint
+from tl_geometry.models.attention_spec import AttentionSpec
+from tl_geometry.models.fingerprints import fingerprint
+from tl_geometry.models.forward import Hook, collect
 from tl_geometry.models.layer_view import HeadWeights, LayerHook, LayerView
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.parameters import Parameters, part
-from tl_geometry.models.running import Hook, collect
+from tl_geometry.models.parameters import Parameters, part, upcast
+from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
 
@@ -163,10 +162,9 @@ class ModelView:
     ) -> Float[Tensor, "*batch d_vocab"]:
         """Logits of one forward pass ``[batch position d_vocab]`` (at the positions that a hook at
         :attr:`unembed_hook` leaves)."""
-        found = self.run(tokens, hooks, logits=True)
-        if found is None:
-            raise RuntimeError("a forward pass with logits returned none")
-        return found
+        logits = self.run(tokens, hooks, logits=True)
+        assert logits is not None
+        return logits
 
     def activations(
         self,
@@ -211,8 +209,8 @@ class ModelView:
         return self._layers.hooks(layer)
 
     def hooked(self) -> tuple[str, ...]:
-        """Where somebody else's hooks act now."""
-        return self._layers.runner.hooked()
+        """Where user hooks act now."""
+        return names_of(self._model)
 
     # ---- weights and facts
 
@@ -224,9 +222,9 @@ class ModelView:
         """The norm in front of the projections of one layer, as the model has it."""
         return self._layers.norm(layer)
 
-    def layer_facts(self, layer: int) -> Facts:
+    def layer_facts(self, layer: int) -> AttentionSpec:
         """What one attention layer does to its input, found once and verified."""
-        return self._layers.facts(layer)
+        return self._layers.spec(layer)
 
     def describe_layer(self, layer: int) -> dict[str, object]:
         """The same in words, for a reader."""
@@ -234,7 +232,7 @@ class ModelView:
 
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
         """The embedding matrix, at least float32."""
-        return self._parameters.embed()
+        return upcast(self._model.W_E)
 
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
@@ -270,8 +268,6 @@ class ModelView:
         own = states.to(self.device, self.dtype)
         with torch.no_grad():
             out = [norm(rows[:, None])[:, 0] for rows in own.split(4096)]
-        expected, got = "a tensor from the final norm", describe(out[0])
-        require(isinstance(out[0], Tensor), "post_norm", expected=expected, got=got)
         return torch.cat(out).to(states)
 
     # ---- text
@@ -340,28 +336,25 @@ class ModelView:
         if self.causal:
             yield
             return
+        holder, name, value = self._model.cfg, "attention_dir", "causal"
         if self.class_name == "TransformerBridge":
             holder, name, value = self._model.original_model.config, "is_decoder", True
-        else:
-            holder, name, value = self._model.cfg, "attention_dir", "causal"
         before = getattr(holder, name)
         setattr(holder, name, value)
         try:
-            self._require_left()
-            yield
-        finally:
-            setattr(holder, name, before)
-
-    def _require_left(self) -> None:
-        ids = torch.arange(4).unsqueeze(0) % self.d_vocab
-        first = self.pattern_hooks[0]
-        if not bool((self.activations(ids, [first])[first].triu(1) == 0).all()):
-            fail(
+            ids = torch.arange(4).unsqueeze(0) % self.d_vocab
+            first = self.pattern_hooks[0]
+            later = self.activations(ids, [first])[first].triu(1)
+            require(
+                bool((later == 0).all()),
                 self.name,
                 expected="an encoder that obeys a causal mask",
                 got="attention to later positions",
                 error=UnsupportedModelError,
             )
+            yield
+        finally:
+            setattr(holder, name, before)
 
     # ---- results
 
@@ -385,8 +378,9 @@ class ModelView:
             about |= {"corpus": rows.corpus, "token_hash": rows.token_hash}
             about |= {"has_bos": rows.has_bos, "contexts": len(rows)}
             fields["flags"] = tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())]))
-        made = Provenance(**(about | fields))
-        return made.flagged(f"under hooks at {brief(made.hooks)}") if made.hooks else made
+        provenance = Provenance(**(about | fields))
+        hooks = provenance.hooks
+        return provenance.flagged(f"under hooks at {brief(hooks)}") if hooks else provenance
 
 
 __all__ = ["Hook", "LayerHook", "ModelView", "Rows"]

@@ -8,17 +8,21 @@ import difflib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tl_geometry.base.errors import fail, require
 
 EXPECTED = "a local directory, or a name that the installed TransformerLens knows"
+CLASSES = ("bridge", "hooked")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+"""Values of ``--class`` and ``--dtype``."""
 OURS = ("smollm2", "minilm")
 """Names of :mod:`tl_geometry.zoo`, which are not in TransformerLens's list."""
 
 
 class Name(NamedTuple):
-    """Whether a name is listed, what is said of one that is not, and what may be meant."""
+    """Whether a name is in TransformerLens's list, what to say of one that is not, and similar
+    names."""
 
     listed: bool
     unknown: str
@@ -29,16 +33,17 @@ def look_up(name: str, model_class: str) -> Name:
     """A name in TransformerLens's list; one that is not there is refused, unless a bridge may find
     it as ``owner/name`` on the Hugging Face hub."""
     official, known = listed_names()
-    listed = name.lower() in {n.lower() for n in known}
-    near = " or ".join(repr(n) for n in difflib.get_close_matches(name, known, n=3, cutoff=0.5))
-    found = Name(
-        listed,
-        f"{name!r}, which is not among its {len(official)} models",
-        near or "a local directory",
+    near = " or ".join(map(repr, difflib.get_close_matches(name, known, n=3, cutoff=0.5)))
+    entry = Name(
+        listed=name.lower() in {n.lower() for n in known},
+        unknown=f"{name!r}, which is not among its {len(official)} models",
+        near=near or "a local directory",
     )
-    allowed = listed or (model_class == "bridge" and "/" in name)
-    require(allowed, "model", expected=EXPECTED, got=found.unknown, instead=found.near)
-    return found
+    on_hub = model_class == "bridge" and "/" in name
+    require(
+        entry.listed or on_hub, "model", expected=EXPECTED, got=entry.unknown, instead=entry.near
+    )
+    return entry
 
 
 def check_name(name: str | None, model_class: str) -> None:
@@ -49,27 +54,21 @@ def check_name(name: str | None, model_class: str) -> None:
 
 
 def listed_names() -> tuple[list[str], list[str]]:
-    """Official names, and these with their aliases."""
+    """Official names, and these with their aliases, from the source of TransformerLens."""
     spec = importlib.util.find_spec("transformer_lens")
     if spec is None or not spec.submodule_search_locations:
         fail("transformer-lens", expected="an installed package", got="none")
     folder = Path(spec.submodule_search_locations[0])
-    lists = _literals(folder / "supported_models.py")
+    source = ast.parse((folder / "supported_models.py").read_text(encoding="utf-8"))
+    lists = {
+        node.target.id: ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(node.value, ast.List | ast.Dict)  # written out, not computed
+    }
     official: list[str] = lists["OFFICIAL_MODEL_NAMES"]
     aliases: dict[str, list[str]] = lists.get("MODEL_ALIASES", {})
     if not aliases:  # TransformerLens 4 keeps them as data
         data = folder / "tools" / "model_registry" / "data" / "model_aliases.json"
         aliases = json.loads(data.read_text(encoding="utf-8"))["aliases"]
     return official, [*official, *(name for more in aliases.values() for name in more)]
-
-
-def _literals(path: Path) -> dict[str, Any]:
-    """What a module assigns to names at its top, as far as it is written out."""
-    found: dict[str, Any] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
-            try:
-                found[node.target.id] = ast.literal_eval(node.value)
-            except ValueError:  # computed
-                continue
-    return found

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.softmax import soft_cap
 
 
 class OutputHead(NamedTuple):
@@ -26,8 +26,7 @@ class OutputHead(NamedTuple):
     def logits(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
         """Logits of last states, in their dtype."""
         readout = einsum(self.norm.apply(h), self.W_U.to(h), "... d_model, d_model v -> ... v")
-        out = readout + self.b_U.to(h)
-        return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
+        return soft_cap(readout + self.b_U.to(h), self.softcap)
 
     def directions(self, ids: Sequence[int] | None = None) -> Float[Tensor, "token d_model"]:
         """One row per token (of ``ids``), ``A diag(gain) W_U`` with A the norm's centring: its dot
@@ -43,6 +42,7 @@ def token_losses(
 ) -> Float[Tensor, "*batch"]:
     """``-log p(target)`` in nats, on the device of the log-probabilities.
 
+    >>> import torch
     >>> token_losses(torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([0])).exp().tolist()
     [2.0]
     """
@@ -54,6 +54,7 @@ def next_token_losses(
 ) -> Float[Tensor, "batch position-1"]:
     """Loss in nats of each token after the first, from the logits of the position before it.
 
+    >>> import torch
     >>> next_token_losses(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp().tolist()
     [[4.0, 4.0]]
     """

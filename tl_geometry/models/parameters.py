@@ -1,5 +1,5 @@
-"""Weights of any class in TransformerLens order, grouped keys expanded, absent biases zero, at
-least float32."""
+"""Reads the weights of a model of any class in TransformerLens order: grouped keys expanded, absent
+biases zero, at least float32. Views, inference and writers read weights only here."""
 
 from __future__ import annotations
 
@@ -92,9 +92,8 @@ class Parameters:
         """Head weights of one layer, with ``detach=False`` as part of the graph."""
         attn, lift = self.attention(layer), partial(upcast, detach=detach)
         W_Q, W_O = lift(attn.W_Q), lift(attn.W_O)
-        ok = W_Q.dim() == 3 and W_O.dim() == 3
         require(
-            ok,
+            W_Q.dim() == 3 and W_O.dim() == 3,
             f"block {layer} of {self.name}",
             expected="W_Q [head d_model d_head]",
             got=describe(W_Q),
@@ -155,10 +154,6 @@ class Parameters:
                     yield NormWeights(norm_type=norm_type, gain=gain + shift, bias=bias, eps=eps)
         yield NormWeights(norm_type=None, gain=ones, bias=zeros, eps=0.0)
 
-    def embed(self) -> Tensor:
-        """Embedding matrix ``[d_vocab d_model]``."""
-        return upcast(self.model.W_E)
-
     def unembed(self) -> Tensor:
         """Unembedding matrix ``[d_model d_vocab]``."""
         return upcast(self.model.W_U)
@@ -168,6 +163,3 @@ class Parameters:
         owner = self.model if self.bridge else part(self.model, "unembed")
         value, W_U = part(owner, "b_U"), self.unembed()
         return W_U.new_zeros(W_U.shape[-1]) if value is None else upcast(value)
-
-
-__all__ = ["Parameters", "block_of", "inner", "part", "upcast"]

@@ -52,6 +52,3 @@ def widened(model: nn.Module) -> Iterator[None]:
                     stack.callback(module._buffers.__setitem__, name, buffer)
                     module._buffers[name] = buffer.float()
         yield
-
-
-__all__ = ["can_widen", "is_half", "widened"]

@@ -1,5 +1,5 @@
 """The rotary planes of an attention layer, read from the tables of cosines and sines that its
-forward pass used.
+forward pass used: which coordinates turn together, and how fast? Splits and edits by plane ask.
 
 A rotary embedding turns plane m of every query and key by the angle ``theta_m t`` at position t, so
 that plane m of a score depends on the offset ``i - j`` through ``theta_m (i - j)``. Two coordinates
@@ -45,18 +45,6 @@ class RotaryPlanes:
     def wavelength(self) -> Float[Tensor, " plane"]:
         """Tokens per turn, ``2 pi / |theta|``; infinite for what is not turned."""
         return 2 * math.pi / self.theta.abs()
-
-    @property
-    def base(self) -> float | None:
-        """The base b of ``theta_m = b^(-2m / d_rot)``, or ``None`` where frequencies are others
-        (scaled bases)."""
-        turned = self.theta[self.theta != 0].abs()
-        if len(turned) < 2:
-            return None
-        ratio = float(turned[-1].log() / (1 - len(turned)))
-        expected = torch.exp(-ratio * torch.arange(len(turned), dtype=torch.float64))
-        close = torch.allclose(turned, expected, rtol=1e-4, atol=0)
-        return math.exp(ratio * len(turned)) if close else None
 
 
 def pair_of(d_rot: int, pairing: str) -> Int[Tensor, " d_rot"]:

@@ -1,5 +1,5 @@
-"""Who wrote the residual stream: at each block the stream as a sum over embeddings, heads, MLPs and
-constants, by one forward pass.
+"""Who wrote the residual stream? At each block the stream as a sum over embeddings, heads, MLPs and
+constants, by one forward pass; composition, logits and splits by writer ask.
 
 1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds; b_O, b_out and the part of z
    that does not depend on the source, ``(beta W_V + b_V) W_O sum_j p_ij``, are ``constants``, so
@@ -32,8 +32,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
-from tl_geometry.models.running import Hook, keep
-from tl_geometry.models.writing import Writing, by_head, writing_of
+from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
 CONSTANTS = "constants"
 """The writer that holds b_O, b_out, the biases of norms behind writes, and what heads write
@@ -58,7 +57,7 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
     end."""
     choice(grain, GRAINS, "parts")
     writing = writing_of(view)
-    found = [Writer(name, -1, -1) for name, _ in writing.embedding.hooks]
+    found = [Writer(name, -1, -1) for name, _ in writing.embeddings]
     found.append(Writer(CONSTANTS, -1, -1))
     for at in range(layer):
         if grain == "writers":
@@ -102,13 +101,13 @@ class Written:
         first = upcast(found["blocks.0.hook_resid_pre"])
         self.dense = {
             name: upcast(found[hook]).to(first).expand_as(first)
-            for name, hook in writing.embedding.hooks
+            for name, hook in writing.embeddings
         }
         self.constants = torch.zeros_like(first)
         self.heads: list[HeadWrites] = []
-        if writing.embedding.norm is not None:
-            whole = torch.stack(list(self.dense.values())).sum(0)
-            self._through(writing.embedding.norm, writing.embedding.norm.scale(whole))
+        if writing.embedding_norm is not None:
+            total = torch.stack(list(self.dense.values())).sum(0)
+            self._through(writing.embedding_norm, writing.embedding_norm.scale(total))
 
     @property
     def layer(self) -> int:
@@ -266,49 +265,27 @@ def run_written(
         if view.layer_facts(layer).sinks is not None:
             own = (*own, f"blocks.{layer}.attn.hook_pattern")
         names[layer] = list(dict.fromkeys([*own, *writing.hooks(layer)]))
-    last = view.state_hooks[-1]
+    last = view.state_hooks[-1] if on_end is not None else None
     if cache is None:
-        held = _stream(view, tokens, names, take, last if on_end is not None else None)
+        # before the pass: a model cannot be run from within its own hooks
+        view._layers.measure(list(names), tokens.shape[-1])
+        end = view._layers.stream(tokens, names, take, last)
     else:
-        held = getattr(cache, "cache_dict", cache)
-        needed = [*(n for of in names.values() for n in of), *([last] if on_end else [])]
-        missing = [name for name in needed if name not in held]
-        got, instead = (
-            f"no {', '.join(missing[:4])}",
-            "model.run_with_cache(tokens), without filter",
+        held: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
+        needed = [*(name for of_layer in names.values() for name in of_layer), last]
+        missing = [name for name in needed if name is not None and name not in held]
+        require(
+            not missing,
+            "cache",
+            expected="hooks of every writer",
+            got=f"no {', '.join(missing[:4])}",
+            instead="model.run_with_cache(tokens), without filter",
         )
-        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
-        for layer, some in names.items():
-            take(layer, {name: held[name] for name in some})
-    if on_end is not None:
-        h = upcast(held[last])
+        for layer, of_layer in names.items():
+            take(layer, {name: held[name] for name in of_layer})
+        end = None if last is None else held[last]
+    if on_end is not None and end is not None:
+        h = upcast(end)
         if verify:
             written[0].check(h, view._layers.roundoff(view.n_layers - 1))
         on_end(h, written[0])
-
-
-def _stream(
-    view: ModelView,
-    tokens: Tensor,
-    names: Mapping[int, Sequence[str]],
-    take: Callable[[int, Mapping[str, Tensor]], None],
-    last: str | None,
-) -> dict[str, Tensor]:
-    """Run the model, handing over each block's activations at its end and letting them go."""
-    view._layers.measure(list(names), tokens.shape[-1])  # a model cannot be run from its own hooks
-    held: dict[str, Tensor] = {}
-    hooks = {name: keep(held, name) for some in names.values() for name in some}
-
-    def finish(layer: int, before: Hook | None) -> Hook:
-        def hook(value: Tensor) -> None:
-            take(layer, {name: held.pop(name) for name in names[layer]})
-            if before is not None:
-                before(value)
-
-        return hook
-
-    if last is not None:
-        hooks[last] = keep(held, last)
-    ends = {view.state_hooks[layer + 1]: layer for layer in names}
-    view.run(tokens, hooks | {name: finish(l, hooks.get(name)) for name, l in ends.items()})
-    return held

@@ -1,11 +1,12 @@
-"""Views of a positional and context basis: shares, norms, the positional curves, the normalised
-Gram matrix."""
+"""Figures of a basis (position and context vectors): how much variance each part holds, how long
+its vectors are, the curve that positions lie on, which vectors point the same way. The report, the
+gallery and notebooks draw them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -18,16 +19,20 @@ from tl_geometry.decomposition.position_context import PositionContext, require_
 from tl_geometry.decomposition.variance import Anova
 from tl_geometry.render.figure import (
     BLUE,
-    DIVERGING,
     GREY,
     PARTS,
-    SEQUENTIAL,
     VERMILION,
     WIDTH,
     View,
     canvas,
+    draw_matrix,
+    draw_path,
     drawable,
-    one_panel,
+    legend_beside,
+    legend_outside,
+    no_ticks,
+    one_axes,
+    panels,
     some,
     whole_ticks,
 )
@@ -57,24 +62,19 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     'Shares of variance:'
     """
     tables = [t for t in (table, control) if t is not None]
-    one_panel(ax, len(tables), "table")
-    figure, axes = canvas(len(tables), ax=ax, size=(WIDTH / len(tables), 2.6), sharey=True)
+    size = (WIDTH / len(tables), 2.6)
+    figure, axes = panels(ax, len(tables), "table", size=size, sharey=True)
     for axis, current, name in zip(axes, tables, ("trained", "untrained control"), strict=False):
-        for part, value in current.shares.items():
-            line = {"ms": 3.5, "lw": 1.6, "color": PARTS[part], "label": WORDS.get(part, part)}
-            axis.plot(current.states, value.numpy(), "o-", **line)
+        for part, share in current.shares.items():
+            _draw_part(axis.plot, current.states, share, part)
         if current.ctx_null is not None:
-            null = current.ctx_null.numpy()
             label = "null: context of spliced windows"
-            axis.plot(current.states, null, "--", color=PARTS["ctx"], lw=1.2, label=label)
-        axis.set_xlabel("state")
-        axis.set_xticks(whole_ticks(current.states))
-        axis.set_ylim(0, 1.02)
+            line = {"color": PARTS["ctx"], "lw": 1.2, "label": label}
+            axis.plot(current.states, current.ctx_null, "--", **line)
+        axis.set(xlabel="state", xticks=whole_ticks(current.states), ylim=(0, 1.02))
         axis.set_title(name if control is not None else "", fontsize=9)
     axes[0].set_ylabel("share of variance")
-    lines, labels = axes[0].get_legend_handles_labels()
-    where = {"loc": "outside lower center", "ncol": len(labels)} if ax is None else {}
-    (figure if ax is None else axes[0]).legend(lines, labels, fontsize=7, frameon=False, **where)
+    legend_outside(figure, axes[:1], "lower center", ax=ax)
     title = f"Shares of variance: {_change(table, 'pos', 'position')}, "
     title += _change(table, "ctx", "context")
     return View(
@@ -87,6 +87,11 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
         else "Dashed: windows spliced from random places, which have no common context.",
         source=table.provenance.line(),
     )
+
+
+def _draw_part(plot: Any, states: Sequence[int], values: Tensor, part: str) -> None:
+    """A line over the states in the colour of a part, by ``axis.plot`` or ``axis.semilogy``."""
+    plot(states, values, "o-", ms=3.5, lw=1.6, color=PARTS[part], label=WORDS.get(part, part))
 
 
 def _change(table: Anova, part: str, name: str) -> str:
@@ -111,28 +116,20 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
     'How large is each part of a state?'
     """
     require_basis(basis)
-    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
-    table, t = basis.anova(), basis.window[1] - basis.window[0]
-    n = basis.contexts * t
-    values = {
+    figure, axis = one_axes(ax)
+    table = basis.anova()
+    tokens = basis.contexts * (basis.window[1] - basis.window[0])
+    norms = {
         "mean": torch.linalg.vector_norm(basis.mean, dim=-1),
-        "pos": (table.pos / n).sqrt(),
-        "ctx": (table.ctx / n).sqrt(),
-        "resid": (table.resid / n).sqrt(),
+        "pos": (table.pos / tokens).sqrt(),
+        "ctx": (table.ctx / tokens).sqrt(),
+        "resid": (table.resid / tokens).sqrt(),
     }
-    for name, value in values.items():
-        axes[0].semilogy(
-            basis.states,
-            value.clamp(min=1e-12).numpy(),
-            "o-",
-            ms=3,
-            color=PARTS[name],
-            label=WORDS.get(name, name),
-        )
-    axes[0].set_xlabel("state")
-    axes[0].set_xticks(whole_ticks(basis.states))
-    axes[0].set_ylabel("norm (units of the stream)")
-    axes[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    for part, values in norms.items():
+        # A norm of zero has no place on a logarithmic axis.
+        _draw_part(axis.semilogy, basis.states, values.clamp(min=1e-12), part)
+    axis.set(xlabel="state", xticks=whole_ticks(basis.states), ylabel="norm (units of the stream)")
+    legend_beside(axis)
     return View(
         figure,
         title="How large is each part of a state?",
@@ -168,33 +165,16 @@ def spirals(
     if control is not None:
         require_basis(control, "control")
     chosen = states or tuple(some(basis.states, 5))
-    rows = [b for b in (basis, control) if b is not None]
-    figure, axes = canvas(len(chosen), len(rows), size=(WIDTH / min(len(chosen), 5), 1.6))
-    for r, current in enumerate(rows):
-        for c, state in enumerate(chosen):
-            axis = axes[r * len(chosen) + c]
-            pos = current.pos[current.index(state)]
-            found = linalg.svd(pos)
-            points = pos @ found.V[:, :2]
-            outside = _fit_axes(axis, points)
-            x, y = points[:, 0].numpy(), points[:, -1].numpy()
-            axis.plot(x, y, color="#8888", lw=0.6, zorder=1)
-            shade = axis.scatter(x, y, c=range(*current.window), cmap=SEQUENTIAL, s=7, zorder=2)
-            held = found.S[:2].square().sum() / found.S.square().sum().clamp(min=1e-300)
-            axis.set_title(
-                f"state {state}: {float(held):.0%}" + (f", {outside} off" if outside else ""),
-                fontsize=8,
-            )
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if r == len(rows) - 1:
-                axis.set_xlabel("u1")
-            if c == 0:
-                axis.set_ylabel(
-                    "u2" if control is None else ("trained: u2", "untrained control: u2")[r]
-                )
-            if c == len(chosen) - 1:
-                figure.colorbar(shade, ax=axis, label="position", shrink=0.8)
+    bases = [b for b in (basis, control) if b is not None]
+    ylabels = ["u2"] if control is None else ["trained: u2", "untrained control: u2"]
+    figure, axes = canvas(len(chosen), len(bases), size=(WIDTH / min(len(chosen), 5), 1.6))
+    for row, (current, ylabel) in enumerate(zip(bases, ylabels, strict=True)):
+        row_axes = axes[row * len(chosen) : (row + 1) * len(chosen)]
+        curves = [_draw_curve(*each, current) for each in zip(row_axes, chosen, strict=True)]
+        row_axes[0].set_ylabel(ylabel)
+        figure.colorbar(curves[-1], ax=row_axes[-1], label="position", shrink=0.8)
+    for axis in axes[-len(chosen) :]:
+        axis.set_xlabel("u1")
     caption = (
         f"Each point is the positional vector of one position, on the two leading directions of "
         f"its state ({len(chosen)} of {len(basis.states)} states; axes scaled per panel). Above: "
@@ -211,18 +191,34 @@ def spirals(
     )
 
 
+def _draw_curve(axis: Axes, state: int, basis: PositionContext) -> Any:
+    """The positional vectors of one state on their two leading directions; returns the points."""
+    pos = basis.pos[basis.index(state)]
+    directions = linalg.svd(pos)
+    points = pos @ directions.V[:, :2]
+    outside = _fit_axes(axis, points)
+    # A stream of one dimension has one direction: it stands on both axes.
+    drawn = draw_path(axis, points[:, [0, -1]], range(*basis.window), 7.0)
+    energy = directions.S.square()
+    share = energy[:2].sum() / energy.sum().clamp(min=1e-300)
+    off = f", {outside} off" if outside else ""
+    axis.set_title(f"state {state}: {float(share):.0%}{off}", fontsize=8)
+    no_ticks(axis)
+    return drawn
+
+
 def _fit_axes(axis: Axes, points: Tensor) -> int:
     """Fit the axes to all but extreme points (beyond 6 interquartile ranges) and return how many
     lie outside."""
-    low, middle, high = torch.quantile(
-        points, torch.tensor([0.25, 0.5, 0.75], dtype=points.dtype), dim=0
-    )
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=points.dtype)
+    low, middle, high = torch.quantile(points, quartiles, dim=0)
     reach = 6 * (high - low)
     inside = ((points - middle).abs() <= reach.clamp(min=1e-12)).all(1)
-    kept = points[inside] if bool(inside.any()) else points
-    for limit, axis_points in ((axis.set_xlim, kept[:, 0]), (axis.set_ylim, kept[:, -1])):
-        span = float(axis_points.max() - axis_points.min()) or 1.0
-        limit(float(axis_points.min()) - 0.06 * span, float(axis_points.max()) + 0.06 * span)
+    shown = points[inside] if bool(inside.any()) else points
+    for set_limits, values in ((axis.set_xlim, shown[:, 0]), (axis.set_ylim, shown[:, -1])):
+        first, last = float(values.min()), float(values.max())
+        margin = 0.06 * ((last - first) or 1.0)
+        set_limits(first - margin, last + margin)
     return int((~inside).sum())
 
 
@@ -245,29 +241,25 @@ def gram(
     """
     require_basis(basis)
     row = basis.index(state)
-    pos, _ = linalg.normalize_rows(basis.pos[row])
-    blocks = [pos]
+    vectors = {"positions": basis.pos[row]}
     if basis.ctx is not None:
-        order = (
-            torch.arange(basis.contexts)
-            if basis.labels is None
-            else torch.argsort(basis.labels, stable=True)
-        )
-        picked = order[torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()]
-        blocks.append(linalg.normalize_rows(basis.ctx[row, picked])[0])
-    rows = torch.cat(blocks)
-    figure, axes = canvas(ax=ax, size=(0.75 * WIDTH, 4.2))
-    image = axes[0].imshow(
-        (rows @ rows.T).numpy(), cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest"
-    )
-    for line in (axes[0].axhline, axes[0].axvline):
-        line(len(pos) - 0.5, color="k", lw=0.6)
-    ticks = [len(pos) / 2, len(pos) + (len(rows) - len(pos)) / 2][: len(blocks)]
-    axes[0].set_xticks(ticks, ["positions", "contexts"][: len(blocks)])
-    axes[0].set_yticks(ticks, ["positions", "contexts"][: len(blocks)], rotation=90, va="center")
-    figure.colorbar(image, ax=axes[0], label="cosine", shrink=0.8)
-    axes[0].set_xlabel("vector (one for each position, one for each context)")
-    axes[0].set_ylabel("vector (in the same order)")
+        order = torch.arange(basis.contexts)
+        if basis.labels is not None:
+            order = torch.argsort(basis.labels, stable=True)
+        picked = torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()
+        vectors["contexts"] = basis.ctx[row, order[picked]]
+    rows, _ = linalg.normalize_rows(torch.cat([*vectors.values()]))
+    figure, axis = one_axes(ax, (0.75 * WIDTH, 4.2))
+    image = draw_matrix(axis, rows @ rows.T, -1.0, 1.0)
+    positions = len(vectors["positions"])
+    axis.axhline(positions - 0.5, color="k", lw=0.6)
+    axis.axvline(positions - 0.5, color="k", lw=0.6)
+    ticks = [positions / 2, (positions + len(rows)) / 2][: len(vectors)]
+    axis.set_xticks(ticks, [*vectors])
+    axis.set_yticks(ticks, [*vectors], rotation=90, va="center")
+    figure.colorbar(image, ax=axis, label="cosine", shrink=0.8)
+    axis.set_xlabel("vector (one for each position, one for each context)")
+    axis.set_ylabel("vector (in the same order)")
     chance = rows.shape[1] ** -0.5
     return View(
         figure,
@@ -311,45 +303,19 @@ def token_norms(
     """
     from matplotlib.ticker import LogFormatter
 
-    figure, axes = canvas(ax=ax, size=(WIDTH, 3.2))
-    axis, positions = axes[0], torch.arange(*window)
-    axis.scatter(
-        positions.expand_as(norms).flatten(),
-        norms.flatten(),
-        s=3,
-        color=GREY,
-        alpha=0.35,
-        lw=0,
-        rasterized=True,
-    )
+    figure, axis = one_axes(ax, (WIDTH, 3.2))
+    positions = torch.arange(*window)
+    cloud = {"s": 3, "color": GREY, "alpha": 0.35, "lw": 0, "rasterized": True}
+    axis.scatter(positions.expand_as(norms).flatten(), norms.flatten(), **cloud)
     axis.plot(positions, norms.median(0).values, color=BLUE, lw=1, label="median of the contexts")
-    axis.scatter(
-        [p for p, _, _ in marked], [n for _, n, _ in marked], s=12, color=VERMILION, zorder=3
-    )
+    at, largest = [position for position, _, _ in marked], [norm for _, norm, _ in marked]
+    axis.scatter(at, largest, s=12, color=VERMILION, zorder=3)
     axis.set_yscale("log")
     for side in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         side(LogFormatter(minor_thresholds=(1.5, 0.5)))
-    seen: dict[tuple[int, str], float] = {}
-    for position, norm, token in marked:  # the largest of each position and token
-        seen.setdefault((position, token), norm)
-    usual, below = float(norms.median()), 0.0
-    for (position, token), norm in [item for item in seen.items() if item[1] > 3 * usual][:8]:
-        if below and norm > 0.8 * below:  # its name would lie on the one above
-            continue
-        right, below = position < (window[0] + window[1]) / 2, norm
-        short = token if len(token) <= 16 else f"{token[:15]}…"
-        axis.annotate(
-            f"{drawable(visible(short))} at {position}",
-            (position, norm),
-            xytext=(6 if right else -6, 0),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            fontsize=7,
-        )
-    axis.set_xlabel("position")
-    axis.set_ylabel(f"norm in state {state} (units of the stream)")
-    axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+    _name_largest(axis, marked, 3 * float(norms.median()), sum(window) / 2)
+    axis.set(xlabel="position", ylabel=f"norm in state {state} (units of the stream)")
+    legend_beside(axis, loc="lower left", bbox_to_anchor=(0.0, 1.0))
     caption = (
         f"Each point is a token of {len(norms)} sampled contexts; the largest are orange, named "
         "where they exceed three times the median."
@@ -361,3 +327,30 @@ def token_norms(
         null="The line is the median token of each position.",
         source=provenance.line(),
     )
+
+
+def _name_largest(
+    axis: Axes, marked: Sequence[tuple[int, float, str]], least: float, middle: float
+) -> None:
+    """Names of at most eight of the marked tokens above ``least``, on the side of their point that
+    faces the ``middle`` of the window."""
+    largest: dict[tuple[int, str], float] = {}
+    for position, norm, token in marked:
+        largest.setdefault((position, token), norm)
+    tall = [(position, norm, token) for (position, token), norm in largest.items() if norm > least]
+    above = float("inf")
+    for position, norm, token in tall[:8]:
+        if norm > 0.8 * above:  # its name would lie on the one above
+            continue
+        above = norm
+        short = token if len(token) <= 16 else f"{token[:15]}…"
+        right = position < middle
+        place = {"xytext": (6 if right else -6, 0), "textcoords": "offset points"}
+        axis.annotate(
+            f"{drawable(visible(short))} at {position}",
+            (position, norm),
+            ha="left" if right else "right",
+            va="center",
+            fontsize=7,
+            **place,
+        )

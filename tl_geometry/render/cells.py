@@ -1,5 +1,5 @@
-"""Matrices of scores as few bytes: block maxima, quantisation, packing of the allowed cells,
-deflate."""
+"""Matrices of scores in few bytes, for the page of a split: block maxima, quantisation, packing of
+the allowed cells, deflate."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def block_maxima(
     tensor([[[-3.0000,     nan],
              [ 0.5000, -4.0000]]])
     """
-    pad = (0, -values.shape[-1] % block, 0, -values.shape[-2] % block)
-    grid = "... (q a) (k b) -> ... q k (a b)"
-    size = torch.where(
-        allowed, torch.nan_to_num(values.abs(), nan=torch.inf, posinf=torch.inf), -1.0
-    )
-    sizes = rearrange(torch.nn.functional.pad(size, pad, value=-1.0), grid, a=block, b=block)
-    cells = rearrange(torch.nn.functional.pad(values, pad), grid, a=block, b=block)
+    finite = torch.nan_to_num(values.abs(), nan=torch.inf, posinf=torch.inf)
+    sizes = _blocks(torch.where(allowed, finite, -1.0), block, -1.0)
     best = sizes.max(-1, keepdim=True)
-    return torch.where(best.values[..., 0] >= 0, cells.gather(-1, best.indices)[..., 0], torch.nan)
+    largest = _blocks(values, block).gather(-1, best.indices)[..., 0]
+    return torch.where(best.values[..., 0] >= 0, largest, torch.nan)
+
+
+def _blocks(cells: Tensor, block: int, outside: float = 0.0) -> Tensor:
+    """The cells of each block, in the last axis; what is beyond the edge is ``outside``."""
+    pad = (0, -cells.shape[-1] % block, 0, -cells.shape[-2] % block)
+    padded = torch.nn.functional.pad(cells, pad, value=outside)
+    return rearrange(padded, "... (q a) (k b) -> ... q k (a b)", a=block, b=block)
 
 
 def any_allowed(allowed: Bool[Tensor, "head query key"], block: int) -> Bool[Tensor, "head ..."]:
     """Blocks with an allowed cell."""
-    pad = (0, -allowed.shape[-1] % block, 0, -allowed.shape[-2] % block)
-    return rearrange(
-        torch.nn.functional.pad(allowed, pad), "... (q a) (k b) -> ... q k (a b)", a=block, b=block
-    ).any(-1)
+    return _blocks(allowed, block).any(-1)
 
 
 class Payload(NamedTuple):
@@ -76,14 +76,14 @@ def pack(
     unit = planes / torch.where(largest > 0, largest, 1.0)[..., None, None]
     unit = torch.where(torch.isfinite(unit), unit, torch.nan)
     exact = planes.shape[-1] <= EXACT
-    coded = (
-        unit.numpy().astype(np.float16)
-        if exact
-        else torch.nan_to_num((unit * levels).round(), nan=-128.0).to(torch.int8).numpy()
-    )
-    cells = np.concatenate(
-        [coded[h][:, allowed[h].cpu().numpy()].reshape(-1) for h in range(len(coded))]
-    )
+    if exact:
+        coded = unit.numpy().astype(np.float16)
+    else:
+        coded = torch.nan_to_num((unit * levels).round(), nan=-128.0).to(torch.int8).numpy()
+    kept = [
+        head[:, mask].reshape(-1) for head, mask in zip(coded, allowed.cpu().numpy(), strict=True)
+    ]
+    cells = np.concatenate(kept)
     fields = {
         "size": planes.shape[-1],
         "levels": None if exact else levels,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from tl_geometry.base import html
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail, require
@@ -142,24 +144,97 @@ def folded(source: str) -> str:
 
 
 def canvas(
-    columns: int = 1,
-    rows: int = 1,
-    *,
-    size: tuple[float, float] = (3.2, 2.6),
-    ax: Axes | None = None,
-    **options: Any,
+    columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (3.2, 2.6), **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A new figure with a grid of axes, outside pyplot's global state; or the figure of ``ax``, for
-    drawing into one's own."""
-    if ax is not None:
-        return ax.figure, [ax]  # type: ignore[return-value]
+    """A new figure with a grid of axes, outside pyplot's global state."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, **options)
-        return figure, [a for row in grid for a in row]
+        return figure, list(grid.flat)
+
+
+def one_axes(
+    ax: Axes | None, size: tuple[float, float] = (WIDTH, 2.8), **options: Any
+) -> tuple[Figure, Any]:
+    """The user's axes and their figure, or a new figure with one axes."""
+    if ax is not None:
+        return ax.figure, ax  # type: ignore[return-value]
+    figure, axes = canvas(size=size, **options)
+    return figure, axes[0]
+
+
+def panels(
+    ax: Axes | None,
+    count: int,
+    what: str,
+    *,
+    columns: int | None = None,
+    size: tuple[float, float],
+    **options: Any,
+) -> tuple[Figure, list[Axes]]:
+    """A panel for each of ``count`` things, in rows of ``columns`` (one row by default); or the
+    user's axes for a single one, refused for several so that none is left out."""
+    expected = f"one {what} when drawing into ax"
+    require(ax is None or count == 1, "ax", expected=expected, got=f"{count} {what}s")
+    if ax is not None:
+        return ax.figure, [ax]  # type: ignore[return-value]
+    columns = columns or count
+    figure, axes = canvas(columns, -(-count // columns), size=size, **options)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
+
+
+def draw_matrix(axis: Axes, values: Tensor, low: float, high: float, **options: Any) -> Any:
+    """A matrix as an image, one square a cell; signed colours where ``low`` is negative."""
+    scale = {"cmap": DIVERGING if low < 0 else SEQUENTIAL, "vmin": low, "vmax": high}
+    return axis.imshow(values.numpy(), **{**scale, "interpolation": "nearest", **options})
+
+
+def draw_path(axis: Any, points: Tensor, numbers: Sequence[int], size: float) -> Any:
+    """A path through points of two or three dimensions: a thin line and a point for each, coloured
+    by its number."""
+    axis.plot(*points.T, color="#8888", lw=0.7, zorder=1)
+    depth = {"depthshade": False} if points.shape[1] == 3 else {"zorder": 2}
+    return axis.scatter(*points.T, c=numbers, cmap=SEQUENTIAL, s=size, **depth)
+
+
+def legend_beside(axis: Axes, **options: Any) -> None:
+    """A legend to the right of the axes, where it covers nothing."""
+    where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axis.legend(**{"fontsize": 8, "frameon": False, **where, **options})
+
+
+def legend_outside(
+    figure: Figure, axes: Sequence[Axes], where: str = "upper left", *, ax: Axes | None = None
+) -> None:
+    """One legend for all panels at an edge of the figure, where it covers none of them; or a legend
+    inside the user's axes ``ax``."""
+    if ax is not None:
+        ax.legend(fontsize=7, frameon=False)
+        return
+    handles: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    place = {"loc": f"outside {where}", "ncols": len(handles)}
+    figure.legend([*handles.values()], [*handles], fontsize=8, frameon=False, **place)
+
+
+def no_ticks(axis: Axes) -> None:
+    """Axes without numbers: directions whose units say nothing."""
+    axis.set(xticks=[], yticks=[])
+
+
+def whole_numbers(*sides: Any) -> None:
+    """Ticks at whole numbers alone on these axes (``axis.xaxis``, ``axis.yaxis``)."""
+    from matplotlib.ticker import MaxNLocator
+
+    for side in sides:
+        side.set_major_locator(MaxNLocator(integer=True))
 
 
 def some(values: Sequence[int], most: int) -> list[int]:
@@ -173,12 +248,6 @@ def some(values: Sequence[int], most: int) -> list[int]:
     if last < most:
         return list(values)
     return [values[round(i * last / max(most - 1, 1))] for i in range(most)]
-
-
-def one_panel(ax: object, count: int, what: str) -> None:
-    """Refuse several panels where the user gave one axes, rather than leave the others out."""
-    expected = f"one {what} when drawing into ax"
-    require(ax is None or count == 1, "ax", expected=expected, got=f"{count} {what}s")
 
 
 def require_3d(axis: object) -> None:
@@ -212,23 +281,16 @@ def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     return [v for v in values if v % step == 0]
 
 
-def shades(
-    figure: Figure,
-    axis: Axes | Sequence[Axes],
-    values: Sequence[int],
-    label: str,
-    cmap: str = SEQUENTIAL,
-) -> Any:
+def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any:
     """A colour for each of the values, with a colour bar where a legend would not fit; call the
     result with a value."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    scale = ScalarMappable(
-        Normalize(values[0], max(values[-1], values[0] + 1)), matplotlib.colormaps[cmap]
-    )
-    figure.colorbar(scale, ax=axis, label=label, shrink=0.8, ticks=whole_ticks(values, 8))  # type: ignore[arg-type]
+    ends = Normalize(values[0], max(values[-1], values[0] + 1))
+    scale = ScalarMappable(ends, matplotlib.colormaps[SEQUENTIAL])
+    figure.colorbar(scale, ax=axis, label=label, shrink=0.8, ticks=whole_ticks(values, 8))
     return scale.to_rgba
 
 

@@ -1,4 +1,5 @@
-"""Maps of layers and heads: any number of any table with one row per head."""
+"""A map of layers and heads of any number of a table with one row per head: the interactive page,
+its image, and the colours of such a map. The report and notebooks draw it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
-from tl_geometry.render.figure import DIVERGING, SEQUENTIAL, View, canvas, drawable, whole_ticks
-from tl_geometry.render.page import PageView, document
+from tl_geometry.render.figure import View, draw_matrix, drawable, one_axes, whole_ticks
+from tl_geometry.render.page import PageView, rounded
 from tl_geometry.scores.head_types import HEAD_TYPES
 
 if TYPE_CHECKING:
@@ -51,12 +52,13 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     >>> heads(sweep, "induction").title
     'Every number of every head'
     """
-    pairs, columns = numbers(_table(sweep, "heads"))
+    pairs, columns = numbers(sweep)
     chosen = _chosen(value, columns)
+    readable = {name: str(sweep.readable(name)) for name in columns}
     words = {
-        n: [str(sweep.readable(row[i])) for row in sweep.rows()]
-        for i, n in enumerate(sweep.columns())
-        if n not in ("layer", "head", *columns)
+        name: [str(sweep.readable(row[i])) for row in sweep.rows()]
+        for i, name in enumerate(sweep.columns())
+        if name not in ("layer", "head", *columns)
     }
     layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
     cell = min(46, max(14, 640 // count))
@@ -65,7 +67,6 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         f"Each cell is one of {len(pairs)} heads. Choose the number that is shown; click a head "
         "for its whole row, nulls among it."
     )
-    name = title or "Every number of every head"
     data = {
         "heads": [[layers.index(l), h] for l, h in pairs],
         "layers": layers,
@@ -73,57 +74,42 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "cell": cell,
         "canvas": [width, height],
         "columns": {
-            str(sweep.readable(n)): {
-                "values": [_short(v) for v in x.tolist()],
-                "scale": scale(n, x),
+            readable[name]: {
+                "values": [rounded(v) for v in values.tolist()],
+                "scale": scale(name, values),
             }
-            for n, x in columns.items()
+            for name, values in columns.items()
         },
         "words": words,
-        "said": {n: in_words(n) for n in (*words, *(str(sweep.readable(n)) for n in columns))},
+        "said": {name: in_words(name) for name in (*words, *readable.values())},
         "read": READ,
-        "value": str(sweep.readable(chosen)),
-        "caption": f"{caption} {NULL}",
+        "value": readable[chosen],
     }
-    tall = 150 + height + 34 * READ // 6 + 18 * math.ceil(len(f"{caption} {NULL}") / 105)
-    image = functools.partial(head_grid, sweep, chosen)
     return PageView(
-        document(name, data, "heads"),
-        title=name,
+        "heads",
+        data,
+        title=title or "Every number of every head",
         caption=caption,
         width=max(width, 708) + 24,
-        height=tall,
-        image=image,
+        height=150 + height + 34 * READ // 6 + 18 * math.ceil(len(f"{caption} {NULL}") / 105),
+        image=functools.partial(head_grid, sweep, chosen),
         source=sweep.provenance.line(),
         null=NULL,
     )
 
 
-def head_grid(sweep: Result, value: str | None = None, *, ax: Axes | None = None) -> View:
-    """The map of :func:`heads` as an image for paper, with the number in each cell of a small one.
-
-    Args:
-        sweep: any result with one row per layer and head.
-        value: the column that is shown, by default the share of position.
-        ax: axes to draw into.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
-    >>> head_grid(sweep, "induction").title
-    'Every head: induction'
-    """
-    pairs, columns = numbers(_table(sweep, "head_grid"))
+def head_grid(sweep: Result, value: str | None = None) -> View:
+    """The image of :func:`heads`, with the number in each cell of a small map."""
+    pairs, columns = numbers(sweep)
     name = _chosen(value, columns)
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
     tall = 0.34 if rows * count <= NUMBERED else 0.2
     wide = 0.5 * count + 1.8 if count <= 16 else 9
-    figure, axes = canvas(ax=ax, size=(wide, tall * rows + 1.2))
+    figure, axis = one_axes(None, (wide, tall * rows + 1.2))
     shown = in_words(str(sweep.readable(name)))
-    draw_map(axes[0], pairs, columns[name], "", *scale(name, columns[name]))
-    axes[0].set_ylabel("layer")
+    draw_map(axis, pairs, columns[name], "", *scale(name, columns[name]))
+    axis.set_ylabel("layer")
+    figure.colorbar(axis.images[0], ax=axis, shrink=0.8)
     return View(
         figure,
         title=f"Every head: {shown}",
@@ -145,40 +131,28 @@ def in_words(column: str) -> str:
     return column.replace("_", " ")
 
 
-def _table(value: object, what: str) -> Result:
-    """``value`` if it is a result with a row for each head, else an error that says where one comes
-    from."""
-    if not isinstance(value, Result) or not {"layer", "head"} <= set(value.columns()):
-        fail(
-            what,
-            expected="a table with a row for each layer and head",
-            got=type(value).__name__,
-            instead="sweep_heads(model, tokens, basis) or weight_geometry(model, basis)",
-        )
-    return value
-
-
 def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tensor, " head"]]]:
     """The heads of a table with one row for each, and its columns of numbers (those with at least
     one)."""
-    names, rows = list(table.columns()), table.rows()
-    kept = {"layer", "head"} <= set(names) and len(rows) > 0
-    pairs = [(row[names.index("layer")], row[names.index("head")]) for row in rows] if kept else []
-    single = kept and len(set(pairs)) == len(pairs)
-    require(
-        single,
-        "table",
-        expected="one row per layer and head",
-        got=f"{type(table).__name__} of {', '.join(names[:4])}, ...",
-    )
-    number = lambda v: isinstance(v, int | float) and not isinstance(v, bool)  # noqa: E731
-    chosen = [
-        i
-        for i, n in enumerate(names)
-        if n not in ("layer", "head") and all(number(row[i]) for row in rows)
-    ]
-    values = {names[i]: torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in chosen}
-    return [(int(str(l)), int(str(h))) for l, h in pairs], values
+    names = list(table.columns()) if isinstance(table, Result) else []
+    if not {"layer", "head"} <= set(names):
+        fail(
+            "heads",
+            expected="a table with a row for each layer and head",
+            got=type(table).__name__,
+            instead="sweep_heads(model, tokens, basis) or weight_geometry(model, basis)",
+        )
+    columns = dict(zip(names, zip(*table.rows(), strict=True), strict=False))
+    pairs = list(zip(columns.pop("layer", ()), columns.pop("head", ()), strict=True))
+    got = f"{type(table).__name__} of {', '.join(names[:4])}, ..."
+    single = len(set(pairs)) == len(pairs) > 0
+    require(single, "table", expected="one row per layer and head", got=got)
+    numeric = {
+        name: torch.tensor(values, dtype=torch.float64)
+        for name, values in columns.items()
+        if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    }
+    return [(int(str(layer)), int(str(head))) for layer, head in pairs], numeric
 
 
 def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
@@ -191,11 +165,11 @@ def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
     """
     if name.startswith(("cs_", "gs_")):
         return (-1.0, 1.0)
-    known = values[torch.isfinite(values)]
     if name.startswith("es_") or name.endswith("_uniform") or name in HEAD_TYPES:
         return (0.0, 1.0)
-    high = float(known.abs().max()) if len(known) else 0.0
-    return (-(high or 1.0) if bool((known < 0).any()) else 0.0, high or 1.0)
+    finite = torch.where(torch.isfinite(values), values, 0.0)
+    high = float(finite.abs().max()) or 1.0
+    return (-high if bool((finite < 0).any()) else 0.0, high)
 
 
 def draw_map(
@@ -205,49 +179,32 @@ def draw_map(
     title: str,
     low: float,
     high: float,
-    *,
-    bar: bool = True,
 ) -> None:
-    """A map on axes of one's own, with its colour ``bar``: signed colours where ``low`` is
-    negative; blank where there is no head or no number."""
+    """A map on one axes: signed colours where ``low`` is negative, blank where there is no head or
+    no number."""
     layers = sorted({l for l, _ in heads})
     grid = torch.full((len(layers), 1 + max(h for _, h in heads)), torch.nan, dtype=torch.float64)
     for value, (layer, head) in zip(values.tolist(), heads, strict=True):
         grid[layers.index(layer), head] = value
-    image = axis.imshow(
-        grid.numpy(),
-        cmap=DIVERGING if low < 0 else SEQUENTIAL,
-        vmin=low,
-        vmax=high,
-        aspect="auto",
-        interpolation="nearest",
-    )
+    draw_matrix(axis, grid, low, high, aspect="auto")
     axis.set_title(drawable(title), fontsize=9)
-    axis.set_xlabel("head")
-    axis.set_xticks(whole_ticks(range(grid.shape[1]), 17))
-    rows = whole_ticks(range(len(layers)), 17)
-    axis.set_yticks(rows, [str(layers[row]) for row in rows])
+    name_heads(axis, layers, grid.shape[1])
     for row, column in torch.isfinite(grid).nonzero().tolist() if grid.numel() <= NUMBERED else ():
         value = float(grid[row, column])
         bright = abs(value) < 0.6 * high if low < 0 else value > (low + high) / 2
         text = f"{round(value, 2) + 0.0:.2f}" if abs(value) < 10 else f"{value:.3g}"
-        axis.text(
-            column,
-            row,
-            text,
-            ha="center",
-            va="center",
-            fontsize=6.5,
-            color="black" if bright else "white",
-        )
-    if bar:
-        axis.figure.colorbar(image, ax=axis, shrink=0.8)
+        look = {"fontsize": 6.5, "color": "black" if bright else "white"}
+        axis.text(column, row, text, ha="center", va="center", **look)
+
+
+def name_heads(axis: Axes, layers: Sequence[int], count: int) -> None:
+    """The numbers of heads below a map and of layers beside it, as many as there is room for."""
+    axis.set_xlabel("head")
+    axis.set_xticks(whole_ticks(range(count), 17))
+    rows = whole_ticks(range(len(layers)), 17)
+    axis.set_yticks(rows, [str(layers[row]) for row in rows])
 
 
 def _chosen(value: str | None, columns: dict[str, Tensor]) -> str:
     first = next((n for n in FIRST if n in columns), next(iter(columns)))
     return first if value is None else checks.choice(value, list(columns), "value")
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None

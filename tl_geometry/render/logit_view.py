@@ -1,7 +1,8 @@
-"""What wrote a logit, over the text itself: arcs from the chosen token to what heads read there,
-and head by head what was written towards the target and the terms of the score behind it.
+"""The page of a logit: what wrote it, over the text itself. Arcs run from the chosen token to what
+heads read there; below stands, head by head, what was written towards the target and the terms of
+the score behind it. Notebooks and the gallery show it.
 
-1. One or several :class:`~tl_geometry.scores.logits.LogitExplanation` of one prompt, a position
+1. One or several :class:`~tl_geometry.circuits.logits.LogitExplanation` of one prompt, a position
    each.
 2. The (head, source) pairs of each go to cards, a head each; terms are summed to the groups of
    ``render.split`` (of writers: by the writer of the key), and listed one by one.
@@ -20,10 +21,10 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
-from tl_geometry.render.page import PageView, document
+from tl_geometry.circuits.logits import LogitExplanation
+from tl_geometry.render.page import PageView, text_data, text_lines
 from tl_geometry.render.split_view import groups_of
 from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
-from tl_geometry.scores.logits import LogitExplanation
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
 HEADS, FEW, MANY = 5, 4, 9
@@ -89,35 +90,32 @@ def logit_page(
         expected = f"one of {', '.join(map(head_name, names))}"
         require(wanted in names, "head", expected=expected, got=head_name(wanted))
     queries = [_query(e, wanted) for e in each]
-    texts = texts_of(each[0])
-    title, caption = queries[first]["title"], _caption(each[first])
+    text = text_data(texts_of(each[0]))
+    marks = [v for q in queries for shown in (q, *q["heads"]) for v in shown["marks"]]
     data = {
-        "tokens": [html.token_text(t) for t in texts],
-        "breaks": [t.count("\n") + t.count("\u010a") > 0 for t in texts],
-        "limit": max(abs(v) for q in queries for h in (q, *q["heads"]) for v in h["marks"]) or 1.0,
+        **text,
+        "limit": max(map(abs, marks)) or 1.0,
         "longest": [_longest(queries, "score"), _longest(queries, "value")],
         "details": _details(each[0]),
         "queries": queries,
         "first": first,
         "head": -1 if wanted is None else 0,
-        "caption": caption,
     }
-    page = document(title, data, "logit")
-    size, instead = len(page), "fewer explanations"
-    require(size <= LARGEST, "found", expected="a page of 2 MB", got=size, instead=instead)
-    image = functools.partial(logit_figure, each[first])
-    height = _height(texts, queries[first])
-    return PageView(
-        page,
-        title=title,
-        caption=caption,
+    view = PageView(
+        "logit",
+        data,
+        title=queries[first]["title"],
+        caption=_caption(each[first]),
         width=WIDTH,
-        height=height,
-        image=image,
+        height=_height(text, queries[first]),
+        image=functools.partial(logit_figure, each[first]),
         source=each[first].provenance.line(),
         null=EXACT,
         fluid=True,
     )
+    size, instead = len(view.page), "fewer explanations"
+    require(size <= LARGEST, "found", expected="a page of 2 MB", got=size, instead=instead)
+    return view
 
 
 def explanations(
@@ -150,15 +148,11 @@ def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str,
     heads = sorted(order, key=lambda h: h != wanted)[:HEADS]
     shown = [p for p, pair in enumerate(found.pairs) if pair[:2] in heads]
     written = found.heads[:, :, : at + 1]
-    cards = [
-        {
-            "name": head_name(h),
-            "sum": _short(float(written[h].sum())),
-            "marks": _row(written[h]),
-            "pairs": [_pair(found, p) for p in shown if found.pairs[p][:2] == h],
-        }
-        for h in heads
-    ]
+    cards = []
+    for h in heads:
+        pairs = [_pair(found, p) for p in shown if found.pairs[p][:2] == h]
+        total, marks = _short(float(written[h].sum())), _row(written[h])
+        cards.append({"name": head_name(h), "sum": total, "marks": marks, "pairs": pairs})
     inside = sum(float(found.heads[found.pairs[p]]) for p in shown)
     rest = _listed(zip(found.other_names, found.others.tolist(), strict=True), MANY, "writers")
     rest.insert(0, ("other heads and sources", _short(float(found.heads.sum()) - inside)))
@@ -184,17 +178,17 @@ def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
     biased = bool(found.pair_alibi.any())
     terms |= {(ALIBI, ALIBI): float(found.pair_alibi[p])} if biased else {}
     groups = groups_of(list(terms))
-    named = [(label(f"{a}-{b}", found.bias_label), v) for (a, b), v in terms.items()]
+    every = [(label(f"{a}-{b}", found.bias_label), v) for (a, b), v in terms.items()]
     values = list(zip(found.parts, found.pair_values[p].tolist(), strict=True))
     if groups:
-        few = [(name, sum(terms[t] for t in members)) for name, members in groups.items()]
-        score = [[(n, _short(v)) for n, v in few], _listed(named, len(named), "")]
-        value = [[(SAID.get(n, n), _short(v)) for n, v in values]] * 2
+        few = [(name, _short(sum(terms[t] for t in members))) for name, members in groups.items()]
+        score = [few, _listed(every, len(every), "")]
+        value = [[(SAID.get(part, part), _short(v)) for part, v in values]] * 2
     else:
         keys = [(b, sum(v for (_, k), v in terms.items() if k == b)) for b in found.parts]
         keys += [(ALIBI, terms[ALIBI, ALIBI])] if biased else []
-        score = [_listed(keys, FEW, "writers"), _listed(named, MANY, "terms")]
-        value = [_listed(values, n, "writers") for n in (FEW, MANY)]
+        score = [_listed(keys, FEW, "writers"), _listed(every, MANY, "terms")]
+        value = [_listed(values, most, "writers") for most in (FEW, MANY)]
     return {
         "source": found.pairs[p][2],
         "written": _short(float(found.heads[found.pairs[p]])),
@@ -248,13 +242,9 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _height(texts: Sequence[str], query: dict[str, Any]) -> int:
+def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
     """Pixels that the page is likely to need; what is taller scrolls."""
-    width, lines = 0.0, 1
-    for text in texts:
-        width += 7.3 * len(text) + 7
-        if width > WIDTH - 40 or "\n" in text:
-            width, lines = 0.0, lines + 1
+    lines = text_lines(text, WIDTH - 40, padding=7)
     tall = [100 + 17 * len(query["rest"])]
     for head in query["heads"]:
         first = head["pairs"][0]

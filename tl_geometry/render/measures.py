@@ -1,14 +1,15 @@
-"""Views of the measures of position and context: spectra, Fourier blocks, planes, incoherence,
-every measure with its nulls."""
+"""Figures of the measures of position and context: every measure over the states beside its nulls,
+spectra, Fourier blocks, the plane of position, incoherence, similarity of documents. The report and
+notebooks draw them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from tl_geometry.base import checks, linalg
+from tl_geometry.base import linalg
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.html import visible
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -17,7 +18,6 @@ from tl_geometry.measures.context_report import ContextualReport
 from tl_geometry.measures.position_report import PositionalReport
 from tl_geometry.measures.state_measures import StateMeasures
 from tl_geometry.render.figure import (
-    DIVERGING,
     GREEN,
     GREY,
     PARTS,
@@ -27,8 +27,12 @@ from tl_geometry.render.figure import (
     WIDTH,
     View,
     canvas,
+    draw_matrix,
     drawable,
-    one_panel,
+    legend_outside,
+    no_ticks,
+    one_axes,
+    panels,
     shades,
     some,
     whole_ticks,
@@ -36,7 +40,6 @@ from tl_geometry.render.figure import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NULLS = {
     "shuffled": VERMILION,
@@ -84,6 +87,8 @@ POSITIONAL = (
 """Measures of a positional report that are drawn unless others are named."""
 CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw")
 """Measures of a contextual report that are drawn unless others are named."""
+CONTEXTS = 10
+"""Sampled contexts whose tokens stand in the plane of position, as in the paper's figure."""
 NAMED = 24
 """Characters of a document's name, its last ones, that stand on an axis."""
 
@@ -101,23 +106,15 @@ def singular_values(
     basis: PositionContext,
     *,
     states: Sequence[int] | None = None,
-    adjust: str = "sqrt_C",
-    top: int = 60,
-    seed: int = 0,
     ax: Axes | None = None,
 ) -> View:
     """Leading singular values of P, Cvec and R, one panel per state (Song & Zhong 2023, Fig. 3
-    left).
+    left); those of P are scaled by the root of the number of contexts, as if its rows were repeated
+    in each.
 
     Args:
         basis: from :func:`tl_geometry.decompose`.
         states: which, by default at most four at even distances (with ``ax`` one).
-        adjust: makes their sizes comparable
-            (:func:`tl_geometry.measures.positional.singular_value_profiles`): ``"sqrt_C"`` takes
-            all rows, from second moments; ``"first_context"`` and ``"subsample"`` take as many rows
-            as P has, from the sampled contexts.
-        top: at most so many singular values.
-        seed: of the subsample.
         ax: axes to draw one state into.
 
     >>> import tl_geometry as tlg
@@ -126,62 +123,34 @@ def singular_values(
     'In how many directions do position and context lie?'
     """
     require_basis(basis)
-    checks.choice(adjust, positional.ADJUSTMENTS, "adjust")
     rows = _rows(basis.states, states, 1 if ax is not None else 4)
-    one_panel(ax, len(rows), "state")
-    figure, axes = canvas(len(rows), ax=ax, size=(max(1.8, WIDTH / 4), 2.4), sharey=True)
-    for axis, row in zip(axes, rows, strict=False):
-        pos = basis.pos[row]
-        if adjust == "sqrt_C":
-            ctx = None if basis.ctx is None else basis.ctx[row]
-            spectra = positional.spectra_from_moments(
-                pos, basis.second_moment(basis.states[row]), basis.contexts, ctx, top=top
-            )
-        else:
-            if basis.samples is None:
-                fail(
-                    "basis",
-                    expected="sampled contexts",
-                    got="none",
-                    instead='adjust="sqrt_C", or decompose(..., keep=32)',
-                )
-            h = basis.samples[:, row, slice(*basis.window)].double()
-            spectra = positional.singular_value_profiles(
-                pos, h - basis.mean[row] - pos, adjust=adjust, top=top, seed=seed
-            )
-        for name, (colour, word) in SPECTRA.items():
-            if name in spectra:
-                values = spectra[name]
-                kept = values > 1e-9 * values[0]
-                axis.semilogy(
-                    torch.arange(1, len(values) + 1)[kept],
-                    values[kept],
-                    ".-",
-                    ms=3,
-                    lw=0.8,
-                    color=colour,
-                    label=word,
-                )
+    figure, axes = panels(ax, len(rows), "state", size=(max(1.8, WIDTH / 4), 2.4), sharey=True)
+    for axis, row in zip(axes, rows, strict=True):
+        ctx = None if basis.ctx is None else basis.ctx[row]
+        moment = basis.second_moment(basis.states[row])
+        spectra = positional.spectra_from_moments(basis.pos[row], moment, basis.contexts, ctx)
+        for name, values in spectra.items():
+            colour, label = SPECTRA[name]
+            ranks = torch.arange(1, len(values) + 1)
+            above = values > 1e-9 * values[0]  # below lies rounding
+            line = {"ms": 3, "lw": 0.8, "color": colour, "label": label}
+            axis.semilogy(ranks[above], values[above], ".-", **line)
         axis.set_title(f"state {basis.states[row]}", fontsize=9)
         axis.set_xlabel("rank")
     axes[0].set_ylabel("singular value\n(units of the stream)")
-    if ax is None:
-        _legend(figure, axes)
-    else:
-        axes[0].legend(fontsize=7)
+    legend_outside(figure, axes, ax=ax)
     return View(
         figure,
         title="In how many directions do position and context lie?",
         caption="Each line is the singular values of one part, largest first, on a logarithmic "
-        f"axis: the faster it falls, the fewer directions. Sizes are matched by {adjust}.",
+        "axis: the faster it falls, the fewer directions. Those of position are multiplied by the "
+        "root of the number of contexts.",
         null="What noise gives is the null of the rank among the measures of position.",
         source=basis.provenance.line(),
     )
 
 
-def fourier(
-    report: PositionalReport, *, states: Sequence[int] | None = None, skip_constant: bool = False
-) -> View:
+def fourier(report: PositionalReport, *, states: Sequence[int] | None = None) -> View:
     """Leading block of the 2-D cosine transform of the cosines between positions, a panel per state
     (Song & Zhong 2023, Fig. 3 right).
 
@@ -189,8 +158,7 @@ def fourier(
 
     Args:
         report: from :func:`tl_geometry.positional_report`.
-        states: which, by default at most six at even distances.
-        skip_constant: leave out frequency 0.
+        states: which, by default at most five at even distances.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -199,26 +167,15 @@ def fourier(
     'Are neighbouring positions alike?'
     """
     rows = _rows(report.states, states, 5)
-    low, count = int(skip_constant), report.fourier.shape[-1]
-    block = report.fourier[rows][:, low:, low:]
+    count, block = report.fourier.shape[-1], report.fourier[rows]
     limit = float(block.nan_to_num().abs().amax()) or 1.0
-    first, last = low - 0.5, count - 0.5
-    look: dict[str, Any] = {
-        "cmap": DIVERGING,
-        "vmin": -limit,
-        "vmax": limit,
-        "extent": (first, last, last, first),
-    }
     figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.9))
-    image = None
-    for axis, row, values in zip(axes, rows, block, strict=True):
-        image = axis.imshow(values.numpy(), interpolation="nearest", **look)
-        axis.set_title(
-            f"state {report.states[row]}: {float(report['low_frequency'][row]):.0%}", fontsize=8
-        )
-        axis.set_xlabel("frequency")
-        axis.set_xticks(whole_ticks(range(low, count), 6))
-    figure.colorbar(image, ax=axes, shrink=0.8, label="coefficient")  # type: ignore[arg-type]
+    for axis, row, coefficients in zip(axes, rows, block, strict=True):
+        draw_matrix(axis, coefficients, -limit, limit)
+        share = float(report["low_frequency"][row])
+        axis.set_title(f"state {report.states[row]}: {share:.0%}", fontsize=8)
+        axis.set(xlabel="frequency", xticks=whole_ticks(range(count), 6))
+    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="coefficient")
     axes[0].set_ylabel("frequency")
     caption = (
         "Each panel is the leading block of the cosine transform of the cosines between positions: "
@@ -236,9 +193,7 @@ def fourier(
     )
 
 
-def planes(
-    basis: PositionContext, *, states: Sequence[int] | None = None, contexts: int = 10
-) -> View:
+def planes(basis: PositionContext, *, states: Sequence[int] | None = None) -> View:
     """Positional vectors and cvec of a few contexts on the two leading directions of P, not centred
     again (Song & Zhong 2023, Fig. 1).
 
@@ -247,8 +202,7 @@ def planes(
 
     Args:
         basis: from :func:`tl_geometry.decompose`.
-        states: which, by default at most seven at even distances.
-        contexts: how many of the sampled contexts.
+        states: which, by default at most five at even distances.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -260,21 +214,20 @@ def planes(
     figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.7))
     for axis, row in zip(axes, rows, strict=True):
         pos = basis.pos[row]
-        V = torch.nn.functional.pad(linalg.svd(pos).V, (0, 1))
+        V = torch.nn.functional.pad(linalg.svd(pos).V, (0, 1))  # of one direction a second is zero
         if basis.samples is not None:
-            h = basis.samples[:contexts, row, slice(*basis.window)].double()
+            h = basis.samples[:CONTEXTS, row, slice(*basis.window)].double()
             cloud = positional.pca_view((h - basis.mean[row] - pos).flatten(0, 1), V)
-            axis.scatter(cloud[:, 0], cloud[:, 1], s=0.5, color="#bbbbbb", rasterized=True)
+            axis.scatter(*cloud.T, s=0.5, color="#bbbbbb", rasterized=True)
         points = positional.pca_view(pos, V)
-        axis.scatter(points[:, 0], points[:, 1], c=range(*basis.window), cmap=SEQUENTIAL, s=5)
+        axis.scatter(*points.T, c=range(*basis.window), cmap=SEQUENTIAL, s=5)
         axis.set_title(f"state {basis.states[row]}", fontsize=8)
         axis.set_xlabel("u1")
-        axis.set_xticks([])
-        axis.set_yticks([])
+        no_ticks(axis)
     axes[0].set_ylabel("u2")
     caption = (
         f"{len(rows)} of {len(basis.states)} states on the two leading directions of their "
-        f"positional vectors: coloured points are positions, grey ones the tokens of {contexts} "
+        f"positional vectors: coloured points are positions, grey ones the tokens of {CONTEXTS} "
         "contexts without their position."
     )
     return View(
@@ -286,40 +239,19 @@ def planes(
     )
 
 
-def _draw(axis: Axes, report: StateMeasures, name: str) -> None:
+def _draw_measure(axis: Axes, report: StateMeasures, name: str) -> None:
     """One measure over the states, with its errors and nulls."""
-    value, error = report[name], report.errors.get(name)
-    axis.errorbar(
-        report.states,
-        value,
-        yerr=None if error is None else error.nan_to_num(),
-        color="k",
-        marker="o",
-        ms=3,
-        lw=1,
-        capsize=2,
-        label="measured",
-    )
-    for (measure, null), value in report.nulls.items():
+    error = report.errors.get(name)
+    bars = None if error is None else error.nan_to_num()
+    look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
+    axis.errorbar(report.states, report[name], yerr=bars, **look)
+    for (measure, null), values in report.nulls.items():
         if measure == name:
-            axis.plot(report.states, value, "--", lw=1, color=NULLS[null], label=f"null: {null}")
+            axis.plot(report.states, values, "--", lw=1, color=NULLS[null], label=f"null: {null}")
     axis.set_title(NAMES.get(name, name.replace("_", " ")), fontsize=9)
-    axis.set_ylabel(UNITS.get(name, "share"))
     axis.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
-    axis.set_xlabel("state")
-    axis.set_xticks(whole_ticks(report.states, 8))
-
-
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend above all panels, which covers none of them."""
-    found: dict[str, Any] = {}
-    for axis in axes:
-        handles, labels = axis.get_legend_handles_labels()
-        both = sorted(zip(labels, handles, strict=True), key=lambda item: item[0])
-        found |= {label: found.get(label, handle) for label, handle in both}
-    if found:
-        where = {"loc": "outside upper left", "ncols": len(found), "fontsize": 8, "frameon": False}
-        figure.legend([*found.values()], [*found], **where)
+    states = whole_ticks(report.states, 8)
+    axis.set(xlabel="state", xticks=states, ylabel=UNITS.get(name, "share"))
 
 
 def measure_curves(
@@ -343,15 +275,13 @@ def measure_curves(
     usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
-    one_panel(ax, len(chosen), "measure")
     columns = 2 if len(chosen) == 4 else min(3, len(chosen))
-    figure, axes = canvas(columns, -(-len(chosen) // columns), ax=ax, size=(WIDTH / columns, 2.0))
-    for axis, name in zip(axes, chosen, strict=False):
-        _draw(axis, report, name)
-    for axis in axes[len(chosen) :]:
-        axis.remove()
+    size = (WIDTH / columns, 2.0)
+    figure, axes = panels(ax, len(chosen), "measure", columns=columns, size=size)
+    for axis, name in zip(axes, chosen, strict=True):
+        _draw_measure(axis, report, name)
     if ax is None:
-        _legend(figure, axes)
+        legend_outside(figure, axes)
     what = "position" if isinstance(report, PositionalReport) else "context"
     return View(
         figure,
@@ -363,13 +293,12 @@ def measure_curves(
     )
 
 
-def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
+def incoherence(report: ContextualReport) -> View:
     """Mean and largest |cos| between positional and context vectors, beside random directions,
     sign-flipped coordinates, and windows without a context.
 
     Args:
         report: from :func:`tl_geometry.contextual_report`.
-        ax: axes to draw the mean into.
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
@@ -377,12 +306,11 @@ def incoherence(report: ContextualReport, *, ax: Axes | None = None) -> View:
     >>> incoherence(report).title
     'Are position and context aligned otherwise than by chance?'
     """
-    figure, axes = canvas(2, ax=ax, size=(WIDTH / 2, 2.4))
-    for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=False):
-        _draw(axis, report, name)
+    figure, axes = canvas(2, size=(WIDTH / 2, 2.4))
+    for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=True):
+        _draw_measure(axis, report, name)
         axis.set_ylim(bottom=0)
-    if ax is None:
-        _legend(figure, axes)
+    legend_outside(figure, axes)
     return View(
         figure,
         title="Are position and context aligned otherwise than by chance?",
@@ -410,28 +338,17 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
     >>> learning_curve(report, "rank").title
     'Does the rank still grow with the corpus?'
     """
-    require(
-        name in report.curve,
-        "learning_curve",
-        expected=f"one of {', '.join(report.curve) or 'no measure (jackknife=False)'}",
-        got=repr(name),
-    )
-    figure, axes = canvas(ax=ax, size=(WIDTH, 2.6))
-    shade = shades(figure, axes[0], report.states, "state")
+    expected = f"one of {', '.join(report.curve) or 'no measure (jackknife=False)'}"
+    require(name in report.curve, "learning_curve", expected=expected, got=repr(name))
+    figure, axis = one_axes(ax, (WIDTH, 2.6))
+    shade = shades(figure, axis, report.states, "state")
     for i, state in enumerate(report.states):
-        axes[0].semilogx(
-            report.curve_contexts,
-            report.curve[name][:, i].numpy(),
-            "o-",
-            ms=3,
-            lw=1,
-            color=shade(state),
-        )
-    axes[0].set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
-    axes[0].minorticks_off()
-    axes[0].set_xlabel("contexts")
+        values = report.curve[name][:, i]
+        axis.semilogx(report.curve_contexts, values, "o-", ms=3, lw=1, color=shade(state))
+    axis.set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
+    axis.minorticks_off()
     words = name.replace("_", " ")
-    axes[0].set_ylabel(f"{words} ({UNITS.get(name, 'share')})")
+    axis.set(xlabel="contexts", ylabel=f"{words} ({UNITS.get(name, 'share')})")
     return View(
         figure,
         title=f"Does the {words} still grow with the corpus?",
@@ -459,26 +376,19 @@ def similarity(
     'Which documents have similar contexts?'
     """
     if report.similarity is None:
-        fail(
-            "similarity",
-            expected="a report with documents",
-            got="none",
-            instead="contextual_report(basis, labels=...)",
-        )
+        instead = "contextual_report(basis, labels=...)"
+        fail("similarity", expected="a report with documents", got="none", instead=instead)
     row = len(report.states) // 2 if state is None else _rows(report.states, [state], 1)[0]
-    figure, axes = canvas(ax=ax, size=(0.75 * WIDTH, 4.2))
-    image = axes[0].imshow(
-        report.similarity[row].numpy(), cmap=SEQUENTIAL, vmin=0, vmax=1, interpolation="nearest"
-    )
-    count = report.similarity.shape[-1]
-    if 0 < len(report.names) == count <= 12:
+    cosines = report.similarity[row]
+    figure, axis = one_axes(ax, (0.75 * WIDTH, 4.2))
+    image = draw_matrix(axis, cosines, 0.0, 1.0)
+    if 0 < len(report.names) == len(cosines) <= 12:
         names = [drawable(visible(name)[-NAMED:]) for name in report.names]
-        axes[0].set_xticks(range(count), names, rotation=60, ha="right", fontsize=6)
-        axes[0].set_yticks(range(count), names, fontsize=6)
-    axes[0].set_xlabel("document")
-    axes[0].set_ylabel("document")
-    figure.colorbar(image, ax=axes[0], label="mean |cos|", shrink=0.8)
-    axes[0].set_title(f"state {report.states[row]}", fontsize=9)
+        axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=6)
+        axis.set_yticks(range(len(names)), names, fontsize=6)
+    axis.set(xlabel="document", ylabel="document")
+    figure.colorbar(image, ax=axis, label="mean |cos|", shrink=0.8)
+    axis.set_title(f"state {report.states[row]}", fontsize=9)
     shuffled = report.nulls.get(("intra", "shuffled"))
     null = "" if shuffled is None else f"With documents shuffled it is {float(shuffled[row]):.2f}."
     return View(

@@ -1,5 +1,6 @@
-"""Interactive figures: one self-contained page each, shown in a sandboxed frame, with an image for
-where no script may run.
+"""The object that every interactive view returns: one self-contained page in a sandboxed frame,
+with an image for where no script may run. The views of this package make it; notebooks and the
+report show it.
 
 A page holds its own script and style, no address, and a content policy that lets exactly that
 script run and nothing be fetched. What comes from outside (tokens, names) is JSON in which ``<``,
@@ -12,9 +13,10 @@ import base64
 import hashlib
 import io
 import json
+import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,16 @@ around it; one pixel more tells it."""
 class PageView:
     """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline,
     or a PNG, SVG or PDF of ``image``. A ``fluid`` page is as wide as what holds it, ``width`` at
-    most."""
+    most.
+
+    ``script`` names the one of ``assets/`` that draws ``data``; ``starts`` is the text of a library
+    that it may start.
+    """
 
     def __init__(
         self,
-        page: str | Callable[[], str],
+        script: str,
+        data: Mapping[str, Any],
         *,
         title: str,
         caption: str,
@@ -50,18 +57,28 @@ class PageView:
         source: str = "",
         null: str = "",
         fluid: bool = False,
+        starts: str = "",
     ) -> None:
-        self._page = page
+        self.script, self.data, self.starts = script, data, starts
         self.title, self.caption = title, caption
         self.source, self.null = source, null
         self.width, self.height = width, height
         self.image = image
         self.fluid = fluid
 
+    def payload(self, *, shared: bool) -> Mapping[str, Any]:
+        """What the page draws; if ``shared``, without the :attr:`library`."""
+        return self.data
+
+    def _document(self, *, shared: bool) -> str:
+        said = " ".join(filter(None, (self.caption, self.null)))
+        data = {"title": self.title, "caption": said, **self.payload(shared=shared)}
+        return document(self.title, data, self.script, self.starts)
+
     @property
     def page(self) -> str:
         """The whole HTML document."""
-        return self._page if isinstance(self._page, str) else self._page()
+        return self._document(shared=False)
 
     @property
     def library(self) -> str:
@@ -83,9 +100,9 @@ class PageView:
         """
         wide = f"width:100%;max-width:{self.width}px" if self.fluid else f"width:{self.width}px"
         size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
-        whole = self._without_library() if shared else self.page
-        whole = whole.replace("<html ", f'<html data-height="{self.height}" ', 1)
-        title, page = html.escape(self.title), html.escape(whole)
+        page = self._document(shared=shared)
+        page = page.replace("<html ", f'<html data-height="{self.height}" ', 1)
+        title, page = html.escape(self.title), html.escape(page)
         place = "position:absolute;top:0;left:0" if png else "display:block"
         lazy = ' loading="lazy"' if shared else ""
         held = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
@@ -97,9 +114,6 @@ class PageView:
             frame = f'<div style="{room}">{image}{frame}</div>'
         around = f'<div style="overflow-x:auto">{frame}</div>'
         return f"<style>{DARK}</style>{around}{folded(self.source)}"
-
-    def _without_library(self) -> str:
-        return self.page
 
     def png(self) -> str:
         """The image as base64, with its title: it stands where no page is let in. Nothing where
@@ -131,26 +145,22 @@ class PageView:
         return {"text/html": self.html(png), "text/plain": repr(self), "image/png": png}
 
     def __repr__(self) -> str:
-        size = len(self.html().encode()) / 1000
-        return (
-            f"{self.title} ({size:.0f} kB of HTML, {self.width} x {self.height} px): {self.caption}"
-        )
+        size = f"{len(self.html().encode()) / 1000:.0f} kB of HTML, {self.width} x {self.height} px"
+        return f"{self.title} ({size}): {self.caption}"
 
 
 def document(title: str, data: Mapping[str, Any], script: str, library: str = "") -> str:
     """The page that runs ``assets/<script>.js`` on ``data``, dressed by ``<script>.css`` if there
     is one; ``library`` is a script that it may start."""
     assets = files("tl_geometry.render") / "assets"
-    style, helpers, body = (
-        (assets / name).read_text(encoding="utf-8")
-        for name in ("page.css", "page.js", f"{script}.js")
-    )
-    own = assets / f"{script}.css"
-    style += own.read_text(encoding="utf-8") if own.is_file() else ""
+    read = lambda name: (assets / name).read_text(encoding="utf-8")  # noqa: E731
+    style, helpers, body = map(read, ("page.css", "page.js", f"{script}.js"))
+    if (assets / f"{script}.css").is_file():
+        style += read(f"{script}.css")
     code = f"'use strict';\n{helpers}{body}"
     allowed = " ".join(script_hash(text) for text in (code, library) if text)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
-    text = json.dumps(_shown({"title": title, **data}), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_shown(data), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return (
@@ -177,6 +187,37 @@ def _shown(value: Any) -> Any:
     if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
         return [_shown(v) for v in value]
     return value  # a number, or a row of numbers
+
+
+def rounded(value: float, digits: int = 5) -> float | None:
+    """A number as a page holds it: of so many significant digits, nothing where it is not
+    finite.
+
+    >>> rounded(1 / 3), rounded(float("nan"))
+    (0.33333, None)
+    """
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def text_data(tokens: Sequence[str]) -> dict[str, Any]:
+    r"""Tokens as a page shows them, and which of them end a line.
+
+    >>> text_data([" a", "\n"])
+    {'tokens': ['␣a', '⏎'], 'breaks': [False, True]}
+    """
+    breaks = ["\n" in token or "\u010a" in token for token in tokens]  # Ċ: GPT-2's line end
+    return {"tokens": [html.token_text(token) for token in tokens], "breaks": breaks}
+
+
+def text_lines(text: Mapping[str, Any], width: int, padding: int) -> int:
+    """Lines that the tokens of :func:`text_data` take on a page of some pixels across, with
+    ``padding`` pixels beside each."""
+    lines, used = 1, 0.0
+    for token, ends in zip(text["tokens"], text["breaks"], strict=True):
+        used += 7.3 * len(token) + padding  # the page's font is 7.3 pixels wide
+        if ends or used > width:
+            lines, used = lines + 1, 0.0
+    return lines
 
 
 def small_png(view: View, limit: int) -> bytes:

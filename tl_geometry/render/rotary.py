@@ -1,4 +1,5 @@
-"""Views of rotary planes: which frequencies carry a head's scores, and which offsets it scores."""
+"""Views of rotary planes: which wavelengths carry a head's scores, and how it scores each offset of
+query and key. The report, the guide and a notebook draw them."""
 
 from __future__ import annotations
 
@@ -8,14 +9,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import require
-from tl_geometry.render.figure import PARTS, View, canvas, whole_ticks
-from tl_geometry.render.page import PageView, document
+from tl_geometry.render.figure import (
+    PARTS,
+    View,
+    canvas,
+    legend_beside,
+    legend_outside,
+    one_axes,
+)
+from tl_geometry.render.head_view import name_heads
+from tl_geometry.render.page import PageView, rounded
 from tl_geometry.scores.plane_tables import BandTable, PlaneTable
 from tl_geometry.scores.planes import NEAR, PASS, default_bands
 from tl_geometry.scores.relative import OffsetProfile
@@ -62,22 +71,18 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     width = 1 + max(head for _, head in planes.heads)
     grid = torch.ones(len(layers), width, 3)
     rows = zip(planes.heads, top.clamp(0, 1).tolist(), which.tolist(), strict=True)
-    for (layer, head), strength, at in rows:
-        colour = torch.tensor(to_rgb(BANDS[bands.bands[at]]))
+    for (layer, head), strength, band in rows:
+        colour = torch.tensor(to_rgb(BANDS[bands.bands[band]]))
         grid[layers.index(layer), head] = 1 - (1 - colour) * (0.15 + 0.85 * strength)
     size = (0.3 * width + 2.6, max(2.6, 0.16 * len(layers) + 1.2))
-    figure, axes = canvas(ax=ax, size=size)
-    axes[0].imshow(grid.numpy(), aspect="auto", interpolation="nearest")
-    axes[0].set_xlabel("head")
-    axes[0].set_ylabel("layer")
-    axes[0].set_xticks(whole_ticks(range(width), 17))
-    ticks = whole_ticks(range(len(layers)), 17)
-    axes[0].set_yticks(ticks, [str(layers[row]) for row in ticks])
-    named = _named(planes.length)
+    figure, axis = one_axes(ax, size)
+    axis.imshow(grid.numpy(), aspect="auto", interpolation="nearest")
+    axis.set_ylabel("layer")
+    name_heads(axis, layers, width)
+    words = _in_words(planes.length)
     used = [band for i, band in enumerate(bands.bands) if bool((which == i).any())]
-    patches = [Patch(color=BANDS[band], label=f"{band}: {named[band]}") for band in used]
-    where = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "frameon": False}
-    axes[0].legend(handles=patches, fontsize=7, **where)
+    patches = [Patch(color=BANDS[band], label=f"{band}: {words[band]}") for band in used]
+    legend_beside(axis, handles=patches, fontsize=7)
     return View(
         figure,
         title=f"{CARRIED}: {counts}",
@@ -110,7 +115,7 @@ def bands_page(
 
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
-        profile: from ``split.offset_profile()`` of some of these heads.
+        profile: from ``offset_profile(split)`` of some of these heads.
         head: the head shown at first, by default the first of ``profile``, or the one with the
             largest share of a band that turns.
         share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (of where attention goes), as
@@ -125,47 +130,42 @@ def bands_page(
     'The band of wavelengths that carries each head: pass in 16 of 16'
     """
     checks.choice(share, ("cs", "gs"), "share")
-    known = profile.heads if profile is not None else ()
-    missing = [h for h in known if h not in planes.heads]
+    profiled = () if profile is None else profile.heads
+    missing = [h for h in profiled if h not in planes.heads]
     require(not missing, "profile", expected="heads of the table", got=missing)
-    atlas = functools.partial(band_atlas, planes, share=share)
-    layers, counts = sorted({layer for layer, _ in planes.heads}), _carried(planes, share)[-1]
-    first = known[0] if known else _strongest(planes)
+    first = profiled[0] if profiled else _strongest(planes)
     if head is not None:
-        first = checks.head_rows(head, planes.heads, "sweep_heads(..., layers=...)")[0]
-        first = planes.heads[first]
-    bands, named, title = planes.by_band(), _named(planes.length), f"{CARRIED}: {counts}"
-    groups, tables = _groups(planes), (("cs", bands.total_cs), ("gs", bands.total_gs))
-    caption = (
-        "Rows are layers, columns heads. Each cell has the colour of the band of wavelengths with "
-        "the largest share of the head's scores, the stronger the larger that share. Choose a "
-        "head, by a click or the arrow keys, to see its planes."
-    )
+        row = checks.head_rows(head, planes.heads, "sweep_heads(..., layers=...)")[0]
+        first = planes.heads[row]
+    layers = sorted({layer for layer, _ in planes.heads})
+    bands, words = planes.by_band(), _in_words(planes.length)
+    totals = {"cs": bands.total_cs, "gs": bands.total_gs}
     data = {
         "heads": [[layers.index(layer), number] for layer, number in planes.heads],
         "layers": layers,
         "count": 1 + max(number for _, number in planes.heads),
-        "bands": [[name, named[name], BANDS[name]] for name in bands.bands],
-        "groups": [[name, _colour(name)] for name in groups],
+        "bands": [[name, words[name], BANDS[name]] for name in bands.bands],
+        "groups": [[name, _colour(name)] for name in _groups(planes)],
         "shares": {
-            name: {"bands": _rows(total), "planes": [_parts(x) for x in _stacked(planes, name)]}
-            for name, total in tables
+            name: {"bands": _rows(total), "planes": _stacked(planes, name)}
+            for name, total in totals.items()
         },
-        "waves": [[_finite(w) for w in row if w == w] for row in planes.wavelength.tolist()],
+        "waves": [[_short(w) for w in row if w == w] for row in planes.wavelength.tolist()],
         "marks": [NEAR, planes.length],
         "profile": None if profile is None else _profile(planes, profile),
         "share": share,
         "head": planes.heads.index(first),
-        "caption": f"{caption} {NULL}",
     }
-    high = max(520, 200 + 19 * len(layers)) + (0 if profile is None else 40)
     return PageView(
-        document(title, data, "planes"),
-        title=title,
-        caption=caption,
+        "planes",
+        data,
+        title=f"{CARRIED}: {_carried(planes, share)[-1]}",
+        caption="Rows are layers, columns heads. Each cell has the colour of the band of "
+        "wavelengths with the largest share of the head's scores, the stronger the larger that "
+        "share. Choose a head, by a click or the arrow keys, to see its planes.",
         width=1000,
-        height=high,
-        image=atlas,
+        height=max(520, 200 + 19 * len(layers)) + (0 if profile is None else 40),
+        image=functools.partial(band_atlas, planes, share=share),
         source=planes.provenance.line(),
         null=NULL,
         fluid=True,
@@ -192,12 +192,14 @@ def _colour(group: str) -> str:
     return GROUPS.get(group, PARTS["resid"])
 
 
-def _stacked(planes: PlaneTable, share: str) -> list[Float[Tensor, "plane group"]]:
-    """Shares of the planes of each head by group of terms."""
-    values = torch.nan_to_num(planes.cs if share == "cs" else planes.gs).double()
-    member = torch.stack(list(_groups(planes).values()), -1).to(values)
+def _stacked(planes: PlaneTable, share: str) -> list[list[list[int]]]:
+    """Shares of the planes of each head by group of terms, in parts of 10,000: a table of many
+    planes takes a third of the bytes."""
+    shares = torch.nan_to_num(planes.cs if share == "cs" else planes.gs).double()
+    member = torch.stack(list(_groups(planes).values()), -1).to(shares)
+    parts = (1e4 * shares @ member).round().int()
     there = ~planes.wavelength.isnan()
-    return [x[t] @ member for x, t in zip(values, there, strict=True)]
+    return [head[rows].tolist() for head, rows in zip(parts, there, strict=True)]
 
 
 def _profile(planes: PlaneTable, profile: OffsetProfile) -> dict[str, Any]:
@@ -210,16 +212,11 @@ def _profile(planes: PlaneTable, profile: OffsetProfile) -> dict[str, Any]:
 
 
 def _rows(values: Tensor) -> list[list[float | None]]:
-    return [[_finite(v) for v in row] for row in values.tolist()]
+    return [[_short(v) for v in row] for row in values.tolist()]
 
 
-def _parts(values: Tensor) -> list[list[int]]:
-    """Shares in parts of 10,000: a table of many planes takes a third of the bytes."""
-    return (1e4 * values).round().int().tolist()
-
-
-def _finite(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+def _short(value: float) -> float | None:
+    return rounded(value, 4)
 
 
 def head_planes(
@@ -233,7 +230,7 @@ def head_planes(
 
     Args:
         planes: from a split's or a sweep's shares, ``.planes()``.
-        profile: from ``split.offset_profile()`` of the same heads, for the second column.
+        profile: from ``offset_profile(split)`` of the same heads, for the second column.
         heads: some of the heads of ``planes`` (at most 12); by default all, or those of
             ``profile``.
 
@@ -242,12 +239,12 @@ def head_planes(
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
-    >>> head_planes(split.shares().planes(), split.offset_profile()).title
+    >>> head_planes(split.shares().planes(), tlg.scores.offset_profile(split)).title
     'Which wavelengths carry L1H0'
     """
-    known = profile.heads if heads is None and profile is not None else planes.heads
-    chosen = known if heads is None else checks.heads(heads, 10**6, 10**6)
-    missing = [h for h in chosen if h not in planes.heads or (profile and h not in profile.heads)]
+    both = planes.heads if profile is None else profile.heads
+    chosen = both if heads is None else checks.heads(heads, 10**6, 10**6)
+    missing = [h for h in chosen if h not in planes.heads or h not in both]
     require(not missing, "heads", expected="heads of the table and the profile", got=missing)
     require(len(chosen) <= 12, "heads", expected="at most 12 to draw", got=len(chosen))
     columns = 1 if profile is None else 2
@@ -257,18 +254,17 @@ def head_planes(
         if profile is not None:
             _draw_profile(axes[row * columns + 1], profile, profile.heads.index(head))
     axes[-columns].set_xlabel("wavelength of the plane (tokens)")
-    caption = "Each bar is the share of one plane in the covariance of scores, from fast to slow; "
-    caption += f"grey lines stand at {NEAR} and {planes.length} tokens, hatched is not rotated."
+    caption = (
+        "Each bar is the share of one plane in the covariance of scores, from fast to slow; grey "
+        f"lines stand at {NEAR} and {planes.length} tokens, hatched is not rotated."
+    )
     if profile is not None:
         axes[-1].set_xlabel("offset, query minus key (tokens)")
-        level = f"{profile.level:.0%}"
-        caption += f" The curve is the mean of {profile.term} at each offset, with its {level} "
-        caption += "interval over prompts."
-    found = [axis.get_legend_handles_labels() for axis in axes[:columns]]
-    handles = [handle for each, _ in found for handle in each]
-    labels = [label for _, each in found for label in each]
-    where = {"loc": "outside upper center", "ncols": len(labels), "frameon": False}
-    figure.legend(handles, labels, fontsize=7, **where)
+        caption += (
+            f" The curve is the mean of {profile.term} at each offset, with its "
+            f"{profile.level:.0%} interval over prompts."
+        )
+    legend_outside(figure, axes[:columns], "upper center")
     return View(
         figure,
         title=f"Which wavelengths carry {', '.join(map(head_name, chosen))}",
@@ -278,7 +274,7 @@ def head_planes(
     )
 
 
-def _named(length: int) -> dict[str, str]:
+def _in_words(length: int) -> dict[str, str]:
     """What each band is, in words."""
     bands = default_bands(length)
     middle, far = bands["middle"], bands["far"]
@@ -298,19 +294,13 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
     last = float(waves[turned].max()) if bool(turned.any()) else 1.0
     centre = torch.where(waves.isinf(), 4 * last, waves)[there].log10()
     width = 0.7 * float(centre.diff().abs().min()) if len(centre) > 1 else 0.5
-    up, down = torch.zeros(len(centre)).double(), torch.zeros(len(centre)).double()
+    hatches = ["//" if w else "" for w in waves[there].isinf().tolist()]
+    up, down = (torch.zeros(len(centre), dtype=torch.float64) for _ in range(2))
     for name, member in _groups(planes).items():
         share = torch.nan_to_num(planes.cs[at][there][:, member].sum(-1).double())
-        base = torch.where(share >= 0, up, down)
-        axis.bar(
-            centre.numpy(),
-            share.numpy(),
-            width,
-            bottom=base.numpy(),
-            color=_colour(name),
-            label=name,
-            hatch=["//" if w else "" for w in waves[there].isinf().tolist()],
-        )
+        bottom = torch.where(share >= 0, up, down)
+        look = {"color": _colour(name), "label": name, "hatch": hatches}
+        axis.bar(centre.numpy(), share.numpy(), width, bottom.numpy(), **look)
         up, down = up + share.clamp(min=0), down + share.clamp(max=0)
     for edge in (NEAR, planes.length):
         axis.axvline(math.log10(edge), color="0.7", lw=0.8)

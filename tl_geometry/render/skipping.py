@@ -1,4 +1,5 @@
-"""Views of skipped layers: what each skip costs, by the map that stands in for the blocks."""
+"""A figure of skipped layers: what each skip costs, by the map that stands in for the blocks. The
+report, the gallery and a notebook draw it."""
 
 from __future__ import annotations
 
@@ -8,11 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_geometry.flow.skipping import SkipMap
-from tl_geometry.render.figure import SEQUENTIAL, WIDTH, View, canvas
+from tl_geometry.render.figure import (
+    WIDTH,
+    View,
+    canvas,
+    draw_matrix,
+    legend_outside,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+FEW = 8
+"""States up to which each cell has its number written in it."""
 
 
 def skip_figure(
@@ -21,7 +31,6 @@ def skip_figure(
     *,
     metric: str = "loss_increase",
     place: str = "pilot",
-    ax: Axes | None = None,
 ) -> View:
     """How many layers can be skipped for how much loss: rows the first skipped block, columns the
     block that goes on; one panel per map.
@@ -35,7 +44,6 @@ def skip_figure(
         map_types: some of its maps, in this order; all by default.
         metric: what it costs, a column of the table of ``skips``.
         place: which tokens count: ``"pilot"``, or ``"all"`` positions.
-        ax: axes to draw the first map into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -44,45 +52,28 @@ def skip_figure(
     >>> skip_figure(skips).title
     'How many blocks can be skipped for how much loss?'
     """
-    from matplotlib.ticker import MaxNLocator
-
     shown = list(map_types or skips.map_types)
+    tables = [skips.table(name, metric, place=place) for name in shown]
     lengths = {b - a for a, b in skips.pairs()}
-    deep = len(skips.table(shown[0], metric, place=place)) > 9
-    if ax is None and deep and len(lengths) <= 4:
+    if len(tables[0]) > 9 and len(lengths) <= 4:
         return _skip_lines(skips, shown, metric, place)
-    figure, axes = canvas(len(shown), ax=ax, size=(WIDTH / max(len(shown), 3), 2.2), sharey=True)
-    tables = [skips.table(name, metric, place=place) for name in shown[: len(axes)]]
     forgotten = "mean" in skips.map_types
     reference = skips.table("mean", metric, place=place) if forgotten else torch.stack(tables)
-    high = float(reference.nan_to_num().max())
-    image = None
-    for axis, map_type, table in zip(axes, shown, tables, strict=False):
-        image = axis.imshow(
-            table[:-1, 1:].numpy(),
-            cmap=SEQUENTIAL,
-            vmin=0.0,
-            vmax=1.0 if _is_share(metric) else high,
-            extent=(0.5, len(table) - 0.5, len(table) - 1.5, -0.5),
-        )
+    high = 1.0 if _is_share(metric) else float(reference.nan_to_num().max())
+    figure, axes = canvas(len(shown), size=(WIDTH / max(len(shown), 3), 2.2), sharey=True)
+    for axis, map_type, table in zip(axes, shown, tables, strict=True):
+        last = len(table) - 1
+        draw_matrix(axis, table[:-1, 1:], 0.0, high, extent=(0.5, last + 0.5, last - 0.5, -0.5))
         axis.set_title(map_type, fontsize=9)
         axis.set_xlabel("goes on at block")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
-        if len(table) <= 8:
-            for a, b in skips.pairs():
-                axis.text(
-                    b,
-                    a,
-                    f"{float(table[a, b]):.2f}" if table[a, b] < 10 else f"{table[a, b]:.3g}",
-                    ha="center",
-                    va="center",
-                    fontsize=6,
-                    color="white" if float(table[a, b]) < high / 2 else "black",
-                )
+        whole_numbers(axis.xaxis, axis.yaxis)
+        for a, b in skips.pairs() if len(table) <= FEW else ():
+            cost = float(table[a, b])
+            text = f"{cost:.2f}" if cost < 10 else f"{cost:.3g}"
+            look = {"fontsize": 6, "color": "white" if cost < high / 2 else "black"}
+            axis.text(b, a, text, ha="center", va="center", **look)
     axes[0].set_ylabel("first block skipped")
-    if image is not None:
-        figure.colorbar(image, ax=axes, label=_with_unit(metric), shrink=0.8)
+    figure.colorbar(axes[-1].images[0], ax=axes, label=_with_unit(metric), shrink=0.8)
     how = "Each cell replaces the blocks from its row to its column by a map, a panel for each map"
     return _view(figure, skips, place, how)
 
@@ -115,23 +106,14 @@ def _skip_lines(skips: SkipMap, map_types: Sequence[str], metric: str, place: st
     figure, axes = canvas(len(lengths), size=(WIDTH / max(len(lengths), 2), 2.6), sharey=True)
     for axis, length in zip(axes, lengths, strict=True):
         for map_type in map_types:
-            line = skips.table(map_type, metric, place=place).diagonal(length)
-            axis.plot(
-                range(len(line)),
-                line,
-                "o-",
-                ms=2,
-                lw=2 if map_type == "flow" else 1,
-                label=map_type,
-            )
+            costs = skips.table(map_type, metric, place=place).diagonal(length)
+            width = 2 if map_type == "flow" else 1
+            axis.plot(range(len(costs)), costs, "o-", ms=2, lw=width, label=map_type)
         if "mean" in map_types and not _is_share(metric):
             forgotten = skips.table("mean", metric, place=place).diagonal(length)
             axis.set_ylim(None, 1.2 * float(forgotten.nan_to_num().max()))
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
         axis.set_xlabel("first block skipped")
     axes[0].set_ylabel(_with_unit(metric))
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper left", ncols=len(labels), fontsize=8, frameon=False
-    )
+    legend_outside(figure, axes)
     return _view(figure, skips, place, "Each line is a map in the place of so many blocks")

@@ -1,4 +1,5 @@
-"""Paths in three dimensions, turned with the mouse: plotly figures on self-contained pages.
+"""Interactive figures in three dimensions: paths of states and of tokens, turned with the mouse,
+drawn by plotly on self-contained pages. A notebook and the report show them.
 
 Texts of tokens are escaped for plotly, which reads a little markup; plotly's script is stored
 deflated in the page and is allowed to run by its hash, so that nothing is fetched. Needs the extra
@@ -26,11 +27,12 @@ from tl_geometry.render.figure import View, whole_ticks
 from tl_geometry.render.flow import (
     BUNDLE,
     BUNDLE_NULL,
+    MOST_PATHS,
     bundle_caption,
     bundle_figure,
     coordinates,
 )
-from tl_geometry.render.page import PageView, document
+from tl_geometry.render.page import PageView
 from tl_geometry.render.weights import SPHERE, SPHERE_NULL, sphere_caption, sphere_paths
 from tl_geometry.sphere.paths import TokenPaths
 
@@ -63,16 +65,17 @@ class SpaceView(PageView):
         null: str = "",
     ) -> None:
         self.figure = figure
-        height = 540 + 18 * math.ceil(len(caption) / 105)
         super().__init__(
-            self._document,
+            "space",
+            {},
             title=title,
             caption=caption,
             width=784,
-            height=height,
+            height=540 + 18 * math.ceil(len(caption) / 105),
             image=image,
             source=source,
             null=null,
+            starts=library()[0],
         )
 
     @property
@@ -80,16 +83,8 @@ class SpaceView(PageView):
         """plotly, deflated."""
         return library()[1]
 
-    def _document(self) -> str:
-        return self._page_with(self.library)
-
-    def _without_library(self) -> str:
-        return self._page_with("")
-
-    def _page_with(self, packed: str) -> str:
-        said = " ".join(filter(None, (self.caption, self.null)))
-        data = {"figure": self._plotly_json(), "caption": said, "library": packed}
-        return document(self.title, data, "space", library()[0])
+    def payload(self, *, shared: bool) -> dict[str, Any]:
+        return {"figure": self._plotly_json(), "library": "" if shared else self.library}
 
     def _plotly_json(self) -> dict[str, Any]:
         return {**json.loads(str(self.figure.to_json())), "config": CONFIG}
@@ -106,23 +101,16 @@ def installed() -> bool:
 
 
 def bundle_3d(
-    ensemble: Trajectories,
-    *,
-    reference: int | None = None,
-    axes: Sequence[int] | None = None,
-    limit: int = 100,
-    hide_last: bool = False,
-    seed: int = 0,
+    ensemble: Trajectories, *, axes: Sequence[int] | None = None, limit: int = MOST_PATHS
 ) -> SpaceView:
     """Paths of trajectories through the states, turned by dragging, zoomed by scrolling (Sarfati et
     al. 2025, Fig. 1).
 
     Args:
         ensemble: from :func:`tl_geometry.trajectories`.
-        reference: state whose singular directions (u1, u2, u3) are the axes, by default the last.
-        axes: three Cartesian coordinates in place of singular directions.
-        limit: at most so many trajectories, chosen by ``seed``.
-        hide_last: leave out the last state, which often dwarfs the others.
+        axes: three Cartesian coordinates in place of the first three singular directions of the
+            last state.
+        limit: at most so many trajectories, taken at random with a fixed seed.
 
     Raises ``GeometryError`` without plotly, and for coordinates that the states do not have.
 
@@ -133,20 +121,15 @@ def bundle_3d(
     >>> bundle_3d(paths, limit=5).title
     'Do tokens travel through the layers as a bundle?'
     """
-    points, names = coordinates(ensemble, reference=reference, axes=axes, limit=limit, seed=seed)
-    states = list(ensemble.states)
-    if hide_last and len(states) > 1:
-        points, states = points[:, :-1], states[:-1]
+    points, names = coordinates(ensemble, axes, limit)
     labels = [f"trajectory {i}" for i in range(len(points))]
     return SpaceView(
-        paths_figure(points, states, names, labels),
+        paths_figure(points, ensemble.states, names, labels),
         title=BUNDLE,
         caption=bundle_caption(len(points), len(ensemble)),
         null=BUNDLE_NULL,
         source=ensemble.provenance.line(),
-        image=functools.partial(
-            bundle_figure, ensemble, reference=reference, axes=axes, limit=limit
-        ),
+        image=functools.partial(bundle_figure, ensemble, axes=axes, limit=limit),
     )
 
 
@@ -203,23 +186,25 @@ def paths_figure(
     from plotly.colors import sample_colorscale
 
     states, last = list(states), len(states) - 1
-    hues = sample_colorscale(SCALE, [t / max(1, last) for t in range(len(states))])
-    drawn, said = [_drawn(label) for label in labels], [_escaped(label) for label in labels]
+    colours = sample_colorscale(SCALE, [t / max(1, last) for t in range(len(states))])
+    texts, hovers = [_drawn(label) for label in labels], [_escaped(label) for label in labels]
     gap = points.new_full((len(points), 1, 3), torch.nan)  # between the lines of two paths
     traces = []
     for t, state in enumerate(states):
         steps = torch.cat((points[:, max(0, t - 1) : t + 1], gap), 1).flatten(0, 1)
-        x, y, z = steps.T.numpy()
-        line = {"color": hues[t], "width": 2}
-        traces.append(go.Scatter3d(x=x, y=y, z=z, mode="lines", line=line, hoverinfo="skip"))
-        x, y, z = points[:, t].T.numpy()
-        hover = {"hovertext": [f"{text}, state {state}" for text in said], "hoverinfo": "text"}
-        marker = {"color": [state] * len(points), "coloraxis": "coloraxis", "size": 2.5}
-        mode = "markers+text" if marked and t == last else "markers"
-        small = {"text": drawn, "textfont": {"size": 11}}
-        traces.append(go.Scatter3d(x=x, y=y, z=z, mode=mode, marker=marker, **small, **hover))
-    titles = ({"title": {"text": _drawn(name)}} for name in names)
-    scene = dict(zip(("xaxis", "yaxis", "zaxis"), titles, strict=True))
+        line = {"color": colours[t], "width": 2}
+        traces.append(_trace(go, steps, mode="lines", line=line, hoverinfo="skip"))
+        look = {
+            "mode": "markers+text" if marked and t == last else "markers",
+            "marker": {"color": [state] * len(points), "coloraxis": "coloraxis", "size": 2.5},
+            "hovertext": [f"{text}, state {state}" for text in hovers],
+        }
+        small = {"text": texts, "textfont": {"size": 11}}
+        traces.append(_trace(go, points[:, t], hoverinfo="text", **look, **small))
+    sides = [f"{side}axis" for side in "xyz"]
+    titles = {
+        side: {"title": {"text": _drawn(name)}} for side, name in zip(sides, names, strict=True)
+    }
     camera = {"eye": {"x": 1.4, "y": 1.4, "z": 0.9}, "center": {"x": 0, "y": 0, "z": -0.12}}
     bar = {"title": {"text": "state"}, "thickness": 12, "len": 0.6, "tickvals": whole_ticks(states)}
     ends = {"cmin": states[0], "cmax": max(states[-1], states[0] + 1)}
@@ -227,12 +212,17 @@ def paths_figure(
     slider = {"active": last, "steps": steps, "currentvalue": {"prefix": "to state "}}
     return go.Figure(traces).update_layout(
         template="none",
-        scene={**scene, "aspectmode": "auto", "camera": camera},
+        scene={**titles, "aspectmode": "auto", "camera": camera},
         coloraxis={"colorscale": SCALE, "colorbar": bar, **ends},
         sliders=[{**slider, "pad": {"t": 8, "b": 16}}],
         showlegend=False,
-        margin={"l": 0, "r": 0, "t": 0, "b": 0},
+        margin=dict.fromkeys("lrtb", 0),
     )
+
+
+def _trace(go: Any, points: Tensor, **look: Any) -> Any:
+    x, y, z = points.T.numpy()
+    return go.Scatter3d(x=x, y=y, z=z, **look)
 
 
 def _until(t: int, count: int, label: str, marked: bool) -> dict[str, Any]:
@@ -264,11 +254,11 @@ def _drawn(text: str) -> str:
 
 
 def _graph_objects() -> Any:
-    try:
-        import plotly.graph_objects as go
-    except ImportError as error:
+    if not installed():
         said = 'views in three dimensions need plotly: pip install "tl-geometry[plotly]"'
-        raise GeometryError(said) from error
+        raise GeometryError(said)
+    import plotly.graph_objects as go
+
     return go
 
 

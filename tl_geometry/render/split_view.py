@@ -1,5 +1,5 @@
-"""The signed terms of attention scores: every term, their total and the pattern of some heads,
-linked, on one symmetric scale.
+"""The page of a split: the signed terms of attention scores, their total and the pattern of some
+heads, linked, on one symmetric scale. README, the guide, notebooks and the report show it.
 
 1. Some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`; terms are taken one
    by one, or summed to four groups.
@@ -30,12 +30,13 @@ from tl_geometry.render.figure import (
     DIVERGING,
     SEQUENTIAL,
     View,
-    canvas,
     check_limit,
     drawable,
     head_names,
+    no_ticks,
+    one_axes,
 )
-from tl_geometry.render.page import PageView, document
+from tl_geometry.render.page import PageView, text_data, text_lines
 from tl_geometry.scores.split import ScoreSplit
 from tl_geometry.scores.terms import CONTEXT_PARTS, group_of
 
@@ -131,9 +132,9 @@ def split(
             if size > 1.6 * most:  # the coarsest steps save a third
                 break
             if size <= most:
-                made = _page(one, chosen, drawn, packed, texts, limit, query, centered, name)
-                if len(made.html()) <= most:
-                    return made
+                page = _page(one, chosen, drawn, packed, texts, limit, query, centered, name)
+                if len(page.html()) <= most:
+                    return page
     room = f"room for {len(rows)} heads x {len(chosen) + 2} panels"
     return fail("max_bytes", expected=room, got=most, instead="fewer heads=, or larger max_bytes=")
 
@@ -152,23 +153,16 @@ def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str
     groups = groups_of(list(split.terms))
     if panels is None:
         return groups or terms
-    if isinstance(panels, str) and panels in ("groups", "terms"):
-        require(
-            panels == "terms" or groups,
-            "panels",
-            expected="'terms', or names of terms",
-            got="'groups' of parts of your own",
-        )
+    if panels == "groups" and not groups:
+        got = "'groups' of parts of your own"
+        fail("panels", expected="'terms', or names of terms", got=got)
+    if panels in ("groups", "terms"):
         return groups if panels == "groups" else terms
     known = {**groups, **terms}
     wanted = [panels] if isinstance(panels, str) else list(panels)
     unknown = [p for p in wanted if p not in known]
-    require(
-        wanted and not unknown,
-        "panels",
-        expected=f"'groups', 'terms' or some of {', '.join(known)}",
-        got=unknown or "none",
-    )
+    expected = f"'groups', 'terms' or some of {', '.join(known)}"
+    require(wanted and not unknown, "panels", expected=expected, got=unknown or "none")
     return {p: known[p] for p in wanted}
 
 
@@ -182,11 +176,11 @@ def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
     """
     if not all(group_of(f"{a}-{b}") for a, b in terms):
         return {}
-    side = lambda part: "content" if part in CONTEXT_PARTS else "position"  # noqa: E731
-    found: dict[str, list[Term]] = {name: [] for name in GROUPS}
+    groups: dict[str, list[Term]] = {name: [] for name in GROUPS}
     for a, b in terms:
-        found[side(a) if side(a) == side(b) else f"{side(a)}-{side(b)}"].append((a, b))
-    return {name: members for name, members in found.items() if members}
+        query, key = ("content" if part in CONTEXT_PARTS else "position" for part in (a, b))
+        groups[query if query == key else f"{query}-{key}"].append((a, b))
+    return {name: members for name, members in groups.items() if members}
 
 
 class Drawn(NamedTuple):
@@ -227,25 +221,18 @@ def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
         softcap=split.softcap[rows],
         sinks=split.sinks[rows],
         scores=None if split.scores is None else split.scores[at, rows],
-        q_again=None if split.q_again is None else split.q_again[:, at, :, rows],
-        plane=None if split.plane is None else split.plane[rows],
-        theta=None if split.theta is None else split.theta[rows],
+        planes=split.planes.select(torch.tensor(rows)),
     )
 
 
 def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> list[str]:
     length = split.q.shape[2]
-    texts = list(split.str_tokens) if tokens is None and context == 0 else list(tokens or ())
-    if not texts and tokens is None:
-        return [str(i) for i in range(length)]
-    require(
-        len(texts) == length,
-        "tokens",
-        expected=f"{length} texts",
-        got=len(texts),
-        instead="tokens=model.to_str_tokens(...)",
-    )
-    return [str(t) for t in texts]
+    if tokens is None:
+        known = split.str_tokens if context == 0 else ()
+        tokens = known or [str(i) for i in range(length)]
+    expected, instead = f"{length} texts", "tokens=model.to_str_tokens(...)"
+    require(len(tokens) == length, "tokens", expected=expected, got=len(tokens), instead=instead)
+    return [str(t) for t in tokens]
 
 
 def _page(
@@ -263,52 +250,42 @@ def _page(
     top, high = _limit(drawn, limit)
     caption = _caption(split, panels, drawn, packed, len(texts), top, centered)
     rows, columns, places = _layout(split, panels)
-    side = {1: 240, 2: 184, 3: 184}.get(max(rows, columns - 1), 150)
-    cell = side / drawn.values.shape[-1]
+    size = drawn.values.shape[-1]
+    cell = {1: 240, 2: 184, 3: 184}.get(max(rows, columns - 1), 150) / size
     cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
-    width = math.ceil(96 + columns * (cell * drawn.values.shape[-1] + 16) + 12)
-    grid = math.ceil(rows * (cell * drawn.values.shape[-1] + 22) + 76)
-    readings = math.ceil(len(names) / max(1, (max(width, LEAST) - 24) // 118))
+    width = math.ceil(96 + columns * (cell * size + 16) + 12)
+    grid = math.ceil(rows * (cell * size + 22) + 76)
+    chosen = len(texts) - 1 if query is None else checks.index(query, len(texts), "query")
+    text = text_data(texts)
     data = {
         "heads": [head_name(h) for h in split.heads],
         "planes": names,
         "places": places,
-        "tokens": [html.token_text(t) for t in texts],
-        "breaks": [t.count("\n") + t.count("\u010a") > 0 for t in texts],
+        **text,
         "block": drawn.block,
         "cell": cell,
         "canvas": [width, grid],
         "limit": top,
         "high": high,
-        "query": (len(texts) - 1 if query is None else checks.index(query, len(texts), "query"))
-        // drawn.block,
-        "caption": caption,
+        "query": chosen // drawn.block,
         **packed.fields,
     }
-    buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / max(width, LEAST))
-    text = min(180, 24 * _lines(data["tokens"], data["breaks"], max(width, LEAST)))
-    height = 164 + grid + 34 * (readings + buttons) + text + 18 * math.ceil(len(caption) / 105)
-    image = functools.partial(_image, split, names, places, drawn, texts, top, title, caption)
+    across = max(width, LEAST)
+    readings = math.ceil(len(names) / max(1, (across - 24) // 118))
+    buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / across)
+    said = 18 * math.ceil(len(caption) / 105)
+    lines = min(180, 24 * text_lines(text, across, padding=3))
     return PageView(
-        document(title, data, "split"),
+        "split",
+        data,
         title=title,
         caption=caption,
-        width=max(width, LEAST) + 24,
-        height=height,
-        image=image,
+        width=across + 24,
+        height=164 + grid + 34 * (readings + buttons) + lines + said,
+        image=functools.partial(_image, split, names, places, drawn, texts, top, title, caption),
         null=NULL,
         source=split.provenance.line(),
     )
-
-
-def _lines(tokens: list[str], breaks: list[bool], width: int) -> int:
-    """Lines that the text takes on a page of some pixels across."""
-    lines, used = 1, 0.0
-    for token, ends in zip(tokens, breaks, strict=True):
-        used += 7.3 * len(token) + 3
-        if ends or used > width:
-            lines, used = lines + 1, 0.0
-    return lines
 
 
 def _allowed(drawn: Drawn, values: Tensor) -> Tensor:
@@ -332,16 +309,13 @@ def _layout(
 ) -> tuple[int, int, list[tuple[int, int]]]:
     """Rows and columns of the grid, and the place of each panel: query part down, key part across,
     total and pattern at the right."""
-    names = list(panels)
-    parts = split.parts
-    if names == [f"{a}-{b}" for a, b in split.terms]:
-        side = len(parts)
-        places = [(i // side, i % side) for i in range(side * side)] + (
-            [(2, side)] if len(names) > side * side else []
-        )
-    else:
+    names, side = list(panels), len(split.parts)
+    every_term = names == [f"{a}-{b}" for a, b in split.terms]
+    if not every_term:
         side = 2 if len(names) == 4 else min(3, len(names))
-        places = [(i // side, i % side) for i in range(len(names))]
+    places = [divmod(i, side) for i in range(len(names))]
+    if every_term and len(names) > side * side:
+        places[-1] = (2, side)  # ALiBi, below total and pattern
     rows = max(2, 1 + max(r for r, _ in places))
     return rows, side + 1, [*places, (0, side), (1, side)]
 
@@ -359,31 +333,26 @@ def _caption(
     beyond = int((scores.abs() > top * (1 + 1e-9)).sum())
     holes = int((~torch.isfinite(shown)).sum())
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
-    whole = {t for members in panels.values() for t in members} == set(split.terms)
-    form = (
-        "float16"
-        if packed.exact
-        else f"int8 in {2 * packed.fields['levels'] + 1} steps of each panel's largest value"
-    )
+    steps = f"int8 in {2 * (packed.fields['levels'] or 0) + 1} steps of each panel's largest value"
     what, error, bound = split.reconstruction.nearest or ("", None, None)
+    marked = f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""
     said = [
         f"{'Row-centred' if centered else 'Raw'} scores by query (down) and key (across), "
         f"{tokens} tokens: red raises attention, blue lowers it",
-        f"full colour at {top:.3g} on every panel and head"
-        + (f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""),
+        f"full colour at {top:.3g} on every panel and head{marked}",
         "pattern from 0 to 1",
-        f"{form}: read within {largest * packed.half_step:.1g}",
-        "" if error is None else f"reconstruction error {error:.1e} ({what}; allowed {bound:.1e})",
-        "" if whole else "some of the terms: they do not sum to the total",
-        ""
-        if drawn.block == 1
-        else (
-            f"each cell is the largest by absolute value of {drawn.block} x {drawn.block} "
-            "(sums do not hold between cells)"
-        ),
-        f"{holes} cells are not a number (hatched)" if holes else "",
+        f"{'float16' if packed.exact else steps}: read within {largest * packed.half_step:.1g}",
     ]
-    return "; ".join(s for s in said if s) + "."
+    if error is not None:
+        said.append(f"reconstruction error {error:.1e} ({what}; allowed {bound:.1e})")
+    if {term for terms in panels.values() for term in terms} != set(split.terms):
+        said.append("some of the terms: they do not sum to the total")
+    if drawn.block > 1:
+        blocks = f"each cell is the largest by absolute value of {drawn.block} x {drawn.block}"
+        said.append(f"{blocks} (sums do not hold between cells)")
+    if holes:
+        said.append(f"{holes} cells are not a number (hatched)")
+    return "; ".join(said) + "."
 
 
 def _image(
@@ -405,7 +374,7 @@ def _image(
     count, n = min(len(split.heads), ROWS), drawn.values.shape[-1]
     single = count == 1
     at = [places] if single else [[(row, i) for i in range(len(names))] for row in range(count)]
-    rows, columns = (1 + max(p[i] for panels in at for p in panels) for i in (0, 1))
+    rows, columns = (1 + max(place[i] for panels in at for place in panels) for i in (0, 1))
     high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
     signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
     score = ScalarMappable(Normalize(-top, top), signed)
@@ -418,8 +387,8 @@ def _image(
     inch = 2.1 if single else 1.0
     across = 1.15 * inch * columns + 0.8
     side = 0.9 * (across - 1.4) / (1.06 * columns)  # of a panel, beside labels and colour bars
-    figure, axes = canvas(size=(across, side * rows * high / n + (0.7 if single else 0.65)))
-    axis = axes[0]
+    down = side * rows * high / n + (0.7 if single else 0.65)
+    figure, axis = one_axes(None, (across, down))
     axis.set_anchor("N")
     axis.imshow(sheet, interpolation="nearest")
     axis.spines[:].set_visible(False)
@@ -430,28 +399,20 @@ def _image(
         size = min(7.0, 0.8 * 72 * side / max(1, min(len(texts), LABELLED)))
         _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide, size)
     else:
-        named = [head_name(h) for h in split.heads[:count]]
-        axis.set_xticks([])
-        axis.set_yticks([r * high + n / 2 for r in range(rows)], named, fontsize=8)
+        no_ticks(axis)
+        labels = [head_name(h) for h in split.heads[:count]]
+        axis.set_yticks([r * high + n / 2 for r in range(rows)], labels, fontsize=8)
     axis.tick_params(length=0)
     axis.set_xlabel("key", fontsize=8)
     axis.set_ylabel("query" if single else "head", fontsize=8)
     shown = _allowed(drawn, drawn.values[:, :-1])
-    marked = "both" if bool((shown.abs() > top * (1 + 1e-9)).any()) else "neither"
-    for shade, label, ends in ((pattern, "pattern", "neither"), (score, "score", marked)):
-        figure.colorbar(
-            shade,
-            ax=axis,
-            label=label,
-            shrink=min(1.0, 3 / (inch * rows)),
-            fraction=0.05,
-            pad=0.02,
-            aspect=25,
-            extend=ends,
-        )
-    more = f" {count} of {len(split.heads)} heads are drawn." if count < len(split.heads) else ""
-    source = split.provenance.line()
-    return View(figure, title=title, caption=caption + more, null=NULL, source=source)
+    beyond = bool((shown.abs() > top * (1 + 1e-9)).any())
+    bar = {"shrink": min(1.0, 3 / (inch * rows)), "fraction": 0.05, "pad": 0.02, "aspect": 25}
+    figure.colorbar(pattern, ax=axis, label="pattern", **bar)
+    figure.colorbar(score, ax=axis, label="score", extend="both" if beyond else "neither", **bar)
+    if count < len(split.heads):
+        caption += f" {count} of {len(split.heads)} heads are drawn."
+    return View(figure, title=title, caption=caption, null=NULL, source=split.provenance.line())
 
 
 def _name_tokens(

@@ -1,4 +1,5 @@
-"""Views of a sweep over heads: layer x head maps of shares and head types."""
+"""Maps of all heads side by side: which attend by position, which by content, and which are
+previous-token or induction heads. The report and the gallery draw them."""
 
 from __future__ import annotations
 
@@ -24,24 +25,23 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     >>> head_shares(sweep).title
     'Which heads attend by position, which by content?'
     """
-    about = {
-        "cs": ("Which heads attend by position, which by content?", "the covariance of its scores"),
-        "gs": ("Where attention goes, is it by position or by content?", "its gain"),
-    }
-    title, said = about[choice(share, tuple(about), "share")]
-    values = {"cs": sweep.group_cs, "gs": sweep.group_gs}[share]
+    choice(share, ("cs", "gs"), "share")
+    if share == "cs":
+        title = "Which heads attend by position, which by content?"
+        values, said = sweep.group_cs, "the covariance of its scores"
+    else:
+        title = "Where attention goes, is it by position or by content?"
+        values, said = sweep.group_gs, "its gain"
     figure, axes = canvas(len(sweep.groups), size=(WIDTH / 3, _height(sweep)), sharey=True)
     for axis, group, column in zip(axes, sweep.groups, values.T, strict=True):
-        draw_map(axis, sweep.heads, column, group, -1.0, 1.0, bar=False)
+        draw_map(axis, sweep.heads, column, group, -1.0, 1.0)
     axes[0].set_ylabel("layer")
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="share")
     destroyed = sweep.details.get(f"{share}_position_null")
-    null = (
-        "Shares have no null here."
-        if destroyed is None or not bool(destroyed.isfinite().any())
-        else "With position destroyed, position has at most "
-        f"{float(destroyed.nan_to_num(-1.0).max()):.2f}."
-    )
+    null = "Shares have no null here."
+    if destroyed is not None and bool(destroyed.isfinite().any()):
+        largest = float(destroyed.nan_to_num(-1.0).max())
+        null = f"With position destroyed, position has at most {largest:.2f}."
     return View(
         figure,
         title=title,
@@ -75,15 +75,8 @@ def head_types(sweep: SweepTable) -> View:
     names = [n for n in ("previous", "induction", "duplicate") if n in sweep.types]
     figure, axes = canvas(len(names), size=(WIDTH / max(len(names), 2), _height(sweep)))
     for axis, name in zip(axes, names, strict=True):
-        draw_map(
-            axis,
-            sweep.heads,
-            sweep.types[name],
-            f"{name} (uniform {sweep.baselines[name]:.2f})",
-            0.0,
-            1.0,
-            bar=False,
-        )
+        title = f"{name} (uniform {sweep.baselines[name]:.2f})"
+        draw_map(axis, sweep.heads, sweep.types[name], title, 0.0, 1.0)
     axes[0].set_ylabel("layer")
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="attention")
     return View(

@@ -1,4 +1,6 @@
-"""Views of weights: diagonal and block of each head, coverage curves, paths on the sphere."""
+"""Figures of weights and of what depends on them: diagonal and block of each head, coverage of its
+singular values, paths of tokens on the sphere, the cost of replacing W_QK or of editing the model.
+The report, the gallery and a notebook draw them."""
 
 from __future__ import annotations
 
@@ -20,13 +22,14 @@ from tl_geometry.interventions.surrogates import SurrogateEffect
 from tl_geometry.render.figure import (
     BLUE,
     GREY,
-    SEQUENTIAL,
     WIDTH,
     View,
-    canvas,
+    draw_path,
     drawable,
     head_names,
-    one_panel,
+    no_ticks,
+    one_axes,
+    panels,
     require_3d,
     shades,
     whole_ticks,
@@ -37,10 +40,8 @@ from tl_geometry.weights.heads import TokenReadout, WeightGeometry
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Box = tuple[float, float, float, float]
-"""Left, bottom, right and top, in pixels."""
-
-
+SIZE = 60
+"""Entries of the diagonal and directions of the basis that a panel shows."""
 CONTROLS = ("random", "bias", "uniform")
 """Words in the names of conditions that are controls."""
 SPHERE = "Where do tokens travel on the sphere of the norm?"
@@ -52,7 +53,6 @@ def weight_blocks(
     geometry: WeightGeometry,
     heads: Iterable[Head] | Head | None = None,
     *,
-    size: int = 60,
     ax: Axes | None = None,
 ) -> View:
     """Each head's diagonal (red) and rotated off-diagonal block above the threshold (blue), in
@@ -66,7 +66,6 @@ def weight_blocks(
         geometry: from :func:`tl_geometry.weight_geometry`.
         heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; those of the first layer by
             default.
-        size: at most so many entries and directions.
         ax: axes to draw one head into.
 
     >>> import tl_geometry as tlg
@@ -77,34 +76,27 @@ def weight_blocks(
     >>> weight_blocks(geometry, "L1H0").title
     'Which directions does W_QK of each head read?'
     """
-    n_layers, n_heads = 1 + max(l for l, _ in geometry.heads), 1 + max(h for _, h in geometry.heads)
-    chosen = list(
-        checks.heads(heads, n_layers, n_heads, geometry.layers[0] if heads is None else None)
-    )
-    one_panel(ax, len(chosen), "head")
+    n_layers, n_heads = (1 + max(numbers) for numbers in zip(*geometry.heads, strict=True))
+    layer = geometry.layers[0] if heads is None else None
+    chosen = checks.heads(heads, n_layers, n_heads, layer)
     rows = [geometry.head(pair) for pair in chosen]
     columns = min(4, len(rows))
-    figure, axes = canvas(
-        columns, -(-len(rows) // columns), ax=ax, size=(WIDTH / max(columns, 3), 2.0)
-    )
-    size = min(size, *geometry.block.shape[-2:])
+    panel = (WIDTH / max(columns, 3), 2.0)
+    figure, axes = panels(ax, len(rows), "head", columns=columns, size=panel)
+    size = min(SIZE, *geometry.block.shape[-2:])
     depth = dict(zip(geometry.layers, geometry.k, strict=True))
+    across, down = ("key", "query") if geometry.matrix == "QK" else ("output", "input")
     pictures = _pictures(geometry, rows, size)
-    for axis, row, (layer, head), picture in zip(axes, rows, chosen, pictures, strict=False):
+    for axis, row, (layer, head), picture in zip(axes, rows, chosen, pictures, strict=True):
         axis.imshow(picture.numpy(), interpolation="nearest")
-        k = depth[layer] - 0.5
-        axis.plot([-0.5, k, k], [k, k, -0.5], "k--", lw=0.5)
-        axis.set_xlim(-0.5, size - 0.5)
-        axis.set_ylim(size - 0.5, -0.5)
+        edge = depth[layer] - 0.5
+        axis.plot([-0.5, edge, edge], [edge, edge, -0.5], "k--", lw=0.5)
+        axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5))
         lift = float(geometry.lift[row])
         axis.set_title(f"{head_name((layer, head))}: {lift:.3g} x chance", fontsize=8)
-        ends = ("key", "query") if geometry.matrix == "QK" else ("output", "input")
-        axis.set_xlabel(f"{ends[0]} direction", fontsize=8)
-        axis.set_ylabel(f"{ends[1]} direction", fontsize=8)
-        axis.set_xticks([])
-        axis.set_yticks([])
-    for axis in axes[len(rows) :] if ax is None else ():
-        axis.axis("off")
+        axis.set_xlabel(f"{across} direction", fontsize=8)
+        axis.set_ylabel(f"{down} direction", fontsize=8)
+        no_ticks(axis)
     caption = (
         f"Blue cells are entries of W_{geometry.matrix} in the directions of the basis, above the "
         f"threshold; red ones are |diag(W_{geometry.matrix})| in the model's own coordinates; the "
@@ -155,18 +147,17 @@ def coverage_curves(
     present = sorted({l for l, _ in readout.heads})
     chosen = present if layers is None else checks.indices(layers, 1 + max(present), "layers")
     require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
-    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
-    steps = range(1, readout.values.shape[1] + 1)
-    shade = shades(figure, axes[0], sorted(chosen), "layer")
+    figure, axis = one_axes(ax)
+    count = readout.values.shape[1]
+    steps = range(1, count + 1)
+    shade = shades(figure, axis, sorted(chosen), "layer")
     for (layer, _), curve in zip(readout.heads, readout.coverage, strict=True):
         if layer in chosen:
-            axes[0].plot(steps, curve, color=shade(layer), lw=0.8)
-    axes[0].plot(
-        steps, [s / len(steps) for s in steps], "k:", lw=0.8, label="null: equal singular values"
-    )
-    axes[0].set_xlabel("singular directions")
-    axes[0].set_ylabel("share of the sum of singular values")
-    axes[0].legend(fontsize=7, frameon=False)
+            axis.plot(steps, curve, color=shade(layer), lw=0.8)
+    equal = [step / count for step in steps]
+    axis.plot(steps, equal, "k:", lw=0.8, label="null: equal singular values")
+    axis.set(xlabel="singular directions", ylabel="share of the sum of singular values")
+    axis.legend(fontsize=7, frameon=False)
     return View(
         figure,
         title=f"In how many directions does W_{readout.matrix} of a head lie?",
@@ -202,28 +193,17 @@ def sphere_paths(
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
     chosen = checks.indices(positions, length, "positions")
-    figure, axes = canvas(ax=ax, size=(5.2, 4.6), subplot_kw={"projection": "3d"})
-    axis: Any = axes[0]
+    figure, axis = one_axes(ax, (5.2, 4.6), subplot_kw={"projection": "3d"})
     require_3d(axis)
     axis.set_box_aspect(None, zoom=1.1)
     points = paths.coordinates[context]
-    shade = None
-    for t in chosen:
-        x, y, z = points[t].unbind(-1)
-        axis.plot(x, y, z, color="#8888", lw=0.8)
-        shade = axis.scatter(x, y, z, c=range(len(x)), cmap=SEQUENTIAL, s=12, depthshade=False)
+    states = range(points.shape[1])
+    drawn = [draw_path(axis, points[t], states, 12.0) for t in chosen]
     for n, name in enumerate("xyz", 1):
         axis.set(**{f"{name}label": f"{paths.method} {n}"})
         axis.locator_params(axis=name, nbins=4)
-    if shade is not None:
-        figure.colorbar(
-            shade,
-            ax=axis,
-            label="state",
-            shrink=0.6,
-            pad=0.12,
-            ticks=whole_ticks(range(points.shape[1])),
-        )
+    ticks = whole_ticks(states)
+    figure.colorbar(drawn[-1], ax=axis, label="state", shrink=0.6, pad=0.12, ticks=ticks)
     names = [drawable(html.token_text(paths.str_tokens[context][t])) for t in chosen]
     named = _name_ends(axis, points[list(chosen), -1], names)
     return View(
@@ -248,6 +228,7 @@ def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) 
     """Write names beside points, each at the first of four sides where it is over no other, as the
     axes are turned now; return how many found room."""
     from matplotlib.patheffects import withStroke
+    from matplotlib.transforms import Bbox
     from mpl_toolkits.mplot3d.proj3d import proj_transform
 
     halo = [withStroke(linewidth=2, foreground="white")]
@@ -255,22 +236,18 @@ def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) 
     x, y, _ = proj_transform(x, y, z, axis.get_proj())
     pixels = axis.transData.transform(np.stack([x, y], 1))
     wide, high = 5.2, 11.0  # of a character of 7 points, in pixels
-    taken: list[Box] = []
+    taken: list[Bbox] = []
     for (u, v), end, name in zip(pixels.tolist(), ends.tolist(), names, strict=True):
+        width = wide * len(name)
         for across, up in product(("left", "right"), ("bottom", "top")):
-            left = u + 3 if across == "left" else u - 3 - wide * len(name)
-            low = v if up == "bottom" else v - high
-            box = (left, low, left + wide * len(name), low + high)
-            if not any(_overlap(box, other) for other in taken):
+            left = u + 3 if across == "left" else u - 3 - width
+            box = Bbox.from_bounds(left, v if up == "bottom" else v - high, width, high)
+            if not box.count_overlaps(taken):
                 taken.append(box)
-                said = f" {name}" if across == "left" else f"{name} "
-                axis.text(*end, said, fontsize=7, ha=across, va=up, path_effects=halo, zorder=9)
+                text = f" {name}" if across == "left" else f"{name} "
+                axis.text(*end, text, fontsize=7, ha=across, va=up, path_effects=halo, zorder=9)
                 break
     return len(taken)
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
@@ -288,13 +265,12 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     >>> surrogate_bars(effect).title
     'Which part of W_QK carries the loss?'
     """
-    figure, axes = canvas(ax=ax, size=(WIDTH, 2.8))
+    figure, axis = one_axes(ax)
     change = effect.loss - effect.clean_loss
     colours = [GREY if part in ("random", "none", "whole") else BLUE for part in effect.parts]
-    axes[0].bar([part.replace("_", " ") for part in effect.parts], change.tolist(), color=colours)
-    axes[0].axhline(0, color="k", lw=0.6)
-    axes[0].set_xlabel("what is kept of W_QK")
-    axes[0].set_ylabel("change in loss (nats per token)")
+    axis.bar([part.replace("_", " ") for part in effect.parts], change.tolist(), color=colours)
+    axis.axhline(0, color="k", lw=0.6)
+    axis.set(xlabel="what is kept of W_QK", ylabel="change in loss (nats per token)")
     caption = (
         f"Each bar is what the loss of {effect.clean_loss:.3f} nats rises by when W_QK of "
         f"{head_names(effect.heads)} is replaced by one part of it."
@@ -325,19 +301,17 @@ def effect_bars(effects: Effects, measure: str = "loss", *, ax: Axes | None = No
     >>> effect_bars(effects).title
     'What is left of the model when heads keep only a part of their scores?'
     """
-    figure, axes = canvas(ax=ax, size=(WIDTH, 0.32 * len(effects.conditions) + 0.9))
-    kept = effects.conditions[1:]
-    found = [effects.change(name, measure) for name in kept]
-    value = [float(f.value) for f in found]
-    error = [0.0 if bool(f.high.isnan()) else float(f.high - f.value) for f in found]
-    control = [any(word in name for word in CONTROLS) for name in kept]
-    axes[0].barh(
-        kept, value, xerr=error, color=[GREY if c else BLUE for c in control], capsize=2, height=0.7
-    )
-    axes[0].invert_yaxis()
-    axes[0].axvline(0, color="k", lw=0.6)
-    axes[0].set_xlabel(f"change in {measure.replace('_', ' ')} (nats per token)")
-    axes[0].set_ylabel("what heads keep")
+    figure, axis = one_axes(ax, (WIDTH, 0.32 * len(effects.conditions) + 0.9))
+    edits = effects.conditions[1:]
+    changes = [effects.change(name, measure) for name in edits]
+    values = [float(change.value) for change in changes]
+    errors = [float((change.high - change.value).nan_to_num()) for change in changes]
+    colours = [GREY if any(word in name for word in CONTROLS) else BLUE for name in edits]
+    axis.barh(edits, values, xerr=errors, color=colours, capsize=2, height=0.7)
+    axis.invert_yaxis()
+    axis.axvline(0, color="k", lw=0.6)
+    axis.set(xlabel=f"change in {measure.replace('_', ' ')} (nats per token)")
+    axis.set(ylabel="what heads keep")
     return View(
         figure,
         title="What is left of the model when heads keep only a part of their scores?",

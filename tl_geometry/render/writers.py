@@ -1,13 +1,26 @@
-"""Views of who wrote what heads read: the strongest edges between writers and heads, and one logit
-with the sources and scores behind it."""
+"""Figures of who wrote what heads read: the strongest edges between writers and heads, and one
+logit with the sources and scores behind it. A notebook draws the first, the page of a logit has the
+second as its image."""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from tl_geometry.base import html
 from tl_geometry.base.errors import choice
-from tl_geometry.render.figure import NEGATIVE, POSITIVE, WIDTH, View, canvas, drawable
-from tl_geometry.scores.composing import SIDES, Composition
-from tl_geometry.scores.logits import LogitExplanation
+from tl_geometry.circuits.logits import LogitExplanation
+from tl_geometry.circuits.writer_edges import SIDES, Composition
+from tl_geometry.render.figure import (
+    NEGATIVE,
+    POSITIVE,
+    WIDTH,
+    View,
+    canvas,
+    drawable,
+    legend_outside,
+    one_axes,
+)
 from tl_geometry.scores.terms import label
 
 PAIRS, LABELS = 12, 40
@@ -16,6 +29,8 @@ TOKEN = 16
 """Characters of a token beside an axis: longer ones leave no room for the bars."""
 COLOURS = {"query": "#0072b2", "key": "#d55e00", "value": "#009e73"}
 """One colour for each side that a writer is read on."""
+TERMS = 2
+"""Terms of a score that stand beside its bar."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
@@ -39,7 +54,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
     beside = [name for name, (layer, head) in wrote.items() if layer < 0 and name != "bias"]
     drawn = [wrote[name] for edge in edges for name in edge[:2]]
     blocks = sorted({layer for layer, _ in drawn})  # rows are the blocks that have an edge
-    figure, (axis,) = canvas(size=(WIDTH, 0.45 * len(blocks) + 1.5))
+    figure, axis = one_axes(None, (WIDTH, 0.45 * len(blocks) + 1.5))
 
     def place(name: str) -> tuple[float, float]:
         layer, head = wrote[name]
@@ -60,7 +75,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
         axis.text(x, y, drawable(name), ha="center", va="center", fontsize=7, bbox=box)
     for side, colour in COLOURS.items():
         axis.plot([], [], color=colour, label=f"read as {side}")
-    figure.legend(loc="outside upper center", ncols=len(COLOURS), fontsize=8, frameon=False)
+    legend_outside(figure, [axis], "upper center")
     axis.set_ylim(len(blocks) - 0.3, -0.6)
     axis.set_yticks(range(len(blocks)), ["embeddings" if b < 0 else str(b) for b in blocks])
     axis.set_xlim(-0.6, width + 0.6)
@@ -79,41 +94,33 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
     )
 
 
-def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
+def logit_figure(found: LogitExplanation) -> View:
     """One logit: what was written from each token of the text, and the largest (head, source) pairs
-    with the terms of the score that made the head look there.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=1)
-    >>> logit_figure(tlg.explain_logit(model, windows, 14, 5)).title[:10]
-    'L1H0 wrote'
-    """
+    with the terms of the score that made the head look there. The image of
+    :func:`tl_geometry.render.logit_page`."""
     texts = [drawable(html.token_text(t), TOKEN) for t in texts_of(found)]
     pairs = found.pairs[:PAIRS]
-    size = (8.4, 2.3 + 0.19 * len(pairs))
+    height = 2.3 + 0.19 * len(pairs)
     heights = {"height_ratios": [1.2, 0.19 * len(pairs) + 0.2]}
-    figure, (strip, bars) = canvas(1, 2, size=(size[0], size[1] / 2), gridspec_kw=heights)
-    seen = found.heads.sum((0, 1))[: found.position + 1].tolist()
-    strip.bar(range(len(seen)), seen, color=[POSITIVE if v > 0 else NEGATIVE for v in seen])
-    order = sorted(range(len(seen)), key=lambda i: -abs(seen[i]))
-    named = sorted(order[:LABELS])  # of a long text the tokens that matter
+    figure, (strip, bars) = canvas(1, 2, size=(8.4, height / 2), gridspec_kw=heights)
+    by_token = found.heads.sum((0, 1))[: found.position + 1]
+    strip.bar(range(len(by_token)), by_token.tolist(), color=_signs(by_token))
+    largest = by_token.abs().argsort(descending=True, stable=True)[:LABELS]
+    named = sorted(largest.tolist())  # of a long text the tokens that matter
     strip.set_xticks(named, [texts[i] for i in named], fontsize=7, rotation=90)
     strip.axhline(0, color="0.6", linewidth=0.5)
     strip.set_ylabel("from each token\n(logits, all heads)", fontsize=7)
-    labels: list[str] = []
-    for row, (layer, head, source) in enumerate(pairs):
-        value = float(found.heads[layer, head, source])
-        bars.barh(row, value, color=POSITIVE if value > 0 else NEGATIVE)
-        labels.append(f"L{layer}H{head} from {source} {texts[source]}")
-        place = {"transform": bars.get_yaxis_transform(), "va": "center", "fontsize": 7}
-        bars.text(1.02, row, drawable(f"{_signed(value)}   {_why(found, row, terms)}"), **place)
+    written = torch.tensor([float(found.heads[pair]) for pair in pairs])
+    bars.barh(range(len(pairs)), written.tolist(), color=_signs(written))
+    place = {"transform": bars.get_yaxis_transform(), "va": "center", "fontsize": 7}
+    for row, value in enumerate(written.tolist()):
+        bars.text(1.02, row, drawable(f"{_signed(value)}   {_why(found, row)}"), **place)
+    labels = [f"L{layer}H{head} from {source} {texts[source]}" for layer, head, source in pairs]
     bars.set_yticks(range(len(labels)), labels, fontsize=7)
     bars.axvline(0, color="0.6", linewidth=0.5)
     bars.invert_yaxis()
-    bars.set_xlabel(
-        "written towards the target (logits); the score with its largest terms", fontsize=8
-    )
+    axis_label = "written towards the target (logits); the score with its largest terms"
+    bars.set_xlabel(axis_label, fontsize=8)
     for axis in (strip, bars):
         axis.tick_params(length=0, labelsize=7)
     return View(
@@ -128,12 +135,19 @@ def logit_figure(found: LogitExplanation, *, terms: int = 2) -> View:
     )
 
 
-def _why(found: LogitExplanation, pair: int, terms: int) -> str:
+def _signs(values: Tensor) -> list[str]:
+    """Red for what raises, blue for what lowers."""
+    return [POSITIVE if value > 0 else NEGATIVE for value in values.tolist()]
+
+
+def _why(found: LogitExplanation, pair: int) -> str:
     """Attention, score and its largest terms of one pair, in words."""
-    named = ((label(f"{a}-{b}", found.bias_label), x) for a, b, x in found.terms(pair)[:terms])
-    made = ", ".join(f"{name} {_signed(x, 1)}" for name, x in named)
+    terms = ", ".join(
+        f"{label(f'{query}-{key}', found.bias_label)} {_signed(value, 1)}"
+        for query, key, value in found.terms(pair)[:TERMS]
+    )
     paid, score = float(found.pair_patterns[pair]), float(found.pair_scores[pair])
-    return f"attention {paid:.2f}, score {_signed(score, 1)}: {made}"
+    return f"attention {paid:.2f}, score {_signed(score, 1)}: {terms}"
 
 
 def _signed(value: float, digits: int = 2) -> str:

@@ -1,5 +1,5 @@
-"""One line of progress: which stage of how many, what it does, and the time since the start. How
-long the rest takes is not known well enough to be said."""
+"""One line of progress while a report is computed: which stage of how many, what it does, and the
+time since the start. How long the rest takes is not known well enough to be said."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+
+CLEAR = "\r\x1b[K"
+"""Takes the line of a terminal away."""
 
 
 class Clock:
@@ -23,8 +26,7 @@ class Clock:
     ) -> None:
         self.stages, self.show, self.now = tuple(stages), show, now or time.monotonic
         self.started = self.now()
-        self.stage, self.place = "start", 0
-        self.wide, self.said = False, ""
+        self.stage, self.place, self.last = "start", 0, ""
 
     def begin(self, stage: str, title: str) -> None:
         """Begin a stage."""
@@ -39,29 +41,28 @@ class Clock:
         """Show what is being done: one line, rewritten on a terminal; elsewhere a line for each
         stage."""
         terminal = sys.stderr.isatty()
-        if not self.show or (not terminal and self.said == self.stage):
+        if not terminal and self.last == self.stage:
             return
-        self.said = self.stage
+        self.last = self.stage
         what = f"{self.stage}: {text}" if text else self.stage
         line = f"[{self.place}/{len(self.stages)}] {what} ({span(self.elapsed())} so far)"
         columns = shutil.get_terminal_size().columns  # a longer line would not be rewritten
-        sys.stderr.write(f"\r\x1b[K{line[: columns - 1]}" if terminal else f"{line}\n")
-        sys.stderr.flush()
-        self.wide = terminal
+        self._write(f"{CLEAR}{line[: columns - 1]}" if terminal else f"{line}\n")
 
     def note(self, text: str) -> None:
         """Show a line that stays."""
-        if self.show:
-            self.finish()
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+        self.finish()
+        self._write(f"{text}\n")
 
     def finish(self) -> None:
         """End the line."""
-        if self.wide:
-            sys.stderr.write("\r\x1b[K")
+        if sys.stderr.isatty():
+            self._write(CLEAR)
+
+    def _write(self, text: str) -> None:
+        if self.show:
+            sys.stderr.write(text)
             sys.stderr.flush()
-            self.wide = False
 
 
 def span(seconds: float) -> str:

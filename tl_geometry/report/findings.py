@@ -1,5 +1,5 @@
 """What a report found: sentences with a number, its interval and its null, made from the tables
-alone.
+alone. Sections call these functions and pass the answers to the head of the page.
 
 Each function answers one question from one table: it takes the head, state or layer where the
 number is largest, and words the answer by whether the interval excludes the null. The interval is
@@ -11,6 +11,7 @@ where a table has no answer (no interval, no such score).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +31,17 @@ from tl_geometry.scores.head_types import SEQUENCES
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.weights.heads import WeightGeometry
 
-TYPES = {
-    "induction": "the token that followed last time",
-    "previous": "the token before",
-}
+TYPES = {"induction": "the token that followed last time", "previous": "the token before"}
 """Types of heads, and where they look on repeated random tokens."""
-UNTRAINED = "anova_untrained"
-"""Table of the untrained control's analysis of variance."""
+NULLS = {
+    "shuffled": "positions in random order",
+    "noise": "sampling noise alone",
+    "isotropic": "isotropic noise",
+    "random": "random directions",
+    "flipped": "coordinates with flipped signs",
+    "exchanged": "windows whose positions were exchanged (no context)",
+}
+"""Nulls of the measures of a state, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,35 +96,30 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
         return None
     shares, lows, highs = table.intervals["pos"].unbind(1)
     at = _largest(_trusted(shares, table.pos_reliability))
-    value, state, trust = float(shares[at]), table.states[at], float(table.pos_reliability[at])
-    clear = trust >= LOW_RELIABILITY
-    bounds = value, float(lows[at]), float(highs[at]), 0.0
-    clear &= excludes(*bounds, samples=table.blocks, among=len(table.states))
+    state, count, trust = table.states[at], len(table.states), float(table.pos_reliability[at])
+    bounds = float(shares[at]), float(lows[at]), float(highs[at]), 0.0
+    clear = trust >= LOW_RELIABILITY and excludes(*bounds, samples=table.blocks, among=count)
     cell = Cells("anova", table, rounded=True)
     shown = cell(at, "pos_corrected", percent=True)
+    untrained = ""
+    if control is not None:
+        column = "pos_corrected" if control.intervals else "pos_debiased"
+        share = Cells("anova_untrained", control, rounded=True)
+        row = control.states.index(state)
+        untrained = f"; {share(row, column, percent=True)} in the untrained control"
     return Finding(
         value=shown,
         said=f"Position makes up {shown} of the variance of state {state}, more than of any other."
         if clear
-        else "No evidence that the residual stream depends on position by itself: at most "
+        else "No evidence that the residual stream depends on position alone: it makes up at most "
         f"{shown} of the variance of a state (state {state}).",
-        beside=f"{cell.interval(at, 'pos_corrected', percent=True)}; 0 without an effect "
-        f"({cell(at, 'pos', percent=True)} before sampling noise was taken off)"
-        f"{_untrained(control, state)}; the largest of {len(table.states)} states; "
-        f"{_trust(cell(at, 'pos_reliability'), trust)}",
+        beside=f"{cell.interval(at, 'pos_corrected', percent=True)}; 0% is expected by chance "
+        f"({cell(at, 'pos', percent=True)} before the correction for sampling noise){untrained}; "
+        f"the largest of {count} states; {_trust(cell(at, 'pos_reliability'), trust)}",
         figure="figure-variance",
         table="anova",
         clear=clear,
     )
-
-
-def _untrained(control: Anova | None, state: int) -> str:
-    """The share of position in a state of the untrained control, where there is one."""
-    if control is None:
-        return ""
-    row, cell = control.states.index(state), Cells(UNTRAINED, control, rounded=True)
-    column = "pos_corrected" if control.intervals else "pos_debiased"
-    return f"; {cell(row, column, percent=True)} in the untrained control"
 
 
 def context_share(table: Anova) -> Finding | None:
@@ -133,11 +133,9 @@ def context_share(table: Anova) -> Finding | None:
     value, low, state = float(shares[at]), float(lows[at]), table.states[at]
     spliced, lowest = float(null[at, 0]), float(null[at, 1])
     reach = math.hypot(value - low, spliced - lowest)  # both are estimates
-    clear = value > spliced and excludes(
-        *(value, value - reach, value + reach, spliced),
-        samples=table.blocks,
-        among=len(table.states),
-    )
+    bounds = value, value - reach, value + reach, spliced
+    beyond = excludes(*bounds, samples=table.blocks, among=len(table.states))
+    clear = value > spliced and beyond
     cell = Cells("anova", table, rounded=True)
     shown = cell(at, "ctx_corrected", percent=True)
     return Finding(
@@ -163,25 +161,25 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     The null of position is its share with position destroyed, that of content the share of the
     next group.
     """
-    found = table.group_intervals
+    shares = table.group_intervals
     names = [g for g in ("position", "content") if g in table.groups]
-    if found is None or not names:
+    if shares is None or not names:
         return None
-    tried = names if rotary else names[:1]
-    columns = [table.groups.index(name) for name in tried]
-    known = torch.where(found.low.isfinite(), found.value, torch.nan)[:, columns]
+    candidates = names if rotary else names[:1]
+    columns = [table.groups.index(name) for name in candidates]
+    known = torch.where(shares.low.isfinite(), shares.value, torch.nan)[:, columns]
     if not bool(known.isfinite().any()):
         return None
     # a head whose covariance and gain name different groups is no evidence: the others go first
     firsts = zip(table.by_group.by_cs, table.by_group.by_gs, strict=True)
-    same = torch.tensor([[cs == gs == name for name in tried] for cs, gs in firsts])
+    same = torch.tensor([[cs == gs == name for name in candidates] for cs, gs in firsts])
     agreeing = torch.where(same.to(known.device), known, torch.nan)
-    chosen = agreeing if bool(agreeing.isfinite().any()) else known
-    at, which = divmod(_largest(chosen.flatten()), len(columns))
-    group, column, cell = tried[which], columns[which], Cells("heads", table, rounded=True)
-    value, low, high = (float(x[at, column]) for x in (found.value, found.low, found.high))
+    ranked = agreeing if bool(agreeing.isfinite().any()) else known
+    at, which = divmod(_largest(ranked.flatten()), len(columns))
+    group, column, cell = candidates[which], columns[which], Cells("heads", table, rounded=True)
+    value, low, high = (float(x[at, column]) for x in (shares.value, shares.low, shares.high))
     if group == "content":
-        others = found.value[at].index_fill(0, torch.tensor([column]), -torch.inf)
+        others = shares.value[at].index_fill(0, torch.tensor([column]), -torch.inf)
         rival = table.groups[int(others.argmax())]
         null, source, words = float(others.max()), f"cs_{rival}_corrected", f"for {rival}"
     elif "cs_position_null" in table.details:
@@ -192,9 +190,8 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     clear = excludes(value, low, high, null, samples=groups, among=known.numel())
     clear &= bool(same[at, which])
     head, shown = head_name(table.heads[at]), cell(at, f"cs_{group}_corrected", percent=True)
-    labels = table.by_group.labels
     word = "relative position" if rotary and group == "position" else group
-    counts = " and ".join(f"{labels.count(g)} by {g}" for g in names)
+    counts = " and ".join(f"{table.by_group.labels.count(g)} by {g}" for g in names)
     return Finding(
         value=shown,
         said=f"{word.capitalize()} drives {head}: {shown} of the covariance of its scores."
@@ -213,11 +210,11 @@ def head_type(table: SweepTable, name: str) -> Finding | None:
     """Whether there is a head of this type."""
     if name not in table.types or name not in table.type_errors:
         return None
-    at = _largest(table.types[name])
+    at, among = _largest(table.types[name]), len(table.heads)
     value, null = float(table.types[name][at]), table.baselines[name]
-    low, high = around(value, float(table.type_errors[name][at]), SEQUENCES)
-    among = len(table.heads)
-    clear = value > null and excludes(value, low, high, null, samples=SEQUENCES, among=among)
+    bounds = around(value, float(table.type_errors[name][at]), SEQUENCES)
+    beyond = excludes(value, *bounds, null, samples=SEQUENCES, among=among)
+    clear = value > null and beyond
     words = "an induction" if name == "induction" else "a previous-token"
     cell = Cells("heads", table, rounded=True)
     head, shown = head_name(table.heads[at]), cell(at, name, percent=True)
@@ -229,7 +226,7 @@ def head_type(table: SweepTable, name: str) -> Finding | None:
         else f"No evidence of {words} head: the best, {head}, {looks}.",
         beside=f"{cell.interval(at, name, percent=True, samples=SEQUENCES)} on repeated random "
         f"tokens; {cell(at, f'{name}_uniform', percent=True)} with uniform attention; the largest "
-        f"of {len(table.heads)} heads",
+        f"of {among} heads",
         figure="figure-types",
         table="heads",
         clear=clear,
@@ -243,9 +240,8 @@ def dominance(effect: Dominance) -> Finding | None:
     clear = bool(effect.saved().low > 0)
     cell = Cells("dominant_only", effect, rounded=True)
     at, other = (effect.conditions.index(n) for n in ("dominant term", "random term"))
-    shown, prompts = cell(at, "loss_change"), effect.losses.shape[1]
-    single = len(effect.drawn) == 1
-    over = "1 draw, which gives no interval" if single else f"{len(effect.drawn)} draws"
+    shown, draws = cell(at, "loss_change"), len(effect.drawn)
+    over = "1 draw, which gives no interval" if draws == 1 else f"{draws} draws"
     return Finding(
         value=shown,
         said=f"Keeping only each head's dominant term costs {shown} nats per token."
@@ -254,7 +250,7 @@ def dominance(effect: Dominance) -> Finding | None:
         f"only each head's dominant term costs {shown} nats per token.",
         beside=f"{cell.interval(at, 'loss')}; a random term costs {cell(other, 'loss_change')}, "
         f"{cell(at, 'saved')} more ({cell.interval(at, 'saved')} over windows and {over}); edits "
-        f"in the live model, {prompts} windows",
+        f"in the live model, {effect.losses.shape[1]} windows",
         figure="figure-dominance",
         table="dominant_only",
         clear=clear,
@@ -264,107 +260,100 @@ def dominance(effect: Dominance) -> Finding | None:
 def smooth(report: PositionalReport) -> Finding | None:
     """Whether positions lie on a smooth curve."""
     name = "low_frequency"
-    nulls = _nulls(report, name)
-    if name not in report.errors or not nulls:
+    furthest = _furthest(report, name, lambda values, nulls: values - nulls.amax(0))
+    if furthest is None:
         return None
-    highest = torch.stack([null for null, _ in nulls.values()]).amax(0)
-    at = _largest(_trusted(report[name] - highest, report["split_half"]))
-    value, trust = float(report[name][at]), float(report["split_half"][at])
-    low, high = around(value, float(report.errors[name][at]), report.blocks)
-    if not math.isfinite(low):
-        return None
-    clear = value > float(highest[at]) and trust >= LOW_RELIABILITY
-    clear &= _beyond(report, nulls, at, (value, low, high))
+    at, beyond, nulls = furthest
+    clear = beyond and float(report[name][at]) > max(nulls.values())
     cell, state = Cells("positional", report, rounded=True), report.states[at]
     shown = cell(at, name, percent=True)
     held = f"the lowest frequencies hold {shown} of the energy of its cosines"
-    said = [f"{cell(at, f'{name}_{n}', percent=True)} for {_NULLS[n]}" for n in nulls]
-    interval = cell.interval(at, name, percent=True, samples=report.blocks)
     return Finding(
         value=shown,
         said=f"The positions of state {state} lie on a smooth curve: {held}."
         if clear
         else f"No evidence that positions lie on a smooth curve: in state {state} {held}.",
-        beside=f"{interval}; {', '.join(said)}; {_trust(cell(at, 'split_half'), trust)}",
+        beside=_beside_nulls(report, cell, name, at, nulls, percent=True),
         figure="figure-position",
         table="positional",
         clear=clear,
     )
 
 
-_NULLS = {
-    "shuffled": "positions in random order",
-    "noise": "sampling noise alone",
-    "isotropic": "isotropic noise",
-    "random": "random directions",
-    "flipped": "coordinates with flipped signs",
-    "exchanged": "windows whose positions were exchanged (no context)",
-}
-
-
-def _nulls(report: StateMeasures, name: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and spread of each null of a measure; what varies with the draw varies so in an exact
-    mean as well."""
-    found = {null: values for (m, null), values in report.nulls.items() if m == name}
-    spreads = {null: values for (m, null), values in report.spreads.items() if m == name}
-    if not spreads:
-        return {null: (values, torch.zeros_like(values)) for null, values in found.items()}
-    widest = torch.stack(list(spreads.values())).amax(0)
-    exact = {"random": widest, "noise": torch.zeros_like(widest)} | spreads
-    return {null: (values, exact[null]) for null, values in found.items()}
-
-
-def _beyond(
-    report: StateMeasures,
-    nulls: dict[str, tuple[Tensor, Tensor]],
-    at: int,
-    bounds: tuple[float, float, float],
-) -> bool:
-    """Whether a measure of one state is beyond all of its nulls."""
-    return all(
-        excludes(
-            *(*bounds, float(null[at])),
-            samples=report.blocks,
-            among=len(report.states),
-            spread=float(spread[at]),
-            draws=report.draws,
-        )
-        for null, spread in nulls.values()
-    )
-
-
 def incoherence(report: ContextualReport) -> Finding | None:
     """Whether position and context are more, or less, aligned than chance."""
     name = "incoherence_avg"
-    nulls = _nulls(report, name)
-    if name not in report.errors or not nulls:
+    furthest = _furthest(report, name, lambda values, nulls: (values - nulls).abs().amin(0))
+    if furthest is None:
         return None
-    both = torch.stack([null for null, _ in nulls.values()])
-    at = _largest(_trusted((report[name] - both).abs().amin(0), report["split_half"]))
-    value, trust = float(report[name][at]), float(report["split_half"][at])
-    low, high = around(value, float(report.errors[name][at]), report.blocks)
-    if not math.isfinite(low):
-        return None
-    above, below = (all(s * (value - n) > 0 for n in both[:, at].tolist()) for s in (1, -1))
-    clear = (above or below) and trust >= LOW_RELIABILITY
-    clear &= _beyond(report, nulls, at, (value, low, high))
-    cell, state = Cells("contextual", report, rounded=True), report.states[at]
+    at, beyond, nulls = furthest
+    value = float(report[name][at])
+    above = value > max(nulls.values())
+    clear = beyond and (above or value < min(nulls.values()))
+    cell = Cells("contextual", report, rounded=True)
     shown = cell(at, name)
-    said = [f"{cell(at, f'{name}_{n}')} for {_NULLS[n]}" for n in nulls]
-    mean = f"their mean |cos| in state {state} is {shown}"
-    interval = cell.interval(at, name, samples=report.blocks)
+    mean = f"their mean |cos| in state {report.states[at]} is {shown}"
     return Finding(
         value=shown,
         said=f"Positional and context vectors are {'more' if above else 'less'} aligned than "
         f"chance: {mean}."
         if clear
-        else f"No evidence that positional and context vectors are aligned otherwise than by "
+        else "No evidence that positional and context vectors are more or less aligned than "
         f"chance: {mean}.",
-        beside=f"{interval}; {', '.join(said)}; {_trust(cell(at, 'split_half'), trust)}",
+        beside=_beside_nulls(report, cell, name, at, nulls),
         figure="figure-incoherence",
         table="contextual",
         clear=clear,
     )
+
+
+def _furthest(
+    report: StateMeasures, name: str, gap: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[int, bool, dict[str, float]] | None:
+    """The state where a measure is furthest from its nulls (``gap`` of the values and the nulls),
+    whether it is beyond all of them and position reliable, and the nulls there; ``None`` where the
+    table has no error or no null."""
+    means = {null: values for (measure, null), values in report.nulls.items() if measure == name}
+    if name not in report.errors or not means:
+        return None
+    distance = gap(report[name], torch.stack(list(means.values())))
+    at = _largest(_trusted(distance, report["split_half"]))
+    value, error = float(report[name][at]), float(report.errors[name][at])
+    if not math.isfinite(error):
+        return None
+    nulls = {null: float(values[at]) for null, values in means.items()}
+    spreads = {
+        null: float(v[at]) for (measure, null), v in report.spreads.items() if measure == name
+    }
+    # an exact mean too varies with the draw, but for that of sampling noise
+    spreads.setdefault("random", max(spreads.values(), default=0.0))
+    beyond = all(
+        excludes(
+            *(value, *around(value, error, report.blocks), mean),
+            samples=report.blocks,
+            among=len(report.states),
+            spread=spreads.get(null, 0.0),
+            draws=report.draws,
+        )
+        for null, mean in nulls.items()
+    )
+    return at, beyond and float(report["split_half"][at]) >= LOW_RELIABILITY, nulls
+
+
+def _beside_nulls(
+    report: StateMeasures,
+    cell: Cells,
+    name: str,
+    at: int,
+    nulls: dict[str, float],
+    *,
+    percent: bool = False,
+) -> str:
+    """The interval of a measure of a state, its nulls, and the reliability of position."""
+    interval = cell.interval(at, name, percent=percent, samples=report.blocks)
+    chance = [f"{cell(at, f'{name}_{null}', percent=percent)} for {NULLS[null]}" for null in nulls]
+    trust = _trust(cell(at, "split_half"), float(report["split_half"][at]))
+    return f"{interval}; {', '.join(chance)}; {trust}"
 
 
 def lift(geometry: WeightGeometry) -> Finding | None:
@@ -372,8 +361,8 @@ def lift(geometry: WeightGeometry) -> Finding | None:
     if not bool(geometry.p.isfinite().any()):
         return None
     at = _largest(_trusted(geometry.excess, geometry.reliability))
-    p, trust = float(geometry.p[at]), float(geometry.reliability[at])
-    clear = trust >= LOW_RELIABILITY and p <= 0.05
+    trust = float(geometry.reliability[at])
+    clear = trust >= LOW_RELIABILITY and float(geometry.p[at]) <= 0.05
     cell, head = Cells("weights_qk", geometry, rounded=True), head_name(geometry.heads[at])
     shown = cell(at, "excess")
     held = (
@@ -398,8 +387,8 @@ def lift(geometry: WeightGeometry) -> Finding | None:
 
 def _trusted(values: Tensor, reliability: Tensor) -> Tensor:
     """Values where position is reliable, the others NaN; all of them where it is nowhere."""
-    known = reliability >= LOW_RELIABILITY
-    return torch.where(known, values, torch.nan) if bool(known.any()) else values
+    reliable = reliability >= LOW_RELIABILITY
+    return torch.where(reliable, values, torch.nan) if bool(reliable.any()) else values
 
 
 def _trust(shown: str, reliability: float) -> str:
@@ -413,21 +402,20 @@ def skipped(skips: SkipMap) -> Finding | None:
     if "mean" not in skips.map_types or skips.test < 10:
         return None
     place = skips.places[0]
-    found = [
+    costs = [
         (float(skips.table(name, "kl", place=place)[a, b]), name, a, b)
         for name in skips.map_types
         for a, b in skips.pairs()
         if name != "mean" and b == a + 1
     ]
-    found = [f for f in found if math.isfinite(f[0])]
-    if not found:
+    costs = [cost for cost in costs if math.isfinite(cost[0])]
+    if not costs:
         return None
-    value, name, a, b = min(found)
-    error = float(skips.table(name, "kl_se", place=place)[a, b])
+    value, name, a, b = min(costs)
     null = float(skips.table("mean", "kl", place=place)[a, b])
-    low, high = around(value, error, skips.test)
-    among = len(found)
-    clear = value < null and excludes(value, low, high, null, samples=skips.test, among=among)
+    bounds = around(value, float(skips.table(name, "kl_se", place=place)[a, b]), skips.test)
+    beyond = excludes(value, *bounds, null, samples=skips.test, among=len(costs))
+    clear = value < null and beyond
     keys = [tuple(row[:4]) for row in skips.rows()]
     at, forgotten = (keys.index((place, m, a, b)) for m in (name, "mean"))
     cell = Cells("skipped_layers", skips, rounded=True)
@@ -441,7 +429,7 @@ def skipped(skips: SkipMap) -> Finding | None:
         else f"No evidence that a block can be replaced by a map: the best, {map_name} for block "
         f"{a}, {change}.",
         beside=f"{cell.interval(at, 'kl', samples=skips.test)} over {skips.test} held-out chunks; "
-        f"{cell(forgotten, 'kl')} where the state is forgotten; the smallest of {len(found)} maps "
+        f"{cell(forgotten, 'kl')} where the state is forgotten; the smallest of {len(costs)} maps "
         "and blocks",
         figure="figure-skips",
         table="skipped_layers",
@@ -452,15 +440,16 @@ def skipped(skips: SkipMap) -> Finding | None:
 def truncated(curve: TruncationCurve) -> Finding | None:
     """Whether at most half of all directions carry the output: nearly all do, however drawn."""
     few = [i for i, k in enumerate(curve.K) if 2 * k <= curve.K[-1]]
-    if not (few and curve.claimed) or curve.provenance.contexts is None:
+    chunks = curve.provenance.contexts
+    if not (few and curve.claimed) or chunks is None:
         return None
     needed = curve.needed()
     at = min(few[-1], len(curve.K) if needed is None else curve.K.index(needed))
-    value, null = float(curve.kl[at]), curve.baseline_mean
-    n = curve.provenance.contexts
-    low, high = around(value, float(curve.kl_se[at]), n)
-    past = excludes(value, low, high, 0.1 * null, samples=n, among=len(curve.K))
-    clear = needed == curve.K[at] and past
+    value = float(curve.kl[at])
+    bounds = around(value, float(curve.kl_se[at]), chunks)
+    allowed = 0.1 * curve.baseline_mean
+    clear = excludes(value, *bounds, allowed, samples=chunks, among=len(curve.K))
+    clear &= needed == curve.K[at]
     cell = Cells("truncation", curve, rounded=True)
     K, shown = cell(at, "K"), cell(at, "kl")
     return Finding(
@@ -469,7 +458,7 @@ def truncated(curve: TruncationCurve) -> Finding | None:
         if clear
         else f"No evidence that few directions carry the output: with {K} of {curve.K[-1]} it "
         f"still moves by {shown} nats.",
-        beside=f"{cell.interval(at, 'kl', samples=n)}; {cell(at, 'baseline_mean')} between "
+        beside=f"{cell.interval(at, 'kl', samples=chunks)}; {cell(at, 'baseline_mean')} between "
         "consecutive chunks, of which a tenth is allowed",
         figure="figure-truncation",
         table="truncation",
@@ -479,19 +468,3 @@ def truncated(curve: TruncationCurve) -> Finding | None:
 
 def _largest(values: Tensor) -> int:
     return int(torch.nan_to_num(values, nan=-torch.inf, posinf=-torch.inf).argmax())
-
-
-__all__ = [
-    "Finding",
-    "context_share",
-    "dominance",
-    "driver",
-    "excludes",
-    "head_type",
-    "incoherence",
-    "lift",
-    "position_share",
-    "skipped",
-    "smooth",
-    "truncated",
-]

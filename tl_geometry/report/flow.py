@@ -1,11 +1,9 @@
-"""Token trajectories as a stochastic flow: bundles, spectra, maps between states with baselines,
-noise laws, skipped layers."""
+"""Section: token trajectories as a stochastic flow: bundles, spectra, maps between states with
+baselines, noise laws, skipped layers."""
 
 from __future__ import annotations
 
 import dataclasses
-
-import torch
 
 from tl_geometry.corpus.nulls import gibberish
 from tl_geometry.corpus.token_windows import TokenWindows
@@ -13,13 +11,14 @@ from tl_geometry.flow.ensemble import Trajectories, trajectories
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.skipping import skip_map
 from tl_geometry.flow.truncation import GRID, truncation_kl
-from tl_geometry.models.control import reinitialized
+from tl_geometry.models.untrained import reinitialized
 from tl_geometry.render import flow as views
 from tl_geometry.render import space
 from tl_geometry.render.skipping import skip_figure
-from tl_geometry.report import TITLES, Analysis, findings
+from tl_geometry.report import findings
+from tl_geometry.report.analysis import Analysis, at_even_distances
 from tl_geometry.report.origin import Cells
-from tl_geometry.report.section import Draft, Section
+from tl_geometry.report.section import Draft
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
 """Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the
@@ -61,76 +60,73 @@ def _skip_cost(analysis: Analysis, chunks: int) -> float:
     return 1 + 1.5 * costs.output * _length(analysis) * chunks + fitting + measuring
 
 
-def section(analysis: Analysis) -> Section:
+def section(draft: Draft, analysis: Analysis) -> None:
     """Follow the last token of consecutive chunks (the first token of an encoder) through the
     layers."""
-    draft, windows, view = Draft(TITLES["flow"]), analysis.windows, analysis.view
+    windows, view, what = analysis.windows, analysis.view, "trajectories"
     if view.n_layers < 2:
-        draft.leave_out("trajectories", f"a model of {view.n_layers} block has no path to follow")
-        return draft.section()
+        draft.leave_out(what, f"a model of {view.n_layers} block has no path to follow")
+        return
     if len(windows) < FEWEST:
-        draft.leave_out("trajectories", f"{len(windows)} windows are fewer than {FEWEST}")
-        return draft.section()
+        draft.leave_out(what, f"{len(windows)} windows are fewer than {FEWEST}")
+        return
     length, most = _length(analysis), min(CHUNKS, len(windows))
     each = 3.3 * analysis.costs.token * length + _maps_cost(analysis, most) / most
-    count = analysis.work.take(each, most, FEWEST, share=0.6)
+    count = draft.fit(analysis.work, what, each, most, FEWEST, share=0.6)
     if not count:
-        draft.too_long("trajectories", FEWEST * each)
-        return draft.section()
+        return
     few = analysis.pick(count)
     chunks = dataclasses.replace(few, tokens=few.tokens[:, :length], str_tokens=())
     if count < most:
         draft.say(f"{count} chunks in place of {most}, to keep the budget.")
     if count // 2 < view.d_model:
         draft.say(
-            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: "
-            "they span a subspace by necessity, so that few directions "
-            "sufficing says nothing about the model."
+            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they "
+            "span a subspace by necessity, so that few directions sufficing says nothing about the "
+            "model."
         )
-    ensemble = _followed(draft, analysis, chunks)
+    ensemble = None
+    with draft.part(what):
+        ensemble = _followed(draft, analysis, chunks)
     if ensemble is not None:
+        with draft.part("maps between states"):
+            _maps(draft, analysis, ensemble)
         with draft.part("nulls of the trajectories"):
             _nulls(draft, analysis, chunks, ensemble)
         _outputs(draft, analysis, chunks)
-    return draft.section()
 
 
-def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Trajectories | None:
-    """The ensemble, its figures and its table of maps."""
-    ensemble = None
-    with draft.part("trajectories"):
-        analysis.clock.say(f"{len(chunks)} chunks followed")
-        ensemble = trajectories(
-            analysis.model, chunks, progress=False, post_norm=analysis.view.causal
-        )
-        where = "the last" if ensemble.position == -1 else "the first"
-        draft.say(
-            f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is "
-            f"followed through the blocks ({where}). Rotation and stretch "
-            "(Sarfati et al. 2025, Eq. 1) carries one state's second moments onto the next "
-            "exactly, by construction; what counts is the error on chunks it was not "
-            "fitted on, beside the identity and the best linear map."
-        )
-        draw = space.bundle_3d if space.installed() else views.bundle_figure
-        draft.draw(draw(ensemble), "bundle")
-        draft.say(
-            "The singular values of the bundle say in how many directions it spreads, state by "
-            "state."
-        )
-        draft.draw(views.spectra_figure(ensemble), "bundle-spectra")
-    if ensemble is None:
-        return None
-    with draft.part("maps between states"):
-        analysis.clock.say("maps between all pairs of states")
-        report = flow_report(ensemble, seed=analysis.seed)
-        draft.draw(views.baseline_figure(report), "maps")
-        draft.draw(views.residual_figure(report), "residuals")
-        if report.laws:
-            draft.draw(views.noise_figure(report), "noise", how=NOISE)
-        else:
-            draft.leave_out("the law of the residual variance", "there are too few states for it")
-        draft.table("flow", report, "Maps between every two states")
+def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Trajectories:
+    """The ensemble of paths, and its figures."""
+    analysis.clock.say(f"{len(chunks)} chunks followed")
+    ensemble = trajectories(analysis.model, chunks, progress=False, post_norm=analysis.view.causal)
+    where = "the last" if ensemble.position == -1 else "the first"
+    draft.say(
+        f"One token of each of {len(chunks)} chunks of {chunks.tokens.shape[1]} tokens is followed "
+        f"through the blocks ({where}). Rotation and stretch (Sarfati et al. 2025, Eq. 1) carries "
+        "one state's second moments onto the next exactly, by construction; what counts is the "
+        "error on chunks it was not fitted on, beside the identity and the best linear map."
+    )
+    draw = space.bundle_3d if space.installed() else views.bundle_figure
+    draft.draw(draw(ensemble), "bundle")
+    draft.say(
+        "The singular values of the bundle say in how many directions it spreads, state by state."
+    )
+    draft.draw(views.spectra_figure(ensemble), "bundle-spectra")
     return ensemble
+
+
+def _maps(draft: Draft, analysis: Analysis, ensemble: Trajectories) -> None:
+    """Maps between states with their baselines, and what they leave."""
+    analysis.clock.say("maps between all pairs of states")
+    report = flow_report(ensemble, seed=analysis.seed)
+    draft.draw(views.baseline_figure(report), "maps")
+    draft.draw(views.residual_figure(report), "residuals")
+    if report.laws:
+        draft.draw(views.noise_figure(report), "noise", how=NOISE)
+    else:
+        draft.leave_out("the law of the residual variance", "there are too few states for it")
+    draft.table("flow", report, "Maps between every two states")
 
 
 def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Trajectories) -> None:
@@ -151,50 +147,49 @@ def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Tra
 
 def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     """What the output needs of the states, and which layers it needs."""
-    view = analysis.view
-    if not (view.causal and view.head_trained):
-        draft.leave_out(
-            "truncated states and skipped layers", "they take a decoder with a trained output head"
-        )
+    if not (analysis.view.causal and analysis.view.head_trained):
+        what = "truncated states and skipped layers"
+        draft.leave_out(what, "they take a decoder with a trained output head")
         return
-    most = min(SKIPPED, len(chunks))
-    some = chunks[torch.linspace(0, len(chunks) - 1, most).long()]
-    half = most // 2
-    count = analysis.work.take(_truncation_cost(analysis), most - half, 8, share=0.5)
-    if not count:
-        draft.too_long("truncated states", 8 * _truncation_cost(analysis))
-    else:
-        with draft.part("truncated states"):
-            analysis.clock.say(f"states truncated to few directions, {count} chunks")
-            fitted = trajectories(analysis.model, some[slice(0, half)], progress=False)
-            curve = truncation_kl(
-                analysis.model, some[slice(half, half + count)], fitted, progress=False
-            )
-            draft.say(
-                "How many directions does the output need? Every state of the last token is "
-                "projected on K directions of other chunks, after every block."
-            )
-            draft.draw(views.truncation_figure(curve), "truncation")
-            draft.table("truncation", curve, "Output of states with K directions")
-            draft.find(findings.truncated(curve))
+    chunks = at_even_distances(chunks, SKIPPED)
+    with draft.part("truncated states"):
+        _truncated(draft, analysis, chunks)
     with draft.part("skipped layers"):
-        _skips(draft, analysis, some)
+        _skips(draft, analysis, chunks)
 
 
-def _skips(draft: Draft, analysis: Analysis, some: TokenWindows) -> None:
-    view, what = analysis.view, "skipped layers"
-    fewest = min(FEWEST, len(some))
-    each = _skip_cost(analysis, len(some)) / len(some)
-    count = analysis.work.take(each, len(some), fewest)
+def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
+    """The output of states with few directions, which are those of the first half of the chunks."""
+    what, half = "truncated states", len(chunks) // 2
+    each = _truncation_cost(analysis)
+    count = draft.fit(analysis.work, what, each, len(chunks) - half, 8, share=0.5)
     if not count:
-        draft.too_long(what, fewest * each)
         return
-    some = some[torch.linspace(0, len(some) - 1, count).long()]
+    analysis.clock.say(f"states truncated to few directions, {count} chunks")
+    fitted = trajectories(analysis.model, chunks[slice(0, half)], progress=False)
+    tested = chunks[slice(half, half + count)]
+    curve = truncation_kl(analysis.model, tested, fitted, progress=False)
+    draft.say(
+        "How many directions does the output need? Every state of the last token is projected on "
+        "K directions of other chunks, after every block."
+    )
+    draft.draw(views.truncation_figure(curve), "truncation")
+    draft.table("truncation", curve, "Output of states with K directions")
+    draft.find(findings.truncated(curve))
+
+
+def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
+    """What it costs to replace blocks by maps."""
+    view, most = analysis.view, len(chunks)
+    each = _skip_cost(analysis, most) / most
+    count = draft.fit(analysis.work, "skipped layers", each, most, min(FEWEST, most))
+    if not count:
+        return
     shallow = view.n_layers <= SHALLOW
-    analysis.clock.say(f"{what}, {len(some)} chunks")
+    analysis.clock.say(f"skipped layers, {count} chunks")
     skips = skip_map(
         analysis.model,
-        some,
+        at_even_distances(chunks, count),
         pairs="all" if shallow else None,
         map_types=MAP_TYPES,
         progress=False,

@@ -2,7 +2,7 @@
 that a stopped run goes on from.
 
 ``run.json`` holds, besides command, versions and provenance, ``files`` with their hashes
-(:mod:`tl_geometry.base.owned`) and a ``manifest``: for each finished section its title, tables,
+(:mod:`tl_geometry.base.run_files`) and a ``manifest``: for each finished section its title, tables,
 cards and the hash of the settings that it was made under. A section is taken over only where that
 hash is the same.
 """
@@ -18,20 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tl_geometry.base.arguments import SECTIONS
-from tl_geometry.base.owned import (
-    BASIS,
+from tl_geometry.base.results import SOURCES, Provenance, Result
+from tl_geometry.base.run_files import (
     CHECKPOINT,
     PAGE,
-    PARTS,
     WRITER,
     OwnFiles,
     check_folder,
-    report_files,
     write_record,
 )
-from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.report import page
+from tl_geometry.report.contents import BASIS, PARTS, SECTIONS, report_files
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.section import Card, Drawn, Section
 
@@ -62,7 +59,7 @@ def write_csv(table: Result, path: Path) -> None:
 
 class Folder:
     """A report on the disk; with ``resume`` what is there already, if it was made under the same
-    settings. Nothing is overwritten or deleted that a run of ours has not written (``force``:
+    settings. Nothing is overwritten or deleted that no run of tl_geometry has written (``force``:
     overwritten all the same); listed files that were changed since are ``kept``, by name."""
 
     def __init__(
@@ -80,7 +77,7 @@ class Folder:
         self.out, self.model, self.names = out, model, tuple(names)
         record = check_folder(out, "report", report_files(names), force=force)
         self.files = OwnFiles(out, record.get("files", {}), force=force)
-        self.known = record if resume else {}
+        self.known = record.get("manifest", {}) if resume else {}
         self.kept = [name for name in self.files.changed() if not force]
         if not resume:
             self.files.clear()
@@ -101,24 +98,15 @@ class Folder:
         """From here on sections are made under these settings; finished ones of the same settings
         are taken over."""
         self.settings = digest(settings)
-        for name, entry in self.known.get("manifest", {}).items():
+        for name, entry in self.known.items():
             same = entry.get("settings") == self.settings and not entry.get("failed")
             if same and self.files.unchanged(f"{PARTS}/{name}.json"):
                 self.manifest[name] = entry
                 part = self.out / PARTS / f"{name}.json"
                 self.parts[name] = json.loads(part.read_text(encoding="utf-8"))
 
-    def has(self, name: str) -> bool:
-        """Whether a section is finished."""
-        return name in self.parts
-
     def describe(
-        self,
-        provenance: Provenance,
-        *,
-        notes: Sequence[str],
-        lede: str = "",
-        caution: str = "",
+        self, provenance: Provenance, *, notes: Sequence[str], lede: str = "", caution: str = ""
     ) -> None:
         """Say what the sections are made from."""
         self.provenance = provenance
@@ -128,30 +116,29 @@ class Folder:
 
     def add(self, name: str, section: Section, *, seconds: float = 0.0) -> None:
         """Write a finished section: its tables, its part of the page, the page and the record."""
-        blocks, written, tables = list(section.blocks), [], {}
+        blocks, written = list(section.blocks), []
         for key, table in section.tables.items():
-            taken = [f for f in (f"{key}.csv", f"{key}.safetensors") if not self.files.free(f)]
-            if taken:  # written by somebody else while this ran; the page still holds the table
+            names = [f"{key}.csv", f"{key}.safetensors"]
+            taken = [file for file in names if not self.files.free(file)]
+            if taken:  # by another program while this ran; the page still holds the table
                 why = "files of these names are not of this run"
                 blocks.append(Card(status="left out", what=", ".join(taken), why=why))
-            else:
-                self._write(f"{key}.csv", lambda part, table=table: write_csv(table, part))
-                self._write(f"{key}.safetensors", table.save)
-                written += [f"{key}.csv", f"{key}.safetensors"]
-            tables[key] = {
-                "columns": list(table.columns()),
-                "rows": [list(r) for r in table.rows()],
-            }
+                continue
+            self._write(names[0], lambda part, table=table: write_csv(table, part))
+            self._write(names[1], table.save)
+            written += names
         section = dataclasses.replace(section, blocks=tuple(blocks))
+        drawn = [block for block in blocks if isinstance(block, Drawn)]
         cards = [{"status": c.status, "what": c.what, "why": c.why} for c in section.cards]
-        failed = next((c["why"] for c in cards if c["status"] == "failed"), "")
-        drawn = [b for b in section.blocks if isinstance(b, Drawn)]
         self.parts[name] = {
             "html": section.html(),
-            "tables": tables,
+            "tables": {
+                key: {"columns": list(table.columns()), "rows": [list(r) for r in table.rows()]}
+                for key, table in section.tables.items()
+            },
             "findings": [dataclasses.asdict(f) for f in section.findings],
-            "scripts": sorted({s for d in drawn for s in d.scripts}),
-            "library": any(d.library for d in drawn),
+            "scripts": sorted({script for figure in drawn for script in figure.scripts}),
+            "library": any(figure.library for figure in drawn),
             "sources": section.sources,
         }
         text = json.dumps(self.parts[name], default=str)
@@ -162,7 +149,7 @@ class Folder:
             "seconds": round(seconds, 1),
             "tables": written,
             "cards": cards,
-            "failed": failed,
+            "failed": next((c["why"] for c in cards if c["status"] == "failed"), ""),
         }
         self.write()
 
@@ -178,23 +165,27 @@ class Folder:
     def write(self, finished: bool = False) -> None:
         """Write page and record as they are now."""
         done = self.finished()
-        titles = [self.manifest[name]["title"] for name in done]
-        cited = [key for name in done for key in self.parts[name].get("sources", ())]
-        sources = [SOURCES[key] for key in dict.fromkeys([*self.provenance.sources, *cited])]
-        missing = [name for name in self.names if name not in self.parts]
-        here = f"Being written: {len(done)} of {len(self.names)} sections are here"
-        note = f"{here}, {', '.join(missing)} to come." if missing else ""
-        title = f"Geometry of {self.model}"
-        last = sorted(done, key=lambda name: name == "overview")
-        parts = [self._part(name) for name in last]
-        made = page.document(title, parts, sources, lede=self.lede, caution=self.caution, note=note)
+        missing = [name for name in self.names if name not in done]
+        cited = [key for name in done for key in self.parts[name]["sources"]]
+        text = page.document(
+            f"Geometry of {self.model}",
+            # what was analysed, and what the numbers do not say, stand at the end
+            [self._part(name) for name in sorted(done, key=lambda name: name == "overview")],
+            [SOURCES[key] for key in dict.fromkeys([*self.provenance.sources, *cited])],
+            lede=self.lede,
+            caution=self.caution,
+            note=f"Being written: {len(done)} of {len(self.names)} sections are here, "
+            f"{', '.join(missing)} to come."
+            if missing
+            else "",
+        )
         self.summary |= {
-            "sections": titles,
+            "sections": [self.manifest[name]["title"] for name in done],
             "failed": {name: e["failed"] for name, e in self.manifest.items() if e["failed"]},
             "manifest": {name: self.manifest[name] for name in done},
             "kept": self.kept,
         }
-        self._write(PAGE, lambda part: _put(part, made))
+        self._write(PAGE, lambda part: _put(part, text))
         self._record(finished)
 
     def _write(self, name: str, save: Callable[[Path], object]) -> None:
@@ -207,14 +198,14 @@ class Folder:
 
     def _part(self, name: str) -> page.Part:
         """A finished section as the page takes it."""
-        held = self.parts[name]
+        part = self.parts[name]
         return page.Part(
             name=name,
             title=self.manifest[name]["title"],
-            html=held["html"],
-            findings=tuple(Finding(**f) for f in held.get("findings", ())),
-            scripts=tuple(held.get("scripts", ())),
-            library=held.get("library", False),
+            html=part["html"],
+            findings=tuple(Finding(**finding) for finding in part["findings"]),
+            scripts=tuple(part["scripts"]),
+            library=part["library"],
         )
 
     def finish(self, seconds: float) -> dict[str, Any]:

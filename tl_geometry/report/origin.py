@@ -14,7 +14,6 @@ import torch
 
 from tl_geometry.base.intervals import t_quantile
 from tl_geometry.base.results import Result
-from tl_geometry.report.tables import by_error, number
 
 OPEN, BETWEEN, CLOSE = "\ue000", "\ue001", "\ue002"
 """Characters for private use that stand around a place and its number until the page is written:
@@ -66,6 +65,42 @@ class Cells:
         low, high = (self._value(row, f"{column}_{end}") for end in ("low", "high"))
         error = self._value(row, f"{column}_se")
         return error if math.isfinite(error) else (high - low) / 4
+
+
+def number(value: object) -> str:
+    """A cell for people: three significant digits, a true minus, groups of thousands, a dash where
+    there is nothing.
+
+    >>> [number(v) for v in (0.123456, -3, 12345.6, 1e-7, True, None, float("nan"), "a_b")]
+    ['0.123', '−3', '12,300', '1.00e−07', 'yes', '–', '–', 'a_b']
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace("-", "−")
+    if not isinstance(value, float):
+        return str(value)
+    if value == 0 or 1e-4 <= abs(value) < 1e6:
+        kept = float(f"{value:.3g}")
+        places = 0 if not kept else max(0, 2 - math.floor(math.log10(abs(kept))))
+        return f"{kept:,.{places}f}".replace("-", "−")
+    return f"{value:.2e}".replace("-", "−")
+
+
+def by_error(value: float, error: float) -> str:
+    """A number to the second digit of its error, and three digits where there is none.
+
+    >>> by_error(17.2361, 0.04), by_error(0.93149, 0.012), by_error(5.0, 0.0)
+    ('17.236', '0.931', '5')
+    """
+    if float(value).is_integer() and abs(value) < 1e6:
+        return number(int(value))
+    if not (math.isfinite(error) and error > 0):
+        return number(value)
+    places = max(0, 1 - math.floor(math.log10(error)))
+    return f"{round(value, places) + 0.0:,.{places}f}".replace("-", "−")
 
 
 def around(value: float, error: float, samples: int) -> tuple[float, float]:

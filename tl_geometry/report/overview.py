@@ -1,4 +1,4 @@
-"""What was analysed, and what the numbers do not say."""
+"""Section: what was analysed, and what the numbers do not say."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tl_geometry.base.results import Result
-from tl_geometry.report import TITLES, Analysis
-from tl_geometry.report.section import Section, Shown
+from tl_geometry.report.analysis import Analysis
+from tl_geometry.report.section import Draft
 
 LIMITS = (
-    "What these numbers do not say: a share of variance is not a share of computation; large "
-    "means and outlier coordinates can carry little "
-    "information. The positional basis is an average over this corpus and these positions, and "
-    "its noise falls only as one over the number of "
-    "contexts. A large context share alone is no evidence for topics: any slowly varying text has "
-    "one (see the spliced-window null). Shares, spectra and maps show no cause; edits of the live "
-    "model do, where a section has them."
+    "What these numbers do not say: a share of variance is not a share of computation; large means "
+    "and outlier coordinates can carry little information. The positional basis is an average over "
+    "this corpus and these positions, and its noise falls only as one over the number of contexts. "
+    "A large context share alone is no evidence for topics: any slowly varying text has one (see "
+    "the spliced-window null). Shares, spectra and maps show no cause; edits of the live model do, "
+    "where a section has them."
 )
 
 
@@ -33,38 +32,29 @@ class Facts(Result):
         return self.facts
 
 
-def section(analysis: Analysis) -> Section:
+def section(draft: Draft, analysis: Analysis) -> None:
     """Model, corpus, window and cautions."""
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
-    start, end = basis.window
-    left_out = (
-        f"positions 0 to {start - 1} left out of the statistics (attention sink), their sums kept"
-        if start
-        else "all positions in the statistics"
-    )
-    names = analysis.windows.names
-    facts = (
-        (
-            "model",
-            f"{view.name} ({view.class_name}, "
-            f"{view.library}{', processed weights' if view.processed else ''})",
-        ),
-        (
-            "size",
-            f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}, vocabulary "
-            f"{view.d_vocab}",
-        ),
-        ("weights", f"fingerprint {view.fingerprint}, computed in {p.dtype}"),
-        (
-            "corpus",
-            f"{p.corpus}: {basis.contexts} windows of {basis.length} tokens, hash {p.token_hash}",
-        ),
-        ("documents", f"{len(names)}: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"),
-        ("first token", "BOS" if p.has_bos else "text (no BOS)"),
-        ("window", f"positions {start} to {end - 1}; {left_out}"),
-        ("kept", basis.kept),
-        ("made smaller", "; ".join(analysis.smaller) or "nothing"),
-        ("remarks", "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none"),
-    )
-    table = Shown(name="overview", table=Facts(provenance=p, facts=facts), about="The run")
-    return Section(title=TITLES["overview"], blocks=(LIMITS, table))
+    (start, end), names = basis.window, analysis.windows.names
+    used = "all positions in the statistics"
+    if start:
+        positions = f"positions 0 to {start - 1}"
+        used = f"{positions} left out of the statistics (attention sink), their sums kept"
+    processed = ", processed weights" if view.processed else ""
+    size = f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}"
+    windows = f"{basis.contexts} windows of {basis.length} tokens"
+    listed = f"{', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
+    facts = {
+        "model": f"{view.name} ({view.class_name}, {view.library}{processed})",
+        "size": f"{size}, vocabulary {view.d_vocab}",
+        "weights": f"fingerprint {view.fingerprint}, computed in {p.dtype}",
+        "corpus": f"{p.corpus}: {windows}, hash {p.token_hash}",
+        "documents": f"{len(names)}: {listed}",
+        "first token": "BOS" if p.has_bos else "text (no BOS)",
+        "window": f"positions {start} to {end - 1}; {used}",
+        "kept": basis.kept,
+        "made smaller": "; ".join(analysis.smaller) or "nothing",
+        "remarks": "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none",
+    }
+    draft.say(LIMITS)
+    draft.table("overview", Facts(provenance=p, facts=tuple(facts.items())), "The run")

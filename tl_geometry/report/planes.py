@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from tl_geometry.render.rotary import bands_page, head_planes
-from tl_geometry.report import Analysis
+from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.labels import UNCLEAR
 from tl_geometry.scores.plane_tables import BandTable, HeadBands
+from tl_geometry.scores.relative import offset_profile
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
@@ -24,27 +25,27 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     draft.say(
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
-        f"tokens modulo L. Of {len(table.heads)} heads, {_counted(bands)}: near "
-        f"is a wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, "
-        "which hardly sees the offset at all."
+        f"tokens modulo L. Of {len(table.heads)} heads, {_counted(bands)}: near is a wavelength of "
+        f"up to 16 tokens, far one beyond the {planes.length} of a window, which hardly sees the "
+        "offset at all."
     )
-    profile = None
-    shown: list[tuple[int, int]] = []
+    heads: list[tuple[int, int]] = []
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
         if name in table.types:
             layer, head = table.top(name, 1).heads[0]
-            at = table.heads.index((layer, head))
-            shown.append((layer, head))
-            draft.say(f"The strongest {words} head, L{layer}H{head}: {_shares(by_head, at)}.")
-    if shown:
-        chosen = list(dict.fromkeys(shown))
+            heads.append((layer, head))
+            shares = _shares(by_head, table.heads.index((layer, head)))
+            draft.say(f"The strongest {words} head, L{layer}H{head}: {shares}.")
+    profile = None
+    if heads:
+        heads = list(dict.fromkeys(heads))
         each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
         count = analysis.work.take(each, min(PROMPTS, len(analysis.windows)), 2)
         if count:
-            rows = analysis.pick(count)
-            split = split_scores(analysis.model, rows, analysis.basis, heads=chosen)
-            profile = split.offset_profile()
-        draft.draw(head_planes(planes, profile, heads=chosen), "planes")
+            windows = analysis.pick(count)
+            split = split_scores(analysis.model, windows, analysis.basis, heads=heads)
+            profile = offset_profile(split)
+        draft.draw(head_planes(planes, profile, heads=heads), "planes")
     draft.draw(bands_page(planes, profile), "bands")
     draft.table("head_bands", by_head, "Shares of bands of wavelengths in every head")
     draft.table("bands", bands, "The same by term")
@@ -54,9 +55,10 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
 
 def _counted(bands: BandTable) -> str:
     """How many heads each band dominates."""
-    named = [(band, bands.dominant.count(band)) for band in (*bands.bands, UNCLEAR)]
-    words = {UNCLEAR: "no band leads clearly by covariance and by gain"}
-    return ", ".join(f"{words.get(b, f'{b} planes lead')} in {n}" for b, n in named if n)
+    words = {band: f"{band} planes lead" for band in bands.bands}
+    words[UNCLEAR] = "no band leads clearly by covariance and by gain"
+    counts = {band: bands.dominant.count(band) for band in words}
+    return ", ".join(f"{words[band]} in {count}" for band, count in counts.items() if count)
 
 
 def _shares(bands: HeadBands, head: int) -> str:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
@@ -18,15 +18,8 @@ from tl_geometry.report import tables
 from tl_geometry.report.clock import span
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.origin import linked, plain
-
-
-@runtime_checkable
-class Figure(Protocol):
-    """Anything that shows itself as an HTML fragment (see :mod:`tl_geometry.render`)."""
-
-    def html(self) -> str:
-        """The figure as a fragment of a page."""
-        ...
+from tl_geometry.report.templates import anchor, fill
+from tl_geometry.report.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +46,7 @@ class Lines:
 
     def html(self) -> str:
         """The sentence and its list."""
-        items = "".join(f"<li>{linked(html.escape(item))}</li>" for item in self.items)
-        return f"<p>{linked(html.escape(self.said))}</p><ul>{items}</ul>"
+        return fill("lines", said=self.said, items=self.items)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,29 +79,22 @@ class Card:
         >>> Card(status="refused", what="surrogates", why="the model is rotary.").line()
         'surrogates: refused, because the model is rotary.'
         """
-        words = {
-            "refused": "refused, because",
-            "left out": "left out, because",
-            "failed": "failed with an error,",
-        }
-        return f"{self.what}: {words[self.status]} {self.why.rstrip('.')}."
+        ended = "failed with an error," if self.status == "failed" else f"{self.status}, because"
+        return f"{self.what}: {ended} {self.why.rstrip('.')}."
 
     def html(self) -> str:
         """The sentence, and the traceback folded away."""
-        body = f'<p class="note {self.status.replace(" ", "-")}">{html.escape(self.line())}</p>'
-        if self.trace:
-            trace = f"<pre>{html.escape(self.trace)}</pre>"
-            body += f"<details><summary>Traceback</summary>{trace}</details>"
-        return body
+        return fill("card", card=self)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Section:
     """One part of the report, in reading order: paragraphs (plain text, escaped), figures, tables
-    (also written as CSV and safetensors) and cards; and what it found."""
+    (also written as CSV and safetensors) and cards, all but paragraphs with an ``html`` method; and
+    what it found."""
 
     title: str
-    blocks: Sequence[str | Figure] = ()
+    blocks: Sequence[Any] = ()
     findings: Sequence[Finding] = ()
 
     @property
@@ -135,15 +120,7 @@ class Section:
 
     def html(self) -> str:
         """The section as an HTML fragment."""
-        parts = [f"<section><h2>{html.escape(self.title)}</h2>"]
-        for block in self.blocks:
-            if isinstance(block, str):
-                parts.append(f"<p>{linked(html.escape(block))}</p>")
-            elif isinstance(block, Card):
-                parts.append(f'<div class="absent">{block.html()}</div>')
-            else:
-                parts.append(block.html())
-        return "".join([*parts, "</section>"])
+        return fill("section", title=self.title, blocks=self.blocks)
 
 
 class Draft:
@@ -159,18 +136,21 @@ class Draft:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.blocks: list[str | Figure] = []
+        self.blocks: list[Any] = []
         self.findings: list[Finding] = []
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """A piece of work that may be refused or fail."""
+        """A piece of work that may be refused (the model or its input does not allow it) or fail
+        (an unexpected error)."""
         try:
             yield
         except GeometryError as error:
-            self.blocks.append(refusal(what, error))
+            self.blocks.append(Card(status="refused", what=what, why=_one_line(error)))
         except Exception as error:
-            self.blocks.append(failure(what, error))
+            why = _one_line(f"{type(error).__name__}: {error}")[:500]
+            trace = "".join(traceback.format_exception(error))
+            self.blocks.append(Card(status="failed", what=what, why=why, trace=trace))
 
     def say(self, text: str) -> None:
         """Add a paragraph."""
@@ -193,7 +173,7 @@ class Draft:
         is free again. ``key`` names it for links; its ``title``, ``how`` it is read and its
         ``null`` take the place of the figure's own where they are given, with numbers that name
         their cells (:mod:`tl_geometry.report.origin`)."""
-        name = f"figure-{key or tables.anchor(figure.title)}"
+        name = f"figure-{key or anchor(figure.title)}"
         figure.caption, figure.null = how or figure.caption, null or figure.null
         if isinstance(figure, PageView):
             self.blocks.append(_live(figure, name))
@@ -209,7 +189,7 @@ class Draft:
         self.blocks.append(Shown(name=name, table=table, about=about, columns=chosen))
 
     def find(self, finding: Finding | None) -> None:
-        """Add what was found, if anything was."""
+        """Add a finding, if there is one."""
         if finding is not None:
             self.findings.append(finding)
 
@@ -217,11 +197,20 @@ class Draft:
         """Say that something is not there, and why."""
         self.blocks.append(Card(status="left out", what=what, why=why))
 
+    def fit(
+        self, work: Work, what: str, each: float, most: int, least: int = 1, *, share: float = 1.0
+    ) -> int:
+        """How many items of ``each`` seconds are worked on: what :meth:`Work.take` gives, and a
+        card in place of ``what`` where not even ``least`` fit."""
+        count = work.take(each, most, least, share=share)
+        if not count:
+            self.too_long(what, least * each)
+        return count
+
     def too_long(self, what: str, needed: float) -> None:
         """Say that something did not fit the budget."""
-        self.leave_out(
-            what, f"its smallest size is work for about {span(needed)}, more than --budget leaves"
-        )
+        why = f"its smallest size is work for about {span(needed)}, more than --budget leaves"
+        self.leave_out(what, why)
 
     def section(self) -> Section:
         """The section as it is now."""
@@ -233,20 +222,12 @@ def _live(figure: PageView, name: str) -> Drawn:
     caption."""
     png = figure.png()  # holds the title
     title = "" if png else f"<b>{html.escape(figure.title)}</b> "
-    said = " ".join(filter(None, (figure.caption, figure.null)))
+    how = " ".join(filter(None, (figure.caption, figure.null)))
+    still = f"{title}{linked(html.escape(how))}"
     live = figure.html(png, shared=True)
-    still = f"{title}{linked(html.escape(said))}"
     text = f'<div class="live"><p class="still">{still}</p>{live}</div>'
     return Drawn(key=name, text=text, scripts=figure.scripts, library=bool(figure.library))
 
 
-def refusal(what: str, error: GeometryError) -> Card:
-    """The card of what a model or its input does not allow."""
-    return Card(status="refused", what=what, why=" ".join(str(error).split()))
-
-
-def failure(what: str, error: BaseException) -> Card:
-    """The card of an unexpected error."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    trace = "".join(traceback.format_exception(error))
-    return Card(status="failed", what=what, why=said[:500], trace=trace)
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

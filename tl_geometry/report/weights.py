@@ -1,5 +1,5 @@
-"""W_QK and W_OV in the geometry of the activations, what heads read and write in tokens, and token
-paths on the norm's sphere."""
+"""Section: W_QK and W_OV in the geometry of the activations, what heads read and write in tokens,
+and token paths on the norm's sphere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
-from tl_geometry.report import TITLES, Analysis, findings
+from tl_geometry.report import findings
+from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.measures import FEWEST
 from tl_geometry.report.origin import Cells
-from tl_geometry.report.section import Draft, Section
+from tl_geometry.report.section import Draft
 from tl_geometry.sphere.paths import token_paths
 from tl_geometry.weights.heads import token_readout, weight_geometry
 
@@ -39,10 +40,6 @@ def _geometry_cost(analysis: Analysis) -> float:
     return analysis.costs.svd * view.n_layers * view.n_heads * d * (70 * d + 1.4 * view.d_vocab)
 
 
-def _surrogate_cost(analysis: Analysis, length: int) -> float:
-    return PASSES * analysis.costs.output * length
-
-
 def _offset_cost(analysis: Analysis, length: int) -> float:
     """What the parts of W_QK cost once, whatever the number of windows: in a rotary model there is
     one at every offset."""
@@ -53,21 +50,19 @@ def _offset_cost(analysis: Analysis, length: int) -> float:
 
 
 def _surrogate_length(analysis: Analysis) -> int:
-    """Tokens of a window for surrogates: all, or in a rotary model as many as the time allows, 16
+    """Tokens of a window for surrogates: all, or in a rotary model as many as the budget allows, 16
     at least."""
-    whole = analysis.windows.tokens.shape[1]
+    full, allowed = analysis.windows.tokens.shape[1], 0.8 * analysis.work.left
     if analysis.view.position != "rotary":
-        return whole
-    fitting = (
-        n for n in LENGTHS if n <= whole and _offset_cost(analysis, n) <= 0.8 * analysis.work.left
-    )
-    return next(fitting, min(whole, LENGTHS[-1]))
+        return full
+    fitting = (n for n in LENGTHS if n <= full and _offset_cost(analysis, n) <= allowed)
+    return next(fitting, min(full, LENGTHS[-1]))
 
 
-def section(analysis: Analysis) -> Section:
+def section(draft: Draft, analysis: Analysis) -> None:
     """Concentration of the weights in the positional directions with its null, surrogates of W_QK,
     readouts, paths."""
-    draft, basis, view = Draft(TITLES["weights"]), analysis.basis, analysis.view
+    basis, view = analysis.basis, analysis.view
     width, what = basis.window[1] - basis.window[0], "weights in the geometry of the basis"
     if width < FEWEST:
         draft.leave_out(what, f"{width} positions are fewer than {FEWEST}")
@@ -82,15 +77,14 @@ def section(analysis: Analysis) -> Section:
         read = token_readout(analysis.model, matrix="OV")
         draft.say(
             "A head writes along the singular directions of its W_OV. The fewer of them hold most "
-            "of it, the simpler what it writes; the table says which tokens each direction reads "
-            "and writes."
+            "of it, the simpler is what it writes; the table says which tokens each direction "
+            "reads and writes."
         )
         draft.draw(views.coverage_curves(read), "coverage")
         draft.table("readout_ov", read, "What heads read and write, in tokens")
     with draft.part("paths on the sphere"):
-        tokens = analysis.windows.tokens[:1, : min(TOKENS, analysis.windows.tokens.shape[1])]
-        paths = token_paths(analysis.model, tokens)
-        some = range(0, paths.tokens.shape[1], 3) if analysis.view.n_layers > DEEP else None
+        paths = token_paths(analysis.model, analysis.windows.tokens[:1, :TOKENS])
+        some = range(0, paths.tokens.shape[1], 3) if view.n_layers > DEEP else None
         draw = space.sphere_3d if space.installed() else views.sphere_paths
         draft.say(
             "A norm layer puts every state on a sphere. From layer to layer each token of this "
@@ -100,7 +94,6 @@ def section(analysis: Analysis) -> Section:
         draft.table("paths", paths, "Steps of each token on the sphere")
     with draft.part("surrogates of W_QK in the live model"):
         _surrogates(draft, analysis)
-    return draft.section()
 
 
 def _geometry(draft: Draft, analysis: Analysis) -> None:
@@ -108,20 +101,19 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
     qk = weight_geometry(model, basis, "QK", seed=analysis.seed)
     ov = weight_geometry(model, basis, "OV", seed=analysis.seed)
     best = max(range(len(qk.heads)), key=lambda i: float(qk.excess[i].nan_to_num(nan=-1.0)))
-    layer, _ = qk.heads[best]
+    cell, (layer, _) = Cells("weights_qk", qk), qk.heads[best]
     draft.say(
-        "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) "
-        "lies in the leading positional directions? The concentration is divided by its exact "
+        "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) lies "
+        "in the leading positional directions? The concentration is divided by its exact "
         "expectation for a random subspace (lift), and by its mean in the leading directions of "
         "the difference of random halves of the corpus (excess): position cancels in it, and the "
         "leading directions of averages are those in which states vary most, with or without an "
         "effect of position."
     )
-    cell = Cells("weights_qk", qk)
     draft.say(
-        f"Largest excess: {head_name(qk.heads[best])}, {cell(best, 'excess')} times "
-        f"what is held with positions destroyed ({cell(best, 'lift')} times a random "
-        f"subspace; p = {cell(best, 'p')} among all heads)."
+        f"Largest excess: {head_name(qk.heads[best])}, {cell(best, 'excess')} times what is held "
+        f"with positions destroyed ({cell(best, 'lift')} times a random subspace; "
+        f"p = {cell(best, 'p')} among all heads)."
     )
     title = "W_QK of each head against the positional directions"
     value = "excess" if bool(qk.excess.isfinite().any()) else "lift"
@@ -133,35 +125,35 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
 
 
 def _surrogates(draft: Draft, analysis: Analysis) -> None:
-    what = "surrogates of W_QK in the live model"
+    what, work = "surrogates of W_QK in the live model", analysis.work
     if not (analysis.view.head_trained and analysis.view.causal):
         draft.leave_out(what, "it takes a decoder with a trained output head")
         return
     from tl_geometry.interventions.surrogates import surrogate_effect
 
-    length = _surrogate_length(analysis)
+    full, length = analysis.windows.tokens.shape[1], _surrogate_length(analysis)
     most = min(SURROGATES, len(analysis.windows))
     least = min(most, intervals.FEWEST)
-    each, once = _surrogate_cost(analysis, length), _offset_cost(analysis, length)
-    if not analysis.work.room(once + least * each, 1):
-        draft.too_long(what, once + least * each)
+    each, once = PASSES * analysis.costs.output * length, _offset_cost(analysis, length)
+    smallest = once + least * each
+    if not work.room(smallest, 1):
+        draft.too_long(what, smallest)
         return
-    analysis.work.spend(once)
-    count = max(least, analysis.work.take(each, most))
+    work.spend(once)
+    count = max(least, work.take(each, most))
     analysis.clock.say(f"{what}, {count} windows of {length} tokens")
     rows = analysis.pick(count).tokens[:, :length]  # those of the other edits of the model
     effect = surrogate_effect(analysis.model, rows, analysis.basis)
-    whole = analysis.windows.tokens.shape[1]
-    smaller = ", to keep the budget" if (count, length) != (most, whole) else ""
+    smaller = ", to keep the budget" if (count, length) != (most, full) else ""
     draft.say(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it "
         "in the live model; grey bars are controls of the same rank. Losses are those of "
         f"{count} windows of {length} tokens of this corpus{smaller}."
     )
-    model = Cells("surrogates", effect)(0, "loss")
+    loss = Cells("surrogates", effect)(0, "loss")
     how = (
-        f"Each bar is what the loss of {model} nats rises by when W_QK of {len(effect.heads)} "
-        "heads is replaced by one part of it."
+        f"Each bar is what the loss of {loss} nats rises by when W_QK of {len(effect.heads)} heads "
+        "is replaced by one part of it."
     )
     draft.draw(views.surrogate_bars(effect), "surrogates", how=how)
     draft.table("surrogates", effect, "Loss with W_QK replaced by its parts")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tl_geometry.base.arguments import BUDGETS
+from tl_geometry.report.contents import BUDGETS
 
 WEIGHT = 1.6e-11
 """Seconds that one weight costs one token: 1.9 ms for a token of SmolLM2-135M on two cores."""

@@ -1,6 +1,6 @@
-"""The sums behind the shares block by block of query rows: row-centred scores, how they move
-attention, and energies from the moments of the keys seen so far (see
-:mod:`tl_geometry.scores.sums`)."""
+"""Scores of a head, a block of query rows at a time: row-centred scores, how far attention differs
+from uniform, and the energies of the terms. Called by :func:`tl_geometry.scores.sums.share_sums`
+and by the sweep over writers, neither of which may hold all scores of all heads at once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,34 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.rows import causal_mask
+from tl_geometry.base.rows import causal_mask, row_center
 
 BLOCK = 64
-"""Query rows handled at a time."""
+"""Query rows handled at a time: scores of a block stay in the cache of a CPU core, and products
+with them are still large enough to be fast."""
 
 
 class Block(NamedTuple):
     """Query rows ``start`` to ``stop``: all of them see keys 0 to ``full``, ``mask`` says which of
-    ``full`` to ``end`` each one sees."""
+    ``full`` to ``end`` each one sees. ``n_keys`` is the number of keys that each row sees, at least
+    one."""
 
     start: int
     stop: int
     full: int
     end: int
     mask: Float[Tensor, "batch head query key"]
+    n_keys: Float[Tensor, "batch head query 1"]
+
+
+class BlockScores(NamedTuple):
+    """Total scores of one block, row-centred (``centred``), the bias among them (row-centred as
+    well), and attention minus uniform attention (``moved``)."""
+
+    block: Block
+    centred: Float[Tensor, "batch head query key"]
+    bias: Float[Tensor, "..."] | None
+    moved: Float[Tensor, "batch head query key"] | None
 
 
 class PlaneIndex(NamedTuple):
@@ -37,8 +50,8 @@ class PlaneIndex(NamedTuple):
 
 
 def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
-    """Blocks of query rows; causal and unmasked attention share the keys before the block, any
-    other mask is taken as it comes."""
+    """Blocks of query rows of a mask ``[batch query key]``; causal and unmasked attention share the
+    keys before the block, any other mask is taken as it comes."""
     length = mask.shape[-1]
     causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
     everything = len(mask) == 1 and bool(mask.all())
@@ -46,60 +59,77 @@ def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
         stop = min(start + BLOCK, length)
         full = start if causal else length if everything else 0
         end = stop if causal else length
-        yield Block(start, stop, full, end, mask[:, None, start:stop, full:end].to(dtype))
+        near = mask[:, None, start:stop, full:end].to(dtype)
+        n_keys = (full + near.sum(-1, keepdim=True)).clamp(min=1)
+        yield Block(start, stop, full, end, near, n_keys)
+
+
+def block_scores(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch head key d_head"],
+    mask: Tensor,
+    *,
+    key_shift: Float[Tensor, "batch head 1 d_head"],
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    gain: bool = True,
+) -> Iterator[BlockScores]:
+    """Scores ``query . key + bias`` block by block of query rows, with ``moved`` if ``gain``.
+
+    ``key_shift`` is what was subtracted from all keys beforehand. Row-centring does not see it, a
+    soft cap does.
+    """
+    allowed = mask.unsqueeze(1)
+    bias_centred = None if bias is None else row_center(bias, allowed)
+    level = None if softcap is None else (query * key_shift).sum(-1, keepdim=True)
+    if bias is not None and bias_centred is not None and level is not None:
+        # all allowed keys of a row have the same difference, which is the row's mean
+        level = level + torch.where(allowed, bias - bias_centred, -torch.inf).amax(-1, keepdim=True)
+    for block in blocks_of(mask, query.dtype):
+        rows = slice(block.start, block.stop)
+        centred, mean = centred_scores(query[:, :, rows], key, block)
+        block_bias = None if bias_centred is None else bias_centred[:, :, rows, : block.end]
+        centred = centred if block_bias is None else centred + block_bias
+        moved = None
+        if gain:
+            row_level = None if level is None else mean + level[:, :, rows]
+            moved = moved_attention(centred, block, softcap, row_level)
+        yield BlockScores(block, centred, block_bias, moved)
 
 
 def contracted(
     weight: Float[Tensor, "batch head query key"],
     rows: Float[Tensor, "batch head query part d_head"],
     tables: Tensor,
-    added: Tensor | None,
-) -> Float[Tensor, "batch head term"]:
-    """``sum_ij W_ij X_ij`` of all terms X, of which ``added`` is one that is there as a matrix;
-    rows of W sum to zero."""
-    weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
-    found = (rows @ weighted.mT).sum(2, dtype=torch.float64)  # a product for each query
-    return with_added(found.flatten(2), weight, added)
-
-
-def with_added(
-    found: Float[Tensor, "batch head pair"], weight: Tensor, added: Tensor | None
-) -> Float[Tensor, "batch head term"]:
-    """Sums of the terms of queries and keys, and of one more that is there as a matrix."""
-    if added is None:
-        return found
-    last = (weight * added).sum((-2, -1), dtype=torch.float64)
-    return torch.cat([found, last.unsqueeze(-1)], -1)
-
-
-def contracted_by_plane(
-    weight: Float[Tensor, "batch head query key"],
-    rows: Float[Tensor, "batch head query part d_head"],
-    tables: Tensor,
-    planes: PlaneIndex,
+    planes: PlaneIndex | None = None,
 ) -> Float[Tensor, "batch head plane pair"]:
-    """:func:`contracted` of the terms of queries and keys plane by plane: the same products, summed
-    over the coordinates of a plane in place of all."""
-    parts = rows.shape[3]
+    """``sum_ij W_ij X_ij`` of all terms X of queries and keys, by rotary plane (without ``planes``
+    all coordinates are one); rows of W sum to zero.
+
+    A term is summed over the coordinates of a plane in place of all of them: the same products.
+    """
     weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
-    found = [(rows * weighted[..., c : c + 1, :]).sum(2) for c in range(parts)]
-    each = rearrange(torch.stack(found, -1), "b h a e c -> b h e (a c)").double()
-    out = each.new_zeros(*each.shape[:2], planes.planes, parts**2)
+    if planes is None:
+        pairs = (rows @ weighted.mT).sum(2, dtype=torch.float64)  # a product for each query
+        return pairs.flatten(2).unsqueeze(2)
+    by_key_part = [(rows * weighted[..., c : c + 1, :]).sum(2) for c in range(rows.shape[3])]
+    each = rearrange(torch.stack(by_key_part, -1), "b h a e c -> b h e (a c)").double()
+    out = each.new_zeros(*each.shape[:2], planes.planes, each.shape[-1])
     return out.index_add_(2, planes.plane.to(out.device), each)
 
 
 def centred_scores(
-    query: Tensor, key: Tensor, block: Block, count: Tensor
+    query: Tensor, key: Tensor, block: Block
 ) -> tuple[Float[Tensor, "batch head query key"], Tensor]:
     """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product;
     and the means that were taken out."""
-    known = key[:, :, : block.end]
-    prefix = known[:, :, : block.full].sum(2, keepdim=True)
+    seen = key[:, :, : block.end]
+    prefix = seen[:, :, : block.full].sum(2, keepdim=True)
     if block.end > block.full:
-        prefix = prefix + block.mask @ known[:, :, block.full :]
-    mean = (query * prefix).sum(-1, keepdim=True) / count
+        prefix = prefix + block.mask @ seen[:, :, block.full :]
+    mean = (query * prefix).sum(-1, keepdim=True) / block.n_keys
     rows = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
-    centred = torch.baddbmm(rows, query.flatten(0, 1), known.flatten(0, 1).mT, beta=-1).unflatten(
+    centred = torch.baddbmm(rows, query.flatten(0, 1), seen.flatten(0, 1).mT, beta=-1).unflatten(
         0, query.shape[:2]
     )
     if block.end > block.full:
@@ -110,7 +140,6 @@ def centred_scores(
 def moved_attention(
     centred: Float[Tensor, "batch head query key"],
     block: Block,
-    count: Tensor,
     softcap: float | None,
     level: Tensor | None,
 ) -> Float[Tensor, "batch head query key"]:
@@ -132,7 +161,7 @@ def moved_attention(
     w[..., near] *= block.mask
     # in float64: it cancels against the count where one key has everything
     summed = w.sum(-1, keepdim=True, dtype=torch.float64)
-    w.sub_((summed / count).to(w)).div_((summed + count).to(w))
+    w.sub_((summed / block.n_keys).to(w)).div_((summed + block.n_keys).to(w))
     w[..., near] *= block.mask
     return w
 
@@ -142,31 +171,31 @@ class KeyMoments:
     small terms)."""
 
     def __init__(self, keys: Float[Tensor, "batch head key part d_head"]) -> None:
+        batch, heads, _, parts, width = keys.shape
         self.keys, self.end = keys, 0
-        self.sums: Tensor | None = None
-        self.squares: Tensor | None = None
+        self.sums = keys.new_zeros(batch, heads, parts, width, dtype=torch.float64)
+        self.squares = keys.new_zeros(batch, heads, parts, width**2, dtype=torch.float64)
 
-    def extend(self, end: int) -> None:
+    def _extend(self, end: int) -> None:
         """Take in the keys up to ``end``."""
-        if end <= self.end:
-            return
         new = rearrange(self.keys[:, :, self.end : end], "b h j c e -> b h c j e")
         new = new.contiguous().double()
-        sums, squares = new.sum(-2), (new.mT @ new).flatten(-2)
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.squares = squares if self.squares is None else self.squares.add_(squares)
+        self.sums += new.sum(-2)
+        self.squares += (new.mT @ new).flatten(-2)
         self.end = end
 
     def energies(
-        self, rows: Float[Tensor, "batch head query part d_head"], block: Block, count: Tensor
+        self, rows: Float[Tensor, "batch head query part d_head"], block: Block
     ) -> Float[Tensor, "batch head part part"]:
-        """``sum_ij X~^2`` of all pairs of parts for the rows of one block: the shared keys by their
-        moments, the others cell by cell."""
+        """``sum_ij X~^2`` of all pairs of parts for the rows of one block, blocks in order: the
+        keys that all rows see by their moments, the others cell by cell."""
+        if block.full > self.end:
+            self._extend(block.full)
         rows = rearrange(rows, "b h i a e -> b h a i e").contiguous()
         batch, heads, parts, queries, _ = rows.shape
         energy = torch.zeros(batch, heads, parts, parts, dtype=torch.float64, device=rows.device)
         sums = energy.new_zeros(batch, heads, parts, queries, parts)  # row sums of each term
-        if self.sums is not None and self.squares is not None:
+        if self.end > 0:
             wide = rows.double()
             energy += (wide.mT @ wide).flatten(-2) @ self.squares.mT
             sums += wide @ self.sums.mT.unsqueeze(2)
@@ -178,4 +207,4 @@ class KeyMoments:
             cells *= rearrange(block.mask, "b h i j -> b h 1 i 1 j")
             energy += torch.linalg.vector_norm(cells, dim=-1).double().square().sum(3)
             sums += cells.sum(-1)
-        return energy - (sums.square() / count.unsqueeze(2)).sum(3)
+        return energy - (sums.square() / block.n_keys.unsqueeze(2)).sum(3)

@@ -1,5 +1,5 @@
-"""What a sweep measures on request, at the cost of holding one term of a few contexts as a matrix:
-ablation, shapes, nulls."""
+"""What a sweep measures on request (``detail=``): ablations, shapes of terms, intervals and nulls.
+Most of it holds one term of a few contexts as a matrix, which the shares do not need."""
 
 from __future__ import annotations
 
@@ -59,14 +59,10 @@ class Details:
     def begin(self, layer: LayerView, basis: PositionContext) -> None:
         """A batch of one layer: map what all its contexts need."""
         if "nulls" in self.wanted:
-            require(
-                layer.added is None,
-                "detail='nulls'",
-                expected="positions that are part of the stream",
-                got="a positional embedding added to queries and keys (Shortformer)",
-                instead="the other details",
-                error=UnsupportedModelError,
-            )
+            expected = "positions that are part of the stream"
+            got = "a positional embedding added to queries and keys (Shortformer)"
+            options = {"instead": "the other details", "error": UnsupportedModelError}
+            require(layer.added is None, "detail='nulls'", expected=expected, got=got, **options)
         if self.wanted & {"nulls", "intervals"}:
             self.groups = groups = GroupProjections(layer, basis)
             self.left_out = self.left_out or LeaveOut(groups.share)
@@ -85,35 +81,8 @@ class Details:
         self.contexts += len(tokens)
         if "ablation" in self.wanted:
             self._ablation(layer, parts)
-        inside = layer.allowed[self.drop :, self.drop :]
-
-        def centred(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-            term = score(q[:, self.drop :], k[:, self.drop :])
-            return row_center(
-                term if bias is None else term + bias[:, self.drop :, self.drop :], inside
-            )
-
-        content = (
-            centred(parts.q[2], parts.k[2])
-            if self.wanted & {"toeplitz", "offsets", "contrast"}
-            else torch.empty(0)
-        )
-        if self.wanted & {"toeplitz", "offsets"}:
-            position = centred(parts.q[:2].sum(0), parts.k[:2].sum(0), layer.bias)
-            shown = {
-                "pos-pos": centred(parts.q[1], parts.k[1]),
-                "position": position,
-                "cvec-cvec": content,
-            }
-            self.mask = self.mask or Offsets.of(inside)
-            for name, term in shown.items():
-                new = offset_sums(term, inside, self.mask)
-                self.offsets[name] = self.offsets[name] + new if name in self.offsets else new
-        if "contrast" in self.wanted:
-            new_contrast = contrast_sums(content, tokens[:, self.drop :].to(content.device), inside)
-            self.contrasts = (
-                new_contrast if self.contrasts is None else self.contrasts + new_contrast
-            )
+        if self.wanted & {"toeplitz", "offsets", "contrast"}:
+            self._shapes(layer, parts, tokens)
         if self.groups is not None and self.left_out is not None:
             own = own_groups(basis, tokens)
             self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
@@ -129,12 +98,38 @@ class Details:
         assert self.left_out is not None
         return self.left_out.table(contexts)
 
+    def _shapes(
+        self, layer: LayerView, parts: ProjectedParts, tokens: Int[Tensor, "batch position"]
+    ) -> None:
+        """How terms depend on the offset and on equal tokens."""
+        kept = slice(self.drop, None)
+        inside = layer.allowed[kept, kept]
+
+        def centred(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
+            term = score(q[:, kept], k[:, kept])
+            return row_center(term if bias is None else term + bias[:, kept, kept], inside)
+
+        content = centred(parts.q[2], parts.k[2])
+        if self.wanted & {"toeplitz", "offsets"}:
+            self.mask = self.mask or Offsets.of(inside)
+            terms = {
+                "pos-pos": centred(parts.q[1], parts.k[1]),
+                "position": centred(parts.q[:2].sum(0), parts.k[:2].sum(0), layer.bias),
+                "cvec-cvec": content,
+            }
+            for name, term in terms.items():
+                sums = offset_sums(term, inside, self.mask)
+                self.offsets[name] = self.offsets[name] + sums if name in self.offsets else sums
+        if "contrast" in self.wanted:
+            contrasts = contrast_sums(content, tokens[:, kept].to(content.device), inside)
+            self.contrasts = contrasts if self.contrasts is None else self.contrasts + contrasts
+
     def _ablation(self, layer: LayerView, parts: ProjectedParts) -> None:
-        whole = score(parts.q.sum(0), parts.k.sum(0))
-        whole = whole if layer.bias is None else whole + layer.bias
-        before, allowed = layer.logits(whole)
+        total = score(parts.q.sum(0), parts.k.sum(0))
+        total = total if layer.bias is None else total + layer.bias
+        before, allowed = layer.logits(total)
         pattern = Pattern(before[..., self.drop :, :], allowed[self.drop :])
-        for name, rest in _without_each_term(whole, parts, layer):
+        for name, rest in _without_each_term(total, parts, layer):
             after = layer.logits(rest)[0]
             effect = pattern.distance(after[..., self.drop :, :])
             new = torch.stack([effect.tv, effect.kl]).sum(1)
@@ -161,21 +156,22 @@ class Details:
         """The tables of several layers, their heads in order; ``contexts`` are those of the
         basis."""
         tables: list[Mapping[str, Tensor]] = [d.table(contexts) for d in layers]
-        out = {k: torch.cat([t[k] for t in tables]) for k in tables[0]}
+        names = tables[0] if tables else ()
+        out = {name: torch.cat([table[name] for table in tables]) for name in names}
         if "p_position" in out:
             out["p_position_bh"] = adjusted(out["p_position"])
         return out
 
 
 def _without_each_term(
-    whole: Float[Tensor, "batch head query key"], parts: ProjectedParts, layer: LayerView
+    total: Float[Tensor, "batch head query key"], parts: ProjectedParts, layer: LayerView
 ) -> Iterator[tuple[str, Tensor]]:
     """The scores less one term after the other."""
-    names, flat = iter(term_names(PARTS)), whole.flatten(0, 1)
+    names, flat = iter(term_names(PARTS)), total.flatten(0, 1)
     queries, keys = (rearrange(x, "part b i h e -> part (b h) i e") for x in (parts.q, parts.k))
     for q in queries:
         for k in keys:
             rest = torch.baddbmm(flat, q, k.mT, alpha=-1)
-            yield next(names), rest.view_as(whole)
+            yield next(names), rest.view_as(total)
     if layer.bias is not None:
-        yield "alibi-alibi", whole - layer.bias
+        yield "alibi-alibi", total - layer.bias

@@ -1,12 +1,13 @@
-"""Head types on repeated random tokens: previous-token, duplicate-token, neighbourhood and
-induction heads, with their baselines.
+"""Which heads attend to the previous token, to an equal token, or to what followed it (induction
+heads): scores on repeated random tokens, with their baselines. :func:`tl_geometry.sweep_heads`
+prints them beside the shares.
 
 On a random sequence repeated several times nothing but position and repetition can be attended to,
 so the attention that a head pays to a fixed set of keys names its type (the synthetic input of Song
 & Zhong 2023, Fig. 4). With the pattern A, query i, key j:
 
     previous-token   A[i, i-1]                                    i >= 1
-    neighbourhood    sum over 1 <= i-j <= width of A[i, j]        i >= 1
+    neighbourhood    sum over 1 <= i-j <= 3 of A[i, j]            i >= 1
     same-token       sum over j <= i with tok_j = tok_i           all queries
     duplicate-token  sum over j < i with tok_j = tok_i            queries whose token came before
     induction        sum over 1 <= j <= i with tok_{j-1} = tok_i  queries whose token came before
@@ -25,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.rows import causal_mask
 from tl_geometry.corpus.nulls import HIGH_TOKEN, repeated_random_tokens
@@ -33,13 +34,15 @@ from tl_geometry.models.model_view import ModelView
 
 HEAD_TYPES = ("previous", "duplicate", "same", "neighbourhood", "induction")
 """Names of the scores."""
+NEIGHBOURS = 3
+"""How many tokens before its own a neighbourhood head may attend to, as in Song & Zhong 2023."""
 SEQUENCES = 12
 """Sequences of repeated random tokens that a model's heads are scored on, each from a range of ids
 of its own where the vocabulary is large."""
 
 
 def detection_patterns(
-    tokens: Int[Tensor, "batch position"], *, width: int = 3
+    tokens: Int[Tensor, "batch position"],
 ) -> dict[str, Bool[Tensor, "batch query key"]]:
     """The keys that each type of head attends to, as masks over ``[query key]``.
 
@@ -47,18 +50,17 @@ def detection_patterns(
     {'previous': 3, 'duplicate': 2, 'same': 6, 'neighbourhood': 6, 'induction': 2}
     """
     batch, length = tokens.shape
-    offset = torch.arange(length, device=tokens.device).unsqueeze(1) - torch.arange(
-        length, device=tokens.device
-    )
+    positions = torch.arange(length, device=tokens.device)
+    offset = positions.unsqueeze(1) - positions
     equal = tokens.unsqueeze(2) == tokens.unsqueeze(1)
     follows = torch.zeros_like(equal)
     follows[:, :, 1:] = equal[:, :, :-1]
-    spread = (offset >= 1) & (offset <= width)
+    near = (offset >= 1) & (offset <= NEIGHBOURS)
     return {
         "previous": (offset == 1).expand(batch, -1, -1),
         "duplicate": equal & (offset > 0),
         "same": equal & (offset >= 0),
-        "neighbourhood": spread.expand(batch, -1, -1),
+        "neighbourhood": near.expand(batch, -1, -1),
         "induction": follows & (offset >= 0),
     }
 
@@ -78,93 +80,64 @@ class HeadTypes:
     baselines: dict[str, float]
     queries: dict[str, int]
 
-    def labels(self, *, over: float = 0.4) -> tuple[str, ...]:
-        """Of previous, duplicate and induction the highest, where it is over ``over`` (and the
-        baseline), else ``""``; heads flattened."""
-        kinds = ("previous", "duplicate", "induction")
-        table = torch.stack([self.scores[k].flatten() for k in kinds], dim=-1)
-        floor = torch.tensor([max(over, self.baselines[k]) for k in kinds], dtype=table.dtype)
-        best = torch.where(table > floor, table, -torch.inf).max(dim=-1)
-        return tuple(
-            kinds[i] if v > 0 else ""
-            for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        )
-
 
 def head_type_scores(
     pattern: Float[Tensor, "*layer batch head query key"],
     tokens: Int[Tensor, "batch position"],
     *,
     allowed: Bool[Tensor, "query key"] | None = None,
-    width: int = 3,
-    common: bool = False,
-    method: str = "mean",
 ) -> HeadTypes:
-    """Head-type scores of attention patterns (formulas at the top of the module).
-
-    ``allowed`` (causal for ``None``) gives the baselines; ``width`` is the reach of
-    ``neighbourhood``. With ``common`` every score is averaged over the queries whose token came
-    before: then previous + duplicate + induction is at most one for distinct tokens of period 3 or
-    more. ``method="mul"`` is TransformerLens's ``detect_head``, ``sum(A * D) / sum(A)`` for the
-    same sets of keys.
+    """Head-type scores of attention patterns (formulas at the top of the module); ``allowed``
+    (causal for ``None``) gives the baselines.
 
     >>> tokens = repeated_random_tokens(4, 2)
     >>> uniform = torch.ones(8, 8).tril() / torch.arange(1, 9).unsqueeze(1)
-    >>> found = head_type_scores(uniform[None, None], tokens)
-    >>> bool(abs(found.scores["induction"] - found.baselines["induction"]) < 1e-6)
+    >>> types = head_type_scores(uniform[None, None], tokens)
+    >>> bool(abs(types.scores["induction"] - types.baselines["induction"]) < 1e-6)
     True
     """
-    choice(method, ("mean", "mul"), "method")
-    plain = method == "mean" or not common
-    require(plain, "common", expected='False with method="mul"', got=common)
     length = tokens.shape[1]
-    ok = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == len(tokens)
-    require(
-        ok,
-        "pattern",
-        expected=f"[... batch head query key] for tokens {tuple(tokens.shape)}",
-        got=describe(pattern),
-    )
+    fits = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == len(tokens)
+    expected = f"[... batch head query key] for tokens {tuple(tokens.shape)}"
+    require(fits, "pattern", expected=expected, got=describe(pattern))
     tokens = tokens.to(pattern.device)
     allowed = causal_mask(length) if allowed is None else allowed
     uniform = (allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)).to(pattern.device)
-    sets = detection_patterns(tokens, width=width)
-    repeated = sets["duplicate"].any(-1)
+    keys_of = detection_patterns(tokens)
+    repeated = keys_of["duplicate"].any(-1)
     later = torch.arange(length, device=pattern.device).expand_as(repeated) >= 1
-    queries: dict[str, Tensor] = dict.fromkeys(HEAD_TYPES, repeated if common else later)
-    if not common:
-        queries |= {"duplicate": repeated, "induction": repeated, "same": torch.ones_like(repeated)}
+    queries_of = {
+        "previous": later,
+        "neighbourhood": later,
+        "same": torch.ones_like(repeated),
+        "duplicate": repeated,
+        "induction": repeated,
+    }
     scores, errors, baselines = {}, {}, {}
-    for name, keys in sets.items():
-        chosen = keys & queries[name].unsqueeze(-1) if method == "mean" else keys
-        weight = float(queries[name].sum()) if method == "mean" else float(len(tokens) * length)
-        total = (
-            pattern.sum((-4, -2, -1), dtype=torch.float64)
-            if method == "mul"
-            else weight or torch.nan
-        )
+    for name, keys in keys_of.items():
+        chosen = keys & queries_of[name].unsqueeze(-1)
+        queries = queries_of[name].sum(-1).double()
+        count = float(queries.sum()) or torch.nan
         rows = (pattern * chosen.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
-        scores[name] = rows.sum(-2) / total
-        weights = queries[name].sum(-1) if method == "mean" else pattern.sum((-2, -1))
-        errors[name] = _ratio_error(rows, weights.double())
-        baselines[name] = float((uniform * chosen).sum()) / weight if weight else float("nan")
+        scores[name] = rows.sum(-2) / count
+        errors[name] = _ratio_error(rows, queries)
+        baselines[name] = float((uniform * chosen).sum()) / count
     return HeadTypes(
         scores=scores,
         errors=errors,
         baselines=baselines,
-        queries={k: int(v.sum()) for k, v in queries.items()},
+        queries={name: int(queries.sum()) for name, queries in queries_of.items()},
     )
 
 
 def _ratio_error(
-    sums: Float[Tensor, "*layer batch head"], weights: Float[Tensor, "..."]
+    sums: Float[Tensor, "*layer batch head"], counts: Float[Tensor, " batch"]
 ) -> Float[Tensor, "*layer head"]:
-    """Standard error of ``sum of sums / sum of weights`` over the rows of a batch (the delta
-    method, exact for equal weights); NaN below 10 rows."""
-    n = sums.shape[-2]
-    weights = (weights.unsqueeze(-1) if weights.dim() == 1 else weights).expand_as(sums)
-    total = weights.sum(-2, keepdim=True)
-    left = (sums - sums.sum(-2, keepdim=True) / total * weights) / (total / n)
+    """Standard error of ``sum of sums / sum of counts`` over the rows of a batch (the delta method,
+    exact for equal counts); NaN below 10 rows."""
+    n, total = sums.shape[-2], counts.sum()
+    ratio = sums.sum(-2, keepdim=True) / total
+    left = (sums - ratio * counts.unsqueeze(-1)) / (total / n)
     error = (left.square().sum(-2) / max(1, n * (n - 1))).sqrt()
     return error if n >= FEWEST else torch.full_like(error, torch.nan)
 
@@ -236,18 +209,18 @@ def measure_types(
     length = tokens.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed = causal_mask(length) if view.causal else allowed
-    found: dict[int, HeadTypes] = {}
+    types: dict[int, HeadTypes] = {}
 
     def hook(layer: int) -> Callable[[Tensor], None]:
         def take(pattern: Tensor) -> None:
-            found[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
+            types[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
 
         return take
 
     view.run(tokens, {view.pattern_hooks[layer]: hook(layer) for layer in layers})
-    first = found[layers[0]]
+    first = types[layers[0]]
     scores, errors = (
-        {t: torch.cat([getattr(found[at], name)[t].cpu() for at in layers]) for t in HEAD_TYPES}
+        {t: torch.cat([getattr(types[at], name)[t].cpu() for at in layers]) for t in HEAD_TYPES}
         for name in ("scores", "errors")
     )
     return dataclasses.replace(first, scores=scores, errors=errors)

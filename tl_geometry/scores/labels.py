@@ -1,5 +1,5 @@
-"""The label of a head: the group of terms (or the term) that comes first both by covariance and by
-gain.
+"""Which group of terms (or term) a head is labelled with: the one that comes first both by
+covariance and by gain. Every table of shares prints it.
 
 A covariance share counts all cells of a row alike, a gain share by the attention that is paid to
 them. Removing a term costs what it does to attention, so a label by covariance alone can name what
@@ -19,7 +19,8 @@ from torch import Tensor
 UNCLEAR, UNIFORM = "unclear", "uniform"
 """Labels of a head without a clear winner, and of one that spreads its attention evenly."""
 SHARE_OVER, MARGIN_OVER = 0.5, 0.1
-"""A label needs more than half of the covariance, and this lead over the second by both shares."""
+"""A label needs more than half of the covariance, so that it outweighs everything else together,
+and this lead over the second by both shares, about what repeated samples of a corpus differ by."""
 
 
 class Ranking(NamedTuple):
@@ -33,15 +34,13 @@ class Ranking(NamedTuple):
 
     @staticmethod
     def of(
-        shares: Float[Tensor, "head term"],
-        margin_over: float,
-        certain: Bool[Tensor, " head"] | None = None,
+        shares: Float[Tensor, "head term"], certain: Bool[Tensor, " head"] | None = None
     ) -> Ranking:
         """``certain`` says in which heads the interval of the lead excludes zero, where known."""
         top, order = shares.sort(dim=-1, descending=True, stable=True)
         several = shares.shape[1] > 1
         margin = top[:, 0] - top[:, 1] if several else torch.full_like(top[:, 0], torch.inf)
-        clear = margin > margin_over
+        clear = margin > MARGIN_OVER
         clear = clear if certain is None else clear & certain
         blank = torch.where(torch.isnan(shares).any(-1), torch.nan, 0.0)
         return Ranking(order[:, 0], top[:, 0] + blank, margin + blank, clear)
@@ -66,50 +65,43 @@ def dominant(
     gs: Float[Tensor, "head term"],
     names: Sequence[str],
     *,
-    share_over: float = SHARE_OVER,
-    margin_over: float = MARGIN_OVER,
     certain: tuple[Bool[Tensor, " head"] | None, Bool[Tensor, " head"] | None] = (None, None),
 ) -> Dominant:
     """The name that has the largest covariance share and the largest gain share, if the first is
-    over ``share_over`` and both lead by more than ``margin_over`` (and the head is among the
-    ``certain`` of each share, where they are given), else ``"unclear"``.
+    over :data:`SHARE_OVER` and both lead by more than :data:`MARGIN_OVER` (and the head is among
+    the ``certain`` of each share, where they are given), else ``"unclear"``.
 
     Heads whose covariance shares are NaN are ``"uniform"``.
 
     >>> cs, gs = torch.tensor([[0.7, 0.3], [0.6, 0.4]]), torch.tensor([[0.6, 0.4], [0.4, 0.6]])
-    >>> found = dominant(cs, gs, ["position", "content"])
-    >>> found.labels, found.flags
+    >>> best = dominant(cs, gs, ["position", "content"])
+    >>> best.labels, best.flags
     (('position', 'unclear'), ('', 'position by cs, content by gs'))
     """
-    heads = len(cs)
     if not names:
-        nothing, blank = torch.full((heads,), torch.nan, dtype=cs.dtype), ("",) * heads
+        nothing, blank = torch.full((len(cs),), torch.nan, dtype=cs.dtype), ("",) * len(cs)
         return Dominant(blank, blank, nothing, nothing, blank, nothing, nothing, blank)
-    by_cs, by_gs = (Ranking.of(x, margin_over, c) for x, c in zip((cs, gs), certain, strict=True))
-    uniform, unknown = torch.isnan(by_cs.share), torch.isnan(by_gs.share)
-    same = (by_cs.first == by_gs.first) | unknown
-    clear = by_cs.clear & by_gs.clear & same & (by_cs.share > share_over)
-    first, gains = (
-        [UNIFORM if u else "" if n else str(names[i]) for i, u, n in zip(*each, strict=True)]
-        for each in (
-            (by_cs.first.tolist(), uniform.tolist(), uniform.tolist()),
-            (by_gs.first.tolist(), uniform.tolist(), unknown.tolist()),
-        )
-    )
-    labels = [
-        UNIFORM if u else name if c else UNCLEAR
-        for name, c, u in zip(first, clear.tolist(), uniform.tolist(), strict=True)
-    ]
-    flags = [
-        "" if s else f"{a} by cs, {b} by gs"
-        for a, b, s in zip(first, gains, same.tolist(), strict=True)
-    ]
+    by_cs, by_gs = (Ranking.of(x, c) for x, c in zip((cs, gs), certain, strict=True))
+    uniform, no_gain = torch.isnan(by_cs.share), torch.isnan(by_gs.share)
+    same = (by_cs.first == by_gs.first) | no_gain
+    clear = by_cs.clear & by_gs.clear & same & (by_cs.share > SHARE_OVER)
+    labels, first_by_cs, first_by_gs, flags = [], [], [], []
+    for head in range(len(cs)):
+        first, gain = names[int(by_cs.first[head])], names[int(by_gs.first[head])]
+        if uniform[head]:
+            first = gain = UNIFORM
+        elif no_gain[head]:
+            gain = ""
+        first_by_cs.append(first)
+        first_by_gs.append(gain)
+        labels.append(first if uniform[head] or clear[head] else UNCLEAR)
+        flags.append("" if same[head] else f"{first} by cs, {gain} by gs")
     return Dominant(
         tuple(labels),
-        tuple(first),
+        tuple(first_by_cs),
         by_cs.share,
         by_cs.margin,
-        tuple(gains),
+        tuple(first_by_gs),
         by_gs.share,
         by_gs.margin,
         tuple(flags),

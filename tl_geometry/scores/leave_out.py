@@ -1,5 +1,5 @@
-"""Covariance and gain shares with groups of contexts left out of the corpus and of the basis: what
-the intervals of a sweep are made of.
+"""The samples behind the intervals of a sweep (``detail="intervals"``): covariance and gain shares
+with groups of contexts left out of the corpus and of the basis.
 
 Mean and positional vectors are estimates, often from the very contexts whose shares are asked for,
 so that shares of position are too high, and no resampling of contexts alone sees it. With s the
@@ -29,7 +29,13 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.base.intervals import (
+    FEWEST,
+    FEWEST_GROUPS,
+    Interval,
+    LeftOut,
+    jackknife_interval,
+)
 from tl_geometry.base.results import row_hashes
 from tl_geometry.decomposition.layer_intervals import blocks
 from tl_geometry.decomposition.position_context import PositionContext
@@ -39,7 +45,8 @@ from tl_geometry.scores.sums import ShareSums, share_sums
 
 NONE: frozenset[int] = frozenset()
 BLOCKS = 8
-"""Blocks of contexts, at least (twice as many at most), that are left out in turn."""
+"""Blocks of contexts, at least (twice as many at most), that are left out in turn: as many as a
+basis has groups by default."""
 UNEVEN = 2.0
 """A group of the basis may hold up to this many times its share of a sweep's contexts, and must
 hold one over this, for one jackknife to serve both."""
@@ -117,13 +124,29 @@ def sets_of(member: Bool[Tensor, "row group"]) -> list[frozenset[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """Covariance and gain shares ``[head sample term]``: first the whole sample, then each group
-    left out, jackknife by jackknife; and the shares of the samples in the groups of each
-    jackknife."""
+    """Covariance and gain shares of all contexts (the first sample), then with each group left out,
+    jackknife by jackknife; ``sizes`` are the groups' shares of the contexts, by jackknife."""
 
-    shares: Float[Tensor, "head sample term"]
-    gains: Float[Tensor, "head sample term"]
+    cs: Float[Tensor, "head sample term"]
+    gs: Float[Tensor, "head sample term"]
     sizes: tuple[tuple[float, ...], ...]
+
+    def interval(self, values: Float[Tensor, "head sample *batch"]) -> Interval:
+        """Interval of anything linear in the shares, from its value in each sample."""
+        samples = values[:, 1:].split([len(sizes) for sizes in self.sizes], dim=1)
+        jackknives = [
+            LeftOut(sample.transpose(0, 1), values.new_tensor(sizes))
+            for sample, sizes in zip(samples, self.sizes, strict=True)
+        ]
+        return jackknife_interval(values[:, 0], jackknives)
+
+    def grouped(self, member: Float[Tensor, "term group"]) -> Resampled:
+        """The same for groups of terms."""
+        return Resampled(self.cs @ member, self.gs @ member, self.sizes)
+
+    def select(self, heads: Int[Tensor, " head"]) -> Resampled:
+        """The same for some heads, in the given order."""
+        return Resampled(self.cs[heads], self.gs[heads], self.sizes)
 
 
 class LeaveOut:
@@ -144,7 +167,7 @@ class LeaveOut:
             if at == 2 * BLOCKS:
                 self._merge_pairs()
                 at = BLOCKS
-            key, one = (group, at), sums.context(i)
+            key, one = (group, at), sums.select(i)
             self.sums[key] = self.sums[key] + one if key in self.sums else one
             self.counts[key] = self.counts.get(key, 0) + 1
             self.done += 1
@@ -153,7 +176,7 @@ class LeaveOut:
         """Move the sums together: strewn among the temporaries of a layer they would keep its
         memory from being used again (2 GB on SmolLM2)."""
         together = ShareSums.stack(list(self.sums.values()))
-        self.sums = {key: together.context(i) for i, key in enumerate(self.sums)}
+        self.sums = {key: together.select(i) for i, key in enumerate(self.sums)}
 
     def _merge_pairs(self) -> None:
         sums, counts = self.sums, self.counts
@@ -233,29 +256,27 @@ class LeaveOut:
 
 
 class GroupProjections:
-    """Mean and positional vectors of the groups of one layer's input, projected to queries and
-    keys: their sum at all positions before it turns with the position, and both parts after."""
+    """Mean and positional vectors of the groups of one layer's input, projected to queries and keys
+    and turned with the position."""
 
     def __init__(self, layer: LayerView, basis: PositionContext) -> None:
-        groups, length = GroupBasis.of(basis, layer.layer, basis.length), layer.h.shape[1]
+        groups = GroupBasis.of(basis, layer.layer, layer.h.shape[1])
         self.share, self.normalized = groups.share, basis.provenance.normalized
-        self.whole: dict[str, Float[Tensor, "group position head d_head"]] = {}
         self.mapped: dict[str, Float[Tensor, "part group position head d_head"]] = {}
         for which in ("q", "k"):
             mean = layer.projected(groups.mean.unsqueeze(1).to(layer.h), which)
             pos = layer.projected(groups.pos.to(layer.h), which)
-            self.whole[which] = mean + pos
-            both = torch.stack([mean.expand_as(pos), pos])[:, :, :length]
+            both = torch.stack([mean.expand_as(pos), pos])
             self.mapped[which] = layer.turned(both, which)
 
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
         """Numerators and gains of all pairs of the parts for some contexts."""
-        made: list[Tensor] = []
+        parts: list[Tensor] = []
         for which, whole in (("q", layer.q), ("k", layer.k)):
             scale = layer.scale if which == "q" else 1.0
             side = Side.of(layer, which, normalized=self.normalized)
             side = side.select(rows, slice(None), slice(None))
             bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
-            made.append(group_parts(whole[rows] * scale, bias, pos, self.share))
+            parts.append(group_parts(whole[rows] * scale, bias, pos, self.share))
         options = {"bias": layer.bias, "drop": drop, "energy": False, "softcap": layer.softcap}
-        return share_sums(made[0], made[1], layer.allowed, **options)
+        return share_sums(parts[0], parts[1], layer.allowed, **options)

@@ -1,4 +1,5 @@
-"""Shares of rotary planes: which frequencies carry what a head's scores are made of."""
+"""Which frequencies carry the scores of a rotary model: shares of rotary planes and of bands of
+wavelengths, the tables that ``.planes()`` of a split's shares and of a sweep returns."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.results import Result
 from tl_geometry.scores.labels import dominant
 from tl_geometry.scores.planes import PASS, Band, HeadPlanes, default_bands
-from tl_geometry.scores.terms import BIAS_BIAS, label
+from tl_geometry.scores.terms import TermResult
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,7 +41,7 @@ class HeadBands(Result):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BandTable(Result):
+class BandTable(TermResult):
     """Shares of bands of wavelengths, by term, for each head: what :meth:`PlaneTable.by_band`
     returns.
 
@@ -52,7 +53,7 @@ class BandTable(Result):
     terms: tuple[str, ...]
     cs: Float[Tensor, "head band term"]
     gs: Float[Tensor, "head band term"]
-    bias_label: str = BIAS_BIAS
+    table_axes, table_values = ("head", "band", "term"), ("cs", "gs")
 
     @property
     def total_cs(self) -> Float[Tensor, "head band"]:
@@ -82,50 +83,32 @@ class BandTable(Result):
             gs=self.total_gs,
         )
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "band", "term", "cs", "gs")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        cs, gs = self.cs.tolist(), self.gs.tolist()
-        return [
-            (layer, head, band, term, cs[h][b][t], gs[h][b][t])
-            for h, (layer, head) in enumerate(self.heads)
-            for b, band in enumerate(self.bands)
-            for t, term in enumerate(self.terms)
-        ]
-
-    def readable(self, value: object) -> object:
-        return label(value, self.bias_label) if isinstance(value, str) else value
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PlaneTable(Result):
+class PlaneTable(TermResult):
     """Shares of each rotary plane, by term, for each head: what :meth:`ShareTable.planes` returns.
 
     ``cs = sum X~^(m) . S~ / sum S~^2`` and ``gs``, the same with ``p - u`` in place of S~, sum over
     planes and terms to one; with ALiBi, whose term is in no plane, to one less its share.
-    ``wavelength`` is in tokens (infinite for what is not rotated), ``length`` the positions of a
-    prompt, which the default bands depend on.
+    ``wavelength`` is in tokens (infinite for what is not rotated); ``head_planes`` are the
+    planes themselves, in prompts of ``length`` tokens, which the default bands depend on.
     """
 
     heads: tuple[tuple[int, int], ...]
     terms: tuple[str, ...]
-    plane: Int[Tensor, "head d_head"]
-    theta: Float[Tensor, "head plane"]
-    length: int
+    head_planes: HeadPlanes
     cs: Float[Tensor, "head plane term"]
     gs: Float[Tensor, "head plane term"]
-    bias_label: str = BIAS_BIAS
 
     @property
-    def found(self) -> HeadPlanes:
-        """The planes themselves."""
-        return HeadPlanes(self.plane, self.theta, self.length)
+    def length(self) -> int:
+        """Positions of a prompt."""
+        return self.head_planes.length
 
     @property
     def wavelength(self) -> Float[Tensor, "head plane"]:
         """Tokens per turn of each plane."""
-        return self.found.wavelength
+        return self.head_planes.wavelength
 
     @property
     def total_cs(self) -> Float[Tensor, "head plane"]:
@@ -141,8 +124,8 @@ class PlaneTable(Result):
         """Sums over bands of wavelengths: ``near`` (up to 16 tokens), ``middle`` (up to the
         prompt's length), ``far`` and ``pass`` (not rotated), or bands of your own."""
         chosen = default_bands(self.length) if bands is None else dict(bands)
-        member = {name: self.found.inside(Band(*band)) for name, band in chosen.items()}
-        member |= {PASS: self.found.chosen(PASS)}
+        member = {name: self.head_planes.inside(Band(*band)) for name, band in chosen.items()}
+        member |= {PASS: self.head_planes.chosen(PASS)}
         weight = torch.stack(list(member.values()), 1).to(self.cs)
         cs, gs = (
             einsum(weight, x, "head band plane, head plane term -> head band term")
@@ -163,7 +146,7 @@ class PlaneTable(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         cs, gs, waves = self.cs.tolist(), self.gs.tolist(), self.wavelength.tolist()
-        bands = self.found.bands()
+        bands = self.head_planes.bands()
         return [
             (layer, head, m, waves[h][m], bands[h][m], term, cs[h][m][t], gs[h][m][t])
             for h, (layer, head) in enumerate(self.heads)
@@ -171,6 +154,3 @@ class PlaneTable(Result):
             if bands[h][m]
             for t, term in enumerate(self.terms)
         ]
-
-    def readable(self, value: object) -> object:
-        return label(value, self.bias_label) if isinstance(value, str) else value

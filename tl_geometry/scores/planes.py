@@ -77,8 +77,8 @@ class HeadPlanes:
         """The planes of heads, given those of each head's layer."""
         most = max(len(p.theta) for p in planes)
         theta = torch.full((len(planes), most), torch.nan, dtype=torch.float64)
-        for row, found in zip(theta, planes, strict=True):
-            row[: len(found.theta)] = found.theta
+        for row, of_layer in zip(theta, planes, strict=True):
+            row[: len(of_layer.theta)] = of_layer.theta
         return HeadPlanes(torch.stack([p.plane for p in planes]), theta, length)
 
     @staticmethod
@@ -111,13 +111,12 @@ class HeadPlanes:
             count = self.theta.shape[1]
             expected = f"planes 0 to {count - 1}, a Band of wavelengths, or near, middle, far, pass"
             require(0 <= planes < count, "planes", expected=expected, got=planes)
-            found = torch.zeros(self.theta.shape, dtype=torch.bool)
-            found[:, planes] = True
-            return found & ~self.theta.isnan()
-        found = torch.zeros(self.theta.shape, dtype=torch.bool)
-        for some in planes:
-            found |= self.chosen(some)
-        return found
+            numbered = torch.arange(count) == planes
+            return numbered & ~self.theta.isnan()
+        chosen = torch.zeros(self.theta.shape, dtype=torch.bool)
+        for choice in planes:
+            chosen |= self.chosen(choice)
+        return chosen
 
     def coordinates(self, chosen: Bool[Tensor, "head plane"]) -> Bool[Tensor, "head d_head"]:
         """Which coordinates lie in the chosen planes."""

@@ -1,9 +1,9 @@
-"""The null of position: what the position terms explain when the groups of a basis no longer agree
-on where a position is.
+"""Does position explain more of a head's scores than noise would? The null share and the p-value of
+``detail="nulls"``, from draws in which the groups of a basis no longer agree on what a position is.
 
 A basis is the average of G groups of contexts. Without position the mean vectors ``M_g`` of the
-groups are noise, and as sums of contexts about normal, so that any turn of the G groups among each
-other is as likely as what was seen (Langsrud 2005, rotation tests)::
+groups are noise, and as sums of contexts about normal, so that any rotation of the G groups among
+each other is as likely as what was seen (Langsrud 2005, rotation tests)::
 
     M(r) = sum_g r_g sqrt(w_g) M_g,   |r| = 1,   w_g the share of the contexts in group g
 
@@ -112,8 +112,9 @@ def independence(
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(gram), generator=generator) for _ in range(DRAWS)]
     order = torch.stack([torch.arange(len(gram)), *orders])
-    found = gram[order[:, :-1], order[:, 1:]].sum(1)
-    return float((found >= found[0] - 1e-9 * gram.abs().sum()).double().mean())
+    alike = gram[order[:, :-1], order[:, 1:]].sum(1)
+    tie = 1e-9 * gram.abs().sum()  # orders that differ by rounding alone are equal
+    return float((alike >= alike[0] - tie).double().mean())
 
 
 def turned(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> Turned:

@@ -1,4 +1,5 @@
-"""Projecting parts of a layer's input to queries, keys and values: the one place where it is done.
+"""Projects parts of a layer's input to queries, keys and values: for splits, sweeps and edits of a
+live model.
 
 With every scale frozen a layer's queries are linear in additive parts of its input (keys and values
 alike)::
@@ -142,11 +143,11 @@ def split_layer(
 
 def split_heads(layer: LayerView, mapped: MappedBasis, heads: list[int]) -> ProjectedParts:
     """The parts of some heads of a whole batch, with gradients: new memory throughout."""
-    found: list[Tensor] = []
+    projected: list[Tensor] = []
     for which, both, whole in (("q", mapped.q, layer.q), ("k", mapped.k, layer.k)):
         side = Side.of(layer, which, normalized=mapped.normalized)
         side = side.select(slice(None), slice(None), heads)
         both = rearrange(both[:, heads], "part head position e -> part 1 position head e")
         bias, pos = side.bias_and_pos(both)
-        found.append(torch.stack([bias, pos, whole[:, :, heads] - bias - pos]))
-    return ProjectedParts(found[0] * layer.scale, found[1])
+        projected.append(torch.stack([bias, pos, whole[:, :, heads] - bias - pos]))
+    return ProjectedParts(projected[0] * layer.scale, projected[1])

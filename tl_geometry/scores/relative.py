@@ -1,4 +1,5 @@
-"""Relative position: how scores depend on the offset i - j of query and key.
+"""Relative position: how scores depend on the offset i - j of query and key. Functions of a split
+(:func:`offset_profile`, :func:`offset_share`) and of a model (:func:`relative_kernel`).
 
 - **Kernel.** On a normalised basis the (bias, bias) term of a rotary model without QK-norm is
   exactly a function of the offset: with the projected mean and constants q, k before rotation,
@@ -12,9 +13,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import reduce
 
 import torch
 from einops import einsum
@@ -29,17 +30,15 @@ from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.describing import as_view
-from tl_geometry.models.facts import rotate
+from tl_geometry.models.attention_spec import rotate
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.shapes import OffsetSums, offset_sums
+from tl_geometry.scores.split import ScoreSplit
 from tl_geometry.scores.splitter import is_relative
-
-if TYPE_CHECKING:
-    from tl_geometry.scores.split import ScoreSplit
 
 TOTAL = "all terms"
 """Name of the sum of all terms in a profile."""
@@ -56,16 +55,21 @@ class RelativeKernel(Result):
     """
 
     heads: tuple[tuple[int, int], ...]
-    plane: Int[Tensor, "head d_head"]
-    theta: Float[Tensor, "head plane"]
+    head_planes: HeadPlanes
     cosine: Float[Tensor, "head plane"]
     sine: Float[Tensor, "head plane"]
-    length: int
+    table_axes = ("head", "plane")
+    table_values = ("wavelength", "amplitude", "peak", "cosine", "sine")
 
     @property
-    def planes(self) -> HeadPlanes:
-        """The planes themselves."""
-        return HeadPlanes(self.plane, self.theta, self.length)
+    def theta(self) -> Float[Tensor, "head plane"]:
+        """Frequencies of the planes, in radians per token."""
+        return self.head_planes.theta
+
+    @property
+    def wavelength(self) -> Float[Tensor, "head plane"]:
+        """Tokens per turn of each plane."""
+        return self.head_planes.wavelength
 
     @property
     def amplitude(self) -> Float[Tensor, "head plane"]:
@@ -82,8 +86,9 @@ class RelativeKernel(Result):
     def by_plane(
         self, offsets: Int[Tensor, " offset"] | None = None
     ) -> Float[Tensor, "head plane offset"]:
-        """The kernel of each plane at ``offsets``, by default 0 to ``length - 1``."""
-        at = torch.arange(self.length) if offsets is None else offsets
+        """The kernel of each plane at ``offsets``, by default 0 to
+        ``head_planes.length - 1``."""
+        at = torch.arange(self.head_planes.length) if offsets is None else offsets
         angle = torch.nan_to_num(self.theta).unsqueeze(-1) * at.double()
         cosine, sine = (torch.nan_to_num(x).unsqueeze(-1) for x in (self.cosine, self.sine))
         return cosine * angle.cos() + sine * angle.sin()
@@ -92,19 +97,8 @@ class RelativeKernel(Result):
         """The kernel itself: the sum over planes."""
         return self.by_plane(offsets).sum(1)
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "plane", "wavelength", "amplitude", "peak", "cosine", "sine")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        shown = (self.planes.wavelength, self.amplitude, self.peak, self.cosine, self.sine)
-        table = torch.stack([x.double() for x in shown], -1).tolist()
-        known = (~self.theta.isnan()).tolist()
-        return [
-            (layer, head, m, *table[h][m])
-            for h, (layer, head) in enumerate(self.heads)
-            for m, there in enumerate(known[h])
-            if there
-        ]
+    def table_mask(self) -> Tensor:
+        return ~self.theta.isnan()
 
 
 def relative_kernel(
@@ -130,7 +124,7 @@ def relative_kernel(
 
     Raises ``GeometryError`` for a basis of the states themselves and for models without rotation,
     ``UnsupportedModelError`` for QK-norm, whose scale varies by token:
-    ``split.offset_profile("bias-bias")`` has the mean at each offset there.
+    ``offset_profile(split, "bias-bias")`` has the mean at each offset there.
     """
     view = as_view(model)
     require_basis(basis)
@@ -168,11 +162,9 @@ def relative_kernel(
             flags=basis.remarks(view),
         ),
         heads=chosen,
-        plane=planes.plane,
-        theta=planes.theta,
+        head_planes=planes,
         cosine=waves[0],
         sine=waves[1],
-        length=size,
     )
 
 
@@ -189,7 +181,7 @@ def _kernel_of(
         f"layer {layer.layer}",
         expected="scores without a scale that varies by token",
         got="QK-norm",
-        instead='split_scores(...).offset_profile("bias-bias")',
+        instead='offset_profile(split_scores(...), "bias-bias")',
         error=UnsupportedModelError,
     )
     assert turn is not None
@@ -210,7 +202,7 @@ def _kernel_of(
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OffsetProfile(Result):
     """Mean of a term at each offset i - j from ``first`` on, with the bounds of its ``level``
-    interval over prompts (the basis as given): what :meth:`ScoreSplit.offset_profile` returns.
+    interval over prompts (the basis as given): what :func:`offset_profile` returns.
 
     In units of the score before any soft cap; NaN where no cell has the offset. Bounds are NaN for
     fewer than 10 prompts.
@@ -224,6 +216,7 @@ class OffsetProfile(Result):
     high: Float[Tensor, "head offset"]
     cells: Int[Tensor, "head offset"]
     level: float = 0.95
+    table_axes, table_values = ("head", "offset"), ("mean", "low", "high", "cells")
 
     @property
     def offsets(self) -> Int[Tensor, " offset"]:
@@ -236,24 +229,13 @@ class OffsetProfile(Result):
         top = torch.where(torch.isnan(self.mean), -torch.inf, self.mean).argmax(-1)
         return self.offsets[top]
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "offset", "mean", "low", "high", "cells")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        values = [x.tolist() for x in (self.mean, self.low, self.high, self.cells)]
-        return [
-            (layer, head, self.first + d, *(v[h][d] for v in values))
-            for h, (layer, head) in enumerate(self.heads)
-            for d in range(self.mean.shape[1])
-        ]
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        return {axis: self.offsets.tolist()} if axis == "offset" else super().axis_labels(axis)
 
 
 def _matrix(split: ScoreSplit, term: tuple[str, str] | str | None) -> Tensor:
     """A term, or all of them together, as a matrix (finite everywhere)."""
-    if term is not None:
-        return split[term]
-    whole = einsum(split.q.sum(0), split.k.sum(0), "b i h e, b j h e -> b h i j")
-    return whole if split.bias is None else whole + split.bias
+    return split.sum_of_terms() if term is None else split[term]
 
 
 def _kept(split: ScoreSplit, drop: int | None) -> tuple[int, Bool[Tensor, "head query key"]]:
@@ -293,8 +275,8 @@ def offset_profile(
         wide = float(student.ppf((1 + level) / 2, batch - 1)) / math.sqrt(batch)
         bound = means.std(0) * wide
     first = int((cells > 0).any(0).int().argmax())
-    found = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
-    middle, low, high, counts = found
+    seen = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
+    middle, low, high, counts = seen
     name = TOTAL if term is None else term if isinstance(term, str) else "-".join(term)
     return OffsetProfile(
         provenance=split.provenance,
@@ -340,15 +322,14 @@ def offset_share(
 
 def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
     """The share of :func:`offset_share` from the sums of each group of prompts."""
-    whole = groups[0]
-    for group in groups[1:]:
-        whole = whole + group
+    whole = reduce(OffsetSums.__add__, groups)
     used = whole.counts > 0
     explained = torch.zeros_like(whole.energy)
     for group in groups:
         gram = (whole.gram - group.gram)[used][:, used]
+        # row means make the dummies dependent: what is smaller than 1e-10 is rounding
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
         beta = (whole.sums - group.sums)[:, used] @ inverse
-        own = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
-        explained += 2 * (beta * group.sums[:, used]).sum(-1) - own
+        fitted = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
+        explained += 2 * (beta * group.sums[:, used]).sum(-1) - fitted
     return explained / torch.where(whole.energy > 0, whole.energy, torch.nan)

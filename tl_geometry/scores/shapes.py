@@ -1,5 +1,6 @@
-"""Shapes of attention scores: what ablating a term does to the pattern, how far a term depends on
-the offset, or on equal tokens.
+"""What a term does besides its share: how far the pattern moves without it, how much of it depends
+on the offset alone, and whether it prefers equal tokens. Called for ``detail=`` of a sweep and by
+the profiles of relative position.
 
 All work on scores held as matrices (``[batch head query key]``), row-centred where they say so, and
 give sums that add up over contexts; :mod:`tl_geometry.scores.sums` has the shares, which need no
@@ -16,18 +17,7 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-
-def pattern_of(
-    scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]
-) -> Float[Tensor, "*batch query key"]:
-    """Softmax over the allowed keys; rows without one are zero.
-
-    >>> pattern_of(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool).tril()).tolist()
-    [[1.0, 0.0], [0.5, 0.5]]
-    """
-    return torch.where(
-        allowed, torch.where(allowed, scores, torch.finfo(scores.dtype).min).softmax(-1), 0
-    )
+from tl_geometry.base.sums import Sums
 
 
 class Distance(NamedTuple):
@@ -73,8 +63,8 @@ class Pattern:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class OffsetSums:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OffsetSums(Sums):
     """Sums of a row-centred term by offset i - j, per head; ``+`` adds contexts. Offsets run from
     -(T - 1) to T - 1."""
 
@@ -82,14 +72,6 @@ class OffsetSums:
     counts: Float[Tensor, " offset"]
     gram: Float[Tensor, "offset offset"]
     energy: Float[Tensor, "*head"]
-
-    def __add__(self, other: OffsetSums) -> OffsetSums:
-        return OffsetSums(
-            self.sums + other.sums,
-            self.counts + other.counts,
-            self.gram + other.gram,
-            self.energy + other.energy,
-        )
 
     @property
     def profile(self) -> Float[Tensor, "*head offset"]:
@@ -152,19 +134,16 @@ def offset_sums(
     places, counts, gram = Offsets.of(allowed) if offsets is None else offsets
     summed = centred.sum(0, dtype=torch.float64).flatten(1)
     sums = summed.new_zeros(len(summed), len(counts)).index_add_(1, places.flatten(), summed)
-    energy = _squares(centred)
-    return OffsetSums(sums, len(centred) * counts, len(centred) * gram, energy)
+    n = len(centred)
+    return OffsetSums(sums=sums, counts=n * counts, gram=n * gram, energy=_squares(centred))
 
 
-@dataclass(frozen=True, eq=False)
-class ContrastSums:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ContrastSums(Sums):
     """Counts, sums and squares of a row-centred term over earlier keys with the query's token (row
     0) and with another (row 1)."""
 
     values: Float[Tensor, "row column *head"]
-
-    def __add__(self, other: ContrastSums) -> ContrastSums:
-        return ContrastSums(self.values + other.values)
 
     @property
     def contrast(self) -> Float[Tensor, "*head"]:
@@ -198,7 +177,7 @@ def contrast_sums(
         count = kind.sum(dtype=torch.float64).expand(centred.shape[1])
         total = chosen.sum((0, 2, 3), dtype=torch.float64)
         rows.append(torch.stack([count, total, _squares(chosen)]))
-    return ContrastSums(torch.stack(rows))
+    return ContrastSums(values=torch.stack(rows))
 
 
 def _squares(x: Float[Tensor, "batch head query key"]) -> Float[Tensor, " head"]:

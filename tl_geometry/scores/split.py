@@ -21,7 +21,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from einops import einsum
@@ -31,32 +31,23 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, listed, require
-from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
 from tl_geometry.models.writers import CONSTANTS
 from tl_geometry.scores.blockwise import PlaneIndex
+from tl_geometry.scores.families import Family, UserParts, Writers, family_of
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
-from tl_geometry.scores.relative import OffsetProfile, offset_profile, offset_share
-from tl_geometry.scores.requests import (
-    UserParts,
-    check_request,
-    each_layer,
-    part_names,
-    provenance_of,
-)
-from tl_geometry.scores.splitter import HeadTerms, Splitter
+from tl_geometry.scores.share_table import COLUMNS, ShareTable
+from tl_geometry.scores.split_request import check_request, each_layer, provenance_of
+from tl_geometry.scores.splitter import PRESETS, HeadTerms, Splitter
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
-from tl_geometry.scores.tables import COLUMNS, ShareTable
-from tl_geometry.scores.terms import ALIBI, BIAS_BIAS, bias_label, label, term_names, term_pairs
-
-PRESETS = ("exact", "paper", "reference")
+from tl_geometry.scores.terms import ALIBI, TermResult, bias_label, term_names, term_pairs
 
 
 class Terms(Mapping[tuple[str, str], Tensor]):
@@ -78,8 +69,9 @@ class Terms(Mapping[tuple[str, str], Tensor]):
         if s.bias is not None and pair == (ALIBI, ALIBI):
             return s.bias.expand(s.q.shape[1], -1, -1, -1).clone()
         a, b = (s.parts.index(part) for part in pair)
-        query = s.q[a] if s.q_again is None or b == 0 else s.q_again[a]
-        return einsum(query, s.k[b], "batch query head e, batch key head e -> batch head query key")
+        return einsum(
+            s.q[a], s.k[b], "batch query head e, batch key head e -> batch head query key"
+        )
 
     def __contains__(self, term: object) -> bool:
         return term in self._pairs or term in self._pairs.values()
@@ -92,15 +84,15 @@ class Terms(Mapping[tuple[str, str], Tensor]):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ScoreSplit(Result):
+class ScoreSplit(TermResult):
     """Attention scores of some heads as a sum of terms.
 
     ``q`` (with the score scale) and ``k`` are the projected parts, ``parts`` names them; ``heads``
     labels the head axis with (layer, head), ``allowed`` is the mask. ``checks`` are the
     reconstruction errors (layer, what, error, bound), ``reconstruction`` their summary. ``softcap``
-    is infinite and ``sinks`` minus infinite for heads without one. ``plane`` is the rotary plane of
-    each coordinate, ``theta`` the frequency of each plane (:attr:`planes`; ``None`` without
-    rotation).
+    is infinite and ``sinks`` minus infinite for heads without one. ``planes`` are the rotary planes
+    of the heads: which coordinates turn together, and how fast (without a rotation all coordinates
+    are one plane of frequency zero).
 
     Its table (``to_dataframe``, ``to_latex``) is that of :meth:`shares`, which the preset
     ``"reference"`` has not (its terms do not sum to the scores).
@@ -114,15 +106,11 @@ class ScoreSplit(Result):
     allowed: Bool[Tensor, "head query key"]
     softcap: Float[Tensor, " head"]
     sinks: Float[Tensor, " head"]
+    planes: HeadPlanes
     scores: Float[Tensor, "batch head query key"] | None = None
-    q_again: Float[Tensor, "part batch query head d_head"] | None = None
     checks: tuple[Check, ...] = ()
     scale: float = 0.0
     str_tokens: tuple[str, ...] = ()
-    bias_label: str = BIAS_BIAS
-    plane: Int[Tensor, "head d_head"] | None = None
-    theta: Float[Tensor, "head plane"] | None = None
-    version: ClassVar[int] = 2
 
     @property
     def terms(self) -> Terms:
@@ -133,15 +121,6 @@ class ScoreSplit(Result):
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
         """One term: ``split["pos-cvec"]`` is ``split.terms["pos", "cvec"]``."""
         return self.terms[term]
-
-    @property
-    def planes(self) -> HeadPlanes:
-        """The rotary planes of the heads: which coordinates turn together, and how fast. Without a
-        rotation all coordinates are one plane of frequency zero."""
-        length = self.q.shape[2]
-        if self.plane is None or self.theta is None:
-            return HeadPlanes.unturned(len(self.heads), self.q.shape[-1], length)
-        return HeadPlanes(self.plane, self.theta, length)
 
     def on_planes(self, planes: PlanesLike) -> ScoreSplit:
         """The split restricted to some rotary planes: ``split.on_planes("near")``, ``"middle"``,
@@ -154,42 +133,10 @@ class ScoreSplit(Result):
         """
         exact, got = self.provenance.preset == "exact", f"preset={self.provenance.preset!r}"
         require(exact, "on_planes", expected="preset='exact'", got=got)
-        found = self.planes
-        kept = found.coordinates(found.chosen(planes)).to(self.q)
+        inside = self.planes.coordinates(self.planes.chosen(planes)).to(self.q)
         flag = f"rotary planes {describe_planes(planes)} alone"
         provenance = self.provenance.flagged(flag)
-        return dataclasses.replace(self, q=self.q * kept, bias=None, provenance=provenance)
-
-    def offset_profile(
-        self,
-        term: tuple[str, str] | str | None = None,
-        *,
-        drop: int | None = None,
-        level: float = 0.95,
-    ) -> OffsetProfile:
-        """Mean of a term (of all together for ``None``) at each offset i - j, with its band of
-        error over prompts; see :func:`tl_geometry.scores.relative.offset_profile`.
-
-        ``split.on_planes("near").offset_profile("bias-bias")`` is that of a band.
-        """
-        return offset_profile(self, term, drop=drop, level=level)
-
-    def offset_share(
-        self,
-        term: tuple[str, str] | str | None = None,
-        *,
-        groups: int = 8,
-        drop: int | None = None,
-    ) -> Float[Tensor, " head"]:
-        """Share of the (row-centred) scores that a function of the offset alone predicts for
-        prompts that it was not fitted on; see
-        :func:`tl_geometry.scores.relative.offset_share`."""
-        return offset_share(self, term, groups=groups, drop=drop)
-
-    def label(self, term: str) -> str:
-        """How a term is shown to a reader (``bias_label`` for (bias, bias),
-        :func:`tl_geometry.scores.terms.bias_label`)."""
-        return label(term, self.bias_label)
+        return dataclasses.replace(self, q=self.q * inside, bias=None, provenance=provenance)
 
     @property
     def reconstruction(self) -> ReconstructionReport:
@@ -210,8 +157,10 @@ class ScoreSplit(Result):
 
     def summed(self) -> Float[Tensor, "batch head query key"]:
         """:meth:`total` at every cell, allowed or not."""
-        if self.scores is not None:
-            return self.scores
+        return self.sum_of_terms() if self.scores is None else self.scores
+
+    def sum_of_terms(self) -> Float[Tensor, "batch head query key"]:
+        """Sum of all terms at every cell, allowed or not, whatever the preset."""
         total = einsum(
             self.q.sum(0),
             self.k.sum(0),
@@ -222,11 +171,9 @@ class ScoreSplit(Result):
     def model_scores(self) -> Float[Tensor, "batch head query key"]:
         """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
         total, cap = self.total(), self.softcap[:, None, None]
-        return (
-            total
-            if bool(torch.isinf(cap).all())
-            else torch.where(torch.isinf(cap) | ~self.allowed, total, cap * torch.tanh(total / cap))
-        )
+        if bool(torch.isinf(cap).all()):
+            return total
+        return torch.where(torch.isinf(cap) | ~self.allowed, total, cap * torch.tanh(total / cap))
 
     def pattern(self) -> Float[Tensor, "batch head query key"]:
         """Attention pattern: softmax over the allowed keys, with the sink's share left out where a
@@ -240,12 +187,9 @@ class ScoreSplit(Result):
             scores = scores.clone()
             scores[..., 0] = -torch.inf
         sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
-        top = torch.cat([scores, sinks], dim=-1).amax(-1, keepdim=True)
-        weight = torch.exp(scores - torch.where(torch.isfinite(top), top, 0.0))
-        norm = weight.sum(-1, keepdim=True) + torch.exp(
-            sinks - torch.where(torch.isfinite(top), top, 0.0)
-        )
-        return weight / torch.where(norm > 0, norm, 1.0)
+        pattern = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        nothing = torch.isneginf(scores).all(-1, keepdim=True)  # a row without an allowed key
+        return pattern.masked_fill(nothing, 0.0)
 
     def shares(self, drop: int | None = None) -> ShareTable:
         """Covariance, gain and energy shares of terms and groups for each head; see
@@ -254,35 +198,38 @@ class ScoreSplit(Result):
         The first ``drop`` queries and keys are left out (by default those before the window of the
         basis); the attention paid to them stands beside the shares as ``dropped_mass``.
         """
-        additive, expected = self._additive, "terms that sum to the scores"
-        got, instead = "preset='reference'", "preset='exact'"
-        require(additive, "shares", expected=expected, got=got, instead=instead)
+        expected, got = "terms that sum to the scores", "preset='reference'"
+        require(self._additive, "shares", expected=expected, got=got, instead="preset='exact'")
         start = (self.provenance.window or (0, 0))[0] if drop is None else drop
-        found: list[ShareSums] = []
-        order: list[Tensor] = []
-        planes = self.planes
-        for layer in dict.fromkeys(layer for layer, _ in self.heads):
-            rows = torch.tensor([i for i, (at, _) in enumerate(self.heads) if at == layer])
-            order.append(rows)
-            bias = None if self.bias is None else self.bias[rows]
-            cap = float(self.softcap[rows[0]])
-            options = {"bias": bias, "drop": start, "softcap": cap if math.isfinite(cap) else None}
-            options["energy"] = CONSTANTS not in self.parts  # not of writers, which are too many
-            options["planes"] = PlaneIndex(planes.plane[rows[0]], planes.theta.shape[1])
-            q, k = self.q[..., rows, :], self.k[..., rows, :]
-            found.append(share_sums(q, k, self.allowed[rows[0]], **options).pooled())
-        sums = ShareSums.beside(found).select(torch.cat(order).argsort())
+        layers = torch.tensor([layer for layer, _ in self.heads])
+        rows_of = [torch.where(layers == layer)[0] for layer in layers.unique()]
+        sums = ShareSums.beside([self._layer_sums(rows, start).to("cpu") for rows in rows_of])
         mass = dropped_mass(self.pattern(), start).mean(0).double().cpu() if start else None
-        return ShareTable.of(
-            sums,
-            self.heads,
-            self.parts,
-            planes,
+        return ShareTable(
+            provenance=self.provenance,
+            heads=self.heads,
+            parts=self.parts,
+            sums=sums.select(torch.cat(rows_of).argsort(), "head"),
             drop=start,
             dropped_mass=mass,
+            head_planes=self.planes,
             bias_label=self.bias_label,
-            provenance=self.provenance,
         )
+
+    def _layer_sums(self, rows: Int[Tensor, " head"], drop: int) -> ShareSums:
+        """Sums of some heads of one layer, which share mask, soft cap and rotation."""
+        first, cap = rows[0], float(self.softcap[rows[0]])
+        sums = share_sums(
+            self.q[..., rows, :],
+            self.k[..., rows, :],
+            self.allowed[first],
+            bias=None if self.bias is None else self.bias[rows],
+            drop=drop,
+            softcap=cap if math.isfinite(cap) else None,
+            energy=CONSTANTS not in self.parts,  # not of writers, which are too many
+            planes=PlaneIndex(self.planes.plane[first], self.planes.theta.shape[1]),
+        )
+        return sums.pooled()
 
     @property
     def _additive(self) -> bool:
@@ -293,9 +240,6 @@ class ScoreSplit(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         return self.shares().rows()
-
-    def readable(self, value: object) -> object:
-        return self.label(value) if isinstance(value, str) else value
 
     def __repr__(self) -> str:
         heads = ", ".join(f"L{layer}H{head}" for layer, head in self.heads[:8])
@@ -320,12 +264,11 @@ def split_scores(
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
-    parts: Sequence[str] | UserParts = ("pos", "cvec"),
+    parts: Sequence[str] | UserParts | Family = ("pos", "cvec"),
     preset: str = "exact",
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
     cache: Any = None,
-    legacy_double_ln: bool = False,
     device: torch.device | str = "cpu",
 ) -> ScoreSplit:
     """Split attention scores exactly into terms of position and context, or of any additive parts
@@ -348,13 +291,12 @@ def split_scores(
             d_model]``, one for each block or each of ``layers``) that sum to the stream;
             ``"writers"`` (each embedding, head and MLP that wrote the input) or ``"blocks"``
             (attention and MLP of a block as wholes), with ``"constants"`` for what is written
-            whatever the tokens (:mod:`tl_geometry.models.writers`) and without energy shares.
+            whatever the tokens (:mod:`tl_geometry.models.writers`) and without energy shares; or
+            a :class:`tl_geometry.scores.families.Family` of your own.
         preset: ``"exact"``; ``"paper"``: the equation as printed,
             ``p_a W_Q W_K^T p_b / sqrt(d_head)`` without LayerNorm, biases and rotation;
             ``"reference"``: the published code, each of ``pos`` and ``h - pos`` through the whole
             LayerNorm and biases by itself. The last two do not sum to the scores.
-        legacy_double_ln: with ``"reference"``, normalise the query again for the second key part,
-            as the published code did.
         cache: a TransformerLens ``ActivationCache`` of these tokens, in place of running the model.
 
     Frozen scales make terms attributions, not interventions: pos-pos of a token still depends on
@@ -382,56 +324,50 @@ def split_scores(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
-    names = part_names(parts, preset, view, layers_of)
-    by_writers = isinstance(parts, str)
-    size = _size(view, rows, len(chosen), len(names), by_writers)
+    family = family_of(view, parts, basis, layers_of)
+    splitter = Splitter(view, family, layers_of, preset)
+    by_writers = isinstance(family, Writers)
+    size = _size(view, rows, len(chosen), len(splitter.names), by_writers)
     check_request(view, rows, basis, size, memory_budget, len(chosen))
-    splitter = Splitter(view, basis, parts, preset, legacy_double_ln, layers_of)
-    found: list[HeadTerms] = []
+    layer_terms: list[HeadTerms] = []
 
     def on_layer(layer: LayerView) -> None:
-        mine = [h for l, h in chosen if l == layer.layer]
-        found.append(splitter.layer(layer, mine, device))
+        heads_here = [h for l, h in chosen if l == layer.layer]
+        layer_terms.append(splitter.layer(layer, heads_here, device))
 
-    on_written = splitter.on_written if by_writers else None
-    each_layer(view, rows, cache, splitter.layers, on_layer, on_written)
-    order = [(terms.layer, h) for terms in found for h in terms.heads]
+    each_layer(view, rows, cache, splitter.layers, on_layer, family)
+    order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
 
-    def beside(values: Sequence[Tensor], axis: int) -> Tensor:
-        return torch.cat(list(values), dim=axis).index_select(axis, pick)
+    def joined(field: str, axis: int) -> Tensor:
+        """A field of all layers, its heads in the order asked for."""
+        values = [getattr(terms, field) for terms in layer_terms]
+        return torch.cat(values, dim=axis).index_select(axis, pick)
 
-    def optional(values: Sequence[Tensor | None], axis: int) -> Tensor | None:
-        known = [v for v in values if v is not None]
-        return beside(known, axis) if len(known) == len(values) else None
+    def optional(field: str, axis: int) -> Tensor | None:
+        missing = any(getattr(terms, field) is None for terms in layer_terms)
+        return None if missing else joined(field, axis)
 
+    flags, normalized = splitter.flags, family.normalized
+    rotary, relative = (all(getattr(t, x) for t in layer_terms) for x in ("rotary", "relative"))
     return ScoreSplit(
         provenance=provenance_of(
-            view,
-            rows,
-            basis,
-            preset,
-            splitter.flags,
-            splitter.normalized,
-            after_bos=by_writers,
+            view, rows, basis, preset, flags, normalized, after_bos=by_writers
         ),
         heads=chosen,
-        parts=names,
-        q=beside([t.q for t in found], 3),
-        k=beside([t.k for t in found], 3),
-        bias=None if preset == "paper" else optional([t.bias for t in found], 0),
-        allowed=beside([t.allowed for t in found], 0),
-        softcap=beside([t.softcap for t in found], 0),
-        sinks=beside([t.sinks for t in found], 0),
-        scores=optional([t.scores for t in found], 1),
-        q_again=optional([t.q_again for t in found], 3),
-        checks=tuple(check for t in found for check in t.checks),
-        scale=max(t.scale for t in found),
+        parts=splitter.names,
+        q=joined("q", 3),
+        k=joined("k", 3),
+        bias=None if preset == "paper" else optional("bias", 0),
+        allowed=joined("allowed", 0),
+        softcap=joined("softcap", 0),
+        sinks=joined("sinks", 0),
+        planes=_planes_of(layer_terms, pick, preset),
+        scores=optional("scores", 1),
+        checks=tuple(check for terms in layer_terms for check in terms.checks),
+        scale=max(terms.scale for terms in layer_terms),
         str_tokens=rows.str_tokens,
-        bias_label=bias_label(
-            rotary=all(t.rotary for t in found), relative=all(t.relative for t in found)
-        ),
-        **_planes_of(found, pick, preset),
+        bias_label=bias_label(rotary=rotary, relative=relative),
     )
 
 
@@ -445,12 +381,10 @@ def _size(view: ModelView, rows: TokenWindows, heads: int, parts: int, by_writer
     return each * cells * max(4, view.dtype.itemsize)
 
 
-def _planes_of(
-    found: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: str
-) -> dict[str, Tensor]:
-    """The planes of the chosen heads; none where nothing is rotated."""
-    each = [terms.planes for terms in found for _ in terms.heads]
-    if preset == "paper" or not any((planes.theta != 0).any() for planes in each):
-        return {}
-    planes = HeadPlanes.of(each, 0).select(pick.cpu())
-    return {"plane": planes.plane, "theta": planes.theta}
+def _planes_of(layers: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: str) -> HeadPlanes:
+    """The rotary planes of the chosen heads; the paper's terms are not rotated."""
+    length, width = layers[0].q.shape[2], layers[0].q.shape[-1]
+    if preset == "paper":
+        return HeadPlanes.unturned(len(pick), width, length)
+    each = [terms.planes for terms in layers for _ in terms.heads]
+    return HeadPlanes.of(each, length).select(pick.cpu())

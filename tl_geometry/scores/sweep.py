@@ -21,28 +21,29 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import BudgetError, ReconstructionError, fail, require
+from tl_geometry.base.errors import ReconstructionError, fail, require
 from tl_geometry.base.intervals import FEWEST_GROUPS
-from tl_geometry.base.results import Provenance, hash_tokens
-from tl_geometry.corpus.cutting import begins_with_bos
+from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.groups import APART, CUT
-from tl_geometry.decomposition.layer_intervals import BLOCK
+from tl_geometry.decomposition.layer_intervals import BLOCK as CONTEXTS_PER_BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.batches import SAMPLED, another_row, default_batch
-from tl_geometry.models.describing import as_view
+from tl_geometry.models.batches import SAMPLED
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
-from tl_geometry.models.verifying import some_queries
-from tl_geometry.scores.blockwise import PlaneIndex
+from tl_geometry.models.verify import some_queries
+from tl_geometry.models.writers import GRAINS
+from tl_geometry.scores.blockwise import BLOCK, PlaneIndex
+from tl_geometry.scores.corpus_pass import CorpusPass, rows_per_batch
 from tl_geometry.scores.details import DETAILS, Details
+from tl_geometry.scores.families import load
 from tl_geometry.scores.head_types import HeadTypes, measure_types
 from tl_geometry.scores.leave_out import Resampled
 from tl_geometry.scores.planes import HeadPlanes
@@ -56,8 +57,7 @@ from tl_geometry.scores.projection import (
 from tl_geometry.scores.splitter import is_relative, rounding_flags
 from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
-from tl_geometry.scores.terms import bias_label, term_names
-from tl_geometry.scores.writers import WriterSweep, sweep_writers
+from tl_geometry.scores.terms import bias_label
 
 WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
 """Bytes that one step works on: about the cache of a CPU core, enough to fill a GPU."""
@@ -92,7 +92,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> WriterSweep: ...
+) -> Any: ...
 def sweep_heads(
     model: ModelLike,
     tokens: TokensLike,
@@ -106,7 +106,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> SweepTable | WriterSweep:
+) -> Any:
     """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a
     term as a matrix.
 
@@ -124,8 +124,8 @@ def sweep_heads(
             ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an
             attention sink); the attention paid to them is the column ``dropped_mass``.
         parts: ``"writers"`` or ``"blocks"`` for who wrote what each head reads: a
-            :class:`~tl_geometry.scores.writers.WriterSweep` with the share of every earlier head,
-            MLP and embedding on the query and on the key side. It needs no basis (which then only
+            :class:`~tl_geometry.circuits.WriterSweep` with the share of every earlier head, MLP and
+            embedding on the query and on the key side. It needs no basis (which then only
             says how many positions to leave out; without one a BOS token is).
         layers: blocks to look at, all by default.
         detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern
@@ -162,6 +162,7 @@ def sweep_heads(
     if basis is not None:
         require_basis(basis)
     if isinstance(parts, str):
+        checks.choice(parts, GRAINS, "parts")
         fits, got = not detail, f"detail={detail!r} with parts={parts!r}"
         require(fits, "detail", expected="no detail with writers", got=got)
         options: dict[str, Any] = {
@@ -171,7 +172,7 @@ def sweep_heads(
         }
         options |= {"prepend_bos": prepend_bos, "progress": progress, "layers": layers}
         drop = None if basis is None else basis.window[0]
-        return sweep_writers(view, tokens, grain=parts, drop=drop, **options)
+        return load(parts)(view, tokens, grain=parts, drop=drop, **options)
     if basis is None:
         instead = 'decompose(model, tokens), or parts="writers"'
         fail("basis", expected="a PositionContext", got=None, instead=instead)
@@ -183,58 +184,31 @@ def sweep_heads(
     chosen = checks.indices(layers, view.n_layers, "layers")
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
-    rows = _rows_per_batch(view, source.length, memory_budget, batch_size)
-    work = _Sweep(view, basis, chosen, source.length, wanted, memory_budget, seed)
-    done, token_hash, begins = 0, "", True
-    row, draws = 0, torch.Generator().manual_seed(seed)
-    bar = tqdm(total=source.contexts, unit="ctx", disable=not progress, desc=view.name)
-    with bar:
-        for batch in source.batches(rows):
-            begins = begins and begins_with_bos(batch, view.bos_id)
-            # a row without BOS decides, one with it does not
-            basis.check_model(view, None if begins else False)
-            work.batch, row = batch, another_row(row, len(batch), draws)
-            sample = (row, work.verify)
-            queries = None if done == 0 else SAMPLED
-            view.run_layers(
-                batch, chosen, work.on_layer, verify=False, sample=sample, queries=queries
-            )
-            done, token_hash = done + len(batch), hash_tokens(batch, token_hash)
-            bar.update(len(batch))
-    basis.check_model(view, begins)
-    bos = bool(basis.provenance.has_bos)
-    types = measure_types(view, chosen, bos=bos, seed=1234 + seed)
-    provenance = view.provenance(
-        corpus=source.corpus,
-        token_hash=token_hash,
-        has_bos=basis.provenance.has_bos,
-        window=(work.drop, source.length),
-        contexts=done,
-        seed=seed,
-        flags=(*work.flags(), *basis.remarks(view), *source.flags),
-        normalized=basis.provenance.normalized,
+    size = _bytes_per_context(view, source.length)
+    rows = rows_per_batch(view, source.length, size, memory_budget, batch_size)
+    sums = _SweepSums(view, basis, chosen, source.length, wanted, memory_budget, seed)
+    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
+    for batch in stream:
+        # a row without BOS decides, one with it does not
+        basis.check_model(view, None if stream.begins_with_bos else False)
+        sums.batch = batch
+        view.run_layers(batch, chosen, sums.on_layer, verify=False, **stream.sample(sums.verify))
+    basis.check_model(view, stream.begins_with_bos)
+    has_bos, normalized = basis.provenance.has_bos, basis.provenance.normalized
+    types = measure_types(view, chosen, bos=bool(has_bos), seed=1234 + seed)
+    flags = (*sums.flags(), *basis.remarks(view), *source.flags)
+    return sums.table(
+        types,
+        stream.provenance(sums.drop, has_bos=has_bos, normalized=normalized, flags=flags),
     )
-    return work.table(types, provenance)
 
 
-def _rows_per_batch(
-    view: ModelView, length: int, memory_budget: int, batch_size: int | None
-) -> int:
-    """Contexts of one forward pass within the budget: a layer's pattern and scores, its vectors,
-    and the step that works on them."""
-    number = max(4, view.dtype.itemsize)
+def _bytes_per_context(view: ModelView, length: int) -> int:
+    """What one context holds in a forward pass: a layer's pattern and scores, its vectors, and the
+    step that works on them."""
     width = view.n_heads * view.d_head
-    per_context = number * (2 * view.n_heads * length**2 + length * (14 * width + 8 * view.d_model))
-    fits = memory_budget // per_context
-    require(
-        fits >= 1,
-        "memory_budget",
-        expected=f"at least {per_context} bytes for one context of {length} positions",
-        got=memory_budget,
-        instead="shorter windows, or a larger memory_budget=",
-        error=BudgetError,
-    )
-    return max(1, min(fits, batch_size or default_batch(length, view.device)))
+    numbers = 2 * view.n_heads * length**2 + length * (14 * width + 8 * view.d_model)
+    return max(4, view.dtype.itemsize) * numbers
 
 
 def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) -> None:
@@ -268,8 +242,8 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
             )
 
 
-class _Sweep:
-    """Sums in progress over one pass."""
+class _SweepSums:
+    """Sums in progress over one pass; ``batch`` are the tokens that the model is running over."""
 
     def __init__(
         self,
@@ -281,38 +255,25 @@ class _Sweep:
         memory_budget: int,
         seed: int,
     ) -> None:
-        require(
-            length <= basis.length,
-            "tokens",
-            expected=f"at most {basis.length} positions, as the basis has seen",
-            got=length,
-            instead="decompose(...) on windows of this length",
-        )
         self.drop = basis.window[0]
-        require(
-            length > self.drop + 1,
-            "tokens",
-            expected=f"more than {self.drop + 1} positions (the window starts at {self.drop})",
-            got=length,
-        )
+        expected = f"at most {basis.length} positions, as the basis has seen"
+        instead = "decompose(...) on windows of this length"
+        require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
+        expected = f"more than {self.drop + 1} positions (the window starts at {self.drop})"
+        require(length > self.drop + 1, "tokens", expected=expected, got=length)
         for layer in layers:
             basis.index(layer)
-        self.view, self.basis, self.layers, self.length, self.detail, self.seed = (
-            view,
-            basis,
-            tuple(layers),
-            length,
-            tuple(name for name in detail if name not in ("planes", "energy")),
-            seed,
-        )
-        self.memory_budget, self.energy = memory_budget, "energy" in detail
+        self.view, self.basis, self.layers, self.length = view, basis, tuple(layers), length
+        self.memory_budget, self.seed = memory_budget, seed
+        self.detail = tuple(name for name in detail if name not in ("planes", "energy"))
+        self.energy, self.by_plane = "energy" in detail, "planes" in detail
         self.batch: Tensor = torch.empty(0, length, dtype=torch.int64)
         self.projected: dict[int, MappedBasis] = {}
-        self.sums: dict[int, list[ShareSums]] = {}
-        self.mass: dict[int, list[Tensor]] = {}
+        self.sums: dict[int, ShareSums] = {}
+        self.mass: dict[int, Tensor] = {}
         self.details: dict[int, Details] = {}
-        self.planes: dict[int, RotaryPlanes] | None = {} if "planes" in detail else None
-        self.alibi = self.softcap = False
+        self.planes: dict[int, RotaryPlanes] = {}
+        self.softcap = False
         self.rotary = self.relative = True
         self.blunt: dict[str, None] = {}  # layers where rounding hides errors, in order
 
@@ -325,71 +286,70 @@ class _Sweep:
         first = layer.layer not in self.sums
         if first:
             check_cvec(layer, self.basis, parts)
-        at = some_queries(self.length, None if first else SAMPLED)
-        self.blunt |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k, at))
+        queries = some_queries(self.length, None if first else SAMPLED)
+        self.blunt |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k, queries))
 
     def on_layer(self, layer: LayerView) -> None:
         """Take in one layer of one batch."""
-        projected = self._projection(layer)
-        batch, length, heads, width = layer.q.shape
-        self.alibi = self.alibi or layer.bias is not None
+        at, mapped = layer.layer, self._projection(layer)
         self.softcap = self.softcap or layer.softcap is not None
         self.rotary = self.rotary and layer.rotary
-        number = layer.q.element_size()
-        per_context = number * heads * (length * (5 * 64 + 18 * width) + 9 * 64 * 64)
-        limit = min(WORKING_SET.get(layer.q.device.type, 2**23), max(1, self.memory_budget // 4))
-        step = max(1, limit // per_context)
-        found: list[ShareSums] = []
-        made = None
+        details = None
         if self.detail:
-            made = self.details.setdefault(layer.layer, Details(self.detail, self.drop, self.seed))
-            made.begin(layer, self.basis)
-        for start in range(0, batch, step):
-            rows = slice(start, min(start + step, batch))
-            start_at = 0 if self.detail else self.drop  # only details look at what is dropped
-            parts = split_layer(layer, projected, rows, start=start_at)
-            allowed, bias = (
-                None if x is None else x[..., start_at:, start_at:]
-                for x in (layer.allowed, layer.bias)
-            )
-            options = {
-                "bias": bias,
-                "drop": self.drop - start_at,
-                "softcap": layer.softcap,
-                "working_set": limit,
-                "energy": self.energy,
-                "planes": self._plane_index(layer),
-            }
-            found.append(share_sums(parts.q, parts.k, allowed, **options))
-            if made is not None:
-                made.update(layer, parts, rows, self.batch[rows], self.basis)
-        if made is not None:
-            made.end()
-        sums = ShareSums.cat(found).to("cpu")
-        kept = self.sums.setdefault(layer.layer, [])
-        kept[:] = [kept[0] + sums] if kept else [sums.pooled()]
+            details = self.details.setdefault(at, Details(self.detail, self.drop, self.seed))
+            details.begin(layer, self.basis)
+        start = 0 if details else self.drop  # only details look at what is dropped
+        allowed, bias = (
+            None if x is None else x[..., start:, start:] for x in (layer.allowed, layer.bias)
+        )
+        if self.by_plane and at not in self.planes:
+            self.planes[at] = rotary_planes(layer)
+        planes = self.planes.get(at)
+        limit = self._working_set(layer)
+        options: dict[str, Any] = {
+            "bias": bias,
+            "drop": self.drop - start,
+            "softcap": layer.softcap,
+            "working_set": limit,
+            "energy": self.energy,
+            "planes": planes and PlaneIndex(planes.plane, len(planes.theta)),
+        }
+        sums: list[ShareSums] = []
+        for rows in torch.arange(len(layer.q)).split(self._step(layer, limit)):
+            contexts = slice(int(rows[0]), int(rows[-1]) + 1)
+            parts = split_layer(layer, mapped, contexts, start=start)
+            sums.append(share_sums(parts.q, parts.k, allowed, **options))
+            if details is not None:
+                details.update(layer, parts, contexts, self.batch[contexts], self.basis)
+        if details is not None:
+            details.end()
+        pooled = ShareSums.cat(sums).pooled().to("cpu")
+        self.sums[at] = self.sums[at] + pooled if at in self.sums else pooled
         if layer.pattern is not None:
-            mass = dropped_mass(layer.pattern, self.drop)
-            self.mass.setdefault(layer.layer, []).append(mass.sum(0).cpu().double())
+            mass = dropped_mass(layer.pattern, self.drop).sum(0).cpu().double()
+            self.mass[at] = self.mass.get(at, torch.zeros_like(mass)) + mass
 
-    def _plane_index(self, layer: LayerView) -> PlaneIndex | None:
-        """The rotary plane of each coordinate, where planes are wanted."""
-        if self.planes is None:
-            return None
-        if layer.layer not in self.planes:
-            self.planes[layer.layer] = rotary_planes(layer)
-        found = self.planes[layer.layer]
-        return PlaneIndex(found.plane, len(found.theta))
+    def _working_set(self, layer: LayerView) -> int:
+        """Bytes that one step may work on."""
+        limit = WORKING_SET.get(layer.q.device.type, WORKING_SET["cpu"])
+        return min(limit, max(1, self.memory_budget // 4))
+
+    def _step(self, layer: LayerView, limit: int) -> int:
+        """Contexts that are split at a time: for each, three parts of queries and keys with their
+        temporaries (18 vectors) and five blocks of 64 rows of scores."""
+        _, length, heads, width = layer.q.shape
+        numbers = heads * (length * (5 * BLOCK + 18 * width) + 9 * BLOCK * BLOCK)
+        return max(1, limit // (layer.q.element_size() * numbers))
 
     def _projection(self, layer: LayerView) -> MappedBasis:
         """Projected mean and pos, kept between batches while they are small."""
-        found = self.projected.get(layer.layer)
-        if found is None:
-            found = project_basis(layer, self.basis, self.length)
-            size = found.q.numel() * found.q.element_size() * 2 * len(self.layers)
+        mapped = self.projected.get(layer.layer)
+        if mapped is None:
+            mapped = project_basis(layer, self.basis, self.length)
+            size = mapped.q.numel() * mapped.q.element_size() * 2 * len(self.layers)
             if size <= self.memory_budget // 8:
-                self.projected[layer.layer] = found
-        return found
+                self.projected[layer.layer] = mapped
+        return mapped
 
     def flags(self) -> tuple[str, ...]:
         """Remarks for the reader."""
@@ -400,60 +360,36 @@ class _Sweep:
         """Shares with groups of contexts left out, where intervals were asked for."""
         if "intervals" not in self.detail:
             return None
-        found = [self.details[x].resampled(self.basis.contexts) for x in self.layers]
-        cs, gs = (torch.cat([getattr(r, x) for r in found]) for x in ("shares", "gains"))
-        return Resampled(cs, gs, found[0].sizes)
-
-    def _details(self) -> dict[str, Tensor]:
-        """What ``detail=`` asked for, by column name."""
-        if not self.details:
-            return {}
-        return Details.beside([self.details[x] for x in self.layers], self.basis.contexts)
+        layers = [self.details[x].resampled(self.basis.contexts) for x in self.layers]
+        cs, gs = (torch.cat([getattr(r, share) for r in layers]) for share in ("cs", "gs"))
+        return Resampled(cs, gs, layers[0].sizes)
 
     def table(self, types: HeadTypes, provenance: Provenance) -> SweepTable:
         """The finished table."""
-        order = self.layers
-        contexts = provenance.contexts or 1
-        pooled = ShareSums.beside([self.sums[x][0] for x in order])
-        mass = [sum(self.mass[x], torch.zeros(())) / contexts for x in order if x in self.mass]
+        order, heads = self.layers, range(self.view.n_heads)
         resampled = self._resampled()
-        if resampled is not None and bool(torch.isnan(resampled.shares).all()):
-            few = f"fewer than {FEWEST_GROUPS} blocks of {BLOCK} contexts: no intervals"
-            provenance = provenance.flagged(few)
+        if resampled is not None and bool(torch.isnan(resampled.cs).all()):
+            few = f"fewer than {FEWEST_GROUPS} blocks of {CONTEXTS_PER_BLOCK} contexts"
+            provenance = provenance.flagged(f"{few}: no intervals")
         elif resampled is not None:
             known = self.basis.provenance.flags
             provenance = provenance.flagged(*(flag for flag in (CUT, APART) if flag in known))
-        details = self._details()
-        planes: dict[str, Any] = {"length": self.length}
-        if self.planes is not None:
-            each = [self.planes[x] for x in order for _ in range(self.view.n_heads)]
-            found = HeadPlanes.of(each, self.length)
-            planes |= {"plane": found.plane, "theta": found.theta}
-        names = term_names(PARTS, alibi=self.alibi)
+        details = [self.details[x] for x in order] if self.details else []
+        planes = [self.planes[x] for x in order for _ in heads] if self.by_plane else []
+        mass = [self.mass[x] for x in order if x in self.mass]
+        known_mass = len(mass) == len(order)
         return SweepTable(
             provenance=provenance,
-            heads=tuple((layer, head) for layer in order for head in range(self.view.n_heads)),
+            heads=tuple((layer, head) for layer in order for head in heads),
             parts=PARTS,
-            terms=names,
-            numerators=pooled.numerators,
-            energies=pooled.energies,
-            gains=pooled.gains,
-            total=pooled.total,
-            gain_total=pooled.gain_total,
-            floor=pooled.floor,
+            sums=ShareSums.beside([self.sums[x] for x in order]),
             bias_label=bias_label(rotary=self.rotary, relative=self.relative),
-            rows_used=float(pooled.rows),
-            cells=float(pooled.cells),
             drop=self.drop,
-            dropped_mass=torch.cat(mass) if len(mass) == len(order) else None,
-            resampled=None if resampled is None else resampled.shares,
-            resampled_gains=None if resampled is None else resampled.gains,
-            resampled_sizes=() if resampled is None else resampled.sizes,
-            types=dict(types.scores),
-            type_errors=dict(types.errors),
-            baselines=dict(types.baselines),
-            details=details,
-            plane_numerators=pooled.plane_numerators,
-            plane_gains=pooled.plane_gains,
-            **planes,
+            dropped_mass=torch.cat(mass) / (provenance.contexts or 1) if known_mass else None,
+            resampled=resampled,
+            types=types.scores,
+            type_errors=types.errors,
+            baselines=types.baselines,
+            details=Details.beside(details, self.basis.contexts),
+            head_planes=HeadPlanes.of(planes, self.length) if planes else None,
         )

@@ -1,13 +1,13 @@
-"""The terms of an attention score: names, groups, and how they are shown."""
+"""The terms of an attention score: their names, the groups that they belong to, and how they are
+shown to a reader. Used by every table and figure that names terms."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
-from einops import einsum
-from jaxtyping import Float
-from torch import Tensor
+from tl_geometry.base.results import Result
 
 ALIBI = "alibi"
 """Part name of a bias that is added to the scores and depends on positions only."""
@@ -82,14 +82,16 @@ def label(name: str, bias_label: str = BIAS_BIAS) -> str:
     return name.removesuffix(BIAS_BIAS) + bias_label if name in _ABOUT_BIAS else name
 
 
-def terms(
-    q: Float[Tensor, "part batch query head d_head"], k: Float[Tensor, "part batch key head d_head"]
-) -> Float[Tensor, "part part batch head query key"]:
-    """All terms as matrices, ``X_ab[i, j] = q_a[i] . k_b[j]`` (Song & Zhong 2023, Eq. 7, with the
-    scale inside ``q``).
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TermResult(Result):
+    """Base of results that name terms: ``bias_label`` is how (bias, bias) is shown
+    (:func:`bias_label`), its key is always the same."""
 
-    ``q`` and ``k`` are the projected parts after any rotation, keys expanded to the heads, ``q``
-    divided by the attention scale. For tests and small inputs: :func:`share_sums` needs no term as
-    a matrix.
-    """
-    return einsum(q, k, "a batch query head e, b batch key head e -> a b batch head query key")
+    bias_label: str = BIAS_BIAS
+
+    def label(self, term: str) -> str:
+        """How a term, a group or a column about one is shown to a reader."""
+        return label(term, self.bias_label)
+
+    def readable(self, value: object) -> object:
+        return self.label(value) if isinstance(value, str) else value

@@ -1,5 +1,5 @@
-"""Exact split of head outputs by source part: what position and context write, and their direct
-effect on chosen logits.
+"""What each source part (position, context, a writer) makes a head write into the stream, and its
+direct effect on chosen logits: an exact split of head outputs, ``split_values``.
 
 With the pattern A and the norm scale frozen, the mixed value of a head is linear in the parts of
 its layer's input,
@@ -33,10 +33,11 @@ from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
@@ -45,13 +46,8 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.scores.requests import (
-    UserParts,
-    check_request,
-    each_layer,
-    part_names,
-    provenance_of,
-)
+from tl_geometry.scores.families import Family, UserParts, family_of
+from tl_geometry.scores.split_request import check_request, each_layer, provenance_of
 from tl_geometry.scores.splitter import Splitter
 
 
@@ -73,6 +69,7 @@ class ValueSplit(Result):
     logits: Float[Tensor, "part batch position head d_vocab"] | None = None
     checks: tuple[Check, ...] = ()
     str_tokens: tuple[str, ...] = ()
+    table_axes, table_values = ("head", "part"), ("share", "norm")
 
     def output(self, part: str | None = None) -> Float[Tensor, "batch position head d_model"]:
         """What each head writes into the stream from one source part (``None``: from all of them,
@@ -95,21 +92,19 @@ class ValueSplit(Result):
         worst = max(self.checks, key=lambda c: c[2] / c[3] if c[3] > 0 else float(c[2] > 0))
         return ReconstructionReport(checks={worst[1]: (worst[2], worst[3])}, scale=0.0)
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "part", "share", "norm")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        """One row per head and part: its covariance share ``sum out_a . out / sum out^2`` of the
-        head's output, and its RMS norm."""
+    @property
+    def share(self) -> Float[Tensor, "head part"]:
+        """Covariance share of each part in the head's output, ``sum out_a . out / sum out^2``."""
         outputs = torch.stack([self.output(p) for p in self.parts]).double()
         total = outputs.sum(0)
         energy = total.square().sum((0, 1, 3))
-        share = (outputs * total).sum((1, 2, 4)) / torch.where(energy > 0, energy, torch.nan)
-        norm = outputs.square().sum(-1).mean((1, 2)).sqrt()
-        order = [(h, p) for h in range(len(self.heads)) for p in range(len(self.parts))]
-        return [
-            (*self.heads[h], self.parts[p], float(share[p, h]), float(norm[p, h])) for h, p in order
-        ]
+        return ((outputs * total).sum((1, 2, 4)) / torch.where(energy > 0, energy, torch.nan)).mT
+
+    @property
+    def norm(self) -> Float[Tensor, "head part"]:
+        """RMS norm of what each part writes."""
+        squares = [self.output(p).double().square().sum(-1).mean((0, 1)) for p in self.parts]
+        return torch.stack(squares, -1).sqrt()
 
 
 def split_values(
@@ -119,7 +114,7 @@ def split_values(
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
-    parts: Sequence[str] | UserParts = ("pos", "cvec"),
+    parts: Sequence[str] | UserParts | Family = ("pos", "cvec"),
     token_ids: Sequence[int | str] | int | str | None = None,
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
@@ -147,16 +142,16 @@ def split_values(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
-    names = part_names(parts, "exact", view, layers_of)
+    family = family_of(view, parts, basis, layers_of)
+    splitter = Splitter(view, family, layers_of)
     wanted = () if token_ids is None else target_ids(view, token_ids)
-    numbers = len(names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
+    numbers = len(splitter.names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_request(
         view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
     )
     readout = (
         None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
     )
-    splitter = Splitter(view, basis, parts, "exact", False, layers_of)
     z: list[Tensor] = []
     W_O: list[Tensor] = []
     compared: list[Check] = []
@@ -167,15 +162,14 @@ def split_values(
         z.append(_mixed(layer, values, picked, compared, splitter.flags).to(device))
         W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
 
-    on_written = splitter.on_written if isinstance(parts, str) else None
-    each_layer(view, rows, cache, splitter.layers, on_layer, on_written)
+    each_layer(view, rows, cache, splitter.layers, on_layer, family)
     order = [(l, h) for layer in splitter.layers for l, h in chosen if l == layer]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
     return ValueSplit(
-        provenance=provenance_of(view, rows, basis, "exact", splitter.flags, splitter.normalized),
+        provenance=provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized),
         heads=chosen,
-        parts=names,
+        parts=splitter.names,
         z=mixed,
         W_O=outward,
         token_ids=wanted,
@@ -187,7 +181,7 @@ def split_values(
 
 def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
     """Ids of tokens that are given as ids or as texts of one token each, one or several."""
-    found: list[int] = []
+    token_ids: list[int] = []
     for value in [given] if isinstance(given, int | str) else given:
         ids = view.encode(value) if isinstance(value, str) else [value]
         require(
@@ -197,11 +191,11 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
             got=f"{value!r}, which is {len(ids)} tokens",
         )
         try:
-            found.append(operator.index(ids[0]))
+            token_ids.append(operator.index(ids[0]))
         except TypeError:
             fail("token_ids", expected="ids, or texts of one token each", got=repr(value))
-    require(len(found) > 0, "token_ids", expected="at least one token", got="none")
-    return tuple(checks.index(i, view.d_vocab, "token_ids") for i in found)
+    require(len(token_ids) > 0, "token_ids", expected="at least one token", got="none")
+    return tuple(checks.index(i, view.d_vocab, "token_ids") for i in token_ids)
 
 
 def _mixed(
@@ -234,38 +228,35 @@ def _mixed(
     return z
 
 
+def trained_head(view: ModelView) -> OutputHead:
+    """The output head, where logits can be read off the last state; else a refusal."""
+    what, instead = f"logits of {view.name}", "split_values without token_ids="
+    if not view.head_trained:
+        expected, got = "a trained output head", "one that was newly initialised"
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+    head = view.output_head()
+    if head is None:
+        expected = "a norm and a linear map from the last state"
+        got = f"the output head of {view.class_name}"
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+    return head
+
+
 class _Readout:
     """Direct effect of a write into the stream on some logits."""
 
     def __init__(
         self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]
     ) -> None:
+        head = trained_head(view)
         require(
-            view.head_trained,
-            f"logits of {view.name}",
-            expected="a trained output head",
-            got="one that was newly initialised",
-            instead="split_values without token_ids=",
-            error=UnsupportedModelError,
-        )
-        normed = [layer for layer in layers if view.layer_facts(layer).norm_after]
-        require(
-            not normed,
+            not any(view.layer_facts(layer).norm_after for layer in layers),
             f"logits of {view.name}",
             expected="heads that write straight into the stream",
             got="a norm after attention",
             instead="split_values without token_ids=",
             error=UnsupportedModelError,
         )
-        head = view.output_head()
-        if head is None:
-            fail(
-                f"logits of {view.name}",
-                expected="a norm and a linear map from the last state",
-                got=f"the output head of {view.class_name}",
-                instead="split_values without token_ids=",
-                error=UnsupportedModelError,
-            )
         last = view.state_hooks[-1]
         h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
         self.scale = head.norm.scale(h)

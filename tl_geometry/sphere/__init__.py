@@ -2,23 +2,6 @@
 
 from __future__ import annotations
 
-from tl_geometry.sphere.paths import TokenPaths, token_paths
-from tl_geometry.sphere.projection import (
-    norm_geometry,
-    path_geometry,
-    principal_projection,
-    token_approach,
-    umap_coordinates,
-    update_split,
-)
+import lazy_loader
 
-__all__ = [
-    "TokenPaths",
-    "norm_geometry",
-    "path_geometry",
-    "principal_projection",
-    "token_approach",
-    "token_paths",
-    "umap_coordinates",
-    "update_split",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

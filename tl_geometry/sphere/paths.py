@@ -1,5 +1,5 @@
-"""Paths of single tokens through the layers, on the sphere of the norm (Molina 2023): angles,
-updates, and the token they turn to."""
+"""Where does each token travel on the sphere of the norm, layer by layer, and how near does it come
+to the token that follows? The paths of Molina 2023: angles, updates, ranks, coordinates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import default_batch
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.reader import as_view
 from tl_geometry.sphere import projection
 from tl_geometry.weights.vocabulary import embeddings, output_rows, weight_provenance
 
@@ -78,7 +78,7 @@ class TokenPaths(Result):
         fields = [getattr(self, name) for name in SPLIT]
         for b in range(batch):
             for t in range(position):
-                whole = [v[b, t].item() for v in (self.length, self.net, self.tortuosity)]
+                path = [v[b, t].item() for v in (self.length, self.net, self.tortuosity)]
                 for s in range(states):
                     last = s == states - 1
                     parts = [
@@ -88,7 +88,7 @@ class TokenPaths(Result):
                     ]
                     step = torch.nan if last else self.steps[b, t, s].item()
                     near = [self.angle[b, t, s].item(), int(self.rank[b, t, s])]
-                    out.append([b, t, self.str_tokens[b][t], s, *near, step, *parts, *whole])
+                    out.append([b, t, self.str_tokens[b][t], s, *near, step, *parts, *path])
         return out
 
 
@@ -201,13 +201,13 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
     last = rearrange(last, "position -> position 1")
     nothing = torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()
     split = [nothing] * 3 if updates is None else updates
-    found = {
+    measured = {
         "angle": torch.where(last, torch.nan, near.angle),
         "rank": torch.where(last, 0, near.rank),
         "coordinates": place(states).double(),
         **dict(zip(SPLIT, split, strict=True)),
     }
-    return {name: value.cpu() for name, value in (found | path._asdict()).items()}
+    return {name: value.cpu() for name, value in (measured | path._asdict()).items()}
 
 
 def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
@@ -215,14 +215,14 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
     MLP, if they add up."""
     wanted = (*view.state_hooks, *view.attention_hooks)
     try:
-        found = view.activations(tokens, (*wanted, *view.mlp_hooks))
+        activations = view.activations(tokens, (*wanted, *view.mlp_hooks))
     except GeometryError:  # attention-only blocks have no MLP output
-        found = view.activations(tokens, wanted)
-    h = torch.stack([found[hook].double() for hook in view.state_hooks], dim=2)
-    attention = torch.stack([found[hook].double() for hook in view.attention_hooks], dim=2)
+        activations = view.activations(tokens, wanted)
+    h = torch.stack([activations[hook].double() for hook in view.state_hooks], dim=2)
+    attention = torch.stack([activations[hook].double() for hook in view.attention_hooks], dim=2)
     mlp = torch.zeros_like(attention)
-    if view.mlp_hooks[0] in found:
-        mlp = torch.stack([found[hook].double() for hook in view.mlp_hooks], dim=2)
+    if view.mlp_hooks[0] in activations:
+        mlp = torch.stack([activations[hook].double() for hook in view.mlp_hooks], dim=2)
     error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
     if float(error) > 1e-4 * float(h.abs().max()):
         return h, None
@@ -255,5 +255,5 @@ def _projection(
         nan = float("nan")  # UMAP has no share of the variance
         umap = projection.umap_coordinates
         return nan, lambda states: umap(unit, on_sphere(states), seed=seed), name
-    found = projection.principal_projection(unit.to(view.device), 3)
-    return float(found.share.sum()), lambda states: found(on_sphere(states)), name
+    pca = projection.principal_projection(unit.to(view.device), 3)
+    return float(pca.share.sum()), lambda states: pca(on_sphere(states)), name

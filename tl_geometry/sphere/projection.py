@@ -1,4 +1,5 @@
-"""The sphere that a norm layer puts states on, and the paths of tokens along it (Molina 2023).
+"""Where does a norm layer put a state? The formulas of :func:`tl_geometry.token_paths` on the
+sphere (Molina 2023): the point itself, angles along a path, what an update does, coordinates.
 
 LayerNorm without its affine part is ``z = sqrt(d) x A / sqrt(|x A|^2 + d eps)``, A the centring
 over d_model: a point of the sphere of radius sqrt(d) inside the hyperplane ``sum z = 0``, up to a
@@ -188,15 +189,15 @@ def token_approach(
         got=f"{int(target.min())} to {int(target.max())}",
     )
     unit, zero = linalg.normalize_rows(remove_mean(points.double(), norm_type))
-    own = remove_mean(vocabulary[target].double(), norm_type)
-    angle = linalg.angle(unit, own)
-    mine = (unit * linalg.normalize_rows(own)[0]).sum(-1)
+    targets = remove_mean(vocabulary[target].double(), norm_type)
+    angle = linalg.angle(unit, targets)
+    target_cosine = (unit * linalg.normalize_rows(targets)[0]).sum(-1)
     nearer = torch.zeros_like(target)
     for start in range(0, len(vocabulary), VOCABULARY_CHUNK):
         part = vocabulary[start : start + VOCABULARY_CHUNK].double()
         rows = linalg.normalize_rows(remove_mean(part, norm_type))[0]
         ids = torch.arange(start, start + len(rows), device=target.device)
-        above = (unit @ rows.mT > mine.unsqueeze(-1)) & (ids != target.unsqueeze(-1))
+        above = (unit @ rows.mT > target_cosine.unsqueeze(-1)) & (ids != target.unsqueeze(-1))
         nearer += above.sum(-1)
     return Approach(angle, torch.where(zero, 0, nearer + 1))
 
@@ -262,5 +263,5 @@ def umap_coordinates(
     reducer = umap.UMAP(n_neighbors=15, min_dist=0.1, n_components=k, random_state=seed)
     reducer.fit(fit[:10_000].double().cpu().numpy())
     flat = rearrange(points, "... d_model -> (...) d_model")
-    found = torch.as_tensor(reducer.transform(flat.double().cpu().numpy()))
-    return found.reshape(*points.shape[:-1], k)
+    placed = torch.as_tensor(reducer.transform(flat.double().cpu().numpy()))
+    return placed.reshape(*points.shape[:-1], k)

@@ -2,23 +2,6 @@
 
 from __future__ import annotations
 
-from tl_geometry.weights.bilinear import Factors
-from tl_geometry.weights.heads import TokenReadout, WeightGeometry, token_readout, weight_geometry
-from tl_geometry.weights.probes import (
-    bias_readout,
-    embedding_distance_table,
-    embedding_norm_table,
-    noun_probe,
-)
+import lazy_loader
 
-__all__ = [
-    "Factors",
-    "TokenReadout",
-    "WeightGeometry",
-    "bias_readout",
-    "embedding_distance_table",
-    "embedding_norm_table",
-    "noun_probe",
-    "token_readout",
-    "weight_geometry",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

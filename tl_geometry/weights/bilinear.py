@@ -1,10 +1,9 @@
-"""W_QK and W_OV of every head in the geometry of a basis: low rank plus diagonal (Song & Zhong
-2023, Eq. 8), from their factors.
+"""How much of a head's W_QK or W_OV is a diagonal, and how much a small block in the directions of
+a basis? The formulas of :func:`tl_geometry.weight_geometry` (Song & Zhong 2023, Eq. 8).
 
-A head's matrix is kept as two factors, ``W = left @ right.mT`` with
-``left, right [head d_model d_head]``; no d_model x d_model product of a head is formed except where
-the full rotation is asked for. With V a basis of the stream (top singular directions of the
-positional means) and ``W_o = W - diag(W)``:
+A head's matrix is kept as two factors, ``W = left @ right.mT`` with ``left, right [head d_model
+d_head]``; no d_model x d_model product of a head is formed. With V a basis of the stream (top
+singular directions of the positional means) and ``W_o = W - diag(W)``:
 
 1. :func:`structure`: diag(W), the block V^T W_o V, mean and standard deviation of all rotated
    entries, the threshold, the entries above the threshold;
@@ -21,7 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange, reduce
@@ -29,16 +28,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import linalg
-from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import choice, require
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
 
 MATRICES = ("QK", "OV")
 """W_QK = W_Q W_K^T and W_OV = W_V W_O."""
-DENSE_BYTES = 2**28
-"""Memory of the dense rotated matrices that exist at one time when the full rotation is asked
-for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,38 +76,6 @@ class Factors:
         rounding of ``|W|^2``."""
         rest = self.energy - self.diagonal.square().sum(-1)
         return torch.where(rest > 1e-12 * self.energy, rest, 0.0)
-
-
-def as_factors(value: Any) -> Factors:
-    """A :class:`Factors`, a pair of tensors, or a TransformerLens ``FactoredMatrix`` (``.A @ .B``),
-    as float64 factors with a head axis.
-
-    >>> class FactoredMatrix:  # what TransformerLens returns for model.OV
-    ...     A, B = torch.ones(5, 2), torch.ones(2, 5)
-    >>> as_factors(FactoredMatrix()).right.shape
-    torch.Size([1, 5, 2])
-    """
-    if hasattr(value, "A") and hasattr(value, "B"):
-        value = (value.A, value.B.mT)
-    pair = (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and all(isinstance(v, Tensor) and v.dim() >= 2 for v in value)
-    )
-    require(
-        pair,
-        "factors",
-        expected="a FactoredMatrix or a pair of tensors [head d_model d_head]",
-        got=describe(value),
-    )
-    left, right = (v.detach().double() for v in value)
-    require(
-        left.shape == right.shape,
-        "factors",
-        expected="two factors of one shape [head d_model d_head]",
-        got=f"{tuple(left.shape)} and {tuple(right.shape)}",
-    )
-    return Factors(left, right) if left.dim() > 2 else Factors(left[None], right[None])
 
 
 def fold(
@@ -183,8 +146,8 @@ def rotated_block(
     ``right`` to ``left``."""
     right = left if right is None else right
     diag = factors.diagonal if remove is None else remove
-    whole = project(left, factors.left) @ project(right, factors.right).mT
-    return whole - rotate_diagonal(left, diag, right)
+    product = project(left, factors.left) @ project(right, factors.right).mT
+    return product - rotate_diagonal(left, diag, right)
 
 
 def complete(
@@ -206,10 +169,8 @@ class Structure(NamedTuple):
     """Numbers of the rotated off-diagonal matrix ``Q^T W_o Q`` (Q starts with the basis): see
     :func:`structure`.
 
-    ``block`` is its part in the basis, ``product`` the same with the diagonal of W left in.
-    ``highest``, ``lowest`` and ``above_threshold_outside`` cover the full d_model x d_model matrix
-    where the full rotation was asked for; otherwise the shown block only, and
-    ``above_threshold_outside`` is -1.
+    ``block`` is its part in the basis, ``product`` the same with the diagonal of W left in;
+    ``highest`` and ``lowest`` are the extremes of the block.
     """
 
     diagonal: Float[Tensor, "*batch head d_model"]
@@ -221,7 +182,6 @@ class Structure(NamedTuple):
     highest: Float[Tensor, "*batch head"]
     lowest: Float[Tensor, "*batch head"]
     above_threshold: Int[Tensor, "*batch head"]
-    above_threshold_outside: Int[Tensor, "*batch head"]
     concentration: Float[Tensor, "*batch head"]
 
 
@@ -231,7 +191,6 @@ def structure(
     right: Float[Tensor, "... d_model column"] | None = None,
     *,
     k: int = 20,
-    outside: bool = False,
 ) -> Structure:
     """The diagonal and the rotated off-diagonal part of W (Song & Zhong 2023, Fig. 5), for all
     heads at once.
@@ -240,8 +199,7 @@ def structure(
     the subspace, all of them the shown ``block = V^T W_o V``. ``threshold = sqrt(2 ln d^2) std``
     with the population standard deviation over all d^2 rotated entries, and ``above_threshold``
     counts entries of the first k x k above it. ``concentration`` is
-    ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero. ``outside=True`` rotates every head
-    densely, in chunks.
+    ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(30, 3, generator=g, dtype=torch.float64)).Q
@@ -270,12 +228,6 @@ def structure(
     above = block.abs() > rearrange(threshold, "... head -> ... head 1 1")
     inner = block[..., :k, :k]
     concentration = torch.where(total > 0, inner.square().sum((-2, -1)) / total, torch.nan)
-    above_threshold = above[..., :k, :k].sum((-2, -1))
-    highest, lowest = block.amax((-2, -1)), block.amin((-2, -1))
-    beyond = torch.full_like(above_threshold, -1)
-    if outside:
-        highest, lowest, every = _dense_extremes(factors, left, right, threshold)
-        beyond = every - above_threshold
     return Structure(
         diagonal=factors.diagonal,
         block=block,
@@ -283,41 +235,16 @@ def structure(
         mean=mean,
         std=std,
         threshold=threshold,
-        highest=highest,
-        lowest=lowest,
-        above_threshold=above_threshold,
-        above_threshold_outside=beyond,
+        highest=block.amax((-2, -1)),
+        lowest=block.amin((-2, -1)),
+        above_threshold=above[..., :k, :k].sum((-2, -1)),
         concentration=concentration,
     )
-
-
-def _dense_extremes(
-    factors: Factors, left: Tensor, right: Tensor, threshold: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest and smallest entry, and the number above the threshold in magnitude, of the full
-    rotated off-diagonal matrix."""
-    size, n_heads = left.shape[-2], factors.left.shape[-3]
-    eye = torch.eye(size, dtype=left.dtype, device=left.device)
-    q_left, q_right = complete(left, eye), complete(right, eye)
-    chunk = max(1, DENSE_BYTES // (3 * 8 * size**2 * math.prod(factors.left.shape[:-3])))
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for start in range(0, n_heads, chunk):
-        part = Factors(
-            factors.left[..., start : start + chunk, :, :],
-            factors.right[..., start : start + chunk, :, :],
-        )
-        dense = rotated_block(part, q_left, q_right)
-        level = rearrange(threshold[..., start : start + chunk], "... head -> ... head 1 1")
-        above = dense.abs() > level
-        found.append((dense.amax((-2, -1)), dense.amin((-2, -1)), above.sum((-2, -1))))
-    highest, lowest, count = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
-    return highest, lowest, count
 
 
 def haar_null(
     factors: Factors,
     k: int,
-    k_right: int | None = None,
     *,
     off_diagonal: bool = True,
     one_basis: bool = True,
@@ -327,9 +254,8 @@ def haar_null(
 
     ``alpha + beta (tr(WW) + (tr W)^2) / |W|^2`` with ``alpha = k((d+1)k - 2) / (d(d-1)(d+2))`` and
     ``beta = k(d-k) / (d(d-1)(d+2))``; ``off_diagonal`` uses W without its diagonal. With
-    ``one_basis=False`` the two sides are independent random subspaces of ``k`` and ``k_right``
-    dimensions: ``k k_right / d^2``. (k/d)^2 alone can be wrong by a large factor for a matrix with
-    a large trace.
+    ``one_basis=False`` the two sides are independent random subspaces: ``(k / d)^2``. That alone
+    can be wrong by a large factor for a matrix with a large trace.
 
     >>> eye = torch.eye(50)[None]
     >>> round(float(haar_null(Factors(eye, eye), 5, off_diagonal=False)), 6)
@@ -338,8 +264,7 @@ def haar_null(
     d = factors.left.shape[-2]
     total = factors.off_diagonal_energy if off_diagonal else factors.energy
     if not one_basis or d == 1:
-        other = k if k_right is None else k_right
-        return torch.where(total > 0, torch.full_like(total, k * other / d**2), torch.nan)
+        return torch.where(total > 0, torch.full_like(total, (k / d) ** 2), torch.nan)
     diag = factors.diagonal
     if off_diagonal:  # tr(W_o W_o), and W_o has no trace
         squares = factors.trace_of_square - diag.square().sum(-1)
@@ -365,5 +290,5 @@ def leading_directions(
         rows = rows - reduce(rows, "row d_model -> row 1", "mean")
     _, values, vectors = linalg.svd(rows)
     rank = int(linalg.numerical_rank(values, rows.shape))
-    known = vectors[:, : min(width, rank)]
-    return torch.nn.functional.pad(known, (0, width - known.shape[-1])), values, rank
+    directions = vectors[:, : min(width, rank)]
+    return torch.nn.functional.pad(directions, (0, width - directions.shape[-1])), values, rank

@@ -1,12 +1,12 @@
-"""W_QK and W_OV of a model: their geometry in the positional basis, and what they read and write in
-tokens."""
+"""What do a model's W_QK and W_OV read and write? Their geometry in the positional basis
+(:func:`weight_geometry`), and the tokens at both ends of them (:func:`token_readout`)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,9 +19,9 @@ from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.variance import reliability
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear, low_rank_diagonal, readout, subspaces
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import (
@@ -39,7 +39,6 @@ NUMBERS = (
     "highest",
     "lowest",
     "above_threshold",
-    "above_threshold_outside",
     "concentration",
     "null",
     "lift",
@@ -76,7 +75,6 @@ class WeightGeometry(Result):
     ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``.
     """
 
-    version: ClassVar[int] = 3
     matrix: str
     heads: tuple[tuple[int, int], ...]
     layers: tuple[int, ...]
@@ -92,7 +90,6 @@ class WeightGeometry(Result):
     highest: Float[Tensor, " head"]
     lowest: Float[Tensor, " head"]
     above_threshold: Int[Tensor, " head"]
-    above_threshold_outside: Int[Tensor, " head"]
     concentration: Float[Tensor, " head"]
     null: Float[Tensor, " head"]
     noise_null: Float[Tensor, " head"]
@@ -123,18 +120,14 @@ class WeightGeometry(Result):
         """Row of a head."""
         return checks.head_rows(head, self.heads)[0]
 
-    def columns(self) -> Sequence[str]:
-        """Column names of the table."""
-        return ("layer", "head", "k", "rank", *NUMBERS)
+    table_axes = ("head",)
+    table_values = NUMBERS
 
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
-        per_layer = {l: (k, r) for l, k, r in zip(self.layers, self.k, self.ranks, strict=True)}
-        fields = [getattr(self, name) for name in NUMBERS]
-        return [
-            [l, h, *per_layer[l], *(f[i].item() for f in fields)]
-            for i, (l, h) in enumerate(self.heads)
-        ]
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        """Layer and head, and the dimensions of the subspaces of the layer."""
+        per_layer = dict(zip(self.layers, zip(self.k, self.ranks, strict=True), strict=True))
+        k, ranks = zip(*(per_layer[layer] for layer, _ in self.heads), strict=True)
+        return {**super().axis_labels(axis), "k": k, "rank": ranks}
 
 
 def weight_geometry(
@@ -145,7 +138,6 @@ def weight_geometry(
     layers: Iterable[int] | int | None = None,
     rank: int | None = None,
     raw: bool = False,
-    outside: bool = False,
     offsets: tuple[int, ...] = (0,),
     shown: int = 60,
     draws: int = subspaces.DRAWS,
@@ -168,8 +160,6 @@ def weight_geometry(
         raw: weights as they are, without gain and centring, and the plain positional vectors: the
             published figure, which mixes coordinates before and after the norm. Its numbers depend
             on how the model was loaded; the default's do not.
-        outside: also rotate every head densely, to count the entries above the threshold outside
-            the k x k block and find the extremes there.
         offsets: for rotary models, the query-key offsets that W_QK is averaged over (``(0,)``, or
             ``range(1, 17)``).
         shown: directions in ``block``.
@@ -204,14 +194,14 @@ def weight_geometry(
     wanted = rank or 20
     width = min(max(shown, wanted), view.d_model)
     centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
-    found = subspaces.Subspaces(
+    positional = subspaces.Subspaces(
         basis, width=width, k=min(wanted, width), centered=centered, draws=draws, seed=seed
     )
     reliable = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
     parts: list[dict[str, Tensor]] = []
     used: list[tuple[int, int]] = []
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
-        left, right = found.at(layer), found.at(layer + step) if step else None
+        left, right = positional.at(layer), positional.at(layer + step) if step else None
         both = left.rank if right is None else min(left.rank, right.rank)
         require(
             both > 0,
@@ -222,7 +212,7 @@ def weight_geometry(
         )
         k = min(wanted, both)
         used.append((k, both))
-        numbers = _layer(factors, left, right, k=k, outside=outside)
+        numbers = _layer(factors, left, right, k=k)
         lowest = min(reliable[layer], reliable[layer + step])
         numbers["reliability"] = torch.full((view.n_heads,), lowest, dtype=torch.float64)
         missing = min(wanted, width) - k
@@ -251,11 +241,11 @@ def _against(
 ) -> dict[str, Float[Tensor, " head"]]:
     """What heads have with positions destroyed, and how rarely a null reaches ``values``."""
     unknown = torch.full_like(values, torch.nan)
-    known = len(nulls.noise) > 0
+    drawn = len(nulls.noise) > 0
     p = [subspaces.familywise_p(values, draws) for draws in nulls]
     return {
-        "noise_null": nulls.noise.mean(0) if known else unknown,
-        "noise_high": nulls.noise.amax(0) if known else unknown,
+        "noise_null": nulls.noise.mean(0) if drawn else unknown,
+        "noise_high": nulls.noise.amax(0) if drawn else unknown,
         "p": torch.maximum(*p),
     }
 
@@ -273,12 +263,12 @@ def _provenance(
     view: ModelView, basis: PositionContext, raw: bool, flags: Sequence[str]
 ) -> Provenance:
     """The weights' provenance with the corpus of the basis."""
-    mine = weight_provenance(
+    of_weights = weight_provenance(
         view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags
     )
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
     return dataclasses.replace(
-        mine.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields}
+        of_weights.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields}
     )
 
 
@@ -288,13 +278,12 @@ def _layer(
     right: subspaces.Subspace | None,
     *,
     k: int,
-    outside: bool,
 ) -> dict[str, Tensor]:
     """All numbers of one layer, a row per head."""
     device = factors.left.device
     left, right = left.to(device), None if right is None else right.to(device)
     V, U = left.directions, None if right is None else right.directions
-    s = bilinear.structure(factors, V, U, k=k, outside=outside)
+    s = bilinear.structure(factors, V, U, k=k)
     fit = low_rank_diagonal.fit_low_rank_diagonal(
         factors, V[:, :k], None if U is None else U[:, :k], product=s.product[..., :k, :k]
     )
@@ -318,7 +307,6 @@ class TokenReadout(Result):
     directions are not unique.
     """
 
-    version: ClassVar[int] = 2
     matrix: str
     heads: tuple[tuple[int, int], ...]
     features: int
@@ -378,7 +366,6 @@ def token_readout(
     k: int = 5,
     raw: bool = False,
     offsets: tuple[int, ...] = (0,),
-    factors: Any = None,
 ) -> TokenReadout:
     """What heads read and write, in tokens: singular directions of W_QK or W_OV against the
     vocabulary (Molina 2023, section 4).
@@ -395,9 +382,6 @@ def token_readout(
         features: singular directions per head.
         k: tokens at each end of a direction.
         offsets: for rotary models, the offsets that W_QK is averaged over.
-        factors: read this TransformerLens ``FactoredMatrix`` (or pair of factors) instead of the
-            model's; ``layers`` then names the one layer whose norm reads the tokens, and heads are
-            numbered as the factors are.
 
     Raises ``GeometryError`` for heads, layers or offsets that the model does not have, and for more
     ``features`` or tokens than there are.
@@ -409,37 +393,23 @@ def token_readout(
     """
     view = as_view(model)
     checks.choice(matrix, bilinear.MATRICES, "matrix")
-    if factors is not None:
-        layer = checks.index(layers, view.n_layers, "layers") if isinstance(layers, int) else None
-        require(
-            layer is not None and heads is None,
-            "layers",
-            expected="one layer with factors=, and no heads=",
-            got=layers,
-        )
-        given = bilinear.as_factors(factors)
-        pairs = tuple((int(layer or 0), h) for h in range(given.left.shape[-3]))
-        chosen = [(int(layer or 0), given)]
-    else:
-        pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
-        chosen = factors_of(
-            view, sorted({l for l, _ in pairs}), matrix, raw=raw, offsets=tuple(offsets)
-        )
+    pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     rows = embeddings(view)
     writes = output_rows(view, raw=raw) if matrix == "OV" else None
     parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
-    seen, reads = None, rows
-    for layer, all_heads in chosen:
-        mine = [h for l, h in pairs if l == layer]
-        svd = linalg.product_svd(all_heads.left[mine], all_heads.right[mine])
+    reads_of, reads = None, rows
+    read_layers = sorted({layer for layer, _ in pairs})
+    for layer, factors in factors_of(view, read_layers, matrix, raw=raw, offsets=tuple(offsets)):
+        chosen = [h for l, h in pairs if l == layer]
+        svd = linalg.product_svd(factors.left[chosen], factors.right[chosen])
         norm = view.attention_norm(layer)
         plain = (norm.norm_type, norm.eps)
-        if raw or seen != plain:  # without its affine part the norm is the same in every layer
-            seen, reads = plain, normalized_rows(rows, norm, affine=raw)
-        found = readout.read_tokens(
+        if raw or reads_of != plain:  # without its affine part the norm is the same in every layer
+            reads_of, reads = plain, normalized_rows(rows, norm, affine=raw)
+        reading = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k
         )
-        parts.append((svd.S, found.left, found.right))
+        parts.append((svd.S, reading.left, reading.right))
     return _readout(view, matrix, pairs, features, raw, parts)
 
 
@@ -454,11 +424,11 @@ def _readout(
     values = torch.cat([S for S, _, _ in parts]).cpu()
     fields: dict[str, Any] = {}
     for i, side in enumerate(("left", "right"), start=1):
-        found = [
+        ends_of_side = [
             torch.cat([v.flatten(0, -2) for v in layers]).cpu()
             for layers in zip(*(part[i] for part in parts), strict=True)
         ]
-        ends = readout.Extremes(*found)
+        ends = readout.Extremes(*ends_of_side)
         fields |= {
             f"{side}_ids": ends.top_ids,
             f"{side}_scores": ends.top_scores,

@@ -1,5 +1,6 @@
-"""The best low rank plus diagonal description of W_QK or W_OV, ``W = V L V^T + D`` (Song & Zhong
-2023, Eq. 8), of all heads of a layer at once, with one factorisation."""
+"""Which ``L`` and ``D`` in ``W = V L V^T + D`` describe W_QK or W_OV best (Song & Zhong 2023, Eq.
+8)? Solved for all heads of a layer at once with one factorisation, for
+:func:`tl_geometry.weight_geometry` and the surrogates of live heads."""
 
 from __future__ import annotations
 
@@ -29,16 +30,6 @@ class LowRankDiagonal(NamedTuple):
     r2_joint: Float[Tensor, "*batch head"]
     symmetric: Float[Tensor, "*batch head"]
     singular: Bool[Tensor, "..."]
-
-    @property
-    def gain_low_rank(self) -> Tensor:
-        """What L adds to the share that the diagonal alone explains."""
-        return self.r2_joint - self.r2_diagonal
-
-    @property
-    def gain_diagonal(self) -> Tensor:
-        """What the diagonal adds to the share that L alone explains."""
-        return self.r2_joint - self.r2_low_rank
 
 
 def fit_low_rank_diagonal(
@@ -96,27 +87,6 @@ def fit_low_rank_diagonal(
     )
 
 
-def random_fits(
-    factors: Factors, k: int, *, draws: int = 4, seed: int = 0
-) -> Float[Tensor, "sample *batch head"]:
-    """Null of the joint fit: ``r2_joint`` in uniformly random k-dimensional subspaces, one row per
-    draw.
-
-    The mean of ``r2_low_rank`` in such subspaces is known exactly
-    (:func:`tl_geometry.weights.bilinear.haar_null` with ``off_diagonal=False``); the joint share is
-    larger by what the diagonal explains.
-
-    >>> eye = torch.eye(8).double()[None]
-    >>> random_fits(Factors(eye, eye), 2, draws=3).round(decimals=6).flatten().tolist()
-    [1.0, 1.0, 1.0]
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shape = (draws, factors.left.shape[-2], k)
-    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-    bases = torch.linalg.qr(normal.to(factors.left)).Q
-    return torch.stack([fit_low_rank_diagonal(factors, V).r2_joint for V in bases])
-
-
 def solve_diagonal(
     left: Float[Tensor, "... d_model row"],
     right: Float[Tensor, "... d_model column"],
@@ -143,9 +113,9 @@ def solve_diagonal(
     if bool((bound > 1e-6).all()):
         return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
     values, vectors = torch.linalg.eigh(matrix)
-    kept = values > 1e-10
-    inverse = torch.where(kept, 1 / torch.where(kept, values, 1.0), 0.0)
-    return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~kept.all(-1)
+    determined = values > 1e-10
+    inverse = torch.where(determined, 1 / torch.where(determined, values, 1.0), 0.0)
+    return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~determined.all(-1)
 
 
 def _pairs(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:

@@ -1,5 +1,5 @@
-"""Static probes of weights in tokens (Molina 2023): what heads do to single nouns, head biases,
-norms and shape of the embedding.
+"""What can be read from weights in tokens alone (Molina 2023)? What heads do to single nouns, what
+their biases prefer, and how near the embedding lies to the norm's sphere.
 
 No text is run: a token's embedding goes straight through a block's norm, so positions, earlier
 blocks and MLPs are absent.
@@ -7,7 +7,7 @@ blocks and MLPs are absent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import NamedTuple
@@ -21,11 +21,11 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.results import Result
-from tl_geometry.models.describing import as_view
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
+from tl_geometry.models.reader import as_view
 from tl_geometry.weights import readout
 from tl_geometry.weights.vocabulary import (
     embeddings,
@@ -69,8 +69,8 @@ class _Output(NamedTuple):
         """Ids of the k largest logits of states."""
         flat = rearrange(states, "... d_model -> (...) d_model").float()
         y = normalized_rows(flat, self.norm, affine=True)
-        found = readout.extremes(torch.cat([y, torch.ones_like(y[:, :1])], dim=1), self.rows, k)
-        return found.top_ids.reshape(*states.shape[:-1], k)
+        extremes = readout.extremes(torch.cat([y, torch.ones_like(y[:, :1])], dim=1), self.rows, k)
+        return extremes.top_ids.reshape(*states.shape[:-1], k)
 
 
 def _plain_norm(view: ModelView, norm_type: str | None, eps: float) -> NormWeights:
@@ -155,25 +155,25 @@ def noun_probe(
     nouns = common_nouns() if nouns is None else nouns
     given = (nouns,) if isinstance(nouns, str) else tuple(nouns)
     encoded = {noun: view.encode(noun) for noun in given}
-    kept = tuple(n for n in given if len(encoded[n]) == 1)
+    single = tuple(n for n in given if len(encoded[n]) == 1)
     require(
-        len(kept) > 0,
+        len(single) > 0,
         "nouns",
         expected="at least one noun of a single token",
         got=f"{len(given)} nouns of several",
         instead="nouns=[...]",
     )
-    ids = torch.tensor([encoded[n][0] for n in kept])
+    ids = torch.tensor([encoded[n][0] for n in single])
     rows = embeddings(view)
-    found = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
+    per_layer = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
     keys, values, sums, norms, lengths = (
-        torch.stack(part).cpu() for part in zip(*found, strict=True)
+        torch.stack(part).cpu() for part in zip(*per_layer, strict=True)
     )
     shown = {int(t) for ids in (keys, values, sums) for t in ids.unique()}
     return NounProbe(
         provenance=weight_provenance(view, sources=SOURCE, preset="exact" if biases else "paper"),
-        nouns=kept,
-        skipped=tuple(n for n in given if n not in kept),
+        nouns=single,
+        skipped=tuple(n for n in given if n not in single),
         layers=chosen,
         key_ids=keys,
         value_ids=values,
@@ -283,18 +283,18 @@ def bias_readout(
     rows = embeddings(view)
     head = view.output_head() if view.head_trained else None
     writes = output_rows(view, raw=True) if head is None else head.directions().float()
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    per_layer: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in sorted({l for l, _ in pairs}):
-        mine = [h for l, h in pairs if l == layer]
+        chosen = [h for l, h in pairs if l == layer]
         w, norm = _single(view.weights(layer)), view.attention_norm(layer)
         reads = normalized_rows(rows, norm, affine=False)
-        vectors = _bias_vectors(w, norm)[mine]
+        vectors = _bias_vectors(w, norm)[chosen]
         read = readout.extremes(vectors[:, :2], reads, k)
         write = readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
         top = torch.cat([read.top_ids, write.top_ids], dim=1)
         bottom = torch.cat([read.bottom_ids, write.bottom_ids], dim=1)
-        found.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
-    lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*found, strict=True))
+        per_layer.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
+    lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*per_layer, strict=True))
     shown = {int(t) for ids in (top, bottom) for t in ids.unique()}
     untrained = "output head not trained: values are read in the embedding"
     flags = [] if view.head_trained else [untrained]
@@ -322,86 +322,6 @@ def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class EmbeddingNorms(Result):
-    """Tokens at both ends of five lengths of unembedding rows (see
-    :func:`embedding_norm_table`)."""
-
-    scores: tuple[str, ...]
-    top_ids: Int[Tensor, "row column"]
-    top_values: Float[Tensor, "row column"]
-    bottom_ids: Int[Tensor, "row column"]
-    bottom_values: Float[Tensor, "row column"]
-    texts: tuple[tuple[int, str], ...]
-
-    def columns(self) -> Sequence[str]:
-        """Column names of the table."""
-        return ("score", "end", "place", "token", "value")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
-        text = dict(self.texts)
-        ends = (
-            ("top", self.top_ids, self.top_values),
-            ("bottom", self.bottom_ids, self.bottom_values),
-        )
-        return [
-            [score, end, place, text[int(ids[i, place])], values[i, place].item()]
-            for i, score in enumerate(self.scores)
-            for end, ids, values in ends
-            for place in range(ids.shape[1])
-        ]
-
-
-def embedding_norm_table(model: ModelLike, *, k: int = 5) -> EmbeddingNorms:
-    """Tokens with the largest and smallest unembedding rows, scaled by the final norm's gain and
-    with its bias (Molina 2023, section 4.1).
-
-    With rows U_t, gain g and bias b of the final norm: ``norm |U|``, ``scaled |g U|``,
-    ``bias |U| + b.U``, ``scaled_bias |g U| + b.U``, and ``max_logit = sqrt(d) |A (g U)| + b.U``,
-    the largest logit above the vocabulary's mean that any state can give the token (A the centring
-    of a LayerNorm, U without its mean over the vocabulary, the unembedding's own bias added where
-    there is one). The first four depend on whether the gain was folded in, the last does not.
-
-    Raises ``UnsupportedModelError`` for models without a trained output head.
-
-    >>> import tl_geometry as tlg
-    >>> table = tlg.weights.embedding_norm_table(tlg.zoo.embedded(), k=2)
-    >>> table.scores[-1], bool((table.top_values >= table.bottom_values).all())
-    ('max_logit', True)
-    """
-    view = as_view(model)
-    output = _Output.of(view, "embedding_norm_table")
-    rows, constant = output.rows[:, :-1].double(), output.rows[:, -1].double()
-    centered = rows - rows.mean(0)
-    gain, bias = output.norm.gain.double(), output.norm.bias.double()
-    shift = rows @ bias
-    norm, scaled = (torch.linalg.vector_norm(x, dim=-1) for x in (rows, gain * rows))
-    read = remove_mean(gain * centered, output.norm.norm_type)
-    reach = view.d_model**0.5 * torch.linalg.vector_norm(read, dim=-1)
-    scores = {
-        "norm": norm,
-        "scaled": scaled,
-        "bias": norm + shift,
-        "scaled_bias": scaled + shift,
-        "max_logit": reach + centered @ bias + constant - constant.mean(),
-    }
-    stacked = torch.stack(list(scores.values()))
-    require(1 <= k <= stacked.shape[1], "k", expected=f"1 to {stacked.shape[1]} tokens", got=k)
-    ends = [stacked.sort(dim=-1, descending=d, stable=True) for d in (True, False)]
-    (top, top_ids), (bottom, bottom_ids) = ((v[:, :k].cpu(), i[:, :k].cpu()) for v, i in ends)
-    shown = [*top_ids.flatten().tolist(), *bottom_ids.flatten().tolist()]
-    return EmbeddingNorms(
-        provenance=weight_provenance(view, sources=SOURCE),
-        scores=tuple(scores),
-        top_ids=top_ids,
-        top_values=top,
-        bottom_ids=bottom_ids,
-        bottom_values=bottom,
-        texts=tuple(token_texts(view, shown).items()),
-    )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingDistances(Result):
     """Distances between embedding rows and their normalised selves, for four matrices (see
     :func:`embedding_distance_table`).
@@ -418,14 +338,21 @@ class EmbeddingDistances(Result):
     mean_norm: float
     identity: float
 
-    def columns(self) -> Sequence[str]:
-        """Column names of the table."""
-        return ("matrix", "l2_mean", "l2_sd", "cosine_distance_mean", "cosine_distance_sd")
+    table_axes = ("row",)
 
-    def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
-        values = (self.l2_mean, self.l2_sd, self.cosine_mean, self.cosine_sd)
-        return [[name, *(v[i].item() for v in values)] for i, name in enumerate(self.matrices)]
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        """The matrix of each row."""
+        return {"matrix": self.matrices}
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        """Means and standard deviations over tokens."""
+        values = {
+            "l2_mean": self.l2_mean,
+            "l2_sd": self.l2_sd,
+            "cosine_distance_mean": self.cosine_mean,
+            "cosine_distance_sd": self.cosine_sd,
+        }
+        return {name: (value, ("row",)) for name, value in values.items()}
 
 
 def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:

@@ -1,5 +1,5 @@
-"""What a head reads and writes, in tokens: singular vectors of W_QK and W_OV against the vocabulary
-(Molina 2023).
+"""Which tokens do the singular vectors of a head point to? The formulas of
+:func:`tl_geometry.token_readout` (Molina 2023).
 
 Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`),
 scores are dot products with one row per token, and only the extremes of the vocabulary are kept: it
@@ -36,10 +36,10 @@ class Extremes(NamedTuple):
 
 def _best(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores and their ids, equal scores in the order of the ids."""
-    found, where = scores.topk(min(k, scores.shape[-1]), dim=-1)
-    where, order = ids.gather(-1, where).sort(dim=-1)
-    found, order = found.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return found, where.gather(-1, order)
+    best, best_ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
+    best_ids, order = ids.gather(-1, best_ids).sort(dim=-1)
+    best, order = best.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return best, best_ids.gather(-1, order)
 
 
 def extremes(
@@ -119,8 +119,8 @@ def near_degenerate(
     close = larger - smaller <= gap * larger
     edge = torch.zeros_like(close[..., :1])
     size = singular_values.shape[-1]
-    kept = numerical_rank(singular_values, (size, size)).unsqueeze(-1)
-    zero = torch.arange(size, device=singular_values.device) >= kept
+    rank = numerical_rank(singular_values, (size, size)).unsqueeze(-1)
+    zero = torch.arange(size, device=singular_values.device) >= rank
     return torch.cat([close, edge], -1) | torch.cat([edge, close], -1) | zero
 
 
@@ -139,10 +139,10 @@ class Reading(NamedTuple):
     right_vectors: Float[Tensor, "*batch d_model rank"]
 
 
-def _flip(found: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
-    turned = Extremes(found.bottom_ids, -found.bottom_scores, found.top_ids, -found.top_scores)
+def _flip(ends: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
+    turned = Extremes(ends.bottom_ids, -ends.bottom_scores, ends.top_ids, -ends.top_scores)
     return Extremes(
-        *(torch.where(flip.unsqueeze(-1), b, a) for a, b in zip(found, turned, strict=True))
+        *(torch.where(flip.unsqueeze(-1), b, a) for a, b in zip(ends, turned, strict=True))
     )
 
 

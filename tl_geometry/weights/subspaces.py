@@ -1,11 +1,13 @@
-"""Positional subspaces of a basis, and what the same estimator finds where position was destroyed.
+"""Does a head read position, or the directions in which any averages of states vary? Positional
+subspaces of a basis, and what the same estimator finds where position was destroyed, for
+:func:`tl_geometry.weight_geometry`.
 
 The leading directions of T averages of states are never arbitrary: they are those in which states
 vary most, along any slowly varying text, whether or not position has an effect. So "this head reads
 position" is compared with the leading directions of the difference of two random halves of the
 corpus: what all contexts have in common at a position cancels, and the noise of an average stays
-(:func:`tl_geometry.decomposition.resampling.noise_weights`). Random combinations of states are too
-weak: they held 0.80% of W_QK of SmolLM2's L7H7, windows of source code rolled by random offsets
+(:func:`tl_geometry.decomposition.delete_group.noise_weights`). Random combinations of states are
+too weak: they held 0.80% of W_QK of SmolLM2's L7H7, windows of source code rolled by random offsets
 1.89%, the true positions 1.34%. Groups that are only shifted against each other keep the directions
 of a strong effect, and so find none.
 
@@ -22,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
+from tl_geometry.decomposition.delete_group import noise_weights, window_means
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.resampling import noise_weights, window_means
 from tl_geometry.weights import bilinear
 
 DRAWS = 19
@@ -77,7 +79,9 @@ class Subspaces:
         if state not in self.held:
             row = self.basis.index(state)
             pos, size = self.basis.pos[row], (len(self.signs), self.basis.pos.shape[2], self.k)
-            found, _, rank = bilinear.leading_directions(pos, self.width, centered=self.centered)
+            directions, _, rank = bilinear.leading_directions(
+                pos, self.width, centered=self.centered
+            )
             noise = window_means(self.basis, row, self.signs)
             noise = noise - noise.mean(1, keepdim=True)
             if self.centered:
@@ -85,7 +89,7 @@ class Subspaces:
             normal = torch.randn(size, generator=self.generator, dtype=torch.float64)
             draws = Draws(_leading(noise, self.k), torch.linalg.qr(normal).Q)
             self.held = {s: v for s, v in self.held.items() if s == state - 1}
-            self.held[state] = Subspace(found, rank, draws)
+            self.held[state] = Subspace(directions, rank, draws)
         return self.held[state]
 
 
@@ -97,10 +101,10 @@ def _leading(
     wide = rows.shape[1] < rows.shape[2]
     values, vectors = torch.linalg.eigh(rows @ rows.mT if wide else rows.mT @ rows)
     values, vectors = values.flip(-1)[:, None, :k], vectors.flip(-1)[..., :k]
-    known = values > 1e-12 * values[..., :1]
+    present = values > 1e-12 * values[..., :1]
     if wide:
-        vectors = rows.mT @ vectors / torch.where(known, values, 1.0).sqrt()
-    vectors = torch.where(known, vectors, 0.0)
+        vectors = rows.mT @ vectors / torch.where(present, values, 1.0).sqrt()
+    vectors = torch.where(present, vectors, 0.0)
     return torch.nn.functional.pad(vectors, (0, k - vectors.shape[-1]))
 
 
@@ -116,8 +120,8 @@ def drawn_concentration(
             bilinear.rotated_block(factors, v[:, :k], u[:, :k]).square().sum((-2, -1))
             for v, u in zip(left, right, strict=True)
         ]
-        found = torch.stack(blocks) if blocks else total.new_zeros(0, len(total))
-        return torch.where(total > 0, found / total, torch.nan)
+        energy = torch.stack(blocks) if blocks else total.new_zeros(0, len(total))
+        return torch.where(total > 0, energy / total, torch.nan)
 
     return Draws(*(held(*pair) for pair in zip(left.draws, (right or left).draws, strict=True)))
 

@@ -1,5 +1,5 @@
-"""The vocabulary as vectors, as a head reads it and as the output reads what a head writes; the
-factors of a layer's heads."""
+"""Which vector is a token to a head that reads it, and to the output that reads what a head writes?
+And what are the factors of a layer's heads? The ground of all readouts of weights."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
 def layer_views(view: ModelView, layers: Sequence[int], positions: int) -> dict[int, LayerView]:
     """The views of ``layers`` in one forward pass over ``positions`` arbitrary tokens, whose scores
     add up."""
-    found: list[LayerView] = []
+    views: list[LayerView] = []
     tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
-    view.run_layers(tokens, layers, found.append)
-    return {seen.layer: seen for seen in found}
+    view.run_layers(tokens, layers, views.append)
+    return {seen.layer: seen for seen in views}
 
 
 def score_factors(
@@ -137,13 +137,13 @@ def _agrees(seen: LayerView, plain: Factors) -> bool:
     probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
     parts = probe.expand(-1, 1, seen.h.shape[1], -1)
     for linear, factor in ((seen.q_map, plain.left / seen.scale), (seen.k_map, plain.right)):
-        found = linear(parts)[:, 0, 0].double()
+        mapped = linear(parts)[:, 0, 0].double()
         expected = einsum(
             probe[:, 0, 0].double(),
-            factor.to(found.device),
+            factor.to(mapped.device),
             "row d_model, head d_model e -> row head e",
         )
-        if float((found - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
+        if float((mapped - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
             return False
     return True
 

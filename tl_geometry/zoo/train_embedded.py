@@ -34,10 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tl_geometry.base.checks import head_name
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus
-from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
+from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, new_gpt2, train
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
@@ -76,13 +77,7 @@ INITIAL: dict[str, Any] = {
 def new_model(seed: int = SEED) -> GPT2LMHeadModel:
     """The model before training: the ordinary GPT-2 initialisation (standard deviation 0.06) under
     ``seed``."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return GPT2LMHeadModel(
-            GPT2Config(**SHAPE, **INITIAL, bos_token_id=BOS, eos_token_id=BOS)
-        ).eval()
+    return new_gpt2(seed, **SHAPE, **INITIAL)
 
 
 def train_tokenizer(texts: Iterable[str], path: Path) -> None:
@@ -118,18 +113,20 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
     """``batch_at(step)`` of the mixture described at the top of this module, over a token
     stream."""
 
-    def integer(generator: torch.Generator, low: int, high: int) -> int:
-        return int(torch.randint(low, high, (), generator=generator))
-
     def row(
         generator: torch.Generator, format: str, length: int, symbols: int, periods: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        start = integer(generator, 0, len(stream) - length)
+        def integer(low: int, high: int) -> int:
+            return int(torch.randint(low, high, (), generator=generator))
+
+        start = integer(0, len(stream) - length)
+        natural = stream[start : start + length]
         if format == "natural":
-            return (tokens := stream[start : start + length]), tokens
-        period = integer(generator, periods[0], periods[1] + 1)
+            return natural, natural
+        period = integer(periods[0], periods[1] + 1)
         if format == "snippet":
-            return (tokens := _repeat(stream[start : start + period], length)), tokens
+            tokens = _repeat(natural[:period], length)
+            return tokens, tokens
         tokens = _repeat(torch.randint(1, symbols + 1, (period,), generator=generator), length)
         return tokens, torch.where(torch.arange(length) < period, IGNORE, tokens)
 
@@ -163,14 +160,10 @@ def natural_loss(model: GPT2LMHeadModel, stream: Tensor) -> float:
 def ngram_losses(training: Tensor, held_out: Tensor) -> dict[str, float]:
     """Held-out cross-entropy of a unigram model and of a bigram model interpolated with it (weight
     0.9 on the bigram)."""
-    unigram = (torch.bincount(training, minlength=VOCABULARY).double() + 1) / (
-        len(training) + VOCABULARY
-    )
-    pairs = (
-        torch.bincount(training[:-1] * VOCABULARY + training[1:], minlength=VOCABULARY**2)
-        .double()
-        .view(VOCABULARY, VOCABULARY)
-    )
+    counts = torch.bincount(training, minlength=VOCABULARY).double()
+    unigram = (counts + 1) / (len(training) + VOCABULARY)
+    pairs = torch.bincount(training[:-1] * VOCABULARY + training[1:], minlength=VOCABULARY**2)
+    pairs = pairs.double().view(VOCABULARY, VOCABULARY)
     bigram = pairs / pairs.sum(1, keepdim=True).clamp(min=1)
     mixed = 0.9 * bigram[held_out[:-1], held_out[1:]] + 0.1 * unigram[held_out[1:]]
     return {"unigram": -unigram[held_out].log().mean().item(), "bigram": -mixed.log().mean().item()}
@@ -184,32 +177,26 @@ def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
     with torch.inference_mode():
         out = model(tokens, output_attentions=True)
     loss = next_token_losses(out.logits, tokens)
-    found: dict[str, Any] = {
+    scores: dict[str, Any] = {
         "period": period,
         "loss_first_copy": loss[:, :period].mean().item(),
         "loss_second_copy": loss[:, period:].mean().item(),
     }
     by_layer = [head_type_scores(pattern, tokens).scores for pattern in out.attentions]
     for head_type in ("previous", "induction"):
-        scores = torch.stack([layer[head_type] for layer in by_layer])
-        values, indices = scores.flatten().topk(3)
-        heads = [f"L{i // scores.shape[1]}H{i % scores.shape[1]}" for i in indices.tolist()]
-        found[head_type] = {
-            name: round(value, 3) for name, value in zip(heads, values.tolist(), strict=True)
-        }
-    return found
+        of_type = torch.stack([layer[head_type] for layer in by_layer])
+        best = of_type.flatten().topk(3)
+        names = [head_name(divmod(i, of_type.shape[1])) for i in best.indices.tolist()]
+        values = [round(value, 3) for value in best.values.tolist()]
+        scores[head_type] = dict(zip(names, values, strict=True))
+    return scores
 
 
 def write_tokenizer_config(out: Path) -> None:
     """What Hugging Face needs beside ``tokenizer.json``."""
-    special = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-    }
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(special | {"model_max_length": CONTEXT}, indent=2) + "\n"
-    )
+    special = dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "model_max_length": CONTEXT}
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def data_card(
@@ -248,9 +235,8 @@ def model_card(
 
 def main(argv: list[str] | None = None) -> int:
     """Train and write a Hugging Face directory with ``card.json`` into ``--out``."""
-    parser = argparse.ArgumentParser(
-        description="Train the embedded model from the Python sources on this machine."
-    )
+    about = "Train the embedded model from the Python sources on this machine."
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args(argv)
@@ -264,29 +250,15 @@ def main(argv: list[str] | None = None) -> int:
     stream = encode(texts, out / "tokenizer.json")
     documents = corpus.held_out_documents()
     held_out = encode(list(documents.texts), out / "tokenizer.json")
-    log.info(
-        "%d training files, %d tokens; %d held-out modules, %d tokens",
-        len(texts),
-        len(stream),
-        len(documents.texts),
-        len(held_out),
-    )
-    model = new_model()
-    batch_at = batches(stream)
+    model, checkpoint = new_model(), out / "training.safetensors"
 
     def on_step(step: int, _: object) -> None:
         if (step + 1) % 200 == 0:
-            log.info(
-                "step %d: held-out loss %.3f", step + 1, natural_loss(model, held_out[:40_000])
-            )
+            loss = natural_loss(model, held_out[:40_000])
+            log.info("step %d: held-out loss %.3f", step + 1, loss)
 
     losses = train(
-        model,
-        batch_at,
-        SETTINGS,
-        checkpoint=out / "training.safetensors",
-        on_step=on_step,
-        progress=False,
+        model, batches(stream), SETTINGS, checkpoint=checkpoint, on_step=on_step, progress=False
     )
     model.save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import read_file, write_atomically
+from tl_geometry.base.files import read_file, write_atomically
 
 IGNORE = -100
 """Target id that takes no part in the loss."""
@@ -50,9 +50,22 @@ class TrainSettings:
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.final_learning_rate + 0.5 * (self.learning_rate - self.final_learning_rate) * (
-            1 + math.cos(math.pi * done)
-        )
+        half = 0.5 * (self.learning_rate - self.final_learning_rate)
+        return self.final_learning_rate + half * (1 + math.cos(math.pi * done))
+
+
+def new_gpt2(seed: int, **settings: Any) -> Any:
+    """A ``GPT2LMHeadModel`` before training, under ``seed``, in evaluation mode; token 0 begins and
+    ends a text.
+
+    >>> new_gpt2(0, vocab_size=5, n_positions=4, n_embd=8, n_layer=1, n_head=2).config.n_embd
+    8
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(GPT2Config(**settings, bos_token_id=0, eos_token_id=0)).eval()
 
 
 def sequence_loss(
@@ -65,19 +78,17 @@ def sequence_loss(
     >>> round(float(sequence_loss(torch.zeros(1, 3, 4), targets).exp()), 4)
     4.0
     """
-    token = F.cross_entropy(
-        logits.transpose(1, 2).float(), targets, ignore_index=IGNORE, reduction="none"
-    )
-    kept = (targets != IGNORE).sum(1).clamp(min=1)
-    return (token.sum(1) / kept).mean()
+    scores = logits.transpose(1, 2).float()
+    losses = F.cross_entropy(scores, targets, ignore_index=IGNORE, reduction="none")
+    counts = (targets != IGNORE).sum(1).clamp(min=1)
+    return (losses.sum(1) / counts).mean()
 
 
 def _optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
 
@@ -91,7 +102,7 @@ def _save(
     model: nn.Module,
     optimizer: torch.optim.AdamW,
     losses: list[float],
-    records: Any,
+    records: list[Any],
 ) -> None:
     tensors: dict[str, Tensor] = {f"model.{k}": v for k, v in model.named_parameters()}
     for i, state in optimizer.state_dict()["state"].items():
@@ -104,32 +115,31 @@ def _save(
 def _load(
     path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW
 ) -> tuple[list[float], list[Any]]:
+    """Losses and records of a checkpoint, whose state is put into model and optimizer; one of other
+    settings or another model is refused."""
     header, tensors = read_file(path, SCHEMA)
     now = json.loads(json.dumps(dataclasses.asdict(settings)))
     differs = [k for k in now if header["settings"].get(k) != now[k]]
-    known = {f"model.{k}": v.shape for k, v in model.named_parameters()}
-    same = {k: v.shape for k, v in tensors.items() if k.startswith("model.")} == known
-    got = ", ".join(differs) or "parameters of another model"
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    known = {k: v.shape for k, v in model.named_parameters()}
     require(
-        same and not differs,
+        not differs and {k: v.shape for k, v in weights.items()} == known,
         str(path),
         expected="a checkpoint of this run",
-        got=f"other {got}",
+        got=f"other {', '.join(differs) or 'parameters of another model'}",
         instead="another folder, or delete it",
     )
-    losses = tensors.pop("losses").tolist()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
+            parameter.copy_(weights[name])
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimizer."):
             _, index, name = key.split(".")
             state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict(
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
-    return losses, header["records"]
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return tensors["losses"].tolist(), header["records"]
 
 
 def train(
@@ -163,17 +173,12 @@ def train(
     device = next(model.parameters()).device
     optimizer = _optimizer(model, settings)
     path = None if checkpoint is None else Path(checkpoint)
-    kept = [] if records is None else records
+    records = [] if records is None else records
     losses: list[float] = []
     if path is not None and path.exists():
-        losses, kept[:] = _load(path, settings, model, optimizer)
-    bar = tqdm(
-        range(len(losses), settings.steps),
-        initial=len(losses),
-        total=settings.steps,
-        disable=not progress,
-        unit="step",
-    )
+        losses, records[:] = _load(path, settings, model, optimizer)
+    steps, done = range(len(losses), settings.steps), len(losses)
+    bar = tqdm(steps, initial=done, total=settings.steps, disable=not progress, unit="step")
     for step in bar:
         model.train()
         for group in optimizer.param_groups:
@@ -192,9 +197,8 @@ def train(
         model.eval()
         if on_step is not None:
             on_step(step, model)
-        if path is not None and (
-            len(losses) % settings.checkpoint_every == 0 or len(losses) == settings.steps
-        ):
-            _save(path, settings, model, optimizer, losses, kept)
+        due = len(losses) % settings.checkpoint_every == 0 or len(losses) == settings.steps
+        if path is not None and due:
+            _save(path, settings, model, optimizer, losses, records)
     model.eval()
     return losses

@@ -1,0 +1,124 @@
+"""One logit is the sum of what is said to have written it, and what is said about a source and a
+score is what splits and interventions say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tl_geometry as tlg
+from tests.tiny import ARCHITECTURES, loadable, tiny, tokens
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
+from tl_geometry.circuits.logits import LogitExplanation, explain_logit
+from tl_geometry.models import view
+from tl_geometry.scores.split import split_scores
+
+PROMPT = tokens(batch=1, length=14, seed=7)
+ENCODERS = ("bert", "roberta")
+
+
+def explained(model: Any, **options: Any) -> LogitExplanation:
+    return explain_logit(model, PROMPT, 11, [5, 9], **options)
+
+
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in ENCODERS])
+def test_contributions_sum_to_the_logit(architecture: str) -> None:
+    first: LogitExplanation | None = None
+    for kind, processed in loadable(architecture):
+        model = tiny(kind, architecture, processed)
+        head = view(model).output_head()
+        if head is None:
+            with pytest.raises(UnsupportedModelError, match="norm and a linear map"):
+                explained(model)
+            continue
+        found = explained(model)
+        assert found.error < 1e-6
+        logits = view(model).logits(PROMPT)[0, 11].double()
+        if head.softcap is None:
+            assert found.logit == pytest.approx(float(logits[5] - logits[9]), rel=1e-6)
+        else:
+            raw = head.softcap * torch.atanh(logits / head.softcap)
+            assert found.logit == pytest.approx(float(raw[5] - raw[9]), rel=1e-4)
+        assert not bool(found.heads[:, :, 12:].any())
+        first = first or found
+        assert float((found.heads - first.heads).abs().max()) < 2e-5 * first.size
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2", "bloom", "gpt-oss"])
+def test_pairs_say_what_the_splits_say(architecture: str) -> None:
+    model = tiny("bridge", architecture)
+    found = explained(model, top=5)
+    assert len(found.pairs) == 5
+    for p, (layer, head, source) in enumerate(found.pairs):
+        own = float(found.heads[layer, head, source])
+        assert float(found.pair_values[p].sum()) == pytest.approx(own, abs=1e-5 * found.size)
+        split = split_scores(model, PROMPT, None, heads=[(layer, head)], parts="writers")
+        row = split.total()[0, 0, 11]
+        seen = split.allowed[0, 11]
+        score = float(row[source] - row[seen].mean())
+        assert float(found.pair_scores[p]) == pytest.approx(score, abs=1e-4)
+        pattern = float(split.pattern()[0, 0, 11, source])
+        assert float(found.pair_patterns[p]) == pytest.approx(pattern, abs=1e-5)
+    a, b, value = found.terms(0)[0]
+    i, j = (found.parts.index(x) for x in (a, b))
+    assert (
+        value
+        == float(found.pair_terms[0, i, j])
+        == float(found.pair_terms[0].flatten()[found.pair_terms[0].abs().argmax()])
+    )
+
+
+def test_with_a_basis_sources_are_position_and_content() -> None:
+    model = tiny("bridge", "gpt2")
+    basis = tlg.decompose(model, tokens(24, 14, seed=2), progress=False)
+    found = explained(model, basis=basis)
+    assert found.parts == ("bias", "pos", "cvec")
+    assert found.error < 1e-6
+    plain = explained(model)
+    assert torch.allclose(plain.heads, found.heads)
+    assert float(found.pair_values[0].sum()) == pytest.approx(
+        float(found.heads[found.pairs[0]]), rel=1e-4
+    )
+    assert torch.allclose(found.pair_scores, plain.pair_scores, atol=1e-4)
+
+
+def test_removing_a_writer_from_the_last_state_moves_the_logit_by_its_contribution() -> None:
+    """With the final norm's scale frozen: an MLP's hook is scaled, the scale kept by hand."""
+    model = tiny("bridge", "llama", dtype=torch.float64)
+    found = explained(model)
+    cache = model.run_with_cache(PROMPT)[1]
+    head = view(model).output_head()
+    assert head is not None
+    h = cache["blocks.1.hook_resid_post"].double()
+    scale = head.norm.scale(h)[0, 11]
+    mlp = cache["blocks.1.hook_mlp_out"][0, 11].double()
+    W = head.W_U[:, 5].double() - head.W_U[:, 9].double()
+    change = float((mlp / scale * head.norm.gain.double()) @ W)
+    assert dict(zip(found.other_names, found.others.tolist(), strict=True))[
+        "mlp1"
+    ] == pytest.approx(change)
+
+
+def test_what_has_no_linear_head_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="tiny-bert"):
+        explained(tiny("bridge", "bert"))
+    model = tiny("bridge", "gpt2")
+    with pytest.raises(GeometryError, match="one prompt"):
+        explain_logit(model, tokens(2, 8), 3, 5)
+    with pytest.raises(GeometryError, match="position"):
+        explain_logit(model, PROMPT, 14, 5)
+    with pytest.raises(GeometryError, match="target"):
+        explain_logit(model, PROMPT, 3, [1, 2, 3])
+    with pytest.raises(GeometryError, match="token_ids"):
+        explain_logit(model, PROMPT, 3, 1000)
+
+
+def test_rows_are_sorted_and_name_their_tokens() -> None:
+    model = tlg.zoo.embedded()
+    windows = tlg.zoo.default_windows(model, 24, n=1)
+    found = explain_logit(model, windows, 22, int(windows.tokens[0, 23]))
+    sizes = [abs(float(str(row[5]))) for row in found.rows()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found.target_tokens[0] == found.str_tokens[23]

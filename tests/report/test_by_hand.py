@@ -1,0 +1,165 @@
+"""Every number of a sentence of the report is that of its table, and the nulls are nulls, with
+faults planted in the modules."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.modules import copy_of
+from tests.tiny import tiny, tokens
+from tl_geometry import decompose, decompose_activations, sweep_heads
+from tl_geometry.base.results import Provenance, Result
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.interventions.causal import Dominance
+from tl_geometry.render.figure import View, canvas
+from tl_geometry.report import basis as basis_section
+from tl_geometry.report import flow as flow_section
+from tl_geometry.report import heads as heads_section
+from tl_geometry.report.origin import Cells, plain
+from tl_geometry.report.section import Draft
+
+
+def check_nulls(module: Any) -> None:
+    """Gibberish is the null's tokens, untrained the null's model."""
+    seen: list[Any] = []
+    module.gibberish = lambda model, n, length, prepend_bos, seed: ("noise", n, length)
+    module.trajectories = lambda model, ids, progress: (model, ids)
+
+    def compared(ensembles: Any) -> Result:
+        seen.append(ensembles)
+        return Result(provenance=Provenance())
+
+    module.compare_ensembles = compared
+
+    @contextmanager
+    def untrained(model: Any, seed: int) -> Any:
+        yield f"untrained {model}"
+
+    module.reinitialized = untrained
+    analysis = SimpleNamespace(
+        view=SimpleNamespace(bos_id=None), model="model", seed=0, clock=SimpleNamespace(say=str)
+    )
+    chunks = TokenWindows(tokens=torch.zeros(3, 5, dtype=torch.int64), has_bos=False)
+    module._nulls(Draft("flow"), analysis, chunks, "own")
+    assert seen == [
+        {
+            "text": "own",
+            "gibberish": ("model", ("noise", 3, 5)),
+            "untrained": ("untrained model", chunks),
+        }
+    ]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in re.findall(r"-?\d+\.\d+", text.replace("−", "-"))]
+
+
+def check_anova(module: Any) -> None:
+    """The sentence on the middle state, by the table and by the states themselves."""
+    g = torch.Generator().manual_seed(3)
+    h = torch.randn(3, 16, 6, 5, generator=g).double() + torch.randn(3, 1, 6, 5, generator=g)
+    h = h + 0.7 * torch.randn(3, 16, 1, 5, generator=g)
+    basis, null = decompose_activations(h), decompose_activations(h.flip(1).roll(1, 2) ** 3)
+    module._beside = lambda draft, analysis: (null, None)
+    module.massive = SimpleNamespace(add=lambda draft, analysis, anova: None)
+    stand_in = View(canvas()[0], title="A stand-in")
+    module.views = SimpleNamespace(
+        variance_shares=lambda table, control: stand_in,
+        spirals=lambda basis, control: stand_in,
+        norms=lambda basis: stand_in,
+        gram=lambda basis, state: stand_in,
+    )
+    draft = Draft("basis")
+    module.section(draft, SimpleNamespace(basis=basis))
+    section = draft.section()
+    said = next(t for t in section.text if t.startswith("At state 1:"))
+    table = basis.anova()
+    x = h[1] - h[1].mean((0, 1))
+    whole = float(x.square().sum())
+    pos = 16 * float(x.mean(0).square().sum()) / whole
+    ctx = 6 * float(x.mean(1).square().sum()) / whole
+    debiased, reliability = float(table.intervals["pos"][1, 0]), float(table.pos_reliability[1])
+    wanted = [100 * pos, 100 * debiased, reliability, 100 * ctx, 100 * (1 - pos - ctx)]
+    assert numbers(said) == pytest.approx(wanted, abs=0.051)
+    words = [said.index(w) for w in ("% position", "reliability", "% context", "% residual")]
+    assert words == sorted(words)
+    spliced = next(t for t in section.text if "spliced" in t)
+    shares = [100 * float(null.anova().shares["ctx"][1]), float(table.ctx_agreement[1])]
+    assert numbers(spliced) == pytest.approx(shares, abs=0.051)
+    assert section.tables["anova"].rows()[1][:2] == table.rows()[1][:2]
+
+
+def effects(*, better: float, apart: float = 0.01) -> Dominance:
+    """Losses of twelve prompts; random terms cost ``better`` more than the dominant ones, their
+    draws ``apart`` from each other."""
+    g = torch.Generator().manual_seed(1)
+    clean = 3 + torch.rand(12, generator=g).double()
+    dominant = clean + 0.5 + 0.05 * torch.rand(12, generator=g).double()
+    random = dominant + better + 0.02 * (torch.arange(12) % 2 - 0.5)
+    rows = torch.stack([clean, dominant, dominant + 1, random, random + 2, random + 3])
+    drawn = random.mean() + apart * torch.linspace(-1, 1, 5).double()
+    return Dominance(
+        conditions=("clean", "dominant term", "dominant group", "random term", "bias", "uniform"),
+        drawn=drawn,
+        losses=rows,
+        induction_losses=rows,
+        kls=rows - rows[0],
+        provenance=Provenance(),
+    )
+
+
+def check_heads(module: Any) -> None:
+    """The sentences on dominance and on labels."""
+
+    def dominance(effect: Dominance) -> str:
+        return plain(module._dominance(effect, Cells("dominant_only", effect)))
+
+    better, same = effects(better=0.4), effects(better=0.01)
+    assert "save 0.400 nats" in dominance(better)
+    said = dominance(same)
+    gap = same.saved()
+    assert "not shown to be better" in said
+    bounds = [float(gap.value), float(gap.low), float(gap.high)]
+    assert numbers(said) == pytest.approx(bounds, abs=0.006)
+    assert "not shown" in dominance(effects(better=-0.3))
+    assert "not shown" in dominance(effects(better=0.4, apart=0.3)), "one draw may be as good"
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=32, length=16, seed=2)
+    basis, detail = decompose(model, ids, progress=False), ("intervals", "nulls")
+    table = sweep_heads(model, ids, basis, detail=detail, progress=False)
+    intervals = table.group_intervals
+    assert intervals is not None
+    for i, said in enumerate(module._named(table, table, "induction")):
+        layer, head = table.heads[i]
+        group = int(table.group_cs[i].argmax())
+        mean = table.details["cs_position_null"] if group == 0 else None
+        gain = table.group_gain_intervals
+        assert gain is not None
+        wanted = [
+            float(table.types["induction"][i]),
+            float(intervals.value[i, group]),
+            float(intervals.low[i, group]),
+            float(intervals.high[i, group]),
+            *([] if mean is None else [float(mean[i])]),
+            float(gain.value[i, group]),
+        ]
+        said = plain(said)
+        assert said.startswith(f"L{layer}H{head} ")
+        assert f"({table.by_group.labels[i]} on this corpus: {table.groups[group]} " in said
+        shown = numbers(said.partition("% of its")[0].rpartition(",")[0])
+        assert shown == pytest.approx(wanted, abs=0.0051)
+        assert table.dropped_mass is not None
+        mass = re.search(r"([\d.]+)% of its attention", said)
+        assert mass is not None
+        assert float(mass[1]) == pytest.approx(100 * float(table.dropped_mass[i]), rel=0.01)
+
+
+def test_nulls_and_sentences_by_hand() -> None:
+    check_nulls(copy_of(flow_section))
+    check_anova(copy_of(basis_section))
+    check_heads(copy_of(heads_section))

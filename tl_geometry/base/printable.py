@@ -1,0 +1,31 @@
+"""File names and messages as text that every terminal and file can hold."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+
+
+def printable(text: str) -> str:
+    r"""A file name as text that every output can hold: bytes that are no UTF-8, control and
+    direction marks as escapes.
+
+    >>> print(printable("a\udce9\u202e.txt"))
+    a\xe9\u202e.txt
+    """
+    text = os.fsencode(text).decode("utf-8", "backslashreplace") if _encodable(text) else text
+    hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return "".join(c if unicodedata.category(c) not in hidden else f"\\u{ord(c):04x}" for c in text)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
+        return False
+    return True
+
+
+def printable_lines(text: str) -> str:
+    """:func:`printable` for text of several lines."""
+    return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,0 +1,278 @@
+"""Keeps reports and experiments from overwriting files of the user: which files of a folder this
+library wrote, and which process writes them now.
+
+A folder of results holds ``run.json``, which says that this library wrote it and lists the other
+files with their hashes. What stands there unlisted, or with another hash, belongs to the user: it
+is never deleted, and overwritten only where ``--force`` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.printable import printable
+
+RECORD, WRITER = "run.json", "tl-geometry"
+PAGE = "report.html"
+CHECKPOINT, LOCK = "checkpoint.safetensors", ".tl-geometry.lock"
+FORCE = "another --out, or --force to overwrite"
+PIECE = 2**22
+"""Bytes that are hashed at a time."""
+
+
+def _there(path: Path) -> bool:
+    """Whether a name is taken, by a broken link too."""
+    return path.exists() or path.is_symlink()
+
+
+def file_hash(path: Path) -> str:
+    """32 hex digits of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while piece := handle.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()[:32]
+
+
+def schema(path: Path) -> str:
+    """The schema in the header of a safetensors file, read without its tensors; empty where there
+    is none.
+
+    >>> schema(Path("nothing.safetensors"))
+    ''
+    """
+    try:
+        with path.open("rb") as handle:
+            size = int.from_bytes(handle.read(8), "little")
+            if size > path.stat().st_size:
+                return ""
+            return str(json.loads(json.loads(handle.read(size))["__metadata__"]["schema"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return ""
+
+
+def read_record(folder: Path, *, force: bool = False) -> dict[str, Any]:
+    """``run.json`` of a folder, empty where there is none; one that no run of ours wrote is refused
+    (with ``force``: counts as none)."""
+    path = folder / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        problem = _problem(record)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        record, problem = {}, f"one that is no JSON ({type(error).__name__})"
+    require(
+        not problem or force,
+        printable(str(path)),
+        expected="the record of a run of tl-geometry",
+        got=problem,
+        instead=FORCE,
+    )
+    return {} if problem else record
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write ``run.json`` so that it always holds the old text or the new one, whole."""
+    part = folder / f".{RECORD}.{os.getpid()}.part"
+    text = json.dumps(record, indent=2, default=str) + "\n"
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(folder / RECORD)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _problem(record: Any) -> str:
+    """What keeps a value from being a record of ours; empty where nothing does."""
+    if not isinstance(record, dict) or record.get("written_by") != WRITER:
+        return "one of another program"
+    files, manifest = record.get("files", {}), record.get("manifest", {})
+    listed = isinstance(files, dict) and all(
+        isinstance(hashes, list) and all(isinstance(h, str) for h in hashes)
+        for hashes in files.values()
+    )
+    if not listed:
+        return "one whose 'files' are no lists of hashes"
+    if not isinstance(manifest, dict) or not all(isinstance(e, dict) for e in manifest.values()):
+        return "one whose 'manifest' is no table of sections"
+    return ""
+
+
+class OwnFiles:
+    """The files of a folder that runs of ours have written: of each its last two hashes, because a
+    run may be stopped between the record and the file."""
+
+    def __init__(
+        self, folder: Path, listed: Mapping[str, list[str]], *, force: bool = False
+    ) -> None:
+        self.folder, self.force = folder, force
+        self.hashes = {name: list(hashes) for name, hashes in listed.items() if self._inside(name)}
+
+    def _inside(self, name: str) -> bool:
+        """Whether a listed name stays in the folder: a record may have been made by anybody."""
+        path = self.folder / name
+        return (
+            "\0" not in name
+            and path.name not in ("", RECORD)
+            and not Path(name).is_absolute()
+            and ".." not in Path(name).parts
+            and path.parent.resolve().is_relative_to(self.folder.resolve())
+        )
+
+    def unchanged(self, name: str) -> bool:
+        """Whether a file is as a run of ours left it."""
+        path = self.folder / name
+        plain = name in self.hashes and path.is_file() and not path.is_symlink()
+        return plain and file_hash(path) in self.hashes[name]
+
+    def free(self, name: str) -> bool:
+        """Whether a file may be written: nothing stands there (nor a file in the place of its
+        folder), or something of ours."""
+        path = self.folder / name
+        if _there(path.parent) and not path.parent.is_dir():
+            return False
+        return self.force or not _there(path) or self.unchanged(name)
+
+    def changed(self) -> list[str]:
+        """Listed files that were changed since."""
+        return [
+            name for name in self.hashes if _there(self.folder / name) and not self.unchanged(name)
+        ]
+
+    def clear(self) -> None:
+        """Delete the listed files that nobody changed since."""
+        for name in self.hashes:
+            if self.unchanged(name):
+                (self.folder / name).unlink()
+        self.hashes = {}
+
+    def write(
+        self, name: str, save: Callable[[Path], object], record: Callable[[], object]
+    ) -> None:
+        """Write a file aside, list its hash, write the record, and only then move it into place."""
+        path = self.folder / name
+        part = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            save(part)
+            self.hashes[name] = [*self.hashes.get(name, [])[-1:], file_hash(part)]
+            record()
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def check_folder(
+    folder: Path, owner: str, names: Iterable[str], *, force: bool = False
+) -> dict[str, Any]:
+    """The record of a folder that ``owner`` (``"report"`` or an experiment's name) is to write
+    ``names`` to. Refused are results of another owner, and files in the way that are not ours."""
+    record = read_record(folder, force=force)
+    held = record.get("experiment", "report") if record else owner
+    require(
+        held == owner or force,
+        "--out",
+        expected="a folder of its own",
+        got=f"{printable(str(folder))} with results of {held}",
+        instead=FORCE,
+    )
+    record = record if held == owner else {}  # nothing of another owner is deleted by --force
+    own = OwnFiles(folder, record.get("files", {}), force=force)
+    taken = [name for name in names if not own.free(name)]
+    # a checkpoint is rewritten too often to be listed: the record and its header say whose it is
+    started = schema(folder / CHECKPOINT).startswith("tl_geometry/checkpoint/") and bool(record)
+    if _there(folder / CHECKPOINT) and not (started or force):
+        taken.append(CHECKPOINT)
+    require(
+        not taken,
+        "--out",
+        expected="a folder without files of these names that others wrote or changed",
+        got=f"{printable(str(folder))} with {', '.join(taken[:8])}{' ...' * (len(taken) > 8)}",
+        instead=FORCE,
+    )
+    return record
+
+
+def check_file(path: Path, kind: str = "", *, force: bool = False) -> None:
+    """Refuse to overwrite a file unless its header says that it is a result of ours of this
+    ``kind``; a CSV has no header, so that any is refused."""
+    same = bool(kind) and schema(path).startswith(f"tl_geometry/{kind}/")
+    expected = f"a new file, or one that holds a {kind}" if kind else "a new file"
+    require(
+        force or same or not _there(path),
+        "--out",
+        expected=f"{expected} of tl_geometry" if kind else expected,
+        got=f"{printable(str(path))}, which is there already"
+        + (f" and holds {_held(path)}" if kind else ""),
+        instead=FORCE,
+    )
+
+
+def check_checkpoint(path: Path, *, resume: bool, force: bool) -> None:
+    """Refuse a file in the place of the checkpoint that is none, and one of a stopped run that is
+    not gone on with."""
+    if force or not _there(path):
+        return
+    shown = printable(str(path))
+    require(
+        schema(path).startswith("tl_geometry/checkpoint/"),
+        shown,
+        expected="a checkpoint of fit, or no file",
+        got="another file",
+        instead=FORCE,
+    )
+    require(
+        resume,
+        "--out",
+        expected="no stopped run in the way",
+        got=f"its checkpoint {shown}",
+        instead="--resume to go on with it, or --force to begin again",
+    )
+
+
+def _held(path: Path) -> str:
+    return schema(path).removeprefix("tl_geometry/").partition("/")[0] or "something else"
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the lock file of an output, or refuse because another process holds it. The system frees
+    it when its process ends, however it ends; a file that was left behind blocks nobody."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: no such locks
+        yield
+        return
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 20).decode(errors="replace").strip() or "another"
+            os.close(handle)
+            fail(
+                "--out",
+                expected="a place that no other run is writing to",
+                got=f"{printable(str(path.parent))}, where process {holder} is at work",
+                instead="another --out, or wait for it",
+            )
+        except OSError:  # a file system without locks
+            pass
+        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+            break
+        os.close(handle)  # its holder has just ended and taken the file away
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)

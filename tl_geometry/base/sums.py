@@ -1,0 +1,102 @@
+"""Sums over contexts that merge: the base of everything that is added up over a corpus.
+
+A subclass declares its tensors as dataclass fields, ``None`` where one is not taken::
+
+    @dataclass(frozen=True, eq=False, kw_only=True)
+    class Norms(Sums):
+        squares: Float[Tensor, "*context head"]
+        counts: Float[Tensor, "*context"]
+
+Then ``a + b`` adds them, ``.to(device)`` moves them, ``.tensors()`` names them for a file, and
+``cat``, ``stack``, ``pooled`` and ``select`` go along the axes that the annotations name. Fields
+that are no tensors are settings, which both sides of a sum must share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tl_geometry.base.axes import axes_of
+from tl_geometry.base.errors import require
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sums:
+    """Base of sums over contexts: tensors as declared fields, one implementation of what is done
+    with them."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, without those that were not taken."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+    def mapped(self: S, change: Callable[[str, Tensor], Tensor]) -> S:
+        """The same with every tensor (name, value) changed."""
+        changed: dict[str, Any] = {n: change(n, value) for n, value in self.tensors().items()}
+        return dataclasses.replace(self, **changed)
+
+    def __add__(self: S, other: S) -> S:
+        """Tensor by tensor, on this side's device."""
+        theirs = other.tensors()
+        same = set(self.tensors()) == set(theirs)
+        require(
+            same, "sums", expected=f"sums of {', '.join(self.tensors())}", got=", ".join(theirs)
+        )
+        return self.mapped(lambda name, value: value + theirs[name].to(value.device))
+
+    def to(self: S, device: torch.device | str) -> S:
+        """The same sums on another device."""
+        return self.mapped(lambda _, value: value.to(device))
+
+    @classmethod
+    def cat(cls: type[S], sums: Sequence[S], axis: str = "context") -> S:
+        """Several side by side along an axis; tensors without it are those of the first."""
+        held = [s.tensors() for s in sums]
+
+        def joined(name: str, value: Tensor) -> Tensor:
+            at = cls._axis(name, axis, value)
+            return value if at is None else torch.cat([of[name] for of in held], at)
+
+        return sums[0].mapped(joined)
+
+    @classmethod
+    def stack(cls: type[S], sums: Sequence[S]) -> S:
+        """Pooled sums as those of contexts, one each."""
+        held = [s.tensors() for s in sums]
+        return sums[0].mapped(lambda name, _: torch.stack([of[name] for of in held]))
+
+    def pooled(self: S) -> S:
+        """Summed over contexts, where they are kept apart."""
+        return self.mapped(
+            lambda name, value: (
+                value if self._axis(name, "context", value) is None else value.sum(0)
+            )
+        )
+
+    def select(self: S, index: Any, axis: str = "context") -> S:
+        """Some entries along an axis, by number, slice or index tensor."""
+
+        def chosen(name: str, value: Tensor) -> Tensor:
+            at = self._axis(name, axis, value)
+            return value if at is None else value[(slice(None),) * at + (index,)]
+
+        return self.mapped(chosen)
+
+    @classmethod
+    def _axis(cls, name: str, axis: str, value: Tensor) -> int | None:
+        """Place of an axis in a tensor, ``None`` where it has none; ``*context`` may be absent."""
+        names = axes_of(cls)[name]
+        if f"*{axis}" in names:
+            return 0 if value.dim() == len(names) else None
+        if axis not in names:
+            return None
+        return names.index(axis) - len(names) + value.dim()
+
+
+S = TypeVar("S", bound=Sums)

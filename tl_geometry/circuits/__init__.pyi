@@ -1,0 +1,14 @@
+from .dictionaries import Dictionary as Dictionary
+from .dictionaries import dictionary as dictionary
+from .features import FeatureShares as FeatureShares
+from .features import feature_shares as feature_shares
+from .logit_graph import LogitGraph as LogitGraph
+from .logit_graph import TokenTable as TokenTable
+from .logits import LogitExplanation as LogitExplanation
+from .logits import explain_logit as explain_logit
+from .trace import trace_logit as trace_logit
+from .writer_edges import Composition as Composition
+from .writer_edges import composition as composition
+from .writer_sweep import WriterSweep as WriterSweep
+
+__all__: list[str]

@@ -1,0 +1,327 @@
+"""One forward pass as a linear model: what :func:`tl_geometry.trace_logit` follows a logit through.
+
+For one prompt everything that is not linear is frozen where it is: the scales of all norms, the
+attention patterns, and the MLPs' activations by their secant, ``a(g) -> (a(g) / g) g``; a gated MLP
+``a(g) u`` is halved, ``1/2 (a(g) / g) u g(.) + 1/2 a(g) u(.)``, each factor linear with the other
+frozen. Every write to the residual stream, and every difference T of two logits, is then affine in
+the embeddings, and T itself is exact.
+
+The **adjoint** of a write is dT/d(write) in this model: one walk from the logit back through the
+blocks gives all of them. With ``attention=True`` the walk also follows what a change of queries and
+keys does to the patterns (the derivative of the softmax): first order, and not part of the exact
+sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.models.attention_spec import AttentionSpec
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.mlp import MLPSpec, mlp_spec
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reconstruction import pattern_roundoff
+from tl_geometry.models.write_spec import writing_of
+from tl_geometry.models.writers import HeadWrites, Written, run_written
+
+ROW_CELLS = 2**24
+"""Cells of attention that are held at a time (64 MB in float32): patterns are made again from
+queries and keys, a few rows at a time, so that memory grows with the prompt and not its square."""
+SMALL = 1e-6
+"""Below this an activation's argument is replaced by it: there a(x) / x is the derivative at 0."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FrozenMLP:
+    """An MLP as a linear map of the stream it reads, and the constant that it adds.
+
+    ``gate_slope`` multiplies ``x W_gate``, ``linear_slope`` ``x W_in`` (gated MLPs only);
+    ``scale`` and ``after_scale`` are the frozen norms'. ``written`` is the linear part of its
+    output, ``constant`` the rest.
+    """
+
+    spec: MLPSpec
+    scale: Float[Tensor, "batch position 1"]
+    after_scale: Float[Tensor, "batch position 1"]
+    gate_slope: Float[Tensor, "batch position d_mlp"]
+    linear_slope: Float[Tensor, "batch position d_mlp"] | None
+    written: Float[Tensor, "batch position d_model"]
+    constant: Float[Tensor, "batch position d_model"]
+
+    @classmethod
+    def of(cls, spec: MLPSpec, h: Float[Tensor, "batch position d_model"]) -> FrozenMLP:
+        """Freeze an MLP at the stream that it reads."""
+        gate, linear = spec.hidden(spec.before.apply(h))
+        argument = torch.where(gate.abs() < SMALL, SMALL, gate)
+        gate_slope, linear_slope = spec.act(argument) / argument, None
+        if linear is not None:
+            gate_slope, linear_slope = 0.5 * gate_slope * linear, 0.5 * spec.act(gate)
+        wrote = spec.out(gate, linear)
+        after_scale = spec.after.scale(wrote).unsqueeze(-1)
+        offset = gate_slope * (spec.before.bias @ spec.W_gate + spec.b_gate)
+        if linear_slope is not None and spec.W_in is not None and spec.b_in is not None:
+            offset = offset + linear_slope * (spec.before.bias @ spec.W_in + spec.b_in)
+        constant = offset @ spec.W_out + spec.b_out
+        constant = spec.after.centre(constant) * spec.after.gain / after_scale + spec.after.bias
+        return cls(
+            spec=spec,
+            scale=spec.before.scale(h).unsqueeze(-1),
+            after_scale=after_scale,
+            gate_slope=gate_slope,
+            linear_slope=linear_slope,
+            written=spec.after.apply(wrote) - constant,
+            constant=constant,
+        )
+
+    def adjoint(
+        self, adjoint: Float[Tensor, "batch position d_model"]
+    ) -> Float[Tensor, "batch position d_model"]:
+        """dT/d(stream that it reads) from dT/d(what it wrote), through this MLP alone."""
+        spec = self.spec
+        back = spec.after.centre(adjoint * spec.after.gain) / self.after_scale @ spec.W_out.mT
+        entry = (back * self.gate_slope) @ spec.W_gate.mT
+        if self.linear_slope is not None and spec.W_in is not None:
+            entry = entry + (back * self.linear_slope) @ spec.W_in.mT
+        return spec.before.centre(entry * spec.before.gain) / self.scale
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FrozenBlock:
+    """One block of a forward pass.
+
+    ``spec`` says how its heads read, ``heads`` what they write, in factors (without what they write
+    whatever they attend to); ``attention_constant`` is the rest of what attention wrote. ``mlp`` is
+    frozen, or, as a leaf, its whole output in ``mlp_leaf``.
+    """
+
+    layer: LayerView
+    spec: AttentionSpec
+    heads: HeadWrites
+    attention_constant: Float[Tensor, "batch position d_model"]
+    mlp: FrozenMLP | None
+    mlp_leaf: Float[Tensor, "batch position d_model"] | None
+
+    def pattern(self, queries: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """The pattern of some queries ``[batch head query key]``, and how the score that enters the
+        softmax changes with the score before a soft cap."""
+        layer = self.layer
+        scores = layer.scale * einsum(layer.q[:, queries], layer.k, "b i h e, b j h e -> b h i j")
+        if layer.bias is not None:
+            scores = scores + layer.bias[:, queries]
+        slope = torch.ones_like(scores)
+        if layer.softcap is not None:
+            slope = 1 - torch.tanh(scores / layer.softcap).square()
+        rows = replace(layer, allowed=layer.allowed[queries], bias=None)  # bias is in the scores
+        return rows.pattern_of(scores), slope
+
+    def turned(
+        self, x: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row head d_head"]:
+        """Projections at some positions as they enter the score: the linear part of QK-norm,
+        rotation, frozen scale."""
+        turn, scales = self.layer.turn, {"q": self.layer.q_scale, "k": self.layer.k_scale}
+        tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
+        scale = scales.get(which, self.layer.v_scale)[0, positions].unsqueeze(-1)
+        return self.spec.head_map(x, which, tables) * scale
+
+    def read(
+        self, parts: Float[Tensor, "row d_model"], which: str, positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row head d_head"]:
+        """Queries, keys or values of parts of the stream at some positions, without constants."""
+        return self.turned(self.spec.projected(parts, which), which, positions)
+
+    def to_stream(
+        self, weight: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row d_model"]:
+        """dT/d(stream) from dT/d(queries, keys or values): the transpose of :meth:`read`."""
+        with torch.enable_grad():
+            start = torch.zeros_like(weight, requires_grad=True)
+            weight = torch.autograd.grad(self.turned(start, which, positions), start, weight)[0]
+        return self.back(weight, which)
+
+    def back(
+        self, weight: Float[Tensor, "row head d_head"], which: str
+    ) -> Float[Tensor, "row d_model"]:
+        """The transpose of centring, gain and projection."""
+        stream = einsum(weight, self.spec.matrix(which), "r h e, h d e -> r d")
+        return self.spec.norm.centre(stream * self.spec.norm.gain)
+
+    def query_blocks(self) -> Iterator[slice]:
+        """All queries, a few at a time."""
+        batch, length, heads, _ = self.layer.q.shape
+        step = max(1, ROW_CELLS // (batch * heads * length))
+        return (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Adjoints:
+    """dT/d(write) of everything that was written: ``stream[l]`` of the input of block l
+    (and of what MLP l - 1 wrote), ``mids[l]`` of what attention l wrote, ``heads[l]`` of the mixed
+    values of its heads; ``mlps[l]`` is dT/d(stream) through MLP l alone (``None`` for a leaf)."""
+
+    stream: tuple[Float[Tensor, "batch position d_model"], ...]
+    heads: tuple[Float[Tensor, "batch position head d_head"], ...]
+    mids: tuple[Float[Tensor, "batch position d_model"], ...]
+    mlps: tuple[Float[Tensor, "batch position d_model"] | None, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FrozenPass:
+    """The frozen linear model of one forward pass.
+
+    ``leaves`` are the parts of the first state by name, ``embedding_constant`` what the norm behind
+    the embedding added to them, ``last`` the last state. ``roundoff`` is that of the model's
+    arithmetic (of its softmax, where that is coarser).
+    """
+
+    view: ModelView
+    blocks: tuple[FrozenBlock, ...]
+    leaves: dict[str, Float[Tensor, "batch position d_model"]]
+    embedding_constant: Float[Tensor, "batch position d_model"]
+    last: Float[Tensor, "batch position d_model"]
+    roundoff: float
+
+    @classmethod
+    def of(cls, view: ModelView, tokens: Tensor, *, mlp: str = "frozen") -> FrozenPass:
+        """Run the model once over ``tokens`` and freeze the pass; ``mlp="leaf"`` takes MLPs as
+        inputs in place of following them back."""
+        layers: list[LayerView] = []
+        constants: list[Tensor] = []
+        ends: list[tuple[Tensor, Written]] = []
+        roundoffs: list[float] = []
+
+        def on_layer(layer: LayerView, written: Written) -> None:
+            roundoffs.append(pattern_roundoff(layer.pattern, layer.roundoff))
+            layers.append(replace(layer, pattern=None, scores=None, z=None))
+            constants.append(written.constants)
+
+        def on_end(h: Tensor, written: Written) -> None:
+            constants.append(written.constants)
+            ends.append((h, written))
+
+        blocks = writing_of(view).blocks
+        if any(block.around is not None for block in blocks):
+            fail(
+                f"logits of {view.name}",
+                expected="a decoder, whose blocks add to the stream",
+                got="an encoder, which norms the stream after each addition",
+                error=UnsupportedModelError,
+            )
+        run_written(view, tokens, range(view.n_layers), on_layer, on_end=on_end)
+        last, written = ends[0]
+        states = [layer.h for layer in layers] + [last]
+        frozen = [
+            _block(view, layers[l], written, constants[l + 1] - constants[l], states[l + 1], mlp)
+            for l in range(view.n_layers)
+        ]
+        embeds = {n: x for n, x in written.dense.items() if not n.startswith("mlp")}
+        return cls(
+            view=view,
+            blocks=tuple(frozen),
+            leaves=embeds,
+            embedding_constant=constants[0],
+            last=last,
+            roundoff=max(roundoffs),
+        )
+
+    def adjoints(
+        self, readout: Float[Tensor, "batch position d_model"], *, attention: bool = False
+    ) -> Adjoints:
+        """All adjoints of ``T = sum(last * readout)``, by one walk from the last block to the
+        first."""
+        stream, heads, mids, mlps = [readout], [], [], []
+        for block in reversed(self.blocks):
+            after = stream[0]
+            parallel = block.mlp is not None and block.mlp.spec.parallel
+            through_mlp = None if block.mlp is None else block.mlp.adjoint(after)
+            middle = after if through_mlp is None or parallel else after + through_mlp
+            of_heads = self._of_heads(block, middle)
+            before = middle + self._through_attention(block, of_heads, attention)
+            if through_mlp is not None and parallel:
+                before = before + through_mlp
+            stream.insert(0, before)
+            heads.insert(0, of_heads)
+            mids.insert(0, middle)
+            mlps.insert(0, through_mlp)
+        return Adjoints(
+            stream=tuple(stream), heads=tuple(heads), mids=tuple(mids), mlps=tuple(mlps)
+        )
+
+    @staticmethod
+    def _of_heads(
+        block: FrozenBlock, middle: Float[Tensor, "batch position d_model"]
+    ) -> Float[Tensor, "batch position head d_head"]:
+        out = einsum(middle, block.heads.W, "b i d, h e d -> b i h e")
+        return out * block.heads.scale[..., None, None]
+
+    @staticmethod
+    def _through_attention(
+        block: FrozenBlock, of_heads: Float[Tensor, "batch position head d_head"], attention: bool
+    ) -> Float[Tensor, "batch position d_model"]:
+        """dT/d(input of the block) through its heads: their values, and with ``attention`` their
+        queries and keys."""
+        layer, values = block.layer, torch.zeros_like(of_heads)
+        queries, keys = torch.zeros_like(layer.q), torch.zeros_like(layer.k)
+        for rows in block.query_blocks():
+            pattern, slope = block.pattern(rows)
+            values += einsum(pattern, of_heads[:, rows], "b h i j, b i h e -> b j h e")
+            if attention:
+                moved = attention_response(layer, pattern, slope, of_heads[:, rows])
+                queries[:, rows] = layer.scale * einsum(
+                    moved, layer.k, "b h i j, b j h e -> b i h e"
+                )
+                keys += layer.scale * einsum(moved, layer.q[:, rows], "b h i j, b i h e -> b j h e")
+        everywhere = torch.arange(values.shape[1], device=values.device)
+        out = block.to_stream(values[0], "v", everywhere)
+        if attention:
+            out = out + block.to_stream(queries[0], "q", everywhere)
+            out = out + block.to_stream(keys[0], "k", everywhere)
+        return out.unsqueeze(0)
+
+
+def attention_response(
+    layer: LayerView,
+    pattern: Float[Tensor, "batch head query key"],
+    slope: Float[Tensor, "batch head query key"],
+    of_heads: Float[Tensor, "batch query head d_head"],
+) -> Float[Tensor, "batch head query key"]:
+    """dT/d(score) of some rows: ``p_ij (t_ij - sum_j p_ij t_ij)``, with ``t_ij`` what one unit of
+    attention to j writes towards T. Its sum over keys is zero (with a sink, which writes nothing,
+    counted as a key)."""
+    if layer.v is None:
+        raise RuntimeError("a verified layer has values")
+    towards = einsum(of_heads, layer.v, "b i h e, b j h e -> b h i j")
+    return pattern * (towards - (pattern * towards).sum(-1, keepdim=True)) * slope
+
+
+def _block(
+    view: ModelView,
+    layer: LayerView,
+    written: Written,
+    constant: Tensor,
+    after: Tensor,
+    mlp: str,
+) -> FrozenBlock:
+    """Freeze one block; ``constant`` is what its biases wrote, ``after`` the stream behind it."""
+    whole = written.dense.get(f"mlp{layer.layer}")
+    spec = mlp_spec(view, layer.layer) if mlp == "frozen" and whole is not None else None
+    frozen = None
+    if spec is not None and whole is not None:
+        b_out = writing_of(view).blocks[layer.layer].b_out.to(layer.h)
+        frozen = FrozenMLP.of(spec, layer.h if spec.parallel else after - whole - b_out)
+        constant = constant - b_out  # it is in the MLP's own constant
+    return FrozenBlock(
+        layer=layer,
+        spec=view._layers._local(layer.layer, layer.h),
+        heads=written.heads[layer.layer],
+        attention_constant=constant,
+        mlp=frozen,
+        mlp_leaf=None if frozen is not None else whole,
+    )

@@ -1,0 +1,239 @@
+"""Edges between the kept nodes of a logit's graph: what each target reads of each source's write.
+
+Called by :func:`tl_geometry.trace_logit`. The weight of an edge is the source's write times how T
+changes with it through the target alone:
+
+- value edges into a head at query i: ``p_ij (m_j A gain / s_j W_V) . adjoint_i``, the adjoint that
+  of the head's mixed value; into an MLP: its adjoint at i; into the logit: the readout;
+- query edges: ``(query of m_i) . g_i``, with ``g_i = scale sum_j c_ij k_j``;
+- key edges: ``scale c_ij (key of m_j) . q_i``, with attention's response ``c_ij``.
+
+Of the edges of a type into a node the fewest are kept that carry a given share of their absolute
+sum. The others are one number, the node's rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from tl_geometry.circuits.frozen import Adjoints, FrozenBlock, FrozenPass, attention_response
+
+AFTER_ATTENTION, AFTER_MLP = 1, 2
+"""When a write enters the stream, in steps of three for each block: a block reads at 3 l, attention
+has written at 3 l + 1, the MLP at 3 l + 2."""
+VALUE, QUERY, KEY = 0, 1, 2
+"""Places of the edge types in :data:`tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
+LOGIT_NODE, CONSTANTS_NODE = 0, 1
+"""Rows of the two nodes that every graph has."""
+EDGE_CELLS = 2**24
+"""Edges that are held at a time before pruning (64 MB in float32)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """The nodes of a graph: what they are, what they wrote (``writes``), when their write
+    ``enters`` the stream, and when they ``read`` it (-1: never)."""
+
+    names: tuple[str, ...]
+    layers: Int[Tensor, " node"]
+    heads: Int[Tensor, " node"]
+    positions: Int[Tensor, " node"]
+    enters: Int[Tensor, " node"]
+    reads: Int[Tensor, " node"]
+    writes: Float[Tensor, "node d_model"]
+
+    def of_heads(self, layer: int) -> Int[Tensor, " row"]:
+        """Nodes that are heads of a block."""
+        return ((self.layers == layer) & (self.heads >= 0)).nonzero()[:, 0]
+
+    def of_mlp(self, layer: int) -> Int[Tensor, " row"]:
+        """Nodes that are the MLP of a block."""
+        return ((self.layers == layer) & (self.heads < 0)).nonzero()[:, 0]
+
+    def read_by(self, target: int) -> Int[Tensor, " node"]:
+        """Writes that were in the stream when a node read it."""
+        return ((self.enters <= self.reads[target]) & (self.positions >= 0)).nonzero()[:, 0]
+
+
+class Edges(NamedTuple):
+    """The kept edges, and for each node and edge type what all edges sum to (``totals``) and what
+    those left out carry (``rest``)."""
+
+    sources: Int[Tensor, " edge"]
+    targets: Int[Tensor, " edge"]
+    edge_types: Int[Tensor, " edge"]
+    weights: Float[Tensor, " edge"]
+    totals: Float[Tensor, "node side"]
+    rest: Float[Tensor, "node side"]
+    attention: Float[Tensor, "node position"]
+
+
+def enough(sizes: Float[Tensor, "*row column"], keep: float) -> Bool[Tensor, "*row column"]:
+    """In each row, the fewest columns whose absolute sizes make up the share ``keep`` of all.
+
+    >>> enough(torch.tensor([5.0, -1.0, 3.0, 1.0]), 0.8).tolist()
+    [True, False, True, False]
+    """
+    size = sizes.abs()
+    ordered, order = size.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    # 1e-6: a share that is reached but for rounding is reached; nothing that is zero is kept
+    short = (before < keep * ordered.sum(-1, keepdim=True) * (1 - 1e-6)) & (ordered > 0)
+    return torch.zeros_like(short).scatter(-1, order, short if keep < 1 else ordered > 0)
+
+
+class EdgeFinder:
+    """Forms the edges between the nodes of one frozen pass, block by block, and prunes them."""
+
+    def __init__(
+        self,
+        frozen: FrozenPass,
+        nodes: Nodes,
+        start: Float[Tensor, "batch position d_model"],
+        adjoints: Adjoints,
+        responsive: Adjoints,
+        keep: float,
+    ) -> None:
+        self.frozen, self.nodes, self.keep = frozen, nodes, keep
+        self.adjoints, self.responsive = adjoints, responsive
+        count, length = len(nodes.names), frozen.last.shape[1]
+        self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
+        self.attention = torch.zeros(count, length)
+        self.constant_stream = start[0]
+        self.kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def edges(self, direction: Float[Tensor, " d_model"], constant: float, value: float) -> Edges:
+        """Everything; ``direction`` and ``constant`` are the readout, ``value`` is T."""
+        for layer, block in enumerate(self.frozen.blocks):
+            heads = self.nodes.of_heads(layer)
+            step = max(1, EDGE_CELLS // len(self.nodes.names))
+            for rows in heads.split(step) if len(heads) else ():
+                self._into_heads(block, layer, rows)
+            parallel = block.mlp is not None and block.mlp.spec.parallel
+            if parallel:
+                self._into_mlp(layer)
+            self.constant_stream = self.constant_stream + block.attention_constant[0]
+            if block.mlp is not None:
+                if not parallel:
+                    self._into_mlp(layer)
+                self.constant_stream = self.constant_stream + block.mlp.constant[0]
+        logit, vectors = torch.tensor([LOGIT_NODE]), direction.unsqueeze(0)
+        self.totals[logit, VALUE] = value
+        fixed = torch.tensor([constant], dtype=torch.float64)
+        self._by_vectors(VALUE, logit, vectors, self._here(logit), fixed.to(vectors.device))
+        sources, targets, types, weights = (torch.cat(of) for of in zip(*self.kept, strict=True))
+        return Edges(sources, targets, types, weights, self.totals, self.rest, self.attention)
+
+    def _add(
+        self,
+        edge_type: int,
+        targets: Int[Tensor, " row"],
+        weights: Float[Tensor, "row node"],
+        sources: Int[Tensor, " node"],
+        constants: Float[Tensor, " row"],
+    ) -> None:
+        """Prune the edges of one type into some targets; what comes from the constants stays."""
+        kept = enough(weights, self.keep)
+        carried = torch.where(kept, weights, 0.0).double().sum(1) + constants
+        self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
+        rows, columns = (at.cpu() for at in kept.nonzero().T)
+        biased = (constants != 0).nonzero()[:, 0].cpu()
+        targets = torch.cat([targets[rows], targets[biased]])
+        self.kept.append(
+            (
+                torch.cat([sources[columns], torch.full_like(biased, CONSTANTS_NODE)]),
+                targets,
+                torch.full_like(targets, edge_type),
+                torch.cat([weights[kept].double(), constants[constants != 0]]).cpu(),
+            )
+        )
+
+    def _here(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row position"]:
+        """One at the own position of each node."""
+        length = self.frozen.last.shape[1]
+        return one_hot(self.nodes.positions[rows], length).to(self.nodes.writes)
+
+    def _by_vectors(
+        self,
+        edge_type: int,
+        targets: Int[Tensor, " row"],
+        vectors: Float[Tensor, "row d_model"],
+        paid: Float[Tensor, "row position"],
+        constants: Float[Tensor, " row"] | None = None,
+    ) -> None:
+        """Edges ``paid[position of the write] * vector . write``, and besides the constants that
+        are in the stream those given."""
+        sources = self.nodes.read_by(int(targets[0]))
+        fixed = dot(paid, vectors @ self.constant_stream.mT)
+        fixed = fixed if constants is None else fixed + constants
+        weights = vectors @ self.nodes.writes[sources].mT * paid[:, self.nodes.positions[sources]]
+        self._add(edge_type, targets, weights, sources, fixed)
+
+    def _into_mlp(self, layer: int) -> None:
+        rows, mlp = self.nodes.of_mlp(layer), self.frozen.blocks[layer].mlp
+        vectors = self.adjoints.mlps[layer]
+        if mlp is None or vectors is None:
+            raise RuntimeError("an MLP that is a leaf reads nothing")
+        if len(rows):
+            at, after = self.nodes.positions[rows], self.adjoints.stream[layer + 1]
+            self.totals[rows, VALUE] = dot(mlp.written[0, at], after[0, at]).cpu()
+            self._by_vectors(VALUE, rows, vectors[0, at], self._here(rows))
+
+    def _into_heads(self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"]) -> None:
+        """Value, query and key edges into heads of one block."""
+        attention, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
+        pick = (0, heads, torch.arange(len(rows)))
+        patterns, slope = block.pattern(at)
+        of_value, of_response = (a.heads[layer] for a in (self.adjoints, self.responsive))
+        response = attention_response(attention, patterns, slope, of_response[:, at])[pick]
+        response, pattern = response * attention.scale, patterns[pick]
+        self.attention[rows] = pattern.float().cpu()
+        adjoint, query = of_value[0, at, heads], attention.q[0, at, heads]
+        gradient = einsum(response, attention.k[0][:, heads], "r j, j r e -> r e")
+        mixed = block.heads.z[0, at, heads]
+        for edge_type, factors in ((VALUE, (mixed, adjoint)), (QUERY, (query, gradient))):
+            self.totals[rows, edge_type] = dot(*factors).cpu()
+        self.totals[rows, KEY] = self.totals[rows, QUERY]  # both are sum_j c_ij S_ij
+        vectors = block.back(self._only(block, heads, adjoint), "v")
+        self._by_vectors(VALUE, rows, vectors, pattern * attention.v_scale[0, :, heads].mT)
+        vectors = block.to_stream(self._only(block, heads, gradient), "q", at)
+        constants = dot(gradient, attention.q_constant[0, at, heads])
+        self._by_vectors(QUERY, rows, vectors, self._here(rows), constants)
+        self._by_keys(block, rows, self._only(block, heads, query).flatten(1), response)
+
+    def _by_keys(
+        self,
+        block: FrozenBlock,
+        rows: Int[Tensor, " row"],
+        queries: Float[Tensor, "row column"],
+        response: Float[Tensor, "row position"],
+    ) -> None:
+        """Key edges. A rotation turns with the position of the source, so the writes are made keys
+        rather than the queries directions of the stream."""
+        sources, everywhere = self.nodes.read_by(int(rows[0])), torch.arange(response.shape[1])
+        at = self.nodes.positions[sources]
+        keys = block.read(self.nodes.writes[sources], "k", at).flatten(1)
+        fixed = block.read(self.constant_stream, "k", everywhere) + block.layer.k_constant[0]
+        constants = dot(response, queries @ fixed.flatten(1).mT)
+        self._add(KEY, rows, queries @ keys.mT * response[:, at], sources, constants)
+
+    @staticmethod
+    def _only(
+        block: FrozenBlock, heads: Int[Tensor, " row"], x: Float[Tensor, "row d_head"]
+    ) -> Float[Tensor, "row head d_head"]:
+        """A vector of each target on the axis of all heads, zero but for its own head."""
+        placed = x.new_zeros(len(x), *block.layer.q.shape[2:])
+        placed[torch.arange(len(x)), heads] = x
+        return placed
+
+
+def dot(a: Float[Tensor, "*row column"], b: Float[Tensor, "*row column"]) -> Float[Tensor, "*row"]:
+    """Dot products over the last axis, summed in float64."""
+    return (a.double() * b.double()).sum(-1)

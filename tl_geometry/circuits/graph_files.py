@@ -1,0 +1,235 @@
+"""A logit's graph in the formats of other tools: the JSON that Neuronpedia and circuit-tracer's
+pages draw, ``networkx``, and the edge list of MIB.
+
+In Neuronpedia's JSON every node has an integer ``feature``; two nodes with the same feature in one
+layer and position hide each other, so each head, MLP and rest gets a number of its own by Cantor's
+pairing of layer and place. Value edges are links; who made a head attend is in its
+``qk_tracing_results``. What pruning left out of a node is a node of its own (``rest``), so that the
+links into every node sum to its value in the file too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, LogitGraph
+
+SHOWN_CONTRIBUTORS = 10
+"""Writers of query and key that a head's node lists in the file."""
+
+
+def pairing(a: int, b: int) -> int:
+    """Cantor's pairing: a different integer for each pair.
+
+    >>> [pairing(a, b) for a, b in ((0, 0), (0, 1), (1, 0), (2, 3))]
+    [0, 2, 1, 18]
+    """
+    return (a + b) * (a + b + 1) // 2 + b
+
+
+def slug(text: str) -> str:
+    """A name as files and addresses take it: letters, digits, dot, hyphen and underscore.
+
+    >>> slug("When Mary and John"), slug("***")
+    ('When-Mary-and-John', 'graph')
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:60] or "graph"
+
+
+def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
+    """The graph as the JSON object that Neuronpedia and circuit-tracer's front end read.
+
+    ``influence`` of a node is cumulative: the share of all absolute values that the nodes down to
+    this one carry.
+    """
+    ids = [node_id(graph, i) for i in range(len(graph.names))]
+    size = graph.values.abs()
+    order = size.argsort(descending=True, stable=True)
+    influence = torch.empty_like(size)
+    influence[order] = size[order].cumsum(0) / size.sum().clamp(min=1e-300)
+    nodes = [_node(graph, i, ids, float(influence[i])) for i in range(len(graph.names))]
+    links = [
+        _link(ids[source], ids[target], weight)
+        for source, target, weight, edge_type in zip(
+            graph.sources.tolist(),
+            graph.targets.tolist(),
+            graph.weights.tolist(),
+            graph.edge_types.tolist(),
+            strict=True,
+        )
+        if EDGE_TYPES[edge_type] == "value"
+    ]
+    for i, rest in enumerate(graph.rest[:, 0].tolist()):
+        if rest:
+            nodes.append(_rest_node(graph, i, rest))
+            links.append(_link(nodes[-1]["node_id"], ids[i], rest))
+    return {
+        "metadata": metadata(graph),
+        "qParams": {
+            "pinnedIds": [ids[0]],
+            "supernodes": [],
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        },
+        "nodes": nodes,
+        "links": links,
+    }
+
+
+def metadata(graph: LogitGraph) -> dict[str, Any]:
+    """What the graph is of; one entry of ``graph-metadata.json``."""
+    tokens = list(graph.str_tokens) or [f"<{i}>" for i in graph.token_ids]
+    about = graph.provenance
+    return {
+        "slug": slug("".join(tokens)),
+        "scan": slug(about.model or "model"),
+        "transcoder_list": [],
+        "prompt_tokens": tokens,
+        "prompt": "".join(tokens),
+        "node_threshold": graph.keep,
+        "schema_version": 1,
+        "info": {
+            "creator_name": "tl_geometry",
+            "source_urls": [],
+            "generator": {"name": "tl_geometry", "target": list(graph.target_tokens)},
+        },
+        "generation_settings": {
+            "mlp": graph.mlp,
+            "position": graph.position,
+            "value": graph.value,
+            "log_probability": graph.log_probability,
+        },
+        "pruning_settings": {"node_threshold": graph.keep, "edge_threshold": graph.keep},
+    }
+
+
+def node_id(graph: LogitGraph, node: int) -> str:
+    """A node's name in the file, as the front ends split it: layer, what, position."""
+    name, position = graph.names[node], int(graph.positions[node])
+    layer, head = int(graph.layers[node]), int(graph.heads_of[node])
+    if node == 0:
+        return f"{_last_layer(graph)}_{graph.target[0]}_{position}"
+    if head >= 0:
+        return f"{layer}_h{head}_{position}"
+    if layer >= 0:
+        return f"{layer}_mlp_{position}"
+    if name == CONSTANTS:
+        return "E_constants_0"
+    kind = "" if name == graph.leaf_names[0] else f"{name}-"
+    return f"E_{kind}{graph.token_ids[position]}_{position}"
+
+
+def _last_layer(graph: LogitGraph) -> int:
+    """The logit's layer: above every block, and never 0, which the front end takes for none."""
+    return len(graph.head_values) + 1
+
+
+def _feature(graph: LogitGraph, node: int, rest: bool = False) -> int:
+    layer, head, heads = (
+        int(graph.layers[node]),
+        int(graph.heads_of[node]),
+        graph.head_values.shape[1],
+    )
+    if layer < 0:
+        return pairing(_last_layer(graph) + 1, node)
+    return pairing(layer, (head if head >= 0 else heads) + (heads + 1) * rest)
+
+
+def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dict[str, Any]:
+    position = max(0, int(graph.positions[node]))
+    layer, head = int(graph.layers[node]), int(graph.heads_of[node])
+    logit = node == 0
+    kind = "logit" if logit else "embedding" if layer < 0 else "cross layer transcoder"
+    shown = graph.label(node)
+    if logit:  # the front end reads the probability out of this text
+        shown = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
+    found: dict[str, Any] = {
+        "node_id": ids[node],
+        "feature": graph.target[0] if logit else _feature(graph, node),
+        "layer": str(_last_layer(graph)) if logit else "E" if layer < 0 else str(layer),
+        "ctx_idx": position,
+        "feature_type": kind,
+        "token_prob": graph.probability if logit else 0.0,
+        "is_target_logit": logit,
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "jsNodeId": ids[node],
+        "clerp": shown,
+        "influence": influence,
+        "activation": float(graph.values[node]),
+        "moved": float(graph.moved[node]),
+    }
+    if head >= 0:
+        found["qk_tracing_results"] = {
+            "pair_wise_contributors": [],
+            "top_q_marginal_contributors": _contributors(graph, node, "query", ids),
+            "top_k_marginal_contributors": _contributors(graph, node, "key", ids),
+        }
+    return found
+
+
+def _contributors(graph: LogitGraph, node: int, edge_type: str, ids: list[str]) -> list[list[Any]]:
+    edges = graph.edges_into(node, edge_type)[:SHOWN_CONTRIBUTORS]
+    return [[ids[source], weight] for source, _, weight in edges]
+
+
+def _rest_node(graph: LogitGraph, node: int, rest: float) -> dict[str, Any]:
+    """What was left out of a node, drawn as the front ends draw errors of a replacement."""
+    layer = int(graph.layers[node])
+    at = _last_layer(graph) - 1 if layer < 0 else layer
+    position = max(0, int(graph.positions[node]))
+    name = f"{at}_rest-{graph.names[node]}_{position}"
+    return {
+        "node_id": name,
+        "feature": _feature(graph, node, rest=True),
+        "layer": str(at),
+        "ctx_idx": position,
+        "feature_type": "mlp reconstruction error",
+        "token_prob": 0.0,
+        "is_target_logit": False,
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "jsNodeId": name,
+        "clerp": f"rest of {graph.label(node)}",
+        "influence": 1.0,
+        "activation": rest,
+    }
+
+
+def _link(source: str, target: str, weight: float) -> dict[str, Any]:
+    return {"source": source, "target": target, "weight": weight, "signed": True}
+
+
+def networkx_graph(graph: LogitGraph) -> Any:
+    """The graph as a ``networkx.MultiDiGraph``; edges have ``edge_type`` and ``weight``, nodes
+    their numbers. ``networkx.write_graphml`` takes it."""
+    import networkx
+
+    out = networkx.MultiDiGraph(value=graph.value, model=graph.provenance.model or "")
+    for i, name in enumerate(graph.names):
+        out.add_node(
+            i,
+            label=graph.label(i),
+            writer=name,
+            layer=int(graph.layers[i]),
+            head=int(graph.heads_of[i]),
+            position=int(graph.positions[i]),
+            value=float(graph.values[i]),
+            moved=float(graph.moved[i]),
+            rest=float(graph.rest[i, 0]),
+        )
+    for edge, (source, target) in enumerate(
+        zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
+    ):
+        edge_type = EDGE_TYPES[int(graph.edge_types[edge])]
+        out.add_edge(source, target, edge_type=edge_type, weight=float(graph.weights[edge]))
+    return out
+
+
+LAYOUTS: dict[str, Callable[[LogitGraph], dict[str, Any]]] = {"neuronpedia": neuronpedia}
+"""JSON layouts of :meth:`LogitGraph.to_json`."""

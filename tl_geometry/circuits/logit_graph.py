@@ -1,0 +1,211 @@
+"""The graph of one logit: who wrote towards it, what each of them read, and why heads looked where
+they looked. Made by :func:`tl_geometry.trace_logit`.
+
+Nodes are writers at positions: parts of the embedding, heads, MLPs, constants (all biases), and the
+logit itself. A value edge says how much of what its target wrote towards the logit came from its
+source; the value edges into a node, and its rest, sum to the node's value. Query and key edges say
+who made a head attend where it attended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import fail
+from tl_geometry.base.results import Result
+
+EDGE_TYPES = ("value", "query", "key")
+"""What a node is read for: its value, or the query or the key of a head's score."""
+LOGIT, CONSTANTS = "logit", "constants"
+"""Names of the nodes that are no component at one position: T itself, and all biases."""
+NOWHERE = -1
+"""Position, layer or head of a node that has none."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenTable(Result):
+    """A logit by input token: what the embedding at each position contributes to it along value
+    paths. The last row (position -1) is that of the constants; the column sums to the logit.
+
+    ``parts`` are the leaves that ``value`` sums over (the token embedding and, in models that have
+    it, the positional one; with a basis mean, pos and cvec), ``by_part`` each of them.
+    """
+
+    positions: tuple[int, ...]
+    tokens: tuple[str, ...]
+    parts: tuple[str, ...]
+    value: Float[Tensor, " position"]
+    by_part: Float[Tensor, "position part"]
+
+    def columns(self) -> Sequence[str]:
+        return ("position", "token", "value", *(self.parts if len(self.parts) > 1 else ()))
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        several = len(self.parts) > 1
+        parts = self.by_part.tolist() if several else [[] for _ in self.positions]
+        cells = zip(self.positions, self.tokens, self.value.tolist(), parts, strict=True)
+        return [(position, token, value, *more) for position, token, value, more in cells]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LogitGraph(Result):
+    """A logit, or a difference of two, T, as a graph from the tokens.
+
+    Every component has two numbers at each position. ``*_values`` is what it writes along value
+    paths: exact, and leaves and constants sum to T. ``*_moved`` is what it does by the attention
+    that it moves: first order in the patterns, and no part of that sum. These tables are complete.
+
+    The graph is pruned to the nodes that carry ``keep`` of all values, and of everything moved.
+    ``names``, ``layers``, ``heads_of``, ``positions`` say what each node is (-1: it has none),
+    ``sources``, ``targets``, ``edge_types`` and ``weights`` are the edges. ``rest[node, edge
+    type]`` is what the edges that are not in the graph carry: the edges of a type into a node and
+    its rest sum to ``totals[node, edge type]`` (``value``: the node's value; ``query`` and
+    ``key``: the sum of attention's response times score over the row, see
+    :mod:`tl_geometry.circuits.trace`).
+
+    ``value`` is T before a final soft cap, ``target`` its tokens and ``target_weights`` their
+    weights in T, ``attention[node]`` the pattern of a head's node.
+    """
+
+    str_tokens: tuple[str, ...]
+    token_ids: tuple[int, ...]
+    position: int
+    target: tuple[int, ...]
+    target_tokens: tuple[str, ...]
+    target_weights: tuple[float, ...]
+    log_probability: bool
+    probability: float
+    value: float
+    mlp: str
+    keep: float
+    leaf_names: tuple[str, ...]
+    leaf_values: Float[Tensor, "part position"]
+    leaf_moved: Float[Tensor, "part position"]
+    head_values: Float[Tensor, "layer head position"]
+    head_moved: Float[Tensor, "layer head position"]
+    mlp_values: Float[Tensor, "layer position"]
+    mlp_moved: Float[Tensor, "layer position"]
+    constant_value: float
+    constant_moved: float
+    names: tuple[str, ...]
+    layers: Int[Tensor, " node"]
+    heads_of: Int[Tensor, " node"]
+    positions: Int[Tensor, " node"]
+    values: Float[Tensor, " node"]
+    moved: Float[Tensor, " node"]
+    totals: Float[Tensor, "node side"]
+    rest: Float[Tensor, "node side"]
+    attention: Float[Tensor, "node position"]
+    sources: Int[Tensor, " edge"]
+    targets: Int[Tensor, " edge"]
+    edge_types: Int[Tensor, " edge"]
+    weights: Float[Tensor, " edge"]
+
+    # ---- the logit by input token
+
+    def tokens(self) -> TokenTable:
+        """T by input token, the constants last."""
+        by_part = torch.cat([self.leaf_values.T, torch.zeros(1, len(self.leaf_names))])
+        value = by_part.sum(1)
+        value[-1] = self.constant_value
+        length = self.leaf_values.shape[1]
+        texts = self.str_tokens or tuple(f"<{i}>" for i in self.token_ids)
+        return TokenTable(
+            positions=(*range(length), NOWHERE),
+            tokens=(*texts, CONSTANTS),
+            parts=self.leaf_names,
+            value=value,
+            by_part=by_part,
+            provenance=self.provenance,
+        )
+
+    # ---- nodes and edges
+
+    def node(self, name: str | Head, position: int | None = None) -> int:
+        """Number of a node by name (``"L5H1"``, ``(5, 1)``, ``"mlp3"``, ``"embed"``, ``"logit"``)
+        and position (of the only such node, where there is one)."""
+        text = name if isinstance(name, str) else checks.head_name((name[0], name[1]))
+        rows = [
+            i
+            for i, other in enumerate(self.names)
+            if other == text and (position is None or int(self.positions[i]) == position)
+        ]
+        if len(rows) != 1:
+            there = [int(p) for n, p in zip(self.names, self.positions, strict=True) if n == text]
+            fail(
+                "node",
+                expected=f"one node {text!r}" + ("" if position is None else f" at {position}"),
+                got=f"nodes of that name at positions {there}" if there else "none of that name",
+                instead="position=, or a larger keep= in trace_logit",
+            )
+        return rows[0]
+
+    def edges_into(self, node: int, edge_type: str | None = None) -> list[tuple[int, str, float]]:
+        """(source, edge type, weight) of the edges into a node, the largest first."""
+        return self._edges(self.targets == node, self.sources, edge_type)
+
+    def edges_from(self, node: int, edge_type: str | None = None) -> list[tuple[int, str, float]]:
+        """(target, edge type, weight) of the edges out of a node, the largest first."""
+        return self._edges(self.sources == node, self.targets, edge_type)
+
+    def _edges(
+        self, chosen: Tensor, ends: Tensor, edge_type: str | None
+    ) -> list[tuple[int, str, float]]:
+        if edge_type is not None:
+            at = EDGE_TYPES.index(checks.choice(edge_type, EDGE_TYPES, "edge_type"))
+            chosen = chosen & (self.edge_types == at)
+        rows = chosen.nonzero()[:, 0]
+        rows = rows[self.weights[rows].abs().argsort(descending=True, stable=True)]
+        return [
+            (int(ends[i]), EDGE_TYPES[int(self.edge_types[i])], float(self.weights[i]))
+            for i in rows
+        ]
+
+    def label(self, node: int) -> str:
+        """A node as it is shown: its name, and the token at its position."""
+        position = int(self.positions[node])
+        if position == NOWHERE:
+            return self.names[node]
+        token = self.str_tokens[position] if self.str_tokens else f"<{self.token_ids[position]}>"
+        return f"{self.names[node]} at {position} {token!r}"
+
+    def columns(self) -> Sequence[str]:
+        return ("writer", "position", "token", "value", "moved", "rest")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """The nodes of the graph, the largest first (by value or moved)."""
+        size = torch.maximum(self.values.abs(), self.moved.abs())
+        order = size.argsort(descending=True, stable=True).tolist()
+        tokens = [*(self.str_tokens or [f"<{i}>" for i in self.token_ids]), ""]
+        return [
+            (
+                self.names[i],
+                int(self.positions[i]),
+                tokens[int(self.positions[i])],
+                float(self.values[i]),
+                float(self.moved[i]),
+                float(self.rest[i, 0]),
+            )
+            for i in order
+        ]
+
+    def to_json(self, layout: str = "neuronpedia") -> dict[str, Any]:
+        """The graph in the JSON that other tools read; see
+        :mod:`tl_geometry.circuits.graph_files`."""
+        from tl_geometry.circuits.graph_files import LAYOUTS
+
+        return LAYOUTS[checks.choice(layout, tuple(LAYOUTS), "layout")](self)
+
+    def to_networkx(self) -> Any:
+        """The graph as a ``networkx.MultiDiGraph``, with every number as an attribute."""
+        from tl_geometry.circuits.graph_files import networkx_graph
+
+        return networkx_graph(self)

@@ -1,0 +1,309 @@
+"""One logit by both paths: which head wrote it from which source token, what that source consists
+of, and which terms of the score made the head look there.
+
+With every later norm frozen at its scale, the logit of a target at position i is a sum over writers
+of the last state,
+
+    logit = sum_w w[i] . u / s + constants,      u = A diag(gain) W_U[target],
+
+and each head's part is a sum over sources, ``sum_j p_ij (v[j] - v_0) W_O . u / s``, v_0 being what
+it writes whatever it attends to (part of the constants). A source's value is the sum of its parts
+(writers, or position and content), and so is the score that made the head attend to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.checks import index
+from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
+from tl_geometry.base.results import Result
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.writers import CONSTANTS, Written, run_written
+from tl_geometry.scores.families import Family, UserParts, Writers, family_of
+from tl_geometry.scores.split_request import check_request, provenance_of
+from tl_geometry.scores.splitter import Splitter
+from tl_geometry.scores.terms import BIAS_BIAS, bias_label
+from tl_geometry.scores.values import target_ids, trained_head
+
+TOLERANCE = 1e-6
+"""Largest difference from the model's logit, relative to the sum of absolute contributions (float32
+rounds the model's own sum as much)."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LogitExplanation(Result):
+    """A logit (or the difference of two) at one position as a sum of direct contributions.
+
+    ``heads[layer, head, source]`` is what each head wrote from each source, ``others`` what the
+    rest wrote (``other_names``: embeddings, MLPs, constants with the final norm's bias). ``logit``
+    is the model's, before any soft cap; ``total`` the sum of all contributions.
+
+    For the ``pairs`` (layer, head, source) with the largest contributions, ``pair_values`` splits
+    the contribution by the ``parts`` of the source, and ``pair_terms[pair, query part, key part]``
+    the score of that cell minus the mean of its row, which made the head look there; ``pair_alibi``
+    is ALiBi's share of it, ``pair_scores`` the sum, ``pair_patterns`` the attention paid.
+    ``bias_label`` is how (bias, bias) is shown (:func:`tl_geometry.scores.terms.bias_label`).
+    """
+
+    position: int
+    target: tuple[int, ...]
+    target_tokens: tuple[str, ...]
+    str_tokens: tuple[str, ...]
+    logit: float
+    heads: Float[Tensor, "layer head source"]
+    other_names: tuple[str, ...]
+    others: Float[Tensor, " writer"]
+    parts: tuple[str, ...]
+    pairs: tuple[tuple[int, int, int], ...]
+    pair_values: Float[Tensor, "pair part"]
+    pair_terms: Float[Tensor, "pair part part"]
+    pair_alibi: Float[Tensor, " pair"]
+    pair_scores: Float[Tensor, " pair"]
+    pair_patterns: Float[Tensor, " pair"]
+    bias_label: str = BIAS_BIAS
+    version: ClassVar[int] = 2
+
+    @property
+    def total(self) -> float:
+        """Sum of all contributions."""
+        return float(self.heads.sum() + self.others.sum())
+
+    @property
+    def size(self) -> float:
+        """Sum of their absolute values."""
+        return float(self.heads.abs().sum() + self.others.abs().sum())
+
+    @property
+    def error(self) -> float:
+        """Distance from the model's logit, relative to :attr:`size`."""
+        return abs(self.total - self.logit) / self.size
+
+    def columns(self) -> Sequence[str]:
+        return ("writer", "layer", "head", "source", "token", "contribution", "attention", "score")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """Embeddings, MLPs and constants, and the largest (head, source) pairs, largest first."""
+        found: list[tuple[object, ...]] = [
+            (name, None, None, None, None, float(value), None, None)
+            for name, value in zip(self.other_names, self.others, strict=True)
+        ]
+        for p, (layer, head, source) in enumerate(self.pairs):
+            value = float(self.heads[layer, head, source])
+            token = self.str_tokens[source] if self.str_tokens else None
+            looked = (float(self.pair_patterns[p]), float(self.pair_scores[p]))
+            found.append((f"L{layer}H{head}", layer, head, source, token, value, *looked))
+        return sorted(found, key=lambda row: -abs(row[5]))  # pyright: ignore[reportArgumentType]
+
+    def terms(self, pair: int) -> list[tuple[str, str, float]]:
+        """(query part, key part, value) of one pair's score, the largest first."""
+        table = self.pair_terms[index(pair, len(self.pairs), "pair")]
+        order = table.abs().flatten().argsort(descending=True, stable=True).tolist()
+        n = len(self.parts)
+        flat = table.flatten().tolist()
+        return [(self.parts[c // n], self.parts[c % n], flat[c]) for c in order]
+
+
+def explain_logit(
+    model: ModelLike,
+    tokens: TokensLike,
+    position: int,
+    target: int | str | Sequence[int | str],
+    basis: PositionContext | None = None,
+    *,
+    parts: Sequence[str] | UserParts | Family | None = None,
+    top: int = 16,
+    prepend_bos: bool | None = None,
+    memory_budget: int = 2**31,
+) -> LogitExplanation:
+    """One logit of one prompt as a sum over (layer, head, source) and the rest, with the score
+    behind the largest of them.
+
+    Args:
+        tokens: one prompt.
+        position: where the logit is read.
+        target: a token (id or text), or two for their difference (first minus second).
+        basis: of :func:`tl_geometry.decompose`, for ``parts`` of position and content.
+        parts: parts of the sources' values and of the scores; by default ``("pos", "cvec")`` with
+            a basis, else ``"writers"``.
+        top: (head, source) pairs that are split further.
+
+    Raises ``ReconstructionError`` where the contributions do not sum to the model's logit within
+    1e-6 of the sum of their absolute values (1e-2 in half precision), ``UnsupportedModelError`` for
+    a newly initialised output head and for one that is not a norm and a linear map (BERT).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=2)
+    >>> found = tlg.explain_logit(model, windows[:1], 14, int(windows.tokens[0, 15]))
+    >>> found.error < 1e-6, len(found.pairs)
+    (True, 16)
+    """
+    view = as_view(model)
+    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    got, instead = f"{len(rows)} prompts", "tokens[:1]"
+    require(len(rows) == 1, "tokens", expected="one prompt", got=got, instead=instead)
+    length = rows.tokens.shape[1]
+    position = index(position, length, "position")
+    ids = target_ids(view, target)
+    require(len(ids) <= 2, "target", expected="a token, or two for their difference", got=len(ids))
+    head = trained_head(view)
+    parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
+    family = family_of(view, parts, basis, range(view.n_layers))
+    splitter = Splitter(view, family, range(view.n_layers))
+    names = splitter.names
+    size = 4 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
+    check_request(view, rows, basis, size, memory_budget, view.n_heads)
+    direct = _Direct(view, head, ids, position)
+    run_written(view, rows.tokens, range(view.n_layers), direct.on_layer, on_end=direct.on_end)
+    pairs = direct.largest(top)
+    details = _Pairs(view, splitter, direct, position, pairs, len(names))
+    run_written(view, rows.tokens, sorted({l for l, _, _ in pairs}), details.on_layer)
+    window = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
+    found = LogitExplanation(
+        provenance=window,
+        position=position,
+        target=ids,
+        target_tokens=tuple(view.decode(ids)),
+        str_tokens=rows.str_tokens,
+        logit=direct.logit(rows.tokens),
+        heads=direct.contributions().cpu(),
+        other_names=tuple(direct.others),
+        others=torch.tensor(list(direct.others.values()), dtype=torch.float64),
+        parts=names,
+        pairs=pairs,
+        pair_values=details.values.cpu(),
+        pair_terms=details.terms.cpu(),
+        pair_alibi=details.alibi.cpu(),
+        pair_scores=details.terms.sum((1, 2)).cpu() + details.alibi.cpu(),
+        pair_patterns=details.patterns.cpu(),
+        bias_label=bias_label(rotary=details.rotary, relative=details.relative),
+    )
+    bound = TOLERANCE if view.dtype.itemsize >= 4 else 1e-2
+    require(
+        found.error <= bound,
+        f"logit of {view.name}",
+        expected=f"contributions that sum to it within {bound:.0e} of their absolute values",
+        got=f"{found.error:.2e}",
+        instead="check_model(model)",
+        error=ReconstructionError,
+    )
+    return found
+
+
+class _Direct:
+    """Direct contributions to one logit, from one forward pass."""
+
+    def __init__(
+        self, view: ModelView, head: OutputHead, ids: Sequence[int], position: int
+    ) -> None:
+        self.view, self.head, self.ids, self.position = view, head, list(ids), position
+        self.sign = torch.tensor([1.0, -1.0][: len(ids)], dtype=torch.float64)
+        self.paid: list[Float[Tensor, "head source"]] = []
+        self.moved: list[Float[Tensor, "head source d_head"]] = []
+        self.outward: list[Float[Tensor, "head d_head"]] = []
+        self.others: dict[str, float] = {}
+        self.readout = 0.0
+
+    def on_layer(self, layer: LayerView, written: Written) -> None:
+        """Keep what each source gives each head at the position."""
+        if layer.pattern is None or layer.v is None:
+            what, got = f"layer {layer.layer} of {self.view.name}", "no values"
+            fail(what, expected="hooks of pattern and values", got=got, error=UnsupportedModelError)
+        paid = layer.pattern[0, :, self.position].double()
+        value = (layer.v - layer.v_constant)[0].double()
+        self.paid.append(paid)
+        self.moved.append(einsum(paid, value, "h j, j h e -> h j e"))
+
+    def on_end(self, h: Tensor, written: Written) -> None:
+        """The directions that writes are read by, and everything that is no head's."""
+        i, norm = self.position, self.head.norm
+        scale = norm.scale(h)[0, i].double()
+        rows = self.head.directions(self.ids).double()
+        u = (self.sign.to(rows) @ rows) / scale
+        self.others = {n: float(x[0, i].double() @ u) for n, x in written.dense.items()}
+        W_U = self.head.W_U[:, self.ids].double() @ self.sign.to(u)
+        offset = norm.bias.double() @ W_U + self.head.b_U[self.ids].double() @ self.sign.to(u)
+        self.others[CONSTANTS] = float(written.constants[0, i].double() @ u + offset)
+        for heads in written.heads:
+            self.outward.append(heads.W.double() @ u * heads.scale[0, i].double())
+        self.readout = float(h[0, i].double() @ u + offset)
+
+    def logit(self, tokens: Tensor) -> float:
+        """The model's own logit; where it has a soft cap, the one before it."""
+        own = self.view.logits(tokens)[0, self.position, self.ids].double()
+        cap = self.head.softcap
+        if cap is not None:  # the model gives no logit before its cap
+            return self.readout
+        return float(own @ self.sign.to(own))
+
+    def contributions(self) -> Float[Tensor, "layer head source"]:
+        """What each head wrote towards the target from each source."""
+        pairs = zip(self.moved, self.outward, strict=True)
+        return torch.stack([einsum(m, u, "h j e, h e -> h j") for m, u in pairs])
+
+    def largest(self, n: int) -> tuple[tuple[int, int, int], ...]:
+        """(layer, head, source) of the largest contributions."""
+        found = self.contributions()
+        best = found.abs().flatten().topk(min(n, found.numel())).indices
+        each = torch.unravel_index(best, found.shape)
+        return tuple(zip(*(x.tolist() for x in each), strict=True))
+
+
+class _Pairs:
+    """Values and scores of chosen (layer, head, source) by parts."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        splitter: Splitter,
+        direct: _Direct,
+        position: int,
+        pairs: Sequence[tuple[int, int, int]],
+        parts: int,
+    ) -> None:
+        self.view, self.splitter, self.direct, self.position = view, splitter, direct, position
+        self.pairs = pairs
+        made = {"dtype": torch.float64, "device": view.device}
+        self.values = torch.zeros(len(pairs), parts, **made)
+        self.terms = torch.zeros(len(pairs), parts, parts, **made)
+        self.alibi, self.patterns = (torch.zeros(len(pairs), **made) for _ in "ab")
+        self.rotary = self.relative = True
+
+    def on_layer(self, layer: LayerView, written: Written) -> None:
+        """Split the pairs of one layer."""
+        if isinstance(self.splitter.family, Writers):
+            self.splitter.family.take(written)
+        mine = [p for p, (at, _, _) in enumerate(self.pairs) if at == layer.layer]
+        heads = sorted({self.pairs[p][1] for p in mine})
+        terms = self.splitter.layer(layer, heads, layer.h.device)
+        self.rotary, self.relative = self.rotary and terms.rotary, self.relative and terms.relative
+        values = self.splitter.values(layer).double()
+        values[0] -= layer.v_constant.double()  # what is written whatever the source is
+        seen = layer.allowed[self.position]
+        for p in mine:
+            _, head, source = self.pairs[p]
+            at = heads.index(head)
+            paid = self.direct.paid[layer.layer][head, source]
+            out = self.direct.outward[layer.layer][head]
+            self.values[p] = values[:, 0, source, head] @ out * paid
+            q, k = terms.q[:, 0, self.position, at].double(), terms.k[:, 0, :, at].double()
+            self.terms[p] = q @ (k[:, source] - k[:, seen].mean(1)).mT
+            self.patterns[p] = paid
+            if terms.bias is not None:
+                row = terms.bias[at, self.position].double()
+                self.alibi[p] = row[source] - row[seen].mean()

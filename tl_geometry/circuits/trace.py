@@ -1,0 +1,316 @@
+"""``trace_logit``: one logit followed back to the tokens, with the reason for attention inside.
+
+1. One forward pass is frozen (:mod:`tl_geometry.circuits.frozen`). T, a logit or a difference of
+   two, is read out of the last state through the final norm at its frozen scale.
+2. One walk back gives dT/d(write) of every write; a node's **value** is ``write . adjoint``. With
+   the MLPs followed, embeddings and constants sum to T.
+3. A second walk also follows queries and keys into the softmax; what it adds to a node's number is
+   what the node does by the attention that it **moves**.
+4. Nodes are kept until they carry ``keep`` of the sum of absolute values, and of everything moved.
+   Between kept nodes every edge is formed: the source's write, times what the target reads in it.
+
+Value edges: from m at j to head h at i ``p_ij (m_j A gain / s_j W_V W_O) . adjoint_i``; to an MLP
+or the logit alike, without attention. Query and key edges of head h at i: attention answers to T by
+``c_ij = p_ij (t_ij - sum_j p_ij t_ij)``, t_ij what one unit of attention to j writes towards T, and
+``sum_j c_ij S_ij`` is additive in the writers of the query at i and of the keys at j.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import ReconstructionError, fail, require
+from tl_geometry.circuits.frozen import Adjoints, FrozenPass
+from tl_geometry.circuits.graph_edges import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    EdgeFinder,
+    Edges,
+    Nodes,
+    dot,
+    enough,
+)
+from tl_geometry.circuits.logit_graph import CONSTANTS, LOGIT, NOWHERE, LogitGraph
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.scores.split_request import check_request, provenance_of
+from tl_geometry.scores.values import target_ids, trained_head
+
+
+class Readout(NamedTuple):
+    """What T is: ``direction . last[position] + constant``."""
+
+    direction: Float[Tensor, " d_model"]
+    constant: float
+    tokens: tuple[int, ...]
+    weights: tuple[float, ...]
+    probability: float
+
+
+class ComponentValues(NamedTuple):
+    """``write . adjoint`` of every component at every position."""
+
+    leaves: Float[Tensor, "part position"]
+    heads: Float[Tensor, "layer head position"]
+    mlps: Float[Tensor, "layer position"]
+    constant: float
+
+    def flat(self) -> Float[Tensor, " row"]:
+        """Leaves, heads and MLPs in one row."""
+        return torch.cat([self.leaves.flatten(), self.heads.flatten(), self.mlps.flatten()])
+
+    def minus(self, other: ComponentValues) -> ComponentValues:
+        """Component by component."""
+        return ComponentValues(
+            self.leaves - other.leaves,
+            self.heads - other.heads,
+            self.mlps - other.mlps,
+            self.constant - other.constant,
+        )
+
+
+def trace_logit(
+    model: ModelLike,
+    prompt: TokensLike,
+    target: int | str,
+    *,
+    position: int = -1,
+    against: int | str | None = None,
+    log_probability: bool = False,
+    mlp: str = "frozen",
+    basis: PositionContext | None = None,
+    keep: float = 0.8,
+    prepend_bos: bool | None = None,
+) -> LogitGraph:
+    """One logit of one prompt as a graph back to the tokens, with the reason for attention inside.
+
+    T is the logit of ``target`` at ``position``, less that of ``against``, or with
+    ``log_probability`` less the mean logit under the model's own probabilities (the linear part of
+    the log-probability). In the frozen linear model of the pass (norm scales, patterns and MLP
+    slopes fixed) T is a sum over the embeddings of all tokens and the constants, exactly.
+
+    Args:
+        prompt: one prompt, text or token ids.
+        target, against: a token each, as an id or a text of one token.
+        position: where the logit is read; -1 is the last.
+        mlp: ``"frozen"`` follows MLPs back by their secant, ``"leaf"`` takes what they wrote as
+            inputs (the only way for a mixture of experts).
+        basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
+            in place of the embeddings: how much of T came from position, how much from content.
+        keep: share of all absolute values (and of all that is moved) that the nodes of the graph
+            carry, and the edges into each node. The rest is kept as one number for each node.
+
+    Returns a :class:`LogitGraph`: ``.value`` (T), ``.tokens()``, ``.edges_into(node)``,
+    ``.to_json("neuronpedia")``, ``.to_networkx()``, ``.save(path)``.
+
+    Raises ``ReconstructionError`` where leaves and constants do not sum to T within the rounding of
+    the model; ``UnsupportedModelError`` for an encoder, an output head that is no norm and linear
+    map, and (with ``mlp="frozen"``) an MLP that is no two or three matrices.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=2)
+    >>> graph = tlg.trace_logit(model, windows[:1], int(windows.tokens[0, 15]), position=14)
+    >>> abs(float(graph.tokens().value.sum()) - graph.value) < 1e-4
+    True
+    """
+    view = as_view(model)
+    rows = token_rows(view, prompt, prepend_bos=prepend_bos)
+    got, instead = f"{len(rows)} prompts", "average_graphs for several prompts of one template"
+    require(len(rows) == 1, "prompt", expected="one prompt", got=got, instead=instead)
+    require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
+    checks.choice(mlp, ("frozen", "leaf"), "mlp")
+    length = rows.tokens.shape[1]
+    at = checks.index(length + position if position < 0 else position, length, "position")
+    check_request(view, rows, basis, 0, 0, 0)
+    frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
+    readout = logit_readout(view, frozen, at, target, against, log_probability)
+    leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)
+    start = frozen.embedding_constant if basis is None else torch.zeros_like(frozen.last)
+    entry = torch.zeros_like(frozen.last)
+    entry[0, at] = readout.direction.to(entry)
+    adjoints = frozen.adjoints(entry)
+    responsive = frozen.adjoints(entry, attention=True)
+    values = _component_values(frozen, leaves, start, adjoints, readout.constant)
+    moved = _component_values(frozen, leaves, start, responsive, readout.constant).minus(values)
+    T = float(frozen.last[0, at].double() @ readout.direction.double()) + readout.constant
+    _require_sum(frozen, values, T, mlp)
+    chosen = enough(values.flat(), keep) | enough(moved.flat(), keep)
+    nodes = _nodes(frozen, leaves, values, chosen, at)
+    finder = EdgeFinder(frozen, nodes, start, adjoints, responsive, keep)
+    edges = finder.edges(readout.direction, readout.constant, T)
+    return LogitGraph(
+        provenance=provenance_of(view, rows, basis, "exact", (), False),
+        str_tokens=rows.str_tokens,
+        token_ids=tuple(rows.tokens[0].tolist()),
+        position=at,
+        target=readout.tokens,
+        target_tokens=tuple(view.decode(readout.tokens)),
+        target_weights=readout.weights,
+        log_probability=log_probability,
+        probability=readout.probability,
+        value=T,
+        mlp=mlp,
+        keep=keep,
+        leaf_names=tuple(leaves),
+        leaf_values=values.leaves,
+        leaf_moved=moved.leaves,
+        head_values=values.heads,
+        head_moved=moved.heads,
+        mlp_values=values.mlps,
+        mlp_moved=moved.mlps,
+        constant_value=values.constant,
+        constant_moved=moved.constant,
+        **_tables(nodes, chosen, edges, values, moved, T),
+    )
+
+
+def logit_readout(
+    view: ModelView,
+    frozen: FrozenPass,
+    position: int,
+    target: int | str,
+    against: int | str | None,
+    log_probability: bool,
+) -> Readout:
+    """T as a direction of the last state and a constant, at the frozen scale of the final norm."""
+    head = trained_head(view)
+    given = [target] if against is None else [target, against]
+    ids = target_ids(view, given)
+    one, what = len(ids) == 1 or not log_probability, "against, log_probability"
+    require(one, what, expected="one of them", got="both")
+    last = frozen.last[0, position]
+    scale = head.norm.scale(last)
+    probabilities = head.logits(last).softmax(-1)
+    weights = torch.zeros_like(head.b_U)
+    weights[list(ids)] = weights.new_tensor([1.0, -1.0][: len(ids)])
+    if log_probability:
+        weights = weights - probabilities
+    readout = head.W_U @ weights
+    direction = head.norm.centre(readout * head.norm.gain) / scale
+    constant = float(
+        head.norm.bias.double() @ readout.double() + head.b_U.double() @ weights.double()
+    )
+    chosen = tuple(weights[list(ids)].tolist())
+    return Readout(direction, constant, ids, chosen, float(probabilities[ids[0]]))
+
+
+def _basis_leaves(frozen: FrozenPass, basis: PositionContext) -> dict[str, Tensor]:
+    """Mean, position and the rest of state 0."""
+    row, h = basis.index(0), frozen.blocks[0].layer.h
+    got = "a normalised basis" if basis.provenance.normalized else ""
+    instead = "decompose(model, tokens, normalize=False)"
+    require(not got, "basis", expected="a basis of the states themselves", got=got, instead=instead)
+    mean = basis.mean[row].to(h).expand_as(h)
+    pos = basis.pos_seen[row, : h.shape[1]].to(h).expand_as(h)
+    return {"mean": mean, "pos": pos, "cvec": h - mean - pos}
+
+
+def _component_values(
+    frozen: FrozenPass,
+    leaves: dict[str, Tensor],
+    start: Tensor,
+    adjoints: Adjoints,
+    readout_constant: float,
+) -> ComponentValues:
+    constant = dot(start, adjoints.stream[0]).sum() + readout_constant
+    heads, mlps = [], []
+    for l, block in enumerate(frozen.blocks):
+        constant = constant + dot(block.attention_constant, adjoints.mids[l]).sum()
+        heads.append(dot(block.heads.z, adjoints.heads[l])[0].mT)
+        wrote = block.mlp_leaf if block.mlp is None else block.mlp.written
+        after = adjoints.stream[l + 1]
+        mlps.append(heads[-1].new_zeros(after.shape[1]) if wrote is None else dot(wrote, after)[0])
+        if block.mlp is not None:
+            constant = constant + dot(block.mlp.constant, after).sum()
+    first = torch.stack([dot(leaf, adjoints.stream[0])[0] for leaf in leaves.values()])
+    return ComponentValues(
+        first.cpu(), torch.stack(heads).cpu(), torch.stack(mlps).cpu(), float(constant)
+    )
+
+
+def _require_sum(frozen: FrozenPass, values: ComponentValues, T: float, mlp: str) -> None:
+    """Raise where leaves and constants do not sum to T within the rounding of all that is added up
+    on the way."""
+    total = float(values.leaves.sum()) + values.constant
+    total += float(values.mlps.sum()) if mlp == "leaf" else 0.0
+    size = sum(float(x.abs().sum()) for x in values[:3]) + abs(values.constant)
+    bound = reconstruction_bound(frozen.roundoff, size)
+    if abs(total - T) > bound:
+        fail(
+            f"logit of {frozen.view.name}",
+            expected=f"{T:.6g} as the sum over tokens and constants, within {bound:.1e}",
+            got=f"{total:.6g}",
+            instead="check_model(model)",
+            error=ReconstructionError,
+        )
+
+
+def _nodes(
+    frozen: FrozenPass,
+    leaves: dict[str, Tensor],
+    values: ComponentValues,
+    chosen: Bool[Tensor, " row"],
+    position: int,
+) -> Nodes:
+    """The logit, the constants, and the ``chosen`` components."""
+    leaf, head, mlp = chosen.split([x.numel() for x in values[:3]])
+    names, rows, writes = [LOGIT, CONSTANTS], [], []
+    last = 3 * len(frozen.blocks)
+    nowhere = (NOWHERE, NOWHERE)
+    rows += [(*nowhere, position, last + 1, last), (*nowhere, NOWHERE, last + 1, NOWHERE)]
+    writes += [torch.zeros_like(frozen.last[0, 0])] * 2
+    for part, at in leaf.view_as(values.leaves).nonzero().tolist():
+        name = list(leaves)[part]
+        names.append(name)
+        rows.append((*nowhere, at, 0, NOWHERE))
+        writes.append(leaves[name][0, at])
+    for l, h, at in head.view_as(values.heads).nonzero().tolist():
+        heads = frozen.blocks[l].heads
+        names.append(checks.head_name((l, h)))
+        rows.append((l, h, at, 3 * l + AFTER_ATTENTION, 3 * l))
+        writes.append(heads.scale[0, at] * (heads.z[0, at, h] @ heads.W[h]))
+    for l, at in mlp.view_as(values.mlps).nonzero().tolist():
+        block = frozen.blocks[l]
+        parallel = block.mlp is not None and block.mlp.spec.parallel
+        reads = NOWHERE if block.mlp is None else 3 * l + (0 if parallel else AFTER_ATTENTION)
+        wrote = block.mlp_leaf if block.mlp is None else block.mlp.written
+        names.append(f"mlp{l}")
+        rows.append((l, NOWHERE, at, 3 * l + AFTER_MLP, reads))
+        writes.append(wrote[0, at])  # type: ignore[index]
+    layers, heads_of, positions, enters, reads = torch.tensor(rows).T
+    return Nodes(tuple(names), layers, heads_of, positions, enters, reads, torch.stack(writes))
+
+
+def _tables(
+    nodes: Nodes,
+    chosen: Bool[Tensor, " row"],
+    edges: Edges,
+    values: ComponentValues,
+    moved: ComponentValues,
+    T: float,
+) -> dict[str, Any]:
+    """Nodes and edges as fields of the graph."""
+    node_values, node_moved = (
+        torch.cat([torch.tensor([first, of.constant], dtype=torch.float64), of.flat()[chosen]])
+        for first, of in ((T, values), (0.0, moved))
+    )
+    return {
+        "names": nodes.names,
+        "layers": nodes.layers,
+        "heads_of": nodes.heads,
+        "positions": nodes.positions,
+        "values": node_values,
+        "moved": node_moved,
+        **edges._asdict(),
+    }

@@ -1,0 +1,371 @@
+"""Which writer each head reads, on its query, key and value side: exact shares on data, what the
+weights alone suggest, and two nulls.
+
+On the query and key side shares are those of :mod:`tl_geometry.circuits.writer_sweep`. On the value
+side the output of a head (without what it writes whatever it attends to) is linear in the writers,
+``o[i] = sum_j p_ij sum_a v_a[j] W_O``, and the share of writer a is ``sum o_a . o / sum o^2``.
+
+Nulls, each as a share beside the writer's own:
+
+- *other*: what the writer wrote in another context at the same position. A writer of position is
+  its own null, which the cosine between the two shows.
+- *random*: the writer turned by a random orthogonal map, the same at all tokens, which keeps norms
+  and angles of what it wrote and forgets the direction: the spread over draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import Head
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
+from tl_geometry.circuits.writer_sweep import WEIGHTS, Reader, pulled, stream_writers
+from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights, remove_mean
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.writers import GRAINS, Written, writer_names
+from tl_geometry.scores.families import BIAS
+
+SIDES = ("query", "key", "value")
+"""What a head does with what it reads."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Composition(Result):
+    """Edges from writers to heads: one row for each reader, side and writer.
+
+    ``cs`` and ``gs`` are covariance and gain share of the writer in the head's scores (query, key),
+    ``cs`` on the value side its share in the head's output. They sum to one over the parts of a
+    side; ``"bias"`` is the reader's own constants. ``other_cs``, ``other_gs`` are the shares of the
+    writer's output of another context at the same position, ``cosine`` the cosine of the two over
+    all kept positions; ``random_cs``, ``random_gs`` the root mean square share of the randomly
+    turned writer. ``weights`` is the composition score of the weights alone for pairs of heads,
+    ``|W_OV W_QK| / (|W_OV| |W_QK|)`` and alike (Elhage et al. 2021; canonical weights, norms and
+    rotation left out). NaN where there is no such number. ``wrote`` and ``writer_heads`` are block
+    and head of each part, -1 for none.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    wrote: tuple[int, ...]
+    writer_heads: tuple[int, ...]
+    cs: Float[Tensor, "head side part"]
+    gs: Float[Tensor, "head side part"]
+    weights: Float[Tensor, "head side part"]
+    other_cs: Float[Tensor, "head side part"]
+    other_gs: Float[Tensor, "head side part"]
+    random_cs: Float[Tensor, "head side part"]
+    random_gs: Float[Tensor, "head side part"]
+    cosine: Float[Tensor, " part"]
+    drop: int
+    draws: int
+    version: ClassVar[int] = 1
+
+    def columns(self) -> Sequence[str]:
+        numbers = (
+            "cs",
+            "gs",
+            "weights",
+            "other_cs",
+            "other_gs",
+            "cosine",
+            "random_cs",
+            "random_gs",
+        )
+        return ("layer", "head", "side", "writer", *numbers)
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """Readers in order, the strongest writers first; only writers that the head reads."""
+        found: list[Sequence[object]] = []
+        for h, (layer, head) in enumerate(self.heads):
+            for s, side in enumerate(SIDES):
+                order = self.cs[h, s].abs().nan_to_num().argsort(descending=True, stable=True)
+                for p in order.tolist():
+                    if self.wrote[p] >= layer:
+                        continue
+                    own = [self.cs, self.gs, self.weights, self.other_cs, self.other_gs]
+                    values = [float(x[h, s, p]) for x in own] + [float(self.cosine[p])]
+                    values += [float(x[h, s, p]) for x in (self.random_cs, self.random_gs)]
+                    found.append((layer, head, side, self.parts[p], *values))
+        return found
+
+    def edges(
+        self, *, side: str | None = None, share: str = "cs", heads_only: bool = False, n: int = 20
+    ) -> list[tuple[str, str, str, float]]:
+        """The ``n`` strongest edges (writer, reader, side, share) by absolute share."""
+        values = getattr(self, checks.choice(share, WEIGHTS, "share"))
+        sides = SIDES if side is None else (checks.choice(side, SIDES, "side"),)
+        found = [
+            (self.parts[p], f"L{layer}H{head}", s, float(values[h, SIDES.index(s), p]))
+            for h, (layer, head) in enumerate(self.heads)
+            for s in sides
+            for p in range(1, len(self.parts))
+            if self.wrote[p] < layer and (not heads_only or self.writer_heads[p] >= 0)
+        ]
+        found = [edge for edge in found if not math.isnan(edge[3])]
+        return sorted(found, key=lambda edge: -abs(edge[3]))[:n]
+
+    def graph(self, *, share: str = "cs", n: int = 100) -> dict[str, Any]:
+        """The ``n`` strongest edges as a node-link graph in JSON: nodes with id, layer and head,
+        edges with source, target, side and weight. ``networkx.node_link_graph`` reads it."""
+        edges = self.edges(share=share, n=n)
+        place = dict(zip(self.parts, zip(self.wrote, self.writer_heads, strict=True), strict=True))
+        place |= {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
+        used = dict.fromkeys(name for edge in edges for name in edge[:2])
+        return {
+            "directed": True,
+            "multigraph": True,
+            "graph": {"model": self.provenance.model, "share": share},
+            "nodes": [
+                {"id": name, "layer": place[name][0], "head": place[name][1]} for name in used
+            ],
+            "edges": [
+                {"source": writer, "target": reader, "side": side, "weight": value}
+                for writer, reader, side, value in edges
+            ],
+        }
+
+
+def composition(
+    model: ModelLike,
+    tokens: TokensLike,
+    *,
+    heads: Sequence[Head] | Head | None = None,
+    layers: Sequence[int] | int | None = None,
+    parts: str = "writers",
+    draws: int = 4,
+    drop: int | None = None,
+    memory_budget: int = 2**31,
+    batch_size: int | None = None,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> Composition:
+    """Which writers each of ``heads`` reads on its query, key and value side, with exact shares on
+    data, the weight-only composition score, and two nulls.
+
+    Args:
+        tokens: as :func:`tl_geometry.sweep_heads` takes them, at least two prompts.
+        heads, layers: readers, all by default.
+        parts: ``"writers"`` or ``"blocks"``.
+        draws: of the random null.
+        drop: positions left out (queries everywhere, keys of scores); by default a BOS token.
+
+    Raises ``ReconstructionError`` where the writers do not sum to the stream, ``BudgetError`` where
+    one context does not fit, ``GeometryError`` for a single prompt.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> found = tlg.composition(model, windows, heads="L1H0", progress=False)
+    >>> found.cs.sum(-1).round(decimals=3).tolist()
+    [[1.0, 1.0, 1.0]]
+    """
+    view = as_view(model)
+    checks.choice(parts, GRAINS, "parts")
+    chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
+    by_layer = {l: [h for at, h in chosen if at == l] for l in sorted({l for l, _ in chosen})}
+    source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
+    generator = torch.Generator().manual_seed(seed)
+    random = [torch.randn(view.d_model, view.d_model, generator=generator) for _ in range(draws)]
+    turns = [torch.linalg.qr(x)[0].to(view.device) for x in random]
+    sums = {l: _Edges(view, l, some, parts, turns) for l, some in by_layer.items()}
+
+    def on_layer(layer: LayerView, written: Written, start: int) -> None:
+        sums[layer.layer].add(layer, written, start)
+
+    def verified(layer: LayerView, written: Written, start: int) -> None:
+        """The layer and its writers have been compared with the model by now."""
+
+    start, provenance = stream_writers(
+        view,
+        source,
+        list(by_layer),
+        (verified, on_layer),
+        drop=drop,
+        memory_budget=memory_budget // 2,
+        batch_size=batch_size,
+        progress=progress,
+        seed=seed,
+    )
+    several, got = all(s.pairs for s in sums.values()), f"{provenance.contexts}, one at a time"
+    require(several, "tokens", expected="batches of at least 2 prompts", got=got)
+    width = max(s.width for s in sums.values())
+    names = writer_names(view, max(by_layer), parts)
+    found = {
+        name: torch.cat([s.wide(value, width) for s in sums.values() for value in [s.share(name)]])
+        for name in ("cs", "gs", "weights", "other_cs", "other_gs", "random_cs", "random_gs")
+    }
+    order = [(l, h) for l, some in by_layer.items() for h in some]
+    pick = torch.tensor([order.index(head) for head in chosen])
+    return Composition(
+        provenance=provenance,
+        heads=chosen,
+        parts=(BIAS, *(w.name for w in names)),
+        wrote=(-1, *(w.layer for w in names)),
+        writer_heads=(-1, *(w.head for w in names)),
+        cosine=sums[max(by_layer)].cosine(),
+        drop=start,
+        draws=draws,
+        **{name: value[pick] for name, value in found.items()},
+    )
+
+
+class _Edges:
+    """Sums in progress of the readers of one layer."""
+
+    def __init__(
+        self, view: ModelView, layer: int, heads: Sequence[int], grain: str, turns: list[Tensor]
+    ) -> None:
+        self.view, self.layer, self.heads, self.grain = view, layer, list(heads), grain
+        self.turns, self.pairs = turns, 0
+        self.width = 1 + len(writer_names(view, layer, grain))
+        shape = len(WEIGHTS), len(SIDES), len(heads), self.width
+        wide = torch.float64
+        self.own, self.other = (torch.zeros(shape, dtype=wide) for _ in "ab")
+        self.random = torch.zeros(len(turns), *shape, dtype=wide)
+        self.total, self.other_total = (torch.zeros(shape[:-1], dtype=wide) for _ in "ab")
+        self.products = torch.zeros(2, self.width, dtype=wide)
+        self.composed: Tensor | None = None
+
+    def add(self, layer: LayerView, written: Written, drop: int) -> None:
+        """Take in one batch."""
+        made = pulled(layer, drop, self.heads)
+        value, energy = _value_weight(layer, self.view, drop, self.heads)
+        several = len(layer.h) > 1
+        turns = [None, *(turn.to(layer.h) for turn in self.turns)]
+        readers = []
+        for at, (which, weight) in enumerate((("q", made.query), ("k", made.key), ("v", value))):
+            reader = Reader.of(layer, which, weight, self.heads)
+            readers.append(reader)
+            found = reader.numerators(written, self.grain, turns=turns).cpu()
+            n = slice(found.shape[1])  # the value side has no gain
+            constant = reader.constant.cpu().unsqueeze(-1) * (which != "v")
+            self.own[n, at] += torch.cat([constant, found[0]], -1)
+            self.random[:, n, at, :, 1:] += found[1:]
+            total = energy.unsqueeze(0) if which == "v" else made.total
+            self.total[n, at] += total.cpu()
+            if several:
+                other = reader.numerators(written, self.grain, shift=1)[0].cpu()
+                self.other[n, at, :, 1:] += other
+                self.other_total[n, at] += total.cpu()
+        self.pairs += several
+        if several:
+            self.products[:, 1:] += _products(written, drop, self.grain).cpu()
+        if self.composed is None and self.grain == "writers":
+            self.composed = _composed(self.view, layer, written, readers, self.heads, self.width)
+
+    def share(self, name: str) -> Float[Tensor, "head side part"]:
+        """One of the numbers of :class:`Composition`."""
+        if name == "weights":
+            empty = torch.full_like(self.own[0].transpose(0, 1), torch.nan)
+            return empty if self.composed is None else self.composed
+        which, _, weight = name.rpartition("_")
+        n = WEIGHTS.index(weight)
+        total = (self.other_total if which == "other" else self.total)[n].unsqueeze(-1)
+        total = torch.where(total > 0, total, torch.nan)
+        if which == "random":
+            values = (self.random[:, n] / total).square().mean(0).sqrt()
+        else:
+            values = (self.other if which == "other" else self.own)[n] / total
+        if which:
+            values[..., 0] = torch.nan  # the reader's constants are nobody's
+        return values.transpose(0, 1)
+
+    def wide(self, values: Tensor, width: int) -> Float[Tensor, "head side part"]:
+        """As wide as the last layer's, zeros for writers that come later."""
+        return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
+
+    def cosine(self) -> Float[Tensor, " part"]:
+        """Cosine of what each writer wrote in two contexts at the same positions."""
+        size = torch.where(self.products[1] > 0, self.products[1], torch.nan)
+        return self.products[0] / size
+
+
+def _value_weight(
+    layer: LayerView, view: ModelView, drop: int, heads: Sequence[int]
+) -> tuple[Float[Tensor, "1 batch key head d_head"], Float[Tensor, " head"]]:
+    """What a part of the values is multiplied by to give ``sum o_a . o``, and ``sum o . o``."""
+    weights, norm = view.weights(layer.layer), layer.norm
+    require(layer.pattern is not None and layer.z is not None, "layer", expected="z", got="none")
+    assert layer.pattern is not None
+    assert layer.z is not None
+    pattern = layer.pattern[:, heads, drop:].to(layer.h)
+    W_O = remove_mean(weights.W_O[heads].to(layer.h), norm.norm_type)
+    always = layer.v_constant[:, drop:, heads] * pattern.sum(-1).mT.unsqueeze(-1)
+    z = layer.z[:, drop:, heads] - always
+    out = einsum(z, W_O, W_O, "b i h e, h e d, h f d -> b i h f")
+    energy = (z.double() * out.double()).sum((0, 1, 3))
+    return einsum(pattern, out, "b h i j, b i h e -> b j h e").unsqueeze(0), energy
+
+
+def _products(written: Written, drop: int, grain: str) -> Float[Tensor, "2 part"]:
+    """``sum w . w'`` and ``sum w . w`` of each writer, w' of the context before in the batch."""
+    found: dict[str, Tensor] = {}
+    kept = slice(drop, None)
+    for name, x in {**written.dense, "constants": written.constants}.items():
+        x = x[:, kept].double()
+        found[name] = torch.stack([(x * x.roll(1, 0)).sum(), x.square().sum()])
+    for heads in written.heads:
+        z = (heads.z * heads.scale[..., None, None])[:, kept]
+        if grain == "blocks":
+            x = einsum(z, heads.W, "b i h e, h e d -> b i d").double()
+            found[f"attn{heads.layer}"] = torch.stack([(x * x.roll(1, 0)).sum(), (x * x).sum()])
+            continue
+        gram = einsum(heads.W, heads.W, "h e d, h f d -> h e f")
+        through = einsum(z, gram, "b i h e, h e f -> b i h f").double()
+        pair = torch.stack([(through * y).sum((0, 1, 3)) for y in (z.roll(1, 0), z)])
+        found |= {f"L{heads.layer}H{h}": x for h, x in enumerate(pair.unbind(-1))}
+    return torch.stack([found[w.name] for w in written.names(grain)], -1)
+
+
+def _composed(
+    view: ModelView,
+    layer: LayerView,
+    written: Written,
+    readers: Sequence[Reader],
+    heads: Sequence[int],
+    width: int,
+) -> Float[Tensor, "head side part"]:
+    """Composition scores of the weights alone: how much larger the product of two heads' matrices
+    is than chance makes it (Frobenius norms)."""
+    out = torch.full((len(heads), len(SIDES), width), torch.nan, dtype=torch.float64)
+    q, k, v = (reader.matrix.double() for reader in readers)
+    W_O = remove_mean(view.weights(layer.layer).W_O[list(heads)].double(), layer.norm.norm_type)
+    gram = {"q": einsum(q, q, "d h e, d h f -> h e f"), "k": einsum(k, k, "d h e, d h f -> h e f")}
+    gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
+    names = [w.name for w in written.names()]
+    for own in written.heads:
+        norm = view.attention_norm(own.layer)
+        into = _read(view.weights(own.layer).W_V.double(), norm)
+        inner = einsum(into, into, "w e d, w f d -> w e f")
+        W = remove_mean(own.W.double(), layer.norm.norm_type)
+        size = einsum(inner, W, W, "w e f, w e d, w f d -> w").sqrt()
+        first = names.index(f"L{own.layer}H0") + 1
+        for s, (side, other) in enumerate(((q, gram["k"]), (k, gram["q"]), (v, gram["o"]))):
+            pair = einsum(W, side, "w f d, d h e -> w f h e")
+            both = einsum(inner, pair, other, pair, "w f g, w f h e, h e i, w g h i -> h w")
+            reads = einsum(side, other, side, "d h e, h e f, d h f -> h").sqrt()
+            norms = reads[:, None] * size[None]
+            score = both.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
+            out[:, s, first : first + len(W)] = score.cpu()
+    return out
+
+
+def _read(W_V: Tensor, norm: NormWeights) -> Float[Tensor, "head d_head d_model"]:
+    """W_V as it acts on the stream: gain and centring in it, heads first."""
+    return norm.centre(W_V.mT * norm.gain.to(W_V))

@@ -1,0 +1,70 @@
+"""Places to write to, checked before anything heavy is imported, and names of sections."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.printable import printable
+
+PLACES = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR),
+    *(errno.ENOTDIR, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG),
+}
+"""Errors of a file system, which a user can mend: one line. Other errors are bugs, and keep their
+traceback."""
+LONGEST_NAME = 180
+"""Bytes of a file name: file systems take 255, and a file that is being written has a longer
+name."""
+
+
+def folder(path: Path) -> None:
+    """Make the folder to write to, or say why not; nothing is left behind by trying."""
+    _check_length(path)
+    there = next((part for part in (path, *path.parents) if part.exists()), path)
+    got, instead = f"the file {printable(str(there))}", "another --out"
+    is_folder = there.is_dir() or not there.exists()
+    require(is_folder, "--out", expected="a folder", got=got, instead=instead)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        got = f"{printable(str(path))} ({error.strerror})"
+        fail("--out", expected="a folder that can be written to", got=got)
+
+
+def file(path: Path, *, suffix: str = "") -> None:
+    """Make sure that a file can be written at ``path``."""
+    _check_length(path)
+    shown = printable(str(path))
+    is_folder = path.is_dir()
+    require(not is_folder, "--out", expected="a file to write", got=f"the folder {shown}")
+    ends = path.name.endswith(suffix)
+    require(ends, "--out", expected=f"a name ending in {suffix}", got=shown)
+    folder(path.parent)
+    writable = not path.exists() or os.access(path, os.W_OK)
+    require(writable, "--out", expected="a file that may be written", got=shown)
+
+
+def _check_length(path: Path) -> None:
+    sizes = [len(part.encode(errors="surrogatepass")) for part in path.parts]
+    fits = max(sizes, default=0) <= 255 and sum(sizes[-1:]) <= LONGEST_NAME
+    require(
+        fits and "\0" not in str(path),
+        "--out",
+        expected=f"a name of at most {LONGEST_NAME} bytes",
+        got=printable(f"{path.name[:40]}... ({len(path.name)} characters)"),
+    )
+
+
+def file_trouble(error: BaseException) -> str | None:
+    """What a file system says in an exception (safetensors wraps it in its own), or ``None``."""
+    if isinstance(error, OSError) and error.errno in PLACES:
+        return f"{error.strerror}: {error.filename or 'a file'}"
+    text = str(error)
+    known = any(os.strerror(number) in text for number in PLACES)
+    return text if known and type(error).__name__ == "SafetensorError" else None

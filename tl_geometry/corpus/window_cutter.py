@@ -1,0 +1,82 @@
+"""Windows of token ids as plain integer tensors: how they are cut and sampled, whether they begin
+with BOS, and which hold padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.base.errors import require
+
+MANY_ROWS = 16
+"""Rows among which a single padding token at an end may be chance."""
+CERTAIN_RUN = 3
+"""Padding tokens in a run at an end that are no chance."""
+
+
+def cut(ids: Sequence[int], length: int) -> Int[Tensor, "context position"]:
+    """Consecutive non-overlapping windows of ``length`` ids; a shorter rest at the end is left out.
+
+    >>> cut(range(7), 3).tolist()
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    kept = len(ids) // length * length
+    return torch.as_tensor(list(ids[:kept]), dtype=torch.int64).view(-1, length)
+
+
+def sample_starts(
+    ids: Sequence[int], length: int, n: int, seed: int
+) -> Int[Tensor, "context position"]:
+    """``n`` windows at random starts, drawn with replacement (they overlap): the published sampling
+    of Song & Zhong 2023.
+
+    >>> sample_starts(range(9), 3, 2, seed=0).diff(dim=1).tolist()
+    [[1, 1], [1, 1]]
+    """
+    require(
+        len(ids) > length,
+        "text",
+        expected=f"more than {length} tokens",
+        got=f"{len(ids)} tokens",
+        instead="a shorter length=",
+    )
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(ids) - length, (n,), generator=generator)
+    return torch.as_tensor(list(ids), dtype=torch.int64)[starts[:, None] + torch.arange(length)]
+
+
+def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> bool:
+    """Whether every row begins with the BOS id (not where there is none).
+
+    >>> rows = torch.tensor([[0, 5], [0, 6]])
+    >>> begins_with_bos(rows, 0), begins_with_bos(rows, 5), begins_with_bos(rows, None)
+    (True, False, False)
+    """
+    return bos_id is not None and bool((ids[:, 0] == bos_id).all())
+
+
+def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
+    """How many rows begin or end with padding, as far as that can be told from the ids; 0 where it
+    cannot.
+
+    Ids that hold the padding token inside rows too are random ids or texts that use it, and a
+    single one at an end of one row among many may be chance: both are left alone, unless a row has
+    three or more in a run at an end.
+
+    >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0)
+    1
+    >>> padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
+    0
+    """
+    is_pad = ids == pad
+    if not bool(is_pad.any()):
+        return 0
+    left, right = is_pad.long().cumprod(1), is_pad.flip(1).long().cumprod(1)
+    run = torch.maximum(left.sum(1), right.sum(1))
+    inside = int(is_pad.sum() - (left.bool() | right.flip(1).bool()).sum())
+    rows, longest = int((run > 0).sum()), int(run.max())
+    chance = inside > 0 or (longest == 1 and rows == 1 and len(ids) >= MANY_ROWS)
+    return 0 if chance and longest < CERTAIN_RUN else rows

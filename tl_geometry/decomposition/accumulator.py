@@ -1,0 +1,330 @@
+"""Statistics in progress: takes batches of states in, in parts where memory runs out, and gives the
+basis of all of them. The loops over a corpus and over activations drive it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import BudgetError, fail, require
+from tl_geometry.base.results import Provenance, hash_tokens, row_hashes
+from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.decomposition.groups import group_borders
+from tl_geometry.decomposition.largest import Largest
+from tl_geometry.decomposition.moments import Moments
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.reservoir import Reservoir
+
+KEEP_LIMIT = 2**30
+"""Bytes up to which ``"auto"`` keeps second moments, context means and samples, each."""
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+"""What errors of allocators that have no class of their own say (CPU on Linux and Windows, MPS)."""
+
+OnState = Callable[[int, Tensor], None]
+"""Receives (row of the state, activations [batch position d_model])."""
+Feed = Callable[[slice, OnState], None]
+"""Runs some contexts of a batch and calls its second argument once for each state."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that an allocation failed, on any device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        text in str(error) for text in NO_MEMORY
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings of one accumulation, as :func:`tl_geometry.decompose` documents them."""
+
+    states: tuple[int, ...]
+    window: tuple[int, int] | None = None
+    groups: int = 8
+    keep: int = 32
+    second_moments: bool | str = "auto"
+    keep_ctx: bool | str = "auto"
+    moments_dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+
+class Accumulation:
+    """Sums in progress: :meth:`update` for each batch, :meth:`finish` for the basis; checkpoints in
+    between are :mod:`tl_geometry.decomposition.checkpoints`.
+
+    With several processes each one sees every batch, taking it in (:meth:`update`) or leaving it to
+    another (:meth:`skip`), so that all agree on groups, order, samples and the hash of the tokens;
+    :mod:`tl_geometry.decomposition.process_group` adds up what they have.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        provenance: Provenance,
+        *,
+        length: int,
+        d_model: int,
+        contexts: int | None,
+        device: torch.device | str,
+        labels: Int[Tensor, " context"] | None = None,
+    ) -> None:
+        start, end = checks.window(plan.window, length, 0)
+        for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
+            value = checks.whole(getattr(plan, name))
+            good = value is not None and value >= least
+            require(good, name, expected=f"at least {least}", got=repr(getattr(plan, name)))
+        self.plan, self.length, self.contexts, self.d_model = plan, length, contexts, d_model
+        n = len(plan.states)
+        flags: list[str] = []
+        second = self._decide(plan.second_moments, 8 * n * d_model**2, "second moments", flags)
+        self.keep_ctx = self._decide(
+            plan.keep_ctx, 8 * n * d_model * (contexts or 0), "context vectors", flags
+        )
+        keep = min(plan.keep, KEEP_LIMIT // max(1, 4 * n * length * d_model))
+        if keep < plan.keep:
+            flags.append(f"{keep} of {plan.keep} samples kept (1 GiB)")
+        if start > 0:
+            left_out = "position 0" if start == 1 else f"positions 0 to {start - 1}"
+            flags.append(f"{left_out} left out of the statistics")
+        # of an unknown number of contexts 2 G blocks, of one context at first (make_room)
+        borders, remarks = tuple(range(1, 2 * plan.groups)), ()
+        if contexts is not None:
+            borders, remarks = group_borders(contexts, plan.groups, labels)
+        self.block = 1
+        self.provenance = provenance.flagged(*flags, *remarks)
+        self.moments = Moments.zeros(
+            states=n,
+            length=length,
+            d_model=d_model,
+            window=(start, end),
+            groups=len(borders) + 1,
+            second=second,
+            product_dtype=plan.moments_dtype,
+            device=device,
+        )
+        self._divide(borders)
+        self.reservoir = Reservoir.empty(keep, plan.seed, (n, length, d_model))
+        self.largest = Largest.empty(n, device)
+        self.hashes: list[Tensor] = []
+        self.labels = labels
+        self.means: list[Tensor] = []
+        self.token_hash = ""
+        self.has_bos: bool | None = None
+        self.done = 0
+        self.limit: int | None = None  # contexts that fit into memory, once more did not
+        self._pending: Callable[[], None] | None = None
+
+    @staticmethod
+    def _decide(wanted: bool | str, size: int, name: str, flags: list[str]) -> bool:
+        if wanted not in (True, False, "auto"):
+            fail(name, expected='True, False or "auto"', got=repr(wanted))
+        if wanted == "auto" and size > KEEP_LIMIT:
+            flags.append(f"{name} not kept (over 1 GiB)")
+        return size <= KEEP_LIMIT if wanted == "auto" else bool(wanted)
+
+    def _divide(self, borders: Sequence[int]) -> None:
+        """Set the first context of every group but the first: here and, because a transfer would
+        wait for a GPU, where the sums are."""
+        self.borders = torch.tensor(borders, dtype=torch.int64)
+        self._borders_there = self.borders.to(self.moments.sums.device)
+
+    def make_room(self, size: int) -> None:
+        """Where the number of contexts is not known: join the 2 G blocks in pairs as often as the
+        next contexts need room."""
+        blocks = torch.arange(2 * self.plan.groups)
+        while not self.contexts and self.done + size > len(blocks) * self.block:
+            self.moments = self.moments.regrouped(blocks // 2, len(blocks))
+            self.block *= 2
+            self._divide((blocks[1:] * self.block).tolist())
+
+    def update(
+        self, size: int, feed: Feed, tokens: Tensor | None, bos_id: int | None = None
+    ) -> None:
+        """Take in the next ``size`` contexts: ``feed(contexts, on_state)`` calls
+        ``on_state(row, h)`` once for each state.
+
+        Nothing here waits for a GPU: what has to be read back is read when the next batch is on its
+        way (:meth:`settle`).
+        """
+        device = self.moments.sums.device
+        self.make_room(size)
+        contexts = self.done + torch.arange(size, device=device)
+        groups = torch.bucketize(contexts, self._borders_there, right=True)
+        groups_here = torch.bucketize(self.done + torch.arange(size), self.borders, right=True)
+        sampled = self.reservoir.enter(self.done, size, tokens)
+        order = range(len(self.plan.states))
+        means: list[list[Tensor]] = [[] for _ in order]
+        finite: list[list[Tensor]] = [[] for _ in order]
+        late: list[tuple[int, int, Tensor]] = []  # sampled states that are on a device
+
+        start, end = self.moments.window
+        ids = None if tokens is None else tokens[:, start:end].to(device, non_blocking=True)
+
+        def take(row: int, h: Tensor, part: slice) -> None:
+            for slot, i in sampled:
+                if part.start <= i < part.stop:
+                    state = h[i - part.start]
+                    if state.device.type == "cpu":
+                        self.reservoir.states[slot, row] = state
+                    else:
+                        late.append((slot, row, state.clone()))
+            mean, ok = self.moments.add(
+                row,
+                h,
+                groups[part],
+                lambda h, norms: self.largest.add(
+                    row, h, norms, contexts[part], start, None if ids is None else ids[part]
+                ),
+                slice(int(groups_here[part.start]), int(groups_here[part.stop - 1]) + 1),
+            )
+            means[row].append(mean)
+            finite[row].append(ok)
+
+        self._run(feed, slice(0, size), take, set())
+        self.moments.count(groups_here)
+        first, place = self.done, len(self.means)
+        self._pass(size, tokens, bos_id)
+
+        def settle() -> None:
+            good = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
+            bad = [self.plan.states[i] for i in order if not good[i]]
+            where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
+            require(
+                not bad,
+                "activations",
+                expected="finite numbers",
+                got=where,
+                instead="float32 weights",
+            )
+            for slot, row, state in late:
+                self.reservoir.states[slot, row] = state
+            if self.keep_ctx:
+                self.means[place] = torch.stack([torch.cat(parts) for parts in means]).cpu()
+
+        self.settle()
+        self._pending = settle
+
+    def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
+        """Leave the next contexts to another process."""
+        self.make_room(len(tokens))
+        for slot, _ in self.reservoir.enter(self.done, len(tokens), tokens):
+            self.reservoir.states[slot] = 0
+        self._pass(len(tokens), tokens, bos_id)
+
+    def settle(self) -> None:
+        """Finish the batch that is still on its way."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def _pass(self, size: int, tokens: Tensor | None, bos_id: int | None) -> None:
+        """Count ``size`` more contexts and hash their tokens, whichever process takes them in."""
+        if tokens is not None:
+            self.token_hash = hash_tokens(tokens, self.token_hash)
+            self.hashes.append(row_hashes(tokens))
+            self.has_bos = begins_with_bos(tokens, bos_id) and self.has_bos is not False
+        self.done += size
+        if self.keep_ctx:
+            self.means.append(self.nothing(size))
+            held = 8 * self.done * self.d_model * len(self.plan.states)
+            if self.plan.keep_ctx == "auto" and held > KEEP_LIMIT:
+                self.keep_ctx, self.means = False, []
+                self.provenance = self.provenance.flagged("context vectors not kept (over 1 GiB)")
+
+    def nothing(self, size: int) -> Tensor:
+        """Context means of contexts that another process takes in: zeros that need no memory."""
+        return torch.zeros((), dtype=torch.float64).expand(
+            len(self.plan.states), size, self.d_model
+        )
+
+    def _run(
+        self,
+        feed: Feed,
+        contexts: slice,
+        take: Callable[[int, Tensor, slice], None],
+        taken: set[int],
+    ) -> None:
+        """Run contexts in parts that fit into memory; ``taken`` are the states that have been taken
+        in for all of them."""
+        low = contexts.start
+        while low < contexts.stop:
+            part = slice(low, min(low + (self.limit or contexts.stop), contexts.stop))
+            known = set(taken)
+            if not self._fits(feed, part, take, known):
+                size = part.stop - part.start
+                require(
+                    size > 1,
+                    "memory",
+                    expected=f"room for one context of {self.length} positions",
+                    got="out of memory",
+                    instead="shorter windows, second_moments=False, or fewer states=",
+                    error=BudgetError,
+                )
+                self.limit = size // 2
+                self._run(feed, part, take, known)
+            low = part.stop
+
+    def _fits(
+        self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], known: set[int]
+    ) -> bool:
+        """Run one part and take in the states that are not ``known``; false where the memory did
+        not suffice."""
+
+        def on_state(row: int, h: Tensor) -> None:
+            if row not in known:
+                take(row, h, part)
+                known.add(row)
+
+        try:
+            feed(part, on_state)
+        except (RuntimeError, MemoryError) as error:
+            if self.moments.scratch.busy or not out_of_memory(error):
+                raise
+            self.moments.scratch.held.clear()
+            return False
+        return True
+
+    def finish(
+        self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True
+    ) -> PositionContext:
+        """The basis of everything taken in so far, on the CPU; groups that may still grow are left
+        as they are where it is not the ``final`` one."""
+        self.settle()
+        require(self.done > 0, "tokens", expected="at least one context", got="none")
+        moments = self.moments.to("cpu")
+        moments = self._full_groups(moments) if final and not self.contexts else moments
+        self.reservoir.sort()
+        reservoir = self.reservoir.filled()
+        if not self.token_hash:
+            reservoir = dataclasses.replace(reservoir, tokens=None)
+        return PositionContext(
+            provenance=dataclasses.replace(
+                self.provenance,
+                contexts=self.done,
+                window=moments.window,
+                token_hash=self.token_hash or None,
+                has_bos=self.has_bos,
+                seed=self.plan.seed,
+            ),
+            states=self.plan.states,
+            moments=moments,
+            context_means=torch.cat(self.means, dim=1) if self.keep_ctx else None,
+            labels=None if labels is None else labels[: self.done],
+            names=names,
+            reservoir=reservoir if len(reservoir) else None,
+            token_hashes=torch.cat(self.hashes) if self.hashes else None,
+            largest=self.largest.to("cpu"),
+        )
+
+    def _full_groups(self, moments: Moments) -> Moments:
+        """Without empty blocks; a last block of fewer than half the contexts of the others joins
+        the one before."""
+        used = -(-self.done // self.block)
+        rest = self.done - (used - 1) * self.block
+        groups = used - 1 if used > 1 and 2 * rest < self.block else used
+        return moments.regrouped(torch.arange(len(moments.counts)).clamp(max=groups - 1), groups)

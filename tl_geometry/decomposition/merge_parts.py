@@ -1,0 +1,123 @@
+"""How ``PositionContext.merge`` joins the bases of several shards of a corpus: what must agree, how
+their groups, labels and provenance are joined, and that a shard given twice is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Provenance
+from tl_geometry.decomposition.moments import Moments
+
+if TYPE_CHECKING:
+    from tl_geometry.decomposition.position_context import PositionContext
+
+MOST_SHARED = 0.5
+"""Share of a part's contexts that another part may hold too before both are taken for the same
+shard: repeated texts share a few windows, a shard given twice shares all."""
+ONE_SETTING = ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized")
+"""Fields of the provenance that are the same in all parts."""
+
+
+def require_one_setting(first: PositionContext, other: PositionContext) -> None:
+    """Raise unless two parts come from one model and one setting."""
+    for field in ONE_SETTING:
+        a, b = getattr(first.provenance, field), getattr(other.provenance, field)
+        instead = "partial results of one model and one setting"
+        require(a == b, f"merge: {field}", expected=repr(a), got=repr(b), instead=instead)
+    a, b = first.states, other.states
+    require(a == b, "merge: states", expected=a, got=b)
+
+
+def merged_provenance(
+    parts: Sequence[Provenance], contexts: int, flags: Sequence[str]
+) -> Provenance:
+    """Where the whole comes from: the tokens of all parts, and every flag."""
+    first, hashes = parts[0], "+".join(str(p.token_hash) for p in parts)
+    whole = dataclasses.replace(
+        first, token_hash=hashes if len(parts) > 1 else first.token_hash, contexts=contexts
+    )
+    return whole.flagged(*(flag for p in parts for flag in p.flags), *flags)
+
+
+def together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:
+    """The tensors of all parts one after another, ``None`` where a part has none."""
+    tensors = [v for v in values if v is not None]
+    return torch.cat(tensors, dim=dim) if len(tensors) == len(values) else None
+
+
+def merged_labels(
+    parts: Sequence[PositionContext],
+) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
+    """Labels of all contexts, numbered alike, and the names of the numbers: each part numbers the
+    values that occur in it. Labels without names are named by their numbers."""
+    labels = [part.labels for part in parts if part.labels is not None]
+    if not labels:
+        return None, ()
+    instead = "the same labels= for all parts"
+    require(
+        len(labels) == len(parts),
+        "merge: labels",
+        expected="labels in all parts or in none",
+        got=f"labels in {len(labels)} of {len(parts)}",
+        instead=instead,
+    )
+    names = [
+        part.names or tuple(map(str, range(int(of.max()) + 1)))
+        for part, of in zip(parts, labels, strict=True)
+    ]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(n for of in names for n in of))}
+    named = [bool(part.names) for part in parts]
+    if any(named) and not all(named):
+        digits = all(name.isdecimal() for name in numbers)
+        got = "names in some parts, numbers in others"
+        require(digits, "merge: labels", expected="one kind", got=got, instead=instead)
+        numbers = {name: i for i, name in enumerate(sorted(numbers, key=int))}
+    merged = [
+        torch.tensor([numbers[name] for name in names_of])[labels_of]
+        for names_of, labels_of in zip(names, labels, strict=True)
+    ]
+    plain = list(numbers) == list(map(str, range(len(numbers))))
+    return torch.cat(merged), () if plain and not all(named) else tuple(numbers)
+
+
+def joined(parts: Sequence[Moments]) -> Moments:
+    """The sums of all parts, in as many contiguous groups as the part with most has; each group
+    joins the one that holds its middle."""
+    groups, contexts, start = max(len(m.counts) for m in parts), sum(m.contexts for m in parts), 0
+    regrouped: list[Moments] = []
+    for part in parts:
+        middle = start + part.counts.cumsum(0) - (part.counts + 1) // 2
+        group_of = (middle * groups // contexts).clamp(0, groups - 1)
+        regrouped.append(part if len(parts) == 1 else part.regrouped(group_of, groups))
+        start += part.contexts
+    return functools.reduce(operator.add, regrouped)
+
+
+def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> list[str]:
+    """Refuse a shard given twice, by its sums or the hashes of its tokens; a remark on single
+    contexts that are in two."""
+    instead = "each shard once, or decompose over all tokens"
+    shared = 0
+    for i, part in enumerate(parts):
+        for k in range(i):
+            same = torch.equal(parts[k].sums, part.sums)
+            got = f"parts {k} and {i} with the same sums"
+            require(not same, "merge", expected="disjoint contexts", got=got, instead=instead)
+            these, others = hashes[i], hashes[k]
+            if these is None or others is None:
+                continue
+            both = int(torch.isin(these, others).sum())
+            got = f"{both} contexts that are in parts {k} and {i}"
+            few = both <= MOST_SHARED * min(len(these), len(others))
+            require(few, "merge", expected="disjoint contexts", got=got, instead=instead)
+            shared += both
+    return [f"{shared} contexts are in more than one of the merged parts"] if shared else []

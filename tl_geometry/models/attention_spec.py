@@ -1,0 +1,254 @@
+"""How one attention layer turns its input into scores (norm, projections, QK-norm, rotation, scale,
+bias, mask), as data that can be applied to any part of the stream. Inferred by
+:mod:`tl_geometry.models.infer`, applied by :mod:`tl_geometry.models.layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tl_geometry.models.layer_view import AddedPosition, HeadWeights
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import Parameters, inner, part, upcast
+
+MASKED = {torch.float16: -3e4, torch.bfloat16: -1e38, torch.float32: -1e38, torch.float64: -1e38}
+"""Scores below this are masked (minus infinity, or the most negative number of the dtype, perhaps
+plus a score)."""
+ROTATIONS = ("half", "adjacent")
+"""Pairs of coordinates that rotate together: (i, i + rotary_dim / 2), or (2i, 2i + 1)."""
+
+
+@dataclass(frozen=True, eq=False)
+class QKNorm:
+    """Norm of queries and keys: gains ``[head d_head]``, over one head or ``flat`` over all,
+    centred (``"LN"``) or not."""
+
+    norm_type: str
+    flat: bool
+    gain_q: Float[Tensor, "head d_head"]
+    gain_k: Float[Tensor, "head d_head"]
+    eps: float
+
+    def gain(self, which: str) -> Float[Tensor, "head d_head"]:
+        """The gains of queries (``"q"``) or keys (``"k"``)."""
+        return self.gain_q if which == "q" else self.gain_k
+
+    def scale(self, x: Float[Tensor, "... head d_head"]) -> Float[Tensor, "... head"]:
+        """The scale that is frozen."""
+        x = self.centre(x)
+        dims = (-2, -1) if self.flat else (-1,)
+        return (x.square().mean(dims, keepdim=True) + self.eps).sqrt()[..., 0].expand(x.shape[:-1])
+
+    def centre(self, x: Tensor) -> Tensor:
+        """Deviations from the mean over what is normalised, for ``"LN"``."""
+        if self.norm_type != "LN":
+            return x
+        return x - x.mean((-2, -1) if self.flat else (-1,), keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What one attention layer does to its input, whatever the tokens.
+
+    ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary
+    tables, GPT-Neo's products), as its own numbers on the probe show. ``added`` is what Shortformer
+    models add to the inputs of queries and keys, by position. ``ignore`` is the score that the
+    layer itself gives to masked keys, where it is finite. ``norm_after`` says that a norm stands
+    between what the heads give and the stream (Gemma 2 and 3, OLMo 2).
+    """
+
+    norm: NormWeights
+    weights: HeadWeights | None = None
+    qk_norm: QKNorm | None = None
+    rotation: str | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias_form: str | None = None
+    slopes: Float[Tensor, " head"] | None = None
+    window: int | None = None
+    ignore: float | None = None
+    has_scores: bool = False
+    single: bool = False
+    added: Float[Tensor, "position d_model"] | None = None
+    norm_after: bool = False
+
+    def bias(self, length: int) -> Tensor | None:
+        """Analytic score bias ``[head query key]``."""
+        if self.slopes is None or self.bias_form is None:
+            return None
+        return self.slopes[:, None, None] * alibi(self.bias_form, length).to(self.slopes)
+
+    def linear(self, parts: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Projection of additive parts ``[*part position d_model] -> [*part position head d_head]``
+        without frozen scales."""
+        return self.head_map(self.projected(parts, which), which, turn)
+
+    def projected(self, parts: Tensor, which: str) -> Tensor:
+        """The same before QK-norm and rotation: centring, gain and the weight matrix."""
+        return einsum(
+            self.norm.centre(parts) * self.norm.gain, self.matrix(which), "... d, h d e -> ... h e"
+        )
+
+    def matrix(self, which: str) -> Tensor:
+        """W_Q, W_K or W_V."""
+        assert self.weights is not None  # they are absent only between forward passes
+        return getattr(self.weights, f"W_{which.upper()}")
+
+    def constant(self, which: str) -> Float[Tensor, "... head d_head"]:
+        """Query, key or value of what does not depend on the stream (biases of norm and
+        projection), before QK-norm and rotation."""
+        source = self.norm.bias
+        if self.added is not None and which != "v":
+            source = source + self.added
+        bias = getattr(self.weights, f"b_{which.upper()}")
+        return einsum(source, self.matrix(which), "... d, h d e -> ... h e") + bias
+
+    def added_position(self) -> AddedPosition | None:
+        """``added`` and its share of the constants. Models that have it have neither rotation nor
+        QK-norm."""
+        if self.added is None:
+            return None
+        return AddedPosition(
+            self.added, *(einsum(self.added, self.matrix(w), "t d, h d e -> t h e") for w in "qk")
+        )
+
+    def head_map(self, x: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The linear part of QK-norm, then the rotation."""
+        if which == "v":
+            return x
+        if self.qk_norm is not None:
+            x = self.qk_norm.centre(x) * self.qk_norm.gain(which)
+        return x if self.rotation is None or turn is None else rotate(x, *turn, self.rotation)
+
+    def raw(self, h: Tensor, which: str) -> Tensor:
+        """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v``
+        hold it."""
+        return self.projected(h, which) / self.norm.scale(h)[..., None, None] + self.constant(which)
+
+    def sizes(self, h: Tensor, which: str) -> Float[Tensor, "... head d_head"]:
+        """The same as :meth:`raw` with absolute values throughout,
+        ``sum_d |x_d W_de| + |constant|``, which rounding grows with."""
+        x = (self.norm.normalize(h) * self.norm.gain).abs()
+        read = einsum(x, self.matrix(which).abs(), "... d, h d e -> ... h e")
+        return read + self.constant(which).abs()
+
+    def entering_sizes(self, h: Tensor, which: str) -> Float[Tensor, "... head d_head"]:
+        """:meth:`sizes` of a query or key as it enters the score, after any QK-norm."""
+        size = self.sizes(h, which)
+        if self.qk_norm is None:
+            return size
+        frozen = self.qk_norm.scale(self.raw(h, which)).unsqueeze(-1)
+        return size / frozen * self.qk_norm.gain(which).abs()
+
+    def full(self, h: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Query or key as it enters the score."""
+        x = self.raw(h, which)
+        if which != "v" and self.qk_norm is not None:
+            return self.head_map(x / self.qk_norm.scale(x).unsqueeze(-1), which, turn)
+        return self.head_map(x, which, turn)
+
+
+def rotate(
+    x: Float[Tensor, "... position head d_head"], cos: Tensor, sin: Tensor, style: str
+) -> Tensor:
+    """Rotary embedding of the first coordinates, linear in ``x``; ``cos`` and ``sin`` are
+    ``[position rotary_dim]``."""
+    size, rest = cos.shape[-1], x.shape[-1] - cos.shape[-1]
+    first, second = slice(size // 2), slice(size // 2, size)
+    if style == "adjacent":
+        first, second = slice(0, size, 2), slice(1, size, 2)
+    cos, sin = pad(cos, (0, rest), value=1.0).unsqueeze(-2), sin.unsqueeze(-2)
+    out = x * cos
+    out[..., first].addcmul_(x[..., second], sin[..., first], value=-1)
+    out[..., second].addcmul_(x[..., first], sin[..., second])
+    return out
+
+
+def turn_of(
+    parameters: Parameters, layer: int, cached: Mapping[str, Tensor], length: int, style: str | None
+) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine tables ``[position rotary_dim]`` of a layer, from its activations or its
+    buffers."""
+    if style is None:
+        return None
+    attn, prefix = parameters.attention(layer), f"blocks.{layer}.attn."
+    cos, sin = cached.get(prefix + "hook_cos"), cached.get(prefix + "hook_sin")
+    if cos is None or sin is None:
+        cos, sin = _tables(attn, length)
+    if cos is None or sin is None:
+        return None
+    cos, sin = (upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin))
+    pairs = cos.shape[-1] // 2
+    halves = cos.shape[-1] == 1 or torch.equal(cos[:, :pairs], cos[:, pairs:])
+    if halves or torch.equal(cos[:, ::2], cos[:, 1::2]):
+        return cos, sin
+    widen = "t n -> t (two n)" if style == "half" else "t n -> t (n two)"
+    return repeat(cos, widen, two=2), repeat(sin, widen, two=2)
+
+
+def _tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
+    source = inner(attn)
+    if part(attn, "rotary_cos") is not None:  # HookedTransformer
+        return attn.rotary_cos[:length], attn.rotary_sin[:length]
+    if part(source, "embed_positions") is not None:  # GPT-J: sines, then cosines
+        sin, cos = source.embed_positions[:length].chunk(2, dim=-1)
+        return repeat(cos, "t n -> t (n two)", two=2), repeat(sin, "t n -> t (n two)", two=2)
+    rotary = part(source, "rotary")
+    if part(rotary, "cos_cached") is not None:  # boot_native
+        return rotary.cos_cached[:length], rotary.sin_cached[:length]
+    return None, None
+
+
+def alibi(form: str, length: int) -> Float[Tensor, "query key"]:
+    """What a slope multiplies: ``"k"`` the key position, ``"k-q"``, or ``"k-last"`` (all equal up
+    to a constant per row)."""
+    k = torch.arange(length)
+    from_ = {"k": torch.zeros_like(k), "k-q": k, "k-last": torch.full_like(k, length - 1)}[form]
+    return (k - from_[:, None]).float()
+
+
+def scores_of(q: Tensor, k: Tensor, scale: float) -> Float[Tensor, "batch head query key"]:
+    """Scaled products of queries and keys."""
+    return einsum(q, k, "b i h e, b j h e -> b h i j") * scale
+
+
+def ignore_of(attn: Any) -> float | None:
+    """The score that a layer gives to masked keys (a buffer of HookedTransformer), where it is
+    finite: -1e5 in older checkpoints."""
+    value = part(attn, "IGNORE")
+    return float(value) if isinstance(value, Tensor) and bool(torch.isfinite(value)) else None
+
+
+def unmasked(
+    scores: Float[Tensor, "*batch query key"], ignore: float | None
+) -> Bool[Tensor, "*batch query key"]:
+    """Where the model's scores are not those of masked keys (``ignore``: the spec's score of
+    those).
+
+    >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), -1e5).tolist()
+    [[True, False, False]]
+    """
+    seen = scores > MASKED[scores.dtype]
+    return seen if ignore is None else seen & (scores != torch.tensor(ignore).to(scores))
+
+
+def allowed_cells(
+    spec: AttentionSpec, length: int, causal: bool, scores: Tensor | None, pattern: Tensor | None
+) -> Bool[Tensor, "query key"]:
+    """Which keys each query may attend to: from the model's masked scores, else causal and window
+    by its own account."""
+    if scores is not None:  # windows have no padding: one mask for all contexts
+        return unmasked(scores[0], spec.ignore).any(0)
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    allowed = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
+    if spec.window is not None:
+        allowed = allowed & (i - j < spec.window) & (True if causal else (j - i < spec.window))
+    return allowed if pattern is None else allowed.to(pattern.device)

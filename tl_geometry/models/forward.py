@@ -1,0 +1,259 @@
+"""Runs a model once, of whatever TransformerLens class, with hooks that surely fire and are surely
+removed, and computes nothing after what was asked for: the callable behind
+:meth:`tl_geometry.models.ModelView.run`.
+
+TransformerLens removes hooks by level or all at once, and its bridges call a hook under its
+canonical name. Here each hook is closed over the name that was asked for and removed by its own
+handle, so that user hooks stay, also on exceptions. Where nothing after some state is needed, a
+hook at that state ends the pass by a private exception, as TransformerLens itself does for
+``stop_at_layer`` (which means different things in its classes at the last layer). A hook acts in
+the thread that asked for it: other threads may run the model meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import UnsupportedModelError, require
+
+Hook = Callable[[Tensor], Tensor | None]
+"""Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
+K = TypeVar("K", bound=Hashable)
+
+
+def keep(into: MutableMapping[K, Tensor], key: K) -> Hook:
+    """A hook that keeps an activation, detached (the first one, where the hook fires several
+    times)."""
+
+    def hook(value: Tensor) -> None:
+        into.setdefault(key, value.detach())
+
+    return hook
+
+
+class Stop(Exception):
+    """Raised by the last hook once everything that was asked for has been seen."""
+
+
+@dataclass(eq=False)
+class Runner:
+    """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`."""
+
+    model: Any
+    class_name: str
+    name: str
+    state_hooks: tuple[str, ...]
+    n_ctx: int
+    d_vocab: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.points: dict[str, Any] = dict(self.model.hook_dict)
+        self.bridge = self.class_name == "TransformerBridge"
+        self.kwargs: dict[str, Any] = {}
+        if self.bridge:
+            accepted = inspect.signature(self.model.original_model.forward).parameters
+            self.kwargs = {"use_cache": False} if "use_cache" in accepted else {}
+
+    def has(self, name: str) -> bool:
+        """Whether the model has a hook of that name."""
+        if name not in self.points:
+            self.points = dict(self.model.hook_dict)
+        return name in self.points
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook],
+        *,
+        logits: bool = False,
+        stop_at: int | None = None,
+    ) -> Tensor | None:
+        ids = self.checked(tokens)
+        for name in hooks:
+            self.has(name)  # points that were added since
+        require_points(self.points, hooks, self.name, self.class_name)
+        fired: set[str] = set()
+        last = self._last_state(hooks, logits, stop_at)
+        handles = [self._add(name, hook, fired) for name, hook in hooks.items()]
+        try:
+            if last is not None:
+                handles.append(self._add(self.state_hooks[last], _stop, set()))
+            with torch.no_grad():
+                out = self._forward(ids, logits)
+        except Stop:
+            out = None
+        finally:
+            for point, handle in handles:
+                take_away(point, handle)
+        silent = sorted(set(hooks) - fired)
+        require(
+            not silent,
+            f"hooks of {self.name}",
+            expected="each to fire in a forward pass",
+            got=f"silent: {', '.join(silent)}",
+            instead="another TransformerLens class for this model",
+            error=UnsupportedModelError,
+        )
+        return out
+
+    def checked(self, tokens: Tensor) -> Tensor:
+        """The ids on the model's device, if the model can be run on them now. All of them are
+        attended to: nothing is padding."""
+        require_full_precision(self.device, self.name)
+        training = self.is_training()
+        require(
+            not training,
+            f"{self.name}",
+            expected="evaluation mode",
+            got=f"training mode ({training})",
+            instead="model.eval()",
+        )
+        ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
+        require(
+            ids and tokens.numel() > 0,
+            "tokens",
+            expected="integer ids [batch position]",
+            got=describe(tokens),
+            instead="tl_geometry.windows(...)",
+        )
+        length = tokens.shape[1]
+        require(
+            length <= self.n_ctx,
+            "tokens",
+            expected=f"at most {self.n_ctx} positions (n_ctx of {self.name})",
+            got=length,
+            instead="shorter windows",
+        )
+        low, high = (int(v) for v in tokens.aminmax())
+        require(
+            low >= 0 and high < self.d_vocab,
+            "tokens",
+            expected=f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})",
+            got=f"ids from {low} to {high}",
+            instead="this model's tokenizer",
+        )
+        # waits for nothing where they are pinned
+        return tokens.to(self.device, torch.int64, non_blocking=True)
+
+    def is_training(self) -> str:
+        """What would act differently in training mode, if anything: HookedTransformer itself has no
+        dropout."""
+        original = self.model.original_model if self.bridge else None
+        if original is not None and (self.model.training or original.training):
+            return type(original).__name__
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p:
+                return f"dropout in {name}"
+        return ""
+
+    def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
+        kwargs, tokenizer = self.kwargs, getattr(self.model, "tokenizer", None)
+        hooked = self.class_name == "HookedTransformer"
+        if hooked and getattr(tokenizer, "padding_side", None) == "left":
+            # It would mask ids equal to the pad token by itself. Windows have no padding, so every
+            # position is attended to.
+            kwargs = kwargs | {"attention_mask": torch.ones_like(ids)}
+        out = self.model(ids, return_type="logits" if logits else None, **kwargs)
+        return out if logits or self.class_name == "HookedEncoder" else None
+
+    def _add(self, name: str, call: Hook, fired: set[str]) -> tuple[Any, Any]:
+        thread = get_ident()
+
+        def wrapped(value: Tensor, hook: Any) -> Tensor | None:
+            if get_ident() != thread:  # another pass of the same model
+                return None
+            fired.add(name)
+            return call(value)
+
+        point = self.points[name]
+        return point, put_on(point, wrapped)
+
+    def _last_state(
+        self, hooks: Mapping[str, Hook], logits: bool, stop_at: int | None
+    ) -> int | None:
+        """The state after which nothing is needed, ``None`` to run to the end."""
+        deepest = max((self._state_of(name) for name in hooks), default=0)
+        if stop_at is not None:
+            require(
+                0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at,
+                "stop_at",
+                expected="a block after everything that is hooked, without logits",
+                got=f"{stop_at} with hooks up to state {deepest}",
+            )
+        if logits or deepest >= len(self.state_hooks):
+            return None
+        return deepest if stop_at is None else stop_at
+
+    def _state_of(self, name: str) -> int:
+        """The first state that is complete once this hook has fired; beyond the last for hooks of
+        the output head."""
+        if name in self.state_hooks:
+            return self.state_hooks.index(name)
+        if name.startswith("blocks."):
+            return int(name.split(".")[1]) + 1
+        of_head = name.startswith(("ln_final", "unembed", "hook_unembed", "mlm_head"))
+        return len(self.state_hooks) if of_head else 0
+
+
+def require_points(
+    points: Mapping[str, Any], names: Iterable[str], model_name: str, class_name: str
+) -> None:
+    """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
+    missing = [name for name in names if name not in points]
+    require(
+        not missing,
+        f"hooks of {model_name}",
+        expected=f"hooks of this {class_name}",
+        got=f"no {', '.join(missing)}",
+        instead="check_model(model) to see what is supported",
+        error=UnsupportedModelError,
+    )
+
+
+def put_on(point: Any, hook: Callable[..., Any], **options: Any) -> Any:
+    """Add a hook to a hook point and give its handle, whoever else adds one meanwhile."""
+    point.add_hook(hook, **options)
+    return next(handle for handle in point.fwd_hooks if handle.user_hook is hook)
+
+
+def take_away(point: Any, handle: Any) -> None:
+    """Remove one hook of a hook point, and leave those of others in their order."""
+    handle.hook.remove()
+    with suppress(ValueError):  # reset_hooks() may have taken it
+        point.fwd_hooks.remove(handle)
+
+
+def require_full_precision(device: torch.device, name: str) -> None:
+    """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with
+    the model's dtype."""
+    on = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(kind)]
+    require(
+        not on,
+        name,
+        expected="no torch.autocast",
+        got=f"autocast on {', '.join(on)}",
+        instead="the model without autocast, or one that was loaded with dtype=torch.bfloat16",
+    )
+
+
+def _stop(value: Tensor) -> None:
+    raise Stop
+
+
+def collect(
+    run: Callable[..., Any], tokens: Tensor, names: Sequence[str], **options: Any
+) -> dict[str, Tensor]:
+    """Activations of one forward pass by hook name, detached."""
+    activations: dict[str, Tensor] = {}
+    run(tokens, {name: keep(activations, name) for name in names}, **options)
+    return activations

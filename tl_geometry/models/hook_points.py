@@ -1,0 +1,324 @@
+"""Where the hooks of an edit stand on a live model, which heads are being edited, and what a
+forward pass was given; :mod:`tl_geometry.models.live_edits` builds edits from these.
+
+A hook point calls its hooks in the order in which they were added, and a user may add some at any
+time, inside an edit or before it. The hooks of an edit therefore take their place anew whenever the
+point is about to run: ``"first"`` (before user hooks) or ``"last"`` (after them), by a pre-forward
+hook that moves them in the point's own table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tl_geometry.base.errors import require
+from tl_geometry.models.forward import Hook, collect, put_on, require_points, take_away
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.user_hooks import without_hooks
+
+Place = Literal["first", "last"]
+
+
+class PlacedHook(NamedTuple):
+    """A hook, and where it stands among all hooks of its point."""
+
+    name: str
+    call: Hook
+    place: Place
+
+
+class _Attachment:
+    """One hook of an edit on a hook point."""
+
+    def __init__(self, view: ModelView, point: Any, hook: PlacedHook) -> None:
+        self.point, self.hook, self.view = point, hook, view
+        call = lambda value, hook, _call=hook.call: _call(value)  # noqa: E731
+        self.handle = put_on(point, call, is_permanent=True)
+        # functions, which a deep copy of the model shares: a bound method would be copied with it
+        self.mover = point.register_forward_pre_hook(lambda module, arguments: self._move(module))
+
+    def require_present(self) -> None:
+        """Refuse that ``reset_hooks(including_permanent=True)`` has taken the hook away."""
+        require(
+            self.handle.hook.id in self.point._forward_hooks,
+            f"an open edit of {self.view.name}",
+            expected="its hooks to stay until the end of the with block",
+            got=f"none at {self.hook.name} any more",
+            instead="reset_hooks() without including_permanent, or after the with block",
+        )
+
+    def _move(self, module: Any) -> None:
+        require(
+            module is self.point,
+            f"a copy of {self.view.name}",
+            expected="a model that was copied outside of edits",
+            got=f"one that was copied inside an edit of {self.hook.name}, whose hooks it has",
+            instead="copy.deepcopy(model) before or after the with block",
+        )
+        self.require_present()
+        last = self.hook.place == "last"
+        self.point._forward_hooks.move_to_end(self.handle.hook.id, last=last)
+
+    def remove(self) -> None:
+        """Take the hook away, and leave those of others in their order."""
+        self.mover.remove()
+        take_away(self.point, self.handle)
+
+
+@contextmanager
+def attached(view: ModelView, hooks: Sequence[PlacedHook]) -> Iterator[None]:
+    """Hooks on a live model, removed by their own handles on exit.
+
+    Raises ``GeometryError`` at the next forward pass, and on exit, where user code has removed them
+    meanwhile.
+    """
+    require_points(view._model.hook_dict, [h.name for h in hooks], view.name, view.class_name)
+    with ExitStack() as stack:
+        attachments: list[_Attachment] = []
+        for hook in hooks:
+            attachments.append(_Attachment(view, view._model.hook_dict[hook.name], hook))
+            stack.callback(attachments[-1].remove)
+        yield
+        for attachment in attachments:
+            attachment.require_present()
+
+
+_EDITED: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def edited_heads(view: ModelView) -> list[tuple[int, int]]:
+    """The heads that open edits of a model change."""
+    return _EDITED.setdefault(view._model, [])
+
+
+@contextmanager
+def claimed(view: ModelView, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Keep heads for one edit. Raises ``GeometryError`` for a head that an open edit has
+    already."""
+    taken = edited_heads(view)
+    require_free(heads, taken)
+    taken.extend(heads)
+    try:
+        yield
+    finally:
+        for head in heads:
+            taken.remove(head)
+
+
+def require_free(heads: Iterable[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> None:
+    """Raise ``GeometryError`` for heads that another edit changes."""
+    twice = sorted(set(heads) & set(taken))
+    names = ", ".join(f"L{layer}H{head}" for layer, head in twice[:8])
+    require(
+        not twice,
+        "heads",
+        expected="heads that no open edit changes",
+        got=f"{names}, edited already",
+        instead="one edit with all the terms, remove_term(model, basis, [first, second], heads)",
+    )
+
+
+def _unchanged(ids: Tensor) -> Tensor:
+    """Token ids as they are."""
+    return ids
+
+
+@dataclass(frozen=True, eq=False)
+class PassTokens:
+    """The tokens of a running pass, by what it shows of them: their ids, or what ``embed`` makes of
+    their ids."""
+
+    shown: Tensor
+    embed: Callable[[Tensor], Tensor] = _unchanged
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batch and length."""
+        return tuple(self.shown.shape[:2])
+
+    def are(self, ids: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
+        """Where they are the given ones."""
+        same = self.shown == self.embed(ids.to(self.shown.device))
+        return same if same.dim() == 2 else same.all(-1)
+
+
+class _RunningPass(threading.local):
+    """What the running pass of this thread was given."""
+
+    tokens: PassTokens | None = None
+    named: Mapping[str, Any] = MappingProxyType({})
+    past: int = 0
+
+
+class PassArguments:
+    """What a forward pass was given beside the stream: token ids, masks, positions, keys and values
+    of earlier passes; each thread has its own pass.
+
+    Edits are of whole prompts without padding, whose position is their index. Everything else is
+    refused, each by its name.
+    """
+
+    def __init__(self, view: ModelView) -> None:
+        self.view = view
+        self.running = _RunningPass()
+        self.first = 0
+
+    @contextmanager
+    def watched(self, layers: Iterable[int]) -> Iterator[None]:
+        """Look at the arguments of the model's parts during forward passes."""
+        model = self.view._model
+        # functions, as in _Attachment
+        ids = lambda module, arguments: self._ids(arguments[0] if arguments else None)  # noqa: E731
+        take = lambda module, given, named: self._take(module, given, named)  # noqa: E731
+        # run_with_hooks calls the forward method of the model itself, past its module hooks
+        bridge = self.view.class_name == "TransformerBridge"
+        modules = [model.original_model] if bridge else [model.blocks[l] for l in layers]
+        with ExitStack() as stack:
+            stack.callback(model.embed.register_forward_pre_hook(ids).remove)
+            for module in modules:
+                handle = module.register_forward_pre_hook(take, with_kwargs=True)
+                stack.callback(handle.remove)
+            yield
+
+    def _ids(self, ids: Any) -> None:
+        known = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
+        self.running.tokens = PassTokens(ids) if known else None
+
+    def _take(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        try:
+            found = dict(inspect.signature(module.forward).bind_partial(*given, **named).arguments)
+        except TypeError:
+            found = dict(named)
+        found |= found.pop("kwargs", {})
+        names = ("past_kv_cache_entry", "past_key_values", "layer_past")
+        # before this pass adds its own
+        self.running.past = max(_past(found.get(name)) for name in names)
+        self.running.named = found
+
+    def check(self, h: Tensor) -> PassTokens | None:
+        """Refuse what cannot be edited exactly; gives the tokens of the pass once, where they are
+        known."""
+        running = self.running
+        arguments, tokens, running.tokens = running.named, running.tokens, None
+        length = h.shape[1]
+
+        def allow(condition: bool, expected: str, got: str, instead: str) -> None:
+            what = f"a forward pass of {self.view.name} inside an edit"
+            require(condition, what, expected=expected, got=got, instead=instead)
+
+        allow(
+            not torch.is_autocast_enabled(h.device.type),
+            "the model's own dtype",
+            "torch.autocast",
+            "a model loaded in bfloat16, or no autocast",
+        )
+        allow(
+            running.past == 0,
+            "whole prompts",
+            f"tokens after {running.past} others in a key-value cache",
+            "generate(..., use_past_kv_cache=False)",
+        )
+        masks = ("attention_mask", "one_zero_attention_mask")
+        padded = [name for name in masks if _padded(arguments.get(name))]
+        extra = arguments.get("additive_attention_mask")
+        if isinstance(extra, Tensor) and bool((extra != 0).any()):
+            padded.append("one_zero_attention_mask")
+        allow(
+            not padded,
+            "no padding: the basis knows positions by their index",
+            f"zeros in {', '.join(padded)}",
+            "prompts of one length, with attention_mask=torch.ones_like(tokens) where ids "
+            "equal the pad token",
+        )
+        positions = arguments.get("position_ids")
+        if isinstance(positions, Tensor):
+            usual = self.first + torch.arange(length, device=positions.device)
+            allow(
+                bool((positions == usual).all()),
+                f"positions {self.first} to {self.first + length - 1}",
+                "other position_ids",
+                "the model's own positions",
+            )
+        return tokens if tokens is not None and tokens.shape == tuple(h.shape[:2]) else None
+
+
+POSITIONS = "pos_embed.hook_in"
+"""The hook of position ids, where a bridge's model embeds them."""
+
+
+class HookedArguments(PassArguments):
+    """The same read by hooks alone, which see activations and not the arguments of forward():
+    tokens by their ids or embeddings, and position ids where the model embeds them. Masks and keys
+    of earlier passes show in the scores, patterns and mixed values that they make."""
+
+    def hooks(self) -> list[tuple[str, Hook]]:
+        """Readers of what a pass shows before its first block."""
+        points = self.view._model.hook_dict
+        found: list[tuple[str, Hook]] = [self._tokens()]
+        if POSITIONS in points:
+            ids = torch.full((1, 2), self.view.d_vocab - 1)
+            usual = collect(self.view.run, ids, [POSITIONS], stop_at=0)[POSITIONS]
+            if not usual.is_floating_point():  # OPT gives its mask instead
+                self.first = int(usual.flatten()[0])
+                found.append((POSITIONS, self._positions))
+        return [hook for hook in found if hook[0] in points]
+
+    def _tokens(self) -> tuple[str, Hook]:
+        model, class_name = self.view._model, self.view.class_name
+        if class_name == "TransformerBridge":
+            return "embed.hook_in", self._ids
+        encoder = class_name == "HookedEncoder"
+        name, table = (
+            ("embed.hook_embed", model.embed.embed) if encoder else ("hook_embed", model.embed)
+        )
+
+        def embed(ids: Tensor) -> Tensor:
+            with without_hooks(model), torch.no_grad():
+                return table(ids)
+
+        def embedded(value: Tensor) -> None:
+            self.running.tokens = PassTokens(value.detach(), embed)
+
+        return name, embedded
+
+    def _positions(self, ids: Tensor) -> None:
+        self.running.named = {"position_ids": ids}
+
+
+def _past(cache: Any) -> int:
+    """Tokens that a key-value cache holds."""
+    if isinstance(keys := getattr(cache, "past_keys", None), Tensor):
+        return keys.shape[1]
+    return int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+
+
+def _padded(mask: Any) -> bool:
+    """Whether a mask of one number for each token leaves some out; masks ``[batch head query key]``
+    are compared with the scores."""
+    return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 0).any())
+
+
+def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> list[str]:
+    """Hook points with user hooks, under a prefix, each once. Caches of TransformerLens and hooks
+    of this package do not count: they change no value."""
+    library = ("transformer_lens", __name__.partition(".")[0])
+    points = view._model.hook_dict
+    welcome = {id(points[name]) for name in besides if name in points}
+    hooked: dict[int, str] = {}
+    for name, point in points.items():
+        homes = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
+        others = any(not home.startswith(library) for home in homes)
+        if name.startswith(prefix) and id(point) not in welcome and others:
+            hooked[id(point)] = name  # an alias comes after what it is one of
+    return list(hooked.values())

@@ -1,0 +1,113 @@
+"""Runs the last token of some chunks many times while the tokens before it run once: their keys and
+values are cached. :func:`tl_geometry.models.next_token.pilot_runs` calls it.
+
+Where only the last position is edited, the earlier ones are the same in every run (causality). A
+bridge keeps keys and values in a cache of transformers, HookedTransformer in one of
+TransformerLens. Whether a class and an architecture do so rightly is for the caller to verify.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.models.forward import Hook, Runner
+from tl_geometry.models.model_view import ModelView
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefixCache:
+    """Keys and values of all but the last token of some chunks; ``size`` is their memory in
+    bytes."""
+
+    view: ModelView
+    cache: Any
+    size: int
+
+    def times(self, copies: int) -> ModelView:
+        """A view that runs one token for each row of ``copies`` copies of the chunks, behind the
+        tokens before it."""
+        hooked = self.view.class_name == "HookedTransformer"
+        repeat = _hooked_copies if hooked else batch_copies
+        repeated = repeat(self.cache, copies)
+
+        def run(tokens: Tensor, hooks: Mapping[str, Hook], **options: Any) -> Tensor | None:
+            # a cache of transformers grows with each pass, a frozen one of TransformerLens does not
+            cache = repeated if hooked else batch_copies(repeated, 1)
+            return _with_cache(self.view, cache, tokens)(tokens, hooks, **options)
+
+        return dataclasses.replace(self.view, _run=run)
+
+
+def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCache | None:
+    """All but the last token of the chunks, run once; ``None`` where the class has no cache of keys
+    and values."""
+    runner, hooked = view._run, view.class_name == "HookedTransformer"
+    if not (view.causal and tokens.shape[1] >= 2 and isinstance(runner, Runner)):
+        return None
+    if not hooked and "use_cache" not in runner.kwargs:  # HookedEncoder has none either
+        return None
+    cache, prefix = _empty(view, len(tokens)), tokens[:, :-1].to(view.device)
+    _with_cache(view, cache, prefix)(prefix, {view.state_hooks[-1]: lambda h: None})
+    tensors = _tensors(cache, hooked)
+    if not all(isinstance(t, Tensor) and t.shape[0] == len(tokens) for t in tensors):
+        return None  # a class that ignores its cache
+    return PrefixCache(view, cache, sum(t.numel() * t.element_size() for t in tensors))
+
+
+def _with_cache(view: ModelView, cache: Any, tokens: Tensor) -> Runner:
+    """The runner of a view, whose passes read and extend a cache."""
+    runner = copy.copy(view._run)
+    assert isinstance(runner, Runner)
+    runner.kwargs = {"use_cache": True, "past_key_values": cache}
+    if view.class_name == "HookedTransformer":
+        # without a mask it asks its tokenizer for one, which it may not have
+        runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
+    return runner
+
+
+def _empty(view: ModelView, batch: int) -> Any:
+    if view.class_name == "HookedTransformer":
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        return TransformerLensKeyValueCache.init_cache(view._model.cfg, view.device, batch)
+    from transformers import DynamicCache
+
+    return DynamicCache(config=view._model.original_model.config)
+
+
+def _tensors(cache: Any, hooked: bool) -> list[Any]:
+    if hooked:
+        return [t for entry in cache.entries for t in (entry.past_keys, entry.past_values)]
+    return [t for layer in cache.layers for t in (layer.keys, layer.values)] or [None]
+
+
+def batch_copies(cache: Any, copies: int) -> Any:
+    """A cache of transformers with its rows repeated; appending to the new one leaves the old one
+    alone."""
+    out = copy.copy(cache)
+    out.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in out.layers if copies > 1 else ():
+        layer.keys, layer.values = (
+            t.repeat(copies, *[1] * (t.dim() - 1)) for t in (layer.keys, layer.values)
+        )
+    return out
+
+
+def _hooked_copies(cache: Any, copies: int) -> Any:
+    """The same for a cache of TransformerLens, frozen, so that runs add nothing to it."""
+    out = copy.copy(cache)
+    out.entries = [copy.copy(entry) for entry in cache.entries]
+    for entry in out.entries:
+        entry.past_keys, entry.past_values = (
+            t.repeat(copies, 1, 1, 1) for t in (entry.past_keys, entry.past_values)
+        )
+    out.previous_attention_mask = cache.previous_attention_mask.repeat(copies, 1)
+    out.freeze()
+    return out

@@ -1,0 +1,203 @@
+"""What an MLP computes, as data: read from its module, chosen by what reproduces its output.
+
+:func:`mlp_spec` is called for the frozen linear model of a forward pass
+(:mod:`tl_geometry.circuits.frozen`). A block's MLP is
+
+    out = N_after(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out),    x = N(h)
+
+without the factor ``x W_in + b_in`` where there is no gate (then W_gate is the one input matrix).
+h is the stream after attention, or before it (parallel blocks). Norms, activation and input are
+tried in turn; the combination that reproduces the model's own output on the probe is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.user_hooks import without_hooks
+from tl_geometry.models.write_spec import by_head, writing_of
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu_squared": lambda x: functional.relu(x).square(),
+}
+"""Activations that are tried, by name."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MLPSpec:
+    """The MLP of one block. ``W_gate`` is what the activation is applied to, ``W_in`` the other
+    factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output; ``parallel``
+    says that it reads the stream before attention."""
+
+    before: NormWeights
+    after: NormWeights
+    parallel: bool
+    activation: str
+    W_gate: Float[Tensor, "d_model d_mlp"]
+    b_gate: Float[Tensor, " d_mlp"]
+    W_in: Float[Tensor, "d_model d_mlp"] | None
+    b_in: Float[Tensor, " d_mlp"] | None
+    W_out: Float[Tensor, "d_mlp d_model"]
+    b_out: Float[Tensor, " d_model"]
+
+    def act(self, x: Tensor) -> Tensor:
+        """The activation."""
+        return ACTIVATIONS[self.activation](x)
+
+    def hidden(
+        self, x: Float[Tensor, "*batch d_model"]
+    ) -> tuple[Float[Tensor, "*batch d_mlp"], Float[Tensor, "*batch d_mlp"] | None]:
+        """What the activation is applied to, and the other factor, of a normed input."""
+        gate = x @ self.W_gate + self.b_gate
+        if self.W_in is None or self.b_in is None:
+            return gate, None
+        return gate, x @ self.W_in + self.b_in
+
+    def out(
+        self, gate: Float[Tensor, "*batch d_mlp"], linear: Float[Tensor, "*batch d_mlp"] | None
+    ) -> Float[Tensor, "*batch d_model"]:
+        """The output, before the last norm, of what :meth:`hidden` gives."""
+        hidden = self.act(gate) if linear is None else self.act(gate) * linear
+        return hidden @ self.W_out + self.b_out
+
+    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The output of a stream that it reads."""
+        return self.after.apply(self.out(*self.hidden(self.before.apply(h))))
+
+
+def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
+    """The MLP of a block, ``None`` where the block has none; remembered as long as the weights stay
+    the same.
+
+    Raises ``UnsupportedModelError`` for a mixture of experts, and for an MLP that is not of this
+    form.
+    """
+    memo = view._layers.memo
+    key = ("mlp", layer)
+    if key not in memo:
+        memo[key] = _infer(view, layer)
+    return memo[key]
+
+
+class _Probe(NamedTuple):
+    """What a few tokens give at one block: its input, the stream after attention, the MLP's
+    output."""
+
+    before: Float[Tensor, "batch position d_model"]
+    after: Float[Tensor, "batch position d_model"]
+    output: Float[Tensor, "batch position d_model"]
+
+
+def _probes(view: ModelView) -> dict[int, _Probe]:
+    """One forward pass over eight tokens, seen by every block that has an MLP."""
+    ids = torch.arange(min(8, view.n_ctx)).unsqueeze(0) % view.d_vocab
+    specs = {l: spec for l, spec in enumerate(writing_of(view).blocks) if spec.mlp is not None}
+    hooks = {l: _hooks(l, str(spec.mlp)) for l, spec in specs.items()}
+    with without_hooks(view._model):
+        seen = view.activations(ids, [name for names in hooks.values() for name in names])
+    probes = {}
+    for layer, spec in specs.items():
+        h, z, output = (upcast(seen[name]) for name in hooks[layer])
+        weights = view.weights(layer)
+        z = by_head(z, view.n_heads).to(weights.W_O)
+        attention = einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
+        if spec.after_attention is not None:
+            attention = spec.after_attention.apply(attention)
+        probes[layer] = _Probe(h, h + attention, output)
+    return probes
+
+
+def _hooks(layer: int, mlp: str) -> tuple[str, str, str]:
+    return f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z", mlp
+
+
+def _infer(view: ModelView, layer: int) -> MLPSpec | None:
+    memo = view._layers.memo
+    if "mlp probes" not in memo:
+        memo["mlp probes"] = _probes(view)
+    probe = memo["mlp probes"].get(layer)
+    if probe is None:
+        return None
+    block, expected = view._model.blocks[layer], probe.output
+    rounding = reconstruction_bound(unit_roundoff(view.dtype), float(expected.abs().max()))
+    best, least = None, torch.inf
+    for candidate in _candidates(view, block, probe.before):
+        read = probe.before if candidate.parallel else probe.after
+        error = float((candidate.apply(read) - expected).abs().max())
+        if error < 0.99 * least:  # ties go to the earlier candidate
+            best, least = candidate, error
+        if least <= rounding:
+            break
+    bound = 8 * rounding + 1e-5
+    if best is None or not least <= bound:
+        fail(
+            f"MLP of block {layer} of {view.name}",
+            expected="two or three matrices with an activation between them",
+            got=type(part(block.mlp, "original_component") or block.mlp).__name__,
+            instead='mlp="leaf", which takes MLPs as inputs of the graph',
+            error=UnsupportedModelError,
+        )
+    return best
+
+
+def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
+    """Readings of an MLP, the likeliest first."""
+    mlp = part(block, "mlp")
+    W_in, W_gate, W_out = (part(mlp, name) for name in ("W_in", "W_gate", "W_out"))
+    if W_in is None or W_out is None or W_in.dim() != 2:
+        return
+    gated = W_gate is not None
+    first = upcast(W_gate if gated else W_in).to(h)
+
+    def bias(name: str, width: int) -> Tensor:
+        value = part(mlp, name)
+        return h.new_zeros(width) if value is None else upcast(value).to(h)
+
+    width = first.shape[1]
+    W_in, W_out = upcast(W_in).to(h), upcast(W_out).to(h)
+    b_in, b_out, no_bias = bias("b_in", width), bias("b_out", h.shape[-1]), h.new_zeros(width)
+    biases = [(b_in, b_out)]
+    if gated:  # HookedTransformer adds b_in after the product of gate and input
+        biases.append((no_bias, b_out + b_in @ W_out))
+    norm = view._parameters.norm_candidates
+    nothing = list(norm(None, h))
+    before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
+    after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]
+    # what the configuration calls the activation is tried first, and believed only if it fits
+    configured = str(getattr(view._model.cfg, "act_fn", ""))
+    activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
+    for last, parallel, activation, (b_in, b_out), entry in product(
+        [*nothing, *after], (False, True), activations, biases, [*before, *nothing]
+    ):
+        yield MLPSpec(
+            before=entry,
+            after=last,
+            parallel=parallel,
+            activation=activation,
+            W_gate=first,
+            b_gate=bias("b_gate", width) if gated else b_in,
+            W_in=W_in if gated else None,
+            b_in=b_in if gated else None,
+            W_out=W_out,
+            b_out=b_out,
+        )

@@ -1,0 +1,132 @@
+"""The next-token distributions of a live model with hooks in place, of whole passes or of passes
+over the last token alone; what measures the effect of an edit on the output calls these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.models.batches import default_batch
+from tl_geometry.models.forward import Hook
+from tl_geometry.models.kv_cache import PrefixCache, behind
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.output_head import next_token_losses
+
+ELEMENTS = 2**27
+"""Logits of one forward pass, at most (0.5 GiB in float32)."""
+KEPT_BYTES, PILOTS = 2**28, 512
+"""Keys and values of the earlier tokens, and rows, of one pass over last tokens alone, at most."""
+
+
+def require_output(view: ModelView, what: str) -> None:
+    """Refuse output-based measures where they would mean nothing: no causal language model, or a
+    newly initialised head."""
+    require(
+        view.head_trained,
+        what,
+        expected="a model with a trained output head",
+        got=f"{view.name}, whose head was newly initialised",
+        instead="the measures of states",
+        error=UnsupportedModelError,
+    )
+    require(
+        view.causal,
+        what,
+        expected="a causal language model",
+        got=f"{view.name}, an encoder",
+        instead="the measures of states",
+        error=UnsupportedModelError,
+    )
+
+
+def output_batch(view: ModelView, positions: int, *, all_positions: bool) -> int:
+    """Rows of one forward pass whose logits are wanted."""
+    fit = ELEMENTS // (view.d_vocab * (positions if all_positions else 1))
+    return max(1, min(default_batch(positions, view.device), fit))
+
+
+def next_token_loss(
+    view: ModelView, tokens: Int[Tensor, "batch position"], *, rows: int = 8
+) -> float:
+    """Mean next-token loss of a live model in nats, ``rows`` prompts at a time."""
+    losses = [next_token_losses(view.logits(part), part).cpu() for part in tokens.split(rows)]
+    return float(torch.cat(losses).double().mean())
+
+
+def log_probabilities(
+    view: ModelView,
+    tokens: Int[Tensor, "batch position"],
+    hooks: Mapping[str, Hook],
+    *,
+    position: int | None = -1,
+) -> Float[Tensor, "*batch d_vocab"]:
+    """Log-probabilities of the next token after ``position`` (after every position for ``None``),
+    float64 for one position.
+
+    Where the model has a hook in front of its unembedding, only the wanted position is unembedded.
+    """
+    if position is None:
+        return view.logits(tokens, hooks).float().log_softmax(-1)
+    point = view.unembed_hook if view.causal else None
+    if point is not None:
+        hooks = {**hooks, point: lambda h: h[:, [position]]}
+    logits = view.logits(tokens, hooks)
+    return logits[:, 0 if point is not None else position].double().log_softmax(-1)
+
+
+class PilotRuns(NamedTuple):
+    """Forward passes of some chunks that differ at the last token only: the tokens before it are
+    run once.
+
+    From :func:`pilot_runs`, which verified that the output is the model's own; without ``kept``
+    every pass runs all tokens.
+    """
+
+    view: ModelView
+    tokens: Int[Tensor, "batch position"]
+    kept: PrefixCache | None
+    copies: int
+    """Edited copies of the chunks that one pass can take."""
+
+    @property
+    def positions(self) -> int:
+        """Positions that hooks see."""
+        return self.tokens.shape[1] if self.kept is None else 1
+
+    def log_probabilities(
+        self, copies: int, hooks: Mapping[str, Hook]
+    ) -> Float[Tensor, "*batch d_vocab"]:
+        """The next token after ``copies`` copies of the chunks, one after the other; hooks see the
+        last token last."""
+        view = self.view if self.kept is None else self.kept.times(copies)
+        return log_probabilities(view, self.tokens[:, -self.positions :].repeat(copies, 1), hooks)
+
+
+def pilot_runs(
+    view: ModelView,
+    tokens: Int[Tensor, "batch position"],
+    own: Float[Tensor, "batch d_vocab"],
+    limit: int,
+) -> PilotRuns:
+    """Passes over ``tokens`` with an edited last token, ``own`` their log-probabilities without an
+    edit.
+
+    Where the model's class keeps keys and values rightly (its clean output behind them is ``own``,
+    to a relative 1e-4, 0.05 in half precision) only the last token is run; with other people's
+    hooks in place, or anywhere else, all tokens are. ``limit`` is the number of whole chunks of one
+    pass.
+    """
+    whole = PilotRuns(view, tokens, None, max(1, limit // len(tokens)))
+    kept = None if view.hooked() else behind(view, tokens)
+    if kept is None:
+        return whole
+    copies = max(1, min(PILOTS // len(tokens), int(KEPT_BYTES / max(1, kept.size))))
+    runs = PilotRuns(view, tokens, kept, copies)
+    error = float((runs.log_probabilities(1, {}) - own).abs().max())
+    half = torch.finfo(view.dtype).bits < 32
+    return runs if error <= (0.05 if half else 1e-4) * max(1.0, float(own.abs().max())) else whole

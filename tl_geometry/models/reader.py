@@ -1,0 +1,274 @@
+"""``view(model)``: one description of HookedTransformer, HookedEncoder and TransformerBridge, of
+TransformerLens 3.9 to 4.x. Every public function that takes a model calls it first.
+
+Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so
+everything is read from the model object. A bridge's ``cfg`` is not trusted beyond sizes (it reports
+attention scale -1, rotary base 10000, causal BERT); facts about attention come from modules and are
+verified against a probe, one forward pass over a few random tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.models.fingerprints import fingerprint, head_trained, loader_facts
+from tl_geometry.models.forward import Runner, collect, require_full_precision
+from tl_geometry.models.layers import Layers
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.parameters import Parameters
+from tl_geometry.models.precision import can_widen, is_half, widened
+from tl_geometry.models.states import BEFORE, block_output, state_hooks
+from tl_geometry.models.user_hooks import brief, names_of, replaced_forwards, without_hooks
+
+CLASS_NAMES = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
+PROBE_BATCH, PROBE_LENGTH = 2, 12
+"""Size of the probe. Two sequences, because a measured score bias must be the same in both."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Probe:
+    """What one forward pass over random tokens showed, without user hooks; kept as long as
+    ``made_of`` is the same: fingerprint, device, and forward methods that were replaced."""
+
+    made_of: tuple[object, ...]
+    activations: Mapping[str, Tensor]
+    causal: bool
+    layers: dict[int, Any]
+
+
+_PROBES: weakref.WeakKeyDictionary[Any, Probe] = weakref.WeakKeyDictionary()
+
+
+def class_of(model: Any) -> str:
+    """The TransformerLens class behind a model object, or an error that says what would help."""
+    names = {c.__name__ for c in type(model).__mro__}
+    class_name = next((name for name in CLASS_NAMES if name in names), None)
+    if class_name is None:
+        instead = "a model loaded with TransformerLens"
+        if hasattr(model, "_orig_mod"):
+            instead = "the model that torch.compile was given, model._orig_mod: hooks act there"
+        elif hasattr(model, "config") and hasattr(model, "forward"):
+            instead = "tl_geometry.models.from_hf(model, tokenizer)"
+        fail(
+            "model",
+            expected=" or ".join(CLASS_NAMES),
+            got=type(model).__name__,
+            instead=instead,
+            error=UnsupportedModelError,
+        )
+    require(
+        len(getattr(model, "blocks", ())) > 0,
+        type(model).__name__,
+        expected="a stack of blocks",
+        got="none",
+        instead="a decoder or encoder",
+        error=UnsupportedModelError,
+    )
+    return class_name
+
+
+def view(model: Any) -> ModelView:
+    """The verified description of a TransformerLens model, which every function of the package that
+    takes a model uses.
+
+    Verified once for each set of weights: all state hooks fire with the right shapes, and state l+1
+    is the output of block l.
+
+    Raises ``UnsupportedModelError`` by name for models that would give wrong numbers.
+
+    >>> import tl_geometry as tlg
+    >>> tlg.view(tlg.zoo.embedded()).states
+    range(0, 5)
+    """
+    if isinstance(model, ModelView):
+        return model.refreshed()
+    class_name = class_of(model)
+    cfg, parameter = model.cfg, next(iter(model.parameters()))
+    facts = loader_facts(model)
+    hooks = state_hooks(class_name, len(model.blocks))
+    name, mark = facts.get("name") or _name(model), fingerprint(model)
+    run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
+    require_full_precision(run.device, name)
+    probe, made_of = _PROBES.get(model), (mark, parameter.device, replaced_forwards(model))
+    if probe is None or probe.made_of != made_of:
+        probe = _PROBES[model] = _probe(model, class_name, name, run, made_of)
+    parameters = Parameters(model, class_name, name)
+    layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
+    normalization = cfg.normalization_type
+    return ModelView(
+        name=name,
+        class_name=class_name,
+        library=f"transformer_lens {importlib.metadata.version('transformer-lens')}",
+        processed=_processed(model, class_name),
+        fingerprint=mark,
+        n_layers=len(model.blocks),
+        n_heads=int(cfg.n_heads),
+        d_model=int(cfg.d_model),
+        d_head=int(cfg.d_head),
+        d_vocab=int(cfg.d_vocab),
+        n_ctx=int(cfg.n_ctx),
+        causal=probe.causal,
+        position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
+        norm=None if normalization is None else str(normalization).removesuffix("Pre"),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        head_trained=head_trained(model),
+        bos_id=_bos_id(model),
+        state_hooks=hooks,
+        notes=_notes(model, class_name),
+        pad_id=unambiguous_pad_id(model),
+        _model=model,
+        _run=run,
+        _parameters=parameters,
+        _layers=layers,
+        _refresh=_refreshed,
+    )
+
+
+def _refreshed(seen: ModelView) -> ModelView:
+    """The view itself if it still is of its model, else a new one with the same name: weights may
+    have been edited in place."""
+    require_full_precision(seen.device, seen.name)
+    model = seen._model
+    moved = next(iter(model.parameters())).device != seen.device
+    if fingerprint(model) == seen.fingerprint and not moved:
+        return seen
+    kept = {"name": seen.name, "head_trained": seen.head_trained, "_refresh": seen._refresh}
+    return dataclasses.replace(view(model), **kept)
+
+
+def _probe(
+    model: Any, class_name: str, name: str, run: Runner, made_of: tuple[object, ...]
+) -> Probe:
+    """Run the model on random tokens, without user hooks, and check what every other number
+    relies on."""
+    _require_weights(model, name)
+    states = run.state_hooks
+    length = min(PROBE_LENGTH, run.n_ctx)
+    ids = torch.randint(
+        0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0)
+    )
+    ends = [h.replace(BEFORE, block_output(class_name)) for h in states[:-1]]
+    inside = [h for l in range(len(model.blocks)) for h in Layers.available(run, model, l)]
+    wanted = [*states, *ends, *inside]
+    try:
+        with without_hooks(model):
+            found = collect(run, ids, list(dict.fromkeys(wanted)))
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        fail(
+            name,
+            expected=f"a model that runs in {next(iter(model.parameters())).dtype}",
+            got=text,
+            instead="another dtype, or processed=False",
+            error=UnsupportedModelError,
+        )
+    shape = (PROBE_BATCH, length, int(model.cfg.d_model))
+    wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
+    require(
+        not wrong,
+        f"states of {name}",
+        expected=f"shape {shape}",
+        got=wrong,
+        error=UnsupportedModelError,
+    )
+    broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
+    require(
+        not broken,
+        f"states of {name}",
+        expected="the output of block l to be the input of block l+1",
+        got=f"another stream after blocks {broken[:8]} of {type(model).__name__}",
+        instead="a model with one residual stream",
+        error=UnsupportedModelError,
+    )
+    patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
+    if is_half(model) and can_widen(model):
+        try:
+            with without_hooks(model), widened(model):
+                found = collect(run, ids, list(found))
+        # a model with casts of its own cannot run in float32, and is verified in its own precision
+        # only
+        except RuntimeError:
+            pass
+    causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
+    return Probe(made_of, found, causal, {})
+
+
+def _require_weights(model: Any, name: str) -> None:
+    """Refuse weights that are no numbers, by the name of the first."""
+    # HookedTransformer keeps a position table that ALiBi does not use, and never fills it
+    unused = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
+    named = {
+        n: p.detach() for n, p in model.named_parameters() if n != "pos_embed.W_pos" or not unused
+    }
+    # the least element is NaN where any is, and takes no memory; one synchronisation for all
+    least = [p.amin().float().cpu() if p.numel() else torch.zeros(()) for p in named.values()]
+    bad = [name for name, is_nan in zip(named, torch.stack(least).isnan().tolist()) if is_nan]
+    require(
+        not bad,
+        f"weights of {name}",
+        expected="numbers",
+        got=f"NaN in {brief(bad)}",
+        instead="a checkpoint without NaN",
+        error=UnsupportedModelError,
+    )
+
+
+def _processed(model: Any, class_name: str) -> bool:
+    if class_name == "TransformerBridge":
+        return bool(getattr(model, "_weights_processed", False))
+    return str(model.cfg.normalization_type).endswith("Pre")
+
+
+def _name(model: Any) -> str:
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    names = [getattr(model.cfg, "model_name", None), getattr(config, "_name_or_path", None)]
+    placeholders = (None, "", "external", "custom")
+    name = next((str(n) for n in names if n not in placeholders), type(model).__name__)
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
+
+
+def _bos_id(model: Any) -> int | None:
+    tokenizer = getattr(model, "tokenizer", None)
+    ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
+    return next((int(i) for i in ids if i is not None), None)
+
+
+def unambiguous_pad_id(model: Any) -> int | None:
+    """The padding token, unless it is another special token as well (many tokenizers pad with EOS):
+    then nothing tells it apart."""
+    tokenizer = getattr(model, "tokenizer", None)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    others = ("bos", "eos", "unk", "cls", "sep", "mask")
+    taken = [getattr(tokenizer, f"{which}_token_id", None) for which in others]
+    return None if pad is None or pad in taken else int(pad)
+
+
+def _notes(model: Any, class_name: str) -> tuple[str, ...]:
+    notes = []
+    if (
+        class_name == "HookedTransformer"
+        and model.cfg.positional_embedding_type == "alibi"
+        and model.cfg.n_heads & (model.cfg.n_heads - 1)
+    ):
+        notes.append(
+            "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a "
+            "power of two"
+        )
+    if hooked := names_of(model):
+        where = brief(hooked)
+        notes.append(f"the model carries hooks of its own, which act in every number: {where}")
+    return tuple(notes)
+
+
+as_view = view
+"""The same function under a name that leaves ``view`` free for what it returns."""

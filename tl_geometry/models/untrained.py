@@ -1,0 +1,94 @@
+"""Null models: the same model with some or all blocks untrained, for as long as a ``with`` block
+lasts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import choice, require
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
+
+
+@contextmanager
+def reinitialized(
+    model: ModelLike,
+    blocks: Sequence[int] | None = None,
+    *,
+    how: str = "init",
+    std: float = 0.02,
+    seed: int = 0,
+) -> Iterator[ModelView]:
+    """The model with untrained ``blocks`` (``None``: all parameters, embeddings too), restored on
+    leaving, also on exceptions.
+
+    ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation),
+    biases 0, gains 1; ``how="shuffle"``: the entries of every parameter in random order, which
+    keeps the sizes of the trained weights. Yields a view whose name says so and whose fingerprint
+    is that of the redrawn weights; after the block it is refused. Sarfati et al. 2025 reinitialise
+    everything, or blocks 13 to 24 of GPT-2-medium.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> with tlg.models.reinitialized(model) as control:
+    ...     control.name
+    'tl-geometry-embedded, untrained (init)'
+    """
+    choice(how, ("init", "shuffle"), "how")
+    view = as_view(model)
+    chosen = None if blocks is None else checks.indices(blocks, view.n_layers, "blocks")
+    own = view._model
+    parts: list[nn.Module] = [own] if chosen is None else [own.blocks[i] for i in chosen]
+    named: dict[int, tuple[str, Tensor]] = {}
+    for part in parts:
+        named |= {id(p): (name, p) for name, p in part.named_parameters()}
+    kept = [(p, p.detach().clone()) for _, p in named.values()]
+    generator = torch.Generator().manual_seed(seed)
+    what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
+    label, open_ = f"{view.name}, {what} ({how})", True
+    try:
+        with torch.no_grad():
+            for name, value in named.values():
+                value.copy_(_redrawn(name, value, how, std, generator))
+        control = as_view(own)
+
+        def refresh(seen: ModelView) -> ModelView:
+            require(
+                open_,
+                label,
+                expected="use inside its `with` block",
+                got="one after it, with the trained weights back",
+                instead="the model itself",
+            )
+            return control._refresh(seen)
+
+        yield dataclasses.replace(
+            control,
+            name=label,
+            head_trained=chosen is not None and view.head_trained,
+            _refresh=refresh,
+        )
+    finally:
+        open_ = False
+        with torch.no_grad():
+            for value, old in kept:
+                value.copy_(old)
+
+
+def _redrawn(name: str, value: Tensor, how: str, std: float, generator: torch.Generator) -> Tensor:
+    if how == "shuffle":
+        order = torch.randperm(value.numel(), generator=generator).to(value.device)
+        return value.reshape(-1)[order].view_as(value)
+    leaf = name.rsplit(".", 1)[-1]
+    if leaf == "bias" or leaf.startswith("b_") or leaf == "b":
+        return torch.zeros_like(value)
+    if value.dim() == 1:
+        return torch.ones_like(value)
+    return (torch.randn(value.shape, generator=generator, dtype=torch.float64) * std).to(value)

@@ -1,0 +1,153 @@
+"""Hooks of somebody else on a model: which there are, and the model without them.
+
+A hook counts where it was defined outside of TransformerLens's own models (its bridges put hooks on
+themselves, on the first forward pass, permanent ones too), torch, transformers and accelerate. An
+intervention of this package that is open counts, and so does a hook that a user makes from
+TransformerLens's ``patching``: both change what the model computes. Whatever the way it was
+attached, a hook acts through torch's own tables of forward and pre-forward hooks, of one module or
+of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import RLock, get_ident
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+OWN = (
+    "transformer_lens.model_bridge",
+    "transformer_lens.hook_points",
+    "transformer_lens.components",
+    "transformer_lens.Hooked",
+    "torch.",
+    "transformers.",
+    "accelerate.",
+    "tl_geometry.models.forward",
+)
+"""Where hooks are defined that belong to a model, or to the pass that asks."""
+GLOBAL = "every module"
+"""The name given to torch's global hooks."""
+Table = dict[int, Any]
+
+
+def foreign(hook: Any) -> bool:
+    """Whether somebody else defined a hook."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    hook = getattr(hook, "__func__", hook)
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return not f"{home}.".startswith(
+        tuple(own if own.endswith(("Hooked", ".")) else f"{own}." for own in OWN)
+    )
+
+
+def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
+    """Name, table of hooks, and the ids in it that are foreign, wherever there are any."""
+    for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
+        ids = frozenset(i for i, hook in table.items() if foreign(hook) and not _silent(hook))
+        if ids:
+            yield GLOBAL, table, ids
+    for name, module in _modules(model):
+        functions: Mapping[int, Any] = {
+            h.hook.id: h.user_hook for h in getattr(module, "fwd_hooks", ())
+        }
+        for table in (module._forward_hooks, module._forward_pre_hooks):
+            acting = [i for i, hook in table.items() if not _silent(hook)]
+            ids = frozenset(i for i in acting if foreign(functions.get(i, table[i])))
+            if ids:
+                yield name, table, ids
+
+
+def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names, those too that a bridge only keeps in the model that it was
+    made from."""
+    seen: set[int] = set()
+    for prefix, root in (("", model), ("original_model", getattr(model, "original_model", None))):
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if id(module) not in seen:
+                seen.add(id(module))
+                steps = [prefix, *path.split(".")]
+                yield ".".join(p for p in steps if p not in ("", "_original_component")), module
+
+
+def names_of(model: Any) -> tuple[str, ...]:
+    """Where foreign hooks act: hook points as HookedTransformer calls them, other modules by their
+    path."""
+    # an alias comes after what it is one of
+    points = {id(point._forward_hooks): name for name, point in model.hook_dict.items()}
+    tables = [(name, id(table)) for name, table, _ in foreign_tables(model)]
+    found = {points.get(table, name) or type(model).__name__ for name, table in tables}
+    return tuple(sorted(found.union(replaced_forwards(model))))
+
+
+def replaced_forwards(model: Any) -> tuple[str, ...]:
+    """Modules whose ``forward`` somebody has replaced, in the module or in its class, as
+    ``"blocks.0.mlp.forward"``."""
+    return tuple(
+        sorted(
+            f"{name}.forward".lstrip(".") for name, module in _modules(model) if _replaced(module)
+        )
+    )
+
+
+def _replaced(module: nn.Module) -> bool:
+    own = vars(module).get("forward")
+    if own is not None:
+        return foreign(own)
+    home = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    forward = vars(home)["forward"]
+    return foreign(forward) and getattr(forward, "__module__", None) != home.__module__
+
+
+def brief(names: Sequence[str], most: int = 4) -> str:
+    """Where hooks act, for a reader: the first names, and how many more.
+
+    >>> brief(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@contextmanager
+def without_hooks(model: Any) -> Iterator[None]:
+    """The model as it is by itself: foreign hooks do nothing inside ``with`` in this thread, also
+    on exceptions; in other threads they act as before."""
+    with _SILENT, ExitStack() as stack:
+        for _, table, ids in list(foreign_tables(model)):
+            for i in ids:
+                stack.callback(_restore, table, i, table[i])
+                table[i] = _Elsewhere(table[i], get_ident())
+        yield
+
+
+_SILENT = RLock()
+"""One thread at a time puts hooks back, so that none is put back twice or too early."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """A hook that acts in all threads but one."""
+
+    hook: Callable[..., Any]
+    thread: int
+
+    def __call__(self, *given: Any) -> Any:
+        return None if _silent(self) else self.hook(*given)
+
+
+def _silent(hook: Any) -> bool:
+    """Whether a hook does nothing in this thread."""
+    return isinstance(hook, _Elsewhere) and hook.thread == get_ident()
+
+
+def _restore(table: Table, i: int, hook: Any) -> None:
+    """Put a hook back in its place, unless somebody has removed it."""
+    if i in table:
+        table[i] = hook

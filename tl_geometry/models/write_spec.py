@@ -1,0 +1,178 @@
+"""Infers how a model writes into its residual stream (the embeddings, and what each block adds):
+candidates from its modules, of which the one that reproduces the model's own states is kept.
+:mod:`tl_geometry.models.writers` applies it.
+
+A decoder's block adds what attention and MLP give, each through a norm of its own in some families
+(Gemma 2 and 3, OLMo 2); an encoder (BERT) norms the whole stream after each addition::
+
+    h' = h + N_a(sum_h z_h W_O^h + b_O) + mlp          N_a the norm behind attention, or none
+    h' = N_2(N_1(h + sum_h z_h W_O^h + b_O) + mlp)     an encoder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.user_hooks import without_hooks
+from tl_geometry.models.verify import largest
+
+EMBED = ("hook_embed", "embed.hook_embed", "embed.hook_out")
+POSITION = ("hook_pos_embed", "embed.hook_pos_embed")
+TYPE = ("embed.hook_token_type_embed", "token_type_embed.hook_out")
+"""What the hooks of token, position and segment embeddings are called; a bridge's ``hook_embed``
+comes after a norm behind the embeddings, where there is one."""
+
+
+class BlockWriting(NamedTuple):
+    """What a block does to the stream: the norm behind attention, those of an encoder behind both
+    additions, the MLP's hook and output bias."""
+
+    after_attention: NormWeights | None
+    around: tuple[NormWeights, NormWeights] | None
+    mlp: str | None
+    b_out: Float[Tensor, " d_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class Writing:
+    """How the whole model writes, inferred once for its weights. The first state is a sum of
+    ``embeddings`` (name, hook), through a norm in some families."""
+
+    embeddings: tuple[tuple[str, str], ...]
+    embedding_norm: NormWeights | None
+    blocks: tuple[BlockWriting, ...]
+
+    def hooks(self, layer: int) -> tuple[str, ...]:
+        """Hooks that say what the writers up to block ``layer`` wrote there (and, for block 0,
+        before it)."""
+        names = [hook for _, hook in self.embeddings] if layer == 0 else []
+        names += [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z"]
+        mlp = self.blocks[layer].mlp
+        return (*names, *([] if mlp is None else [mlp]))
+
+
+def by_head(z: Tensor, heads: int) -> Float[Tensor, "batch position head d_head"]:
+    """Mixed values with a head axis (some bridges give them side by side)."""
+    return rearrange(z, "b i (h e) -> b i h e", h=heads) if z.dim() == 3 else z
+
+
+def writing_of(view: ModelView) -> Writing:
+    """How the model writes, from its probe; remembered as long as its weights stay the same.
+
+    Raises ``UnsupportedModelError`` for a block whose output is no sum of what its attention and
+    its MLP give.
+    """
+    memo = view._layers.memo
+    if "writing" not in memo:
+        memo["writing"] = _infer(view)
+    return memo["writing"]
+
+
+def _infer(view: ModelView) -> Writing:
+    runner = view._layers.runner
+    embeds = [name for name in EMBED if runner.has(name)]
+    in_stream = view.position in ("standard", "shortformer")
+    added = [name for name in POSITION if in_stream and runner.has(name)][:1]
+    added += [name for name in TYPE if runner.has(name)][:1]
+    # attention-only blocks of HookedTransformer have the hook, and no MLP
+    mlps = [
+        f"blocks.{layer}.hook_mlp_out" if part(block, "mlp") is not None else None
+        for layer, block in enumerate(view._model.blocks)
+    ]
+    z = [f"blocks.{layer}.attn.hook_z" for layer in range(view.n_layers)]
+    ids = torch.arange(8).unsqueeze(0) % view.d_vocab
+    names = [*view.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
+    with without_hooks(view._model):
+        activations = view.activations(ids[:, : view.n_ctx], list(dict.fromkeys(names)))
+    activations = {name: upcast(value) for name, value in activations.items()}
+    blocks = [_block(view, layer, activations, mlp) for layer, mlp in enumerate(mlps)]
+    return Writing(*_embedding(view, activations, embeds, added), tuple(blocks))
+
+
+def _tolerance(view: ModelView, h: Tensor) -> float:
+    """Far above rounding, far below another norm or a missing bias."""
+    return 8 * reconstruction_bound(unit_roundoff(view.dtype), float(h.abs().max())) + 1e-5
+
+
+def _embedding(
+    view: ModelView, activations: Mapping[str, Tensor], embeds: list[str], added: list[str]
+) -> tuple[tuple[tuple[str, str], ...], NormWeights | None]:
+    """The embeddings that sum to the first state, as many as possible, and the norm behind them."""
+    h = activations[view.state_hooks[0]]
+    model = view._model
+    module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
+    norms = [None, *(n for n in view._parameters.norm_candidates(module, h) if n.norm_type)]
+    for count, norm, embed in product(range(len(added), -1, -1), norms, embeds):
+        hooks = [embed, *added[:count]]
+        total = sum((activations[name] for name in hooks), torch.zeros_like(h))
+        total = total if norm is None else norm.apply(total)
+        if largest(total - h) <= _tolerance(view, h):
+            named = ["pos_embed" if hook in POSITION else "type_embed" for hook in hooks[1:]]
+            return tuple(zip(["embed", *named], hooks, strict=True)), norm
+    return fail(
+        f"embeddings of {view.name}",
+        expected="a sum of token, position and segment embeddings, perhaps normed",
+        got="another first state",
+        instead="parts of your own, split_scores(..., parts={name: tensor})",
+        error=UnsupportedModelError,
+    )
+
+
+def _block(
+    view: ModelView, layer: int, activations: Mapping[str, Tensor], mlp: str | None
+) -> BlockWriting:
+    """The candidate for a block that reproduces its output."""
+    h = activations[f"blocks.{layer}.hook_resid_pre"]
+    after = activations[view.state_hooks[layer + 1]]
+    weights = view.weights(layer)
+    z = by_head(activations[f"blocks.{layer}.attn.hook_z"], view.n_heads).to(weights.W_O)
+    attention = einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
+    mlp_out = torch.zeros_like(h) if mlp is None else activations[mlp]
+    block = view._model.blocks[layer]
+    b_out = part(part(block, "mlp"), "b_out")
+    b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
+    candidates: list[tuple[float, BlockWriting]] = []
+    for norm in _behind(view, block, h):
+        total = h + (attention if norm is None else norm.apply(attention)) + mlp_out
+        # a norm behind the MLP has been applied by the hook: the bias before it is not apart
+        bias = b_out if norm is None else torch.zeros_like(b_out)
+        candidates.append((largest(total - after), BlockWriting(norm, None, mlp, bias)))
+    readings = view._parameters.norm_candidates
+    for first in readings(part(block, "ln1"), h):
+        for second in readings(part(block, "ln2"), h):
+            total = second.apply(first.apply(h + attention) + mlp_out)
+            writing = BlockWriting(None, (first, second), mlp, b_out)
+            candidates.append((largest(total - after), writing))
+    error, best = min(candidates, key=lambda pair: pair[0])  # the first of equals
+    if error <= _tolerance(view, after):
+        return best
+    return fail(
+        f"block {layer} of {view.name}",
+        expected="the sum of its heads, its MLP and its input, with or without norms behind them",
+        got="another output",
+        instead="parts of your own, split_scores(..., parts={name: tensor})",
+        error=UnsupportedModelError,
+    )
+
+
+def _behind(view: ModelView, block: object, h: Tensor) -> Iterator[NormWeights | None]:
+    """Candidates for the norm behind attention, none first."""
+    yield None
+    for name in ("ln1_post", "ln1"):
+        module = part(block, name)
+        if module is not None:
+            yield from (n for n in view._parameters.norm_candidates(module, h) if n.norm_type)

@@ -1,0 +1,78 @@
+"""Answers of a model to additions, digit by digit, and how many are right: what
+:mod:`tl_geometry.papers.arithmetic` asks at each measured step."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tl_geometry.papers.formats import ALPHABET, Problem, encode
+
+
+class Score(NamedTuple):
+    """Share of problems answered without a mistake, and share of right digits."""
+
+    exact: float
+    digits: float
+
+
+def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[str]:
+    """What the model writes after each prompt: as many characters as the sum has, each the
+    likeliest given those before it."""
+    device = next(model.parameters()).device
+    starts = torch.tensor([len(line.prompt) for line in lines], device=device)
+    wanted = [len(line.answer) for line in lines]
+    longest_line = int(starts.max()) + max(wanted)
+    tokens = torch.zeros(len(lines), longest_line, dtype=torch.int64, device=device)
+    for row, line in enumerate(lines):
+        tokens[row, : len(line.prompt)] = torch.tensor(encode(line.prompt), device=device)
+    rows = torch.arange(len(lines), device=device)
+    with torch.inference_mode():
+        for k in range(max(wanted)):
+            seen = tokens[:, : min(positions, int(starts.max()) + k)]
+            # rows that are finished write past their sum, which is cut below
+            at = (starts + k - 1).clamp(max=seen.shape[1] - 1)
+            tokens[rows, starts + k] = model(seen).logits[rows, at].argmax(-1)
+    return [
+        "".join(ALPHABET[int(i)] for i in tokens[row, s : s + n])
+        for row, (s, n) in enumerate(zip(starts.tolist(), wanted, strict=True))
+    ]
+
+
+def score(model: nn.Module, lines: Sequence[Problem], positions: int, *, batch: int = 256) -> Score:
+    """Greedy answers against the reversed sums: exact match over problems, and share of right
+    digits over all digits."""
+    batches = [lines[at : at + batch] for at in range(0, len(lines), batch)]
+    return _score(lines, [answer for part in batches for answer in answers(model, part, positions)])
+
+
+def guess(lines: Sequence[Problem]) -> Score:
+    """The score of one who knows the lengths and nothing else: always the likeliest digit at each
+    place of a sum of that length.
+
+    >>> sums = ("1", "2", "3"), ("2", "1", "3"), ("1", "1", "2"), ("10", "10", "20")
+    >>> guess([Problem(*parts) for parts in sums])
+    Score(exact=0.75, digits=0.8)
+    """
+    counts: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+    for line in lines:
+        for place, digit in enumerate(line.answer):
+            counts[len(line.answer), place][digit] += 1
+    guesses = [
+        [counts[len(line.answer), place].most_common(1)[0][0] for place in range(len(line.answer))]
+        for line in lines
+    ]
+    return _score(lines, guesses)
+
+
+def _score(lines: Sequence[Problem], answers: Sequence[Sequence[str]]) -> Score:
+    """Right problems and digits; an answer has as many characters as its sum."""
+    right = [
+        [x == y for x, y in zip(line.answer, answer, strict=True)]
+        for line, answer in zip(lines, answers, strict=True)
+    ]
+    return Score(sum(map(all, right)) / len(lines), sum(map(sum, right)) / sum(map(len, right)))

@@ -1,0 +1,244 @@
+"""NanoGPT: a character-level model, its row of Tables 1 and 2 beside the published one (Song &
+Zhong 2023).
+
+Trained on a text that the user names (the published one is Shakespeare) and measured on its
+held-out tenth (Table 1) and on another text (Table 2: "robustness", where the published row repeats
+that of Table 1). Mean and population deviation are over the states.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Provenance
+from tl_geometry.models.output_head import next_token_losses
+from tl_geometry.papers import figures as views
+from tl_geometry.papers.formats import shifted
+from tl_geometry.papers.outcome import (
+    Finding,
+    Outcome,
+    basis_of,
+    bridge_of,
+    state_measures,
+    table_of,
+)
+from tl_geometry.papers.published import published_tables
+from tl_geometry.papers.random_tokens import held_out_windows, text_windows
+from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
+from tl_geometry.render import measures as measure_views
+from tl_geometry.zoo import corpus
+from tl_geometry.zoo.trainer import Batch
+
+PUBLISHED_ROWS = {
+    "own text": ("table_1", "NanoGPT Shakespeare"),
+    "other text": ("table_2", "NanoGPT Wiki"),
+}
+SUMMARY = {
+    "rank": "rank",
+    "relative_norm_reference": "relative_norm",
+    "relative_norm": "relative_norm",
+}
+"""Measures, and the published ones they stand beside; the published code's relative norm is the
+reference form."""
+
+SETUPS = setups(Setup, "nanogpt")
+"""Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
+ones."""
+
+
+def character_ids(text: str, alphabet: str) -> Int[Tensor, " token"]:
+    """Places of a text's characters in an alphabet; characters that are not in it are left out.
+
+    >>> character_ids("abxba", "ab").tolist()
+    [0, 1, 1, 0]
+    """
+    place = {c: i for i, c in enumerate(alphabet)}
+    return torch.tensor([place[c] for c in text if c in place], dtype=torch.int64)
+
+
+def held_out_loss(
+    model: nn.Module, windows: Int[Tensor, "context position"], batch: int = 64
+) -> float:
+    """Next-character cross-entropy of a model on some windows, in nats per character."""
+    device, total = next(model.parameters()).device, 0.0
+    with torch.inference_mode():
+        for part in windows.to(device).split(batch):
+            total += next_token_losses(model(part).logits, part).sum(dtype=torch.float64).item()
+    return total / windows[:, 1:].numel()
+
+
+def nanogpt(
+    scale: str | Setup = "cpu",
+    texts: Sequence[str] | None = None,
+    *,
+    name: str = "the user's text",
+    other: Sequence[str] | None = None,
+    seeds: Sequence[int] = (0,),
+    out: str | Path | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+) -> Outcome:
+    """Train a character-level model and put its positional rank and relative norm beside the
+    published row.
+
+    Args:
+        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own.
+        texts: documents to train on, joined, the last tenth held out; ``None``: standard-library
+            modules.
+        name: what they are called on the page.
+        other: documents for the row of Table 2; ``None``: held-out standard-library modules.
+            Characters that the training text does not have are left out.
+        seeds: a run for each; figures show the first.
+        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
+            step.
+        device: where the models are trained.
+        progress: show a bar.
+
+    >>> short = SETUPS["smoke"].changed({"steps": "2"})
+    >>> roses, other = ["a rose is a rose. " * 100], ["roses are. " * 50]
+    >>> outcome = nanogpt(short, roses, other=other, progress=False)
+    >>> outcome.tables["summary"].names[:4]
+    ('seed', 'measured', 'measure', 'mean')
+    """
+    setup = chosen(scale, SETUPS)
+    text = "\n".join(corpus.training_texts()[:60] if texts is None else texts)
+    alphabet = "".join(sorted(set(text)))
+    stream = character_ids(text, alphabet)
+    cut = int(0.9 * len(stream))
+    second = character_ids(
+        "\n".join(corpus.held_out_documents().texts if other is None else other), alphabet
+    )
+    require(len(alphabet) > 1, "text", expected="two characters or more", got=len(alphabet))
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {}
+    training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
+    sources = {"own text": stream[cut:], "other text": second}
+    for seed in seeds:
+        windows = {
+            label: held_out_windows(ids, setup.context, setup.contexts, seed)
+            for label, ids in sources.items()
+        }
+        run = _train(setup, stream[:cut], len(alphabet), windows, seed, training)
+        rows += [{"seed": seed, **record} for record in run.records]
+        if seed == seeds[0]:
+            basis = basis_of(bridge_of(run.model, "NanoGPT"), windows["own text"], "own text")
+            figures = {"planes": measure_views.planes(basis), "cosines": views.state_cosines(basis)}
+    label = "standard-library modules" if texts is None else name
+    return _outcome(setup, rows, figures, tuple(seeds), label)
+
+
+def _train(
+    setup: Setup,
+    stream: Tensor,
+    d_vocab: int,
+    windows: dict[str, Tensor],
+    seed: int,
+    training: dict[str, Any],
+) -> Training:
+    def batch_at(step: int) -> Batch:
+        place = seed * 10_000_019 + step
+        return shifted(text_windows(stream, setup.context + 1, setup.batch, place))
+
+    def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
+        bridge, rows = bridge_of(model, "NanoGPT"), []
+        for measured, tokens in windows.items():
+            loss, basis = held_out_loss(model, tokens), basis_of(bridge, tokens, measured)
+            states = state_measures(basis, setup.frequencies)
+            rows += [{"measured": measured, "loss": loss, **row} for row in states]
+        return rows
+
+    name = f"seed-{seed}"
+    return run_training(setup, d_vocab, batch_at, measure, name=name, seed=seed, **training)
+
+
+def _outcome(
+    setup: Setup,
+    rows: list[dict[str, Any]],
+    figures: dict[str, Any],
+    seeds: tuple[int, ...],
+    label: str,
+) -> Outcome:
+    provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
+    summary = [
+        _beside_published(
+            [r for r in rows if (r["step"], r["seed"], r["measured"]) == (setup.steps, seed, text)],
+            measure,
+        )
+        for text in PUBLISHED_ROWS
+        for seed in seeds
+        for measure in SUMMARY
+    ]
+    curves = views.training_curves(
+        [r for r in rows if r["state"] == min(1, setup.layers)],
+        ("loss", "rank", "relative_norm", "low_frequency"),
+        by="measured",
+        caption="Each line is a seed, at state 1.",
+        source=provenance.line(),
+    )
+    note = (
+        "Mean and population standard deviation are over the states, as in the published tables. "
+        "relative norm reference divides by the raw states, as the published code does; relative "
+        "norm by the centred ones, as the paper says."
+    )
+    return Outcome(
+        name="nanogpt",
+        title="NanoGPT",
+        setup=setup,
+        seeds=seeds,
+        corpus=label,
+        findings=tuple(_findings(summary, rows, seeds)),
+        tables={"summary": table_of(summary, provenance), "curves": table_of(rows, provenance)},
+        figures=figures | {"curves": curves},
+        notes=(note,),
+    )
+
+
+def _beside_published(rows: list[dict[str, Any]], measure: str) -> dict[str, Any]:
+    """Mean and standard deviation of a measure over the states (``rows``) at the end of a run,
+    beside those of the published table."""
+    values = [r[measure] for r in rows]
+    table, row = PUBLISHED_ROWS[rows[0]["measured"]]
+    mean, sd = published_tables()[table][row][SUMMARY[measure]]
+    return {
+        "seed": rows[0]["seed"],
+        "measured": rows[0]["measured"],
+        "measure": measure,
+        "mean": math.fsum(values) / len(values),
+        "sd": statistics.pstdev(values),
+        "published_mean": mean,
+        "published_sd": sd,
+        "loss": rows[0]["loss"],
+    }
+
+
+def _findings(
+    summary: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: Sequence[int]
+) -> Iterator[Finding]:
+    """Each measure beside the published one, and whether the loss falls."""
+    for text, measure in product(PUBLISHED_ROWS, SUMMARY):
+        ours = [r for r in summary if (r["measured"], r["measure"]) == (text, measure)]
+        yield Finding(
+            claim=f"{text}: {measure.replace('_', ' ')} over states",
+            expected=f"{ours[0]['published_mean']}({ours[0]['published_sd']}) published",
+            found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in ours),
+        )
+    losses = [
+        [r["loss"] for r in rows if (r["measured"], r["seed"]) == ("own text", seed)]
+        for seed in seeds
+    ]
+    yield Finding(
+        claim="held-out loss (nats per character)",
+        expected="falls",
+        found="; ".join(f"{each[0]:.3f} to {each[-1]:.3f}" for each in losses),
+        holds=all(each[-1] < each[0] for each in losses),
+    )

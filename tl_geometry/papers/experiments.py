@@ -1,0 +1,82 @@
+"""Why training format matters: small transformers trained here, their geometry beside what they
+learn (Song & Zhong 2023, section 5).
+
+``randomisation`` trains on text that is partly random, ``addition`` on sums, ``nanogpt`` on
+characters. Each trains from scratch with the one trainer (:mod:`tl_geometry.zoo.trainer`), measures
+on the way, and gives an :class:`~tl_geometry.papers.Outcome` with its findings beside what was
+expected or published. Three scales: ``"smoke"`` (seconds, says nothing), ``"cpu"`` (minutes),
+``"paper"`` (published settings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tl_geometry.base.errors import check_seed, choice, fail, require
+from tl_geometry.base.run_files import LOCK, WRITER, check_folder, lock, write_record
+from tl_geometry.corpus.text_files import read_texts
+from tl_geometry.papers import arithmetic, characters, random_tokens
+from tl_geometry.papers.contents import EXPERIMENT_FILES, EXPERIMENTS, SCALES
+from tl_geometry.papers.outcome import Outcome
+
+MODULES: dict[str, Any] = {
+    "randomisation": random_tokens,
+    "addition": arithmetic,
+    "nanogpt": characters,
+}
+"""The module of each experiment, by the name of its function."""
+
+
+def experiment(
+    name: str,
+    *,
+    scale: str = "cpu",
+    out: Path | None = None,
+    seeds: Sequence[int] = (0,),
+    texts: Sequence[Path] | None = None,
+    encoding: str = "utf-8",
+    changes: Sequence[str] | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+    force: bool = False,
+    command: Sequence[str] = (),
+) -> Outcome:
+    """Run an experiment by its name, write it to ``out``, and return it: what the command line
+    calls.
+
+    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``;
+    ``texts`` are files to train on (addition makes its own lines). A folder that holds another
+    experiment, a report, or files of somebody else (``force``: these are overwritten), or that
+    another run is writing to, is refused.
+    """
+    module = MODULES[choice(name, EXPERIMENTS, "experiment")]
+    setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
+    if texts and name == "addition":
+        fail("--text", expected="none for addition, which makes its own", got=len(texts))
+    require(len(seeds) > 0, "--seeds", expected="at least one", got="none")
+    for seed in seeds:
+        check_seed(seed, "--seeds")
+    options: dict[str, Any] = {"seeds": tuple(seeds), "out": out}
+    options |= {"device": device, "progress": progress}
+    if texts:
+        options["texts"], names = read_texts(texts, encoding, "--text")
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        options["name"] = f"{', '.join(names[:3])}{more}"
+    if out is None:
+        return getattr(module, name)(setup, **options)
+    out.mkdir(parents=True, exist_ok=True)
+    with lock(out / LOCK):
+        if not check_folder(out, name, EXPERIMENT_FILES, force=force):
+            # the record by which a stopped run is known
+            write_record(out, {"written_by": WRITER, "experiment": name, "finished": False})
+        outcome: Outcome = getattr(module, name)(setup, **options)
+        outcome.save(out, command=command, force=force)
+    return outcome
+
+
+def _pairs(changes: Sequence[str]) -> dict[str, str]:
+    wrong = [c for c in changes if "=" not in c]
+    require(not wrong, "--set", expected="NAME=VALUE", got=", ".join(wrong))
+    return {name.strip(): value.strip() for name, value in (c.split("=", 1) for c in changes)}

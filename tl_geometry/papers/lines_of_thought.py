@@ -1,0 +1,264 @@
+"""Published numbers of Sarfati et al. 2025 (Lines of Thought, arXiv:2410.01545) as data, and ours
+beside them (:func:`~tl_geometry.papers.sarfati`).
+
+The corpus of the paper is Walden (H. D. Thoreau; 647,409 bytes, about 3,000 chunks of 50 GPT-2
+tokens), which is not shipped: pass its text. GPT-2-medium's states were exported before the final
+norm, those of Llama and Mistral are Hugging Face hidden states, whose last one is after it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
+from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.flow.ensemble import Trajectories, trajectories
+from tl_geometry.flow.noise import fit_noise_law
+from tl_geometry.flow.separation import ensembles_apart, true_against_extrapolated
+from tl_geometry.flow.truncation import GRID, truncation_kl
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.untrained import reinitialized
+
+
+class Published(NamedTuple):
+    """A published number: ``low`` and ``high`` are equal unless a range is given; ``origin`` says
+    where it was read, ``tolerance`` how far beyond the range ours may lie and agree (the corpus is
+    cut at another place, and digits are few)."""
+
+    quantity: str
+    model: str
+    low: float
+    high: float
+    origin: str
+    tolerance: float
+
+
+V1, REPLY, NOTES = "arXiv version 1", "authors' reply to reviewers", "third-party notes"
+SEPARABLE = 'says "separable at all layers", read here as 1.0; no number is printed'
+PERCEPTRON_ROW = "perceptron accuracy against gibberish, lowest layer"
+REVIEWER = "a reviewer reads 0.7"
+PUBLISHED: tuple[Published, ...] = (
+    Published("alpha", "gpt2-medium", 0.64, 0.64, V1, 0.1),
+    Published("lambda", "gpt2-medium", 0.18, 0.18, V1, 0.02),
+    Published("ln alpha", "Llama-2-7b", -5.4, -5.4, f"{V1}, printed as alpha, never negative", 0.3),
+    Published("lambda", "Llama-2-7b", 0.27, 0.27, V1, 0.02),
+    Published("K with 90% of the KL gone", "gpt2-medium", 256, 256, REPLY, 128),
+    Published("KL at K = 1", "gpt2-medium", 5.0, 5.0, REPLY, 0.5),
+    Published("KL at K = 256", "gpt2-medium", 0.5, 0.7, f"{REPLY} (0.5); {REVIEWER}", 0.1),
+    Published("top-5 overlap at K = 256", "gpt2-medium", 2.5, 2.5, REPLY, 0.3),
+    Published("SVM accuracy, tau = 1", "gpt2-medium", 0.50, 0.51, REPLY, 0.02),
+    Published("SVM accuracy, tau = 10", "gpt2-medium", 0.60, 0.60, REPLY, 0.05),
+    Published(PERCEPTRON_ROW, "gpt2-medium", 1.0, 1.0, f"{V1} {SEPARABLE}", 0.02),
+    Published("mean |kurtosis|", "gpt2-medium", 0.0, 0.3, NOTES, 0.1),
+    Published("mean |kurtosis|, untrained", "gpt2-medium", 1.0, 1.5, NOTES, 0.2),
+)
+"""Numbers stated for the models of the paper. Mistral-7B and Llama-3.2 (1B, 3B) are only said to
+have an anomalous last layer."""
+
+
+class PublishedRun(NamedTuple):
+    """Settings of a published run; ``post_norm`` says that its states are taken after the norm."""
+
+    layers: int
+    d_model: int
+    chunks: int
+    length: int
+    post_norm: bool
+
+
+SETTINGS = {
+    "gpt2-medium": PublishedRun(24, 1024, 3000, 50, post_norm=False),
+    "Llama-2-7b": PublishedRun(32, 4096, 1000, 50, post_norm=True),
+    "Mistral-7B": PublishedRun(32, 4096, 1000, 50, post_norm=True),
+    "Llama-3.2-1B": PublishedRun(16, 2048, 1000, 50, post_norm=True),
+    "Llama-3.2-3B": PublishedRun(28, 3072, 1000, 50, post_norm=True),
+}
+"""Published settings by model; chunks of the last three are those of Llama-2-7b, theirs is not
+stated."""
+LLAMA_OUTLIERS = (66, 223, 277, 330, 435, 538, 669)
+"""Chunks (from 1) of Walden that the paper removes for Llama-2-7b."""
+PERCEPTRON = (14_000, 10)
+"""Trajectories, and tokens of each, behind the published separability from gibberish."""
+
+
+Row = tuple[str, float, str]
+"""A quantity, our number, and a note about it."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LinesOfThought(Result):
+    """Our numbers in the order of ``quantities``, beside the published range of ``model`` (NaN
+    where none is published).
+
+    Verdicts: "agrees" (within the tolerance of the range), "differs", "not published".
+    """
+
+    model: str
+    quantities: tuple[str, ...]
+    ours: tuple[float, ...]
+    notes: tuple[str, ...]
+
+    def columns(self) -> tuple[str, ...]:
+        numbers = ("published_low", "published_high", "ours", "tolerance")
+        return ("quantity", *numbers, "verdict", "origin", "note")
+
+    def rows(self) -> list[tuple[object, ...]]:
+        published = {p.quantity: p for p in PUBLISHED if p.model == self.model}
+        none = Published("", "", math.nan, math.nan, "", math.nan)
+        rows: list[tuple[object, ...]] = []
+        for quantity, ours, note in zip(self.quantities, self.ours, self.notes, strict=True):
+            p = published.get(quantity, none)
+            numbers = (p.low, p.high, ours, p.tolerance)
+            rows.append((quantity, *numbers, _verdict(p, ours), p.origin, note))
+        return rows
+
+
+def _verdict(published: Published, ours: float) -> str:
+    if math.isnan(published.low) or math.isnan(ours):
+        return "not published" if math.isnan(published.low) else "not measured"
+    low, high = published.low - published.tolerance, published.high + published.tolerance
+    return "agrees" if low <= ours <= high else "differs"
+
+
+def sarfati(
+    model: ModelLike,
+    text: str,
+    *,
+    published_as: str | None = None,
+    n: int | None = None,
+    length: int = 50,
+    K: tuple[int, ...] = (1, *GRID),
+    separate: bool = True,
+    prepend_bos: bool = False,
+    seed: int = 0,
+    progress: bool = True,
+) -> LinesOfThought:
+    """Our numbers for a model on a text, beside those published for ``published_as`` (default: the
+    model's own name).
+
+    As published: greedy alignment, signs by the directions, all numbers in-sample except accuracies
+    and the last rows. The noise law is fitted with natural logarithms to residual log variances
+    over all pairs of layers. Truncation projects the last state before the final norm, whichever
+    side of it the other numbers take theirs from. The seven chunks that the paper removes for
+    Llama-2-7b are left out. The separability from gibberish is measured on 14,000 trajectories of
+    10 tokens as published, or its note says on how many (``n`` at most where it is given).
+    ``separate`` needs scikit-learn. ``prepend_bos``
+    departs from the paper, for models that know no text without BOS.
+    """
+    view = as_view(model)
+    name = published_as or next((m for m in SETTINGS if m.lower() in view.name.lower()), view.name)
+    chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
+    run = SETTINGS.get(name)
+    chunks = chunks[: min(n or (run.chunks if run else len(chunks)), len(chunks))]
+    chunks, removed = _without_outliers(chunks, name)
+    fits, instead = len(chunks) >= 32, "a longer text"
+    require(fits, "text", expected="at least 32 chunks", got=len(chunks), instead=instead)
+    post_norm = run is not None and run.post_norm
+    raw = trajectories(view, chunks, post_norm=post_norm, progress=progress)
+    paths = raw.after_norm() if post_norm else raw
+    rows: list[Row] = [*_law(paths), *_truncation(view, raw, K, progress)]
+    with reinitialized(view, seed=seed) as untrained:
+        null = trajectories(untrained, chunks, progress=progress).residuals()
+    kurtosis = float(null.abs_kurtosis.nanmean())
+    rows.append(("mean |kurtosis|, untrained", kurtosis, "same configuration, new weights"))
+    if separate:
+        rows += _separability(paths, seed)
+        rows.append(_perceptron(view, text, n, prepend_bos, post_norm, seed, progress))
+    names, values, notes = zip(*rows, strict=True)
+    provenance = replace(paths.provenance, preset="paper", seed=seed).flagged(*removed)
+    return LinesOfThought(
+        model=name, quantities=names, ours=values, notes=notes, provenance=provenance
+    )
+
+
+def _without_outliers(chunks: TokenWindows, name: str) -> tuple[TokenWindows, list[str]]:
+    """The chunks without those that the paper removes, and a flag that says so."""
+    if name != "Llama-2-7b":
+        return chunks, []
+    outliers = [i - 1 for i in LLAMA_OUTLIERS if i <= len(chunks)]
+    others = [i for i in range(len(chunks)) if i not in outliers]
+    flag = f"{len(outliers)} of the 7 outlying chunks of the paper left out"
+    return chunks[torch.tensor(others)], [flag]
+
+
+def _law(paths: Trajectories) -> list[Row]:
+    maps = paths.residuals()
+    law, other = (
+        fit_noise_law(maps.log_variance, law=law, times=paths.times)
+        for law in ("asymptotic", "increment")
+    )
+    better = "asymptotic" if law.aic <= other.aic else "increment"
+    return [
+        ("alpha", law.alpha, f"R^2 {law.r2:.3f}; AIC prefers the {better} law"),
+        ("ln alpha", law.log_alpha, "natural logarithm"),
+        ("lambda", law.rate, f"increment law: {other.rate:.3f}"),
+        ("mean |kurtosis|", float(maps.abs_kurtosis.nanmean()), "over all pairs of layers"),
+    ]
+
+
+def _truncation(
+    view: ModelView, paths: Trajectories, K: tuple[int, ...], progress: bool
+) -> list[Row]:
+    if not (view.head_trained and view.causal) or paths.tokens is None:
+        return []
+    grid = tuple(k for k in K if k <= paths.aligned_bases(align="none").rank)
+    curve = truncation_kl(view, paths.tokens, paths, K=grid, progress=progress)
+    kl = dict(zip(curve.K, curve.kl.tolist(), strict=True))
+    top5 = dict(zip(curve.K, curve.top5.tolist(), strict=True))
+    enough = [k for k in curve.K if kl[k] <= 0.1 * kl[curve.K[0]]]
+    needed = float(enough[0]) if curve.claimed and enough else math.nan
+    note = f"by the text's other criterion, 10% of the baseline: {curve.needed()}"
+    if not curve.claimed:
+        note = f"not claimed: {curve.fitted} chunks are fewer than {view.d_model} dimensions"
+    in_sample = "in-sample directions"
+    rows = [("K with 90% of the KL gone", needed, note)]
+    rows += [(f"KL at K = {k}", kl[k], in_sample) for k in (1, 256) if k in kl]
+    if 256 in top5:
+        rows.append(("top-5 overlap at K = 256", top5[256], in_sample))
+    return rows
+
+
+def _separability(paths: Trajectories, seed: int) -> list[Row]:
+    start = paths.states[max(0, len(paths.states) // 2 - 1)]
+    table = true_against_extrapolated(paths, start=start, seed=seed)
+    note = f"held out, from state {start}"
+    return [
+        (f"SVM accuracy, tau = {tau}", float(table.accuracy[tau - 1, 0]), note)
+        for tau in (1, 10)
+        if tau <= len(table.names)
+    ]
+
+
+def _perceptron(
+    view: ModelView,
+    text: str,
+    n: int | None,
+    prepend_bos: bool,
+    post_norm: bool,
+    seed: int,
+    progress: bool,
+) -> Row:
+    """The lowest accuracy over layers with which a perceptron tells text from gibberish, by the
+    published protocol as far as the text reaches."""
+    asked, length = PERCEPTRON
+    chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
+    chunks = chunks[: min(len(chunks), asked, n or asked)]
+    noise = gibberish(view, len(chunks), length, prepend_bos=prepend_bos, seed=seed)
+    paths = [
+        trajectories(view, tokens, post_norm=post_norm, progress=progress)
+        for tokens in (chunks, noise)
+    ]
+    real, random = (each.after_norm() if post_norm else each for each in paths)
+    apart = ensembles_apart(real, random, seed=seed)
+    used = f"{len(chunks)} trajectories of {length} tokens, held out"
+    note = used if len(chunks) == asked else f"{used}; published protocol: {asked:,}"
+    lowest = float(apart.accuracy[:, 0].min())
+    return PERCEPTRON_ROW, lowest, note

@@ -1,0 +1,189 @@
+"""What an experiment gives: tables, figures, findings beside what was expected, and the folder they
+are written to."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tl_geometry.base.results import SOURCES, Provenance, Result
+from tl_geometry.base.run_files import PAGE, WRITER, OwnFiles, check_folder, write_record
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.from_model import decompose
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.measures import positional_report
+from tl_geometry.models import from_hf
+from tl_geometry.papers.setup import Setup, Table
+from tl_geometry.report import page
+from tl_geometry.report.analysis import versions
+from tl_geometry.report.section import Section, Shown
+
+MEASURES = (
+    "rank",
+    "stable_rank",
+    "relative_norm",
+    "relative_norm_reference",
+    "low_frequency",
+    "roughness",
+    "fracture",
+    "fracture_at",
+)
+"""Measures of a positional basis that every experiment records; ``split_half`` says how much of
+them is sampling noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One claim: what was expected, what was found, and whether that is it (``None``: reported, not
+    judged)."""
+
+    claim: str
+    expected: str
+    found: str
+    holds: bool | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outcome:
+    """Result of an experiment: ``findings`` compares with what was expected or published,
+    ``tables["curves"]`` has a row per measurement, ``figures`` are views by name."""
+
+    name: str
+    title: str
+    setup: Setup
+    seeds: tuple[int, ...]
+    corpus: str
+    findings: tuple[Finding, ...]
+    tables: dict[str, Result]
+    figures: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The findings, a line each."""
+        word = {True: "yes", False: "NO", None: "-"}
+        seeds = ", ".join(map(str, self.seeds))
+        lines = [
+            f"  [{word[f.holds]:>3}] {f.claim}: {f.found} (expected: {f.expected})"
+            for f in self.findings
+        ]
+        return "\n".join([f"{self.title}, {self.setup.scale} scale, seeds {seeds}", *lines])
+
+    def sections(self) -> list[Section]:
+        """The outcome as sections of a report: the findings, then figures and tables."""
+        words = {True: "yes", False: "no", None: "not judged"}
+        claims = Table(
+            names=("claim", "expected", "found", "holds"),
+            cells=tuple((f.claim, f.expected, f.found, words[f.holds]) for f in self.findings),
+            provenance=Provenance(corpus=self.corpus),
+        )
+        s, seeds = self.setup, ", ".join(map(str, self.seeds))
+        scale = (
+            f"Scale {s.scale}: {s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context "
+            f"{s.context}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
+        )
+        tables = [Shown(name=name, table=table) for name, table in self.tables.items()]
+        first = (scale, *self.notes, Shown(name="findings", table=claims))
+        return [
+            Section(title="Claims", blocks=first),
+            Section(title="Figures and tables", blocks=(*self.figures.values(), *tables)),
+        ]
+
+    def save(self, out: Path, *, command: Sequence[str] = (), force: bool = False) -> Path:
+        """Write ``report.html``, a safetensors file per table (and a CSV where it is a plain
+        :class:`~tl_geometry.papers.setup.Table`), a PNG per figure and ``run.json``; return
+        the page's path. Files in the way that an earlier run has not written are refused
+        (``force``: overwritten)."""
+        out.mkdir(parents=True, exist_ok=True)
+        sections = self.sections()
+        tables = [item for section in sections for item in section.tables.items()]
+        files: dict[str, Callable[[Path], object]] = {}
+        for name, table in tables:
+            if isinstance(table, Table):
+                files[f"{name}.csv"] = partial(table.to_dataframe().to_csv, index=False)
+            files[f"{name}.safetensors"] = table.save
+        files |= {f"{name}.png": figure.save for name, figure in self.figures.items()}
+        parts = [page.Part(name=s.title, title=s.title, html=s.html()) for s in sections]
+        text = page.document(self.title, parts, [SOURCES["song2023"]])
+        files[PAGE] = partial(Path.write_text, data=text, encoding="utf-8")
+        record = check_folder(out, self.name, files, force=force)
+        own = OwnFiles(out, record.get("files", {}), force=force)
+        for name, save in files.items():
+            own.write(name, save, partial(self._record, out, own, command))
+        return out / PAGE
+
+    def _record(self, out: Path, own: OwnFiles, command: Sequence[str]) -> None:
+        """Write ``run.json``."""
+        summary = {
+            "written_by": WRITER,
+            "command": list(command),
+            "experiment": self.name,
+            "setup": dataclasses.asdict(self.setup),
+            "seeds": self.seeds,
+            "corpus": self.corpus,
+            "findings": [dataclasses.asdict(f) for f in self.findings],
+            "versions": versions(),
+            "files": own.hashes,
+        }
+        write_record(out, summary)
+
+
+def bridge_of(model: nn.Module, name: str) -> Any:
+    """A copy of a model in training as a TransformerLens model."""
+    return from_hf(copy.deepcopy(model), None, name=name, device=next(model.parameters()).device)
+
+
+def basis_of(bridge: Any, tokens: Int[Tensor, "context position"], corpus: str) -> PositionContext:
+    """Basis of a model on windows without BOS; the first position is left out of the statistics."""
+    return decompose(
+        bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False
+    )
+
+
+def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, Any]]:
+    """:data:`MEASURES`, the :func:`jump` and ``split_half`` of every state."""
+    report = positional_report(basis, frequencies=frequencies, jackknife=False, nulls=False)
+    size, place = jump(basis.pos)
+    jumps = {"jump": size, "jump_at": place + basis.window[0]}
+    values = {name: report[name] for name in (*MEASURES, "split_half")} | jumps
+    return [
+        {"state": state, **{name: float(value[i]) for name, value in values.items()}}
+        for i, state in enumerate(basis.states)
+    ]
+
+
+def jump(
+    pos: Float[Tensor, "state position d_model"],
+) -> tuple[Float[Tensor, " state"], Int[Tensor, " state"]]:
+    """Largest step ``|pos_(t+1) - pos_t|`` over the median step, and the row t after which it
+    comes.
+
+    The fracture score compares directions. A smooth curve about its mean passes near the origin,
+    often in the middle, and turns fast there without any break; the length of the step does not see
+    that.
+
+    >>> from tl_geometry.measures.positional import fracture_score
+    >>> line = torch.arange(-3.5, 4.0).double()[None, :, None] * torch.tensor([1.0, 0.0]).double()
+    >>> line[0, 5:, 1] = 2
+    >>> size, place = jump(line)
+    >>> round(float(size), 2), int(place), int(fracture_score(line).argmax)
+    (2.24, 4, 3)
+    """
+    step = torch.linalg.vector_norm(pos.diff(dim=1), dim=-1)
+    largest, where = step.max(-1)
+    return largest / step.median(-1).values, where
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance) -> Table:
+    """A table from rows with the same keys."""
+    names = tuple(rows[0])
+    cells = tuple(tuple(row[name] for name in names) for row in rows)
+    return Table(names=names, cells=cells, provenance=provenance)

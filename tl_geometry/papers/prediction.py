@@ -1,0 +1,76 @@
+"""Whether geometry says beforehand what a model fails at: rank correlations of measures and scores
+over the steps of a run (:mod:`tl_geometry.papers.arithmetic`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+PREDICTORS = (
+    "fracture",
+    "fracture_digits",
+    "roughness",
+    "pos_pos_fracture",
+    "wpe_fracture",
+    "wpe_roughness",
+)
+"""Measures of geometry that might say which lengths a model will fail at."""
+SCORE = "digits_out"
+"""What they are compared with: the share of right digits out of the trained lengths."""
+STATE_MEASURES = ("fracture", "fracture_digits", "roughness", "low_frequency")
+"""Measures of the positional basis that are averaged over states."""
+
+
+def by_step(
+    states: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], length: int
+) -> list[dict[str, Any]]:
+    """One row per task, seed and step: scores, and the means over states above 0 (over heads) of
+    the measures at one length."""
+    keys = ("task", "seed", "step")
+    rows: list[dict[str, Any]] = []
+    for key in dict.fromkeys(tuple(r[k] for k in keys) for r in states):
+        at = dict(zip(keys, key, strict=True)) | {"length": length}
+        of_states = [r for r in states if at.items() <= r.items() and r["state"] > 0]
+        of_heads = [r for r in heads if at.items() <= r.items()]
+        scores = {n: v for n, v in of_states[0].items() if n.startswith(("exact", "digits", "wpe"))}
+        means = {n: _mean(of_states, n) for n in STATE_MEASURES}
+        means["pos_pos_fracture"] = _mean(of_heads, "pos_pos_fracture")
+        rows.append(dict(zip(keys, key, strict=True)) | scores | means)
+    return rows
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return math.fsum(row[name] for row in rows) / len(rows)
+
+
+def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank correlation of each measure with :data:`SCORE` over the measured steps of each run, and
+    of its change with the score's change.
+
+    Both rise or fall with the step in most runs, which alone makes a correlation: the one of
+    changes is free of a common trend. The untrained model (step 0) is left out: it knows no sums of
+    any length.
+    """
+    table: list[dict[str, Any]] = []
+    for run in dict.fromkeys((r["task"], r["seed"]) for r in rows):
+        of_run = [r for r in rows if (r["task"], r["seed"]) == run and r["step"] > 0]
+        score = torch.tensor([r[SCORE] for r in of_run], dtype=torch.float64)
+        for name in PREDICTORS:
+            values = torch.tensor([r[name] for r in of_run], dtype=torch.float64)
+            row: dict[str, Any] = {"task": run[0], "seed": run[1], "measure": name, "score": SCORE}
+            row |= {"points": len(of_run), "levels": _rank_correlation(values, score)}
+            table.append(row | {"changes": _rank_correlation(values.diff(), score.diff())})
+    return table
+
+
+def _rank_correlation(x: Tensor, y: Tensor) -> float:
+    """Spearman's rho; NaN where either does not vary or fewer than three points are there."""
+    if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
+        return math.nan
+    correlation: Any = spearmanr(x.numpy(), y.numpy())
+    return float(correlation.statistic)

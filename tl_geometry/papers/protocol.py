@@ -1,0 +1,169 @@
+"""The settings behind Tables 1 to 5 of Song & Zhong 2023, with a switch for each deviation of the
+published code from the paper. :func:`~tl_geometry.papers.song_zhong` runs them.
+
+The published numbers were made by code that differs from the text in ways that change them. Every
+switch is off in the mathematics (:meth:`Settings.exact`) and on where the published run had it
+(:func:`settings_for`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import require
+from tl_geometry.corpus import window_cutter
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.models.model_view import ModelView
+
+FAMILIES = {
+    "gpt2": "GPT-2",
+    "bert-base-cased": "BERT",
+    "bloom-560m": "BLOOM",
+    "llama-2-7b": "Llama-2",
+    "llama-2-7b-hf": "Llama-2",
+}
+"""Models of the published tables, by the last part of their name."""
+SWITCHES = {
+    "uint16": "token ids modulo 65,536",
+    "causal": "causal mask",
+    "raw_denominator": "relative norm over raw states of fresh windows",
+    "overlap": "overlapping windows",
+    "absolute_with_self": "similarities with self-pairs",
+    "final_norm": "last state after the final norm",
+}
+"""Switches of :class:`Settings`, and what a result says where one is on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What was run. Sizes: ``contexts`` windows of ``length`` tokens, position 0 left out,
+    ``fresh`` further windows for the denominator of the relative norm, ``topic_windows`` windows of
+    ``topic_length`` tokens from each topic document, 13 states.
+
+    Switches, each a difference between the published code and the paper or the model:
+
+    - ``uint16``: token ids are stored in 16 bits, so that ids above 65,535 (BLOOM) wrap around:
+      corrupted text.
+    - ``causal``: BERT was run with a causal mask (``is_decoder=True``).
+    - ``raw_denominator``: the relative norm divides by the raw states of the fresh windows, their
+      mean included, where the paper divides by the centred states.
+    - ``overlap``: windows start anywhere, drawn with replacement, where the paper says that they do
+      not overlap.
+    - ``absolute_with_self``: cluster similarity counts the pair of each vector with itself.
+    - ``final_norm``: the last state is taken after the model's final norm (what Hugging Face's
+      ``hidden_states`` hold; BLOOM).
+    """
+
+    length: int = 512
+    contexts: int = 6400
+    fresh: int = 32
+    states: int = 13
+    k: int = 20
+    strategy: str = "i"
+    seed: int = 1234
+    train_share: float = 0.9
+    topic_windows: int = 64
+    topic_length: int = 128
+    uint16: bool = False
+    causal: bool = False
+    raw_denominator: bool = True
+    overlap: bool = True
+    absolute_with_self: bool = True
+    final_norm: bool = False
+
+    def exact(self) -> Settings:
+        """The same sizes with every switch off."""
+        return dataclasses.replace(self, **dict.fromkeys(SWITCHES, False))
+
+    def remarks(self) -> tuple[str, ...]:
+        """The switches that are on, in words."""
+        return tuple(text for name, text in SWITCHES.items() if getattr(self, name))
+
+
+def family_of(view: ModelView) -> str | None:
+    """The model of the published tables that this is, by name, or ``None``."""
+    return FAMILIES.get(view.name.rstrip("/").rsplit("/", 1)[-1].lower())
+
+
+def settings_for(view: ModelView) -> Settings:
+    """The published settings for this model: causal mask for encoders, wrapped ids and final norm
+    for BLOOM, small samples for Llama-2."""
+    family = family_of(view)
+    sizes: dict[str, Any] = {"contexts": 800, "fresh": 8} if family == "Llama-2" else {}
+    bloom = family == "BLOOM"
+    return Settings(uint16=bloom, final_norm=bloom, causal=not view.causal, **sizes)
+
+
+def wrap_uint16(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """Token ids as 16-bit storage returns them: modulo 65,536.
+
+    >>> wrap_uint16(torch.tensor([5, 65_536, 250_879])).tolist()
+    [5, 0, 54271]
+    """
+    return ids % 2**16
+
+
+def chosen_states(n_layers: int, count: int) -> tuple[int, ...]:
+    """``count`` of the states 0..n_layers at even distances, rounded down as the published code
+    does (all if there are fewer).
+
+    >>> chosen_states(32, 13)
+    (0, 2, 5, 8, 10, 13, 16, 18, 21, 24, 26, 29, 32)
+    """
+    if n_layers < count:
+        return tuple(range(n_layers + 1))
+    return tuple(np.linspace(0, n_layers, count, dtype=int).tolist())
+
+
+def draw(
+    ids: Int[Tensor, " position"], settings: Settings, name: str = ""
+) -> tuple[TokenWindows, TokenWindows]:
+    """The windows of the basis and the fresh ones, from the training share of one array of ids.
+
+    With ``overlap`` both are drawn with replacement from anywhere (seeded); without it they are
+    cut, and the fresh windows are others than those of the basis. Raises GeometryError when the
+    text is too short.
+    """
+    ids = wrap_uint16(ids) if settings.uint16 else ids
+    train = ids[: int(settings.train_share * len(ids))]
+    if settings.overlap:
+        sizes = (settings.contexts, settings.fresh)
+        parts = [
+            window_cutter.sample_starts(train.tolist(), settings.length, n, settings.seed + i)
+            for i, n in enumerate(sizes)
+        ]
+    else:
+        rows = window_cutter.cut(train.tolist(), settings.length)
+        share = f"{settings.train_share:.0%} of the text"
+        require(
+            len(rows) >= 2,
+            "corpus",
+            expected=f"at least 2 windows of {settings.length} tokens in {share}",
+            got=f"{len(rows)} of {len(ids)} tokens",
+            instead="more text",
+        )
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
+        fresh = min(settings.fresh, max(1, len(rows) // 4))
+        parts = [rows[order[fresh:][: settings.contexts]], rows[order[:fresh]]]
+    first, second = (TokenWindows(tokens=p, has_bos=False, corpus=name) for p in parts)
+    return first, second
+
+
+def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Tensor, " position"]:
+    """One array of ids, without BOS: texts joined by newlines and tokenised whole, as published, or
+    ids as they are."""
+    if isinstance(corpus, Tensor):
+        ok = corpus.dim() == 1 and not corpus.is_floating_point()
+        require(ok, "corpus", expected="text, or integer ids [position]", got=describe(corpus))
+        return corpus.long()
+    text = corpus if isinstance(corpus, str) else "\n".join(corpus)
+    return torch.tensor(view.encode(text), dtype=torch.int64)

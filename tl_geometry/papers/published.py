@@ -1,0 +1,266 @@
+"""Our numbers beside the published ones: Tables 1 to 5 of Song & Zhong 2023."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tl_geometry import zoo
+from tl_geometry.base import linalg
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
+from tl_geometry.decomposition.from_model import decompose
+from tl_geometry.measures import contextual, positional
+from tl_geometry.measures import rank as ranks
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
+from tl_geometry.papers.protocol import (
+    Settings,
+    chosen_states,
+    corpus_ids,
+    draw,
+    family_of,
+    settings_for,
+    wrap_uint16,
+)
+from tl_geometry.papers.topics import topic_bases, topic_windows
+
+Text = str | Sequence[str] | Tensor
+BY_STATE = {
+    "rank": "table_3_rank",
+    "stable_rank": "table_4_stable_rank",
+    "relative_norm": "table_5_relative_norm",
+}
+DATA = Path(__file__).with_name("published.json")
+"""Tables 1 to 5 as printed, read by :func:`published_tables`."""
+SUMMARY = ("rank", "relative_norm", "inter", "intra", "incoherence")
+DOUBTS = {
+    ("BERT OWT", "rank"): "Table 3 averages to 12.46(2.76)",
+    ("BERT Wiki", "rank"): "Table 3 averages to 12.54(2.71)",
+    ("Llama-2 Wiki", "relative_norm"): (
+        "Table 5 averages to 0.073(0.023); Table 1 repeats the OWT value"
+    ),
+    ("Llama-2 GitHub", "rank sd"): "Table 3 has a deviation of 1.07",
+}
+for _row in ("Llama-2 OWT", "Llama-2 Wiki", "Llama-2 GitHub"):
+    DOUBTS[_row, "intra"] = "all windows of a document were the same text"
+for _row in ("BERT Wiki", "BLOOM OWT", "BLOOM Wiki"):
+    DOUBTS[_row, "inter"] = DOUBTS[_row, "intra"] = "the published notebook has other values"
+"""Published cells that the published sources themselves contradict, or that mean nothing."""
+
+
+@functools.cache
+def published_tables() -> dict[str, Any]:
+    """Tables 1 to 5 (and the notebook's similarity table) as data: table -> "model corpus" ->
+    measure or list over 13 states.
+
+    >>> published_tables()["table_1"]["GPT-2 OWT"]["rank"]
+    [11.38, 1.86]
+    """
+    return json.loads(DATA.read_text(encoding="utf-8"))
+
+
+def printed_rows() -> dict[str, Any]:
+    """The rows of Tables 1 and 2, by "model corpus"."""
+    return published_tables()["table_1"] | published_tables()["table_2"]
+
+
+def tolerance(measure: str, published: float, deviation: float | None = None) -> float:
+    """How near another sample of the corpus should come: rank 1, stable rank 0.1, relative norm
+    10%; else the published deviation."""
+    by_measure = {"rank": 1.0, "stable_rank": 0.1, "relative_norm": 0.1 * published}
+    return by_measure.get(measure, deviation or 0.0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reproduction(Result):
+    """Ours beside published, a row per cell: table, cell, ours, published, tolerance, verdict.
+
+    Verdicts: "agrees" or "differs" (by more than the tolerance), "another model" where the row
+    shown is not of this model, "doubtful: ..." where the published sources contradict the cell, "no
+    published row".
+    """
+
+    cells: tuple[tuple[Any, ...], ...]
+    row: str | None
+    settings: dict[str, Any]
+
+    def columns(self) -> Sequence[str]:
+        return ("table", "cell", "ours", "published", "tolerance", "verdict")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.cells
+
+    def value(self, table: str, cell: str) -> float:
+        """Our number in one cell."""
+        by_cell = {(row[0], row[1]): row[2] for row in self.cells}
+        expected = f"one of {sorted({row[0] for row in self.cells})} and its cells"
+        require((table, cell) in by_cell, "cell", expected=expected, got=(table, cell))
+        return float(by_cell[table, cell])
+
+
+def song_zhong(
+    model: ModelLike | str | Path | None = None,
+    corpus: Text | None = None,
+    *,
+    topics: Sequence[str] | Sequence[Tensor] | None = None,
+    row: str | None = None,
+    settings: Settings | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> Reproduction:
+    """Run the published protocol of Song & Zhong 2023 on a model and a corpus, and put our numbers
+    beside theirs.
+
+    Args:
+        model: a TransformerLens model, a name or directory to load (raw weights, float32), or
+            ``None`` for the embedded model. The published models are gpt2, bert-base-cased,
+            bigscience/bloom-560m and Llama-2-7B.
+        corpus: text, texts (joined by newlines), or ids [position]; ``None`` for the held-out
+            standard library.
+        topics: a few documents for similarities and incoherence (4 in the paper), as texts or ids;
+            ``None`` leaves them out, but with the embedded corpus the four longest modules are
+            taken.
+        row: the published row to compare with, such as ``"GPT-2 OWT"`` (corpora OWT, Wiki, GitHub).
+            Without it every verdict is "no published row".
+        settings: by default those of the published run of this model
+            (:func:`~tl_geometry.papers.settings_for`), with the window shortened to what the model
+            takes.
+
+    The cells need not agree to the digit even for the same model: the corpora are only named in the
+    paper, not fixed. Raises GeometryError when weights cannot be had, and for text that is too
+    short.
+    """
+    if corpus is None:
+        corpus = list(zoo.corpus.held_out_documents().texts)
+        topics = sorted(corpus, key=len, reverse=True)[:4] if topics is None else topics
+    require_row(row, "row")
+    view = as_view(loaded(model))
+    chosen = settings or settings_for(view)
+    used = dataclasses.replace(
+        chosen,
+        length=min(chosen.length, view.n_ctx),
+        topic_length=min(chosen.topic_length, view.n_ctx),
+    )
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    with view.attending_left() if used.causal else nullcontext():
+        run = view.with_final_norm() if used.final_norm else view
+        measured, provenance = _measure(run, corpus, topics, used, options)
+    flags = [*used.remarks(), *([] if row is None else [f"published row {row}"])]
+    if used.length < chosen.length:
+        flags.append(f"windows of {used.length} tokens, not {chosen.length}")
+    return Reproduction(
+        provenance=dataclasses.replace(
+            provenance.flagged(*flags), preset="reference", seed=used.seed
+        ),
+        cells=tuple(_cells(measured, chosen_states(view.n_layers, used.states), row, view)),
+        row=row,
+        settings=dataclasses.asdict(used),
+    )
+
+
+def require_row(row: str | None, what: str) -> None:
+    """Refuse a row that no published table has."""
+    known = printed_rows()
+    require(row is None or row in known, what, expected=f"one of {', '.join(known)}", got=repr(row))
+
+
+def loaded(model: ModelLike | str | Path | None) -> Any:
+    """A model by name or directory (as commands take it), the embedded one for ``None``, or the
+    model itself."""
+    if model is None:
+        return zoo.embedded()
+    return zoo.by_name(model) if isinstance(model, str | Path) else model
+
+
+def _measure(
+    view: ModelView,
+    corpus: Text,
+    topics: Sequence[Any] | None,
+    used: Settings,
+    options: dict[str, Any],
+) -> tuple[dict[str, Tensor], Any]:
+    """Every measure [state] of the protocol."""
+    windows, fresh = draw(corpus_ids(view, corpus), used, "corpus")
+    states = chosen_states(view.n_layers, used.states)
+    small: dict[str, Any] = {"states": states, "window": (1, used.length), "seed": used.seed}
+    small |= {"keep": 0, "keep_ctx": False, **options}
+    basis = decompose(view, windows, second_moments=not used.raw_denominator, **small)
+    s = torch.linalg.svdvals(basis.pos)
+    shape = (basis.pos.shape[1], basis.pos.shape[2])
+    k = min(used.k, ranks.usable_k(used.k, min(shape)))
+    other = decompose(view, fresh, second_moments=True, **small) if used.raw_denominator else basis
+    centered = not used.raw_denominator
+    moments = torch.stack([other.second_moment(state, centered=centered) for state in states])
+    measured = {
+        "rank": ranks.screenot(s, shape, k=k, strategy=used.strategy).rank.double(),
+        "stable_rank": linalg.stable_rank(s),
+        "relative_norm": positional.relative_norm(s, moments, other.contexts),
+    }
+    if topics is not None:
+        ids = [corpus_ids(view, t) for t in topics]
+        documents = [wrap_uint16(d) if used.uint16 else d for d in ids]
+        rows = topic_windows(documents, windows=used.topic_windows, length=used.topic_length)
+        topic = topic_bases(view, basis, rows, **options)
+        preset = "reference" if used.absolute_with_self else "exact"
+        similar = contextual.cluster_similarity(topic.ctx, topic.labels, preset=preset)
+        measured |= {
+            "inter": similar.inter,
+            "intra": similar.intra,
+            "incoherence": contextual.incoherence(topic.pos, topic.ctx).avg,
+        }
+    flags = [f"rank bound k={k} of {used.k}"] if k < used.k else []
+    return measured, basis.provenance.flagged(*flags)
+
+
+def _cells(
+    measured: dict[str, Tensor], states: Sequence[int], row: str | None, view: ModelView
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of a :class:`Reproduction`: Table 1 (mean and deviation over states), then Tables 3
+    to 5 (each state)."""
+    tables, name, nan = published_tables(), row or "", math.nan
+    same = family_of(view) == name.split(" ", maxsplit=1)[0]
+    # Tables 1 and 2 first; the notebook has GitHub's similarities
+    summary = tables["notebook_similarity"].get(name, {}) | printed_rows().get(name, {})
+    for measure in (m for m in SUMMARY if m in measured):
+        values = measured[measure]
+        mean, sd = float(values.mean()), float(values.std(correction=0))
+        printed, deviation = summary.get(measure, (nan, nan))
+        near, doubt = tolerance(measure, printed, deviation), DOUBTS.get((name, measure), "")
+        judged = verdict(mean, printed, near, same, doubt)
+        yield "table 1", measure, mean, printed, near, judged
+        doubt = DOUBTS.get((name, f"{measure} sd"))
+        judged = "not judged" if measure in summary else "no published row"
+        judged = f"doubtful: {doubt}" if doubt else judged
+        yield "table 1", f"{measure} sd", sd, deviation, nan, judged
+    for measure, table in BY_STATE.items():
+        # a model with more states than the published one has no number for the last ones
+        published = [*map(float, tables[table].get(name, [])), *[nan] * len(states)]
+        for state, value, printed in zip(
+            states, measured[measure].tolist(), published, strict=False
+        ):
+            near = tolerance(measure, printed)
+            judged = verdict(value, printed, near, same)
+            yield table[:7].replace("_", " "), f"state {state}", value, printed, near, judged
+
+
+def verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:
+    """What our number says beside the published one (:class:`Reproduction`)."""
+    if math.isnan(theirs):
+        return "no published row"
+    if not same:
+        return "another model"
+    if doubt:
+        return f"doubtful: {doubt}"
+    return "agrees" if abs(ours - theirs) <= near else "differs"

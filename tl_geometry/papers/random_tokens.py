@@ -1,0 +1,399 @@
+"""Token randomisation: where training text is random, the geometry of position is destroyed (Song &
+Zhong 2023, section 5.1).
+
+1. Three models are trained on text, on text whose second half is random tokens, and on random
+   tokens.
+2. Each is measured on all three formats: a 3 x 3 grid of positional bases per state.
+3. The break (the largest step between neighbours) is expected where the random half begins, and few
+   low frequencies where it lies.
+
+The target of the last position of text is random already, so that what the model has to do changes
+one position before the tokens do.
+
+Measures of one half are those of that half alone: its own positions, less their mean, without the
+position before the middle. Otherwise the jump of the mean between the halves, which is common to
+all positions of the second, would make random positions look alike and therefore smooth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tl_geometry import zoo
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.results import Provenance, Result
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.measures import positional
+from tl_geometry.papers import figures as views
+from tl_geometry.papers.formats import FORMATS, randomise, shifted
+from tl_geometry.papers.outcome import (
+    Finding,
+    Outcome,
+    basis_of,
+    bridge_of,
+    state_measures,
+    table_of,
+)
+from tl_geometry.papers.setup import Setup, Table, Training, chosen, run_training, setups
+from tl_geometry.zoo import corpus
+from tl_geometry.zoo.trainer import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomisationSetup(Setup):
+    """``tokenizer`` is a name or directory for Hugging Face (``""``: the embedded model's);
+    ``characters`` of the text are read; ``shown`` are the states in the figures."""
+
+    tokenizer: str = ""
+    characters: int = 10_000_000
+    shown: tuple[int, ...] = (1, 5)
+
+
+SETUPS = setups(RandomisationSetup, "randomisation")
+"""Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
+ones."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FormatBases(Result):
+    """Positional bases after training: ``pos["full", "baseline"] [state position d_model]`` is that
+    of a model trained on ``"full"``, measured on ``"baseline"``; the random half of ``"partial"``
+    begins at position ``half``."""
+
+    pos: dict[tuple[str, str], Float[Tensor, "state position d_model"]]
+    half: int
+
+
+def token_stream(
+    setup: RandomisationSetup, texts: Sequence[str] | None, name: str
+) -> tuple[Int[Tensor, " token"], Int[Tensor, " position"], int, str]:
+    """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to
+    1."""
+    tokenizer = _tokenizer(setup.tokenizer)
+
+    def ids(documents: Iterable[str]) -> Tensor:
+        encoded = (tokenizer(d, add_special_tokens=False, verbose=False) for d in documents)
+        return torch.tensor([i for document in encoded for i in document["input_ids"]])
+
+    if texts is None:
+        stream = ids(_first(corpus.training_texts(), setup.characters))
+        held_out = ids(corpus.held_out_documents().texts)
+        return stream, held_out, len(tokenizer), "standard-library modules"
+    stream = ids(_first(texts, setup.characters))
+    cut = int(0.9 * len(stream))
+    return stream[:cut], stream[cut:], len(tokenizer), name
+
+
+def _tokenizer(name: str) -> Any:
+    """A tokenizer by name or directory, that of the embedded model for ``""``."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name) if name else zoo.tokenizer()
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        fail(
+            "tokenizer",
+            expected="one that can be loaded",
+            got=f"{name!r} ({reason})",
+            instead="--set tokenizer=DIRECTORY, or --set tokenizer= for the embedded one",
+        )
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts from the first on, as many as have that many characters together; the last is cut."""
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def text_windows(
+    stream: Int[Tensor, " token"], length: int, n: int, seed: int
+) -> Int[Tensor, "context position"]:
+    """``n`` windows at random places of a token stream (for training: drawn with replacement)."""
+    require(
+        len(stream) > length,
+        "text",
+        expected=f"more than {length} tokens",
+        got=len(stream),
+        instead="a longer text",
+    )
+    starts = torch.randint(
+        len(stream) - length + 1, (n,), generator=torch.Generator().manual_seed(seed)
+    )
+    return stream[starts[:, None] + torch.arange(length)]
+
+
+def held_out_windows(
+    stream: Int[Tensor, " token"], length: int, n: int, seed: int
+) -> Int[Tensor, "context position"]:
+    """At most ``n`` of the windows of a token stream that do not overlap, in a seeded order."""
+    require(
+        len(stream) >= 2 * length,
+        "text",
+        expected=f"{2 * length} held-out tokens",
+        got=len(stream),
+        instead="a longer text",
+    )
+    rows = stream[: len(stream) // length * length].view(-1, length)
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n]]
+
+
+def halves(
+    pos: Float[Tensor, "state position d_model"], half: int, frequencies: int
+) -> dict[str, Float[Tensor, " state"]]:
+    """Fracture, roughness and low-frequency share of the first ``half - 1`` rows and of those from
+    ``half`` on, each less its own mean.
+
+    The row between them belongs to no half: its tokens are text, its target is random.
+
+    >>> noise = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+    >>> smooth = torch.linspace(-1, 1, 16)[:, None] * torch.ones(3)
+    >>> found = halves(torch.cat([smooth, 9 + noise])[None], 16, 2)
+    >>> bool(found["roughness_first"] < 0.2), bool(found["roughness_second"] > 1)
+    (True, True)
+    """
+    measures: dict[str, Tensor] = {}
+    for name, part in (("first", pos[:, : half - 1]), ("second", pos[:, half:])):
+        part = part - part.mean(1, keepdim=True)
+        measures[f"fracture_{name}"] = positional.fracture_score(part).score
+        measures[f"roughness_{name}"] = positional.roughness(part)
+        measures[f"low_frequency_{name}"] = positional.low_frequency_share(part, frequencies)
+    return measures
+
+
+def _bases(
+    setup: RandomisationSetup, model: nn.Module, windows: Tensor, trained: str, d_vocab: int
+) -> dict[str, PositionContext]:
+    """Bases of one model on the three formats."""
+    half, bridge = setup.context // 2, bridge_of(model, f"trained on {trained}")
+    rows = {format: randomise(windows, format, d_vocab, half=half, seed=1) for format in FORMATS}
+    return {format: basis_of(bridge, tokens, format) for format, tokens in rows.items()}
+
+
+def _measures(
+    setup: RandomisationSetup, bases: dict[str, PositionContext], trained: str
+) -> list[dict[str, Any]]:
+    """Measures of one model on the three formats, a row per format and state."""
+    rows: list[dict[str, Any]] = []
+    for format, basis in bases.items():
+        parts = halves(basis.pos, setup.context // 2 - basis.window[0], setup.frequencies)
+        for i, row in enumerate(state_measures(basis, setup.frequencies)):
+            of_halves = {name: float(value[i]) for name, value in parts.items()}
+            rows.append({"trained": trained, "measured": format, **row, **of_halves})
+    return rows
+
+
+def randomisation(
+    scale: str | RandomisationSetup = "cpu",
+    texts: Sequence[str] | None = None,
+    *,
+    name: str = "the user's text",
+    seeds: Sequence[int] = (0,),
+    out: str | Path | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+) -> Outcome:
+    """Train on three formats and measure each model on all three (Song & Zhong 2023, section 5.1
+    and Figures 42 to 50).
+
+    Args:
+        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own
+            (``SETUPS["cpu"].changed({"steps": "500"})``).
+        texts: documents to train on, the last tenth held out for measuring; ``None``:
+            standard-library modules, others for measuring.
+        name: what they are called on the page.
+        seeds: a run for each; figures show the first.
+        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
+            step.
+        device: where the models are trained.
+        progress: show a bar.
+
+    The curves hold a row for each seed, training format, inference format, number of steps and
+    state.
+
+    >>> short = SETUPS["smoke"].changed({"steps": "2"})
+    >>> outcome = randomisation(short, ["for i in range(3): print(i) " * 400], progress=False)
+    >>> outcome.tables["bases"].pos["full", "partial"].shape
+    torch.Size([3, 23, 32])
+    """
+    setup = chosen(scale, SETUPS)
+    some = any(state <= setup.layers for state in setup.shown)
+    require(some, "shown", expected=f"a state of 0 to {setup.layers}", got=setup.shown)
+    stream, other, d_vocab, label = token_stream(setup, texts, name)
+    training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
+    rows: list[dict[str, Any]] = []
+    pos: dict[tuple[str, str], Tensor] = {}
+    for seed in seeds:
+        windows = held_out_windows(other, setup.context, setup.contexts, seed)
+        for trained in FORMATS:
+            run = _train(setup, stream, d_vocab, windows, trained, seed, training)
+            last = run.losses[-50:]
+            loss = math.fsum(last) / len(last)
+            rows += [{"seed": seed, **record, "training_loss": loss} for record in run.records]
+            if seed == seeds[0]:
+                bases = _bases(setup, run.model, windows, trained, d_vocab)
+                pos |= {(trained, m): basis.pos.float().cpu() for m, basis in bases.items()}
+    return _outcome(setup, rows, pos, tuple(seeds), label)
+
+
+def _train(
+    setup: RandomisationSetup,
+    stream: Tensor,
+    d_vocab: int,
+    windows: Tensor,
+    trained: str,
+    seed: int,
+    training: dict[str, Any],
+) -> Training:
+    half = setup.context // 2
+
+    def batch_at(step: int) -> Batch:
+        place = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
+        text = text_windows(stream, setup.context + 1, setup.batch, place)
+        return shifted(randomise(text, trained, d_vocab, half=half, seed=place))
+
+    def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
+        return _measures(setup, _bases(setup, model, windows, trained, d_vocab), trained)
+
+    name = f"{trained}-{seed}"
+    return run_training(setup, d_vocab, batch_at, measure, name=name, seed=seed, **training)
+
+
+def _outcome(
+    setup: RandomisationSetup,
+    rows: list[dict[str, Any]],
+    pos: dict[tuple[str, str], Tensor],
+    seeds: tuple[int, ...],
+    label: str,
+) -> Outcome:
+    half = setup.context // 2
+    provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
+    final = table_of([r for r in rows if r["step"] == setup.steps], provenance)
+    shown = [s for s in setup.shown if s <= setup.layers]
+    where: dict[str, Any] = {"half": half, "start": 1, "source": provenance.line()}
+    figures = {f"planes_state_{s}": views.format_planes(pos, s, **where) for s in shown}
+    figures |= {f"cosines_state_{s}": views.format_cosines(pos, s, **where) for s in shown}
+    figures["curves"] = views.training_curves(
+        [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
+        ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
+        by="trained",
+        caption=f"Each line is a seed: a model on its own format, at state {shown[-1]}.",
+        source=provenance.line(),
+    )
+    notes = (
+        "Rows of each grid are training formats, columns inference formats. The first position of "
+        "a window is left out. Measures of a half are those of its own positions less their own "
+        "mean, without the position before the middle: its target is random already, so that what "
+        "the model has to do changes one position before the tokens. split_half near one says "
+        "that sampling noise is small. Numbers in the findings are by state, 0 to the input of "
+        "the last block, a group for each seed.",
+    )
+    return Outcome(
+        name="randomisation",
+        title="Token randomisation",
+        setup=setup,
+        seeds=seeds,
+        corpus=label,
+        findings=tuple(findings(final, setup)),
+        tables={
+            "final": final,
+            "curves": table_of(rows, provenance),
+            "bases": FormatBases(pos=pos, half=half, provenance=provenance),
+        },
+        figures=figures,
+        notes=notes,
+    )
+
+
+MEASURES_OF_HALVES = {"fracture": 1, "jump": 1, "roughness_first": 2, "roughness_second": 2}
+"""Measures that tell a broken second half from text, and the digits that they are shown with."""
+
+
+def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
+    """What the final table says about the two claims at the states that blocks read, for every
+    seed."""
+    seeds, half = sorted(set(final.column("seed"))), setup.context // 2
+
+    def values(measure: str, trained: str, measured: str) -> list[list[float]]:
+        """A list of values by state for each seed."""
+        where = {"trained": trained, "measured": measured}
+        return [final.column(measure, **where, seed=seed)[: setup.layers] for seed in seeds]
+
+    text = values("low_frequency", "baseline", "baseline")
+    found = [
+        _low_frequency(text, values("low_frequency", "full", measured), measured, where, part)
+        for measured in ("full", "baseline")
+        for where, part in (("state 0", slice(0, 1)), ("the other states", slice(1, None)))
+    ]
+    for measure, name in (("fracture_at", "largest turn"), ("jump_at", "longest step")):
+        found += _places(values, measure, f"first position after the {name}", half)
+    for measure, digits in MEASURES_OF_HALVES.items():
+        text, partial = (
+            _shown(values(measure, form, form), digits) for form in ("baseline", "partial")
+        )
+        name = measure.replace("_", " ")
+        found.append(
+            Finding(
+                claim=f"{name}, half-random text against text (each measured on its own format)",
+                expected="the second half breaks, the first does not",
+                found=f"text {text}; half-random {partial}",
+            )
+        )
+    return found
+
+
+def _places(
+    values: Callable[[str, str, str], list[list[float]]], measure: str, first: str, half: int
+) -> Iterator[Finding]:
+    """Where the basis breaks: in the middle where half of the text was random, elsewhere where none
+    was."""
+
+    def places(trained: str, measured: str) -> list[list[float]]:
+        return [[v + 1 for v in row] for row in values(measure, trained, measured)]
+
+    for measured in ("partial", "baseline"):
+        broken = places("partial", measured)
+        yield Finding(
+            claim=f"trained on half-random text, measured on {measured}: {first}",
+            expected=f"within 2 of {half} at every state",
+            found=_shown(broken, 0),
+            holds=all(abs(place - half) <= 2 for row in broken for place in row),
+        )
+    control, judged = places("baseline", "baseline"), measure == "jump_at"
+    smooth = "anywhere: a smooth curve turns fastest where it passes its mean"
+    away = all(abs(place - half) > 2 for row in control for place in row)
+    yield Finding(
+        claim=f"control, trained and measured on text: {first}",
+        expected=f"not near {half}" if judged else smooth,
+        found=_shown(control, 0),
+        holds=away if judged else None,
+    )
+
+
+def _shown(rows: list[list[float]], digits: int) -> str:
+    return "; ".join(", ".join(f"{v:.{digits}f}" for v in row) for row in rows)
+
+
+def _low_frequency(
+    text: list[list[float]], random: list[list[float]], measured: str, where: str, part: slice
+) -> Finding:
+    """Whether training on random tokens halves the share of low frequencies."""
+    text, random = ([row[part] for row in rows] for rows in (text, random))
+    trained = f"trained on random tokens and measured on {measured}, against text"
+    return Finding(
+        claim=f"low-frequency share at {where}, {trained}",
+        expected="falls by half in every seed (mean over states)",
+        found=f"text {_shown(text, 2)}; random {_shown(random, 2)}",
+        holds=all(math.fsum(b) <= math.fsum(a) / 2 for a, b in zip(text, random, strict=True)),
+    )

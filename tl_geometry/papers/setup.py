@@ -1,0 +1,236 @@
+"""Settings of an experiment at a scale, and the model and the training that follow from them: what
+the three experiments share before there are results."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.files import write_atomically
+from tl_geometry.base.printable import printable
+from tl_geometry.base.results import Result
+from tl_geometry.base.run_files import RECORD, WRITER, read_record, write_record
+from tl_geometry.papers.contents import SCALES
+from tl_geometry.zoo.trainer import Batch, TrainSettings, new_gpt2, train
+
+FILE = Path(__file__).with_name("setups.toml")
+"""Settings of the three experiments at every scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Model, training and measurement of an experiment; ``paper`` scale holds the published
+    settings.
+
+    The model is a GPT-2 of Hugging Face without biases (held at zero) unless ``bias``, dropout
+    everywhere. ``measure_at`` are the numbers of steps after which geometry is measured,
+    ``contexts`` the windows that it is measured on, ``frequencies`` how many cosines count as low.
+    """
+
+    scale: str
+    layers: int
+    heads: int
+    d_model: int
+    context: int
+    batch: int
+    steps: int
+    warmup: int
+    learning_rate: float = 5e-5
+    final_learning_rate: float = 5e-6
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip: float = 1.0
+    dropout: float = 0.1
+    bias: bool = False
+    measurements: int = 10
+    contexts: int = 512
+    frequencies: int = 10
+
+    def training(self, seed: int) -> TrainSettings:
+        """Settings of the trainer for a run with this seed."""
+        names = ("steps", "learning_rate", "final_learning_rate", "warmup", "weight_decay", "betas")
+        return TrainSettings(
+            **{name: getattr(self, name) for name in names},
+            clip=self.clip,
+            seed=seed,
+            # at most 20 checkpoints, so that a stopped run loses at most 5%
+            checkpoint_every=max(1, self.steps // 20),
+        )
+
+    def measure_at(self) -> tuple[int, ...]:
+        """Steps done when geometry is measured: 0, then about evenly in the square root of the
+        step, so that the start is seen.
+
+        >>> size = {"layers": 1, "heads": 1, "d_model": 8, "context": 8, "batch": 1}
+        >>> Setup(scale="x", steps=100, warmup=1, measurements=4, **size).measure_at()
+        (0, 6, 25, 56, 100)
+        """
+        n = max(1, self.measurements)
+        return tuple(dict.fromkeys(round(self.steps * (i / n) ** 2) for i in range(n + 1)))
+
+    def model(self, d_vocab: int, seed: int) -> Any:
+        """The model (a ``GPT2LMHeadModel``) before training, under ``seed``."""
+        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
+        model = new_gpt2(
+            seed,
+            vocab_size=d_vocab,
+            n_positions=self.context,
+            n_embd=self.d_model,
+            n_layer=self.layers,
+            n_head=self.heads,
+            activation_function="gelu",
+            layer_norm_epsilon=1e-5,
+            **drop,
+        )
+        if not self.bias:
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):  # zero from the start; frozen, so that they stay so
+                    parameter.requires_grad_(False)
+        return model
+
+    def changed(self: S, changes: Mapping[str, str]) -> S:
+        """The setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
+        pair of numbers."""
+        known = {f.name for f in dataclasses.fields(self)} - {"scale"}
+        unknown, expected = sorted(set(changes) - known), f"names among {', '.join(sorted(known))}"
+        require(not unknown, "--set", expected=expected, got=", ".join(unknown))
+        values = {name: _read(name, text, getattr(self, name)) for name, text in changes.items()}
+        return dataclasses.replace(self, **values)
+
+
+S = TypeVar("S", bound=Setup)
+
+
+def setups(cls: type[S], experiment: str) -> dict[str, S]:
+    """The settings of an experiment by scale, from :data:`FILE`."""
+    settings = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    by_scale: dict[str, S] = {}
+    for scale in SCALES:
+        values: dict[str, Any] = settings["all"][scale] | settings[experiment][scale]
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        by_scale[scale] = cls(scale=scale, **values)
+    return by_scale
+
+
+def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
+    """The setup of a scale by its name, or one's own as it is."""
+    if isinstance(scale, type(setups["paper"])):
+        return scale
+    return setups[choice(str(scale), SCALES, "scale")]
+
+
+def _read(name: str, text: str, old: Any) -> Any:
+    """A value of the type of ``old``."""
+    if isinstance(old, bool):
+        require(text in ("true", "false"), f"--set {name}", expected="true or false", got=text)
+        return text == "true"
+    try:
+        if isinstance(old, tuple):
+            return tuple(type(old[0])(v) for v in text.split(","))
+        return type(old)(text)
+    except ValueError:
+        fail(f"--set {name}", expected=f"a {type(old).__name__}", got=repr(text))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Table(Result):
+    """A plain table: column names and rows of numbers and text."""
+
+    names: tuple[str, ...]
+    cells: tuple[tuple[Any, ...], ...]
+
+    def columns(self) -> Sequence[str]:
+        return self.names
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.cells
+
+    def column(self, name: str, **where: object) -> list[Any]:
+        """One column, of the rows whose other columns have the given values."""
+        expected = f"one of {', '.join(self.names)}"
+        require(name in self.names, "column", expected=expected, got=repr(name))
+        rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
+        return [row[name] for row in rows if where.items() <= row.items()]
+
+
+class Training(NamedTuple):
+    """A trained model, the loss of every step, and the rows of every measurement, each with its
+    number of steps, ``"step"``."""
+
+    model: Any
+    losses: list[float]
+    records: list[dict[str, Any]]
+
+
+def run_training(
+    setup: Setup,
+    d_vocab: int,
+    batch_at: Callable[[int], Batch],
+    measure: Callable[[int, Any], list[dict[str, Any]]],
+    *,
+    name: str,
+    seed: int,
+    out: str | Path | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+) -> Training:
+    """Train a new model, measuring on the way.
+
+    ``measure(step, model)`` gives the rows after so many steps, numbers and strings only. In the
+    folder ``name`` of ``out`` lie the trainer's checkpoint, from which a run that was stopped goes
+    on (its measurements with it), and the weights at every measurement,
+    ``step-000100.safetensors``. A finished run is not trained again.
+    """
+    model = setup.model(d_vocab, seed).to(device)
+    folder = None if out is None else Path(out) / name
+    wanted = setup.measure_at()
+    records: list[dict[str, Any]] = []
+
+    def take(done: int) -> None:
+        if done in wanted and not any(r["step"] == done for r in records):
+            records.extend({"step": done, **row} for row in measure(done, model))
+            if folder is not None:
+                weights = dict(model.named_parameters())
+                write_atomically(folder / f"step-{done:06d}.safetensors", weights, {})
+
+    if folder is not None:
+        _claim(folder, setup)
+    checkpoint = None if folder is None else folder / "training.safetensors"
+    if checkpoint is None or not checkpoint.exists():
+        take(0)
+    losses = train(
+        model,
+        batch_at,
+        setup.training(seed),
+        checkpoint=checkpoint,
+        records=records,
+        progress=progress,
+        on_step=lambda step, _: take(step + 1),
+    )
+    return Training(model, losses, records)
+
+
+def _claim(folder: Path, setup: Setup) -> None:
+    """Make the folder of a training run, or go on in one that an earlier run has made: its record
+    says so. Files of the same names that are not ours are refused."""
+    names = (RECORD, "training.safetensors", "step-*.safetensors")
+    in_the_way: list[str] = []
+    if folder.exists() and not folder.is_dir():
+        in_the_way = ["a file in its place"]
+    elif folder.exists() and not read_record(folder, force=True):
+        in_the_way = [path.name for name in names for path in sorted(folder.glob(name))]
+    more = " ..." * (len(in_the_way) > 8)
+    require(
+        not in_the_way,
+        "--out",
+        expected="a folder of each training run without files of these names",
+        got=f"{printable(str(folder))} with {', '.join(in_the_way[:8])}{more}",
+        instead="another --out",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder, {"written_by": WRITER, "setup": dataclasses.asdict(setup)})

@@ -1,0 +1,98 @@
+"""The topic protocol of Song & Zhong 2023: few documents, many overlapping windows of each, bases
+relative to the large corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.errors import require
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.from_model import decompose
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.models.model_view import ModelView
+
+
+def topic_windows(
+    documents: Sequence[Int[Tensor, "..."]], *, windows: int = 64, length: int = 128
+) -> TokenWindows:
+    """``windows`` windows of ``length`` ids from each document, at starts
+    ``linspace(0, len - length, windows)`` rounded down.
+
+    They overlap heavily (the published protocol), so windows of one document are nowhere near
+    independent, and similarities within a document are in part similarities of the same words. The
+    paper's Fig. 2 says 32 windows, its figure shows 64.
+
+    >>> topic_windows([torch.arange(10)], windows=3, length=4).tokens.tolist()
+    [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+    """
+    require(len(documents) > 0, "documents", expected="at least one document", got="none")
+    shortest = min(len(d) for d in documents)
+    require(
+        shortest >= length,
+        "documents",
+        expected=f"at least {length} tokens each",
+        got=f"{shortest} in one",
+        instead="longer documents",
+    )
+    starts = [np.linspace(0, len(d) - length, windows, dtype=int).tolist() for d in documents]
+    rows = [d[s : s + length] for d, of_d in zip(documents, starts, strict=True) for s in of_d]
+    return TokenWindows(
+        tokens=torch.stack(rows),
+        has_bos=False,
+        labels=torch.arange(len(documents)).repeat_interleave(windows),
+        names=tuple(str(i) for i in range(len(documents))),
+        corpus="topics",
+    )
+
+
+class TopicBases(NamedTuple):
+    """Positional vectors of positions 1..L-1 from the large corpus, context vectors of the topic
+    windows, and their documents."""
+
+    pos: Float[Tensor, "state position d_model"]
+    ctx: Float[Tensor, "state context d_model"]
+    labels: Int[Tensor, " context"]
+
+
+def topic_bases(
+    view: ModelView,
+    basis: PositionContext,
+    topics: TokenWindows,
+    *,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> TopicBases:
+    """Positional and context bases as published: pos and mean from the means of the large corpus
+    over positions 1 to L - 1 only, ``ctx_c`` the mean of topic window c over the same ones minus
+    that mean (so the ctx of the topics need not sum to zero)."""
+    require_basis(basis)
+    length = topics.tokens.shape[1]
+    require(
+        length <= basis.length,
+        "topics",
+        expected=f"windows of at most {basis.length} tokens",
+        got=length,
+        instead="longer length=",
+    )
+    means = basis.mean[:, None] + basis.pos_seen[:, 1:length]
+    centre = means.mean(1)
+    few = decompose(
+        view,
+        topics,
+        states=basis.states,
+        window=(1, length),
+        second_moments=False,
+        keep_ctx=True,
+        keep=0,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    assert few.context_means is not None
+    assert topics.labels is not None
+    return TopicBases(means - centre[:, None], few.context_means - centre[:, None], topics.labels)

@@ -1,0 +1,96 @@
+"""The readouts of Molina 2023 (Traveling Words, arXiv:2309.07315) for a model: what biases prefer,
+the tokens of the leading directions of heads, and the noun probe.
+
+The sources at hand print no table of values for them, so that there is nothing to agree with:
+settings are the published ones, numbers are ours. The published examples are GPT-2's, and rows
+about them say so for any other model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.results import Result
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.reader import as_view
+from tl_geometry.weights.heads import token_readout
+from tl_geometry.weights.probes import bias_readout, noun_probe
+
+GPT2, LAYERS, HEADS, FEATURES, TOKENS = "gpt2", (0, 5, 11), 12, 20, 5
+"""The published model (12 blocks of 12 heads), blocks of the noun probe, singular directions per
+head and tokens of a readout."""
+COLUMNS = {
+    "bias": ("{bias} bias", "top", "bottom", "length"),
+    "head QK": ("direction {feature}", "queries", "keys", "value"),
+    "head OV": ("direction {feature}", "reads", "writes", "value"),
+    "noun": ("{noun}", "keys", "values", "norm"),
+}
+"""Of each readout: what a row is about, and the columns of its tokens, others and size."""
+NEEDS = "needs GPT-2's weights: the published examples are its own"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TravelingWords(Result):
+    """What :func:`molina` returns: a row per readout, block, head and thing read; ``tokens`` at one
+    end, ``others`` at the other (or the values that a noun promotes). ``verdict`` says what the row
+    can be compared with."""
+
+    cells: tuple[tuple[str, int, str, str, str, str, float, str], ...]
+
+    def columns(self) -> Sequence[str]:
+        return ("readout", "layer", "head", "of", "tokens", "others", "size", "verdict")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.cells
+
+
+def molina(
+    model: ModelLike,
+    *,
+    nouns: Sequence[str] | None = None,
+    features: int = 1,
+    k: int = TOKENS,
+) -> TravelingWords:
+    """The bias readouts of all heads, the tokens of the ``features`` leading directions of every
+    head's W_QK and W_OV, and the noun probe at the first, middle and last block.
+
+    Published: 20 directions, k = 5, blocks 0, 5 and 11 of GPT-2 small, biases left out of the keys
+    of the probe. For another model than GPT-2 the verdict of every row says that the published
+    examples need its weights; for GPT-2 it says that no published value is at hand. A readout that
+    the model has not (QK-norm, a norm after attention) is a row that says why.
+
+    >>> import tl_geometry as tlg
+    >>> table = tlg.papers.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
+    >>> sorted({row[0] for row in table.rows()})
+    ['bias', 'head OV', 'head QK', 'noun']
+    """
+    view = as_view(model)
+    published = view.name.split("/")[-1] == GPT2 and (view.n_layers, view.n_heads) == (12, HEADS)
+    verdict = "published settings; the sources print no values" if published else NEEDS
+    cells: list[tuple[str, int, str, str, str, str, float, str]] = []
+    layers = LAYERS if published else None
+    readouts: dict[str, Callable[[], Result]] = {
+        "bias": lambda: bias_readout(view, k=k),
+        "head QK": lambda: token_readout(view, matrix="QK", features=features, k=k),
+        "head OV": lambda: token_readout(view, matrix="OV", features=features, k=k),
+        "noun": lambda: noun_probe(view, nouns, layers=layers, k=k, biases=False),
+    }
+    for readout, read in readouts.items():
+        of, tokens, others, size = COLUMNS[readout]
+        try:
+            table = read()
+        except GeometryError as error:
+            why = " ".join(str(error).split())
+            cells.append((readout, -1, "", "", "", "", float("nan"), f"refused: {why}"))
+            continue
+        for values in table.rows():
+            row: dict[str, Any] = dict(zip(table.columns(), values, strict=True))
+            place = (int(row["layer"]), str(row["head"]), of.format(**row))
+            ends = (str(row[tokens]), str(row[others]))
+            cells.append((readout, *place, *ends, float(row[size]), verdict))
+    provenance = dataclasses.replace(view.provenance(sources=("molina2023",)), preset="paper")
+    return TravelingWords(cells=tuple(cells), provenance=provenance)

@@ -1,0 +1,36 @@
+from . import circuitsvis as circuitsvis
+from .basis import gram as gram
+from .basis import norms as norms
+from .basis import spirals as spirals
+from .basis import variance_shares as variance_shares
+from .flow import baseline_figure as baseline_figure
+from .flow import noise_figure as noise_figure
+from .flow import residual_figure as residual_figure
+from .flow import spectra_figure as spectra_figure
+from .flow import truncation_figure as truncation_figure
+from .head_view import heads as heads
+from .logit_view import logit_page as logit_page
+from .measures import fourier as fourier
+from .measures import incoherence as incoherence
+from .measures import learning_curve as learning_curve
+from .measures import measure_curves as measure_curves
+from .measures import planes as planes
+from .measures import similarity as similarity
+from .measures import singular_values as singular_values
+from .rotary import band_atlas as band_atlas
+from .rotary import bands_page as bands_page
+from .rotary import head_planes as head_planes
+from .skipping import skip_figure as skip_figure
+from .space import bundle_3d as bundle_3d
+from .space import sphere_3d as sphere_3d
+from .split_view import split as split
+from .sweeps import head_shares as head_shares
+from .sweeps import head_types as head_types
+from .weights import coverage_curves as coverage_curves
+from .weights import effect_bars as effect_bars
+from .weights import sphere_paths as sphere_paths
+from .weights import surrogate_bars as surrogate_bars
+from .weights import weight_blocks as weight_blocks
+from .writers import composition_figure as composition_figure
+
+__all__: list[str]

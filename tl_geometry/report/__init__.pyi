@@ -1,0 +1,15 @@
+from .analysis import TITLES as TITLES
+from .analysis import Analysis as Analysis
+from .analysis import make as make
+from .analysis import versions as versions
+from .analysis import write as write
+from .clock import Clock as Clock
+from .contents import SECTIONS as SECTIONS
+from .folder import Folder as Folder
+from .section import Card as Card
+from .section import Draft as Draft
+from .section import Section as Section
+from .work import Costs as Costs
+from .work import Work as Work
+
+__all__: list[str]

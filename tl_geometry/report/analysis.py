@@ -1,0 +1,125 @@
+"""The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors
+results and ``run.json``.
+
+A section is a function ``section(draft, analysis)`` in a module of this package, named in
+:data:`SECTIONS` in reading order, with a title in :data:`TITLES` and a share of the budget in
+``SHARES`` (:mod:`tl_geometry.report.work`). It adds paragraphs, figures, tables and findings to the
+:class:`Draft`; what it cannot do is a card that says why. It is written as soon as it is
+finished.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.report.clock import Clock
+from tl_geometry.report.folder import Folder
+from tl_geometry.report.section import Draft, Section
+from tl_geometry.report.work import Costs, Work
+
+TITLES = {
+    "overview": "What was analysed",
+    "basis": "Position and context",
+    "heads": "What drives each head",
+    "measures": "Measures of position and context",
+    "weights": "Weights and the sphere",
+    "flow": "Trajectories as a flow",
+}
+"""Section -> its title."""
+EMBEDDED = (
+    "The embedded model is a small language model of Python source. It demonstrates the library "
+    "and is evidence for nothing; its untrained control (same initialisation, no training) stands "
+    "beside it."
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Analysis:
+    """What sections are made from: the model, the tokens, the basis, and how much there is to be
+    computed.
+
+    ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
+    are remarks on what the budget made smaller; ``planes`` asks for the table of every
+    rotary plane.
+    """
+
+    model: ModelLike
+    view: ModelView
+    windows: TokenWindows
+    basis: PositionContext
+    clock: Clock
+    work: Work
+    costs: Costs = field(default_factory=Costs)
+    embedded: bool = False
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+    smaller: tuple[str, ...] = ()
+    planes: bool = False
+
+    def pick(self, count: int) -> TokenWindows:
+        """At most ``count`` windows at even distances."""
+        return at_even_distances(self.windows, count)
+
+
+def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
+    """At most ``count`` of the windows, from the first to the last."""
+    last = len(windows) - 1
+    return windows[torch.linspace(0, last, min(count, last + 1)).long()]
+
+
+def make(analysis: Analysis, name: str) -> Section:
+    """One section; what cannot be had is a card that says why."""
+    draft = Draft(TITLES[name])
+    analysis.clock.begin(name, draft.title)
+    analysis.work.begin(name)
+    with draft.part("this section"):
+        importlib.import_module(f"tl_geometry.report.{name}").section(draft, analysis)
+    return draft.section()
+
+
+def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
+    """Write the report into ``folder``, each section as it is finished, and return the summary that
+    is also written as ``run.json``.
+
+    Sections that the folder knows to be finished are not computed again. ``summary["failed"]``
+    names the sections with an unexpected error.
+    """
+    view, basis, clock = analysis.view, analysis.basis, analysis.clock
+    folder.describe(
+        basis.provenance,
+        notes=(*analysis.notes, *analysis.smaller),
+        lede=f"{view.n_layers} blocks of {view.n_heads} heads; {basis.contexts:,} windows of "
+        f"{basis.length} tokens of {basis.provenance.corpus}.",
+        caution=EMBEDDED if analysis.embedded else "",
+    )
+    for name in folder.names:
+        if name not in folder.parts:
+            started = clock.elapsed()
+            section = make(analysis, name)
+            folder.add(name, section, seconds=clock.elapsed() - started)
+    clock.finish()
+    return folder.finish(clock.elapsed())
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that shapes the numbers."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    names = ("tl-geometry", "transformer-lens", "torch", "transformers", "numpy")
+    found = {"python": platform.python_version(), "platform": sys.platform}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # an uninstalled checkout has no metadata
+            found[name] = "unknown"
+    return found

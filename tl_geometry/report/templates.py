@@ -1,0 +1,50 @@
+"""The HTML of a report: templates in ``assets``, filled by jinja2. Whatever is put into them is
+escaped, and control characters are made visible; ``|numbers`` also gives numbers the place of their
+cell (:mod:`tl_geometry.report.origin`), and ``|safe`` marks what is HTML already."""
+
+from __future__ import annotations
+
+import functools
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from tl_geometry.base import html
+from tl_geometry.report.origin import linked
+
+
+def asset(name: str) -> str:
+    """The text of a file in ``assets``."""
+    return (files("tl_geometry.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def anchor(text: str) -> str:
+    """A name as part of an element's id.
+
+    >>> anchor("dominant_only")
+    'dominant-only'
+    """
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("tl_geometry.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        # escaped and trusted HTML is a subclass of str, and stays
+        finalize=lambda value: html.visible(value) if type(value) is str else value,
+    )
+    environment.filters |= {"anchor": anchor, "numbers": lambda text: linked(html.escape(text))}
+    return environment
+
+
+def fill(name: str, /, **values: Any) -> str:
+    """The template ``assets/name.html``, filled.
+
+    >>> fill("lines", said="a < b", items=["c"])
+    '<p>a &lt; b</p><ul><li>c</li></ul>'
+    """
+    return _environment().get_template(f"{name}.html").render(**values)

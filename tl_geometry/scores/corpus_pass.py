@@ -1,0 +1,111 @@
+"""One pass over a corpus in which a context of every batch is verified: the loop behind the sweep
+over heads, the sweep over writers, composition and features.
+
+::
+
+    stream = CorpusPass(view, source, rows)
+    for batch in stream:
+        view.run_layers(batch, layers, on_layer, verify=False, **stream.sample(verify))
+    provenance = stream.provenance(...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_geometry.base.errors import BudgetError, require
+from tl_geometry.base.results import Provenance, hash_tokens
+from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.models.batches import SAMPLED, another_row, batch_of
+from tl_geometry.models.model_view import ModelView
+
+
+def rows_per_batch(
+    view: ModelView, length: int, bytes_per_context: int, budget: int, batch_size: int | None
+) -> int:
+    """Contexts of one forward pass: ``batch_size``, or the default, as far as the budget allows."""
+    fits = budget // bytes_per_context
+    require(
+        fits >= 1,
+        "memory_budget",
+        expected=f"at least {bytes_per_context} bytes for one context of {length} positions",
+        got=budget,
+        instead="shorter windows, or a larger memory_budget=",
+        error=BudgetError,
+    )
+    return min(fits, batch_of(batch_size, length, view.device))
+
+
+class CorpusPass:
+    """Batches of ``rows`` contexts with a progress bar, and what is known so far: ``contexts`` that
+    were read, the hash of their tokens, and whether all began with BOS (a batch counts from when it
+    is handed out).
+
+    Of each batch one context is verified, another row each time, because a hook may spare some. All
+    queries of the first are compared, then :data:`~tl_geometry.models.batches.SAMPLED` of each.
+    """
+
+    def __init__(
+        self,
+        view: ModelView,
+        source: TokenSource,
+        rows: int,
+        *,
+        progress: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.view, self.source, self.rows, self.seed = view, source, rows, seed
+        self.progress = progress
+        self.contexts, self.row, self.token_hash, self.begins_with_bos = 0, 0, "", True
+
+    def __iter__(self) -> Iterator[Int[Tensor, "batch position"]]:
+        draws = torch.Generator().manual_seed(self.seed)
+        hidden, total = not self.progress, self.source.contexts
+        with tqdm(total=total, unit="ctx", disable=hidden, desc=self.view.name) as bar:
+            for batch in self.source.batches(self.rows):
+                begins = begins_with_bos(batch, self.view.bos_id)
+                self.begins_with_bos = self.begins_with_bos and begins
+                self.row = another_row(self.row, len(batch), draws)
+                yield batch
+                self.contexts += len(batch)
+                self.token_hash = hash_tokens(batch, self.token_hash)
+                bar.update(len(batch))
+
+    @property
+    def first(self) -> bool:
+        """Whether the batch at hand is the first."""
+        return self.contexts == 0
+
+    def sample(self, verify: Callable[..., None] | None = None) -> dict[str, Any]:
+        """Arguments of :meth:`ModelView.run_layers` and ``run_written`` that have the sampled
+        context verified; ``verify`` is called with its view (and its writers) for checks of the
+        caller's own."""
+        queries = None if self.first else SAMPLED
+        return {"sample": (self.row, verify or _nothing_more), "queries": queries}
+
+    def provenance(self, drop: int, **about: Any) -> Provenance:
+        """What was read; the first ``drop`` positions were left out. ``about`` are further fields
+        of the provenance."""
+        return self.view.provenance(
+            **{
+                "corpus": self.source.corpus,
+                "token_hash": self.token_hash,
+                "has_bos": self.begins_with_bos,
+                "window": (drop, self.source.length),
+                "contexts": self.contexts,
+                "seed": self.seed,
+                "flags": self.source.flags,
+                **about,
+            }
+        )
+
+
+def _nothing_more(*_: object) -> None:
+    """The layer has been compared with the model by now."""

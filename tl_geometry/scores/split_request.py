@@ -1,0 +1,112 @@
+"""Checks of what a split was asked for (does the basis fit, does memory suffice), and the layers of
+its prompts, from a forward pass or a cache: what ``split_scores``, ``split_values`` and
+``explain_logit`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import BudgetError, require
+from tl_geometry.base.results import Provenance
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_view import LayerHook, ModelView
+from tl_geometry.models.writers import Written, run_written
+from tl_geometry.scores.families import Family, Writers
+
+CACHE_TOLERANCE = 0.02
+"""Relative difference of a state beyond which a cache is one of other tokens: above the rounding of
+half precision."""
+
+
+def check_request(
+    view: ModelView,
+    rows: TokenWindows,
+    basis: PositionContext | None,
+    size: int,
+    budget: int,
+    heads: int,
+) -> None:
+    """Raise unless the basis is of this model, has seen these positions, and ``size`` bytes fit the
+    budget."""
+    length = rows.tokens.shape[1]
+    if basis is not None:
+        basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
+        expected = f"at most {basis.length} positions, as the basis has seen"
+        instead = "decompose(model, longer windows)"
+        require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
+    expected, got = f"at most memory_budget={budget} bytes", f"{size} bytes for {heads} heads"
+    instead = "heads= to choose some, or sweep_heads for all"
+    require(size <= budget, "split", expected=expected, got=got, instead=instead, error=BudgetError)
+
+
+def each_layer(
+    view: ModelView,
+    rows: TokenWindows,
+    cache: Any,
+    layers: Sequence[int],
+    on_layer: LayerHook,
+    family: Family,
+) -> None:
+    """Views of the layers, from one forward pass or from a cache of these tokens; each after the
+    writers of its input, where the family needs them."""
+    if cache is not None:
+        _check_cache(view, rows, cache)
+    if isinstance(family, Writers):
+
+        def both(layer: LayerView, written: Written) -> None:
+            family.take(written)
+            on_layer(layer)
+
+        run_written(view, rows.tokens, layers, both, cache=cache)
+    elif cache is None:
+        view.run_layers(rows.tokens, layers, on_layer)
+    else:
+        expected = f"activations of tokens {tuple(rows.tokens.shape)}"
+        for number in layers:
+            layer = view.layer(number, cache)
+            shape = tuple(layer.h.shape[:2])
+            fits = shape == tuple(rows.tokens.shape)
+            require(fits, "cache", expected=expected, got=shape)
+            on_layer(layer)
+
+
+def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
+    """Refuse a cache whose first state is not what the model makes of these tokens (far beyond
+    rounding, at any of them)."""
+    shape = tuple(rows.tokens.shape)
+    mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
+    expected = "an ActivationCache, or a mapping from hook names"
+    require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
+    name = next((name for name in view.state_hooks if name in cache), None)
+    if name is None or tuple(cache[name].shape[:2]) != shape:
+        return  # refused with the layer
+    state = view.activations(rows.tokens, [name])[name].float()
+    error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
+    far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
+    expected, got = "activations of these tokens", f"others at {far} tokens"
+    require(far == 0, "cache", expected=expected, got=got, instead="cache=None")
+
+
+def provenance_of(
+    view: ModelView,
+    rows: TokenWindows,
+    basis: PositionContext | None,
+    preset: str,
+    flags: Sequence[str],
+    normalized: bool,
+    *,
+    after_bos: bool = False,
+) -> Provenance:
+    """What a split was computed from; without a basis the window starts at 0, or ``after_bos``."""
+    start = int(after_bos and rows.has_bos) if basis is None else basis.window[0]
+    start = min(start, rows.tokens.shape[1] - 1)
+    window, about = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
+    return view.provenance(
+        rows, window=window, preset=preset, flags=(*flags, *about), normalized=normalized
+    )
