@@ -121,7 +121,3 @@ def test_annotations_of_the_package_are_read() -> None:
     late = re.compile(r"\b(Axes|Figure|Effects|ScoreSplit|PositionContext|GPT2LMHeadModel)\b")
     allowed = {"TokensLike", "ModelLike", "Result"}  # the command line loads no torch for Result
     assert {name for name in unread if not late.search(name)} == allowed
-        "TokensLike",
-        "ModelLike",
-        "Result",
-    }  # Result: the command line loads no torch
