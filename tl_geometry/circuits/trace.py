@@ -126,7 +126,7 @@ def trace_logit(
     """
     view = as_view(model)
     rows = token_rows(view, prompt, prepend_bos=prepend_bos)
-    got, instead = f"{len(rows)} prompts", "average_graphs for several prompts of one template"
+    got, instead = f"{len(rows)} prompts", "a call for each prompt"
     require(len(rows) == 1, "prompt", expected="one prompt", got=got, instead=instead)
     require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
     checks.choice(mlp, ("frozen", "leaf"), "mlp")
