@@ -1,0 +1,68 @@
+"""A logit over its text: every token keeps its place, its colour and its number."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.results import Provenance
+from tl_geometry.circuits.logit_graph import TokenTable
+from tl_geometry.render import token_values
+from tl_geometry.render.token_view import lay_out
+
+TOKENS = (" When", " Mary", "\n", "</script>$x$", "\u202eevil", *(f" w{i}" for i in range(40)))
+
+
+def table(scale: float = 1.0) -> TokenTable:
+    length = len(TOKENS)
+    by_part = scale * torch.randn(length + 1, 2, generator=torch.Generator().manual_seed(0))
+    by_part[1, 0] = -5 * scale  # the largest, and against the logit
+    return TokenTable(
+        provenance=Provenance(),
+        positions=(*range(length), -1),
+        tokens=(*TOKENS, "constants"),
+        parts=("embed", "pos_embed"),
+        value=by_part.sum(1),
+        by_part=by_part,
+    )
+
+
+def test_tokens_keep_their_order_and_overlap_nothing() -> None:
+    placed = lay_out(TOKENS, 30)
+    assert [token.text[-1] for token in placed[:2]] == ["n", "y"]
+    for before, after in itertools.pairwise(placed):
+        assert (after.line, after.x) >= (before.line, before.x + len(before.text)) or (
+            after.line > before.line and after.x == 0
+        )
+    assert placed[3].line == placed[2].line + 1  # a line break ends its line
+    assert all(token.x + len(token.text) <= 30 for token in placed)
+
+
+def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> None:
+    given = table()
+    for part, values in (("value", given.value), ("pos_embed", given.by_part[:, 1])):
+        view = token_values(given, part=part)
+        axis = view.figure.axes[0]
+        scale = view.figure.axes[1]._colorbar.mappable  # type: ignore[attr-defined]
+        shown = [patch.get_facecolor() for patch in axis.patches]
+        assert len(shown) == len(TOKENS)
+        assert torch.tensor(shown).allclose(
+            torch.tensor(scale.to_rgba(values[:-1].numpy())).float()
+        )
+        numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 5.5]
+        assert f"{float(values[:-1].abs().max()):.2f}" in {text[1:] for text in numbers}
+        assert f"{float(values.sum()):.4g}" in view.caption
+    red, blue = scale.to_rgba([5.0, -5.0])
+    assert red[0] > red[2]  # positive is red
+    assert blue[2] > blue[0]
+    assert "</script>" not in token_values(given).save(tmp_path / "x.html").read_text()
+
+
+def test_nothing_contributed_is_drawn_and_an_unknown_part_refused() -> None:
+    assert token_values(table(0.0)).caption.endswith("sum to 0.")
+    with pytest.raises(GeometryError, match="part: expected one of 'value', 'embed', 'pos_embed'"):
+        token_values(table(), part="cvec")

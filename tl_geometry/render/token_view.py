@@ -1,0 +1,102 @@
+"""A logit over the text of its prompt: every token in the colour of what it contributes.
+
+The table of :meth:`~tl_geometry.circuits.LogitGraph.tokens` is drawn as running text, so that the
+tokens that a logit came from are read in their context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tl_geometry.base import html
+from tl_geometry.base.checks import choice
+from tl_geometry.circuits.logit_graph import TokenTable
+from tl_geometry.render.figure import DIVERGING, WIDTH, View, canvas, drawable
+
+LINE = 76
+"""Characters of a line: what a monospaced font of nine points fits beside the colour bar."""
+MARKED = 0.05
+"""Share of the largest value from which a token's value stands below it as a number: smaller ones
+would overlap and say little."""
+DARK = 0.6
+"""Share of the colour scale from which a background is dark enough to need white text."""
+
+
+class PlacedToken(NamedTuple):
+    """A token of the text: where it begins (characters from the left, lines from the top)."""
+
+    text: str
+    x: int
+    line: int
+
+
+def lay_out(tokens: Sequence[str], width: int = LINE) -> list[PlacedToken]:
+    r"""Tokens as running text in lines of ``width`` characters; a token that ends with a line break
+    ends its line.
+
+    >>> [(token.x, token.line) for token in lay_out(["ab", " cd\n", "e"], 4)]
+    [(0, 0), (0, 1), (0, 2)]
+    """
+    x = line = 0
+    placed: list[PlacedToken] = []
+    for token in tokens:
+        text = drawable(html.plain(token.replace("\n", "↵")), width)
+        if x + len(text) > width:
+            x, line = 0, line + 1
+        placed.append(PlacedToken(text, x, line))
+        x += len(text)
+        if token.endswith("\n"):
+            x, line = 0, line + 1
+    return placed
+
+
+def token_values(table: TokenTable, *, part: str = "value") -> View:
+    """The text of a prompt, each token in the colour of what its embedding contributes to the
+    logit along value paths (red for, blue against), the larger values as numbers below.
+
+    Args:
+        table: of ``trace_logit(...).tokens()``.
+        part: ``"value"``, or one of ``table.parts``.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=1)
+    >>> graph = tlg.trace_logit(model, windows, int(windows.tokens[0, 15]), position=14)
+    >>> tlg.render.token_values(graph.tokens()).title
+    'What each token contributes to the logit'
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.patches import Rectangle
+
+    choice(part, ("value", *table.parts), "part")
+    every = table.value if part == "value" else table.by_part[:, table.parts.index(part)]
+    values = every[:-1].tolist()  # the last row is that of the constants
+    placed = lay_out(table.tokens[:-1])
+    limit = max(map(abs, values)) or 1.0
+    lines = placed[-1].line + 1
+    figure, (axis,) = canvas(size=(WIDTH, 0.9 + 0.42 * lines))
+    scale = ScalarMappable(Normalize(-limit, limit), DIVERGING)
+    font = {"family": "monospace", "va": "center", "clip_on": False}
+    for value, token in zip(values, placed, strict=True):
+        box = (token.x, token.line - 0.3), len(token.text), 0.6
+        axis.add_patch(Rectangle(*box, facecolor=scale.to_rgba(value), edgecolor="#ddd", lw=0.4))
+        colour = "white" if abs(value) > DARK * limit else "black"
+        middle = token.x + len(token.text) / 2
+        axis.text(middle, token.line, token.text, ha="center", fontsize=8, color=colour, **font)
+        if abs(value) > MARKED * limit:
+            axis.text(middle, token.line + 0.43, f"{value:+.2f}", ha="center", fontsize=5.5, **font)
+    axis.set(xlim=(0, LINE), ylim=(lines - 0.3, -0.5))
+    axis.axis("off")
+    figure.colorbar(scale, ax=axis, label="logit", shrink=0.9, aspect=12)
+    constants, total = float(every[-1]), float(every.sum())
+    sums = f"The tokens and the constants ({constants:+.3g}) sum to {total:.4g}"
+    return View(
+        figure,
+        title="What each token contributes to the logit",
+        caption=f"Each token has the colour of its value, red for the logit and blue against it; "
+        f"values above {MARKED:.0%} of the largest stand below. {sums}.",
+        null="All parts and the constants add up to the logit exactly: they have no null.",
+        source=table.provenance.line(),
+    )
