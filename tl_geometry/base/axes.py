@@ -1,7 +1,5 @@
-"""The axis vocabulary: every array annotation of the library uses these names (tested).
-
-Letters that stand for a size in a formula appear in the docstring of the function, never in an
-annotation.
+"""The names of tensor axes, and what each counts. Every tensor annotation of the library uses these
+names (tested); letters for sizes in a formula stand in docstrings only.
 """
 
 from __future__ import annotations
@@ -76,5 +74,5 @@ def axes_of(cls: type) -> dict[str, tuple[str, ...]]:
 
 
 def _axes(annotation: str) -> tuple[str, ...]:
-    written = re.search(r"Tensor, ['\"]([^'\"]*)['\"]", annotation)
-    return tuple(written[1].split()) if written else ()
+    axes = re.search(r"Tensor, ['\"]([^'\"]*)['\"]", annotation)
+    return tuple(axes[1].split()) if axes else ()

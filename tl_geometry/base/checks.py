@@ -1,5 +1,5 @@
-"""Argument checks with one message template: what it is, what was expected, what came, what to call
-instead."""
+"""Checks the arguments of public functions. A check returns its argument in a plain form, or raises
+a ``GeometryError`` that says what was expected, what came, and what to call instead."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def describe(value: object) -> str:
     ('float32 tensor of shape (2, 3)', 'sparse float32 tensor of shape (2,)')
     """
     if isinstance(value, Tensor):
-        kinds = {
+        layouts = {
             "nested ": value.is_nested,
             "meta ": value.is_meta,
             "sparse ": value.layout != torch.strided and not value.is_nested,
         }
-        kind = next((name for name, fits in kinds.items() if fits), "")
-        shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"  # it has none
-        return f"{kind}{str(value.dtype).removeprefix('torch.')} tensor{shape}"
+        layout = next((name for name, fits in layouts.items() if fits), "")
+        # a nested tensor has no single shape
+        shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
+        return f"{layout}{str(value.dtype).removeprefix('torch.')} tensor{shape}"
     text = repr(value)
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
 
@@ -58,7 +59,7 @@ def is_plain(value: Tensor) -> bool:
 
 def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
-    if not bool(torch.isfinite(values.sum())):  # a finite sum proves all finite: no second look
+    if not bool(torch.isfinite(values.sum())):  # a finite sum proves that all are
         bad = int((~torch.isfinite(values)).sum())
         require(
             bad == 0,
@@ -112,8 +113,8 @@ def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
 def heads(
     values: Any, n_layers: int, n_heads: int, layers: Iterable[int] | int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Heads as (layer, head) pairs: those named in ``values`` (pairs, ``"L5H1"``, ``"5.1"``), or
-    all heads of ``layers`` (all).
+    """Heads as (layer, head) pairs: those named in ``values`` (pairs, ``"L5H1"``, ``"5.1"``; one or
+    several, repeats left out), or all heads of ``layers`` (by default of every layer).
 
     >>> heads(["L1H0", (0, 1), "1.1"], n_layers=2, n_heads=2)
     ((1, 0), (0, 1), (1, 1))
@@ -127,11 +128,12 @@ def heads(
     given: list[Any] = (
         [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)
     )
-    chosen = (
+    chosen = (  # two integers alone are one pair
         [tuple(given)] if len(given) == 2 and all(whole(v) is not None for v in given) else given
     )
     out: list[tuple[int, int]] = []
     for value in chosen:
+        # without a dot or an H, "51" would match as layer 5, head 1
         match = (
             re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE)
             if isinstance(value, str) and re.search("[.hH]", value)
@@ -193,8 +195,8 @@ def head_rows(
 
 
 def window(value: tuple[int, int] | None, length: int, default_start: int) -> tuple[int, int]:
-    """A half-open window inside ``length`` positions; ``(default_start, length)`` for ``None`` (all
-    if that is empty).
+    """A half-open window inside ``length`` positions; ``(default_start, length)`` for ``None``,
+    or all positions if that is empty.
 
     >>> window(None, 8, 1), window((2, 5), 8, 1)
     ((1, 8), (2, 5))

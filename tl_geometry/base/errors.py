@@ -1,5 +1,6 @@
-"""Errors of tl_geometry. All are :class:`GeometryError`: the text says what was expected, what
-came, and what to call instead."""
+"""The errors that tl_geometry raises, and the functions that raise them with one form of text. All
+are :class:`GeometryError`; the text says what was expected, what came, and what to call
+instead."""
 
 from __future__ import annotations
 
@@ -63,15 +64,14 @@ def require(
 
 
 def choice(value: str, options: Sequence[str], what: str) -> str:
-    """``value`` if it is one of ``options``, else an error that lists them (of many, the
-    nearest)."""
+    """``value`` if it is one of ``options``, else an error that lists them (:func:`listed`)."""
     require(value in options, what, expected=f"one of {listed(options, value)}", got=repr(value))
     return value
 
 
 def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str:
-    """Names as a list for a message; of more than ``most`` those nearest to ``value``, and how many
-    there are.
+    """Names as a list for a message; of more than ``most`` names only their number and the three
+    nearest to ``value`` (or the first six where none is near).
 
     >>> listed([f"column_{i}" for i in range(40)], "colunm_7")
     "40 names, such as 'column_7', 'column_37', 'column_27'"

@@ -1,5 +1,5 @@
-"""Safetensors files that are whole or absent: written beside their place and renamed, with a
-checksum over every bit.
+"""Writes and reads the library's safetensors files. A file is whole or absent: it is written beside
+its place and renamed, with a checksum over every bit.
 
 The header is JSON: ``schema`` (what the file holds), then every value that is no tensor, then
 ``checksum``. Nothing is pickled. Used by results, checkpoints and training states.
@@ -27,7 +27,7 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 
 LONG = 120
-"""Characters of a path that a message shows."""
+"""Most characters of a path that a message shows."""
 
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
@@ -64,19 +64,20 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
     Raises ``GeometryError`` where it cannot be written (a full disk, no permission); the file that
     was there stays.
     """
-    held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    metadata = {**header, "checksum": json.dumps(checksum(held, header))}
+    # cloned: safetensors refuses tensors that share memory
+    copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    metadata = {**header, "checksum": json.dumps(checksum(copies, header))}
     part: Path | None = None
     try:
         # Path.resolve raises for a loop of links
         place = Path(os.path.realpath(path))  # noqa: TID251
         place.parent.mkdir(parents=True, exist_ok=True)
-        # a part of the name: the whole may be as long as a name can be
+        # 40 characters of the name: all of them with the suffix may be too long for a file name
         part = place.with_name(f".{place.name[:40]}.{secrets.token_hex(8)}.part")
         part.touch()
-        # what the user's umask leaves; safetensors makes files that nobody else may read
+        # the mode that the user's umask leaves; safetensors lets nobody else read its files
         mode = stat.S_IMODE(part.stat().st_mode)
-        save_file(held, part, metadata=metadata)
+        save_file(copies, part, metadata=metadata)
         part.chmod(mode)
         with part.open("r+b") as handle:
             _sort_header(handle)
@@ -98,7 +99,7 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
 
 
 def _sort_header(handle: BinaryIO) -> None:
-    """Put the metadata of a safetensors file in order: they are written in another one each time.
+    """Sort the metadata of a safetensors file, which safetensors writes in an order that changes.
 
     The file is the length of the header (8 bytes), the header (JSON), and the numbers.
     """
@@ -106,7 +107,7 @@ def _sort_header(handle: BinaryIO) -> None:
     header = json.loads(handle.read(size))
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    if len(text) <= size:  # blanks at the end are part of the format
+    if len(text) <= size:  # the format allows blanks at the end of the header
         handle.seek(8)
         handle.write(text.ljust(size))
 
@@ -119,11 +120,11 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
     """
     path = as_path(path, "file")
     try:
-        there = path.is_file()
+        exists = path.is_file()
     except (OSError, ValueError):  # a name that no file can have
-        there = False
-    require(there, "file", expected="an existing safetensors file", got=_named(path))
-    readable = os.access(path, os.R_OK)  # or safetensors says that there is no such file
+        exists = False
+    require(exists, "file", expected="an existing safetensors file", got=_named(path))
+    readable = os.access(path, os.R_OK)  # else safetensors says that there is no such file
     require(readable, "file", expected="a file that may be read", got=_named(path))
     try:
         with safe_open(path, framework="pt") as handle:
@@ -139,9 +140,9 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
         )
     got = repr(header.get("schema"))
     require(header.get("schema") in schemas, str(path), expected=f"schema {schemas[0]}", got=got)
-    whole = header.get("checksum") == checksum(tensors, texts)
+    intact = header.get("checksum") == checksum(tensors, texts)
     require(
-        whole,
+        intact,
         str(path),
         expected="the numbers that were written (checksum)",
         got="altered ones",
@@ -151,8 +152,7 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
 
 
 def refuse_unknown(path: str | Path, found: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise where a file holds fields or tensors that nothing reads: they would be left out of the
-    result."""
+    """Refuse a file with fields or tensors that this version does not know, and would drop."""
     unknown = ", ".join(sorted(set(found) - set(known))[:8])
     instead = "the newer tl_geometry that wrote it"
     require(

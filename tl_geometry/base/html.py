@@ -1,4 +1,5 @@
-"""The little HTML that results show in a notebook: escaped tables, no script, no network."""
+"""Text and tables as results show them in a notebook or a terminal: escaped, without script or
+network."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ STYLE = (
     "padding:1px 8px;border-bottom:1px solid #8884;text-align:",
     "padding:1px 8px;border-bottom:1px solid #8884;font-weight:600;text-align:",
 )
-"""Styles of a table, a cell and a heading; the last two want an alignment."""
+"""Styles of a table, a cell and a heading; the last two end where the alignment is appended."""
 MOST_ROWS = 60
-"""Rows of a table that are shown."""
+"""Most rows of a table that are shown."""
 NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
+"""Style of a caption."""
 
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
@@ -70,11 +72,12 @@ def number(value: object) -> str:
 
 def token_text(token: str) -> str:
     r"""A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control
-    and direction marks as ``\uXXXX``.
+    and direction marks as ``\uXXXX``, nothing as ``∅``.
 
     >>> token_text(" the\n")
     '␣the⏎'
     """
+    # \u0120 and \u010a stand for space and newline in vocabularies of byte-level BPE
     shown = {" ": "␣", "\n": "⏎", "\t": "⇥", "\u0120": "␣", "\u010a": "⏎"}
     return "".join(shown.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in token) or "∅"
 
@@ -94,13 +97,13 @@ def table(
     """
     rows = list(rows)
     count, rows = of or len(rows), rows[:MOST_ROWS]
-    whole, cell, head = STYLE
+    table_style, cell, head = STYLE
     note = f" (first {MOST_ROWS} of {count} rows)" if count > MOST_ROWS else ""
     sides = [
         "left" if any(isinstance(row[i], str) for row in rows) or not rows else "right"
         for i in range(len(columns))
     ]
-    parts = [f'<div style="{NOTE}">{escape(caption + note)}</div><table style="{whole}"><tr>']
+    parts = [f'<div style="{NOTE}">{escape(caption + note)}</div><table style="{table_style}"><tr>']
     parts += [
         f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, sides, strict=True)
     ]

@@ -1,5 +1,5 @@
-"""Jackknife intervals corrected for bias, paired t intervals, sign-flip tests. None is given from
-fewer than :data:`FEWEST` samples."""
+"""How sure an estimate is: jackknife intervals corrected for bias, paired t intervals, sign-flip
+tests. Paired intervals and tests are given from :data:`FEWEST` samples on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tl_geometry.base.errors import require
 FEWEST = 10
 """Contexts, prompts or trajectories below which no error, interval or p-value is given."""
 FEWEST_GROUPS = 4
-"""Groups below which a jackknife says nothing: its t has as many degrees of freedom, less one."""
+"""Groups below which callers give no jackknife: its t has one degree of freedom less."""
 FLIPS = 9_999
 """Random sign flips of :func:`sign_flip_p`: with the data itself 10,000, so that p is at least
 1e-4."""
 
 
 class Interval(NamedTuple):
-    """An estimate without the bias that the jackknife sees, its 95% interval and standard error."""
+    """An estimate (of a jackknife: corrected for bias), its interval (95% by default), and its
+    standard error."""
 
     value: Float[Tensor, "*batch"]
     low: Float[Tensor, "*batch"]
@@ -56,8 +57,8 @@ def jackknife_interval(
 
     >>> x = torch.tensor([1.0, 2.0, 4.0, 5.0]).double()
     >>> rest = (x.sum() - x) / 3
-    >>> found = jackknife_interval(x.mean(), [LeftOut(rest, torch.full((4,), 0.25).double())])
-    >>> round(float(found.value), 6), round(float(found.error), 4), round(float(found.high), 3)
+    >>> mean = jackknife_interval(x.mean(), [LeftOut(rest, torch.full((4,), 0.25).double())])
+    >>> round(float(mean.value), 6), round(float(mean.error), 4), round(float(mean.high), 3)
     (3.0, 0.9129, 5.905)
     """
     value = whole.clone()
@@ -73,10 +74,11 @@ def jackknife_interval(
         groups = len(values)
         corrected = groups * whole - ((1 - share) * values).sum(0)
         pseudo = whole / share - (1 / share - 1) * values
-        own = ((pseudo - corrected).square() / (1 / share - 1)).mean(0)
+        source_variance = ((pseudo - corrected).square() / (1 / share - 1)).mean(0)
         value = value + corrected - whole
-        variance = variance + own
-        squares = squares + own.square() / (groups - 1)
+        variance = variance + source_variance
+        squares = squares + source_variance.square() / (groups - 1)
+    # clamped, because where() evaluates 0 / 0 in the branch that it drops
     freedom = torch.where(squares > 0, variance.square() / squares.clamp(min=1e-300), torch.inf)
     error = variance.sqrt()
     reach = t_quantile(freedom.cpu(), level).to(error) * error
@@ -87,8 +89,8 @@ def paired_interval(differences: Float[Tensor, "sample ..."], *, level: float = 
     """Mean of paired differences with Student's interval, ``mean +- t_(n-1) sd / sqrt(n)``; NaN
     bounds below :data:`FEWEST` differences.
 
-    >>> found = paired_interval(torch.arange(10.0))
-    >>> [round(float(x), 2) for x in found[:3]]
+    >>> interval = paired_interval(torch.arange(10.0))
+    >>> [round(float(x), 2) for x in interval[:3]]
     [4.5, 2.33, 6.67]
     """
     n = len(differences)
@@ -107,9 +109,9 @@ def sign_flip_p(differences: Float[Tensor, " sample"], *, seed: int = 0) -> floa
 
     The null is that the two conditions of a pair could change places; then a difference is
     symmetric about zero, and the test is exact however heavy its tails. It is no test of the mean:
-    centred log-normal differences, which no such null makes, are refused by 15% of the tests of
-    level 5%. Flips keep the sum of squares, so that the studentised mean ``mean / (sd / sqrt(n))``
-    is a monotone function of the mean: studentised flips of one sample are this very test.
+    of centred log-normal differences, which this null does not make, tests of level 5% reject 15%.
+    Flips keep the sum of squares, so that the studentised mean ``mean / (sd / sqrt(n))`` is a
+    monotone function of the mean: studentised flips of one sample are this very test.
 
     NaN below :data:`FEWEST` differences, and where all are zero.
 
@@ -122,5 +124,6 @@ def sign_flip_p(differences: Float[Tensor, " sample"], *, seed: int = 0) -> floa
         return float("nan")
     generator = torch.Generator().manual_seed(seed)
     flips = torch.randint(2, (FLIPS, n), generator=generator).double() * 2 - 1
+    # ties count, up to rounding
     far = (flips @ x).abs() >= x.sum().abs() - 1e-12 * size
     return float((1 + far.sum()) / (1 + FLIPS))

@@ -1,9 +1,9 @@
 """Linear algebra that several packages share: deterministic SVDs (also of a product, from its
 factors), angles, rotations.
 
-All functions batch over leading axes and compute in the dtype they are given; the deterministic
-sign rule is one for the whole package: each singular vector on the right has its
-largest-magnitude coordinate positive.
+Functions batch over leading axes and compute in the dtype they are given, unless they say
+otherwise. One rule fixes the signs of singular vectors in the whole library: the coordinate of
+largest magnitude of each right singular vector is positive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _signs(V: Tensor) -> Tensor:
     """-1 for columns whose largest-magnitude coordinate (the first of equals) is negative, else
     1."""
     high, low = V.amax(-2, keepdim=True), V.amin(-2, keepdim=True)
-    if bool((high == -low).any()):
+    if bool((high == -low).any()):  # a tie: the first of equals decides
         return torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(
             V.dtype
         )
@@ -105,13 +105,14 @@ def _product_svd_qr(left: Tensor, right: Tensor) -> SVD:
 
 
 def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor, "..."]]:
-    """The same from Cholesky factors, and a mask of the products that this is not accurate for
-    (their content is undefined)."""
+    """The same from Cholesky factors, and a mask of the products for which it is inaccurate (their
+    content is undefined)."""
     eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
     bad = torch.zeros(left.shape[:-2], dtype=torch.bool, device=left.device)
     triangles: list[Tensor] = []
     for factor in (left, right):
         triangle, info = torch.linalg.cholesky_ex(factor.mT @ factor, upper=True)
+        # where the factorisation failed: any invertible matrix, so that the rest goes through
         triangle = torch.where((info != 0)[..., None, None], eye, triangle)
         inverse = torch.linalg.solve_triangular(triangle, eye, upper=True)
         bad = (
@@ -119,7 +120,7 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
             | (info != 0)
             | (torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse) > 2000)
         )
-        triangles += [triangle, inverse]
+        triangles += [triangle, inverse]  # R and R^-1 of left, then of right
     u, s, vh = torch.linalg.svd(triangles[0] @ triangles[2].mT)
     V = right @ (triangles[3] @ vh.mT)
     sign = _signs(V)
@@ -129,8 +130,8 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
 def numerical_rank(
     singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]
 ) -> Int[Tensor, "*batch"]:
-    """Singular values (descending) above rounding, ``max(rows, columns) eps s_1``, of matrices of
-    this shape: the one threshold of the library, that of NumPy's ``matrix_rank``.
+    """Number of singular values (given descending) above rounding, ``s_i > max(rows, columns) eps
+    s_1``, of matrices of ``shape``: the library's one threshold, that of NumPy's ``matrix_rank``.
 
     >>> int(numerical_rank(torch.tensor([3.0, 1.0, 1e-7]), (20, 3)))
     2
@@ -140,8 +141,8 @@ def numerical_rank(
 
 
 def gram_spectrum(gram: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batch row"]:
-    """Singular values of X, descending, from ``X^T X`` (or ``X X^T``): wrong below 1e-8 of the
-    largest.
+    """Singular values of X, descending, from ``X^T X`` (or ``X X^T``). Squaring halves the digits:
+    in float64, values below 1e-8 of the largest are wrong.
 
     >>> gram_spectrum(torch.diag(torch.tensor([1.0, 9.0]))).tolist()
     [3.0, 1.0]
@@ -240,7 +241,8 @@ def principal_angles(
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Unit roundoff of a floating dtype: 2^-53, 2^-24, 2^-11 (float16), 2^-8 (bfloat16).
+    """Unit roundoff of a floating dtype: 2^-53 (float64), 2^-24 (float32), 2^-11 (float16), 2^-8
+    (bfloat16).
 
     >>> unit_roundoff(torch.float32) == 2**-24
     True
@@ -277,7 +279,7 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
     )
     schur, basis = scipy.linalg.schur(matrix, output="real")[:2]
     log = np.zeros_like(schur)
-    flipped: list[int] = []
+    negative: list[int] = []  # places of the eigenvalues -1
     i = 0
     while i < size:
         # below the diagonal a real Schur form holds rounding, or the sine of a plane's angle
@@ -289,9 +291,9 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
             i += 2
             continue
         if schur[i, i] < 0:
-            flipped.append(i)
+            negative.append(i)
         i += 1
-    for a, b in zip(flipped[::2], flipped[1::2], strict=True):
+    for a, b in zip(negative[::2], negative[1::2], strict=True):
         log[b, a], log[a, b] = np.pi, -np.pi
     return torch.from_numpy(basis @ log @ basis.T).to(rotation)
 

@@ -7,13 +7,14 @@ import unicodedata
 
 
 def printable(text: str) -> str:
-    r"""A file name as text that every output can hold: bytes that are no UTF-8, control and
-    direction marks as escapes.
+    r"""A file name as text that every output can hold: bytes that are no UTF-8, control characters
+    and direction marks become escapes.
 
     >>> print(printable("a\udce9\u202e.txt"))
     a\xe9\u202e.txt
     """
     text = os.fsencode(text).decode("utf-8", "backslashreplace") if _encodable(text) else text
+    # control, format, surrogate, private, unassigned; line and paragraph separators
     hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
     return "".join(c if unicodedata.category(c) not in hidden else f"\\u{ord(c):04x}" for c in text)
 

@@ -1,8 +1,8 @@
-"""Records as JSON and tensors, so that a result saves whatever it is made of: tensors, mappings of
-tensors, and other records inside it.
+"""Turns the fields of a result into JSON and named tensors, and back. A field may hold tensors,
+mappings, and records (dataclasses and named tuples) of these.
 
-Tensors get a name (``moments|sums``) and leave a reference in the JSON. A record is read back only
-as a class that the field's own annotation names: a file cannot choose what is built.
+Each tensor gets a name (``moments|sums``), to which the JSON refers. A record is read back only as
+a class that the field's annotation names: a file cannot choose what is built.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 
 TENSOR, RECORD, MAPPING, DTYPE = "$tensor", "$record", "$mapping", "$dtype"
-"""Keys of JSON objects that stand for something else."""
+"""Keys of JSON objects that stand for a tensor, a record, a mapping whose keys are tuples, a
+dtype."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -35,7 +36,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.dtype):
         return {DTYPE: str(value).removeprefix("torch.")}
     if _is_record(type(value)):
-        fields = {name: getattr(value, name) for name in _fields(type(value))}
+        fields = {field: getattr(value, field) for field in _fields(type(value))}
         return {RECORD: type(value).__name__, **_encoded(fields, name, tensors)}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return _encoded(value, name, tensors)
@@ -70,10 +71,10 @@ def decode(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
     require(name in known, "record", expected=f"one of {', '.join(known)}", got=repr(name))
     cls = known[name]
     inside = {**known, **records_of(cls)}
-    held = {k: v for k, v in value.items() if k != RECORD}
-    unknown = ", ".join(sorted(set(held) - set(_fields(cls))))
+    fields = {k: v for k, v in value.items() if k != RECORD}
+    unknown = ", ".join(sorted(set(fields) - set(_fields(cls))))
     require(not unknown, name, expected="fields of this version", got=unknown)
-    return cls(**{k: decode(v, tensors, inside) for k, v in held.items()})
+    return cls(**{k: decode(v, tensors, inside) for k, v in fields.items()})
 
 
 def references(value: Any) -> Iterator[str]:

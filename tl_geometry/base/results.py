@@ -1,4 +1,4 @@
-"""Frozen results: what every public function returns. A result saves and loads itself, derives its
+"""The base of what public functions return: a frozen result. It saves and loads itself, derives its
 table from the axes of its fields, shows itself in a notebook, and says what it was computed from.
 """
 
@@ -42,7 +42,7 @@ class Provenance:
 
     ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``processed``
     says whether weights were folded or centred by TransformerLens, ``hooks`` names the hook points
-    at which somebody else's hook acted, ``normalized`` says that states were normed before they
+    at which user hooks acted, ``normalized`` says that states were normed before they
     were decomposed, ``window`` is half-open in absolute positions, ``flags`` are remarks for the
     reader.
     """
@@ -140,7 +140,7 @@ class Result:
     table_values: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        if "__repr__" not in cls.__dict__:  # or the dataclass writes one of whole tensors
+        if "__repr__" not in cls.__dict__:  # else dataclass makes one that prints tensors
             cls.__repr__ = Result.__repr__
 
     @classmethod
@@ -152,7 +152,7 @@ class Result:
 
     def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
         """Columns that name the entries of an axis: layer and head of ``heads``, else the field
-        that is called as the axis in the plural (``states``, ``parts``), else numbers."""
+        named as the plural of the axis (``states``, ``parts``), else numbers."""
         if axis == "head" and hasattr(self, "heads"):
             return dict(zip(("layer", "head"), zip(*self.heads, strict=True), strict=True))  # type: ignore[attr-defined]
         named = getattr(self, f"{axis}s", None)
@@ -181,14 +181,14 @@ class Result:
         chosen = slice(None) if mask is None else mask.flatten().cpu()
         out: dict[str, Sequence[object]] = {}
         for at, columns in enumerate(names.values()):
-            place = torch.arange(shape[at]).view([-1 if i == at else 1 for i in range(len(shape))])
-            rows = place.expand(shape).flatten()[chosen].tolist()
+            index = torch.arange(shape[at]).view([-1 if i == at else 1 for i in range(len(shape))])
+            rows = index.expand(shape).flatten()[chosen].tolist()
             out |= {name: [of[row] for row in rows] for name, of in columns.items()}
         for name, (value, axes) in self.table_numbers().items():
             order = [axes.index(axis) for axis in self.table_axes if axis in axes]
-            wide = [shape[i] if axis in axes else 1 for i, axis in enumerate(self.table_axes)]
-            whole = value.detach().cpu().permute(order).reshape(wide).expand(shape)
-            out[name] = whole.flatten()[chosen].tolist()
+            sizes = [shape[i] if axis in axes else 1 for i, axis in enumerate(self.table_axes)]
+            full = value.detach().cpu().permute(order).reshape(sizes).expand(shape)
+            out[name] = full.flatten()[chosen].tolist()
         return out
 
     def columns(self) -> Sequence[str]:
@@ -241,11 +241,11 @@ class Result:
         """Write to one safetensors file and return its path."""
         path = as_path(path)
         tensors: dict[str, Tensor] = {}
-        held = {
+        fields = {
             f.name: json.dumps(encode(getattr(self, f.name), f.name, tensors))
             for f in dataclasses.fields(self)
         }
-        write_atomically(path, tensors, {"schema": json.dumps(self.schema()), **held})
+        write_atomically(path, tensors, {"schema": json.dumps(self.schema()), **fields})
         return path
 
     @classmethod
@@ -253,11 +253,11 @@ class Result:
         """Read a file that :meth:`save` wrote."""
         header, tensors = read_file(path, cls.schema())
         names = {f.name for f in dataclasses.fields(cls)}
-        held = {k: v for k, v in header.items() if k not in ("schema", "checksum")}
-        refuse_unknown(path, held, names, "fields")
-        refuse_unknown(path, tensors, references(held), "tensors")
+        fields = {k: v for k, v in header.items() if k not in ("schema", "checksum")}
+        refuse_unknown(path, fields, names, "fields")
+        refuse_unknown(path, tensors, references(fields), "tensors")
         known = records_of(cls)
-        return cls(**{name: decode(value, tensors, known) for name, value in held.items()})
+        return cls(**{name: decode(value, tensors, known) for name, value in fields.items()})
 
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
@@ -279,7 +279,7 @@ class Result:
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
         """What it is, where it comes from, and how many NaN each column of the table has."""
         counts = [
-            (name, sum(row[i] != row[i] for row in table))  # NaN alone is not itself
+            (name, sum(row[i] != row[i] for row in table))  # only NaN differs from itself
             for i, name in enumerate(self.columns())
         ]
         nans = ", ".join(f"{name} {n}" for name, n in counts if n)

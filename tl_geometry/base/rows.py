@@ -1,4 +1,4 @@
-"""Rows of scores over the keys that they may see."""
+"""Which keys a query may see (the causal mask), and attention scores centred over these keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def causal_mask(
 def row_center(
     scores: Float[Tensor, "*batch query key"], allowed: Bool[Tensor, "..."]
 ) -> Float[Tensor, "*batch query key"]:
-    """Scores minus the mean of their row over the allowed keys; zero elsewhere. Softmax over the
-    allowed keys does not change.
+    """Scores minus the mean of their row over the allowed keys; zero elsewhere. This leaves their
+    softmax over the allowed keys as it was.
 
     ``allowed [... query key]`` broadcasts against the scores, which may be infinite outside it.
 

@@ -1,9 +1,9 @@
-"""Keeps reports and experiments from overwriting files of the user: which files of a folder this
-library wrote, and which process writes them now.
+"""Keeps reports and experiments from overwriting files of the user: says which files of a folder
+this library wrote, and which process writes them now.
 
-A folder of results holds ``run.json``, which says that this library wrote it and lists the other
-files with their hashes. What stands there unlisted, or with another hash, belongs to the user: it
-is never deleted, and overwritten only where ``--force`` says so.
+A folder of results holds ``run.json``, its record: that this library wrote the folder, and a list
+of the other files with their hashes. A file that is not listed, or has another hash, belongs to the
+user: it is never deleted, and overwritten only with ``--force``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.printable import printable
 
 RECORD, WRITER = "run.json", "tl-geometry"
+"""The record of a folder, and its entry ``written_by``."""
 PAGE = "report.html"
 CHECKPOINT, LOCK = "checkpoint.safetensors", ".tl-geometry.lock"
 FORCE = "another --out, or --force to overwrite"
+"""What a message advises where files are in the way."""
 PIECE = 2**22
 """Bytes that are hashed at a time."""
 
@@ -59,8 +61,8 @@ def schema(path: Path) -> str:
 
 
 def read_record(folder: Path, *, force: bool = False) -> dict[str, Any]:
-    """``run.json`` of a folder, empty where there is none; one that no run of ours wrote is refused
-    (with ``force``: counts as none)."""
+    """``run.json`` of a folder, empty where there is none. One that this library did not write is
+    refused; with ``force`` it counts as none."""
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +93,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _problem(record: Any) -> str:
-    """What keeps a value from being a record of ours; empty where nothing does."""
+    """Why a value is no record of this library; empty where it is one."""
     if not isinstance(record, dict) or record.get("written_by") != WRITER:
         return "one of another program"
     files, manifest = record.get("files", {}), record.get("manifest", {})
@@ -107,8 +109,8 @@ def _problem(record: Any) -> str:
 
 
 class OwnFiles:
-    """The files of a folder that runs of ours have written: of each its last two hashes, because a
-    run may be stopped between the record and the file."""
+    """The files of a folder that this library has written, each with its last two hashes: a run may
+    be stopped between the record and the file."""
 
     def __init__(
         self, folder: Path, listed: Mapping[str, list[str]], *, force: bool = False
@@ -117,7 +119,7 @@ class OwnFiles:
         self.hashes = {name: list(hashes) for name, hashes in listed.items() if self._inside(name)}
 
     def _inside(self, name: str) -> bool:
-        """Whether a listed name stays in the folder: a record may have been made by anybody."""
+        """Whether a listed name stays in the folder: anybody may have made the record."""
         path = self.folder / name
         return (
             "\0" not in name
@@ -128,14 +130,14 @@ class OwnFiles:
         )
 
     def unchanged(self, name: str) -> bool:
-        """Whether a file is as a run of ours left it."""
+        """Whether a file is as this library left it."""
         path = self.folder / name
         plain = name in self.hashes and path.is_file() and not path.is_symlink()
         return plain and file_hash(path) in self.hashes[name]
 
     def free(self, name: str) -> bool:
         """Whether a file may be written: nothing stands there (nor a file in the place of its
-        folder), or something of ours."""
+        folder), or a file that this library left."""
         path = self.folder / name
         if _there(path.parent) and not path.parent.is_dir():
             return False
@@ -173,20 +175,20 @@ class OwnFiles:
 def check_folder(
     folder: Path, owner: str, names: Iterable[str], *, force: bool = False
 ) -> dict[str, Any]:
-    """The record of a folder that ``owner`` (``"report"`` or an experiment's name) is to write
-    ``names`` to. Refused are results of another owner, and files in the way that are not ours."""
+    """The record of the folder to which ``owner`` (``"report"`` or an experiment's name) will write
+    the files ``names``. Refused: results of another owner, and files of the user in the way."""
     record = read_record(folder, force=force)
-    held = record.get("experiment", "report") if record else owner
+    last_owner = record.get("experiment", "report") if record else owner
     require(
-        held == owner or force,
+        last_owner == owner or force,
         "--out",
         expected="a folder of its own",
-        got=f"{printable(str(folder))} with results of {held}",
+        got=f"{printable(str(folder))} with results of {last_owner}",
         instead=FORCE,
     )
-    record = record if held == owner else {}  # nothing of another owner is deleted by --force
-    own = OwnFiles(folder, record.get("files", {}), force=force)
-    taken = [name for name in names if not own.free(name)]
+    record = record if last_owner == owner else {}  # --force deletes nothing of another owner
+    files = OwnFiles(folder, record.get("files", {}), force=force)
+    taken = [name for name in names if not files.free(name)]
     # a checkpoint is rewritten too often to be listed: the record and its header say whose it is
     started = schema(folder / CHECKPOINT).startswith("tl_geometry/checkpoint/") and bool(record)
     if _there(folder / CHECKPOINT) and not (started or force):
@@ -202,8 +204,8 @@ def check_folder(
 
 
 def check_file(path: Path, kind: str = "", *, force: bool = False) -> None:
-    """Refuse to overwrite a file unless its header says that it is a result of ours of this
-    ``kind``; a CSV has no header, so that any is refused."""
+    """Refuse to overwrite a file unless its header says that it is a result of class ``kind``. A
+    CSV has no header (``kind=""``): any file in its place is refused."""
     same = bool(kind) and schema(path).startswith(f"tl_geometry/{kind}/")
     expected = f"a new file, or one that holds a {kind}" if kind else "a new file"
     require(
@@ -217,8 +219,8 @@ def check_file(path: Path, kind: str = "", *, force: bool = False) -> None:
 
 
 def check_checkpoint(path: Path, *, resume: bool, force: bool) -> None:
-    """Refuse a file in the place of the checkpoint that is none, and one of a stopped run that is
-    not gone on with."""
+    """Refuse to write a checkpoint over a file that is none, or, without ``resume``, over the
+    checkpoint of a stopped run."""
     if force or not _there(path):
         return
     shown = printable(str(path))

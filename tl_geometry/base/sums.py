@@ -1,4 +1,4 @@
-"""Sums over contexts that merge: the base of everything that is added up over a corpus.
+"""The base of everything that is added up over a corpus: sums over contexts, which merge.
 
 A subclass declares its tensors as dataclass fields, ``None`` where one is not taken::
 
@@ -37,7 +37,7 @@ class Sums:
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def mapped(self: S, change: Callable[[str, Tensor], Tensor]) -> S:
-        """The same with every tensor (name, value) changed."""
+        """The same sums with ``change(name, value)`` in place of every tensor."""
         changed: dict[str, Any] = {n: change(n, value) for n, value in self.tensors().items()}
         return dataclasses.replace(self, **changed)
 
@@ -56,23 +56,23 @@ class Sums:
 
     @classmethod
     def cat(cls: type[S], sums: Sequence[S], axis: str = "context") -> S:
-        """Several side by side along an axis; tensors without it are those of the first."""
-        held = [s.tensors() for s in sums]
+        """Several sums side by side along an axis; tensors without it are taken from the first."""
+        tensors = [s.tensors() for s in sums]
 
         def joined(name: str, value: Tensor) -> Tensor:
             at = cls._axis(name, axis, value)
-            return value if at is None else torch.cat([of[name] for of in held], at)
+            return value if at is None else torch.cat([of[name] for of in tensors], at)
 
         return sums[0].mapped(joined)
 
     @classmethod
     def stack(cls: type[S], sums: Sequence[S]) -> S:
-        """Pooled sums as those of contexts, one each."""
-        held = [s.tensors() for s in sums]
-        return sums[0].mapped(lambda name, _: torch.stack([of[name] for of in held]))
+        """Pooled sums, one for each context, as one with a context axis."""
+        tensors = [s.tensors() for s in sums]
+        return sums[0].mapped(lambda name, _: torch.stack([of[name] for of in tensors]))
 
     def pooled(self: S) -> S:
-        """Summed over contexts, where they are kept apart."""
+        """The sums over all contexts, of tensors that hold one sum for each context."""
         return self.mapped(
             lambda name, value: (
                 value if self._axis(name, "context", value) is None else value.sum(0)
@@ -90,7 +90,7 @@ class Sums:
 
     @classmethod
     def _axis(cls, name: str, axis: str, value: Tensor) -> int | None:
-        """Place of an axis in a tensor, ``None`` where it has none; ``*context`` may be absent."""
+        """Number of an axis in a tensor, ``None`` where it has none; ``*context`` may be absent."""
         names = axes_of(cls)[name]
         if f"*{axis}" in names:
             return 0 if value.dim() == len(names) else None
