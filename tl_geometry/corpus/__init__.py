@@ -1,5 +1,5 @@
-"""Tokens in every form that they come in: windows of text, streams, chunks, spliced and random null
-corpora."""
+"""Tokens in every form that they come in: windows of text, streams, chunks; and null corpora of
+spliced windows or random tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The documents that windows are cut from, wherever they are: strings, files, lines of files, a
 column of a data set. :func:`tl_geometry.windows` makes one :class:`Documents` of what it is given.
 
-The lengths are known, in characters; the text is read from any place when it is needed.
+Their lengths in characters are known at once; the text is read when it is needed, from any place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HASHED = 2**20
 
 
 class _Strings:
-    """Texts in memory, or in whatever gives one by its number."""
+    """Texts in a list, or in a column of a data set that gives one by its number."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts, self.sizes = texts, array("q")
@@ -46,10 +46,10 @@ Origin = TextFile | JsonLines | _Strings
 
 class Documents:
     """Documents one after another: document ``d`` has ``sizes[d]`` characters, and ends at
-    ``ends[d]`` where all are counted through.
+    character ``ends[d]`` of all documents together.
 
-    >>> found = Documents.of(["one", "two three"])
-    >>> found.ends.tolist(), found.read(1, 4, 9)
+    >>> documents = Documents.of(["one", "two three"])
+    >>> documents.ends.tolist(), documents.read(1, 4, 9)
     ([3, 12], 'three')
     """
 
@@ -75,9 +75,11 @@ class Documents:
             given = list(given)
         _require_text(len(given) > 0, given)
         files = isinstance(given, list | tuple) and any(isinstance(t, Path) for t in given)
-        only = field is None or (files and all(isinstance(t, Path) for t in given))
+        field_fits = field is None or (files and all(isinstance(t, Path) for t in given))
         instead = "the texts themselves"
-        require(only, "field", expected="None, but for files", got=repr(field), instead=instead)
+        require(
+            field_fits, "field", expected="None, but for files", got=repr(field), instead=instead
+        )
         if not files:
             return Documents([_Strings(given)])
         origins = [
@@ -90,7 +92,7 @@ class Documents:
 
     @property
     def characters(self) -> int:
-        """Length of all together."""
+        """Characters of all documents together."""
         return int(self.sizes.sum())
 
     def read(self, document: int, start: int, stop: int) -> str:
@@ -100,7 +102,7 @@ class Documents:
 
     @property
     def named_by_line(self) -> bool:
-        """Whether documents are lines of files, named where they stand."""
+        """Whether documents are lines of files, and named by file and line."""
         return any(isinstance(origin, JsonLines) for origin in self.origins)
 
     def name(self, document: int) -> str:
@@ -109,14 +111,14 @@ class Documents:
         return origin.label(at) if isinstance(origin, JsonLines) else str(document)
 
     def origin(self, documents: Int[Tensor, " context"]) -> Int[Tensor, " context"]:
-        """Which of the texts and files that were given holds each of these documents."""
+        """The number of the given text or file that holds each of these documents."""
         if not self.named_by_line:
             return documents
         return torch.searchsorted(self._ends, documents, right=True)
 
     @property
     def given(self) -> int:
-        """Texts and files that were given."""
+        """How many texts and files were given."""
         return len(self.origins) if self.named_by_line else len(self)
 
     def digest(self) -> str:

@@ -1,5 +1,5 @@
-"""Chunks of text without BOS (the published input of trajectories), and random tokens to compare
-text with: chunks of them, and one random period repeated (the input of head types)."""
+"""Inputs as the papers have them, and null inputs: chunks of text without BOS (for trajectories),
+chunks of random tokens to compare them with, and a random period repeated (for head types)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def pseudo_sentences(
     """Consecutive non-overlapping chunks of ``length`` tokens of a text, newlines replaced by
     spaces, without BOS (as published).
 
-    A short last chunk is left out (the published code keeps it). The first ``n`` chunks, or all.
-    Sarfati et al. 2025, section 2. A model that was always trained behind a BOS token may know
-    little without it: ``prepend_bos=True`` then (it counts in ``length``).
+    Sarfati et al. 2025, section 2; the published code keeps a short last chunk, which is left out
+    here. ``n`` takes the first chunks, ``None`` all. A model that was always trained behind a BOS
+    token may know little without it: set ``prepend_bos=True`` then (it counts in ``length``).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -116,7 +116,7 @@ def repeated_random_tokens(
         expected="at least 1 each",
         got=(period, copies, batch),
     )
-    needed = period if distinct else 1
+    needed = period if distinct else 1  # ids in the range
     require(
         high - low >= needed,
         "low, high",

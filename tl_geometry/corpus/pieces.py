@@ -1,11 +1,11 @@
 """Tokenises documents of any length for :func:`tl_geometry.windows`: a text is read in pieces that
 end where a word does, so that their tokens are those of the whole text.
 
-1. A piece ends before a space (else before a mark) that follows a word, at a place where the
-   tokenizer begins a new token: the tokens of the text on both sides begin with those of the left
-   side (:meth:`Pieces.border`).
-2. Behind its first, a piece is tokenised after the end of the piece before it, whose tokens are
-   taken off again: a tokenizer that begins each text with a space of its own does so once.
+1. A piece ends before a space (else before a mark) that follows a word, where the tokenizer begins
+   a new token: there the tokens of the text on both sides begin with those of the left side
+   (:meth:`Pieces.border`).
+2. Every piece but the first is tokenised together with the end of the piece before it, whose tokens
+   are taken off again: a tokenizer that puts a space before each text does so only once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ PIECE = 2**16
 """Characters that are tokenised at a time; shorter documents are tokenised whole. Longer pieces
 cost more time and memory per character (a whole text of 5.6 MB twice as much as its pieces)."""
 REACH, BESIDE = 1024, 64
-"""Characters in which a piece must find its end, and those on either side that decide it."""
+"""Characters in which the end of a piece is looked for, and those on either side that decide
+whether a token begins there."""
 ENDS = tuple(re.compile(p) for p in (r"(?<=\w)(?= \w)", r"(?<=\S)(?=\s)", r"(?<=\w)(?=[^\w\s])"))
-"""Where a piece may end, best first."""
+"""Where a piece may end, best first: between a word and a space, before any blank, between a word
+and a mark."""
 TRIED = 8
-"""Places of each kind that are tried."""
+"""Places of each kind of :data:`ENDS` that are tried."""
 
 
 class Pieces:
-    """Tokenises documents in pieces; with ``bos`` without the BOS string that they begin with
-    themselves.
+    """Tokenises documents in pieces; where ``bos`` is given, without the BOS string that they begin
+    with themselves.
 
-    ``cut_words`` counts pieces that end inside a word, as none ended near; ``begun`` holds the
-    documents that began with the BOS string, of those in ``started``.
+    ``cut_words`` counts pieces that end inside a word, because no better end was near; ``begun``
+    holds the documents that began with the BOS string, ``started`` counts all whose beginning was
+    read.
     """
 
     def __init__(self, view: ModelView, documents: Documents, bos: int | None) -> None:
@@ -51,7 +54,7 @@ class Pieces:
     def _encode(self, text: str) -> list[int]:
         try:
             return self.view.encode(text)
-        except (TypeError, UnicodeError):  # what tokenizers say of half a pair of UTF-16
+        except (TypeError, UnicodeError):  # what tokenizers raise for a lone surrogate
             lone = re.search("[\ud800-\udfff]", text)
             if lone is None:
                 raise
@@ -59,8 +62,8 @@ class Pieces:
             fail("texts", expected="text that UTF-8 can hold", got=got)
 
     def border(self, document: int, at: int) -> int:
-        """The place nearest behind ``at`` where a piece may end: near the end of the document, if
-        nowhere else, there."""
+        """A place from ``at`` on where a piece may end: the first of the best kind within ``REACH``
+        characters, else the end of the document if that is as near, else ``at``, inside a word."""
         size = int(self.documents.sizes[document])
         if at <= 0 or at >= size:
             return min(max(at, 0), size)
@@ -87,8 +90,8 @@ class Pieces:
         ids = self._encode(text)
         if before:
             left = self._encode(text[:before])
-            joined = ids[: len(left)] == left
-            return ids[len(left) :] if joined else self._encode(text[before:])
+            begins_with_left = ids[: len(left)] == left
+            return ids[len(left) :] if begins_with_left else self._encode(text[before:])
         self.started += 1
         bare = ids if self.bos is None else itertools.dropwhile(lambda i: i == self.bos, ids)
         bare = list(bare)
@@ -106,7 +109,7 @@ class Pieces:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a record of these tokens should say."""
+        """Remarks on these tokens, for the notes of windows."""
         notes = []
         if self.begun:
             of = f"{len(self.begun)} of {self.started} texts"
@@ -154,7 +157,7 @@ class Ids:
         ends = _tensor(self.ends[-1:] if joined else self.ends)
         firsts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
         counts = ((ends - firsts - length) // step + 1).clamp(min=0)
-        past = counts.cumsum(0) - counts
+        past = counts.cumsum(0) - counts  # windows of earlier documents
         return torch.repeat_interleave(firsts - step * past, counts) + step * torch.arange(
             int(counts.sum())
         )
@@ -164,7 +167,7 @@ class Ids:
         return self._tensor()[starts].long()
 
     def rows(self, starts: Int[Tensor, " context"], length: int) -> Int[Tensor, "context position"]:
-        """Windows from their starts."""
+        """The windows that begin at these starts."""
         return self._tensor().unfold(0, length, 1)[starts].long()
 
     def documents(self, starts: Int[Tensor, " context"]) -> Int[Tensor, " context"]:

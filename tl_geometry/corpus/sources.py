@@ -34,7 +34,7 @@ REPACK = (
     "tl_geometry.windows(model, texts, length) for windows of one length, "
     "or only the rows without padding"
 )
-"""What to do about padded input."""
+"""What a message advises for padded input."""
 
 
 def token_rows(
@@ -124,8 +124,8 @@ def bos_to_prepend(bos_id: int | None, prepend_bos: bool) -> int | None:
 def without_bos(
     rows: Sequence[list[int]], bos_id: int | None
 ) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Ids of texts without the BOS that they begin with themselves, where ``bos_id`` is put in
-    front of them anyway; and a note."""
+    """Ids of texts without the BOS that they begin with themselves (all ids for ``bos_id=None``,
+    where none will be prepended), and a note that says of how many."""
     if bos_id is None:
         return list(rows), ()
     bare = [list(itertools.dropwhile(lambda i: i == bos_id, row)) for row in rows]
@@ -216,12 +216,13 @@ class TokenSource:
         else:
             given, length = _stream(given)
             contexts = None
-        marks, about["names"] = label_ids(labels, contexts, names)
-        return TokenSource(view, given, length, contexts, labels=marks, **about)
+        numbers, about["names"] = label_ids(labels, contexts, names)
+        return TokenSource(view, given, length, contexts, labels=numbers, **about)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a result made from the batches so far should say."""
+        """What a result made from the batches so far should say: the notes, and BOS that came
+        twice."""
         twice = (double_bos(self.doubled, self.seen),) if self.doubled else ()
         return (*self.notes, *twice)
 
@@ -289,7 +290,8 @@ def token_file(path: str | Path, what: str = "tokens") -> np.ndarray:
 
 
 def _opened(tokens: Any) -> Any:
-    """The array in a ``.npy`` file; other files are refused with what to do."""
+    """The array in a ``.npy`` file; a path of another file is refused with what to do; anything
+    else as it is."""
     if isinstance(tokens, str | Path) and str(tokens).endswith(".npy"):
         return token_file(tokens)
     if isinstance(tokens, Path):
@@ -300,7 +302,8 @@ def _opened(tokens: Any) -> Any:
 
 
 def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
-    """An iterable of rows or batches with its first item put back, and the length of a row."""
+    """An iterator over rows or batches, and the length of a row, from the first, which it still
+    holds."""
     indexed = hasattr(tokens, "__getitem__") and hasattr(tokens, "__len__")
     if indexed and not hasattr(tokens, "__iter__"):  # a torch data set
         tokens = map(tokens.__getitem__, range(len(tokens)))
@@ -329,7 +332,8 @@ def _rows(tokens: Any, start: int, stop: int) -> Int[Tensor, "batch position"]:
 
 
 def _mapped(tokens: Any) -> Any:
-    """The ids of what a tokenizer returns; a cache is refused."""
+    """The ids of the mapping that a tokenizer returns, anything else as it is; a cache is
+    refused."""
     if is_cache(tokens):
         expected, got = "ids, windows or texts", type(tokens).__name__
         instead = "decompose_activations(cache), or cache= beside the tokens"
@@ -348,7 +352,7 @@ def is_cache(source: Any) -> bool:
 
 def _of_item(item: Any) -> Any:
     """Ids of one item of a data set; one that says it is padded is refused."""
-    if isinstance(item, list | tuple) and len(item) == 1:  # of a TensorDataset
+    if isinstance(item, list | tuple) and len(item) == 1:  # an item of a TensorDataset
         alone = item[0]
         return alone if isinstance(alone, Tensor | np.ndarray) and alone.ndim > 0 else item
     if not isinstance(item, Mapping):
@@ -376,8 +380,7 @@ def _of_item(item: Any) -> Any:
 
 
 def _ids(rows: Any) -> Int[Tensor, "..."]:
-    """Token ids as int64, whatever integers they are, in memory of their own: a caller may refill
-    the row that it gave."""
+    """Token ids of any integer type as int64, copied: a caller may refill the row that it gave."""
     if isinstance(rows, np.ma.MaskedArray) and np.ma.is_masked(rows):
         got = f"{int(np.ma.getmaskarray(rows).sum())} masked ids"
         fail("tokens", expected="ids without a mask", got=got, instead=REPACK)
@@ -389,7 +392,7 @@ def _ids(rows: Any) -> Int[Tensor, "..."]:
             require(equal, "tokens", expected="rows of equal length", got=got, instead=instead)
             flat = lengths == [0]
             rows = torch.tensor(rows) if flat else torch.stack([torch.as_tensor(r) for r in rows])
-        # a copy first: torch warns of arrays that cannot be written, such as memory maps
+        # copied by numpy: torch warns of read-only arrays, such as memory maps
         ids = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
     except GeometryError:
         raise
@@ -446,8 +449,8 @@ def label_ids(
 
 
 def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[int, ...]:
-    """States as numbers; a hook that holds one (``"blocks.1.hook_resid_pre"``) is taken for its
-    number.
+    """States as numbers, of ``count`` states (all for ``None``); the name of a hook that holds one
+    (``"blocks.1.hook_resid_pre"``) stands for its number.
 
     >>> state_indices(["blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", 0], 4)
     (1, 2, 0)

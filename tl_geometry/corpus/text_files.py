@@ -1,8 +1,8 @@
-"""Reads text files of any size for windows and for the command line: once from beginning to end,
+"""Reads text files of any size for windows and for the command line: first from beginning to end,
 which checks them, and then from any place.
 
-A file is decoded block by block and the state of the decoder before each block is kept, so that a
-later reading begins at a block in any encoding. Places are counted in characters, as in a string.
+A file is decoded block by block, and the state of the decoder before each block is kept, so that in
+any encoding a later reading can begin at a block. Places are counted in characters, as in a string.
 """
 
 from __future__ import annotations
@@ -25,21 +25,26 @@ BLOCK = 2**16
 ZEROS = ("utf-16", "utf-32", "utf_16", "utf_32", "utf16", "utf32")
 """Encodings whose files hold zero bytes; in any other such a file is no text."""
 BOM = "\ufeff"
+"""The byte order mark, decoded."""
 STRING = "a string, such as path.read_text(encoding=...)"
+"""What a message advises to pass in place of a file that is no text."""
 
 
 def check_encoding(encoding: str) -> None:
     """Refuse what is no encoding of text that Python knows."""
     try:
         valid = bool("a".encode(encoding))
-    except (LookupError, ValueError):  # "undefined" knows only errors; a name with a zero byte
+    except (
+        LookupError,
+        ValueError,
+    ):  # ValueError: "undefined", which always fails, or a zero byte in the name
         valid = False
     expected = "an encoding that Python knows, such as utf-8 or latin-1"
     require(valid, "--encoding", expected=expected, got=repr(encoding))
 
 
 def existing(paths: Sequence[Path], what: str = "--corpus") -> None:
-    """Refuse names of no text file, and files that may not be read."""
+    """Refuse paths that are no files, and files that may not be read."""
     missing = [printable(str(p)) for p in paths if not p.is_file()]
     require(not missing, what, expected="existing text files", got=", ".join(missing))
     locked = [printable(str(p)) for p in paths if not os.access(p, os.R_OK)]
@@ -58,7 +63,7 @@ class _File:
             self._stamp = _stamp(file)
 
     def _opened(self) -> BinaryIO:
-        """The file, if it is still the one that was looked at."""
+        """The file, opened, if it is still as it was when it was first read."""
         try:
             file = self.path.open("rb")
         except OSError as error:
@@ -82,8 +87,8 @@ def _stamp(file: BinaryIO) -> tuple[int, int, int]:
 class TextFile(_File):
     r"""One text in a file; line ends are ``"\n"``, a byte order mark is left out.
 
-    Making one decodes the whole file: what is no text in ``encoding`` is refused by the offset of
-    the first wrong byte. ``blank`` says that there are only spaces.
+    The constructor decodes the whole file: what is no text in ``encoding`` is refused by the offset
+    of the first wrong byte. ``blank`` says that there are only spaces and line ends.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +110,7 @@ class TextFile(_File):
         super().__init__(path, name, what)
         self.encoding, self.blank, self._skip = encoding, True, 0
         self._binary = binary
-        self._marks: list[tuple[int, Any]] = []  # characters before each block, decoder's state
+        self._marks: list[tuple[int, Any]] = []  # before each block: characters, decoder's state
         require(path.suffix != ".npy", what, expected="text files", got=self.name, instead=binary)
         with self._opened() as file:
             size = sum(self._blocks(file, 0, note=True))
@@ -115,16 +120,16 @@ class TextFile(_File):
     def read(self, document: int, start: int, stop: int) -> str:
         """Characters ``start`` to ``stop``, as of a string."""
         start, stop = start + self._skip, stop + self._skip
-        first = bisect.bisect_right(self._marks, start, key=lambda mark: mark[0]) - 1
-        before, state = self._marks[first]
-        decoder, parts, have = self._decoder(), [], before
+        block = bisect.bisect_right(self._marks, start, key=lambda mark: mark[0]) - 1
+        before, state = self._marks[block]
+        decoder, parts, decoded = self._decoder(), [], before
         decoder.setstate(state)
         with self._opened() as file:
-            file.seek(first * BLOCK)
-            while have < stop:
+            file.seek(block * BLOCK)
+            while decoded < stop:
                 raw = file.read(BLOCK)
                 parts.append(decoder.decode(raw, final=not raw))
-                have += len(parts[-1])
+                decoded += len(parts[-1])
                 if not raw:
                     break
         return "".join(parts)[start - before : stop - before]
@@ -135,8 +140,8 @@ class TextFile(_File):
         )
 
     def _blocks(self, file: BinaryIO, size: int, *, note: bool) -> Iterator[int]:
-        """Characters of each block, while the marks are set."""
-        decoder, raw = self._decoder(), b"-"
+        """Decode the file from its beginning, set the marks, and give the length of each block."""
+        decoder, raw = self._decoder(), b"-"  # anything but empty, which ends the loop
         zeros = self.encoding.lower().startswith(ZEROS)
         while raw:
             self._marks.append((size, decoder.getstate()))
@@ -155,7 +160,9 @@ class TextFile(_File):
             return decoder.decode(raw, final=not raw)
         except UnicodeError as error:
             at = "it"
-            if isinstance(error, UnicodeDecodeError):  # its object begins with bytes kept before
+            if isinstance(
+                error, UnicodeDecodeError
+            ):  # error.object begins with bytes of the last block
                 wrong = error.object[error.start]
                 at = f"byte {end - len(error.object) + error.start} (0x{wrong:02x})"
             option = "--encoding latin-1 (or whichever it is), or iconv"
@@ -168,8 +175,8 @@ class TextFile(_File):
 
 
 class JsonLines(_File):
-    """Texts in a field of each line of a file, a JSON object in UTF-8; lines are read when they are
-    wanted, and blank ones are none."""
+    """Texts in a file whose lines are JSON objects in UTF-8: one field of each line. A line is read
+    again whenever its text is wanted; blank lines do not count."""
 
     def __init__(
         self, path: Path, field: str, *, name: str | None = None, what: str = "texts"
@@ -224,7 +231,7 @@ def text_file(
     what: str = "texts",
     binary: str = STRING,
 ) -> TextFile | JsonLines:
-    """A file of one text, or (``field``) of texts in the lines of a file."""
+    """A file as one text, or, where ``field`` is given, as one text for each of its lines."""
     option = "--field text" if what.startswith("-") else "field='text'"
     if field is None:
         lines = path.suffix.lower() in (".jsonl", ".ndjson")
@@ -251,7 +258,7 @@ def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
 
 
 TOKENS = "tl-geometry fit for a .npy file of token ids"
-"""What takes ids."""
+"""What a message advises for a file of token ids."""
 
 
 def text_files(

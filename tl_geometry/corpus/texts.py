@@ -1,5 +1,5 @@
-"""Cuts texts into windows of equal length (:func:`tl_geometry.windows`), and splices windows as a
-null of the context share."""
+"""Cuts texts into windows of equal length (:func:`tl_geometry.windows`), and makes a null of the
+context share by splicing windows (:func:`splice`)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 
 SEPARATOR = "\n\n"
-"""Between documents that are joined, where nothing else is said: a blank line. The tokenizer's own
-end of a text is left to the user: in many models it is BOS or padding as well."""
+"""What stands between joined documents by default: a blank line. The tokenizer's end-of-text token
+is not the default, because in many models it is BOS or padding as well."""
 
 
 def windows(
@@ -45,27 +45,27 @@ def windows(
     ``texts`` is a text, several, ``pathlib.Path`` s of text files in UTF-8, or a data set with a
     ``text`` column; ``field`` names another column, or the field that holds the text in each line
     of a ``.jsonl`` file. Files are read and tokenised in pieces, which end where a word does. Every
-    text is cut from its beginning; its last, shorter piece is left out. With
-    ``prepend_bos`` each window is the BOS id and ``length - 1`` tokens; a BOS string that the text
-    itself has at the beginning of a window is not doubled (it, or the window, is left out, and
-    noted). ``labels`` names the document of each text (by default its index, or file and line);
+    text is cut from its beginning; a rest shorter than a window is left out. With ``prepend_bos``
+    each window is the BOS id and ``length - 1`` tokens; where the text itself has the BOS string at
+    the beginning of a window, the string or the window is left out, and a note says so.
+
+    ``labels`` names the document of each text (by default its index, or file and line);
     with ``field`` it names each file.
 
     ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes all.
-    Of texts that are large beside ``n`` windows only the places that are drawn are tokenised, which
-    a note says: a character is drawn, and of the window-sized parts of the text around it the one
-    at its place. So every character is as likely as another, where the uniform choice (in texts of
-    up to 4 million characters) makes every window as likely; text of long words is drawn a little
-    more often, and the windows are not those of ``n=None``. ``replace=True`` draws ``n`` places
-    where a window can start instead, each of all texts as likely as another, with replacement, so
-    that windows overlap: the published sampling (Song & Zhong 2023), whose windows are not
-    independent (in a large text: a place around each character that is drawn).
+    Texts of up to 4 million characters are tokenised whole, and every window is as likely as
+    another. In texts that are longer, and large beside ``n`` windows, characters are drawn, each as
+    likely as another; only the text around them is tokenised, and each gives the window at its
+    place in that text. A note says so. Text of long words is then drawn a little more often, and
+    the windows are not among those of ``n=None``. ``replace=True`` draws ``n`` starts instead, with
+    replacement and from every token, so that windows overlap and are not independent: the published
+    sampling (Song & Zhong 2023). In a large text each start lies near a character that is drawn.
 
     A text shorter than a window is left out, unless ``pack=True`` joins all texts with a blank line
     (or the string that ``pack`` is) between them; a window belongs to the document where it starts.
 
     Raises ``GeometryError`` when no text is long enough, when ``n`` exceeds the windows there are,
-    or when a file is no text or changes meanwhile.
+    or when a file is no text or changes while it is read.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -73,22 +73,23 @@ def windows(
     >>> cut.tokens.shape[1], cut.has_bos
     (16, True)
     """
-    joins, expected = isinstance(pack, bool | str), "True, False or the text between documents"
-    require(joins, "pack", expected=expected, got=describe(pack))
-    told = isinstance(prepend_bos, bool)
-    require(told, "prepend_bos", expected="True or False", got=describe(prepend_bos))
-    number, expected = whole(seed), "a whole number from 0 to 2**64 - 1"
-    require(number is not None and 0 <= number < 2**64, "seed", expected=expected, got=seed)
-    several = labels is None or isinstance(labels, Collection)
-    require(several, "labels", expected="one for each text", got=describe(labels))
-    number = None if n is None else whole(n)
-    require(number == n, "n", expected="a number of windows, or None for all", got=n)
-    some = not replace or (number is not None and number >= 1)
+    pack_fits, expected = isinstance(pack, bool | str), "True, False or the text between documents"
+    require(pack_fits, "pack", expected=expected, got=describe(pack))
+    bos_fits = isinstance(prepend_bos, bool)
+    require(bos_fits, "prepend_bos", expected="True or False", got=describe(prepend_bos))
+    seed_number, expected = whole(seed), "a whole number from 0 to 2**64 - 1"
+    seed_fits = seed_number is not None and 0 <= seed_number < 2**64
+    require(seed_fits, "seed", expected=expected, got=seed)
+    labels_fit = labels is None or isinstance(labels, Collection)
+    require(labels_fit, "labels", expected="one for each text", got=describe(labels))
+    count = None if n is None else whole(n)
+    require(count == n, "n", expected="a number of windows, or None for all", got=n)
+    n_fits = not replace or (count is not None and count >= 1)
     view, documents = as_view(model), Documents.of(texts, field)
     size = whole(length)
-    ok, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
-    require(ok, "length", expected=expected, got=length)
-    require(some, "n", expected="a number of windows with replace=True", got=n)
+    length_fits, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
+    require(length_fits, "length", expected=expected, got=length)
+    require(n_fits, "n", expected="a number of windows with replace=True", got=n)
     return cut_windows(
         view,
         documents,
@@ -149,15 +150,15 @@ def cut_windows(
 def _labelled(
     documents: Documents, which: Int[Tensor, " context"], labels: Sequence[Any] | None
 ) -> tuple[Int[Tensor, " context"], tuple[str, ...]]:
-    """Documents of windows as numbers of names. Lines of files are many: only those with a window
-    are named."""
+    """The document of each window as a number, and the names that the numbers stand for. Of lines
+    of files, which are many, only those with a window are named."""
     if labels is None and documents.named_by_line:
         present, which = which.unique(return_inverse=True)
         return which, tuple(map(documents.name, present.tolist()))
     named = [str(v) for v in (range(documents.given) if labels is None else labels)]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(named))}
-    given = documents.origin(which)
-    return torch.tensor([numbers[name] for name in named])[given], tuple(numbers)
+    origin = documents.origin(which)
+    return torch.tensor([numbers[name] for name in named])[origin], tuple(numbers)
 
 
 def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> TokenWindows:
@@ -165,9 +166,9 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     share.
 
     ``piece`` tokens (by default an eighth of the window) come from one place, each piece from a
-    window of its own; positions are kept, and a BOS at position 0 stays. So positional statistics
-    stay the same, and whatever context share the spliced windows show comes from slow variation
-    within a piece, not from a common context.
+    window of its own; positions are kept, and a BOS at position 0 stays. So the tokens at each
+    position stay the same, and whatever context share the spliced windows show comes from slow
+    variation within a piece, not from a common context.
 
     >>> import tl_geometry as tlg
     >>> windows = TokenWindows(tokens=torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]), has_bos=True)

@@ -1,5 +1,5 @@
-"""What :func:`tl_geometry.windows` returns and every function that runs a model takes: windows of
-tokens of one length."""
+"""Windows of tokens of one length: what :func:`tl_geometry.windows` returns and every function that
+runs a model takes."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ class TokenWindows:
         every = torch.arange(size)
         if isinstance(contexts, slice):
             return every[contexts]
-        has_axes = bool(getattr(contexts, "shape", ()))  # a tensor of one number is several
+        has_axes = bool(getattr(contexts, "shape", ()))  # a tensor [1] is a list of one
         if whole(contexts) is not None and not has_axes:
-            return every[contexts].unsqueeze(0)  # IndexError beyond the last ends a loop
+            return every[contexts].unsqueeze(0)  # its IndexError ends a for loop
         try:
             given = contexts if isinstance(contexts, Tensor) else list(contexts)
             index = torch.as_tensor(given).cpu()
@@ -117,8 +117,8 @@ class TokenWindows:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a result made from these windows should say: notes, and how many of them begin with
-        BOS twice."""
+        """What a result made from these windows should say: the notes, and how many windows begin
+        with BOS twice."""
         if not self.has_bos or self.tokens.shape[1] < 2:
             return self.notes
         twice = int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
@@ -146,7 +146,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]
-else:  # what comes is looked at where it is taken, and refused there with what to do
+else:  # unknown at run time: the function that takes tokens looks at them, and refuses by name
     TokensLike = Any
 """Tokens as every public function takes them: :class:`TokenWindows`; ids ``[context position]`` as
 a tensor, an array, nested lists, a ``.npy`` file (its path) or a memory map; one prompt

@@ -1,5 +1,5 @@
-"""Windows of token ids as plain integer tensors: how they are cut and sampled, whether they begin
-with BOS, and which hold padding."""
+"""Questions to token ids as plain integer tensors: how they are cut into windows, or sampled,
+whether rows begin with BOS, and which hold padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tl_geometry.base.errors import require
 MANY_ROWS = 16
 """Rows among which a single padding token at an end may be chance."""
 CERTAIN_RUN = 3
-"""Padding tokens in a run at an end that are no chance."""
+"""Padding tokens in a run at an end of a row that cannot be chance."""
 
 
 def cut(ids: Sequence[int], length: int) -> Int[Tensor, "context position"]:
@@ -23,15 +23,15 @@ def cut(ids: Sequence[int], length: int) -> Int[Tensor, "context position"]:
     >>> cut(range(7), 3).tolist()
     [[0, 1, 2], [3, 4, 5]]
     """
-    kept = len(ids) // length * length
-    return torch.as_tensor(list(ids[:kept]), dtype=torch.int64).view(-1, length)
+    used = len(ids) // length * length
+    return torch.as_tensor(list(ids[:used]), dtype=torch.int64).view(-1, length)
 
 
 def sample_starts(
     ids: Sequence[int], length: int, n: int, seed: int
 ) -> Int[Tensor, "context position"]:
-    """``n`` windows at random starts, drawn with replacement (they overlap): the published sampling
-    of Song & Zhong 2023.
+    """``n`` windows at random starts, drawn with replacement (they overlap; the last possible start
+    is never drawn): the published sampling of Song & Zhong 2023.
 
     >>> sample_starts(range(9), 3, 2, seed=0).diff(dim=1).tolist()
     [[1, 1], [1, 1]]
@@ -49,7 +49,7 @@ def sample_starts(
 
 
 def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> bool:
-    """Whether every row begins with the BOS id (not where there is none).
+    """Whether every row begins with the BOS id (false for a tokenizer that has none).
 
     >>> rows = torch.tensor([[0, 5], [0, 6]])
     >>> begins_with_bos(rows, 0), begins_with_bos(rows, 5), begins_with_bos(rows, None)

@@ -1,5 +1,5 @@
-"""Which windows :func:`tl_geometry.windows` cuts: all, a uniform choice of all, or the windows at
-places that are drawn in a text too long to be tokenised for a few windows."""
+"""Which windows :func:`tl_geometry.windows` cuts: all, a uniform choice of all, or, in a text too
+long to be tokenised for a few windows, those at places that are drawn."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from tl_geometry.base.errors import require
 from tl_geometry.corpus.pieces import Ids, Pieces
 
 WHOLE = 2**22
-"""Characters up to which a corpus is always tokenised whole (seconds)."""
+"""Characters up to which a corpus is always tokenised whole, which takes seconds."""
 PLACE, PER_TOKEN = 2048, 16
-"""Least characters in which one window is drawn, and characters for each of its tokens: three or
-four windows of most texts, so that one is nearly always found."""
+"""The text around a drawn place has ``PER_TOKEN`` characters for each token of a window, and at
+least ``PLACE``: three or four windows of most texts, so that one is nearly always found."""
 TRIES, MORE = 4, 64
-"""Places that are drawn for each window, and besides, since some hold none or one drawn before."""
+"""``TRIES`` places are drawn for each window, and ``MORE`` besides: some hold no window, or one
+that was drawn before."""
 Cut = tuple[Int[Tensor, "context position"], Int[Tensor, " context"], tuple[str, ...]]
 """Windows without BOS, the document that each begins in, and remarks."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cutter:
-    """Windows of ``length`` tokens every ``step`` tokens of documents, or of all documents with
-    ``separator`` between them; none begins with ``bos``."""
+    """Windows of ``length`` tokens every ``step`` tokens of each document, or of all documents
+    joined with ``separator``; none begins with the BOS id of ``pieces``."""
 
     pieces: Pieces
     length: int
@@ -55,8 +56,8 @@ class Cutter:
     # ---- everything
 
     def chosen(self, n: int | None, seed: int, *, at_most: bool) -> Cut:
-        """A uniform choice of all windows, in their order (``None``: all). At most: fewer where
-        there are fewer."""
+        """A uniform choice of ``n`` windows, in their order (``None``: all). ``at_most`` takes all
+        where there are fewer."""
         ids = Ids()
         for document, size in enumerate(self.pieces.documents.sizes.tolist()):
             if size or not self._joined:
@@ -77,8 +78,8 @@ class Cutter:
             starts = starts[at.sort().values]
         elif n is not None:
             expected, instead = f"1 to {len(starts)} windows", "n=None for all, or more text"
-            few = n >= 1 and (at_most or n <= len(starts))
-            require(few, "n", expected=expected, got=n, instead=instead)
+            n_fits = n >= 1 and (at_most or n <= len(starts))
+            require(n_fits, "n", expected=expected, got=n, instead=instead)
             starts = starts[torch.randperm(len(starts), generator=generator)[:n].sort().values]
         note = f"{left_out} windows that begin with the BOS string left out"
         notes = (note,) if left_out and not self._replace else ()
@@ -102,8 +103,8 @@ class Cutter:
     # ---- a few places
 
     def drawn(self, n: int, seed: int) -> Cut | None:
-        """``n`` windows at places drawn among all characters; ``None`` where so many are not found,
-        because most texts are too short or hold too few."""
+        """``n`` windows at places drawn among all characters; ``None`` where fewer are found,
+        because most texts are too short."""
         documents = self.pieces.documents
         generator = torch.Generator().manual_seed(seed)
         total = documents.characters
@@ -113,8 +114,9 @@ class Cutter:
             window = self._window_at(place)
             if window is not None:
                 at, document, row = window
-                again = (len(rows),) if self._replace else ()
-                rows.setdefault((*at, *again), (document, row))
+                # with replacement, the same window may be drawn again: its number tells it apart
+                draw = (len(rows),) if self._replace else ()
+                rows.setdefault((*at, *draw), (document, row))
             if len(rows) == n:
                 which, cut = zip(*(rows[at] for at in sorted(rows)), strict=True)
                 note = "windows drawn by place: each character of the text is as likely as another"
@@ -127,8 +129,9 @@ class Cutter:
     def _window_at(
         self, place: int
     ) -> tuple[tuple[int, int, int], int, Int[Tensor, " position"]] | None:
-        """The window that lies where a place lies in the text around it: where it begins (document,
-        character, token), its document, its tokens."""
+        """The window for a drawn place: of the windows in the text around it, the one as far along
+        as the place is. Gives where it begins (first document and character of that text, token),
+        its document, its tokens."""
         spans, share = self._around(place)
         ids = Ids()
         for document, start, stop in spans:
@@ -144,14 +147,15 @@ class Cutter:
         return (document, begin, int(start)), int(ids.documents(start)), row
 
     def _around(self, place: int) -> tuple[list[tuple[int, int, int]], float]:
-        """The text around a place as parts of documents (document, start, stop), and where in it
-        the place lies, from 0 to below 1: a short document, a part of a long one, or of all
-        together where they are joined."""
+        """The text around a place, and where in it the place lies, from 0 to below 1. The text is a
+        short document, a part of a long one, or, where documents are joined, a part of all
+        together; it is given as parts of documents (document, start, stop)."""
         documents = self.pieces.documents
         ends, size = documents.ends, self._place
         first = last = int(torch.searchsorted(ends, place, right=True))
         begin = int(ends[first] - documents.sizes[first])
         low, high = begin, int(ends[first])
+        # a long text is divided into parts of one size; the part that holds the place is taken
         if self._joined or high - low > size:
             low = place - (place - (0 if self._joined else low)) % size
             high = min(low + size, documents.characters if self._joined else high)
